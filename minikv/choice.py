@@ -1,0 +1,99 @@
+"""What the user chose about eviction: names, budget and options, checked before torch is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minikv.errors import UsageError
+from minikv.policies import (
+    DEFAULT_BUDGET,
+    DEFAULT_PROMPT,
+    PolicyInfo,
+    Value,
+    default_step,
+    find,
+    prompt_policy,
+    read_options,
+    step_policy,
+)
+
+if TYPE_CHECKING:
+    from minikv.budget import Budget
+    from minikv.policy import PromptPolicy, StepPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A prompt policy, a decode policy and a budget. Build with `read`, which checks them."""
+
+    policy: str
+    decode: str
+    budget: str
+    policy_options: Mapping[str, Value]
+    decode_options: Mapping[str, Value]
+
+    @staticmethod
+    def read(
+        policy: str = DEFAULT_PROMPT,
+        decode: str = "auto",
+        budget: str = DEFAULT_BUDGET,
+        options: Mapping[str, object] | None = None,
+    ) -> Choice:
+        """Check names and options. An option goes to the policy that has it, to both if both do.
+
+        Raises UsageError that names the nearest policies, or the options there are.
+        """
+        prompt = find(policy)
+        step = find(default_step(policy) if decode == "auto" else decode, step=True)
+        given = dict(options or {})
+        for name in given:
+            if not _has(prompt, name) and not _has(step, name):
+                takes = [option.name for info in (prompt, step) for option in info.options]
+                raise UsageError(
+                    f"{prompt.name} with {step.name} has no option {name!r}",
+                    f"it takes: {', '.join(dict.fromkeys(takes)) or 'no options'}",
+                )
+        return Choice(
+            prompt.name,
+            step.name,
+            budget,
+            read_options(prompt, {n: v for n, v in given.items() if _has(prompt, n)}),
+            read_options(step, {n: v for n, v in given.items() if _has(step, n)}),
+        )
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything is ever evicted under this choice."""
+        return self.policy != "full" or self.decode != "none"
+
+    def policies(self) -> tuple[PromptPolicy | None, StepPolicy | None, Budget | None]:
+        """The objects that the scheduler takes. Raises UsageError on a budget it cannot read."""
+        from minikv.budget import Budget
+
+        # Read even where nothing is evicted, so that a typing error is never let through.
+        budget = Budget.parse(self.budget)
+        prompt = prompt_policy(self.policy, self.policy_options)
+        step = step_policy(self.decode, self.decode_options)
+        return prompt, step, budget if self.evicts else None
+
+    def budget_record(self) -> dict[str, object]:
+        """The budget as the turn record has it: unit and value as they were given."""
+        text = self.budget.strip()
+        if not self.evicts:
+            return {"unit": None, "value": None}
+        if text.isdigit():
+            return {"unit": "rows", "value": int(text)}
+        if text.endswith("%"):
+            return {"unit": "percent", "value": float(text[:-1])}
+        return {"unit": "bytes", "value": text}
+
+    def options_record(self) -> dict[str, object]:
+        """The options in force; the decode policy and its options stand under `decode`."""
+        decode: dict[str, object] = {"policy": self.decode, **self.decode_options}
+        return {**self.policy_options, "decode": decode}
+
+
+def _has(info: PolicyInfo, name: str) -> bool:
+    return any(option.name == name for option in info.options)

@@ -1,0 +1,152 @@
+"""The turn record: what one turn cost, measured; every figure on screen is a view of it.
+
+`saved` is 1 - held / full, where held counts what the policy stores about rows as well, and every
+rounding goes against us. A figure that was not measured is None, never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Counts of tokens; the `kept_*` are rows per layer and KV head."""
+
+    prompt_new: int
+    prompt_reused: int
+    generated: int
+    seen_total: int
+    evicted_total: int
+    kept_mean: float
+    kept_min: int
+    kept_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvBytes:
+    """Bytes of KV cache, over all layers."""
+
+    full: int  # a cache without eviction, now
+    held: int  # live rows, with what the policy stores about them
+    allocated: int  # the pool
+    peak_prefill: int  # the most that existed at once while the prompt was read
+    policy_state: int  # the part of `held` that is the policy's
+
+    @property
+    def saved(self) -> float:
+        """Share of a full cache that is not held; negative when a policy costs more than it frees."""
+        return 1.0 - self.held / self.full if self.full else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Wall time. `load` is the model's, once; `compile` is None where nothing is compiled."""
+
+    load: float
+    compile: float | None
+    first_token: float
+    prefill: float
+    evict: float
+    decode: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Tokens per second; the baseline only if a full cache was really run."""
+
+    prefill_tok_s: float | None
+    decode_tok_s: float | None
+    baseline_decode_tok_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Attention mass of the evicted rows, as the last window's queries saw it: an estimate."""
+
+    est_mass_lost_mean: float | None
+    est_mass_lost_max: float | None
+    est_mass_lost_argmax_layer: int | None
+    method: str | None  # "window" or None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """On CUDA what the allocator says; on a CPU the peak resident memory of the whole process."""
+
+    peak_bytes: int | None
+    reserved_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReport:
+    """One turn of a chat. `stop_reason` is eos, length, user, context or error."""
+
+    turn: int
+    policy: str
+    policy_options: Mapping[str, object]
+    budget: Mapping[str, object]  # unit, value
+    kernels: str
+    dtype: str
+    device: str
+    tokens: Tokens
+    kv_bytes: KvBytes
+    time_s: Seconds
+    rate: Rates
+    loss: Loss
+    shaped_by_turn: int | None
+    stop_reason: str
+    seed: int
+    sampling: Mapping[str, object]
+    device_mem: DeviceMemory
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain dictionaries, lists and numbers, ready for JSON."""
+        record = asdict(self)
+        record["warnings"] = list(self.warnings)
+        return record
+
+    def lines(self) -> tuple[str, str]:
+        """The two short lines under an answer: speed, then memory."""
+        tokens, kv = self.tokens, self.kv_bytes
+        speed = [f"{tokens.generated:,} tok"]
+        if self.rate.decode_tok_s is not None:
+            speed.append(f"{self.rate.decode_tok_s:.1f} tok/s")
+        speed.append(f"first token {self.time_s.first_token:.2f} s")
+        if self.stop_reason != "eos":
+            speed.append(f"stopped by {self.stop_reason}")
+        memory = [
+            f"KV {of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved)",
+            f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tok/head",
+        ]
+        if self.loss.est_mass_lost_mean is not None:
+            memory.append(f"lost ~{100 * self.loss.est_mass_lost_mean:.1f}%")
+        if self.shaped_by_turn is not None and self.shaped_by_turn < self.turn:
+            memory.append(f"shaped by Q{self.shaped_by_turn}")
+        return " · ".join(speed), " · ".join(memory)
+
+
+def size(count: int, unit: str = "") -> str:
+    """1234567 -> "1.2 MiB"; `unit` forces one."""
+    for name, scale in UNITS:
+        if name == unit or (not unit and (count >= scale or scale == 1)):
+            return f"{count:,} B" if scale == 1 else f"{count / scale:,.1f} {name}"
+    raise ValueError(f"unknown unit {unit!r}")
+
+
+def of_full(held: int, full: int) -> str:
+    """ "90.8 of 913.1 MiB", both in the unit of the larger one."""
+    unit = size(max(held, full)).split()[-1]
+    return f"{size(held, unit).removesuffix(unit).rstrip()} of {size(full, unit)}"
+
+
+def percent_saved(share: float) -> str:
+    """Rounded down to a tenth of a percent, so that the figure never flatters."""
+    # The tiny term undoes binary noise: 1 - 64/1024 must stay 93.7%, 0.9 must not become 89.9%.
+    return f"{math.floor(share * 1000 + 1e-9) / 10:.1f}%"

@@ -1,0 +1,81 @@
+"""From logits to one token: greedy, or a draw that depends only on the seed and the position.
+
+Keying every draw by (seed, position) means that there is no generator state to roll back when a
+turn is stopped, and that the same question asked again is answered the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minikv.errors import NumericsError, UsageError
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 is greedy and ignores the other three.
+
+    Order: temperature, top_k, top_p, min_p. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        _within("--temperature", self.temperature, 0.0, 100.0)
+        _within("--top-k", self.top_k, 0, 1 << 31)
+        _within("--top-p", self.top_p, 0.0, 1.0)
+        _within("--min-p", self.min_p, 0.0, 1.0)
+
+
+def pick(logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: int) -> int:
+    """One token id from logits [V]; rows from `vocab` on are padding and are never chosen.
+
+    `position` is where the token would stand in the conversation. Raises NumericsError when a
+    logit of the real vocabulary is NaN or infinite.
+    """
+    logits = logits[:vocab].float()
+    if not bool(torch.isfinite(logits).all()):
+        raise NumericsError(
+            f"the network produced NaN or infinite logits at position {position:,}",
+            "the turn was stopped; try --dtype float32",
+        )
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    # Shifting by the maximum first keeps a tiny temperature from overflowing to inf - inf.
+    scaled = (logits.cpu().double() - float(logits.max())) / sampling.temperature
+    ranked, ids = torch.sort(scaled, descending=True, stable=True)
+    if sampling.top_k:
+        ranked = ranked[: sampling.top_k]
+    chances = torch.softmax(ranked, 0)
+    before = chances.cumsum(0) - chances
+    # The best token always stays, also with top_p 0.
+    keep = (before < sampling.top_p) & (chances >= sampling.min_p * chances[0])
+    keep[0] = True
+    chances = torch.where(keep, chances, 0.0)
+    edges = chances.cumsum(0)
+    generator = torch.Generator("cpu").manual_seed(_mix(seed, position))
+    point = torch.rand((), generator=generator, dtype=torch.float64) * edges[-1]
+    # right=True: a token of chance 0 owns no interval and cannot be drawn.
+    rank = int(torch.searchsorted(edges, point, right=True))
+    return int(ids[min(rank, int(keep.nonzero().max()))])
+
+
+def _mix(seed: int, position: int) -> int:
+    """Two integers to one well-spread 64-bit seed (splitmix64, Steele et al. 2014)."""
+    value = ((seed & _MASK) * 0x9E3779B97F4A7C15 + position) & _MASK
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = ((value ^ (value >> shift)) * factor) & _MASK
+    return value ^ (value >> 31)
+
+
+def _within(flag: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # NaN fails too
+        raise UsageError(f"{flag} must be between {low:g} and {high:g}, got {value:g}")

@@ -1,0 +1,445 @@
+"""A chat: documents and questions in, pieces of text out, with cache and transcript in step.
+
+The invariant that every way out of a turn keeps: rows exist for exactly the tokens that were fed.
+The last token of an answer was sampled but not fed. If it was a stop token, the template's next
+turn begins with it; if not, it is *owed*, and leads the next prompt.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from minikv.choice import Choice
+from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.report import DeviceMemory, KvBytes, Loss, Rates, Seconds, Tokens, TurnReport
+from minikv.sampling import Sampling, pick
+
+if TYPE_CHECKING:
+    from minikv.engine import Engine
+    from minikv.scheduler import CacheStats
+
+
+class TextStream(Protocol):
+    """Turns token ids into text as they come, holding back incomplete characters."""
+
+    def push(self, token: int) -> str: ...
+    def flush(self) -> str: ...
+
+
+class Tokenizer(Protocol):
+    """What a session needs of a tokenizer; `minikv.models.tokenizer.Tokenizer` has it."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+    def stream(self) -> TextStream: ...
+
+
+class Template(Protocol):
+    """What a session needs of a chat template. Messages carry `.role` and `.content`.
+
+    `opening` renders a whole conversation that ends with a user message; `following` what comes
+    after the last assistant message's text, its end-of-turn marker first. Both end where the
+    answer begins.
+    """
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+    # Any: the models package has its own message type, and neither package may import the other's.
+    def opening(self, messages: Sequence[Any]) -> list[int]: ...
+    def following(self, messages: Sequence[Any]) -> list[int]: ...
+    def lookalikes(self, text: str) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One entry of the transcript; `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text that the next question is asked about."""
+
+    text: str
+    name: str | None = None
+
+    def rendered(self) -> str:
+        """As it stands in the user message, before the question."""
+        return f"Document: {self.name}\n\n{self.text}\n\n" if self.name else f"{self.text}\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the run is made of, for reports: nothing here changes what is computed."""
+
+    model: str = ""
+    revision: str = ""
+    device: str = "cpu"
+    dtype: str = "float32"
+    kernels: str = "torch"
+    load_s: float = 0.0
+    weight_bytes: int = 0
+
+
+class ChatSession:
+    """One conversation over one cache.
+
+    `max_context`: positions that the model was trained for. `longest_token`: an upper bound on the
+    UTF-8 bytes of text behind one token id, with which a text that cannot fit is refused before it
+    is tokenized; None switches that off.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        template: Template,
+        *,
+        max_context: int,
+        choice: Choice | None = None,
+        seed: int = 0,
+        system: str = "",
+        longest_token: int | None = None,
+        facts: Facts | None = None,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.template = template
+        self.max_context = max_context
+        self.choice = choice or Choice.read()
+        self.seed = seed
+        self.system = system
+        self.longest_token = longest_token
+        self.facts = facts or Facts()
+        self.reset()
+
+    def reset(self, *, keep_documents: bool = False) -> None:
+        """Forget the conversation and its cache; with `keep_documents`, read those again next."""
+        documents = [*self.documents, *self.pending] if keep_documents else []
+        self.engine.reset()
+        self.pending: list[Document] = documents
+        self.documents: list[Document] = []
+        self.messages: list[Message] = [Message("system", self.system)] if self.system else []
+        self.fed: list[int] = []
+        self.owed: int | None = None
+        self.turn = 0
+        self.shaped_by: int | None = None
+        self.report: TurnReport | None = None
+        self._running = False
+        self._cancelled = False
+
+    def attach(self, text: str, name: str | None = None) -> None:
+        """Put a document before the next question. Raises UsageError if there is no text in it."""
+        if not text.strip():
+            raise UsageError(f"{name or 'the document'} is empty", "nothing was added")
+        self.pending.append(Document(text, name))
+
+    def kept(self, layer: int, head: int) -> Tensor:
+        """Positions that KV head `head` of `layer` still holds, ascending (LongTensor)."""
+        return self.engine.kv.kept(layer, head)
+
+    def configure(self, choice: Choice) -> None:
+        """Use another policy or budget from the next prompt on. On UsageError nothing changes."""
+        self.engine.kv.configure(*choice.policies())
+        self.choice = choice
+
+    def cancel(self) -> None:
+        """Stop the running turn at the next safe point: safe to call from a signal handler.
+
+        While the prompt is read, `ask` raises Interrupted and nothing was added; while the answer
+        is written, it ends there and stays in the conversation.
+        """
+        self._cancelled = self._running
+
+    @property
+    def room(self) -> int:
+        """Positions left in the model's context, the owed token already counted."""
+        return self.max_context - len(self.fed) - (self.owed is not None)
+
+    def ask(
+        self,
+        question: str,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        progress: Callable[[int, int], None] | None = None,
+        notice: Callable[[str], None] | None = None,
+    ) -> Iterator[str]:
+        """Pending documents and `question` in, the answer's text out, piece by piece.
+
+        `progress(done, total)` is called between chunks of the prompt, `notice` with each warning
+        before the answer begins. Closing the iterator early is the same as `cancel`.
+
+        Raises ContextError when the prompt does not fit (nothing is ever cut), UsageError,
+        Interrupted, NumericsError. After an error while the prompt was read the chat is as it was
+        before the question; after one in the answer, what was written stays.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        if max_tokens < 1:
+            raise UsageError(f"--max-tokens must be at least 1, got {max_tokens}")
+        if not question.strip():
+            raise UsageError("the question is empty")
+        self._running, self._cancelled = True, False
+        try:
+            yield from self._turn(question, max_tokens, sampling, progress, notice)
+        finally:
+            self._running = False
+
+    def _turn(
+        self,
+        question: str,
+        max_tokens: int,
+        sampling: Sampling,
+        progress: Callable[[int, int], None] | None,
+        notice: Callable[[str], None] | None,
+    ) -> Iterator[str]:
+        began = perf_counter()
+        warnings: list[str] = []
+
+        def warn(line: str) -> None:
+            warnings.append(line)
+            if notice is not None:
+                notice(line)
+
+        content = "".join(document.rendered() for document in self.pending) + question
+        self._refuse_by_bytes(content)
+        messages = [*self.messages, Message("user", content)]
+        ids = self._prompt_ids(messages)
+        if len(ids) + 1 > self.max_context - len(self.fed):
+            raise self._does_not_fit(len(ids), "needs")
+        self._warn_before(question, warn)
+
+        reused = len(self.fed)
+        reading = perf_counter()
+        logits = self._read(ids, progress)
+        prefill_s = perf_counter() - reading
+
+        # The prompt is in the cache: from here on the turn counts, whatever happens.
+        self.fed += ids
+        self.owed = None
+        self.turn += 1
+        self.messages = messages
+        self.documents += self.pending
+        had_documents = bool(self.pending)
+        self.pending = []
+
+        stream = self.tokenizer.stream()
+        pieces: list[str] = []
+        generated = steps = 0
+        first_s: float | None = None
+        decode_s = 0.0
+        reason = ""
+        try:
+            self._warn_after(had_documents, warn)
+            while True:
+                if self._cancelled:
+                    reason = "user"
+                    break
+                started = perf_counter()
+                if self.owed is not None:
+                    logits = self._step(self.owed)
+                    steps += 1
+                token = pick(logits, self.tokenizer.vocab, sampling, self.seed, len(self.fed))
+                if first_s is None:
+                    first_s = perf_counter() - began
+                else:
+                    decode_s += perf_counter() - started
+                if token in self.tokenizer.stop_ids:
+                    reason = "eos"
+                    break
+                self.owed = token
+                generated += 1
+                piece = stream.push(token)
+                if piece:
+                    pieces.append(piece)
+                    yield piece
+                if generated == max_tokens:
+                    reason = "length"
+                    break
+                if len(self.fed) == self.max_context:
+                    reason = "context"
+                    break
+            rest = stream.flush()
+            if rest:
+                pieces.append(rest)
+                yield rest
+        except GeneratorExit:
+            reason = reason or "user"
+            raise
+        finally:
+            self.messages = [*messages, Message("assistant", "".join(pieces))]
+            stats = self.engine.kv.stats()
+            total_s = perf_counter() - began
+            self.report = self._report(
+                stats,
+                len(ids),
+                reused,
+                generated,
+                reason or "error",
+                warnings,
+                {**asdict(sampling), "max_tokens": max_tokens},
+                Seconds(
+                    load=self.facts.load_s,
+                    compile=None,
+                    first_token=total_s if first_s is None else first_s,
+                    prefill=prefill_s,
+                    evict=stats.evict_s,
+                    decode=decode_s,
+                    total=total_s,
+                ),
+                Rates(
+                    prefill_tok_s=len(ids) / prefill_s if prefill_s else None,
+                    decode_tok_s=steps / decode_s if steps and decode_s else None,
+                    baseline_decode_tok_s=None,
+                ),
+            )
+
+    def _prompt_ids(self, messages: list[Message]) -> list[int]:
+        """What must be fed so that the cache holds `messages` up to where the answer begins."""
+        if not self.fed:
+            return self.template.opening(messages)
+        owed = [] if self.owed is None else [self.owed]
+        return owed + self.template.following(messages)
+
+    def _read(self, ids: list[int], progress: Callable[[int, int], None] | None) -> Tensor:
+        def between_chunks(done: int, total: int) -> None:
+            if self._cancelled:
+                raise Interrupted(
+                    f"stopped reading at {done:,} of {total:,} tokens", "nothing was added"
+                )
+            if progress is not None:
+                progress(done, total)
+
+        return self.engine.prompt(ids, between_chunks)
+
+    def _step(self, token: int) -> Tensor:
+        """Feed the owed token. If the engine fails, the cache says whether it was taken."""
+        try:
+            return self.engine.step(token)
+        finally:
+            if self.engine.kv.position > len(self.fed):
+                self.fed.append(token)
+                self.owed = None
+
+    def _refuse_by_bytes(self, content: str) -> None:
+        """Refuse what cannot fit however it is tokenized, without tokenizing it."""
+        if self.longest_token is None:
+            return
+        least = len(content.encode("utf-8", "replace")) // self.longest_token
+        if least > self.room:
+            raise self._does_not_fit(least, "needs at least")
+
+    def _does_not_fit(self, tokens: int, verb: str) -> ContextError:
+        room = max(self.max_context - len(self.fed) - 1, 0)
+        used = f", {len(self.fed):,} of them used by this chat" if self.fed else ""
+        choices = ["a shorter document", "a model with a longer context"]
+        if self.fed:
+            choices.insert(0, "a new conversation (/reset)")
+        return ContextError(
+            f"the prompt {verb} {tokens:,} tokens and {room:,} are left: this model was trained "
+            f"for {self.max_context:,} positions{used}",
+            f"eviction does not extend that, and nothing was cut; choose {', or '.join(choices)}",
+        )
+
+    def _warn_before(self, question: str, warn: Callable[[str], None]) -> None:
+        if self.turn == 0:
+            for note in self.template.notes:
+                warn(note)
+        texts = [(document.name or "the document", document.text) for document in self.pending]
+        for name, text in [*texts, ("the question", question)]:
+            count = self.template.lookalikes(text)
+            if count:
+                strings = "1 string" if count == 1 else f"{count:,} strings"
+                verb = "looks" if count == 1 else "look"
+                tokens = "a control token; it was" if count == 1 else "control tokens; they were"
+                warn(f"{strings} in {name} {verb} like {tokens} read as plain text")
+        if self.shaped_by is not None and self.documents:
+            warn(
+                f"this cache was shaped by question {self.shaped_by}: what that question did not "
+                "need may be gone; /clear reads the documents again with your next question"
+            )
+
+    def _warn_after(self, had_documents: bool, warn: Callable[[str], None]) -> None:
+        stats = self.engine.kv.stats()
+        if stats.shaped and self.shaped_by is None:
+            self.shaped_by = self.turn
+        rows = stats.budget_rows
+        if had_documents and self.choice.evicts and rows is not None and rows >= stats.seen:
+            warn(
+                f"--budget {self.choice.budget} ({rows:,} rows per head) is not below this prompt "
+                f"({stats.seen:,} tokens): nothing was evicted"
+            )
+
+    def _report(
+        self,
+        stats: CacheStats,
+        prompt_new: int,
+        reused: int,
+        generated: int,
+        reason: str,
+        warnings: list[str],
+        sampling: Mapping[str, object],
+        seconds: Seconds,
+        rates: Rates,
+    ) -> TurnReport:
+        lost = stats.lost_mean
+        return TurnReport(
+            turn=self.turn,
+            policy=self.choice.policy,
+            policy_options=self.choice.options_record(),
+            budget=self.choice.budget_record(),
+            kernels=self.facts.kernels,
+            dtype=self.facts.dtype,
+            device=self.facts.device,
+            tokens=Tokens(
+                prompt_new=prompt_new,
+                prompt_reused=reused,
+                generated=generated,
+                seen_total=stats.seen,
+                evicted_total=stats.evicted,
+                kept_mean=stats.kept_mean,
+                kept_min=stats.kept_min,
+                kept_max=stats.kept_max,
+            ),
+            kv_bytes=KvBytes(
+                full=stats.full_bytes,
+                held=stats.held_bytes,
+                allocated=stats.allocated_bytes,
+                peak_prefill=stats.peak_bytes,
+                policy_state=stats.state_bytes,
+            ),
+            time_s=seconds,
+            rate=rates,
+            loss=Loss(lost, stats.lost_max, stats.lost_layer, None if lost is None else "window"),
+            shaped_by_turn=self.shaped_by,
+            stop_reason=reason,
+            seed=self.seed,
+            sampling=sampling,
+            device_mem=_device_memory(self.facts.device),
+            warnings=tuple(warnings),
+        )
+
+
+def _device_memory(device: str) -> DeviceMemory:
+    if device.startswith("cuda"):
+        return DeviceMemory(
+            torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+        )
+    # Linux counts ru_maxrss in KiB, macOS in bytes.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return DeviceMemory(peak if sys.platform == "darwin" else peak * 1024, None)
