@@ -39,7 +39,7 @@ class KvBytes:
 
     @property
     def saved(self) -> float:
-        """Share of a full cache that is not held; negative when a policy costs more than it frees."""
+        """Share of a full cache not held; negative when a policy costs more than it frees."""
         return 1.0 - self.held / self.full if self.full else 0.0
 
 

@@ -7,9 +7,10 @@ turn begins with it; if not, it is *owed*, and leads the next prompt.
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from minikv.bound import longest_token
 from minikv.choice import Choice
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.report import DeviceMemory, KvBytes, Loss, Rates, Seconds, Tokens, TurnReport
@@ -41,6 +43,8 @@ class Tokenizer(Protocol):
     def vocab(self) -> int: ...
     @property
     def stop_ids(self) -> frozenset[int]: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
     def stream(self) -> TextStream: ...
 
 
@@ -96,9 +100,7 @@ class Facts:
 class ChatSession:
     """One conversation over one cache.
 
-    `max_context`: positions that the model was trained for. `longest_token`: an upper bound on the
-    UTF-8 bytes of text behind one token id, with which a text that cannot fit is refused before it
-    is tokenized; None switches that off.
+    `max_context`: positions that the model was trained for. `seed` decides every draw.
     """
 
     def __init__(
@@ -111,7 +113,6 @@ class ChatSession:
         choice: Choice | None = None,
         seed: int = 0,
         system: str = "",
-        longest_token: int | None = None,
         facts: Facts | None = None,
     ) -> None:
         self.engine = engine
@@ -121,8 +122,8 @@ class ChatSession:
         self.choice = choice or Choice.read()
         self.seed = seed
         self.system = system
-        self.longest_token = longest_token
         self.facts = facts or Facts()
+        self._longest: float | None = None  # bytes per token at the most, once it was needed
         self.reset()
 
     def reset(self, *, keep_documents: bool = False) -> None:
@@ -142,6 +143,7 @@ class ChatSession:
 
     def attach(self, text: str, name: str | None = None) -> None:
         """Put a document before the next question. Raises UsageError if there is no text in it."""
+        _check_text(text, name or "the document")
         if not text.strip():
             raise UsageError(f"{name or 'the document'} is empty", "nothing was added")
         self.pending.append(Document(text, name))
@@ -194,6 +196,7 @@ class ChatSession:
             raise UsageError(f"--max-tokens must be at least 1, got {max_tokens}")
         if not question.strip():
             raise UsageError("the question is empty")
+        _check_text(question, "the question")
         self._running, self._cancelled = True, False
         try:
             yield from self._turn(question, max_tokens, sampling, progress, notice)
@@ -338,9 +341,12 @@ class ChatSession:
 
     def _refuse_by_bytes(self, content: str) -> None:
         """Refuse what cannot fit however it is tokenized, without tokenizing it."""
-        if self.longest_token is None:
-            return
-        least = len(content.encode("utf-8", "replace")) // self.longest_token
+        size = len(content.encode())
+        if size <= self.room:
+            return  # even at a byte per token it would fit; the bound is not worth computing
+        if self._longest is None:
+            self._longest = longest_token(self.tokenizer) or math.inf
+        least = int(size / self._longest)
         if least > self.room:
             raise self._does_not_fit(least, "needs at least")
 
@@ -433,6 +439,16 @@ class ChatSession:
             device_mem=_device_memory(self.facts.device),
             warnings=tuple(warnings),
         )
+
+
+def _check_text(text: str, what: str) -> None:
+    """Lone surrogates come from undecodable bytes, and no tokenizer can take them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{what} is not valid Unicode: a lone surrogate at character {error.start:,}"
+        ) from None
 
 
 def _device_memory(device: str) -> DeviceMemory:

@@ -1,0 +1,5 @@
+"""`python -m minikv.cli`."""
+
+from minikv.cli.main import run
+
+run()

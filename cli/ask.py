@@ -1,0 +1,120 @@
+"""`minikv ask`: one question, one answer, made for pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import stat
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from minikv.cli import documents, render
+from minikv.cli.build import Settings, build
+from minikv.cli.documents import Text
+from minikv.cli.interrupt import Interrupts
+from minikv.cli.terminal import Terminal
+from minikv.cli.turn import Limits, run_turn
+from minikv.errors import UsageError
+
+if TYPE_CHECKING:
+    from minikv.report import TurnReport
+
+STDIN = "standard input"
+_PATIENCE = 3.0  # seconds of silence on a pipe before we say what we are waiting for
+
+
+def ask(
+    question: str,
+    files: Sequence[str],
+    settings: Settings,
+    limits: Limits,
+    terminal: Terminal,
+    *,
+    errors: str,
+    as_json: bool,
+    stats: bool,
+) -> None:
+    """Answer on stdout. Leaves with 130 when the user stopped the answer.
+
+    `question` "-" is the whole user message from standard input, verbatim; otherwise what is piped
+    in is a document, before the named files.
+    """
+    settings.choice()  # refuse a wrong policy before a large document is read
+    question, texts = _inputs(question, files, errors, terminal)
+    terminal.status("loading the model")
+    session = build(settings)
+    terminal.clear_status()
+    for text in texts:
+        if text.note:
+            terminal.warn(text.note)
+        session.attach(text.text, text.name)
+    answer = run_turn(session, question, limits, terminal, Interrupts(), show=not as_json)
+    report = session.report
+    assert report is not None, "a finished turn has a report"
+    if as_json:
+        terminal.data(to_json({"answer": answer, **report.to_dict()}))
+    if stats:
+        terminal.say(render.stats(report), "dim")
+    elif not as_json:
+        _say_why_it_ended(report, limits, terminal)
+    if report.stop_reason == "user":
+        raise typer.Exit(130)
+
+
+def to_json(record: object) -> str:
+    """One line of pure ASCII: safe on every terminal and in every encoding."""
+    # json leaves DEL as it is, and the terminal filter would then drop it from the data.
+    return json.dumps(record).replace("\x7f", "\\u007f")
+
+
+def _inputs(
+    question: str, files: Sequence[str], errors: str, terminal: Terminal
+) -> tuple[str, list[Text]]:
+    if question == "-":
+        if sys.stdin.isatty():
+            raise UsageError("`minikv ask -` reads the message from standard input", "pipe one in")
+        message, note = documents.decode(_read_stdin(terminal), STDIN, errors)
+        if note:
+            terminal.warn(note)
+        return message, [documents.read_file(path, errors) for path in files]
+    texts: list[Text] = []
+    if "-" in files or not sys.stdin.isatty():
+        data = _read_stdin(terminal)
+        if data or "-" in files:
+            text, note = documents.decode(data, STDIN, errors)
+            texts.append(Text(text, None, note))
+        elif not files:
+            raise UsageError(
+                "no document: standard input is empty and no file was named",
+                'minikv ask "QUESTION" FILE, or pipe the document in; a message without a '
+                "document goes through `minikv ask -`",
+            )
+    texts += [documents.read_file(path, errors) for path in files if path != "-"]
+    return question, texts
+
+
+def _read_stdin(terminal: Terminal) -> bytes:
+    """Everything that is piped in, up to the size limit and one byte."""
+    stream = sys.stdin.buffer
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):
+        mode = 0  # not a real file: a test's buffer
+    if stat.S_ISDIR(mode):
+        raise UsageError("standard input is a directory")
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        ready, _, _ = select.select([stream], [], [], _PATIENCE)
+        if not ready:
+            terminal.say("reading standard input; `< /dev/null` if there is nothing to read")
+    return stream.read(documents.MAX_BYTES + 1)
+
+
+def _say_why_it_ended(report: TurnReport, limits: Limits, terminal: Terminal) -> None:
+    if report.stop_reason == "length":
+        terminal.note(f"stopped at --max-tokens {limits.max_tokens}")
+    elif report.stop_reason == "context":
+        terminal.note("stopped at the end of the model's context")

@@ -1,0 +1,89 @@
+"""Where the objects are built: settings in, a chat out, for the commands and `minikv.load`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from minikv.choice import Choice
+from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
+
+if TYPE_CHECKING:
+    from minikv.session import ChatSession
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that decides what a chat computes. `model` None is the bundled one."""
+
+    model: str | None = None
+    policy: str = DEFAULT_PROMPT
+    budget: str = DEFAULT_BUDGET
+    decode: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    kernels: str = "auto"
+    seed: int = 0
+    options: Mapping[str, object] = field(default_factory=dict)
+    revision: str | None = None
+    offline: bool = False
+    system: str = ""
+
+    def choice(self) -> Choice:
+        """The eviction settings, checked without torch. Raises UsageError."""
+        return Choice.read(self.policy, self.decode, self.budget, self.options)
+
+
+def build(settings: Settings) -> ChatSession:
+    """Load the model and put cache, engine and chat around it.
+
+    Raises UsageError before anything is loaded where it can; ModelError when the model is missing,
+    unsupported or damaged.
+    """
+    choice = settings.choice()
+    # torch comes in here, so that what needs no model answers at once.
+    from minikv.engine import Engine
+    from minikv.models import load
+    from minikv.scheduler import Scheduler, Shape
+    from minikv.session import ChatSession, Facts
+
+    prompt, step, budget = choice.policies()
+    began = perf_counter()
+    loaded = load(
+        settings.model,
+        revision=settings.revision,
+        offline=settings.offline,
+        device=settings.device,
+        dtype=settings.dtype,
+    )
+    load_s = perf_counter() - began
+    config, network = loaded.config, loaded.network
+    shape = Shape(
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        heads=config.heads,
+        head_dim=config.head_dim,
+        windows=config.windows,
+        max_context=config.max_context,
+    )
+    kv = Scheduler(shape, prompt, step, budget, dtype=network.dtype, device=network.device)
+    return ChatSession(
+        Engine(network, kv),
+        loaded.tokenizer,
+        loaded.template,
+        max_context=config.max_context,
+        choice=choice,
+        seed=settings.seed,
+        system=settings.system,
+        facts=Facts(
+            model=loaded.name,
+            revision=loaded.revision or "",
+            device=str(network.device),
+            dtype=str(network.dtype).removeprefix("torch."),
+            kernels="torch",
+            load_s=load_s,
+            weight_bytes=loaded.weight_bytes,
+        ),
+    )

@@ -1,0 +1,181 @@
+"""Slash commands of the chat: exact words, one table that also feeds /help and the guesses."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minikv.choice import Choice
+from minikv.cli import documents, render
+from minikv.cli.terminal import Terminal
+from minikv.errors import UsageError
+
+if TYPE_CHECKING:
+    from minikv.session import ChatSession
+
+
+class Leave(Exception):
+    """The user wants to go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a command may touch."""
+
+    session: ChatSession
+    terminal: Terminal
+    errors: str  # how documents are decoded
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One slash command; `words` are its names, the first one shown."""
+
+    words: tuple[str, ...]
+    takes: str
+    help: str
+    run: Callable[[Context, list[str]], None]
+
+
+def is_command(line: str) -> bool:
+    """Whether a typed line is a command: a slash, but not two."""
+    return line.startswith("/") and not line.startswith("//")
+
+
+def literal(line: str) -> str:
+    """The message of a line that is no command: `//x` stands for `/x`."""
+    return line[1:] if line.startswith("//") else line
+
+
+def execute(context: Context, line: str) -> None:
+    """Run a command line. Raises UsageError on an unknown command or argument, Leave on /exit."""
+    word, _, rest = line[1:].partition(" ")
+    command = _BY_WORD.get(word)
+    if command is None:
+        near = difflib.get_close_matches(word, list(_BY_WORD), n=1, cutoff=0.5)
+        guess = f"did you mean /{near[0]}? " if near else ""
+        raise UsageError(
+            f"unknown command /{word}",
+            f"{guess}/help lists the commands; //{word} sends it as text",
+        )
+    try:
+        arguments = shlex.split(rest)
+    except ValueError as error:
+        raise UsageError(f"/{word}: {error}") from None
+    if arguments and not command.takes:
+        raise UsageError(f"/{word} takes nothing, got {rest.strip()!r}")
+    command.run(context, arguments)
+
+
+def names() -> list[str]:
+    """Every command with its slash, for completion."""
+    return [f"/{word}" for word in _BY_WORD]
+
+
+def _help(context: Context, arguments: list[str]) -> None:
+    if arguments:
+        word = arguments[0].removeprefix("/")
+        command = _BY_WORD.get(word)
+        if command is None:
+            raise UsageError(f"no command /{word}", "/help lists the commands")
+        shown = [command]
+    else:
+        shown = list(COMMANDS)
+    width = max(len(_usage(command)) for command in shown)
+    for command in shown:
+        context.terminal.say(f"{_usage(command).ljust(width)}  {command.help}")
+    if not arguments:
+        context.terminal.say("Ctrl-C stops an answer, Ctrl-D leaves; //x sends /x as text")
+
+
+def _usage(command: Command) -> str:
+    words = ", ".join(f"/{word}" for word in command.words)
+    return f"{words} {command.takes}".rstrip()
+
+
+def _exit(context: Context, arguments: list[str]) -> None:
+    raise Leave
+
+
+def _reset(context: Context, arguments: list[str]) -> None:
+    context.session.reset()
+    context.terminal.say("new conversation; documents and cache are gone")
+
+
+def _clear(context: Context, arguments: list[str]) -> None:
+    context.session.reset(keep_documents=True)
+    count = len(context.session.pending)
+    what = "no documents" if not count else f"{count} document{'s' if count > 1 else ''}"
+    context.terminal.say(f"new conversation; {what} will be read with your next question")
+
+
+def _add(context: Context, arguments: list[str]) -> None:
+    if not arguments:
+        raise UsageError("/add takes files", "/add report.txt 'a name with spaces.txt'")
+    # All are read before any is attached, so that a bad name adds nothing.
+    for text in [documents.read_file(path, context.errors) for path in arguments]:
+        if text.note:
+            context.terminal.warn(text.note)
+        context.session.attach(text.text, text.name)
+        context.terminal.say(
+            f"{text.name}: {len(text.text):,} characters, read with your next question"
+        )
+
+
+def _stats(context: Context, arguments: list[str]) -> None:
+    report = context.session.report
+    context.terminal.say("no turn yet" if report is None else render.stats(report))
+
+
+def _policy(context: Context, arguments: list[str]) -> None:
+    session = context.session
+    if arguments:
+        name, *pairs = arguments
+        options = read_pairs(pairs)
+        decode = str(options.pop("decode", "auto"))
+        session.configure(Choice.read(name, decode, session.choice.budget, options))
+        context.terminal.say(f"from the next question on: {render.policy_line(session)}")
+    else:
+        context.terminal.say(render.policy_line(session))
+
+
+def _budget(context: Context, arguments: list[str]) -> None:
+    session, choice = context.session, context.session.choice
+    if not arguments:
+        context.terminal.say(render.policy_line(session))
+        return
+    if len(arguments) > 1:
+        raise UsageError("/budget takes one value", "/budget 512, /budget 20%, /budget 64MiB")
+    session.configure(
+        Choice(
+            choice.policy, choice.decode, arguments[0], choice.policy_options, choice.decode_options
+        )
+    )
+    context.terminal.say(f"from the next question on: {render.policy_line(session)}")
+
+
+def read_pairs(pairs: list[str]) -> dict[str, object]:
+    """["window=16"] -> {"window": "16"}. Raises UsageError on anything else."""
+    options: dict[str, object] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name or not value:
+            raise UsageError(f"an option is name=value, got {pair!r}", "for example -o window=16")
+        options[name] = value
+    return options
+
+
+COMMANDS = (
+    Command(("help", "?"), "[COMMAND]", "this list", _help),
+    Command(("add",), "FILE...", "put documents before the next question", _add),
+    Command(("stats",), "", "what the last turn cost, measured", _stats),
+    Command(("policy",), "[NAME [option=value...]]", "show or change the eviction policy", _policy),
+    Command(("budget",), "[ROWS | PERCENT | BYTES]", "show or change the budget", _budget),
+    Command(("clear",), "", "new conversation about the same documents", _clear),
+    Command(("reset",), "", "new conversation without documents", _reset),
+    Command(("exit", "quit", "bye"), "", "leave, as Ctrl-D does", _exit),
+)
+_BY_WORD = {word: command for command in COMMANDS for word in command.words}

@@ -1,0 +1,123 @@
+"""Documents: regular files or piped bytes, to text, with nothing dropped in silence."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from minikv.cli.terminal import clean
+from minikv.errors import UsageError
+
+MAX_BYTES = 32 << 20
+ENCODING_ERRORS = ("strict", "replace")
+
+_MAGIC = (
+    (b"%PDF-", "a PDF", "extract its text first, for example with pdftotext"),
+    (b"\x7fELF", "a program", ""),
+    (b"PK\x03\x04", "a zip archive or office file", "extract its text first"),
+    (b"\x1f\x8b", "gzip-compressed", "unpack it first: gunzip -c FILE | minikv ask ..."),
+    (b"\x89PNG", "a PNG image", ""),
+    (b"\xff\xd8\xff", "a JPEG image", ""),
+)
+# Control characters that occur in plain text: tab, newlines, form feed, backspace, ESC.
+_TEXT_CONTROLS = frozenset(b"\t\n\r\f\v\b\x1b")
+_SAMPLE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A document's text. `name` is what the model sees; `note` a warning to show, or empty."""
+
+    text: str
+    name: str | None
+    note: str = ""
+
+
+def read_file(path: str, errors: str = "strict") -> Text:
+    """The text of a regular file. Raises UsageError with the reason and what to do."""
+    shown = clean(path)
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise UsageError(f"no such file: {shown}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot read {shown}: {reason}") from None
+    with open(handle, "rb") as file:
+        facts = os.fstat(handle)
+        if stat.S_ISDIR(facts.st_mode):
+            raise UsageError(f"{shown} is a directory", "name the files in it, for example DIR/*")
+        if not stat.S_ISREG(facts.st_mode):
+            raise UsageError(f"{shown} is not a regular file", "pipe it: minikv ask QUESTION < ...")
+        if facts.st_size > MAX_BYTES:
+            raise _too_large(shown)
+        try:
+            data = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise UsageError(f"cannot read {shown}: {error.strerror}") from None
+    text, note = decode(data, shown, errors)
+    # The name becomes part of the prompt: one line, no control characters.
+    name = " ".join(clean(Path(path).name).split())
+    return Text(text, name or None, note)
+
+
+def decode(data: bytes, name: str, errors: str = "strict") -> tuple[str, str]:
+    """Bytes to text and a warning ("" if none): UTF-8 strictly, or UTF-16/32 by their marks.
+
+    Raises UsageError for what is too large, binary, empty or, with errors="strict", not valid in
+    its encoding; "replace" puts U+FFFD there and says how often.
+    """
+    if len(data) > MAX_BYTES:
+        raise _too_large(name)
+    for magic, what, hint in _MAGIC:
+        if data.startswith(magic):
+            raise UsageError(f"{name} is {what}, not text", hint)
+    encoding = _encoding(data)
+    if encoding == "utf-8-sig" and _looks_binary(data):
+        raise UsageError(f"{name} looks binary, not text")
+    note = ""
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        label = encoding.removesuffix("-sig").upper()
+        # The UTF-8 codec with a mark counts from behind the mark.
+        skipped = 3 if encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8) else 0
+        offset = error.start + skipped
+        if errors == "strict":
+            raise UsageError(
+                f"{name} is not valid {label}: byte {offset:,} (0x{data[offset]:02x})",
+                "--encoding-errors replace reads it anyway and counts what it replaced",
+            ) from None
+        text = data.decode(encoding, "replace")
+        # What was U+FFFD in the file itself is not counted.
+        count = text.count("\ufffd") - data.decode(encoding, "ignore").count("\ufffd")
+        note = f"{name}: {count:,} invalid {label} sequences were read as U+FFFD"
+    if not text.strip():
+        raise UsageError(f"{name} is empty", "nothing was added")
+    return text, note
+
+
+def _encoding(data: bytes) -> str:
+    # UTF-32's little-endian mark begins with UTF-16's, so it is looked for first.
+    if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    return "utf-8-sig"
+
+
+def _looks_binary(data: bytes) -> bool:
+    """More than a tenth control characters; a stray NUL in a text is data and passes."""
+    sample = data[:_SAMPLE]
+    controls = sum(1 for byte in sample if byte < 32 and byte not in _TEXT_CONTROLS)
+    return controls * 10 > len(sample)
+
+
+def _too_large(name: str) -> UsageError:
+    return UsageError(
+        f"{name} is larger than {MAX_BYTES >> 20} MiB", "no context that runs here holds that much"
+    )

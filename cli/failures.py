@@ -1,0 +1,86 @@
+"""Errors become one line, a hint and an exit code; a traceback only with --debug.
+
+0 ok · 1 run-time or internal error · 2 usage · 3 model unavailable or unsupported · 4 out of memory
+· 5 does not fit the context · 6 corrupt or unsafe model file · 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import typer
+
+from minikv.cli.terminal import Terminal, hush
+from minikv.errors import MinikvError
+
+# What torch's CPU allocator says; it has no exception class of its own.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What to tell the user, and the exit code for scripts."""
+
+    message: str
+    hint: str
+    code: int
+
+
+def explain(error: Exception) -> Failure:
+    """The line, hint and exit code for any exception."""
+    if isinstance(error, MinikvError):
+        return Failure(_line(error), error.hint, error.exit_code)
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _NO_MEMORY)
+    ):
+        return Failure(
+            f"out of memory: {_line(error) or 'the system refused'}",
+            "nothing was added to the chat; try a shorter document, a smaller --budget or --dtype "
+            "bfloat16",
+            4,
+        )
+    # Late: this package brings torch, which an error before the model is loaded does not need.
+    from minikv.models.errors import ModelError
+
+    if isinstance(error, ModelError):
+        return Failure(_line(error), error.hint, error.exit_code)
+    return Failure(
+        f"{type(error).__name__}: {_line(error)}",
+        "this is a bug in minikv; --debug shows where it happened",
+        1,
+    )
+
+
+@contextmanager
+def guard(terminal: Terminal, *, debug: bool) -> Iterator[None]:
+    """Run a command; leave with the documented exit code, whatever happens inside."""
+    try:
+        yield
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`): not an error.
+        hush()
+        raise typer.Exit(0) from None
+    except KeyboardInterrupt:
+        terminal.say("")
+        raise typer.Exit(130) from None
+    except Exception as error:
+        if isinstance(error, typer.Exit):
+            raise
+        if debug:
+            terminal.say("".join(traceback.format_exception(error)))
+        raise typer.Exit(show(terminal, error)) from None
+
+
+def show(terminal: Terminal, error: Exception) -> int:
+    """Print the failure and return its exit code."""
+    failure = explain(error)
+    terminal.fail(failure.message, failure.hint)
+    return failure.code
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 400 else f"{text[:400]}…"

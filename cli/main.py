@@ -1,0 +1,331 @@
+"""The command line: flags in, the command's own module called inside a guard.
+
+Nothing here imports torch: `--help`, `--version` and `policies` answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+import minikv
+from minikv.cli.failures import guard
+from minikv.cli.terminal import Terminal
+from minikv.errors import UsageError
+from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, find, prompt_names, step_names
+
+_MODEL, _DOCS, _CACHE = "Model", "Documents", "KV cache"
+_SAMPLING, _OUTPUT, _ADVANCED = "Sampling", "Output", "Advanced"
+
+app = typer.Typer(
+    name="minikv",
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help='minikv ask "Who runs the mill?" report.txt --budget 256\n\n'
+    "Chat with Llama and Mistral models over long documents, under a KV-cache budget. "
+    "Without --model a small bundled model answers, so this runs anywhere.",
+)
+policies_app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.add_typer(
+    policies_app,
+    name="policies",
+    help="minikv policies show adakv\n\nThe eviction methods, one line each.",
+)
+
+Files = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FILE]...", help="text files to ask about; - is standard input"),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", help="a directory or a hub id; the bundled model by default",
+        rich_help_panel=_MODEL,
+    ),
+]  # fmt: skip
+Revision = Annotated[
+    str | None,
+    typer.Option(help="commit, branch or tag of a hub model", rich_help_panel=_MODEL),
+]
+Offline = Annotated[
+    bool, typer.Option("--offline", help="never use the network", rich_help_panel=_MODEL)
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N", rich_help_panel=_MODEL)]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="number format of the weights and the cache", rich_help_panel=_MODEL),
+]
+Kernels = Annotated[
+    Literal["auto", "triton", "torch"],
+    typer.Option(help="who computes attention", rich_help_panel=_ADVANCED),
+]
+EncodingErrors = Annotated[
+    Literal["strict", "replace"],
+    typer.Option(help="what invalid bytes in a document do", rich_help_panel=_DOCS),
+]
+System = Annotated[
+    str,
+    typer.Option("--system", "-S", help="system prompt, or @FILE", rich_help_panel=_DOCS),
+]
+Policy = Annotated[
+    str,
+    typer.Option(
+        help=f"what evicts when a prompt was read: {', '.join(prompt_names())}",
+        rich_help_panel=_CACHE,
+    ),
+]
+Decode = Annotated[
+    str,
+    typer.Option(
+        help=f"what evicts while the answer is written: auto, {', '.join(step_names())}",
+        rich_help_panel=_CACHE,
+    ),
+]
+Budget = Annotated[
+    str,
+    typer.Option(
+        help="rows per KV head and layer (512), a share of the prompt (20%) or bytes over all "
+        "layers (64MiB)",
+        rich_help_panel=_CACHE,
+    ),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-o", metavar="NAME=VALUE", help="a setting of the policy; `minikv policies show NAME`",
+        rich_help_panel=_CACHE,
+    ),
+]  # fmt: skip
+MaxTokens = Annotated[
+    int,
+    typer.Option("--max-tokens", "-n", help="longest answer", rich_help_panel=_SAMPLING),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature", "--temp", help="0 always takes the likeliest token",
+        rich_help_panel=_SAMPLING,
+    ),
+]  # fmt: skip
+TopK = Annotated[
+    int, typer.Option(help="draw from the k likeliest; 0: off", rich_help_panel=_SAMPLING)
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        help="draw from the likeliest that make up this mass; 1: off", rich_help_panel=_SAMPLING
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        help="draw from those at least this share as likely as the best; 0: off",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Seed = Annotated[int, typer.Option(help="every draw follows from it", rich_help_panel=_SAMPLING)]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="one JSON object: the answer and what it cost",
+                 rich_help_panel=_OUTPUT),
+]  # fmt: skip
+Stats = Annotated[
+    bool,
+    typer.Option("--stats", help="print what the turn cost, to stderr", rich_help_panel=_OUTPUT),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="answers and errors only", rich_help_panel=_OUTPUT),
+]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="tracebacks for errors", rich_help_panel=_ADVANCED)
+]
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+) -> None:
+    if version:
+        typer.echo(f"minikv {minikv.__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command(help='minikv ask "Who runs the mill?" report.txt --budget 256 --stats\n\n'
+             "Ask once. What is piped in is a document; `-` as the question reads the whole "
+             "message from standard input, verbatim.")  # fmt: skip
+def ask(
+    question: Annotated[str, typer.Argument(help="the question; - reads the message from stdin")],
+    files: Files = None,
+    model: Model = None,
+    revision: Revision = None,
+    offline: Offline = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    policy: Policy = DEFAULT_PROMPT,
+    budget: Budget = DEFAULT_BUDGET,
+    decode: Decode = "auto",
+    options: Options = None,
+    system: System = "",
+    encoding_errors: EncodingErrors = "strict",
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    as_json: Json = False,
+    stats: Stats = False,
+    quiet: Quiet = False,
+    kernels: Kernels = "auto",
+    debug: Debug = False,
+) -> None:
+    terminal = Terminal(quiet=quiet)
+    with guard(terminal, debug=debug):
+        from minikv.cli.ask import ask as run_ask
+        from minikv.cli.build import Settings
+        from minikv.cli.turn import Limits
+
+        _quiet_hub(terminal)
+        run_ask(
+            question,
+            files or [],
+            Settings(
+                model=model, policy=policy, budget=budget, decode=decode, device=device,
+                dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options),
+                revision=revision, offline=offline, system=_system(system),
+            ),
+            Limits(max_tokens, temperature, top_k, top_p, min_p),
+            terminal,
+            errors=encoding_errors,
+            as_json=as_json,
+            stats=stats,
+        )  # fmt: skip
+
+
+@app.command(help="minikv chat report.txt --budget 256\n\n"
+             "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the "
+             "commands. With FILEs, questions may be piped in, one per line.")  # fmt: skip
+def chat(
+    files: Files = None,
+    model: Model = None,
+    revision: Revision = None,
+    offline: Offline = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    policy: Policy = DEFAULT_PROMPT,
+    budget: Budget = DEFAULT_BUDGET,
+    decode: Decode = "auto",
+    options: Options = None,
+    system: System = "",
+    encoding_errors: EncodingErrors = "strict",
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+    kernels: Kernels = "auto",
+    debug: Debug = False,
+) -> None:
+    terminal = Terminal(quiet=quiet)
+    with guard(terminal, debug=debug):
+        from minikv.cli.build import Settings
+        from minikv.cli.chat import chat as run_chat
+        from minikv.cli.turn import Limits
+
+        _quiet_hub(terminal)
+        run_chat(
+            files or [],
+            Settings(
+                model=model, policy=policy, budget=budget, decode=decode, device=device,
+                dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options),
+                revision=revision, offline=offline, system=_system(system),
+            ),
+            Limits(max_tokens, temperature, top_k, top_p, min_p),
+            terminal,
+            errors=encoding_errors,
+        )  # fmt: skip
+
+
+@policies_app.callback(invoke_without_command=True)
+def policies(context: typer.Context, as_json: Json = False) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    terminal = Terminal()
+    with guard(terminal, debug=False):
+        from minikv.cli import render
+        from minikv.cli.ask import to_json
+        from minikv.policies import POLICIES
+
+        if as_json:
+            terminal.data(to_json([render.policy_record(info) for info in POLICIES.values()]))
+        else:
+            terminal.data(render.policies_table())
+
+
+@policies_app.command(help="minikv policies show adakv\n\nOne method: options, defaults, limits.")
+def show(
+    name: Annotated[str, typer.Argument(help="a name from `minikv policies`")],
+    as_json: Json = False,
+) -> None:
+    terminal = Terminal()
+    with guard(terminal, debug=False):
+        from minikv.cli import render
+        from minikv.cli.ask import to_json
+        from minikv.policies import POLICIES
+
+        info = POLICIES[name] if name in POLICIES else find(name)
+        if as_json:
+            terminal.data(to_json(render.policy_record(info)))
+        else:
+            terminal.data(render.policy_card(info))
+
+
+def run() -> None:
+    """The entry point: like `app()`, with one-line usage errors."""
+    try:
+        code = app(prog_name="minikv", standalone_mode=False)
+    except typer.TyperException as error:
+        command = " ".join(["minikv", *_command_words(sys.argv[1:])])
+        Terminal().fail(error.format_message(), f"`{command} --help` shows the usage")
+        code = error.exit_code
+    except typer.Abort:
+        code = 130
+    sys.exit(code or 0)
+
+
+def _command_words(arguments: list[str]) -> list[str]:
+    return arguments[:1] if arguments[:1] and arguments[0] in ("ask", "chat", "policies") else []
+
+
+def _pairs(options: list[str] | None) -> dict[str, object]:
+    from minikv.cli.commands import read_pairs
+
+    return read_pairs(options or [])
+
+
+def _system(text: str) -> str:
+    """The system prompt; @FILE is read from that file."""
+    if not text.startswith("@"):
+        return text
+    from minikv.cli.documents import read_file
+
+    path = text[1:]
+    if not path:
+        raise UsageError("--system @ names no file")
+    return read_file(str(Path(path).expanduser())).text.strip()
+
+
+def _quiet_hub(terminal: Terminal) -> None:
+    """Keep the hub library's bars off where there is no terminal; it reads this at its import."""
+    if not terminal.live:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

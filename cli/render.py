@@ -1,0 +1,202 @@
+"""Text for people: the statistics of a turn, the header of a chat, the table of policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from minikv.policies import POLICIES, Option, PolicyInfo
+from minikv.report import TurnReport, of_full, percent_saved, size
+
+if TYPE_CHECKING:
+    from minikv.session import ChatSession
+
+STOPS = {
+    "eos": "end of turn",
+    "length": "--max-tokens",
+    "user": "you",
+    "context": "the end of the context",
+    "error": "an error",
+}
+
+
+def progress(done: int, total: int, seconds: float) -> str:
+    """The live line while a prompt is read."""
+    line = f"reading  {done:,}/{total:,} tok"
+    if done and seconds > 0:
+        rate = done / seconds
+        line += f"  {rate:,.0f} tok/s  {(total - done) / rate:.1f} s left"
+    return line
+
+
+def stats(report: TurnReport) -> str:
+    """Everything that was measured about a turn, one topic per line."""
+    tokens, kv, time, rate = report.tokens, report.kv_bytes, report.time_s, report.rate
+    loss, memory = report.loss, report.device_mem
+    shaped = f" · shaped by Q{report.shaped_by_turn}" if report.shaped_by_turn else ""
+    lost = "not estimated"
+    if loss.est_mass_lost_mean is not None:
+        lost = f"~{100 * loss.est_mass_lost_mean:.1f}% of the last window's attention"
+        if loss.est_mass_lost_max is not None and loss.est_mass_lost_argmax_layer is not None:
+            worst = f"worst layer {loss.est_mass_lost_argmax_layer}"
+            lost += f" ({worst}: {100 * loss.est_mass_lost_max:.1f}%)"
+        lost += ", an estimate"
+    rows = [
+        (f"turn {report.turn}", f"policy {_policy(report)} · {_budget(report.budget)}{shaped}"),
+        (
+            "tokens",
+            f"{tokens.prompt_reused:,} before + {tokens.prompt_new:,} read · "
+            f"{tokens.generated:,} written · stopped by {STOPS[report.stop_reason]}",
+        ),
+        (
+            "kept",
+            f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,} per head "
+            f"(min {tokens.kept_min:,}, max {tokens.kept_max:,})",
+        ),
+        (
+            "KV held",
+            f"{of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved), "
+            f"{size(kv.policy_state)} of it kept by the policy about rows",
+        ),
+        ("allocated", f"{size(kv.allocated)}, the pool"),
+        ("peak", f"{size(kv.peak_prefill)} while reading, before eviction"),
+        (
+            "time",
+            f"load {time.load:.1f} s · read {time.prefill:.2f} s{_rate(rate.prefill_tok_s)} · "
+            f"evict {1000 * time.evict:.0f} ms · first token {time.first_token:.2f} s · "
+            f"write {time.decode:.2f} s{_rate(rate.decode_tok_s)}",
+        ),
+        ("speed", "vs a full cache: not measured"),
+        ("loss", lost),
+    ]
+    if memory.peak_bytes is not None:
+        where = "GPU" if memory.reserved_bytes is not None else "process"
+        rows.append(("memory", f"{size(memory.peak_bytes)} at the most in this {where}"))
+    return _columns(rows)
+
+
+def header(session: ChatSession, version: str) -> str:
+    """What a chat starts with: machine, model, policy, documents."""
+    facts = session.facts
+    at = f" @ {facts.revision[:12]}" if facts.revision else ""
+    rows = [
+        ("minikv", f"{version} · {facts.device} · {facts.kernels} kernels"),
+        (
+            "model",
+            f"{facts.model}{at} · {facts.dtype} · {size(facts.weight_bytes)} · "
+            f"context {session.max_context:,}",
+        ),
+        ("policy", policy_line(session)),
+    ]
+    rows += [
+        ("document", f"{document.name or 'standard input'} · {len(document.text):,} characters")
+        for document in session.pending
+    ]
+    return _columns(rows)
+
+
+def policy_line(session: ChatSession) -> str:
+    """The eviction settings in force."""
+    choice = session.choice
+    if not choice.evicts:
+        return "full: nothing is evicted"
+    return f"{choice.policy}, then {choice.decode} · budget {choice.budget}"
+
+
+def policies_table() -> str:
+    """Every method in the registry, one line each."""
+    rows = [("POLICY", "FLAG", "WHEN", "BUDGET", "SCORES WITH", "EXTRA STATE", "2ND QUESTION",
+             "PAPER")]  # fmt: skip
+    for info in POLICIES.values():
+        rows.append(
+            (
+                info.name, _flags(info), info.when, info.shape, info.scores, info.state,
+                info.second, info.paper,
+            )
+        )  # fmt: skip
+    return _columns(rows) + "\n\nminikv policies show NAME   options and defaults"
+
+
+def policy_card(info: PolicyInfo) -> str:
+    """One method: what it does, and its options with defaults and limits."""
+    rows = [
+        ("flag", _flags(info)),
+        ("when", info.when),
+        ("budget", info.shape),
+        ("scores", info.scores),
+        ("state", info.state),
+        ("2nd question", info.second),
+        ("paper", info.paper),
+    ]
+    text = f"{info.name}: {info.summary}\n\n{_columns(rows)}\n\n"
+    if not info.options:
+        return text + "no options"
+    options = [(f"-o {o.name}={o.default}", f"{o.help}{_limits(o)}") for o in info.options]
+    return text + _columns(options)
+
+
+def policy_record(info: PolicyInfo) -> dict[str, object]:
+    """A registry row as JSON has it."""
+    return {
+        "name": info.name,
+        "prompt": info.prompt,
+        "decode": info.step,
+        "when": info.when,
+        "budget_shape": info.shape,
+        "scores": info.scores,
+        "state": info.state,
+        "second_question": info.second,
+        "paper": info.paper,
+        "summary": info.summary,
+        "options": [
+            {
+                "name": o.name,
+                "default": o.default,
+                "help": o.help,
+                "low": o.low,
+                "high": o.high,
+                "choices": list(o.choices),
+            }
+            for o in info.options
+        ],
+    }
+
+
+def _flags(info: PolicyInfo) -> str:
+    flags = [flag for flag, on in (("--policy", info.prompt), ("--decode", info.step)) if on]
+    return " ".join(flags)
+
+
+def _limits(option: Option) -> str:
+    if option.choices:
+        return f" ({' or '.join(option.choices)})"
+    if option.low is None and option.high is None:
+        return ""
+    return f" ({option.low:g} to {option.high:g})"
+
+
+def _policy(report: TurnReport) -> str:
+    decode = report.policy_options.get("decode")
+    name = decode.get("policy") if isinstance(decode, Mapping) else None
+    return report.policy if name in (None, "none") else f"{report.policy}, then {name}"
+
+
+def _budget(budget: Mapping[str, object]) -> str:
+    unit, value = budget["unit"], budget["value"]
+    if unit is None:
+        return "no budget"
+    if unit == "rows":
+        return f"budget {value} rows per head"
+    return f"budget {value:g}% of the prompt" if unit == "percent" else f"budget {value}"
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f" ({value:,.1f} tok/s)"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,74 @@
+"""One turn on a terminal: live progress, warnings before the answer, the answer as it comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from minikv.cli import render
+from minikv.cli.interrupt import Interrupts
+from minikv.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from minikv.session import ChatSession
+
+_FRAME = 0.1  # seconds between two updates of the live line
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How an answer is written. Checked by `check` before a model is loaded."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+def run_turn(
+    session: ChatSession,
+    question: str,
+    limits: Limits,
+    terminal: Terminal,
+    interrupts: Interrupts,
+    *,
+    show: bool = True,
+) -> str:
+    """Ask, streaming to stdout if `show`. Returns the answer; the session's errors pass through."""
+    began = monotonic()
+    last = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        now = monotonic()
+        if now - last >= _FRAME:
+            last = now
+            terminal.status(render.progress(done, total, now - began))
+
+    pieces: list[str] = []
+    finished = False
+    with interrupts.stopping(session.cancel):
+        answer = session.ask(
+            question,
+            limits.max_tokens,
+            limits.temperature,
+            top_k=limits.top_k,
+            top_p=limits.top_p,
+            min_p=limits.min_p,
+            progress=progress,
+            notice=terminal.warn,
+        )
+        try:
+            for piece in answer:
+                pieces.append(piece)
+                if show:
+                    terminal.answer(piece)
+            finished = True
+        finally:
+            terminal.clear_status()
+            # Also after an error: what was written stays in the conversation, so it ends properly.
+            if show and (pieces or finished):
+                terminal.end_answer()
+    return "".join(pieces)
