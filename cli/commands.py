@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from minikv.budget import Budget
 from minikv.choice import Choice
 from minikv.cli import documents, render
 from minikv.cli.terminal import Terminal
@@ -136,7 +137,8 @@ def _policy(context: Context, arguments: list[str]) -> None:
         name, *pairs = arguments
         options = read_pairs(pairs)
         decode = str(options.pop("decode", "auto"))
-        session.configure(Choice.read(name, decode, session.choice.budget, options))
+        chosen = Choice.read(name, decode, options=options)
+        session.configure(replace(chosen, budget=session.choice.budget))
         context.terminal.say(f"from the next question on: {render.policy_line(session)}")
     else:
         context.terminal.say(render.policy_line(session))
@@ -149,11 +151,7 @@ def _budget(context: Context, arguments: list[str]) -> None:
         return
     if len(arguments) > 1:
         raise UsageError("/budget takes one value", "/budget 512, /budget 20%, /budget 64MiB")
-    session.configure(
-        Choice(
-            choice.policy, choice.decode, arguments[0], choice.policy_options, choice.decode_options
-        )
-    )
+    session.configure(replace(choice, budget=Budget.parse(arguments[0])))
     context.terminal.say(f"from the next question on: {render.policy_line(session)}")
 
 

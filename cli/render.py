@@ -187,7 +187,9 @@ def _budget(budget: Mapping[str, object]) -> str:
         return "no budget"
     if unit == "rows":
         return f"budget {value} rows per head"
-    return f"budget {value:g}% of the prompt" if unit == "percent" else f"budget {value}"
+    if unit == "share":
+        return f"budget {100 * float(str(value)):g}% of the prompt"
+    return f"budget {size(int(float(str(value))))}"
 
 
 def _rate(value: float | None) -> str:

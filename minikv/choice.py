@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from minikv.budget import Budget
 from minikv.errors import UsageError
 from minikv.policies import (
     DEFAULT_BUDGET,
@@ -20,7 +21,6 @@ from minikv.policies import (
 )
 
 if TYPE_CHECKING:
-    from minikv.budget import Budget
     from minikv.policy import PromptPolicy, StepPolicy
 
 
@@ -30,7 +30,7 @@ class Choice:
 
     policy: str
     decode: str
-    budget: str
+    budget: Budget
     policy_options: Mapping[str, Value]
     decode_options: Mapping[str, Value]
 
@@ -38,12 +38,13 @@ class Choice:
     def read(
         policy: str = DEFAULT_PROMPT,
         decode: str = "auto",
-        budget: str = DEFAULT_BUDGET,
+        budget: str | int = DEFAULT_BUDGET,
         options: Mapping[str, object] | None = None,
     ) -> Choice:
         """Check names and options. An option goes to the policy that has it, to both if both do.
 
-        Raises UsageError that names the nearest policies, or the options there are.
+        Raises UsageError that names the nearest policies, the options there are, or what a budget
+        looks like; also where nothing is evicted, so that a typing error is never let through.
         """
         prompt = find(policy)
         step = find(default_step(policy) if decode == "auto" else decode, step=True)
@@ -58,7 +59,7 @@ class Choice:
         return Choice(
             prompt.name,
             step.name,
-            budget,
+            Budget.parse(budget),
             read_options(prompt, {n: v for n, v in given.items() if _has(prompt, n)}),
             read_options(step, {n: v for n, v in given.items() if _has(step, n)}),
         )
@@ -69,25 +70,17 @@ class Choice:
         return self.policy != "full" or self.decode != "none"
 
     def policies(self) -> tuple[PromptPolicy | None, StepPolicy | None, Budget | None]:
-        """The objects that the scheduler takes. Raises UsageError on a budget it cannot read."""
-        from minikv.budget import Budget
-
-        # Read even where nothing is evicted, so that a typing error is never let through.
-        budget = Budget.parse(self.budget)
+        """The objects that the scheduler takes."""
         prompt = prompt_policy(self.policy, self.policy_options)
         step = step_policy(self.decode, self.decode_options)
-        return prompt, step, budget if self.evicts else None
+        return prompt, step, self.budget if self.evicts else None
 
     def budget_record(self) -> dict[str, object]:
-        """The budget as the turn record has it: unit and value as they were given."""
-        text = self.budget.strip()
+        """The budget as the turn record has it; None where nothing is evicted."""
         if not self.evicts:
             return {"unit": None, "value": None}
-        if text.isdigit():
-            return {"unit": "rows", "value": int(text)}
-        if text.endswith("%"):
-            return {"unit": "percent", "value": float(text[:-1])}
-        return {"unit": "bytes", "value": text}
+        value = float(self.budget.value)
+        return {"unit": self.budget.unit, "value": int(value) if value.is_integer() else value}
 
     def options_record(self) -> dict[str, object]:
         """The options in force; the decode policy and its options stand under `decode`."""
