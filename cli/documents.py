@@ -47,7 +47,7 @@ def read_file(path: str, errors: str = "strict") -> Text:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read {shown}: {reason}") from None
-    with open(handle, "rb") as file:
+    try:
         facts = os.fstat(handle)
         if stat.S_ISDIR(facts.st_mode):
             raise UsageError(f"{shown} is a directory", "name the files in it, for example DIR/*")
@@ -55,10 +55,12 @@ def read_file(path: str, errors: str = "strict") -> Text:
             raise UsageError(f"{shown} is not a regular file", "pipe it: minikv ask QUESTION < ...")
         if facts.st_size > MAX_BYTES:
             raise _too_large(shown)
-        try:
+        with open(handle, "rb", closefd=False) as file:
             data = file.read(MAX_BYTES + 1)
-        except OSError as error:
-            raise UsageError(f"cannot read {shown}: {error.strerror}") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {shown}: {error.strerror}") from None
+    finally:
+        os.close(handle)
     text, note = decode(data, shown, errors)
     # The name becomes part of the prompt: one line, no control characters.
     name = " ".join(clean(Path(path).name).split())
@@ -77,12 +79,15 @@ def decode(data: bytes, name: str, errors: str = "strict") -> tuple[str, str]:
         if data.startswith(magic):
             raise UsageError(f"{name} is {what}, not text", hint)
     encoding = _encoding(data)
-    if encoding == "utf-8-sig" and _looks_binary(data):
-        raise UsageError(f"{name} looks binary, not text")
     note = ""
     try:
         text = data.decode(encoding)
+        if encoding == "utf-8-sig":
+            _refuse_binary(data, name, share=0.1)
     except UnicodeDecodeError as error:
+        if encoding == "utf-8-sig":
+            # Text in another encoding has next to no control characters; random bytes have 10 %.
+            _refuse_binary(data, name, share=0.02)
         label = encoding.removesuffix("-sig").upper()
         # The UTF-8 codec with a mark counts from behind the mark.
         skipped = 3 if encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8) else 0
@@ -110,11 +115,14 @@ def _encoding(data: bytes) -> str:
     return "utf-8-sig"
 
 
-def _looks_binary(data: bytes) -> bool:
-    """More than a tenth control characters; a stray NUL in a text is data and passes."""
+def _refuse_binary(data: bytes, name: str, share: float) -> None:
+    """Too large a share of control characters; a stray NUL in a text is data and passes."""
     sample = data[:_SAMPLE]
     controls = sum(1 for byte in sample if byte < 32 and byte not in _TEXT_CONTROLS)
-    return controls * 10 > len(sample)
+    if controls > share * len(sample):
+        raise UsageError(
+            f"{name} looks binary, not text", "UTF-16 text is recognised by its byte order mark"
+        )
 
 
 def _too_large(name: str) -> UsageError:

@@ -1,0 +1,162 @@
+"""Who may import whom, read from the sources, and what a light command must not load."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"minikv": ROOT / "minikv", "models": ROOT / "models", "kernels": ROOT / "kernels",
+            "cli": ROOT / "cli"}  # fmt: skip
+
+# The one upward edge: `minikv.load` builds a chat, and building lives in cli.
+EXCEPTIONS = {("minikv/__init__.py", "minikv.cli.build")}
+THIRD_PARTY = {
+    "kernels": {"torch", "triton"},
+    "minikv": {"torch", "numpy"},
+}
+# The script that trains the bundled model is run by hand, never imported by the package.
+SCRIPTS = ("models/bundled/",)
+
+
+def area(module: str) -> str | None:
+    """Which of the four packages a dotted name belongs to, or None for another project's."""
+    parts = module.split(".")
+    if parts[0] != "minikv":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in ("models", "kernels", "cli") else "minikv"
+
+
+def allowed(source: str, target: str) -> bool:
+    to = area(target)
+    if to == source:
+        return True
+    return {
+        "kernels": False,
+        "minikv": to == "kernels",
+        "models": target == "minikv.attend" or target.startswith("minikv.attend."),
+        "cli": to in ("minikv", "models"),
+    }[source]
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Absolute dotted names; `from a import b` counts as a and as a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            assert node.module
+            if node.module == "minikv":
+                for alias in node.names:
+                    deeper = f"minikv.{alias.name}"
+                    yield deeper if alias.name.islower() and _is_module(alias.name) else "minikv"
+            else:
+                yield node.module
+
+
+def _is_module(name: str) -> bool:
+    return name in PACKAGES or any(
+        (ROOT / "minikv" / tail).exists() for tail in (f"{name}.py", f"{name}/__init__.py")
+    )
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            yield package, path
+
+
+def violations(package: str, name: str, text: str) -> list[str]:
+    """Every import in `text` that the rules forbid."""
+    found = []
+    for module in imports(ast.parse(text)):
+        top = module.split(".")[0]
+        if top in ("models", "kernels", "cli"):
+            found.append(f"{name}: bare {module}")
+        elif top == "minikv":
+            if not allowed(package, module) and (name, module) not in EXCEPTIONS:
+                found.append(f"{name}: {package} may not import {module}")
+        elif top == "transformers":
+            found.append(f"{name}: transformers is for tests only")
+        elif top not in sys.stdlib_module_names and top not in THIRD_PARTY.get(package, {top}):
+            found.append(f"{name}: {package} may not import {module}")
+    return found
+
+
+def test_every_import_follows_the_rules() -> None:
+    found: list[str] = []
+    count = 0
+    for package, path in sources():
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith(SCRIPTS) and path.name != "__init__.py":
+            continue
+        count += 1
+        found += violations(package, name, path.read_text())
+    assert found == []
+    assert count > 20
+
+
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [
+        ("models", "import minikv.errors"),
+        ("models", "from minikv.arena import Arena"),
+        ("models", "from minikv import scheduler"),
+        ("kernels", "from minikv.policy import View"),
+        ("kernels", "import safetensors"),
+        ("minikv", "from minikv.models import load"),
+        ("minikv", "import minikv.cli.build"),
+        ("minikv", "from minikv import models"),
+        ("cli", "from minikv.kernels import reference"),
+        ("cli", "import models"),
+        ("models", "from transformers import AutoModel"),
+        ("minikv", "def f():\n    from minikv.models.config import ModelConfig"),
+    ],
+)
+def test_the_rules_catch_each_kind_of_breach(package: str, line: str) -> None:
+    assert violations(package, "x.py", line)
+
+
+def test_relative_imports_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        list(imports(ast.parse("from . import arena")))
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after `code`, started away from the repository."""
+    script = f"{code}\nimport sys; print(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd="/", check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_light_commands_load_no_torch() -> None:
+    run = (
+        "import sys, contextlib, io\n"
+        "from minikv.cli.main import run\n"
+        "def go(*a):\n"
+        "    sys.argv = ['minikv', *a]\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "        run()\n"
+    )
+    loaded = loaded_after(
+        f"{run}go('--help'); go('--version'); go('policies'); go('policies', 'show', 'adakv')\n"
+        "go('ask', '--help'); go('ask', 'q', '--policy', 'nonsense', 'x')"
+    )
+    assert "minikv.cli.render" in loaded  # the commands did run
+    assert not loaded & {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub"}
+
+
+def test_nothing_is_imported_under_a_bare_name() -> None:
+    loaded = loaded_after(
+        "import minikv.cli.main, minikv.cli.chat, minikv.session, minikv.models, minikv.kernels"
+    )
+    assert not loaded & {"models", "kernels", "cli", "transformers"}
+    assert "minikv.session" in loaded
