@@ -1,0 +1,112 @@
+"""Models: from a name to a network, a tokenizer and a chat template.
+
+Importing this needs no torch; `load` brings in the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from minikv.models.config import ModelConfig
+    from minikv.models.llama import Llama
+    from minikv.models.templates import ChatTemplate
+    from minikv.models.tokenizer import Tokenizer
+
+BUNDLED = Path(__file__).parent / "bundled"
+"""The folder of the model that ships in the package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run. `revision` is the commit of a hub model, None for a directory."""
+
+    network: Llama
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    config: ModelConfig
+    name: str
+    revision: str | None
+    weight_bytes: int
+    """Bytes that the weights take on the device."""
+
+
+def load(
+    model: str | Path | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    device: str = "cpu",
+    dtype: str = "auto",
+) -> Loaded:
+    """Load a directory or a hub id; None is the bundled model.
+
+    `device`: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N". `dtype`: "auto",
+    "float32", "bfloat16" or "float16"; "auto" is the storage dtype, except that float16 becomes
+    float32 on a CPU, which computes in it no faster and overflows earlier.
+    Raises ModelError: not found, gated or unsupported (exit code 3), too large (4), corrupt (6).
+    """
+    from minikv.models.config import ModelConfig
+    from minikv.models.hub import Source, resolve
+    from minikv.models.templates import ChatTemplate
+    from minikv.models.tokenizer import Tokenizer
+    from minikv.models.weights import Checkpoint, load_network
+
+    if model is None:
+        source = Source("bundled", BUNDLED, None)
+    else:
+        source = resolve(model, revision=revision, offline=offline)
+    where = _device(device)
+    config = ModelConfig.from_folder(source.folder)
+    checkpoint = Checkpoint.open(source.folder)
+    # Cheap checks first: a bad tokenizer should not cost the reading of all weights.
+    tokenizer = Tokenizer.from_folder(source.folder, stop_ids=config.stop_ids)
+    template = ChatTemplate.from_folder(source.folder, tokenizer)
+    network = load_network(
+        checkpoint, config, device=where, dtype=_dtype(dtype, checkpoint.dtype, where)
+    )
+    return Loaded(
+        network=network,
+        tokenizer=tokenizer,
+        template=template,
+        config=network.config,
+        name=source.name,
+        revision=source.revision,
+        weight_bytes=network.weight_bytes,
+    )
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    from minikv.models.errors import ModelUnavailable
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ModelUnavailable(f"unknown device {name!r}", "auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelUnavailable(f"no CUDA device for {name!r}", "use --device cpu")
+    return device
+
+
+def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    import torch
+
+    from minikv.models.errors import UnsupportedModel
+
+    if name == "auto":
+        half = stored == torch.float16 and device.type == "cpu"
+        return torch.float32 if half else stored
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise UnsupportedModel(f"unknown dtype {name!r}", f"auto, {', '.join(known)}")
+    return known[name]

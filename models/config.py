@@ -1,0 +1,560 @@
+"""What a checkpoint says about itself, checked before anything is allocated.
+
+Stricter than transformers on purpose: a key that would be misread silently (rotary scaling, window,
+head size) is an error here. A value that makes no sense is a CorruptModel, a setting that means
+something else than this network does is an UnsupportedModel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from minikv.models.errors import (
+    CorruptModel,
+    ModelError,
+    ModelUnavailable,
+    UnsupportedModel,
+    quote,
+)
+from minikv.models.hub import read_json
+from minikv.models.rope import RopeConfig
+
+CONFIG_LIMIT = 4 * 2**20  # bytes
+
+MAX_LAYERS, MAX_HIDDEN, MAX_VOCAB = 512, 65_536, 2**20
+MAX_HEADS, MAX_HEAD_DIM, MAX_MLP, MAX_POSITIONS = 1024, 1024, 2**20, 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The facts of one model that its network and its cache are built from."""
+
+    family: str
+    layers: int
+    heads: int
+    """Query heads, H * G."""
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    mlp: int
+    vocab: int
+    """Rows of the embedding; can be more than the tokenizer's entries."""
+    norm_eps: float
+    rope: RopeConfig
+    max_context: int
+    """Positions a conversation may see."""
+    windows: tuple[int | None, ...]
+    """Per layer: a key is visible iff 0 <= query position - key position < window; None: all."""
+    tied: bool = False
+    """As the file says; the loader decides from the tensors (`Llama.config` has the truth)."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    stop_ids: tuple[int, ...] = ()
+    """End-of-text ids of config.json and generation_config.json, ascending."""
+    notes: tuple[str, ...] = ()
+    """What a user may want to know: settings that were ignored or assumed."""
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read config.json (or, without one, params.json of the original layout).
+
+        Raises CorruptModel, UnsupportedModel or ModelUnavailable, naming the file and the key.
+        """
+        folder = Path(folder)
+        if (folder / "config.json").exists():
+            config = _from_hf(read_json(folder / "config.json", CONFIG_LIMIT))
+        elif (folder / "params.json").exists():
+            config = _from_original(read_json(folder / "params.json", CONFIG_LIMIT))
+        else:
+            raise ModelUnavailable(
+                f"{folder} holds no model: config.json is missing",
+                "give the directory that holds config.json and the .safetensors files",
+            )
+        return _with_generation(config, folder / "generation_config.json")
+
+    def kv_row_bytes(self, element_size: int) -> int:
+        """Bytes of keys and values that one token takes over all layers and heads."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * element_size
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, a tied head counted once."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (q + 2 * kv) + q * self.hidden
+        attention += self.qkv_bias * (q + 2 * kv) + self.o_bias * self.hidden
+        mlp = 3 * self.hidden * self.mlp + self.mlp_bias * (2 * self.mlp + self.hidden)
+        head = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * (attention + mlp + 2 * self.hidden) + self.hidden + head
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How one model_type differs. Defaults as in its configuration class in transformers."""
+
+    architecture: str
+    max_context: int
+    kv_heads: int | None = None  # None: as many as heads
+    window: int | None = None  # when sliding_window is absent; null in the file always means off
+    qkv_bias: bool = False
+    biases: bool = False  # reads attention_bias and mlp_bias
+
+
+FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family("LlamaForCausalLM", 2048, biases=True),
+    "mistral": _Family("MistralForCausalLM", 131_072, kv_heads=8, window=4096),
+    "ministral": _Family("MinistralForCausalLM", 131_072, kv_heads=8, window=4096),
+    "qwen2": _Family("Qwen2ForCausalLM", 32_768, qkv_bias=True),
+}
+
+_REASONS = {
+    "llama4": "mixture of experts",
+    "mllama": "an image model",
+    "mixtral": "mixture of experts",
+    "mistral3": "an image model",
+    "mistral4": "another attention",
+    "ministral3": "it scales queries by position (llama_4_scaling)",
+    "phi3": "fused projections and longrope",
+    "qwen2_moe": "mixture of experts",
+    "qwen3": "it normalises queries and keys",
+    "qwen3_moe": "mixture of experts",
+    "gemma": "another normalisation and activation",
+    "gemma2": "soft-capped attention",
+    "gemma3": "another normalisation and activation",
+    "gpt2": "learned positions",
+    "smollm3": "layers without rotary positions",
+    "deepseek_v3": "latent attention",
+}
+
+
+class _Reader:
+    """Typed access to one JSON object; every complaint names the file and the key."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw, self.where = raw, where
+
+    def bad(self, key: str, wants: str) -> CorruptModel:
+        got = quote(self.raw[key]) if key in self.raw else "nothing"
+        return CorruptModel(f"{self.where}: {key} must be {wants}, got {got}")
+
+    def given(self, key: str) -> bool:
+        return self.raw.get(key) is not None
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.bad(key, f"a whole number from {low} to {high}")
+        return value
+
+    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+            or not low <= value <= high
+        ):
+            raise self.bad(key, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.bad(key, "true or false")
+        return value
+
+    def table(self, key: str) -> Mapping[str, Any]:
+        value = self.raw.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.bad(key, "an object")
+        return value
+
+
+def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    read = _Reader(raw, "config.json")
+    name = _family_name(read)
+    family = FAMILIES[name]
+    _refuse_foreign(read)
+    notes: list[str] = []
+
+    heads = read.integer("num_attention_heads", 1, MAX_HEADS)
+    kv_heads = read.integer("num_key_value_heads", 1, MAX_HEADS, family.kv_heads or heads)
+    if raw.get("num_key_value_heads", 0) is None:
+        kv_heads = heads  # null is not absent: transformers gives every class as many as heads
+    hidden = read.integer("hidden_size", 1, MAX_HIDDEN)
+    layers = read.integer("num_hidden_layers", 1, MAX_LAYERS)
+    if read.given("head_dim"):
+        head_dim = read.integer("head_dim", 2, MAX_HEAD_DIM)
+    elif hidden % heads:
+        raise CorruptModel(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+        )
+    else:
+        head_dim = hidden // heads
+    _check_heads("config.json", heads, kv_heads, head_dim)
+    if read.given("max_position_embeddings"):
+        max_context = read.integer("max_position_embeddings", 1, MAX_POSITIONS)
+    else:
+        max_context = family.max_context
+        notes.append(f"config.json has no max_position_embeddings: assuming {max_context}")
+    rope = _rope(read, max_context)
+    if rope.kind == "dynamic":
+        notes.append(f"dynamic rotary scaling: limited to its original {max_context} positions")
+    if read.integer("pretraining_tp", 0, 1024, 1) > 1:
+        notes.append("pretraining_tp is ignored: it changes only the order of additions")
+    if read.given("auto_map"):
+        notes.append("auto_map is ignored: no code from a model is ever run")
+    attention_bias = read.flag("attention_bias")
+    mlp_bias = read.flag("mlp_bias")
+    if not family.biases and (mlp_bias or (attention_bias and not family.qkv_bias)):
+        raise UnsupportedModel(f"config.json: {name} has no attention_bias or mlp_bias")
+    return ModelConfig(
+        family=name,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=hidden,
+        mlp=read.integer("intermediate_size", 1, MAX_MLP),
+        vocab=read.integer("vocab_size", 1, MAX_VOCAB),
+        norm_eps=read.number("rms_norm_eps", 0.0, 0.1, 1e-6),
+        rope=rope,
+        max_context=max_context,
+        windows=_windows(read, name, family, layers),
+        tied=read.flag("tie_word_embeddings"),
+        qkv_bias=family.qkv_bias or attention_bias,
+        o_bias=attention_bias and family.biases,
+        mlp_bias=mlp_bias,
+        stop_ids=_ids(read, "eos_token_id"),
+        notes=tuple(notes),
+    )
+
+
+def _family_name(read: _Reader) -> str:
+    name = read.raw.get("model_type")
+    architectures = read.raw.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+        raise read.bad("architectures", "a list of names")
+    if name is None:
+        name = next((n for n, f in FAMILIES.items() if f.architecture in architectures), None)
+        if name is None:
+            raise CorruptModel("config.json: model_type is missing")
+    if not isinstance(name, str):
+        raise read.bad("model_type", "a name")
+    hint = f"minikv runs: {', '.join(FAMILIES)}"
+    if name not in FAMILIES:
+        reason = f" ({_REASONS[name]})" if name in _REASONS else ""
+        raise UnsupportedModel(f"unsupported architecture {quote(name)}{reason}", hint)
+    if architectures and FAMILIES[name].architecture not in architectures:
+        raise UnsupportedModel(
+            f"unsupported architecture {quote(architectures[0])}: not a {name} chat model", hint
+        )
+    return name
+
+
+def _refuse_foreign(read: _Reader) -> None:
+    """Settings under which this network would compute something else than the model."""
+    raw = read.raw
+    if read.given("quantization_config"):
+        table = read.table("quantization_config")
+        method = table.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in table else "?")
+        raise quantised(str(method))
+    act = raw.get("hidden_act", "silu")
+    if act not in ("silu", "swish"):
+        raise UnsupportedModel(f"config.json: hidden_act {quote(act)} is not supported (silu is)")
+    if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise UnsupportedModel("config.json: partial_rotary_factor other than 1 is not supported")
+    auto_map = read.table("auto_map")
+    if "AutoModelForCausalLM" in auto_map:
+        raise UnsupportedModel(
+            "config.json: auto_map replaces the network by code of its own, which is never run"
+        )
+    for key in ("num_local_experts", "num_experts", "vision_config", "text_config"):
+        if read.given(key):
+            raise UnsupportedModel(f"config.json: {key}: not a plain text model")
+
+
+def quantised(method: str) -> UnsupportedModel:
+    """The refusal of a quantised repository, by the name of its method."""
+    return UnsupportedModel(
+        f"quantised with {quote(method)[1:-1]}: not supported",
+        "use the original repository in bfloat16 or float16",
+    )
+
+
+def _check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    if heads % kv_heads:
+        raise CorruptModel(f"{where}: {heads} heads cannot be shared by {kv_heads} KV heads")
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        raise CorruptModel(f"{where}: head_dim {head_dim} must be even and at most {MAX_HEAD_DIM}")
+
+
+def _windows(read: _Reader, name: str, family: _Family, layers: int) -> tuple[int | None, ...]:
+    raw = read.raw
+    types = raw.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers:
+            raise read.bad("layer_types", f"a list of {layers} names")
+        odd = [t for t in types if t not in ("full_attention", "sliding_attention")]
+        if odd:
+            raise UnsupportedModel(f"config.json: layer type {quote(odd[0])} is not supported")
+    if name == "llama":
+        if types is not None and "sliding_attention" in types:
+            raise UnsupportedModel("config.json: llama has no sliding_attention layers")
+        if read.given("sliding_window"):
+            raise UnsupportedModel("config.json: llama has no sliding_window")
+        return (None,) * layers
+    if name == "qwen2" and not read.flag("use_sliding_window"):
+        if types is not None and "sliding_attention" in types:
+            raise CorruptModel("config.json: sliding layers, but use_sliding_window is false")
+        return (None,) * layers
+    default = 4096 if name == "qwen2" else family.window
+    window = raw.get("sliding_window", default)
+    if window is not None:
+        window = read.integer("sliding_window", 1, MAX_POSITIONS, window)
+    if types is None:
+        full = 0
+        if name == "qwen2":
+            full = read.integer("max_window_layers", 0, 2**31, 28)
+        return tuple(window if layer >= full else None for layer in range(layers))
+    sliding = [t == "sliding_attention" for t in types]
+    if window is None and any(sliding):
+        raise CorruptModel("config.json: sliding layers, but sliding_window is off")
+    if name == "mistral" and not (all(sliding) or window is None):
+        # transformers' own mistral class ignores layer_types; a pattern there is ambiguous.
+        raise UnsupportedModel("config.json: mistral has no per-layer windows (ministral has)")
+    return tuple(window if s else None for s in sliding)
+
+
+_ROPE_KEYS = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    "yarn": frozenset(
+        {
+            "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+            "beta_slow", "mscale", "mscale_all_dim", "truncate",
+        }
+    ),
+}  # fmt: skip
+
+
+def _rope(read: _Reader, max_context: int) -> RopeConfig:
+    """The three spellings: rope_parameters (v5), rope_scaling + rope_theta (v4), rope_theta alone.
+
+    They may repeat each other, but not disagree.
+    """
+    spellings = {
+        key: dict(read.table(key)) for key in ("rope_parameters", "rope_scaling") if read.given(key)
+    }
+    thetas: dict[str, float] = {}
+    if read.given("rope_theta"):
+        thetas["rope_theta"] = read.number("rope_theta", 1.0, 1e15)
+    scalings: dict[str, RopeConfig] = {}
+    for key, table in spellings.items():
+        inner = _Reader(table, f"config.json: {key}")
+        if inner.given("rope_theta"):
+            thetas[key] = inner.number("rope_theta", 1.0, 1e15)
+        table.pop("rope_theta", None)
+        scalings[key] = _scaling(inner, read, max_context)
+    if len(set(thetas.values())) > 1:
+        said = ", ".join(f"{key} {value:g}" for key, value in thetas.items())
+        raise CorruptModel(f"config.json: rotary base frequencies disagree: {said}")
+    if len(set(scalings.values())) > 1:
+        raise CorruptModel("config.json: rope_parameters and rope_scaling disagree")
+    theta = next(iter(thetas.values()), 10_000.0)
+    scaling = next(iter(scalings.values()), RopeConfig())
+    return replace(scaling, theta=theta)
+
+
+def _scaling(inner: _Reader, read: _Reader, max_context: int) -> RopeConfig:
+    where, table = inner.where, dict(inner.raw)
+    names = [table.pop(key) for key in ("rope_type", "type") if table.get(key) is not None]
+    for key in ("rope_type", "type"):
+        table.pop(key, None)
+    if any(isinstance(value, dict) for value in table.values()):
+        raise UnsupportedModel(f"{where}: rotary settings per layer are not supported")
+    if len({str(name) for name in names}) > 1:
+        raise CorruptModel(f"{where}: rope_type and type disagree: {quote(names)}")
+    kind = names[0] if names else "default"
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+        raise UnsupportedModel(
+            f"{where}: rotary type {quote(kind)} is not supported",
+            f"minikv has: {', '.join(_ROPE_KEYS)}",
+        )
+    if table.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise UnsupportedModel(f"{where}: partial_rotary_factor other than 1 is not supported")
+    table.pop("partial_rotary_factor", None)
+    unknown = sorted(set(table) - _ROPE_KEYS[kind])
+    if unknown:
+        raise UnsupportedModel(f"{where}: key {quote(unknown[0])} of type {kind} is not known")
+    if kind == "default":
+        return RopeConfig()
+    factor = inner.number("factor", 1.0, 1e6)
+    if kind in ("linear", "dynamic"):
+        return RopeConfig(kind=kind, factor=factor)
+    original = _original_length(inner, read, kind, max_context)
+    if kind == "llama3":
+        low = inner.number("low_freq_factor", 1e-3, 1e6)
+        high = inner.number("high_freq_factor", 1e-3, 1e6)
+        if high <= low:
+            raise CorruptModel(f"{where}: high_freq_factor must be above low_freq_factor")
+        return RopeConfig(
+            kind=kind, factor=factor, low_freq_factor=low, high_freq_factor=high, original=original
+        )
+    fast, slow = inner.number("beta_fast", 1e-3, 1e6, 32), inner.number("beta_slow", 1e-3, 1e6, 1)
+    if fast < slow:
+        raise CorruptModel(f"{where}: beta_fast must not be below beta_slow")
+    attention = None
+    if inner.given("attention_factor"):
+        attention = inner.number("attention_factor", 1e-6, 1e6)
+    return RopeConfig(
+        kind=kind,
+        factor=factor,
+        original=original,
+        attention_factor=attention,
+        beta_fast=fast,
+        beta_slow=slow,
+        mscale=inner.number("mscale", 0.0, 1e3, 0.0),
+        mscale_all_dim=inner.number("mscale_all_dim", 0.0, 1e3, 0.0),
+        truncate=inner.flag("truncate", True),
+    )
+
+
+def _original_length(inner: _Reader, read: _Reader, kind: str, max_context: int) -> int:
+    key = "original_max_position_embeddings"
+    lengths = [r.integer(key, 1, MAX_POSITIONS) for r in (inner, read) if r.given(key)]
+    if len(set(lengths)) > 1:
+        raise CorruptModel(f"config.json: {key} is given twice and disagrees: {lengths}")
+    if lengths:
+        return lengths[0]
+    if kind == "llama3":
+        raise inner.bad(key, "a whole number")
+    return max_context  # yarn, as in transformers
+
+
+def _ids(read: _Reader, key: str) -> tuple[int, ...]:
+    value = read.raw.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or abs(i) > MAX_VOCAB for i in ids):
+        raise read.bad(key, "a token id or a list of them")
+    return tuple(sorted({i for i in ids if i >= 0}))
+
+
+def _with_generation(config: ModelConfig, path: Path) -> ModelConfig:
+    """Unite the stop ids with generation_config.json; a broken one costs a note, not the model."""
+    if not path.exists():
+        return config
+    try:
+        ids: Iterable[int] = _ids(_Reader(read_json(path, CONFIG_LIMIT), path.name), "eos_token_id")
+    except ModelError as error:
+        return replace(config, notes=(*config.notes, f"ignored: {error}"))
+    return replace(config, stop_ids=tuple(sorted({*config.stop_ids, *ids})))
+
+
+_PARAMS_KEYS = frozenset(
+    {
+        "dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "norm_eps",
+        "vocab_size", "rope_theta", "sliding_window", "max_seq_len", "max_batch_size",
+        "max_position_embeddings", "model_type", "multiple_of", "ffn_dim_multiplier",
+        "use_scaled_rope", "use_biases", "causal", "tied_embeddings",
+    }
+)  # fmt: skip
+
+
+def _from_original(raw: Mapping[str, Any]) -> ModelConfig:
+    """params.json of Meta's and Mistral's own releases. Unknown keys are refused: it is small."""
+    read = _Reader(raw, "params.json")
+    if read.given("quantization"):
+        raise quantised(str(read.table("quantization").get("qformat_weight", "?")))
+    unknown = sorted(key for key in set(raw) - _PARAMS_KEYS if raw[key] is not None)
+    if unknown:
+        raise UnsupportedModel(f"params.json: {quote(unknown[0])} is not supported")
+    if raw.get("model_type", "transformer") != "transformer":
+        raise UnsupportedModel(f"unsupported architecture {quote(raw['model_type'])}")
+    if read.flag("use_scaled_rope"):
+        raise UnsupportedModel(
+            "params.json: use_scaled_rope does not say by how much",
+            "use the repository's config.json form",
+        )
+    if read.flag("use_biases") or not read.flag("causal", True):
+        raise UnsupportedModel("params.json: use_biases and causal=false are not supported")
+    notes: list[str] = []
+    hidden = read.integer("dim", 1, MAX_HIDDEN)
+    heads = read.integer("n_heads", 1, MAX_HEADS)
+    kv_heads = read.integer("n_kv_heads", 1, MAX_HEADS, heads)
+    layers = read.integer("n_layers", 1, MAX_LAYERS)
+    if not read.given("head_dim") and hidden % heads:
+        raise CorruptModel(f"params.json: dim {hidden} is not a multiple of n_heads {heads}")
+    head_dim = read.integer("head_dim", 2, MAX_HEAD_DIM, hidden // heads)
+    _check_heads("params.json", heads, kv_heads, head_dim)
+    if read.given("hidden_dim"):
+        mlp = read.integer("hidden_dim", 1, MAX_MLP)
+    else:  # Meta's rule: two thirds of 4 * dim, times a factor, rounded up
+        step = read.integer("multiple_of", 1, MAX_MLP)
+        wide = int(int(8 * hidden / 3) * read.number("ffn_dim_multiplier", 0.01, 100, 1.0))
+        mlp = step * ((wide + step - 1) // step)
+    windows = _original_windows(read, layers)
+    if read.given("rope_theta"):
+        theta = read.number("rope_theta", 1.0, 1e15)
+    elif any(windows):
+        theta = 10_000.0  # Mistral v0.1, the only release with a window and no rope_theta
+    else:
+        # Meta means 1e4 by this, Mistral 1e6: a guess would be wrong half of the time.
+        raise CorruptModel(
+            "params.json: rope_theta is missing", "add it, or use the config.json form"
+        )
+    if read.given("max_position_embeddings") or read.given("max_seq_len"):
+        key = "max_position_embeddings" if read.given("max_position_embeddings") else "max_seq_len"
+        max_context = read.integer(key, 1, MAX_POSITIONS)
+    else:
+        long = any(windows) or theta >= 1e6
+        max_context = 32_768 if long else 8192 if theta >= 5e5 else 4096
+        notes.append(f"params.json names no context length: assuming {max_context} positions")
+    return ModelConfig(
+        family="mistral" if any(windows) else "llama",
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=hidden,
+        mlp=mlp,
+        vocab=read.integer("vocab_size", 1, MAX_VOCAB),
+        norm_eps=read.number("norm_eps", 0.0, 0.1),
+        rope=RopeConfig(theta=theta),
+        max_context=max_context,
+        windows=windows,
+        tied=read.flag("tied_embeddings"),
+        notes=tuple(notes),
+    )
+
+
+def _original_windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
+    """`sliding_window` of params.json: absent, a number, or a pattern repeated over the layers."""
+    value = read.raw.get("sliding_window")
+    pattern = value if isinstance(value, list) else [value]
+    for window in pattern:
+        if window is not None and (
+            isinstance(window, bool)
+            or not isinstance(window, int)
+            or not 1 <= window <= MAX_POSITIONS
+        ):
+            raise read.bad("sliding_window", "a whole number, null, or a list of these")
+    if not pattern or layers % len(pattern):
+        raise CorruptModel("params.json: sliding_window does not divide the layers")
+    return tuple(pattern[layer % len(pattern)] for layer in range(layers))

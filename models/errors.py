@@ -1,0 +1,39 @@
+"""Why a model could not be used. `exit_code` as documented in the README."""
+
+from __future__ import annotations
+
+
+class ModelError(Exception):
+    """Base: one line saying what happened and why; `hint` says what to do."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class ModelUnavailable(ModelError):
+    """Not found, gated, offline, or files missing."""
+
+
+class UnsupportedModel(ModelError):
+    """An architecture, setting, quantisation or weight format that minikv does not run."""
+
+
+class CorruptModel(ModelError):
+    """A damaged or unsafe file."""
+
+    exit_code = 6
+
+
+class ModelTooLarge(ModelError):
+    """The weights do not fit into the memory that is free on the device."""
+
+    exit_code = 4
+
+
+def quote(value: object, limit: int = 80) -> str:
+    """`value` from an untrusted file, safe to show: ASCII only, escaped, at most `limit` long."""
+    text = ascii(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,0 +1,330 @@
+"""From a model's name to a folder, and from a folder to files that are safe to read.
+
+A directory is used where it is. A hub id (owner/name) is looked up in the local cache first, then
+on the network, and only the files that minikv reads are fetched. Nothing here executes anything
+that came with a model.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from minikv.models.errors import (
+    CorruptModel,
+    ModelError,
+    ModelUnavailable,
+    UnsupportedModel,
+    quote,
+)
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ORIGINAL_INDEX = "consolidated.safetensors.index.json"
+ORIGINAL = re.compile(r"consolidated[A-Za-z0-9._-]*\.safetensors")
+SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+"""A bare file name. Not realpath containment: the hub's cache is made of links into blobs/."""
+
+JSON_LIMIT = 64 * 2**20
+"""Bytes; the largest real file of this kind (a tokenizer.json) stays under 40 MB."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+_TEXT_FILES = frozenset(
+    {
+        "config.json", "generation_config.json", "params.json",
+        "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+        "special_tokens_map.json", "added_tokens.json",
+        "chat_template.jinja", "chat_template.json", "tekken.json",
+    }
+)  # fmt: skip
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model's files are. `revision` is the commit for a hub model, None for a directory."""
+
+    name: str
+    folder: Path
+    revision: str | None
+
+
+def resolve(model: str | Path, *, revision: str | None = None, offline: bool = False) -> Source:
+    """Find `model`: an existing directory, or a hub id (cache first, then network).
+
+    With `offline` (or HF_HUB_OFFLINE=1) nothing touches the network. Raises ModelUnavailable.
+    """
+    text = os.fspath(model)
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return Source(text, folder, None)
+    if folder.exists():
+        raise ModelUnavailable(
+            f"{quote(text)} is a file, not a model", "give the directory that holds config.json"
+        )
+    if isinstance(model, Path) or _HUB_ID.fullmatch(text) is None or _is_pathlike(text):
+        raise ModelUnavailable(
+            f"model {quote(text)} not found: no such directory",
+            "give a directory, or a hub id such as meta-llama/Llama-3.1-8B-Instruct",
+        )
+    offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+    return _from_hub(text, revision, offline)
+
+
+def _is_pathlike(text: str) -> bool:
+    return text.startswith((".", "~", "/")) or "\\" in text or ".." in text
+
+
+def _from_hub(repo: str, revision: str | None, offline: bool) -> Source:
+    if offline and "huggingface_hub" not in sys.modules:
+        # The library reads this once, when it is first imported. A belt: the offline path below
+        # only looks into the cache.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        import huggingface_hub
+    except ImportError as error:  # an installation without its dependencies
+        raise ModelUnavailable(f"{repo}: huggingface-hub is not usable: {error}") from None
+    folder = _cached(huggingface_hub, repo, revision)
+    if folder is not None and not missing_files(folder):
+        return Source(repo, folder, folder.name)
+    at = f" at revision {quote(revision)}" if revision else ""
+    if offline:
+        lacks = missing_files(folder) if folder is not None else ""
+        state = f"only partly in the local cache ({lacks} missing)" if lacks else (
+            "not in the local cache"
+        )
+        raise ModelUnavailable(
+            f"{repo}{at} is {state}, and offline mode is on",
+            "run once without --offline (and without HF_HUB_OFFLINE) to download it",
+        )
+    folder = _download(huggingface_hub, repo, revision, at)
+    return Source(repo, folder, folder.name)
+
+
+def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
+    """The snapshot folder in the cache, complete or not; no network."""
+    for name in ("config.json", "params.json"):
+        found = hub.try_to_load_from_cache(repo, name, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def _download(hub: Any, repo: str, revision: str | None, at: str) -> Path:
+    from huggingface_hub import errors
+
+    # GatedRepoError is a RepositoryNotFoundError, and most are HfHubHTTPError: the order matters.
+    try:
+        info = hub.HfApi().model_info(repo, revision=revision)
+        wanted = wanted_files([sibling.rfilename for sibling in info.siblings or ()])
+        folder = hub.snapshot_download(repo, revision=revision, allow_patterns=wanted)
+    except errors.GatedRepoError:
+        raise ModelUnavailable(
+            f"{repo} is gated: its owner must grant you access",
+            f"accept the terms at https://huggingface.co/{repo} and log in with `hf auth login`",
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelUnavailable(
+            f"{repo} has no revision {quote(revision)}", "give a branch, tag or full commit hash"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ModelUnavailable(
+            f"{repo} not found: no such directory here, and no such model on the hub (or private)",
+            "check the spelling; for a private model log in with `hf auth login`",
+        ) from None
+    except errors.DisabledRepoError:
+        raise ModelUnavailable(f"{repo} was disabled on the hub") from None
+    except errors.HFValidationError:
+        raise ModelUnavailable(f"{quote(repo)} is not a valid hub id", "owner/name") from None
+    except errors.OfflineModeIsEnabled:
+        raise ModelUnavailable(
+            f"{repo}{at} is not in the local cache, and offline mode is on",
+            "unset HF_HUB_OFFLINE to download it",
+        ) from None
+    except errors.IncompleteSnapshotError:
+        raise ModelUnavailable(
+            f"{repo}{at} is only partly in the local cache, and the hub cannot be reached",
+            "check the network, then run the same command again: finished files are kept",
+        ) from None
+    except errors.EntryNotFoundError as error:
+        local = isinstance(error, errors.LocalEntryNotFoundError)
+        raise ModelUnavailable(
+            f"{repo}{at}: the hub cannot be reached and the model is not in the local cache"
+            if local
+            else f"{repo}{at}: a file vanished from the hub during the download",
+            "check the network; a model directory works without one",
+        ) from None
+    except errors.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        raise ModelUnavailable(
+            f"{repo}{at}: the hub answered with HTTP status {status or 'unknown'}",
+            "try again later; finished files are kept",
+        ) from None
+    except ModelError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ModelUnavailable(
+                f"{repo}{at}: the disk is full", "free space, or set HF_HOME to another disk"
+            ) from None
+        raise _unreachable(repo, at, error) from None
+    except Exception as error:  # the HTTP library's own errors, which depend on its version
+        raise _unreachable(repo, at, error) from None
+    return Path(folder)
+
+
+def _unreachable(repo: str, at: str, error: Exception) -> ModelUnavailable:
+    # The error's own text is left out: it may hold addresses with tokens.
+    return ModelUnavailable(
+        f"{repo}{at}: the download failed ({type(error).__name__})",
+        "check the network; finished files are kept, and a model directory works without one",
+    )
+
+
+def wanted_files(names: Iterable[str]) -> list[str]:
+    """The files of a repository that minikv reads, from the list of all its files.
+
+    Only the top level. Where both layouts of the weights exist, the Hugging Face one; pickles
+    never. Raises ModelUnavailable when nothing can be loaded.
+    """
+    present = {name for name in names if "/" not in name}
+    wanted = present & _TEXT_FILES
+    shards = {name for name in present if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)}
+    original = {name for name in present if ORIGINAL.fullmatch(name)}
+    if INDEX in present:
+        # Shards of odd names are possible; the index, read later, complains about a missing one.
+        other = {n for n in present if SHARD_NAME.fullmatch(n)} - original - {SINGLE}
+        wanted |= {INDEX} | (shards or other)
+    elif SINGLE in present:
+        wanted |= {SINGLE}
+    elif original:
+        wanted |= original | (present & {ORIGINAL_INDEX})
+    else:
+        raise no_weights(present)
+    if not wanted & {"config.json", "params.json"}:
+        raise ModelUnavailable("the repository has no config.json: it holds no model")
+    wanted |= {n for n in names if re.fullmatch(r"additional_chat_templates/[\w.-]+\.jinja", n)}
+    return sorted(wanted)
+
+
+def no_weights(names: Iterable[str]) -> ModelError:
+    """Why a folder with these file names cannot be loaded: pickled weights, or none at all."""
+    bad = sorted(name for name in names if name.lower().endswith(_PICKLED))
+    weights = [n for n in bad if n.lower() != "training_args.bin"]
+    if weights:
+        name = weights[0]
+        if name.lower().endswith(".gguf"):
+            why = "GGUF files are not supported"
+        elif name.lower().endswith((".msgpack", ".h5")):
+            why = "Flax and TensorFlow weights are not supported"
+        else:
+            why = "pickled weights are refused, because loading them can run code"
+        return UnsupportedModel(
+            f"{quote(name)}: {why}", "use a repository that has .safetensors files"
+        )
+    return ModelUnavailable("no weights found: neither model.safetensors nor an index of shards")
+
+
+def missing_files(folder: Path) -> str:
+    """The first file that `folder` lacks to be a whole model, or "". Judges names, not contents."""
+
+    def has(name: str) -> bool:
+        return (folder / name).exists()
+
+    if not (has("config.json") or has("params.json")):
+        return "config.json"
+    if not any(has(name) for name in _TOKENIZERS) and not has("tekken.json"):
+        return "tokenizer.json"
+    for index in (INDEX, ORIGINAL_INDEX):
+        if has(index):
+            try:
+                shards = weight_map(folder / index).values()
+            except ModelError:
+                return ""  # it is there; why it is bad is told when it is loaded
+            return next((name for name in sorted(set(shards)) if not has(name)), "")
+        if index == INDEX and has(SINGLE):
+            return ""
+    if any(ORIGINAL.fullmatch(path.name) for path in folder.iterdir()):
+        return ""
+    return SINGLE
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """Tensor name -> bare shard name from an index file. Raises CorruptModel."""
+    raw = read_json(path)
+    mapping = raw.get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise CorruptModel(f"{path.name}: weight_map is missing or empty")
+    for tensor, shard in mapping.items():
+        if not isinstance(shard, str) or SHARD_NAME.fullmatch(shard) is None:
+            raise CorruptModel(
+                f"{path.name}: {quote(shard)} (for {quote(tensor)}) is not a plain shard name"
+            )
+    return mapping
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file (links are followed), unbuffered. Raises ModelUnavailable, CorruptModel.
+
+    Not a device and not a pipe, on which a read could block for ever.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError:
+        raise ModelUnavailable(f"{quote(path.name)} is missing from {path.parent}") from None
+    except OSError as error:
+        raise ModelUnavailable(f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptModel(f"{path} is not a regular file")
+    return open(fd, "rb", buffering=0)
+
+
+def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    """A JSON object from a regular UTF-8 file of at most `limit` bytes.
+
+    Raises CorruptModel naming the file; also on NaN, on a key given twice,
+    and on a top level that is not an object.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise CorruptModel(f"{path.name}: {size} bytes; at most {limit} are read")
+        data = file.read(limit + 1) or b""
+    return parse_json(data, path.name)
+
+
+def parse_json(data: bytes, name: str) -> dict[str, Any]:
+    """`read_json` of bytes that are already here; `name` is for messages."""
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+        )
+    except (ValueError, RecursionError) as error:
+        what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise CorruptModel(f"{name}: not valid JSON ({quote(what)[1:-1]})") from None
+    if not isinstance(value, dict):
+        raise CorruptModel(f"{name}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"key {quote(twice)} is given twice")
+    return made
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")

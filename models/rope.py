@@ -1,0 +1,115 @@
+"""Rotary position embedding: frequencies of the four scalings, the table, the rotation.
+
+Half-split layout (Hugging Face): dimension i is paired with i + D/2. Everything up to the cosine
+is float32; only then is it cast, because bfloat16 cannot hold a position above 256.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One model's rotary settings. Unused fields of a `kind` keep their defaults.
+
+    `kind`: "default", "linear" (2306.15595), "dynamic" (within its original length, where it
+    equals "default"), "llama3" (Llama 3.1) or "yarn" (2309.00071). `original`: the positions of
+    the pretraining, for llama3 and yarn. `attention_factor` multiplies cosine and sine (yarn);
+    None derives it from `factor`.
+    """
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original: int = 0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+
+def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Angle per position of each pair, float32 [D/2] on the CPU, and the factor on cos and sin."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    inverse = 1.0 / (rope.theta**exponent)
+    if rope.kind in ("default", "dynamic"):
+        return inverse, 1.0
+    if rope.kind == "linear":
+        return inverse / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(rope, inverse), 1.0
+    assert rope.kind == "yarn", rope.kind
+    return _yarn(rope, inverse, head_dim), _yarn_attention(rope)
+
+
+def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, a linear blend between."""
+    turns = rope.original * inverse / (2 * math.pi)  # full turns within the original context
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - keep) * inverse / rope.factor + keep * inverse
+
+
+def _yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> Tensor:
+    """NTK by parts: a ramp over the dimensions between beta_fast and beta_slow full turns."""
+
+    def dimension(turns: float) -> float:
+        ratio = math.log(rope.original / (turns * 2 * math.pi))
+        return head_dim * ratio / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return inverse / rope.factor * ramp + inverse * (1 - ramp)
+
+
+def _yarn_attention(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
+
+
+class Rotary:
+    """Rotates queries and keys by their position. Holds D/2 numbers, no table of positions."""
+
+    __slots__ = ("_inverse", "_scale")
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu") -> None:
+        inverse, self._scale = frequencies(rope, head_dim)
+        self._inverse = inverse.to(device)
+
+    def table(self, start: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine of positions start .. start+count-1, each [count, 1, D]."""
+        position = torch.arange(
+            start, start + count, dtype=torch.float32, device=self._inverse.device
+        )
+        angle = position[:, None, None] * self._inverse
+        cos, sin = angle.cos() * self._scale, angle.sin() * self._scale
+        # The first half of a rotated vector takes minus the second one: the sign sits in the table.
+        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [t, heads, D] by `Rotary.table`'s [t, 1, D] pair. A new contiguous tensor."""
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), -1)
+    return torch.addcmul(x * cos, swapped, sin)

@@ -1,0 +1,124 @@
+"""Logits equal transformers' on random models, however the prompt is cut.
+
+Two hundred small configurations: families, head shapes, rotary types, biases, tied heads, windows,
+file layouts and spellings of config.json. The figure is the largest difference of any logit of any
+token, relative to the largest logit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ROPES, Spec, build, save, write
+from dense import DenseCache
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from minikv.models.config import ModelConfig
+from minikv.models.llama import Llama
+from minikv.models.weights import Checkpoint, load_network
+
+TOKENS = 40
+LIMIT = 1e-5
+
+SHAPES: tuple[tuple[int, int, int | None, int], ...] = (  # heads, kv_heads, head_dim, hidden
+    (4, 4, None, 48),
+    (4, 2, None, 48),
+    (4, 1, None, 48),
+    (9, 3, None, 72),
+    (3, 1, 8, 36),
+    (6, 2, 20, 48),  # head_dim * heads != hidden, as in Mistral Nemo
+)
+
+
+def _matrix() -> list[Spec]:
+    specs: list[Spec] = []
+
+    def add(**settings: object) -> None:
+        # Layout and spelling take turns, so that each meets every family and rotary type.
+        number = len(specs)
+        layout = ("hf", "sharded")[number % 2]
+        spelling = ("v5", "v4")[number // 2 % 2]
+        specs.append(
+            Spec(**{"layout": layout, "spelling": spelling, "seed": number} | settings)  # type: ignore[arg-type]
+        )
+
+    for (heads, kv, size, hidden), rope, tied in product(SHAPES, ROPES, (False, True)):
+        shape = {"heads": heads, "kv_heads": kv, "head_dim": size, "hidden": hidden}
+        add(**shape, rope=rope, tied=tied)  # 84
+    for (heads, kv, size, hidden), window in product(SHAPES, (None, 1, 7, 39, 64)):
+        shape = {"heads": heads, "kv_heads": kv, "head_dim": size, "hidden": hidden}
+        add(**shape, family="mistral", window=window, rope="theta")  # 30
+    for rope, bias, mlp in product(ROPES, (True, False), (True, False)):
+        add(rope=rope, bias=bias, mlp_bias=mlp, heads=6, kv_heads=2, hidden=48)  # 28
+    for (heads, kv, _, hidden), tied, window in product(SHAPES, (False, True), (None, 9)):
+        if hidden % heads == 0:
+            shape = {"heads": heads, "kv_heads": kv, "hidden": hidden}
+            add(**shape, family="qwen2", tied=tied, window=window)  # 24
+    for (heads, kv, size, hidden), rope, window in product(
+        SHAPES, ("default", "theta", "llama3"), (None, 11)
+    ):
+        shape = {"heads": heads, "kv_heads": kv, "head_dim": size, "hidden": hidden}
+        family = "mistral" if window else "llama"
+        add(**shape, family=family, window=window, rope=rope, layout="original", spelling="v5")
+    for tied, small in product((False, True), (True,)):
+        add(tied=tied, small=small)
+        add(tied=tied, small=small, family="qwen2")
+    types = {"layer_types": ["sliding_attention", "full_attention"]}
+    for heads, kv in ((4, 2), (9, 3)):
+        shape = {"heads": heads, "kv_heads": kv, "hidden": 72, "head_dim": 8}
+        add(**shape, family="ministral", window=8, extra=types)
+    return specs
+
+
+SPECS = _matrix()
+
+
+def network_of(folder: Path, dtype: torch.dtype | None = None) -> Llama:
+    return load_network(Checkpoint.open(folder), ModelConfig.from_folder(folder), dtype=dtype)
+
+
+def tokens(vocab: int, count: int = TOKENS, seed: int = 0) -> Tensor:
+    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def oracle_logits(oracle: PreTrainedModel, ids: Tensor) -> Tensor:
+    return oracle(ids[None], use_cache=False).logits[0].float()
+
+
+@torch.inference_mode()
+def our_logits(network: Llama, ids: Tensor, cuts: list[int], rows: int = 512) -> Tensor:
+    """Every token's logits, the prompt fed in forwards of `cuts` tokens, chunks of `rows` rows."""
+    network.rows = rows
+    kv = DenseCache(network.config.layers, network.config.windows)
+    parts = [network.logits(network.hidden(part, kv)) for part in ids.split(cuts)]
+    assert kv.position == len(ids)
+    return torch.cat(parts)
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def test_the_matrix_is_large_and_without_repeats() -> None:
+    assert len(SPECS) >= 180
+    assert len({repr(replace(spec, seed=0)) for spec in SPECS}) == len(SPECS)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_logits_equal_transformers(spec: Spec, tmp_path: Path) -> None:
+    oracle = write(spec, tmp_path)
+    network = network_of(tmp_path)
+    ids = tokens(spec.vocab, seed=spec.seed)
+    theirs = oracle_logits(oracle, ids)
+    assert difference(our_logits(network, ids, [TOKENS]), theirs) <= LIMIT
+    assert difference(our_logits(network, ids, [17, 1, 22], rows=7), theirs) <= LIMIT
+    assert difference(our_logits(network, ids, [1] * TOKENS), theirs) <= LIMIT
+    kv = DenseCache(spec.layers, network.config.windows)
+    network.rows = 16
+    assert difference(network.forward(ids, kv), theirs[-1]) <= LIMIT
