@@ -1,0 +1,238 @@
+"""Text to ids and back, with control tokens that no text can produce.
+
+`encode` never returns a control id, whatever the text spells; control ids come only from `split`,
+which is for text that minikv or a chat template wrote. Lone surrogates, which is what undecodable
+typed bytes become in Python, are replaced by U+FFFD.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel
+from minikv.models.stream import TextStream
+from minikv.models.tokenizer_json import JsonVocabulary
+from minikv.models.tokenizer_sp import PieceVocabulary
+from minikv.models.vocabulary import LARGEST_ID, Place, Prefix, Vocabulary, is_marker, read_object
+
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>")
+_NAMED = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_USUAL = {"bos_token": ("<s>", "<|begin_of_text|>", "<|bos|>"), "eos_token": ("</s>",)}
+
+Edges = tuple[bool, bool, bool]
+"""Whether a control token takes the space before it, after it, and stands only as a whole word."""
+
+
+class Tokenizer:
+    """One model's vocabulary and the facts its folder states about it.
+
+    `vocab` entries; `control` strings and their ids; `stop_ids` from every source; `bos` or None;
+    `named` the special strings a chat template may use (`bos_token`, `eos_token`, ...); `prefix`
+    which texts get a space in front ("every" text after a control token, "first", "never");
+    `start` the string a text without chat format begins with, BOS or nothing.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        named: Mapping[str, str] | None = None,
+        extra: Mapping[str, int] | None = None,
+        edges: Mapping[str, Edges] | None = None,
+        stop_ids: Iterable[int] = (),
+        starts_with_bos: bool = True,
+    ) -> None:
+        self._vocabulary = vocabulary
+        control = {**(extra or {}), **vocabulary.control}
+        self.control: Mapping[str, int] = control
+        self.vocab = max([vocabulary.size, *(id + 1 for id in control.values())])
+        self.prefix: Prefix = vocabulary.prefix
+        self.named: Mapping[str, str] = dict(named or {})
+        self.bos = self._id(self.named.get("bos_token"))
+        self.start = self.named.get("bos_token", "") if starts_with_bos else ""
+        ends = [self._id(self.named.get("eos_token")), *(control.get(end) for end in _ENDS)]
+        self.stop_ids = frozenset(stop_ids) | {id for id in ends if id is not None}
+        self._edges = dict(edges or {})
+        self._forbidden = frozenset(control.values()) - {vocabulary.unknown}
+        longest_first = sorted((c for c in control if c), key=lambda c: (-len(c), c))
+        self._any_control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    @classmethod
+    def from_folder(cls, path: Path | str, stop_ids: Iterable[int] = ()) -> Tokenizer:
+        """`tokenizer.json`, else `tokenizer.model`. `stop_ids` come from the model's own config.
+
+        Raises ModelUnavailable (no tokenizer), UnsupportedModel (tiktoken or tekken format) and
+        CorruptModel (a damaged file, named).
+        """
+        folder = Path(path)
+        config, special = (
+            read_object(file) if (file := folder / name).exists() else {}
+            for name in ("tokenizer_config.json", "special_tokens_map.json")
+        )
+        named = {
+            key: text
+            for key in _NAMED
+            if (text := _content(config.get(key, special.get(key)))) is not None
+        }
+        also = [
+            text
+            for source in (config, special)
+            for entry in _entries(source.get("additional_special_tokens"))
+            if (text := _content(entry))
+        ]
+        stated = "bos_token" in config or "bos_token" in special
+        extra = _declared(folder, config)
+        edges: Mapping[str, Edges] = {}
+        vocabulary: Vocabulary
+        if (file := folder / "tokenizer.json").exists():
+            vocabulary = found = JsonVocabulary.from_file(file, [*named.values(), *also])
+            edges = found.edges
+        elif (model := _sentencepiece_file(folder)) is not None:
+            # transformers writes "legacy": false when a text after a control token gets no space.
+            prefix: Prefix = "first" if config.get("legacy") is False else "every"
+            vocabulary = pieces = PieceVocabulary.from_file(model, prefix)
+            if not stated:
+                own = {"bos_token": pieces.bos, "eos_token": pieces.eos}
+                named = {**{key: text for key, text in own.items() if text}, **named}
+        elif (folder / "tekken.json").exists():
+            raise UnsupportedModel(
+                "tekken.json is the only tokenizer file, and minikv does not read that format",
+                "use the Hugging Face layout of this model, which has a tokenizer.json",
+            )
+        else:
+            raise ModelUnavailable(f"no tokenizer.json or tokenizer.model in {folder}")
+        extra = {text: id for text, id in extra.items() if vocabulary.find(text) is None}
+        if not stated:
+            for key, usual in _USUAL.items():
+                text = next((u for u in usual if u in vocabulary.control or u in extra), None)
+                if key not in named and text is not None:
+                    named[key] = text
+        return cls(
+            vocabulary,
+            named=named,
+            extra=extra,
+            edges=edges,
+            stop_ids=stop_ids,
+            starts_with_bos=config.get("add_bos_token") is not False,
+        )
+
+    def encode(self, text: str, place: Place = "start") -> list[int]:
+        """Ids of plain text: no BOS is added and no control id ever appears.
+
+        `place` says where the text stands, which decides about the space that sentencepiece-style
+        vocabularies put in front: at the "start", "after" a control token, or "inside" a text.
+        Raises UnsupportedModel if the vocabulary cannot keep the text free of control ids.
+        """
+        text = well_formed(text)
+        if not text:
+            return []
+        ids = self._vocabulary.encode(text, place)
+        if self._forbidden.isdisjoint(ids):
+            return ids
+        # A vocabulary that takes whole words from its table finds control strings there too:
+        # encode the two sides of a cut through each of them.
+        ids, at = [], 0
+        cuts = [match.start() + 1 for match in self._any_control.finditer(text)]
+        for cut in [*cuts, len(text)]:
+            ids += self._vocabulary.encode(text[at:cut], place if at == 0 else "inside")
+            at = cut
+        if not self._forbidden.isdisjoint(ids):
+            raise UnsupportedModel("this vocabulary makes control tokens out of plain text")
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; those of control tokens and outside the vocabulary have none."""
+        pieces = self._vocabulary.pieces
+        data = b"".join(pieces[id] for id in ids if 0 <= id < len(pieces))
+        text = data.decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._vocabulary.drop_space else text
+
+    def stream(self) -> TextStream:
+        """A decoder for ids that arrive one by one; the pieces add up to `decode` of all."""
+        return TextStream(self._vocabulary.pieces, self._vocabulary.drop_space)
+
+    def lookalikes(self, text: str) -> int:
+        """How many times a text spells a control token."""
+        return sum(1 for _ in self._any_control.finditer(text))
+
+    def split(self, text: str) -> list[tuple[int | None, str]]:
+        """Trusted text as [(control id, the plain text after it), ...].
+
+        The first pair has None in place of an id and the text before any control token. Control
+        strings are found leftmost and longest first, and take the white space around them that
+        their file says they take, as tokenizers does.
+        """
+        found: list[tuple[int | None, str]] = []
+        id: int | None = None
+        at = 0
+        for match in self._any_control.finditer(text):
+            left, right, whole = self._edges.get(match[0], (False, False, False))
+            start, end = match.span()
+            if start < at or (whole and _joins_word(text, start, end)):
+                continue
+            before = text[at:start]
+            found.append((id, before.rstrip() if left else before))
+            id = self.control[match[0]]
+            at = end
+            while right and at < len(text) and text[at].isspace():
+                at += 1
+        found.append((id, text[at:]))
+        return found
+
+    def _id(self, text: str | None) -> int | None:
+        if text is None:
+            return None
+        return self.control[text] if text in self.control else self._vocabulary.find(text)
+
+
+def well_formed(text: str) -> str:
+    """The text with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def _joins_word(text: str, start: int, end: int) -> bool:
+    return any(c.isalnum() or c == "_" for c in (text[start - 1 : start], text[end : end + 1]))
+
+
+def _content(entry: Any) -> str | None:
+    """A special token of a configuration file: a string, or an object with its "content"."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) and text else None
+
+
+def _entries(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _declared(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
+    """Control tokens that `added_tokens.json` or `tokenizer_config.json` add to a vocabulary."""
+    found: dict[str, Any] = {}
+    if (file := folder / "added_tokens.json").exists():
+        found.update((text, id) for text, id in read_object(file).items() if is_marker(text))
+    decoder = config.get("added_tokens_decoder")
+    for id, entry in decoder.items() if isinstance(decoder, dict) else ():
+        text = _content(entry)
+        flagged = isinstance(entry, dict) and entry.get("special") is True
+        if text and (flagged or is_marker(text)):
+            found[text] = id
+    ids = {}
+    for text, id in found.items():
+        if not str(id).isdecimal() or int(id) >= LARGEST_ID:
+            raise CorruptModel(f"the added token {text!r} has the id {id!r}")
+        ids[text] = int(id)
+    return ids
+
+
+def _sentencepiece_file(folder: Path) -> Path | None:
+    """`tokenizer.model`, or Mistral's `tokenizer.model.v3`."""
+    plain = folder / "tokenizer.model"
+    if plain.exists():
+        return plain
+    return max(folder.glob("tokenizer.model.v*"), default=None)

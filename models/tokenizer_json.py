@@ -1,0 +1,195 @@
+"""`tokenizer.json` through tokenizers, with its control tokens never matched in a text."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from minikv.models.errors import CorruptModel, UnsupportedModel
+from minikv.models.stream import byte_level_bytes, word_piece_bytes
+from minikv.models.vocabulary import (
+    LARGEST_ID,
+    Place,
+    Prefix,
+    is_marker,
+    library_errors,
+    read_object,
+)
+
+_ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+class JsonVocabulary:
+    """A `tokenizer.json`. `named` are the strings that the folder's other files call special."""
+
+    def __init__(
+        self, data: dict[str, Any], name: str = "tokenizer.json", named: Iterable[str] = ()
+    ) -> None:
+        self._name = name
+        with library_errors(name, "unexpected structure"):
+            data = _prepared(data, frozenset(named))
+            added = {str(token["content"]): token for token in data["added_tokens"]}
+            largest = max((int(token["id"]) for token in added.values()), default=-1)
+        if largest >= LARGEST_ID:
+            raise CorruptModel(f"{name} has a token id of {largest}")
+        self._backends: dict[Place, tokenizers.Tokenizer] = {}
+        with library_errors(name, "not a usable tokenizer"):
+            start = _backend(data)
+            self._backends["start"] = start
+            ids = start.get_vocab(with_added_tokens=True)
+        if not ids or max(ids.values()) >= LARGEST_ID or min(ids.values()) < 0:
+            raise CorruptModel(f"{name} has no usable vocabulary")
+        self._ids = ids
+        self.size = max(ids.values()) + 1
+        self.control = {s: ids[s] for s, token in added.items() if token["special"] and s in ids}
+        with library_errors(name, "unexpected structure"):
+            parts = list(_parts(data))
+            self.prefix = _prefix(parts)
+            self._backends["after"] = self._variant(data, first_only=True)
+            self._backends["inside"] = self._variant(data, first_only=False)
+            unknown = data["model"].get("unk_token")
+            self.unknown: int | None = ids.get(unknown) if isinstance(unknown, str) else None
+            self.pieces, self.drop_space = self._table(data, frozenset(added))
+        self.edges = {
+            text: (bool(token["lstrip"]), bool(token["rstrip"]), bool(token["single_word"]))
+            for text, token in added.items()
+            if text in self.control
+        }
+
+    @classmethod
+    def from_file(cls, path: Path, named: Iterable[str] = ()) -> JsonVocabulary:
+        """Reads the file. Raises CorruptModel, UnsupportedModel or ModelUnavailable."""
+        return cls(read_object(path), path.name, named)
+
+    def encode(self, text: str, place: Place) -> list[int]:
+        """Ids of a text in which no control token is recognised."""
+        with library_errors(self._name, "the text cannot be encoded"):
+            # The fast form leaves out offsets, which would cost 100 bytes for each token.
+            found = self._backends[place].encode_batch_fast([text], add_special_tokens=False)
+            ids: list[int] = found[0].ids
+        return ids
+
+    def find(self, piece: str) -> int | None:
+        """The id of a vocabulary entry, None if there is none."""
+        return self._ids.get(piece)
+
+    def _variant(self, data: dict[str, Any], first_only: bool) -> tokenizers.Tokenizer:
+        """The same vocabulary for texts that are not at the start of everything."""
+        bare = copy.deepcopy({key: data[key] for key in ("normalizer", "pre_tokenizer")})
+        if not first_only:
+            bare["normalizer"] = _without_prepend(bare["normalizer"])
+        for part in _components(bare["pre_tokenizer"]):
+            if part["type"] == "Metaspace" and (not first_only or _scheme(part) == "first"):
+                part.update(prepend_scheme="never", add_prefix_space=False)
+            elif part["type"] == "ByteLevel" and not first_only:
+                part["add_prefix_space"] = False
+        if all(bare[key] == data[key] for key in bare):
+            return self._backends["start"]
+        return _backend({**data, **bare})
+
+    def _table(self, data: dict[str, Any], added: frozenset[str]) -> tuple[list[bytes], bool]:
+        decoders = list(_components(data.get("decoder")))
+        kinds = {part["type"] for part in decoders}
+        unsupported = kinds - {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
+        if unsupported:
+            raise UnsupportedModel(
+                f"{self._name}: the decoder {', '.join(sorted(unsupported))} is not supported"
+            )
+        if not kinds:
+            kinds = {part["type"] for part in _components(data.get("pre_tokenizer"))}
+        drop = any(part["type"] == "Metaspace" and _scheme(part) != "never" for part in decoders)
+        drop |= any(
+            part["type"] == "Strip" and part.get("content") == " " and part.get("start", 0) >= 1
+            for part in decoders
+        )
+        space = next(
+            (str(part["replacement"]) for part in decoders if part["type"] == "Metaspace"), "▁"
+        )
+        fallback = bool(data["model"].get("byte_fallback")) or "ByteFallback" in kinds
+        pieces = [b""] * self.size
+        silent = set(self.control.values())
+        for piece, id in self._ids.items():
+            if id in silent:
+                continue
+            if piece in added:
+                pieces[id] = piece.encode("utf-8", "replace")
+            elif "ByteLevel" in kinds:
+                pieces[id] = byte_level_bytes(piece)
+            elif kinds & {"Metaspace", "Replace"}:
+                pieces[id] = word_piece_bytes(piece, fallback, space)
+            else:
+                pieces[id] = piece.encode("utf-8", "replace")
+        return pieces, drop
+
+
+def _backend(data: dict[str, Any]) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(json.dumps(data))
+    backend.encode_special_tokens = True
+    return backend
+
+
+def _prepared(data: dict[str, Any], named: frozenset[str]) -> dict[str, Any]:
+    """The file's content with markers flagged special and everything that alters texts off."""
+    # A saved truncation would silently cut a document, a saved padding would lengthen it.
+    model = dict(data["model"])
+    if model.get("dropout"):
+        model["dropout"] = None
+    vocab = model.get("vocab")
+    added = []
+    for token in data.get("added_tokens") or []:
+        content = str(token["content"])
+        special = bool(token.get("special")) or content in named or is_marker(content)
+        added.append({**_ADDED, **token, "special": special})
+    known = {token["content"] for token in added}
+    if isinstance(vocab, dict):
+        added += [
+            {**_ADDED, "id": vocab[piece], "content": piece, "special": True}
+            for piece in sorted(named)
+            if piece in vocab and piece not in known
+        ]
+    added.sort(key=lambda token: int(token["id"]))
+    return {**data, "model": model, "added_tokens": added, "truncation": None, "padding": None}
+
+
+def _components(part: Any) -> Iterator[dict[str, Any]]:
+    """A normalizer, pre-tokenizer or decoder, sequences flattened."""
+    if part is None:
+        return
+    for key in ("normalizers", "pretokenizers", "decoders"):
+        if part.get("type") == "Sequence" and key in part:
+            for inner in part[key]:
+                yield from _components(inner)
+            return
+    yield part
+
+
+def _parts(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from _components(data.get("normalizer"))
+    yield from _components(data.get("pre_tokenizer"))
+
+
+def _scheme(metaspace: dict[str, Any]) -> str:
+    default = "always" if metaspace.get("add_prefix_space", True) else "never"
+    return str(metaspace.get("prepend_scheme") or default)
+
+
+def _prefix(parts: list[dict[str, Any]]) -> Prefix:
+    schemes = {_scheme(part) for part in parts if part["type"] == "Metaspace"}
+    byte_level = any(p["type"] == "ByteLevel" and p.get("add_prefix_space", True) for p in parts)
+    if byte_level or "always" in schemes or any(part["type"] == "Prepend" for part in parts):
+        return "every"
+    return "first" if "first" in schemes else "never"
+
+
+def _without_prepend(normalizer: Any) -> Any:
+    if normalizer is None or normalizer["type"] == "Prepend":
+        return None
+    if normalizer["type"] == "Sequence":
+        kept = [_without_prepend(inner) for inner in normalizer["normalizers"]]
+        return {**normalizer, "normalizers": [inner for inner in kept if inner is not None]}
+    return normalizer

@@ -1,0 +1,152 @@
+"""`tokenizer.model` through sentencepiece, with its own pieces kept out of reach of texts.
+
+Control pieces can never come from a text. User-defined pieces can, so those spelled like control
+tokens (`<|im_start|>`, but also the `[REFERENCE_DOC_n]` of Mistral v3) are made control pieces in
+the bytes of the file before sentencepiece parses them: a text that spells one becomes ordinary
+pieces. That is the only difference from the vendor's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import sentencepiece
+
+from minikv.models.errors import CorruptModel, UnsupportedModel
+from minikv.models.stream import word_piece_bytes
+from minikv.models.vocabulary import (
+    LARGEST_ID,
+    Place,
+    Prefix,
+    is_marker,
+    library_errors,
+    read_bytes,
+)
+
+_USER_DEFINED, _CONTROL = 4, 3
+# Later fields win in a protobuf message: normalizer_spec (3) { add_dummy_prefix (3): false }.
+_NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+
+
+class PieceVocabulary:
+    """A sentencepiece file. `prefix` "every" is the vendor's behaviour, "first" `legacy: false`."""
+
+    def __init__(
+        self, data: bytes, name: str = "tokenizer.model", prefix: Prefix = "every"
+    ) -> None:
+        self._name = name
+        if _is_tiktoken(data):
+            raise UnsupportedModel(
+                f"{name} is in tiktoken format, not sentencepiece",
+                "use the Hugging Face layout of this model, which has a tokenizer.json",
+            )
+        with library_errors(name, "not a sentencepiece model"):
+            self._data = _shield_markers(data)
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=self._data)
+            model = self._model
+            self.size = int(model.vocab_size())
+        if not 0 < self.size <= LARGEST_ID:
+            raise CorruptModel(f"{name} has {self.size} pieces")
+        with library_errors(name, "unreadable pieces"):
+            names = [model.id_to_piece(id) for id in range(self.size)]
+            silent = [
+                model.is_control(id) or model.is_unknown(id) or model.is_unused(id)
+                for id in range(self.size)
+            ]
+            self.control = {
+                piece: id
+                for id, piece in enumerate(names)
+                if model.is_control(id) or model.is_unknown(id)
+            }
+            self.pieces = [
+                b"" if silent[id] else word_piece_bytes(piece, bool(model.is_byte(id)))
+                for id, piece in enumerate(names)
+            ]
+            self.unknown: int | None = int(model.unk_id())
+            self.bos, self.eos = _piece(model, model.bos_id()), _piece(model, model.eos_id())
+            adds_space = model.encode("a") != self._bare.encode("a")
+        self.prefix: Prefix = prefix if adds_space else "never"
+        self.drop_space = adds_space
+
+    @classmethod
+    def from_file(cls, path: Path, prefix: Prefix = "every") -> PieceVocabulary:
+        """Reads the file. Raises CorruptModel, UnsupportedModel (tiktoken), ModelUnavailable."""
+        return cls(read_bytes(path, 64 << 20), path.name, prefix)
+
+    def encode(self, text: str, place: Place) -> list[int]:
+        """Ids of a text; the space that starts a text depends on `place` and `prefix`."""
+        starts = place == "start" or (place == "after" and self.prefix == "every")
+        model = self._model if starts else self._bare
+        with library_errors(self._name, "the text cannot be encoded"):
+            ids: list[int] = model.encode(text)
+        return ids
+
+    def find(self, piece: str) -> int | None:
+        """The id of a piece, None if the vocabulary has no such piece."""
+        id = int(self._model.piece_to_id(piece))
+        return id if self._model.id_to_piece(id) == piece else None
+
+    @cached_property
+    def _bare(self) -> sentencepiece.SentencePieceProcessor:
+        return sentencepiece.SentencePieceProcessor(model_proto=self._data + _NO_DUMMY_PREFIX)
+
+
+def _piece(model: sentencepiece.SentencePieceProcessor, id: int) -> str | None:
+    return str(model.id_to_piece(id)) if 0 <= id < model.vocab_size() else None
+
+
+def _is_tiktoken(data: bytes) -> bool:
+    """Lines of base64 and a rank, as in Llama-3's original `tokenizer.model`."""
+    token, _, rank = data[:200].split(b"\n")[0].partition(b" ")
+    return bool(token) and rank.strip().isdigit() and all(32 < byte < 127 for byte in token)
+
+
+def _shield_markers(data: bytes) -> bytes:
+    """The model with user-defined pieces that look like control tokens made control pieces."""
+    patched = bytearray(data)
+    for field, start, end in _fields(data, 0, len(data)):
+        if field != 1:  # pieces
+            continue
+        piece, type_at = "", -1
+        for inner, at, stop in _fields(data, start, end):
+            if inner == 1:
+                piece = data[at:stop].decode("utf-8", "replace")
+            elif inner == 3:
+                type_at = at
+        if type_at >= 0 and data[type_at] == _USER_DEFINED and is_marker(piece):
+            patched[type_at] = _CONTROL
+    return bytes(patched)
+
+
+def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(field number, first byte, byte after the last) of the values of a protobuf message."""
+    while at < end:
+        key, at = _varint(data, at, end)
+        wire = key & 7
+        if wire == 0:
+            stop = _varint(data, at, end)[1]
+        elif wire == 2:
+            length, at = _varint(data, at, end)
+            stop = at + length
+        elif wire in (1, 5):
+            stop = at + (8 if wire == 1 else 4)
+        else:
+            raise ValueError(f"wire type {wire}")
+        if stop > end:
+            raise ValueError("truncated")
+        yield key >> 3, at, stop
+        at = stop
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= end:
+            raise ValueError("truncated")
+        value |= (data[at] & 0x7F) << shift
+        at += 1
+        if data[at - 1] < 0x80:
+            return value, at
+    raise ValueError("number too long")
