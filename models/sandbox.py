@@ -1,0 +1,477 @@
+"""Chat templates are programs from strangers: run one with bounds on time, memory and reach.
+
+Jinja's immutable sandbox keeps a template away from Python's internals, but not from a nested loop
+of 99,999 x 99,999 or from a 4 GB string. Here every loop turn, call, filter and operator passes a
+meter that checks a deadline and the size of what was made, in whatever thread it runs, and only
+filters and string methods whose cost is known are there at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateSyntaxError, nodes, pass_context
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_indent, make_attrgetter
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from minikv.models.errors import CorruptModel
+
+SOURCE_LIMIT = 256 << 10
+"""Bytes of a template's source."""
+PARTS_LIMIT = 20_000
+"""Nodes of a template's syntax tree; the longest published ones have about 5,000."""
+SECONDS = 2.0
+"""Time for one rendering."""
+_SPARE = 4 << 20
+NUMBER_BITS = 4096
+"""Size of the largest integer a template may compute."""
+MAX_RANGE = 100_000
+
+# fmt: off
+_FILTERS = frozenset([
+    "abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "groupby",
+    "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min",
+    "reject", "rejectattr", "replace", "reverse", "safe", "select", "selectattr", "sort",
+    "string", "sum", "title", "tojson", "trim", "unique", "upper",
+])
+_TEXT_METHODS = frozenset([
+    "capitalize", "casefold", "count", "endswith", "find", "format", "index", "isalnum",
+    "isalpha", "isdecimal", "isdigit", "islower", "isnumeric", "isspace", "istitle", "isupper",
+    "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind",
+    "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip",
+    "swapcase", "title", "upper",
+])
+# fmt: on
+_DATE = re.compile(r"(?:%[-#]?[A-Za-z%]|[^%]){0,100}")
+# Replacement fields without fields inside them, and numbers that would be a large width.
+_FORMAT = re.compile(r"(?:[^{}]|\{\{|\}\}|\{[^{}]*\})*")
+_WIDE = re.compile(r"\d{4}")
+
+
+class TemplateRefusal(Exception):
+    """The template called `raise_exception`: it does not accept this conversation."""
+
+
+class _TooMuch(Exception):
+    """The template passed a bound."""
+
+
+class _Meter:
+    """What one rendering may still spend."""
+
+    def __init__(self, limit: int, seconds: float) -> None:
+        self.limit = limit
+        self._written = 0
+        self._deadline = time.monotonic() + seconds
+
+    def tick(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise _TooMuch(f"it ran for more than {SECONDS:g} seconds")
+
+    def wrote(self, characters: int) -> None:
+        self.tick()
+        self._written += characters
+        if self._written > self.limit:
+            raise _TooMuch(f"it wrote more than {self.limit} characters")
+
+    def room(self, size: int) -> None:
+        self.tick()
+        if size > self.limit:
+            raise _TooMuch(f"it made a value of more than {self.limit} characters")
+
+    def check(self, value: Any) -> Any:
+        """The value, if it is small enough when written out; lists count with their items."""
+        self.room(self._weight(value, {}))
+        return value
+
+    def _weight(self, value: Any, known: dict[int, int]) -> int:
+        # A list of 30 nested pairs is small in memory and 2**30 items when compared or printed,
+        # so shared parts are counted as often as they are reached, but visited once.
+        if isinstance(value, str):
+            return len(value)
+        if isinstance(value, int):
+            return 1 if value.bit_length() <= NUMBER_BITS else self.limit + 1
+        if not isinstance(value, (list, tuple, dict, set, frozenset)):
+            return 1
+        if id(value) in known:
+            return known[id(value)]
+        self.tick()
+        known[id(value)] = self.limit  # a value cannot contain itself without a namespace
+        parts: Iterable[Any] = value
+        if isinstance(value, dict):
+            parts = [*value.keys(), *value.values()]
+        weight = 2
+        for part in parts:
+            weight += self._weight(part, known) + 2
+            if weight > self.limit:
+                break
+        known[id(value)] = weight
+        return weight
+
+
+class _Namespace(Namespace):
+    """`namespace()` without underscore names, and without printing what it holds."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<namespace>"
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which marks answers for training, means nothing here."""
+
+    tags = {"generation"}  # noqa: RUF012  (declared by Jinja as a plain set)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _Metered(NodeTransformer):
+    """Puts the meter where Jinja offers no hook: loop turns, written text, `~`, and literals."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_call("tick"), lineno=node.lineno))
+        return node
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        return _call("same", nodes.Const(node.data))
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("tilde", *node.nodes)
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("same", node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("same", node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("same", node) if node.ctx == "load" else node
+
+
+def _call(method: str, *arguments: nodes.Expr) -> nodes.Expr:
+    # Reached as environment.<method>, a name that a template cannot shadow.
+    target = nodes.EnvironmentAttribute(method)
+    return nodes.Call(target, list(arguments), [], None, None)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,  # constants would be computed while compiling, before any meter runs
+            extensions=[_Generation, loopcontrols],
+            finalize=_finalize,
+        )
+        self.meter = _Meter(_SPARE, SECONDS)
+        own: dict[str, Callable[..., Any]] = {
+            "indent": self.indent_filter,
+            "join": self.join_filter,
+            "replace": self.replace_filter,
+            "safe": self.to_text,
+            "string": self.to_text,
+            "sum": self.sum_filter,
+            "tojson": self.json_filter,
+        }
+        known: dict[str, Callable[..., Any]] = {**self.filters, **own}
+        self.filters = {name: self._metered(known[name]) for name in _FILTERS}
+        tests: dict[str, Any] = {**self.tests}
+        self.tests = {name: self._metered(test) for name, test in tests.items()}
+        self.globals = {
+            "dict": _dict,
+            "namespace": _namespace,
+            "raise_exception": _refuse,
+            "range": self.range,
+            "strftime_now": _date,
+        }
+        self.binop_table |= {
+            "+": self.add,
+            "*": self.multiply,
+            "**": self.power,
+            "%": self.modulo,
+        }
+
+    # What the code that `_Metered` put in calls.
+
+    def tick(self) -> None:
+        """One turn of a loop."""
+        self.meter.tick()
+
+    def same(self, value: Any) -> Any:
+        """A literal: `call` and `finalize` check and count it."""
+        return value
+
+    def tilde(self, *values: Any) -> str:
+        """The operator `~`."""
+        return self._joined("", [self.to_text(value) for value in values])
+
+    # What the base class calls.
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.meter.tick()
+        return self.meter.check(super().call(context, function, *args, **kwargs))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, str) and attr not in _TEXT_METHODS:
+            return False
+        return bool(super().is_safe_attribute(obj, attr, value))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        # Asked about every attribute that is read, so this is where all methods of text whose
+        # result can be much larger than the text get their bound.
+        text = getattr(value, "__self__", None)
+        if not isinstance(text, str):
+            return None
+        own: str = text
+        match getattr(value, "__name__", ""):
+            case "join":
+                return lambda parts: self._joined(own, parts)
+            case "replace":
+                return lambda old, new, count=-1: self._replaced(own, old, new, count)
+            case "format":
+                original = super().wrap_str_format(value)
+                return lambda *args, **kwargs: self._formatted(own, original, args, kwargs)
+        return None
+
+    # Values that a template makes.
+
+    def to_text(self, value: Any) -> str:
+        """What `{{ value }}` writes."""
+        if isinstance(value, (str, Undefined)):
+            return str(value)
+        if value is None or isinstance(value, (int, float, list, tuple, dict)):
+            return str(self.meter.check(value))
+        return f"<{type(value).__name__}>"
+
+    def _joined(self, separator: str, parts: Iterable[Any]) -> str:
+        texts: list[str] = []
+        size = 0
+        for part in parts:
+            texts.append(part)
+            size += len(part) + len(separator)
+            self.meter.room(size)
+        return separator.join(texts)
+
+    def _replaced(self, text: str, old: str, new: str, count: int = -1) -> str:
+        times = text.count(old)
+        times = min(times, count) if count >= 0 else times
+        self.meter.room(len(text) + times * max(0, len(new) - len(old)))
+        return text.replace(old, new, count)
+
+    def _formatted(
+        self,
+        text: str,
+        original: Callable[..., str] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> str:
+        if original is None or not _FORMAT.fullmatch(text) or _WIDE.search(text):
+            raise _TooMuch("it formats text with a width that has no bound")
+        largest = max((len(self.to_text(value)) for value in [*args, *kwargs.values()]), default=0)
+        self.meter.room(len(text) + text.count("{") * (largest + 1000))
+        return original(*args, **kwargs)
+
+    def range(self, *args: int) -> range:
+        """`range` of at most 100,000 numbers, Jinja's own limit."""
+        numbers = range(*args)
+        if len(numbers) > MAX_RANGE:
+            raise _TooMuch(f"it made a range of more than {MAX_RANGE} numbers")
+        return numbers
+
+    def join_filter(self, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+        if attribute is not None:
+            value = map(make_attrgetter(self, attribute), value)
+        return self._joined(self.to_text(d), map(self.to_text, value))
+
+    def replace_filter(self, s: Any, old: Any, new: Any, count: int | None = None) -> str:
+        return self._replaced(
+            self.to_text(s), self.to_text(old), self.to_text(new), -1 if count is None else count
+        )
+
+    def indent_filter(
+        self, s: Any, width: int | str = 4, first: bool = False, blank: bool = False
+    ) -> str:
+        text = self.to_text(s)
+        wide = len(width) if isinstance(width, str) else width
+        self.meter.room(len(text) + (text.count("\n") + 1) * wide)
+        return do_indent(text, width, first, blank)
+
+    def sum_filter(self, iterable: Iterable[Any], attribute: Any = None, start: float = 0) -> Any:
+        values = map(make_attrgetter(self, attribute), iterable) if attribute else iterable
+        total: Any = start
+        for value in values:
+            if not isinstance(value, (int, float)):
+                raise TypeError("sum is for numbers")
+            total = self.add(total, value)
+        return total
+
+    def json_filter(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        if (len(indent) if isinstance(indent, str) else indent or 0) > 16:
+            raise _TooMuch("it indents JSON by more than 16 characters")
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+        return self._joined("", encoder.iterencode(value))
+
+    def add(self, left: Any, right: Any) -> Any:
+        self.meter.room(sum(len(x) for x in (left, right) if isinstance(x, (str, list, tuple))))
+        return self.meter.check(left + right)
+
+    def multiply(self, left: Any, right: Any) -> Any:
+        for many, times in ((left, right), (right, left)):
+            if isinstance(many, (str, list, tuple)) and isinstance(times, int):
+                self.meter.room(len(many) * max(0, times))
+        return self.meter.check(left * right)
+
+    def power(self, base: Any, exponent: Any) -> Any:
+        if isinstance(base, int) and isinstance(exponent, int):
+            self.meter.room(base.bit_length() * abs(exponent) * (self.meter.limit // NUMBER_BITS))
+        return base**exponent
+
+    def modulo(self, left: Any, right: Any) -> Any:
+        if isinstance(left, str):
+            raise _TooMuch("it formats text with %, which has no bound on its size")
+        return left % right
+
+    def _metered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            self.meter.tick()
+            return self.meter.check(function(*args, **kwargs))
+
+        # Jinja reads from this attribute whether to pass the context or the environment first.
+        if (first := getattr(function, "jinja_pass_arg", None)) is not None:
+            vars(metered)["jinja_pass_arg"] = first
+        return metered
+
+
+class Program:
+    """A compiled template. `name` says where it came from, for messages."""
+
+    def __init__(self, source: str, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._environment = environment = _Environment()
+        if len(source.encode("utf-8", "replace")) > SOURCE_LIMIT:
+            raise CorruptModel(f"{name} is larger than {SOURCE_LIMIT >> 10} KiB")
+        with self._errors():
+            tree = environment.parse(source)
+            if _count(tree) > PARTS_LIMIT:  # compiling takes seconds, which no deadline can stop
+                raise _TooMuch(f"it has more than {PARTS_LIMIT} parts")
+            tree = _Metered().visit(tree)
+            code = environment.compile(tree)
+            self._template = environment.template_class.from_code(
+                environment, code, environment.make_globals(None)
+            )
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The text for plain data (strings, numbers, lists, dicts).
+
+        Raises TemplateRefusal if the template calls `raise_exception`, CorruptModel if it fails or
+        passes a bound: SECONDS of time, 4 Mi characters plus 8 times the data.
+        """
+        with self._lock, self._errors():
+            meter = self._environment.meter = _Meter(_SPARE, SECONDS)
+            meter.limit += 8 * _characters(variables)
+            return "".join(self._template.generate(variables))
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except TemplateRefusal:
+            raise
+        except TemplateSyntaxError as error:
+            raise CorruptModel(
+                f"{self._name}, line {error.lineno}: {error.message}",
+                "minikv runs chat templates with a limited set of Jinja's filters",
+            ) from error
+        except _TooMuch as error:
+            raise CorruptModel(f"{self._name} was stopped: {error}") from error
+        except Exception as error:
+            detail = " ".join(str(error).split())[:200]
+            raise CorruptModel(f"{self._name} failed: {type(error).__name__}: {detail}") from error
+
+
+@pass_context
+def _finalize(context: Context, value: Any) -> str:
+    # With the context as an argument Jinja cannot compute this while compiling.
+    environment = context.environment
+    assert isinstance(environment, _Environment)
+    text = environment.to_text(value)
+    environment.meter.wrote(len(text))
+    return text
+
+
+def _count(tree: nodes.Node) -> int:
+    found, waiting = 0, [tree]
+    while waiting:
+        found += 1
+        waiting += waiting.pop().iter_child_nodes()
+    return found
+
+
+def _refuse(message: object = "") -> None:
+    raise TemplateRefusal(str(message))
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _namespace(*args: Any, **kwargs: Any) -> _Namespace:
+    values = dict(*args, **kwargs)
+    for name in values:
+        _check_name(name)
+    return _Namespace(values)
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or name.startswith("_"):
+        raise SecurityError(f"{name!r} is not a name for a template's namespace")
+
+
+def _date(format: str) -> str:
+    if not _DATE.fullmatch(format):
+        raise _TooMuch("it asks for a date format with widths")
+    return datetime.now().strftime(format)
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, (list, tuple)) else 0
