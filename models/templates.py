@@ -1,0 +1,281 @@
+"""Chat messages to ids: the template writes the structure, and only the template.
+
+Whatever in a message spells a control token, or could complete one at its edges, is replaced by a
+placeholder with a random name before the template runs. The rendered text is then split at its
+control tokens, all genuine, and each text between them is restored and encoded as plain text. At
+the end the control ids must equal those of the same chat with neutral messages.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from minikv.models.builtin_templates import PLAIN, BuiltIn, recognise
+from minikv.models.errors import CorruptModel, UnsupportedModel
+from minikv.models.sandbox import SOURCE_LIMIT, Program, TemplateRefusal
+from minikv.models.tokenizer import Tokenizer, well_formed
+from minikv.models.vocabulary import Place, read_bytes, read_object
+
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+
+
+class ChatTemplate:
+    """How one model wants a conversation written. `notes` are for the user to see."""
+
+    def __init__(
+        self,
+        source: str,
+        name: str,
+        tokenizer: Tokenizer,
+        *,
+        notes: Iterable[str] = (),
+        markers: Iterable[str] = (),
+    ) -> None:
+        self.name = name
+        self._tokenizer = tokenizer
+        self._program = Program(source, name)
+        self._markers = re.compile("|".join(map(re.escape, markers)) or r"(?!)")
+        self._shields = _Shields(tokenizer.control)
+        self._folds = False
+        self._folds = self._loses_system()
+        extra = ["this template takes no system prompt: it is put in front of the first message"]
+        self.notes: tuple[str, ...] = (*notes, *(extra if self._folds else ()))
+
+    @classmethod
+    def from_folder(cls, path: Path | str, tokenizer: Tokenizer) -> ChatTemplate:
+        """The folder's own template, else a built-in one, else plain completion.
+
+        Looks in chat_template.jinja, additional_chat_templates/default.jinja,
+        tokenizer_config.json (a string, or a list with a "default") and chat_template.json.
+        Raises CorruptModel (damaged, failing or too costly) or UnsupportedModel.
+        """
+        folder = Path(path)
+        own = _own_template(folder)
+        if own is not None:
+            source, name = own
+            return cls(source, name, tokenizer)
+        found = recognise(tokenizer, folder)
+        if found is None:
+            note = "no chat template and no known vocabulary: plain completion, not a chat"
+            return cls.built_in(PLAIN, tokenizer, note)
+        note = (
+            f"no chat template in the folder: using the built-in {found.name} format, which its "
+            "vocabulary points to; a model without chat training will not follow it"
+        )
+        return cls.built_in(found, tokenizer, note)
+
+    @classmethod
+    def built_in(cls, format: BuiltIn, tokenizer: Tokenizer, *notes: str) -> ChatTemplate:
+        """A format that minikv knows by itself."""
+        name = "plain" if format is PLAIN else f"built-in {format.name}"
+        return cls(format.source, name, tokenizer, notes=notes, markers=format.markers)
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a whole conversation that ends with a user message, up to the answer's start.
+
+        Equal to the ids of the rendered text, except where a message spells a control token: there
+        it is plain text. Raises UnsupportedModel if the template refuses the conversation.
+        """
+        return self._compose(messages, follow=False)
+
+    def following(self, messages: Sequence[Message]) -> list[int]:
+        """Ids to feed after the text of the last answer: its end, the new message, the prompt.
+
+        `messages` is the whole conversation: the last is the new user message, the one before it
+        the answer. Templates that rewrite earlier turns cannot be followed exactly; what they
+        would change in turns already fed is left as it was.
+        """
+        if len(messages) < 2 or messages[-2].role != "assistant":
+            raise ValueError("the message before the last must be the assistant's answer")
+        return self._compose(messages, follow=True)
+
+    def lookalikes(self, text: str) -> int:
+        """How often a text spells one of this model's control tokens or plain-text markers."""
+        return self._tokenizer.lookalikes(text) + sum(1 for _ in self._markers.finditer(text))
+
+    def _compose(self, messages: Sequence[Message], follow: bool) -> list[int]:
+        clean = self._prepared(messages)
+        shield = self._shields.new()
+        end = shield.mark("") if follow else None
+        hidden = [replace(m, content=shield.hide(m.content)) for m in clean]
+        # What branches on an empty message must branch the same way in the neutral chat.
+        neutral = [replace(m, content="x" if m.content.strip() else m.content) for m in clean]
+        if end is not None:
+            hidden[-2] = neutral[-2] = replace(clean[-2], content=end)
+        segments = self._segments(hidden, end)
+        expected = self._segments(neutral, end)
+        if [id for id, _ in segments] != [id for id, _ in expected]:
+            raise UnsupportedModel(f"{self.name} makes control tokens out of a message's text")
+        ids: list[int] = []
+        place: Place = "inside" if follow else "start"
+        for id, text in segments:
+            if id is not None:
+                ids.append(id)
+                place = "after"
+            ids += self._tokenizer.encode(shield.restore(text), place)
+        return ids
+
+    def _prepared(self, messages: Sequence[Message]) -> list[Message]:
+        """Well-formed messages, system prompts put in front of a user message where they must."""
+        if not messages or messages[-1].role != "user":
+            raise ValueError("a conversation ends with a user message")
+        clean = [replace(m, content=well_formed(m.content)) for m in messages]
+        if not self._folds:
+            return clean
+        folded: list[Message] = []
+        system = ""
+        for message in clean:
+            if message.role == "system":
+                system += message.content + "\n\n"
+            elif message.role == "user":
+                folded.append(replace(message, content=system + message.content))
+                system = ""
+            else:
+                folded.append(message)
+        return folded
+
+    def _segments(
+        self, messages: Sequence[Message], end: str | None
+    ) -> list[tuple[int | None, str]]:
+        text = self._render(messages)
+        if end is not None:
+            _, found, text = text.rpartition(end)
+            if not found:
+                raise UnsupportedModel(
+                    f"{self.name} leaves earlier answers out, so a chat with it cannot go on"
+                )
+        return self._tokenizer.split(text)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        try:
+            return self._program.render(self._variables(messages))
+        except TemplateRefusal as refusal:
+            raise UnsupportedModel(
+                f"{self.name} refuses this conversation: {str(refusal)[:200]}"
+            ) from refusal
+
+    def _variables(self, messages: Sequence[Message]) -> dict[str, Any]:
+        return {
+            **self._tokenizer.named,
+            "gap": " " if self._tokenizer.prefix == "first" else "",
+            "start": self._tokenizer.start,
+            "messages": [{"role": m.role, "content": m.content} for m in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+
+    def _loses_system(self) -> bool:
+        """Whether a system message is refused or silently dropped. Also tries the template."""
+        user, system = Message("user", "x"), Message("system", "minikv-probe")
+        self._render([user])
+        try:
+            return system.content not in self._program.render(self._variables([system, user]))
+        except TemplateRefusal:
+            return True
+
+
+class _Shields:
+    """What has to be hidden in messages for one set of control tokens."""
+
+    def __init__(self, control: Iterable[str]) -> None:
+        texts = sorted((text for text in control if text), key=lambda text: (-len(text), text))
+        self.whole = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self.longest = max(map(len, texts), default=0)
+        self.heads = {text[:n] for text in texts for n in range(1, len(text))}
+        self.tails = {text[n:] for text in texts for n in range(1, len(text))}
+
+    def new(self) -> _Shield:
+        """A shield with a fresh random name, for one conversation."""
+        return _Shield(self)
+
+
+class _Shield:
+    """Placeholders for parts of messages.
+
+    They are made of private-use characters, which have no case and are not white space, so that
+    templates which trim, title or lower-case a message leave them whole.
+    """
+
+    _FIRST, _COUNT = 0xE000, 6400
+
+    def __init__(self, shields: _Shields) -> None:
+        self._shields = shields
+        self._name = "".join(self._character(secrets.randbelow(self._COUNT)) for _ in range(8))
+        self._placeholders: dict[str, str] = {}
+        self._texts: dict[str, str] = {}
+
+    def mark(self, text: str) -> str:
+        """The placeholder for a text."""
+        if text not in self._placeholders:
+            high, low = divmod(len(self._texts), self._COUNT)
+            placeholder = self._name + self._character(high) + self._character(low)
+            self._placeholders[text] = placeholder
+            self._texts[placeholder] = text
+        return self._placeholders[text]
+
+    def hide(self, text: str) -> str:
+        """The text without control strings, and without halves of them at its edges."""
+        text = self._shields.whole.sub(lambda match: self.mark(match[0]), text)
+        # Edges are judged without white space, because templates trim it.
+        start = len(text) - len(text.lstrip())
+        for n in range(min(self._shields.longest, len(text) - start), 0, -1):
+            if text[start : start + n] in self._shields.tails:
+                text = text[:start] + self.mark(text[start : start + n]) + text[start + n :]
+                break
+        end = len(text.rstrip())
+        for n in range(min(self._shields.longest, end), 0, -1):
+            if text[end - n : end] in self._shields.heads:
+                text = text[: end - n] + self.mark(text[end - n : end]) + text[end:]
+                break
+        return text
+
+    def restore(self, text: str) -> str:
+        """The text with every placeholder replaced by what it stands for."""
+        if self._name not in text:
+            return text
+        return re.sub(
+            f"{self._name}(..)", lambda match: self._texts.get(match[0], ""), text, flags=re.S
+        )
+
+    def _character(self, number: int) -> str:
+        return chr(self._FIRST + number)
+
+
+def _own_template(folder: Path) -> tuple[str, str] | None:
+    """(source, file name) of the template that a folder brings along."""
+    for name in ("chat_template.jinja", "additional_chat_templates/default.jinja"):
+        if (file := folder / name).exists():
+            try:
+                return read_bytes(file, SOURCE_LIMIT).decode("utf-8-sig"), name
+            except UnicodeDecodeError as error:
+                raise CorruptModel(f"{name} is not UTF-8 text") from error
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if not (file := folder / name).exists():
+            continue
+        found = read_object(file).get("chat_template")
+        if isinstance(found, list):
+            named = {
+                entry["name"]: entry["template"]
+                for entry in found
+                if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
+            }
+            found = named.get("default")
+        if isinstance(found, str):
+            return found, name
+        if found is not None:
+            raise CorruptModel(f"{name}: chat_template is neither text nor a list of templates")
+    return None
