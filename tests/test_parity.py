@@ -7,13 +7,14 @@ token, relative to the largest logit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ROPES, Spec, build, save, write
+from checkpoints import ROPES, Spec, build, edit_json, edit_tensors, one_thread, save, write
 from dense import DenseCache
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -78,6 +79,12 @@ def _matrix() -> list[Spec]:
 SPECS = _matrix()
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
 def network_of(folder: Path, dtype: torch.dtype | None = None) -> Llama:
     return load_network(Checkpoint.open(folder), ModelConfig.from_folder(folder), dtype=dtype)
 
@@ -122,3 +129,94 @@ def test_logits_equal_transformers(spec: Spec, tmp_path: Path) -> None:
     kv = DenseCache(spec.layers, network.config.windows)
     network.rows = 16
     assert difference(network.forward(ids, kv), theirs[-1]) <= LIMIT
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_bfloat16_agrees_where_the_choice_is_clear(family: str, tmp_path: Path) -> None:
+    spec = Spec(family=family, heads=4, kv_heads=2, window=None, seed=5)
+    oracle = write(spec, tmp_path).bfloat16()
+    network = network_of(tmp_path, torch.bfloat16)
+    agree = clear = 0
+    for seed in range(10):
+        ids = tokens(spec.vocab, seed=seed)
+        theirs = oracle_logits(oracle, ids)
+        ours = our_logits(network, ids, [TOKENS])
+        gap = theirs.topk(2, -1).values
+        # bfloat16 keeps 8 bits: two logits closer than this are a coin toss in either program.
+        sure = gap[:, 0] - gap[:, 1] > 2**-6 * theirs.abs().max()
+        clear += int(sure.sum())
+        agree += int((ours.argmax(-1) == theirs.argmax(-1))[sure].sum())
+    assert clear >= 200
+    assert agree >= 0.99 * clear
+
+
+def test_a_head_that_differs_is_not_tied_whatever_the_flag_says(tmp_path: Path) -> None:
+    spec = Spec(tied=False)
+    oracle = build(spec)
+    save(oracle, spec, tmp_path)
+    edit_json(tmp_path / "config.json", lambda raw: raw.update(tie_word_embeddings=True))
+    network = network_of(tmp_path)
+    assert not network.config.tied
+    assert any("not tied" in note for note in network.config.notes)
+    ids = tokens(spec.vocab)
+    assert difference(our_logits(network, ids, [TOKENS]), oracle_logits(oracle, ids)) <= LIMIT
+
+
+def test_an_equal_second_head_is_dropped(tmp_path: Path) -> None:
+    oracle = write(Spec(tied=True), tmp_path)
+    edit_tensors(
+        tmp_path / "model.safetensors",
+        lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()},
+    )
+    network = network_of(tmp_path)
+    assert network.config.tied
+    assert network.head is network.embedding
+    ids = tokens(67)
+    assert difference(our_logits(network, ids, [TOKENS]), oracle_logits(oracle, ids)) <= LIMIT
+
+
+def test_stray_rotary_buffers_are_ignored(tmp_path: Path) -> None:
+    oracle = write(Spec(), tmp_path)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(tmp_path / "model.safetensors", lambda t: t | {name: torch.rand(6)})
+    ids = tokens(67)
+    ours = our_logits(network_of(tmp_path), ids, [TOKENS])
+    assert difference(ours, oracle_logits(oracle, ids)) <= LIMIT
+
+
+def test_the_same_code_gives_gradients(tmp_path: Path) -> None:
+    oracle = write(Spec(tied=True, bias=True), tmp_path)
+    network = network_of(tmp_path)
+    for tensor in network.parameters():
+        tensor.requires_grad_()
+    ids = tokens(67)
+    logits = network.logits(network.hidden(ids, DenseCache(2)))
+    logits.logsumexp(-1).sum().backward()
+    oracle(ids[None]).logits[0].logsumexp(-1).sum().backward()
+    for ours, theirs in (
+        (network.embedding.grad, oracle.model.embed_tokens.weight.grad),
+        (network.layers[1].down.grad, oracle.model.layers[1].mlp.down_proj.weight.grad),
+        (network.layers[0].qkv.grad[:48], oracle.model.layers[0].self_attn.q_proj.weight.grad),
+    ):
+        assert difference(ours, theirs) <= 1e-4
+
+
+def test_an_export_under_our_names_loads_in_transformers(tmp_path: Path) -> None:
+    """`tensors()` is also how a trained network is saved."""
+    oracle = write(Spec(bias=True, mlp_bias=True), tmp_path)
+    network = network_of(tmp_path)
+    state = {name: tensor.clone() for name, tensor in network.tensors()}
+    assert state.keys() == oracle.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in oracle.state_dict().items())
+
+
+def test_forward_leaves_the_last_layers_unneeded_rows_alone(tmp_path: Path) -> None:
+    """The last layer's MLP runs on one row, however long the prompt is."""
+    write(Spec(), tmp_path)
+    network = network_of(tmp_path)
+    network.rows = 8
+    seen: list[int] = []
+    mlp = network._mlp
+    network._mlp = lambda layer, x, grad: (seen.append(len(x)), mlp(layer, x, grad))[1]  # type: ignore[method-assign]
+    network.forward(tokens(67, 20), DenseCache(2))
+    assert seen == [8, 8, 4, 1]
