@@ -1,0 +1,38 @@
+"""The real command line over a fake model, as a process of its own: `fake_main.py PACE ARGS...`.
+
+PACE seconds pass at every chunk of a prompt and at every token, so that a test can interrupt.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from fakes import ByteTokenizer, ChatML, FakeEngine
+
+import minikv.cli.ask
+import minikv.cli.chat
+from minikv.cli.build import Settings
+from minikv.cli.main import run
+from minikv.session import ChatSession
+
+
+def main() -> None:
+    pace = float(sys.argv.pop(1))
+
+    def build(settings: Settings) -> ChatSession:
+        engine = FakeEngine(length=40)
+        engine.hook = lambda fed: time.sleep(pace)
+        tokenizer = ByteTokenizer()
+        return ChatSession(
+            engine, tokenizer, ChatML(tokenizer), max_context=4096, choice=settings.choice(),
+            seed=settings.seed, system=settings.system,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    minikv.cli.ask.build = build
+    minikv.cli.chat.build = build
+    run()
+
+
+if __name__ == "__main__":
+    main()

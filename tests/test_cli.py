@@ -1,0 +1,628 @@
+"""The command line: streams, exit codes, slash commands, interrupts, hostile text."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import ByteTokenizer, ChatML, FakeEngine
+from typer.testing import CliRunner, Result
+
+import minikv
+import minikv.cli.ask
+import minikv.cli.chat
+from minikv.cli.build import Settings
+from minikv.cli.failures import explain
+from minikv.cli.main import app
+from minikv.cli.terminal import Terminal, clean
+from minikv.errors import ContextError, Interrupted, MemoryShortError, NumericsError, UsageError
+from minikv.models.errors import CorruptModel, ModelUnavailable
+from minikv.session import ChatSession
+
+HERE = Path(__file__).parent
+KEYS = {
+    "turn", "policy", "policy_options", "budget", "kernels", "dtype", "device", "tokens",
+    "kv_bytes", "time_s", "rate", "loss", "shaped_by_turn", "stop_reason", "seed", "sampling",
+    "device_mem", "warnings",
+}  # fmt: skip
+
+
+class World:
+    """What the fake `build` makes and has made."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.max_context = 4096
+        self.failure: Exception | None = None
+        self.settings: Settings | None = None
+        self.session: ChatSession | None = None
+
+    def build(self, settings: Settings) -> ChatSession:
+        if self.failure is not None:
+            raise self.failure
+        self.settings = settings
+        tokenizer = ByteTokenizer()
+        self.session = ChatSession(
+            self.engine, tokenizer, ChatML(tokenizer), max_context=self.max_context,
+            choice=settings.choice(), seed=settings.seed, system=settings.system,
+        )  # type: ignore[arg-type]  # fmt: skip
+        return self.session
+
+    def run(self, *arguments: str, input: str | bytes | None = None) -> Result:
+        return CliRunner().invoke(app, list(arguments), input=input)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World()
+    monkeypatch.setattr(minikv.cli.ask, "build", world.build)
+    monkeypatch.setattr(minikv.cli.chat, "build", world.build)
+    return world
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> str:
+    path = tmp_path / "report.txt"
+    path.write_text("The mill is run by Ada.")
+    return str(path)
+
+
+def answer_of(document: str, question: str) -> str:
+    """What the fake model says, worked out without the command line."""
+    tokenizer = ByteTokenizer()
+    chat = ChatSession(
+        FakeEngine(), tokenizer, ChatML(tokenizer), max_context=4096  # type: ignore[arg-type]
+    )  # fmt: skip
+    if document:
+        chat.attach(document, "report.txt")
+    return "".join(chat.ask(question))
+
+
+# -- ask ------------------------------------------------------------------------------------
+
+
+def test_ask_prints_the_answer_alone(world: World, document: str) -> None:
+    result = world.run("ask", "Who runs it?", document)
+    assert result.exit_code == 0
+    assert result.stdout == answer_of("The mill is run by Ada.", "Who runs it?") + "\n"
+    assert "\x1b" not in result.output
+    assert "\r" not in result.output
+
+
+def test_piped_text_is_a_document_before_the_question(world: World) -> None:
+    result = world.run("ask", "Who?", input="piped text")
+    assert result.exit_code == 0
+    assert world.session is not None
+    assert world.session.messages[0].content == "piped text\n\nWho?"
+
+
+def test_piped_text_comes_before_named_files(world: World, document: str) -> None:
+    world.run("ask", "Who?", document, input="piped")
+    assert world.session is not None
+    content = world.session.messages[0].content
+    assert content == "piped\n\nDocument: report.txt\n\nThe mill is run by Ada.\n\nWho?"
+
+
+def test_a_dash_as_question_is_the_whole_message_verbatim(world: World, document: str) -> None:
+    message = "  A text,\n\nand a question?\n"
+    world.run("ask", "-", input=message)
+    assert world.session is not None
+    assert world.session.messages[0].content == message
+    world.run("ask", "-", document, input="q")
+    assert world.session.messages[0].content.endswith("Ada.\n\nq")
+
+
+def test_nothing_to_ask_about_is_a_usage_error(world: World, document: str) -> None:
+    result = world.run("ask", "Who?", input="")
+    assert result.exit_code == 2
+    assert "no document" in result.stderr
+    assert result.stdout == ""
+    # With a file named, an empty standard input is what a batch job has.
+    assert world.run("ask", "Who?", document, input="").exit_code == 0
+    assert world.run("ask", "Who?", document, "-", input="").exit_code == 2
+
+
+def test_json_has_the_answer_and_the_turn_record(world: World, document: str) -> None:
+    world.engine.script = list("é\x7f\x1b[3m☃".encode())
+    world.engine.length = len(world.engine.script)
+    result = world.run("ask", "q", document, "--json")
+    record = json.loads(result.stdout)
+    assert record.pop("answer") == "é\x7f\x1b[3m☃"  # JSON keeps what a terminal must not see
+    assert set(record) == KEYS
+    assert result.stdout.isascii()
+    assert "\x1b" not in result.stdout
+    assert "\x7f" not in result.stdout
+    assert record["tokens"]["generated"] == world.engine.length
+    assert record["kv_bytes"]["full"] == record["kv_bytes"]["held"] > 0
+
+
+def test_stats_go_to_stderr(world: World, document: str) -> None:
+    plain = world.run("ask", "q", document)
+    result = world.run("ask", "q", document, "--stats")
+    assert result.stdout == plain.stdout
+    assert "KV held" in result.stderr
+    assert "KV held" not in plain.stderr
+    assert "allocated" in result.stderr
+    assert "peak" in result.stderr
+
+
+def test_an_answer_cut_by_its_limit_says_so(world: World, document: str) -> None:
+    result = world.run("ask", "q", document, "-n", "3")
+    assert len(result.stdout) == 4
+    assert "stopped at --max-tokens 3" in result.stderr
+    assert result.exit_code == 0
+
+
+def test_stdout_ends_with_one_newline_whatever_the_answer_ends_with(
+    world: World, document: str
+) -> None:
+    world.engine.script = list(b"\none\n\ntwo\n\n\n")
+    world.engine.length = len(world.engine.script)
+    assert world.run("ask", "q", document).stdout == "\none\n\ntwo\n"
+
+
+def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -> None:
+    (tmp_path / "system.txt").write_text("be brief\n")
+    result = world.run(
+        "ask", "q", document, "-m", "some/model", "--policy", "snapkv", "--budget", "20%",
+        "--decode", "none", "-o", "window=16", "--device", "cpu", "--dtype", "bfloat16",
+        "--kernels", "torch", "--seed", "7", "--revision", "abc", "--offline",
+        "-S", f"@{tmp_path / 'system.txt'}", "--temp", "0.5", "--top-p", "0.9", "--top-k", "5",
+        "--min-p", "0.1", "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert world.settings == Settings(
+        model="some/model", policy="snapkv", budget="20%", decode="none", device="cpu",
+        dtype="bfloat16", kernels="torch", seed=7, options={"window": "16"}, revision="abc",
+        offline=True, system="be brief",
+    )  # fmt: skip
+    record = json.loads(result.stdout)
+    assert record["policy"] == "snapkv"
+    assert record["policy_options"]["window"] == 16
+    assert record["policy_options"]["decode"] == {"policy": "none"}
+    assert record["budget"] == {"unit": "share", "value": 0.2}
+    assert record["sampling"] == {
+        "temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "max_tokens": 512,
+    }  # fmt: skip
+    assert record["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "adakb"], "did you mean adakv?"),
+        (["--decode", "snapkv"], "works only as --policy"),
+        (["--budget", "lots"], "cannot read the budget 'lots'"),
+        (["-o", "window"], "an option is name=value"),
+        (["-o", "colour=red"], "no option 'colour'"),
+        (["-o", "window=0"], "must be between"),
+        (["--temp", "-1"], "--temperature must be"),
+        (["-n", "0"], "--max-tokens must be"),
+        (["--system", "@/nonexistent"], "no such file"),
+        (["/nonexistent.txt"], "no such file"),
+        (["."], "is a directory"),
+    ],
+)
+def test_usage_errors_are_one_line_and_a_hint(
+    world: World, document: str, arguments: list[str], message: str
+) -> None:
+    result = world.run("ask", "q", document, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.output
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") <= 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("x"), 2),
+        (ModelUnavailable("x"), 3),
+        (MemoryShortError("x"), 4),
+        (MemoryError(), 4),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 4),
+        (ContextError("x"), 5),
+        (CorruptModel("x"), 6),
+        (Interrupted("x"), 130),
+        (NumericsError("x"), 1),
+        (ZeroDivisionError("x"), 1),
+        (KeyboardInterrupt(), 130),
+        (BrokenPipeError(), 0),
+    ],
+)
+def test_every_kind_of_failure_has_its_exit_code(
+    world: World, document: str, error: Exception, code: int
+) -> None:
+    world.failure = error
+    result = world.run("ask", "q", document)
+    assert result.exit_code == code
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_debug_shows_where(world: World, document: str) -> None:
+    world.failure = ZeroDivisionError("inside")
+    result = world.run("ask", "q", document, "--debug")
+    assert "Traceback" in result.stderr
+    assert "error: ZeroDivisionError: inside" in result.stderr
+    assert result.exit_code == 1
+
+
+def test_an_error_text_of_many_lines_becomes_one() -> None:
+    assert "\n" not in explain(ValueError("a\nb\n\nc" * 500)).message
+    assert len(explain(ValueError("x" * 10_000)).message) < 500
+
+
+def test_a_document_over_the_context_is_refused(world: World, document: str) -> None:
+    world.max_context = 20
+    result = world.run("ask", "q", document)
+    assert result.exit_code == 5
+    assert "this model was trained for 20 positions" in result.stderr
+    assert "nothing was cut" in result.stderr
+    assert result.stdout == ""
+
+
+def test_nan_logits_stop_the_turn_and_say_so(world: World, document: str) -> None:
+    world.engine.nan_at = 0
+    result = world.run("ask", "q", document)
+    assert result.exit_code == 1
+    assert "NaN" in result.stderr
+
+
+def test_invalid_bytes_can_be_let_in(world: World, tmp_path: Path) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"caf\xe9 and more")
+    assert world.run("ask", "q", str(path)).exit_code == 2
+    result = world.run("ask", "q", str(path), "--encoding-errors", "replace")
+    assert result.exit_code == 0
+    assert "1 invalid UTF-8 sequence" in result.stderr
+
+
+def test_quiet_leaves_only_the_answer(world: World, tmp_path: Path) -> None:
+    path = tmp_path / "d.txt"
+    path.write_text("<end> in a text")
+    loud = world.run("ask", "q", str(path))
+    assert "looks like a control token" in loud.stderr
+    quiet = world.run("ask", "q", str(path), "-q")
+    assert quiet.stderr == ""
+    assert quiet.stdout == loud.stdout
+
+
+# -- hostile text ---------------------------------------------------------------------------
+
+HOSTILE = "a\x1b]52;c;QUJD\x07b\x9b31mc\u202ed\u2066e\U000e0041f\u2028g\x00\x7f\b\rh"
+
+
+def test_control_characters_never_reach_the_terminal(world: World, document: str) -> None:
+    world.engine.script = list(HOSTILE.encode())
+    world.engine.length = len(world.engine.script)
+    result = world.run("ask", "q", document)
+    assert result.stdout == "a]52;c;QUJDb31mcdefgh\n"
+
+
+def test_the_filter_keeps_text_and_cannot_be_split_around() -> None:
+    kept = "tab\tnewline\né 世界 👩\u200d🚀 \ufe0f e\u0301 שלום"
+    assert clean(kept) == kept
+    assert "".join(clean(c) for c in HOSTILE) == clean(HOSTILE) == "a]52;c;QUJDb31mcdefgh"
+    assert clean("\ud800x") == "x"
+
+
+def test_error_texts_are_filtered_too(world: World, document: str) -> None:
+    world.failure = ModelUnavailable("repo \x1b[2Jx not found", "try \x1b]0;y")
+    result = world.run("ask", "q", document)
+    assert "\x1b" not in result.stderr
+    assert "repo [2Jx not found" in result.stderr
+
+
+def test_an_ascii_stream_gets_escapes_and_no_exception(capsysbinary: Any) -> None:
+    import io
+
+    terminal = Terminal()
+    raw = io.BytesIO()
+    terminal.out = io.TextIOWrapper(raw, encoding="ascii")
+    terminal.answer("naïve · 世")
+    terminal.end_answer()
+    assert raw.getvalue() == b"na\\xefve - \\u4e16\n"
+
+
+# -- chat -----------------------------------------------------------------------------------
+
+
+def test_piped_questions_are_turns(world: World, document: str) -> None:
+    result = world.run("chat", document, input="first?\nsecond?\n\n")
+    assert result.exit_code == 0
+    first, second = result.stdout.splitlines()
+    assert first == answer_of("The mill is run by Ada.", "first?")
+    assert first != second
+    assert world.session is not None
+    assert world.session.turn == 2
+    assert result.stderr.count("first token") == 2
+
+
+def test_chat_without_terminal_and_document_is_a_usage_error(world: World) -> None:
+    result = world.run("chat", input="a text\nof two lines\n")
+    assert result.exit_code == 2
+    assert "not a terminal" in result.stderr
+    assert world.session is None
+
+
+def test_slash_commands(world: World, document: str, tmp_path: Path) -> None:
+    other = tmp_path / "other file.txt"
+    other.write_text("more")
+    lines = [
+        "/help", "/stats", "/policy", "/budget", "/policy streaming sinks=2", "/budget 64",
+        "q1", "/stats", f"/add '{other}'", "q2", "/clear", "q3", "/reset", "q4", "//x", "/exit",
+        "never asked",
+    ]  # fmt: skip
+    result = world.run("chat", document, input="\n".join(lines))
+    assert result.exit_code == 0, result.stderr
+    session = world.session
+    assert session is not None
+    assert [m.content for m in session.messages if m.role == "user"] == ["q4", "/x"]
+    assert session.choice.policy == "streaming"
+    assert session.choice.policy_options["sinks"] == 2
+    assert str(session.choice.budget) == "64"
+    assert len(result.stdout.splitlines()) == 5
+    for text in ("/help, /?", "no turn yet", "adakv, then roco", "streaming, then streaming",
+                 "other file.txt: 4 characters", "2 documents will be read", "KV held"):  # fmt: skip
+        assert text in result.stderr, text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/settle", "unknown command /settle"),
+        ("/hlep", "did you mean /help?"),
+        ("/exitnow", "unknown command /exitnow"),
+        ("/exit now", "/exit takes nothing"),
+        ("/add", "/add takes files"),
+        ("/add /nonexistent", "no such file"),
+        ("/add 'unclosed", "No closing quotation"),
+        ("/policy adakb", "did you mean adakv?"),
+        ("/budget tiny", "cannot read the budget"),
+        ("/budget 5", "smallest useful"),
+        ("/budget 5 6", "/budget takes one value"),
+        ("/help nothing", "no command /nothing"),
+    ],
+)
+def test_bad_commands_explain_themselves_and_the_chat_goes_on(
+    world: World, document: str, line: str, message: str
+) -> None:
+    result = world.run("chat", document, input=f"{line}\nstill here?\n")
+    assert message in result.stderr
+    assert result.exit_code == 2  # scripted: the first failure's code
+    assert len(result.stdout.splitlines()) == 1
+    assert world.session is not None
+    assert world.session.messages[0].content.endswith("still here?")
+
+
+def test_a_turn_that_fails_leaves_the_chat_intact(world: World, document: str) -> None:
+    world.max_context = 120
+    result = world.run("chat", document, input=f"{'long ' * 30}\nshort?\n")
+    assert result.exit_code == 5
+    assert result.stdout == answer_of("The mill is run by Ada.", "short?") + "\n"
+
+
+def test_invalid_bytes_in_a_piped_question_are_refused_and_the_chat_goes_on(
+    world: World, document: str
+) -> None:
+    result = world.run("chat", document, input=b"caf\xe9?\nfine?\n")
+    assert "not valid Unicode" in result.stderr
+    assert len(result.stdout.splitlines()) == 1
+    assert result.exit_code == 2
+
+
+# -- policies, version, help ----------------------------------------------------------------
+
+
+def test_policies_come_from_the_registry() -> None:
+    from minikv.policies import POLICIES
+
+    table = CliRunner().invoke(app, ["policies"]).stdout
+    records = json.loads(CliRunner().invoke(app, ["policies", "--json"]).stdout)
+    assert [record["name"] for record in records] == list(POLICIES)
+    for name, info in POLICIES.items():
+        assert re.search(rf"^{name} .*{info.paper}$", table, re.MULTILINE)
+        card = CliRunner().invoke(app, ["policies", "show", name])
+        assert card.exit_code == 0
+        for option in info.options:
+            assert f"-o {option.name}={option.default}" in card.stdout
+        shown = json.loads(CliRunner().invoke(app, ["policies", "show", name, "--json"]).stdout)
+        assert shown == next(record for record in records if record["name"] == name)
+    assert CliRunner().invoke(app, ["policies", "show", "adakb"]).exit_code == 2
+
+
+def test_version_and_help() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"minikv {minikv.__version__}\n"
+    for arguments in ([], ["ask"], ["chat"], ["policies"]):
+        result = CliRunner().invoke(app, [*arguments, "--help"])
+        assert result.exit_code == 0
+        lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
+        assert lines[1].startswith("minikv "), "the first line of help is an example to copy"
+
+
+# -- as a process ---------------------------------------------------------------------------
+
+
+def spawn(*arguments: str, pace: float = 0.0) -> list[str]:
+    return [sys.executable, str(HERE / "fake_main.py"), str(pace), *arguments]
+
+
+def test_an_unknown_flag_is_one_line(document: str) -> None:
+    done = subprocess.run(
+        spawn("ask", "q", "--xyzzy", document), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: No such option: --xyzzy\n  `minikv ask --help` shows the usage\n"
+    )
+
+
+def test_no_document_and_no_terminal_does_not_hang() -> None:
+    done = subprocess.run(
+        spawn("ask", "q"), stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=60
+    )
+    assert done.returncode == 2
+
+
+def test_a_broken_pipe_ends_quietly(document: str) -> None:
+    process = subprocess.Popen(
+        spawn("ask", "q", document, "-q", pace=0.01),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert process.stderr.read() == b""
+
+
+def test_interrupted_ask_keeps_what_was_written_and_leaves_with_130(document: str) -> None:
+    process = subprocess.Popen(
+        spawn("ask", "q", document, pace=0.05),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    start = process.stdout.read(2)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert 2 < len(start + rest) < 40
+    assert (start + rest).endswith(b"\n")
+    assert b"Traceback" not in errors
+
+
+class Terminals:
+    """A child on a pseudo-terminal: `until` reads on from what it found before."""
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.execvpe(command[0], command, {**os.environ, **env})
+        self.seen = ""
+        self.at = 0  # what lies before has been waited for
+        self.prompt = ""
+
+    def ready(self) -> None:
+        """Wait for the prompt: keys typed before would meet a terminal in another mode."""
+        self.until(self.prompt)
+        time.sleep(0.2)
+
+    def until(self, text: str, seconds: float = 60.0) -> str:
+        end = time.monotonic() + seconds
+        while (found := self.seen.find(text, self.at)) < 0:
+            ready, _, _ = select.select([self.fd], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"no {text!r} in {self.seen[self.at :]!r}"
+            try:
+                data = os.read(self.fd, 4096)
+            except OSError:
+                data = b""
+            assert data, f"ended without {text!r}: {self.seen[self.at :]!r}"
+            self.seen += data.decode("utf-8", "replace")
+            if b"\x1b[6n" in data:  # the line editor asks where the cursor is
+                os.write(self.fd, b"\x1b[1;1R")
+        before, self.at = self.at, found + len(text)
+        return self.seen[before : self.at]
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def code(self) -> int:
+        """Wait for the end and return the exit code."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.pid = 0
+                return os.waitstatus_to_exitcode(status)
+            if select.select([self.fd], [], [], 0.05)[0]:
+                try:
+                    self.seen += os.read(self.fd, 4096).decode("utf-8", "replace")
+                except OSError:
+                    time.sleep(0.05)
+        raise AssertionError(f"still running: {self.seen!r}")
+
+    def close(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self.fd)
+
+
+@pytest.fixture(params=["dumb", "xterm"])
+def talk(request: pytest.FixtureRequest, document: str) -> Iterator[Terminals]:
+    """A chat on a terminal, with plain input and with the line editor."""
+    env = {"TERM": request.param, "COLUMNS": "100", "LINES": "40"}
+    terminal = Terminals(spawn("chat", document, pace=0.04), env)
+    terminal.prompt = "> " if request.param == "dumb" else "\x1b[?25h"  # the cursor is shown again
+    terminal.until("Ctrl-D leaves.")
+    terminal.ready()
+    yield terminal
+    terminal.close()
+
+
+def test_ctrl_c_stops_the_answer_only_and_ctrl_d_leaves(talk: Terminals) -> None:
+    talk.type("first?\r")
+    talk.until("nothing was evicted")  # the last warning before the answer
+    time.sleep(0.3)
+    talk.type("\x03")
+    talk.until("stopped by user")
+    talk.until("tok/head")
+    talk.ready()
+    talk.type("second?\r")
+    talk.until("40 tok")
+    talk.until("tok/head")
+    talk.ready()
+    talk.type("\x04")
+    assert talk.code() == 0
+    assert "Traceback" not in talk.seen
+
+
+def test_ctrl_c_at_the_prompt_hints_and_twice_leaves(talk: Terminals) -> None:
+    talk.type("\x03")
+    talk.until("Ctrl-D or /exit leaves")
+    talk.ready()
+    talk.type("\x03")
+    assert talk.code() == 130
+    assert "Traceback" not in talk.seen
+
+
+def test_ctrl_c_while_reading_adds_nothing(talk: Terminals) -> None:
+    talk.type(f"{'word ' * 60}\r")
+    talk.until("\n")
+    time.sleep(0.8)
+    talk.type("\x03")
+    text = talk.until("nothing was added")
+    assert re.search(r"stopped reading at [\d,]+ of [\d,]+ tokens", text)
+    talk.ready()
+    talk.type("short?\r")
+    talk.until("40 tok")
+    talk.until("tok/head")
+    talk.ready()
+    talk.type("/exit\r")
+    assert talk.code() == 0
+
+
+def test_two_interrupts_within_two_seconds_leave(talk: Terminals) -> None:
+    talk.type("first?\r")
+    talk.until("\n")
+    time.sleep(0.5)
+    talk.type("\x03")
+    time.sleep(0.02)
+    talk.type("\x03")
+    assert talk.code() == 130
+    assert "Traceback" not in talk.seen
