@@ -46,8 +46,9 @@ def build(settings: Settings) -> ChatSession:
     # torch comes in here, so that what needs no model answers at once.
     from minikv.engine import Engine
     from minikv.models import load
-    from minikv.scheduler import Scheduler, Shape
+    from minikv.scheduler import Scheduler
     from minikv.session import ChatSession, Facts
+    from minikv.stats import Shape
 
     prompt, step, budget = choice.policies()
     began = perf_counter()

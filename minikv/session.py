@@ -26,7 +26,7 @@ from minikv.sampling import Sampling, pick
 
 if TYPE_CHECKING:
     from minikv.engine import Engine
-    from minikv.scheduler import CacheStats
+    from minikv.stats import CacheStats
 
 
 class TextStream(Protocol):
@@ -229,7 +229,7 @@ class ChatSession:
 
         reused = len(self.fed)
         reading = perf_counter()
-        logits = self._read(ids, progress)
+        logits = self._read(ids, max_tokens, progress)
         prefill_s = perf_counter() - reading
 
         # The prompt is in the cache: from here on the turn counts, whatever happens.
@@ -319,7 +319,9 @@ class ChatSession:
         owed = [] if self.owed is None else [self.owed]
         return owed + self.template.following(messages)
 
-    def _read(self, ids: list[int], progress: Callable[[int, int], None] | None) -> Tensor:
+    def _read(
+        self, ids: list[int], room: int, progress: Callable[[int, int], None] | None
+    ) -> Tensor:
         def between_chunks(done: int, total: int) -> None:
             if self._cancelled:
                 raise Interrupted(
@@ -328,7 +330,7 @@ class ChatSession:
             if progress is not None:
                 progress(done, total)
 
-        return self.engine.prompt(ids, between_chunks)
+        return self.engine.prompt(ids, between_chunks, room)
 
     def _step(self, token: int) -> Tensor:
         """Feed the owed token. If the engine fails, the cache says whether it was taken."""

@@ -129,7 +129,7 @@ class FakeEngine:
         self.script: list[int] | None = None
         self.hook: Callable[[list[int]], None] = lambda fed: None
 
-    def prompt(self, ids: list[int], progress: Any = None) -> Tensor:
+    def prompt(self, ids: list[int], progress: Any = None, room: int = 256) -> Tensor:
         before = list(self.fed)
         try:
             for start in range(0, len(ids), self.chunk):

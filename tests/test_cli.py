@@ -376,8 +376,10 @@ def test_slash_commands(world: World, document: str, tmp_path: Path) -> None:
     assert session.choice.policy_options["sinks"] == 2
     assert str(session.choice.budget) == "64"
     assert len(result.stdout.splitlines()) == 5
-    for text in ("/help, /?", "no turn yet", "adakv, then roco", "streaming, then streaming",
-                 "other file.txt: 4 characters", "2 documents will be read", "KV held"):  # fmt: skip
+    for text in (
+        "/help, /?", "no turn yet", "adakv, then roco", "streaming, then streaming",
+        "other file.txt: 4 characters", "2 documents will be read", "KV held",
+    ):  # fmt: skip
         assert text in result.stderr, text
 
 
