@@ -35,5 +35,8 @@ class ModelTooLarge(ModelError):
 
 def quote(value: object, limit: int = 80) -> str:
     """`value` from an untrusted file, safe to show: ASCII only, escaped, at most `limit` long."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except RecursionError:  # a list nested almost as deeply as the parser allows
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,0 +1,156 @@
+"""Every operation in plain torch: the specification, and the path on a CPU.
+
+Shapes use the project's letters: H KV heads, G query heads per KV head, D head size, T new rows,
+N cached rows, W observation rows. Logits are scaled by 1/sqrt(D); softmax is in float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_LOGITS = 1 << 22  # most logits held at a time where a mask or an observation needs them
+_KEYS = 4096  # keys of one block of an observation
+
+
+def rows_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Attention over rows that all queries see (or causally: query i sees rows 0..i).
+
+    q [H, G, T, D], k and v [H, N, D], strides free except the last. Returns the mixed values
+    [H, G, T, D] in q's dtype and the log-sum-exp of the logits [H, G, T] in float32, by which
+    parts are joined (`merge`). Never holds T x N logits.
+    """
+    heads, group, rows, size = q.shape
+    shape = (heads, group, k.shape[1], size)
+    wide_k, wide_v = k[:, None].expand(shape), v[:, None].expand(shape)
+    if q.device.type == "cpu":
+        # The flash kernel behind scaled_dot_product_attention, called directly for its
+        # log-sum-exp; the expanded heads have stride 0, so nothing is copied.
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, wide_k, wide_v, 0.0, causal
+        )
+        return out, lse
+    keys = torch.arange(k.shape[1], device=q.device)
+    mixed, sums = [], []
+    for part, begin in _row_blocks(q, k.shape[1]):
+        mask = None
+        if causal:
+            at = torch.arange(begin, begin + part.shape[2], device=q.device)
+            mask = (keys <= at[:, None])[None]
+        out, lse = _masked(part, k, v, mask)
+        mixed.append(out)
+        sums.append(lse)
+    return torch.cat(mixed, 2), torch.cat(sums, 2)
+
+
+def visible_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Attention by positions: query i sees row j iff 0 <= q_pos[i] - k_pos[h, j] < window.
+
+    q [H, G, T, D]; k, v [H, N, D]; q_pos [T]; k_pos [H or 1, N], -1 where there is no row. Returns
+    as `rows_attention`; a query that sees nothing gets zeros and a log-sum-exp of -inf.
+    """
+    mixed, sums = [], []
+    for part, begin in _row_blocks(q, k.shape[1]):
+        at = q_pos[begin : begin + part.shape[2]]
+        out, lse = _masked(part, k, v, _visible(at, k_pos, window))
+        mixed.append(out)
+        sums.append(lse)
+    return torch.cat(mixed, 2), torch.cat(sums, 2)
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Join attention over disjoint sets of rows: [(mixed [..., D], log-sum-exp [...])] -> mixed.
+
+    A part that saw nothing has log-sum-exp -inf and weighs nothing; at least one saw something.
+    """
+    if len(parts) == 1:
+        return parts[0][0]
+    total = torch.logsumexp(torch.stack([lse for _, lse in parts]), 0)
+    mixed = parts[0][0] * (parts[0][1] - total).exp()[..., None]
+    for out, lse in parts[1:]:
+        mixed = mixed + out * (lse - total).exp()[..., None]
+    return mixed.to(parts[0][0].dtype)
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One query per head over its rows.
+
+    q [H, G, D]; k, v [H, N, D]; seen bool [H, N] or None for all. Returns the mixed values
+    [H, G, D] and the probabilities [H, G, N] in float32.
+    """
+    logits = torch.matmul(q, k.transpose(1, 2)).float() * (1.0 / math.sqrt(q.shape[-1]))
+    if seen is not None:
+        logits = logits.masked_fill(~seen[:, None], -math.inf)
+    probabilities = logits.softmax(-1)
+    return torch.matmul(probabilities.to(v.dtype), v), probabilities
+
+
+def observe(
+    q: Tensor, q_pos: Tensor, parts: list[tuple[Tensor, Tensor]], window: int | None
+) -> tuple[Tensor, Tensor]:
+    """What the last rows of a prompt look at.
+
+    q [W, H, G, D]; q_pos [W]; parts are (k [H, n, D], k_pos [H or 1, n]) with -1 where there is no
+    row; N is the sum of the n. Visibility as in `visible_attention`. Returns, in float32,
+    the probabilities summed over the W rows [H, G, N], and the sum over the rows of the squared
+    mean over G [H, N].
+    """
+    rows, heads, group, size = q.shape
+    total = sum(k.shape[1] for k, _ in parts)
+    mass = q.new_empty((heads, group, total), dtype=torch.float32)
+    squares = q.new_empty((heads, total), dtype=torch.float32)
+    scale = 1.0 / math.sqrt(size)
+    for h in range(heads):
+        query = q[:, h].float().transpose(0, 1)  # [G, W, D]
+
+        def logits(
+            k: Tensor, k_pos: Tensor, lo: int, h: int = h, query: Tensor = query
+        ) -> Tensor:  # [G, W, n of the block]
+            block = k[h, lo : lo + _KEYS].float()
+            at = k_pos[h if k_pos.shape[0] > 1 else 0, lo : lo + _KEYS]
+            seen = _visible(q_pos, at[None], window)
+            return (torch.matmul(query, block.T) * scale).masked_fill(~seen, -math.inf)
+
+        blocks = [(k, p, lo) for k, p in parts for lo in range(0, k.shape[1], _KEYS)]
+        sums = [torch.logsumexp(logits(*block), -1) for block in blocks]
+        lse = torch.logsumexp(torch.stack(sums), 0)[..., None]  # [G, W, 1]
+        begin = 0
+        for block in blocks:
+            p = (logits(*block) - lse).exp()
+            end = begin + p.shape[-1]
+            mass[h, :, begin:end] = p.sum(1)
+            squares[h, begin:end] = p.mean(0).square().sum(0)
+            begin = end
+    return mass, squares
+
+
+def _visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
+    """[H or 1, T, N] from q_pos [T] and k_pos [H or 1, N]."""
+    distance = q_pos[None, :, None] - k_pos[:, None, :]
+    seen = (distance >= 0) & (k_pos >= 0)[:, None, :]
+    return seen if window is None else seen & (distance < window)
+
+
+def _row_blocks(q: Tensor, keys: int) -> list[tuple[Tensor, int]]:
+    """Cut the queries so that a block's logits stay within a bound."""
+    heads, group, rows, _ = q.shape
+    size = max(1, _LOGITS // max(1, heads * group * keys))
+    return [(q[:, :, lo : lo + size], lo) for lo in range(0, rows, size)]
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q [H, G, T, D] over k, v [H, N, D] under mask [H or 1, T, N]; empty rows give 0 and -inf."""
+    logits = torch.matmul(q, k[:, None].transpose(2, 3)).float() * (1.0 / math.sqrt(q.shape[-1]))
+    if mask is not None:
+        logits = logits.masked_fill(~mask[:, None], -math.inf)
+        # A row that nobody sees may hold anything, NaN too, and 0 x NaN is not 0.
+        v = v.masked_fill(~mask.any(1)[..., None], 0.0)
+    lse = torch.logsumexp(logits, -1)
+    p = (logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+    return torch.matmul(p.to(v.dtype), v[:, None]), lse

@@ -1,0 +1,42 @@
+"""minikv: chat with Llama and Mistral models over long documents under a KV-cache budget.
+
+Letters used everywhere: L layers, H KV heads, G query heads per KV head, D head size, T new
+tokens, N rows in a padded view, R rows in the arena, V vocabulary, W rows of an observation window.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from minikv.session import ChatSession
+
+__version__ = "0.1.0"
+
+
+def load(
+    model: str | None = None,
+    policy: str = "adakv",
+    budget: int | str = 512,
+    decode: str = "auto",
+    device: str = "auto",
+    dtype: str = "auto",
+    kernels: str = "auto",
+    seed: int = 0,
+    **policy_options: object,
+) -> ChatSession:
+    """A chat with `model` (a directory or a hub id; None is the bundled model).
+
+    `budget` is the mean number of rows per KV head and layer (512), a share of the first prompt
+    ("20%") or bytes over all layers ("64MiB"). `policy_options` are checked against
+    `minikv.policies.POLICIES`. Raises MinikvError or ModelError, both with `exit_code`.
+    """
+    # The one place where the core reaches up: the assembly lives in cli, beside its other caller.
+    from minikv.cli.build import Settings, build
+
+    return build(
+        Settings(
+            model=model, policy=policy, budget=str(budget), decode=decode, device=device,
+            dtype=dtype, kernels=kernels, seed=seed, options=dict(policy_options),
+        )
+    )

@@ -1,0 +1,202 @@
+"""The preallocated cache: a table whose rows are (layer, KV head, token) and whose columns travel
+together.
+
+Every (layer, head) owns a contiguous segment of `capacity` rows, of which the first `length` are
+in use. The segments of a layer lie side by side in the layer's region. Keys are stored rotated, so
+the order of rows is free, and `pos` keeps the truth about positions. A row that was evicted and
+not yet overwritten is the head's `hole`: in use, but gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A copy of where everything lies: int64 [L, H] each, see `Arena`."""
+
+    start: Tensor
+    length: Tensor
+    capacity: Tensor
+    cap: Tensor
+    hole: Tensor
+
+
+class Arena:
+    """Storage only: it never judges a row.
+
+    columns: k, v [R, D]; pos [R] int32; and the policy's own [R].
+    start, length, capacity, cap, hole: int64 [L, H] on the host: first row; rows in use; rows
+    owned; rows that the head may keep; the evicted row's index into the columns, or -1.
+    region: L + 1 row numbers, the first row of each layer, then R.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        extra: Mapping[str, torch.dtype],
+        *,
+        poison: bool = False,
+    ) -> None:
+        """`poison` fills new memory with NaN, so that a test sees any read of an unwritten row."""
+        self.heads, self.device, self.poison = heads, device, poison
+        self.start = torch.zeros((layers, heads), dtype=torch.int64)
+        self.length = torch.zeros_like(self.start)
+        self.capacity = torch.zeros_like(self.start)
+        self.cap = torch.zeros_like(self.start)
+        self.hole = torch.full_like(self.start, -1)
+        self.region = [0] * (layers + 1)
+        self.columns: dict[str, Tensor] = {
+            "k": torch.empty((0, head_dim), dtype=dtype, device=device),
+            "v": torch.empty((0, head_dim), dtype=dtype, device=device),
+            "pos": torch.empty(0, dtype=torch.int32, device=device),
+        }
+        self.declare(extra)
+
+    def declare(self, extra: Mapping[str, torch.dtype]) -> None:
+        """Have exactly these policy columns; one that is new starts at zero."""
+        for name in self.extra:
+            if name not in extra:
+                del self.columns[name]
+        for name, dtype in extra.items():
+            if name not in self.columns:
+                self.columns[name] = torch.zeros(self.rows, dtype=dtype, device=self.device)
+
+    @property
+    def extra(self) -> list[str]:
+        """Names of the policy's columns."""
+        return [name for name in self.columns if name not in ("k", "v", "pos")]
+
+    @property
+    def rows(self) -> int:
+        """R, the rows allocated."""
+        return self.region[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, every column counted."""
+        return sum(column.nbytes for column in self.columns.values())
+
+    def row_nbytes(self, names: Sequence[str] | None = None) -> int:
+        """Bytes of one row in the named columns, by default in all."""
+        chosen = self.columns if names is None else {n: self.columns[n] for n in names}
+        return sum(c.element_size() * (c.shape[1] if c.dim() > 1 else 1) for c in chosen.values())
+
+    @property
+    def held(self) -> Tensor:
+        """int64 [L, H]: rows held, holes left out."""
+        return self.length - (self.hole >= 0).to(torch.int64)
+
+    def resize(self, rows: Sequence[int]) -> None:
+        """Give layer i a region of rows[i] rows. Segments keep their rows and their offsets.
+
+        Columns move one after the other, so that only one of them exists twice at a time.
+        """
+        region = [0]
+        for count in rows:
+            region.append(region[-1] + count)
+        if region == self.region:
+            return
+        used = (self.start + self.length).amax(1).tolist()
+        for layer, end in enumerate(used):
+            assert end - self.region[layer] <= rows[layer], "a region would lose rows"
+        for name, old in list(self.columns.items()):
+            new = torch.empty((region[-1], *old.shape[1:]), dtype=old.dtype, device=self.device)
+            if self.poison:
+                new.fill_(float("nan") if new.is_floating_point() else 1 << 30)
+            for layer, end in enumerate(used):
+                begin, size = self.region[layer], end - self.region[layer]
+                new[region[layer] : region[layer] + max(0, size)] = old[begin : max(begin, end)]
+            self.columns[name] = new
+        shift = torch.tensor(region[:-1]) - torch.tensor(self.region[:-1])
+        self.start += shift[:, None]
+        self.hole = torch.where(self.hole >= 0, self.hole + shift[:, None], self.hole)
+        self.region = region
+
+    def lay(self, layer: int, capacity: Sequence[int]) -> None:
+        """Divide a layer's region into segments; what they held is forgotten."""
+        sizes = torch.tensor(list(capacity))
+        assert int(sizes.sum()) <= self.region[layer + 1] - self.region[layer]
+        self.capacity[layer] = sizes
+        self.start[layer] = self.region[layer] + sizes.cumsum(0) - sizes
+        self.length[layer] = 0
+        self.hole[layer] = -1
+
+    def segment(self, name: str, layer: int, head: int) -> Tensor:
+        """The rows in use of one head: a view [length, ...] of a column."""
+        begin = int(self.start[layer, head])
+        return self.columns[name][begin : begin + int(self.length[layer, head])]
+
+    def append(self, layer: int, head: int, rows: Mapping[str, Tensor]) -> None:
+        """Copy rows [n, ...] of every column behind those in use."""
+        count = len(rows["pos"])
+        begin = int(self.start[layer, head] + self.length[layer, head])
+        assert int(self.length[layer, head]) + count <= int(self.capacity[layer, head])
+        for name, column in self.columns.items():
+            column[begin : begin + count] = rows[name]
+        self.length[layer, head] += count
+
+    def index(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The rows held by a layer's heads: (index into the columns [H, N], live [H, N] bool).
+
+        Padding points at a row of the same head that has been written, so that it is finite.
+        """
+        lists = []
+        for head in range(self.heads):
+            begin, hole = int(self.start[layer, head]), int(self.hole[layer, head])
+            rows = torch.arange(begin, begin + int(self.length[layer, head]))
+            lists.append(rows[rows != hole] if hole >= 0 else rows)
+        most = max(len(rows) for rows in lists)
+        index = torch.zeros((self.heads, most), dtype=torch.int64)
+        live = torch.zeros((self.heads, most), dtype=torch.bool)
+        for head, rows in enumerate(lists):
+            index[head] = rows[0] if len(rows) else 0
+            index[head, : len(rows)] = rows
+            live[head, : len(rows)] = True
+        return index.to(self.device), live.to(self.device)
+
+    def whole(self, layer: int, name: str) -> Tensor | None:
+        """A column as a view [H, N, ...], if the layer's heads are alike and without holes."""
+        length, capacity = self.length[layer], self.capacity[layer]
+        n, step = int(length[0]), int(capacity[0])
+        alike = bool((length == n).all()) and bool((capacity == step).all())
+        if not alike or bool((self.hole[layer] >= 0).any()):
+            return None
+        begin = int(self.start[layer, 0])
+        return self.columns[name][begin : begin + self.heads * step].unflatten(
+            0, (self.heads, step)
+        )[:, :n]
+
+    def layout(self) -> Layout:
+        """A copy of where everything lies."""
+        return Layout(
+            self.start.clone(), self.length.clone(), self.capacity.clone(),
+            self.cap.clone(), self.hole.clone(),
+        )  # fmt: skip
+
+    def save(self, layer: int) -> dict[str, Tensor]:
+        """A copy of the rows in use of a layer."""
+        begin, end = self._extent(layer)
+        return {name: column[begin:end].clone() for name, column in self.columns.items()}
+
+    def restore(self, layout: Layout, saved: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Go back to a layout, with the contents of the layers that were rewritten since."""
+        self.start, self.length, self.capacity = layout.start, layout.length, layout.capacity
+        self.cap, self.hole = layout.cap, layout.hole
+        for layer, columns in saved.items():
+            begin, end = self._extent(layer)
+            for name, rows in columns.items():
+                self.columns[name][begin:end] = rows
+
+    def _extent(self, layer: int) -> tuple[int, int]:
+        begin = self.region[layer]
+        return begin, max(begin, int((self.start[layer] + self.length[layer]).max()))

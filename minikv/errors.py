@@ -1,0 +1,45 @@
+"""Errors that a user can cause or meet, each with its documented exit code.
+
+One line says what happened and why; `hint` says what to do. The models package has its own
+(`minikv.models.errors`), because it may not import from here; both carry `exit_code` and `hint`.
+"""
+
+from __future__ import annotations
+
+
+class MinikvError(Exception):
+    """Base of the runtime's own errors. `exit_code` as documented in the README."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(MinikvError):
+    """A flag, budget, policy, option or document that cannot be used."""
+
+    exit_code = 2
+
+
+class MemoryShortError(MinikvError):
+    """The device has not enough memory for what was asked."""
+
+    exit_code = 4
+
+
+class ContextError(MinikvError):
+    """The text needs more positions than the model was trained for."""
+
+    exit_code = 5
+
+
+class NumericsError(MinikvError):
+    """The network produced NaN or infinite logits; nothing was sampled from them."""
+
+
+class Interrupted(MinikvError):
+    """The user stopped a prompt; the cache is as it was before the prompt."""
+
+    exit_code = 130

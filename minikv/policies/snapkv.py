@@ -1,0 +1,81 @@
+"""SnapKV (arXiv 2404.14469, section 4): the rows that the last window of the prompt attends to.
+
+The attention of the last W queries is averaged over the window and the query heads of a group,
+pooled over neighbouring rows, and the best rows of each KV head stay beside the window itself.
+Departures from the release: one kept set per KV head, not per query head, so that grouped-query
+models really free memory; float32 throughout; the mean over the group comes before pooling;
+an even share of the budget includes the window; max pooling of 7, as in the published runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minikv.policy import (
+    PromptPolicy,
+    PromptView,
+    Scorer,
+    even_heads,
+    even_layers,
+    group,
+    last_rows,
+    top,
+)
+
+
+def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
+    """Pool each head's free rows with their neighbours by position.
+
+    scores [H, N] float32, pos [H, N], free [H, N] -> [H, N]; rows that are not free count as 0
+    in an average, as the window's rows do in the release, and are -inf in the result.
+    """
+    if kernel == 1:
+        return scores.masked_fill(~free, -torch.inf)
+    pooled = torch.full_like(scores, -torch.inf)
+    for h in range(len(scores)):
+        rows = free[h].nonzero().squeeze(1)
+        if not len(rows):
+            continue
+        # Overwriting in place leaves old rows in any order; neighbours are meant in the text.
+        rows = rows[torch.argsort(pos[h, rows], stable=True)]
+        line = scores[h, rows][None, None]
+        if how == "max":
+            line = F.max_pool1d(line, kernel, stride=1, padding=kernel // 2)
+        else:
+            line = F.avg_pool1d(line, kernel, stride=1, padding=kernel // 2)
+        pooled[h, rows] = line[0, 0]
+    return pooled
+
+
+def window_scorer(window: int, kernel: int, pooling: str, how: str) -> Scorer:
+    """Scorer: pooled mean attention of the window's queries, the window's own rows left out."""
+
+    def scorer(view: PromptView) -> Tensor:
+        assert view.mass is not None
+        scores = group(view.mass / view.observed, how)
+        free = view.live & (view.pos < view.position - window)
+        return pool(scores, view.pos, free, kernel, pooling)
+
+    return scorer
+
+
+def from_options(options: Mapping[str, object]) -> tuple[Scorer, int]:
+    """The scorer and its window from the registry's options."""
+    window, kernel = options["window"], options["kernel"]
+    assert isinstance(window, int)
+    assert isinstance(kernel, int)
+    pooling, how = str(options["pooling"]), str(options["group"])
+    return window_scorer(window, kernel, pooling, how), window
+
+
+def prompt_policy(options: Mapping[str, object]) -> PromptPolicy:
+    """SnapKV as a row of the table."""
+    scorer, window = from_options(options)
+    return PromptPolicy(
+        "snapkv", scorer, last_rows(window), even_heads, even_layers, top,
+        observe=window, asks=True, window=window,
+    )  # fmt: skip

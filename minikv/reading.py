@@ -1,0 +1,280 @@
+"""A prompt under way: one layer's new rows are staged, mixed exactly, judged and moved.
+
+Peak memory is one layer's keys and values beside the arena: the next layer uses the same buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minikv import kernels
+from minikv.arena import Arena
+from minikv.policy import PromptPolicy, PromptView, StepPolicy, fill
+from minikv.stats import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a prompt of `tokens` tokens that starts at `position` is read under.
+
+    totals[i]: rows that layer i may keep over all its heads (None: all). floor: rows that every
+    head's cap has at least when only the step policy evicts. spare: rows a head needs above its
+    cap while an answer is written. needed[i]: rows of layer i's region.
+    """
+
+    position: int
+    tokens: int
+    totals: list[int] | None
+    floor: int
+    spare: int
+    needed: list[int]
+
+
+class Reading:
+    """Stages a prompt layer by layer. Chunks of a layer come in order; see `Attend`."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        arena: Arena,
+        prompt: PromptPolicy | None,
+        step: StepPolicy | None,
+        plan: Plan,
+        dtype: torch.dtype,
+    ) -> None:
+        self.shape, self.arena, self.prompt, self.step = shape, arena, prompt, step
+        self.plan = plan
+        observe = prompt.observe if prompt and prompt.observe else step.observe if step else 0
+        wide = (shape.kv_heads, plan.tokens, shape.head_dim)
+        tail = (min(plan.tokens, observe), shape.heads, shape.head_dim)
+        self._key = torch.empty(wide, dtype=dtype, device=arena.device)
+        self._value = torch.empty(wide, dtype=dtype, device=arena.device)
+        self._tail = torch.empty(tail, dtype=dtype, device=arena.device)
+        self._old: tuple[Tensor, Tensor, Tensor] | None = None
+        self._done = plan.tokens
+        self._layout = arena.layout()
+        self._saved: dict[int, dict[str, Tensor]] = {}
+        self.lost: list[float | None] = [None] * shape.layers
+        self.shaped = False
+        self.peak = 0
+        self._note_peak()
+
+    def rollback(self) -> None:
+        """The arena is as it was before the prompt."""
+        self.arena.restore(self._layout, self._saved)
+
+    def release(self) -> None:
+        """The prompt is done: give the staging buffers and the backup back, keep what was told."""
+        self._key = self._value = self._tail = self._key.new_empty(0)
+        self._old = None
+        self._saved = {}
+
+    def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Take in a chunk of rows and mix it: shapes as in `Attend.attend`."""
+        tokens = self.plan.tokens
+        if self._done == tokens:
+            self._done, self._old = 0, self._old_rows(layer)
+        lo, hi = self._done, self._done + len(q)
+        self._key[:, lo:hi] = k.transpose(0, 1)
+        self._value[:, lo:hi] = v.transpose(0, 1)
+        first = tokens - len(self._tail)
+        if hi > first:
+            begin = max(lo, first)
+            self._tail[begin - first : hi - first] = q[begin - lo :]
+        self._done = hi
+        return self._mix(layer, q, lo, hi)
+
+    @property
+    def layer_complete(self) -> bool:
+        """Every row of the layer has been staged and mixed."""
+        return self._done == self.plan.tokens
+
+    def done(self, layer: int) -> int:
+        """Tokens read so far, in whole-prompt terms."""
+        return (layer * self.plan.tokens + self._done) // self.shape.layers
+
+    def _old_rows(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """k, v [H, N, D] and pos [H, N] of earlier turns: a view if the heads are alike, else one
+        padded copy (pos -1 is padding)."""
+        arena = self.arena
+        if not bool((arena.held[layer] > 0).any()):
+            return None
+        k, v, pos = (arena.whole(layer, name) for name in ("k", "v", "pos"))
+        if k is not None and v is not None and pos is not None:
+            return k, v, pos.to(torch.int64)
+        index, live = arena.index(layer)
+        pos = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, -1)
+        return arena.columns["k"][index], arena.columns["v"][index], pos
+
+    def _mix(self, layer: int, q: Tensor, lo: int, hi: int) -> Tensor:
+        """Exact attention of staged rows lo..hi over old rows, earlier new rows and themselves."""
+        shape, base = self.shape, self.plan.position
+        window = shape.windows[layer]
+        if window is not None and base + hi <= window:
+            window = None  # nothing has slid out yet
+        query = q.unflatten(1, (shape.kv_heads, -1)).permute(1, 2, 0, 3)
+        at = torch.arange(base + lo, base + hi, device=q.device)
+        parts = []
+        if self._old is not None:
+            k, v, pos = self._old
+            if window is None and bool((pos >= 0).all()):
+                parts.append(kernels.rows_attention(query, k, v))
+            else:
+                parts.append(kernels.visible_attention(query, k, v, at, pos, window))
+        if window is None:
+            if lo:
+                earlier = self._key[:, :lo], self._value[:, :lo]
+                parts.append(kernels.rows_attention(query, *earlier))
+            own = self._key[:, lo:hi], self._value[:, lo:hi]
+            parts.append(kernels.rows_attention(query, *own, causal=True))
+        else:
+            begin = max(0, lo - window + 1)
+            pos = torch.arange(base + begin, base + hi, device=q.device)[None]
+            seen = self._key[:, begin:hi], self._value[:, begin:hi]
+            parts.append(kernels.visible_attention(query, *seen, at, pos, window))
+        return kernels.merge(parts).permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
+
+    def finish(self, layer: int) -> None:
+        """The layer is complete: choose who stays and move the survivors into the arena."""
+        plan, prompt = self.plan, self.prompt
+        heads, end = self.shape.kv_heads, plan.position + plan.tokens
+        window = self.shape.windows[layer]
+        new = torch.arange(plan.position, end, device=self._key.device)
+        pos = new.expand(heads, plan.tokens)
+        if self._old is not None:
+            pos = torch.cat((self._old[2], pos), 1)
+        if window is not None:  # what the next token will no longer see is dead
+            pos = pos.masked_fill(pos <= end - window, -1)
+        live = pos >= 0
+        total = plan.totals[layer] if plan.totals is not None else None
+        evicts = total is not None and int(live.sum()) > total
+        view = self._view(layer, pos, new, evicts)
+        keep = live
+        if evicts:
+            assert prompt is not None
+            assert total is not None
+            keep = self._choose(prompt, view, total)
+            self.shaped = self.shaped or prompt.asks
+        extra = self._columns(layer, view)
+        kept = [int(n) for n in keep.sum(1)]
+        if total is None:
+            caps = [max(n, plan.floor) for n in kept]
+        elif evicts:
+            caps = kept
+        else:
+            caps = fill(kept, total)
+        self._store(layer, pos, keep, extra, caps)
+
+    def _view(self, layer: int, pos: Tensor, new: Tensor, evicts: bool) -> PromptView:
+        mass = squares = None
+        observed, old = len(self._tail), self._old
+        if observed and (evicts or (self.step is not None and self.step.observe > 0)):
+            sources = [(self._key, new[None])]
+            if old is not None:
+                sources.insert(0, (old[0], old[2]))
+            mass, squares = kernels.observe(
+                self._tail.unflatten(1, (self.shape.kv_heads, -1)), new[-observed:], sources,
+                self.shape.windows[layer],
+            )  # fmt: skip
+            self._note_peak(mass, squares)
+
+        def fetch(which: int, staged: Tensor) -> Callable[[], Tensor]:
+            return lambda: staged if old is None else torch.cat((old[which], staged), 1)
+
+        end = self.plan.position + self.plan.tokens
+        key, value = fetch(0, self._key), fetch(1, self._value)
+        return PromptView(layer, end, pos, observed, mass, squares, key, value)
+
+    def _choose(self, prompt: PromptPolicy, view: PromptView, total: int) -> Tensor:
+        """bool [H, N]: the rows that stay, `total` over the layer's heads."""
+        pinned = prompt.scope(view) & view.live
+        free = view.live & ~pinned
+        scores = prompt.scorer(view)
+        counts = prompt.heads(scores, free, max(0, total - int(pinned.sum())))
+        keep = pinned | prompt.select(view, scores, free, counts)
+        if prompt.observe and view.mass is not None:
+            mass = view.mass.mean(1)
+            self.lost[view.layer] = 1.0 - float(((mass * keep).sum(1) / mass.sum(1)).mean())
+        return keep
+
+    def _columns(self, layer: int, view: PromptView) -> dict[str, Tensor]:
+        """The step policy's columns [H, N] for every row of the view."""
+        if self.step is None:
+            return {}
+        before = view.pos.shape[1] - self.plan.tokens
+        old: dict[str, Tensor] = {}
+        index, live = self.arena.index(layer)
+        for name, dtype in self.step.columns.items():
+            old[name] = torch.zeros(view.pos.shape, dtype=dtype, device=view.pos.device)
+            if before:
+                rows = self.arena.columns[name][index]
+                old[name][:, :before] = rows.masked_fill(~live, 0)
+        return self.step.prompt(view, old)
+
+    def _store(
+        self, layer: int, pos: Tensor, keep: Tensor, extra: Mapping[str, Tensor], caps: list[int]
+    ) -> None:
+        """Move the rows to keep, ascending by position, into the layer's segments."""
+        arena, plan = self.arena, self.plan
+        before = pos.shape[1] - plan.tokens
+        sizes = [cap + plan.spare for cap in caps]
+        room = min(plan.needed[layer], arena.region[layer + 1] - arena.region[layer])
+        if self.step is None and sum(sizes) < room:
+            sizes = fill(sizes, room)  # an answer may grow into all of it
+        owned = [int(n) for n in arena.capacity[layer]]
+        stays = (
+            before > 0
+            and bool(keep.all())
+            and not bool((arena.hole[layer] >= 0).any())
+            and all(a >= b for a, b in zip(owned, sizes, strict=True))
+        )
+        index = arena.index(layer)[0] if before and not stays else None
+        if before and (extra or not stays):
+            self._saved[layer] = arena.save(layer)
+            self._note_peak()
+        if before == 0:
+            arena.lay(layer, sizes)
+        moved = []
+        for h in range(arena.heads):
+            rows = keep[h].nonzero().squeeze(1)
+            if stays:
+                rows = rows[before:]
+                for name, values in extra.items():
+                    arena.segment(name, layer, h)[:] = values[h, :before]
+            elif before:
+                rows = rows[torch.argsort(pos[h, rows], stable=True)]
+            taken = self._take(h, rows, before, index)
+            taken["pos"] = pos[h, rows].to(torch.int32)
+            taken |= {name: values[h, rows] for name, values in extra.items()}
+            if index is None:
+                arena.append(layer, h, taken)
+            else:  # old rows may lie where others go, so all are taken out first
+                moved.append(taken)
+        if moved:
+            arena.lay(layer, sizes)
+            for h, taken in enumerate(moved):
+                arena.append(layer, h, taken)
+        arena.cap[layer] = torch.tensor(caps)
+
+    def _take(self, head: int, rows: Tensor, before: int, index: Tensor | None) -> dict[str, Tensor]:
+        """One head's k and v at `rows` of the view, copied unless they are all of the prompt."""
+        old, taken = rows < before, {}
+        new = rows[~old] - before
+        for name, staged in (("k", self._key[head]), ("v", self._value[head])):
+            fresh = staged if len(new) == len(staged) else staged[new]
+            if index is None or len(new) == len(rows):
+                taken[name] = fresh
+                continue
+            taken[name] = staged.new_empty((len(rows), staged.shape[1]))
+            taken[name][old] = self.arena.columns[name][index[head, rows[old]]]
+            taken[name][~old] = fresh
+        return taken
+
+    def _note_peak(self, *scratch: Tensor) -> None:
+        held = self.arena.nbytes + sum(t.nbytes for t in (self._key, self._value, self._tail))
+        held += sum(t.nbytes for saved in self._saved.values() for t in saved.values())
+        self.peak = max(self.peak, held + sum(t.nbytes for t in scratch))

@@ -1,0 +1,384 @@
+"""The eviction scheduler: the `Attend` that a network runs on.
+
+At the end of a prompt the prompt policy chooses who stays (see `Reading`); while an answer is
+written, a newcomer overwrites the row that the step policy gave up. No head ever holds more rows
+than its cap between two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minikv import kernels
+from minikv.arena import Arena
+from minikv.budget import Budget
+from minikv.errors import UsageError
+from minikv.policy import PromptPolicy, StepPolicy, StepView, smallest_budget
+from minikv.reading import Plan, Reading
+from minikv.stats import CacheStats, Shape
+
+_ROOM = 256  # rows that a head gains when it is full and nothing may leave
+
+
+class Scheduler:
+    """`Attend` over an arena under a prompt policy and a step policy. One conversation.
+
+    None for a policy means that it evicts nothing; a budget is needed if either evicts. Raises
+    UsageError for a budget too small for the pair. `progress(done, total)` is called while a
+    prompt is read; it may raise, after which `rollback` restores the cache.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        prompt: PromptPolicy | None,
+        step: StepPolicy | None,
+        budget: Budget | None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        poison: bool = False,
+    ) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
+        self.progress: Callable[[int, int], None] | None = None
+        self._poison = poison
+        self._set(prompt, step, budget)
+        self.reset()
+
+    def configure(
+        self, prompt: PromptPolicy | None, step: StepPolicy | None, budget: Budget | None
+    ) -> None:
+        """Other policies or another budget from the next prompt on. Between turns only.
+
+        Rows already evicted do not come back; a smaller budget evicts at the end of the next
+        prompt. Raises UsageError, and changes nothing, if they do not go together.
+        """
+        assert self._reading is None
+        before = (self.prompt_policy, self.step_policy, self.budget, self._rows)
+        try:
+            self._set(prompt, step, budget)
+        except UsageError:
+            self.prompt_policy, self.step_policy, self.budget, self._rows = before
+            raise
+        self.arena.declare(step.columns if step else {})
+        self._relaid()
+
+    def _set(
+        self, prompt: PromptPolicy | None, step: StepPolicy | None, budget: Budget | None
+    ) -> None:
+        if (prompt or step) and budget is None:
+            raise UsageError("a policy needs a budget", "give --budget, e.g. 512, 20% or 64MiB")
+        self.prompt_policy, self.step_policy, self.budget = prompt, step, budget
+        self._rows = self._count(budget, 0) if budget and budget.unit != "share" else None
+
+    def _count(self, budget: Budget, tokens: int) -> int:
+        """Rows per head; UsageError when the policies need more."""
+        prompt, step = self.prompt_policy, self.step_policy
+        state = sum(dtype.itemsize for dtype in step.columns.values()) if step else 0
+        row = 2 * self.shape.head_dim * self.dtype.itemsize + torch.int32.itemsize + state
+        rows = budget.rows(tokens, row, self.shape.layers * self.shape.kv_heads)
+        least = smallest_budget(prompt, step)
+        if (prompt or step) and rows < least:
+            names = " with ".join(p.name for p in (prompt, step) if p)
+            meant = "" if budget.unit == "rows" else f", which is {rows} rows per head here,"
+            raise UsageError(
+                f"budget {budget}{meant} is too small for {names}",
+                f"the smallest useful budget here is {least} rows per head",
+            )
+        return rows
+
+    def reset(self) -> None:
+        """Forget the conversation and give its memory back."""
+        shape, step = self.shape, self.step_policy
+        self.position = 0
+        self.arena = Arena(
+            shape.layers, shape.kv_heads, shape.head_dim, self.dtype, self.device,
+            step.columns if step else {}, poison=self._poison,
+        )  # fmt: skip
+        if self.budget and self.budget.unit == "share":
+            self._rows = None
+        self._reading: Reading | None = None
+        self._last: Reading | None = None
+        self._evict_s = 0.0
+        self._relaid()
+
+    # -- a prompt ---------------------------------------------------------------------------
+
+    def begin(self, tokens: int, room: int = _ROOM) -> None:
+        """The next forward is a prompt of `tokens` tokens (a single token may be a prompt, too).
+
+        `room`: answer rows to make place for when no step policy keeps the answer in bounds.
+        """
+        assert tokens > 0
+        assert self._reading is None, "a prompt is under way"
+        if self._rows is None and self.budget is not None:
+            self._rows = self._count(self.budget, tokens)
+        arena, step = self.arena, self.step_policy
+        spare = room if step is None else 0 if step.before else 1
+        totals = self._totals()
+        needed = []
+        for layer, window in enumerate(self.shape.windows):
+            rows = arena.length[layer] + tokens
+            if window is not None:
+                rows = rows.clamp(max=window)
+            if totals is not None:
+                most = totals[layer]
+            elif step is not None:
+                most = int(rows.clamp(min=self._rows).sum())
+            else:
+                most = int(rows.sum())
+            needed.append(most + self.shape.kv_heads * spare)
+        have = [b - a for a, b in zip(arena.region[:-1], arena.region[1:], strict=True)]
+        if any(n > h for n, h in zip(needed, have, strict=True)):
+            arena.resize([max(n, h) for n, h in zip(needed, have, strict=True)])
+            self._relaid()
+        floor = self._rows if self._rows is not None and step is not None else 0
+        plan = Plan(self.position, tokens, totals, floor, spare, needed)
+        self._evict_s = 0.0
+        self._reading = Reading(self.shape, arena, self.prompt_policy, step, plan, self.dtype)
+
+    def _totals(self) -> list[int] | None:
+        """Rows that each layer may keep over all its heads, if the prompt policy evicts."""
+        if self.prompt_policy is None:
+            return None
+        assert self._rows is not None
+        rows = self.prompt_policy.layers(self.shape.layers, self._rows)
+        return [
+            self.shape.kv_heads * (n if window is None else min(n, window))
+            for n, window in zip(rows, self.shape.windows, strict=True)
+        ]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attend`. After `begin` the rows are the prompt's; otherwise it is a step, t = 1."""
+        reading = self._reading
+        if reading is None:
+            return self._step(layer, q, k, v)
+        out = reading.stage(layer, q, k, v)
+        if reading.layer_complete:
+            began = time.perf_counter()
+            reading.finish(layer)
+            self._evict_s += time.perf_counter() - began
+        if self.progress is not None:
+            self.progress(reading.done(layer), reading.plan.tokens)
+        return out
+
+    def advance(self, tokens: int) -> None:
+        """See `Attend`: every layer has seen the forward's tokens."""
+        if self._reading is None:
+            assert tokens == 1
+            self._end_step()
+            return
+        assert tokens == self._reading.plan.tokens
+        self._last, self._reading = self._reading, None
+        self.position += tokens
+        needed = self._last.plan.needed
+        self._last.release()
+        if 2 * sum(needed) <= self.arena.rows:  # a smaller budget gives its memory back
+            self.arena.resize(needed)
+        self._relaid()
+
+    def rollback(self) -> None:
+        """Undo an unfinished prompt or step: rows exist for exactly the tokens fed before it."""
+        if self._reading is not None:
+            self._reading.rollback()
+            self._reading = None
+        elif self._slot is not None:
+            # A row that gave way to the unfinished step's newcomer is gone for good.
+            self.arena.hole = torch.where(self._taken, self._slot, self.arena.hole)
+        self._relaid()
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def _relaid(self) -> None:
+        """Rows moved, came or went other than by a step: forget what was derived from them."""
+        step = self.step_policy
+        self._slot: Tensor | None = None  # [L, H], where the step's newcomer goes
+        self._taken = torch.zeros_like(self.arena.hole, dtype=torch.bool)
+        rows = self.arena.rows if step is not None and not step.before else 0
+        self._mean = torch.zeros(rows, device=self.device)  # this step's attention per row
+        self._padded: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def _start_step(self) -> None:
+        """Decide where the newcomer goes in every head, and what each head then holds."""
+        arena, step = self.arena, self.step_policy
+        open_ = arena.hole >= 0
+        full = arena.length >= arena.capacity
+        if step is not None:
+            full |= arena.length >= arena.cap + (0 if step.before else 1)
+        elif bool((full & ~open_).any()):
+            self._grow()
+            open_, full = arena.hole >= 0, torch.zeros_like(full)
+        slot = torch.where(open_, arena.hole, arena.start + arena.length)
+        self._taken = full & ~open_
+        self._grows = ~open_ & ~full
+        self._slot = slot.masked_fill(self._taken, -1)
+        # The host's integers for the whole step: first row, rows in use, rows owned.
+        self._starts = arena.start.tolist()
+        self._counts = (arena.length + self._grows).tolist()
+        self._owned = arena.capacity.tolist()
+        self._asked = self._taken.any(1).tolist()
+        known = slot[~self._taken].to(self.device)
+        arena.columns["pos"][known] = self.position
+        for name in arena.extra:
+            arena.columns[name][known] = 0
+
+    def _step(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert len(q) == 1, "a prompt must be announced with begin()"
+        if layer == 0:
+            self._start_step()
+        assert self._slot is not None
+        arena, heads = self.arena, self.shape.kv_heads
+        query = q[0].unflatten(0, (heads, -1))
+        if self._asked[layer]:
+            self._make_room(layer, query)
+        slots = self._slot[layer].to(self.device)
+        arena.columns["k"][slots] = k[0]
+        arena.columns["v"][slots] = v[0]
+        starts, counts, owned = self._starts[layer], self._counts[layer], self._owned[layer]
+        if min(counts) == max(counts) and min(owned) == max(owned):
+            spans = [(0, heads, starts[0], counts[0], owned[0])]
+        else:
+            spans = [(h, h + 1, starts[h], counts[h], counts[h]) for h in range(heads)]
+        window = self.shape.windows[layer]
+        mixed = []
+        for low, high, begin, count, stride in spans:
+            shape = (high - low, stride)
+            end = begin + (high - low) * stride
+            keys = arena.columns["k"][begin:end].unflatten(0, shape)[:, :count]
+            values = arena.columns["v"][begin:end].unflatten(0, shape)[:, :count]
+            seen = None
+            if window is not None and self.position >= window:
+                at = arena.columns["pos"][begin:end].unflatten(0, shape)[:, :count]
+                seen = at > self.position - window
+            out, p = kernels.decode_attention(query[low:high], keys, values, seen)
+            mixed.append(out)
+            if len(self._mean):
+                into = self._mean[begin:end].unflatten(0, shape)[:, :count]
+                torch.mean(p, 1, out=into) if into.is_contiguous() else into.copy_(p.mean(1))
+        whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        return whole.reshape(1, self.shape.heads, -1)
+
+    def _make_room(self, layer: int, query: Tensor) -> None:
+        """Ask the policy for victims that leave before attention, in the heads that are full."""
+        assert self._slot is not None
+        asked = self._taken[layer]
+        where = torch.zeros_like(self._taken)
+        where[layer] = asked
+        slots = self._victims(where, query[asked.to(query.device)])
+        self._slot[layer, asked] = slots.cpu()
+        self.arena.columns["pos"][slots] = self.position
+        for name in self.arena.extra:
+            self.arena.columns[name][slots] = 0
+
+    def _end_step(self) -> None:
+        """The newcomer is in every layer: count it, learn from the step, and evict."""
+        arena, step = self.arena, self.step_policy
+        arena.length += self._grows
+        if bool(self._grows.any()):
+            self._padded = None
+        arena.hole = torch.full_like(arena.hole, -1)
+        self._slot = None
+        self.position += 1
+        full = torch.zeros_like(self._taken)
+        if step is not None and not step.before:
+            step.step({name: arena.columns[name] for name in arena.extra}, self._mean)
+            full = arena.length > arena.cap
+        slid = self._slid_out()
+        full = full & (slid < 0)
+        arena.hole = torch.where(slid >= 0, slid, arena.hole)
+        if bool(full.any()):
+            arena.hole[full] = self._victims(full, None).cpu()
+
+    def _slid_out(self) -> Tensor:
+        """[L, H]: the oldest row that the layer's window no longer shows, or -1."""
+        arena = self.arena
+        slid = torch.full_like(arena.hole, -1)
+        for layer, window in enumerate(self.shape.windows):
+            if window is None or self.position < window:
+                continue
+            for h in range(self.shape.kv_heads):
+                pos = arena.segment("pos", layer, h)
+                oldest = int(pos.argmin())
+                if int(pos[oldest]) <= self.position - window:
+                    slid[layer, h] = arena.start[layer, h] + oldest
+        return slid
+
+    def _victims(self, heads: Tensor, query: Tensor | None) -> Tensor:
+        """Indices into the columns [F] of the rows that the F marked heads [L, H] give up."""
+        arena, step = self.arena, self.step_policy
+        assert step is not None
+        if self._padded is None or not torch.equal(self._padded[0], heads):
+            count = arena.length[heads]
+            reach = torch.arange(int(count.max()))
+            index = arena.start[heads][:, None] + torch.minimum(reach, count[:, None] - 1)
+            live = reach < count[:, None]
+            self._padded = (heads.clone(), index.to(self.device), live.to(self.device))
+        _, index, live = self._padded
+        pos = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, -1)
+        where = heads.nonzero().to(self.device)
+        view = StepView(
+            self.position, pos, arena.cap[heads].to(self.device), where[:, 0], where[:, 1],
+            {name: arena.columns[name][index] for name in arena.extra}, query,
+        )  # fmt: skip
+        return index.gather(1, step.victims(view)[:, None])[:, 0]
+
+    def _grow(self) -> None:
+        """Nothing may leave and a head is full: give every head more rows."""
+        arena = self.arena
+        moved = []
+        for layer in range(self.shape.layers):
+            index, live = arena.index(layer)
+            moved.append([
+                {name: column[index[h, live[h]]] for name, column in arena.columns.items()}
+                for h in range(self.shape.kv_heads)
+            ])  # fmt: skip
+        capacity = (arena.capacity + _ROOM).tolist()
+        arena.resize(
+            [max(sum(c), b - a) for c, a, b in
+             zip(capacity, arena.region[:-1], arena.region[1:], strict=True)]
+        )  # fmt: skip
+        for layer, heads in enumerate(moved):
+            arena.lay(layer, capacity[layer])
+            for h, rows in enumerate(heads):
+                arena.append(layer, h, rows)
+        self._relaid()
+
+    # -- what it tells ----------------------------------------------------------------------
+
+    def kept(self, layer: int, head: int) -> Tensor:
+        """Positions that a KV head holds, ascending, int64."""
+        index, live = self.arena.index(layer)
+        return self.arena.columns["pos"][index[head, live[head]]].to(torch.int64).sort().values
+
+    def stats(self) -> CacheStats:
+        """Counted from the tensors; see `CacheStats`."""
+        arena, shape, last = self.arena, self.shape, self._last
+        held = arena.held
+        rows = int(held.sum())
+        row_bytes = arena.row_nbytes(["k", "v"])
+        lost = [(share, i) for i, share in enumerate(last.lost) if share is not None] if last else []
+        seen = sum(min(self.position, w) if w else self.position for w in shape.windows)
+        mean = rows / held.numel()
+        return CacheStats(
+            seen=self.position,
+            row_bytes=row_bytes,
+            kept_mean=mean,
+            kept_min=int(held.min()),
+            kept_max=int(held.max()),
+            full_bytes=seen * shape.kv_heads * row_bytes,
+            held_bytes=rows * arena.row_nbytes(),
+            allocated_bytes=arena.nbytes + self._mean.nbytes,
+            peak_bytes=max(last.peak if last else 0, arena.nbytes + self._mean.nbytes),
+            state_bytes=rows * arena.row_nbytes(arena.extra),
+            evicted=round(self.position - mean),
+            lost_mean=sum(s for s, _ in lost) / len(lost) if lost else None,
+            lost_max=max(lost)[0] if lost else None,
+            lost_layer=max(lost)[1] if lost else None,
+            evict_s=self._evict_s,
+            budget_rows=self._rows,
+            shaped=last.shaped if last else False,
+        )

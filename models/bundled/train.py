@@ -1,0 +1,364 @@
+"""Train the bundled model: `python -m minikv.models.bundled.train --out DIR`.
+
+Seeded; writes config.json, model.safetensors, tokenizer.json and chat_template.jinja. The loss is
+1 on the answers of a chat and 0.1 on a sample of the other tokens; the context grows in phases.
+Needs numpy-free torch only; the documents come from `minikv.models.bundled.world`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+
+from minikv.models.bundled import world
+
+SPECIALS = ("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+BOS, END, USER, ASSISTANT, SYSTEM = range(5)
+TEMPLATE = (
+    "<|bos|>{% for message in messages %}{{ '<|' + message.role + '|>' }}"
+    "{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The shape of the network, in Hugging Face's names."""
+
+    vocab_size: int = 2048
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 3
+    head_dim: int = 32
+    max_position_embeddings: int = 8192
+    rope_theta: float = 500000.0
+    rms_norm_eps: float = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """`tokens` tokens at `context`, the learning rate going from `first` to `last` on a cosine."""
+
+    context: int
+    tokens: float
+    first: float
+    last: float
+
+    @staticmethod
+    def parse(text: str) -> Phase:
+        context, tokens, first, last = text.split(":")
+        return Phase(int(context), float(tokens), float(first), float(last))
+
+
+DEFAULT_PHASES = "128:4e6:3e-3:3e-3,256:4e6:3e-3:3e-3,512:5e6:3e-3:2e-3,1024:6e6:2e-3:1e-3,2048:4e6:1e-3:5e-4,4096:3e6:5e-4:2e-4,8192:2e6:3e-4:1e-5"
+
+
+def train_tokenizer(seed: int, vocab: int) -> Tokenizer:
+    """Byte-level BPE on generated documents; a space is put before each segment, as names need."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Prepend(" ")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r" ?\p{N}{1,2}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    rng = random.Random(seed)
+
+    def texts() -> Iterator[str]:
+        for _ in range(1500):
+            doc = world.document(rng, 90, 60)
+            yield doc.text
+            for question, answer in world.questions(rng, doc, 60):
+                yield question
+                yield answer
+
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts(), trainer)
+    return tokenizer
+
+
+class Chats:
+    """Chats of exactly `context` tokens: a document, then questions and answers."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.rng = random.Random(seed)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def sample(
+        self, context: int, *, asked: int | None = None, per_fact: float | None = None
+    ) -> tuple[list[int], list[int]]:
+        """(ids, marks): marks are 0 for plain tokens, n for those of the n-th answer.
+
+        The text takes about what `asked` questions leave of `context` (by default a third of a
+        short context, less of a long one), with a fact every `per_fact` tokens.
+        """
+        rng = self.rng
+        if asked is None:
+            share = 0.35 if context <= 512 else 0.25 if context <= 2048 else 0.15
+            room = int(context * share)
+        else:
+            room = 22 * asked
+        density = per_fact or math.exp(rng.uniform(math.log(22), math.log(100)))
+        sentences = max(3, int((context - room) / 12.4))
+        facts = min(sentences, max(2, int((context - room) / density)), 110)
+        doc = world.document(rng, sentences, facts)
+        pairs = list(world.questions(rng, doc, asked or room // 18 + 2))
+        head = f"Document: {rng.choice(world.NOUNS).lower()}.txt\n\n" if rng.random() < 0.5 else ""
+        users = [f"{head}{doc.text}\n\n{pairs[0][0]}"] + [q for q, _ in pairs[1:]]
+        coded = self._ids(users + [a for _, a in pairs])
+        ids, marks = [BOS], [0]
+        for i in range(len(pairs)):
+            user, answer = coded[i], coded[len(pairs) + i]
+            turn = [USER, *user, END, ASSISTANT]
+            ids += turn + answer + [END]
+            marks += [0] * len(turn) + [i + 1] * (len(answer) + 1)
+        return ids, marks
+
+    def batch(self, context: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """ids, marks [B, context + 1] of about `tokens` tokens; the tail is cut or padded."""
+        rows = max(1, tokens // context)
+        ids = torch.full((rows, context + 1), END)
+        marks = torch.full((rows, context + 1), -1)
+        for row in range(rows):
+            while True:
+                i, m = self.sample(context)
+                if i and any(m[: context + 1]):
+                    break
+            size = min(len(i), context + 1)
+            ids[row, :size] = torch.tensor(i[:size])
+            marks[row, :size] = torch.tensor(m[:size])
+        return ids, marks
+
+
+def new_weights(size: Size, seed: int) -> dict[str, Tensor]:
+    """Hugging Face names -> float32 leaves that want gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    width, inner = size.hidden_size, size.intermediate_size
+    q, kv = size.num_attention_heads * size.head_dim, size.num_key_value_heads * size.head_dim
+
+    def matrix(rows: int, cols: int, std: float) -> Tensor:
+        return (torch.randn(rows, cols, generator=generator) * std).requires_grad_()
+
+    out = 0.5 / math.sqrt(2 * size.num_hidden_layers)
+    weights = {"model.embed_tokens.weight": matrix(size.vocab_size, width, 0.05)}
+    for i in range(size.num_hidden_layers):
+        p = f"model.layers.{i}."
+        weights[p + "self_attn.q_proj.weight"] = matrix(q, width, width**-0.5)
+        weights[p + "self_attn.k_proj.weight"] = matrix(kv, width, width**-0.5)
+        weights[p + "self_attn.v_proj.weight"] = matrix(kv, width, width**-0.5)
+        weights[p + "self_attn.o_proj.weight"] = matrix(width, q, out * q**-0.5)
+        weights[p + "mlp.gate_proj.weight"] = matrix(inner, width, width**-0.5)
+        weights[p + "mlp.up_proj.weight"] = matrix(inner, width, width**-0.5)
+        weights[p + "mlp.down_proj.weight"] = matrix(width, inner, out * inner**-0.5)
+        weights[p + "input_layernorm.weight"] = torch.ones(width, requires_grad=True)
+        weights[p + "post_attention_layernorm.weight"] = torch.ones(width, requires_grad=True)
+    weights["model.norm.weight"] = torch.ones(width, requires_grad=True)
+    return weights
+
+
+def rotary(size: Size, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos, sin [context, D] in the half-split layout."""
+    half = torch.arange(0, size.head_dim, 2, device=device).float() / size.head_dim
+    angle = torch.arange(context, device=device).float()[:, None] * size.rope_theta**-half
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def hidden(w: dict[str, Tensor], size: Size, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Batched, differentiable forward: ids [B, T] -> normed states [B, T, width]."""
+    rows, context = ids.shape
+    group = size.num_attention_heads // size.num_key_value_heads
+    x = F.embedding(ids, w["model.embed_tokens.weight"])
+    for i in range(size.num_hidden_layers):
+        p = f"model.layers.{i}."
+        h = _norm(x, w[p + "input_layernorm.weight"], size.rms_norm_eps)
+        q, k, v = (
+            F.linear(h, w[p + f"self_attn.{n}_proj.weight"])
+            .view(rows, context, -1, size.head_dim)
+            .transpose(1, 2)
+            for n in "qkv"
+        )
+        q, k = _turn(q, cos, sin), _turn(k, cos, sin)
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.linear(
+            mixed.transpose(1, 2).reshape(rows, context, -1), w[p + "self_attn.o_proj.weight"]
+        )
+        h = _norm(x, w[p + "post_attention_layernorm.weight"], size.rms_norm_eps)
+        gate = F.silu(F.linear(h, w[p + "mlp.gate_proj.weight"]))
+        x = x + F.linear(
+            gate * F.linear(h, w[p + "mlp.up_proj.weight"]), w[p + "mlp.down_proj.weight"]
+        )
+    return _norm(x, w["model.norm.weight"], size.rms_norm_eps)
+
+
+def score(w: dict[str, Tensor], states: Tensor, ids: Tensor, marks: Tensor) -> tuple[int, int]:
+    """(exact, all) whole answers of one chat: states [T, width], ids and marks [T + 1]."""
+    at = (marks[1:] > 0).nonzero().squeeze(1)
+    guess = F.linear(states[at], w["model.embed_tokens.weight"]).argmax(-1)
+    wrong = {int(m) for m, ok in zip(marks[1:][at], guess == ids[1:][at], strict=True) if not ok}
+    everything = {int(m) for m in marks[1:][at]}
+    return len(everything) - len(wrong), len(everything)
+
+
+def evaluate(
+    w: dict[str, Tensor], size: Size, tokenizer: Tokenizer, context: int, chats: int, seed: int
+) -> float:
+    """Share of whole answers that greedy decoding gets right, four questions a document.
+
+    Teacher forcing is exact for this: an answer is right iff each of its tokens is the arg max.
+    """
+    source = Chats(tokenizer, seed)
+    device = w["model.norm.weight"].device
+    right = total = 0
+    with torch.no_grad():
+        for _ in range(chats):
+            i, m = source.sample(context, asked=4, per_fact=60)
+            ids, marks = torch.tensor(i, device=device), torch.tensor(m, device=device)
+            cos, sin = rotary(size, len(i) - 1, device)
+            states = hidden(w, size, ids[None, :-1], cos, sin)[0]
+            r, n = score(w, states, ids, marks)
+            right, total = right + r, total + n
+    return right / total
+
+
+def write(folder: Path, w: dict[str, Tensor], size: Size, tokenizer: Tokenizer) -> None:
+    """A checkpoint directory as any Llama checkpoint, in float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.detach().float().cpu().contiguous() for name, t in w.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "bos_token_id": BOS,
+        "eos_token_id": END,
+        "torch_dtype": "float32",
+        **asdict(size),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--resume", type=Path, help="a directory written by --out to go on from")
+    parser.add_argument("--phases", default=DEFAULT_PHASES, help="context:tokens:lr:lr, ...")
+    parser.add_argument("--batch", type=int, default=8192, help="tokens of a step")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True,
+        help="torch.compile (needs a C++ compiler; on a CPU about 7 times as fast)",
+    )  # fmt: skip
+    parser.add_argument("--float32", action="store_true", help="no bfloat16 matrix products")
+    args = parser.parse_args()
+    size, device = Size(), torch.device(args.device)
+    if args.resume:
+        tokenizer = Tokenizer.from_file(str(args.resume / "tokenizer.json"))
+        w = {
+            name: t.to(device).requires_grad_()
+            for name, t in load_file(args.resume / "model.safetensors").items()
+        }
+    else:
+        tokenizer = train_tokenizer(args.seed, size.vocab_size)
+        w = {n: t.detach().to(device).requires_grad_() for n, t in new_weights(size, args.seed).items()}
+    print(f"{sum(t.numel() for t in w.values()):,} parameters on {device}", flush=True)
+    # Muon for the matrices inside the layers: it finds the recall circuits in far fewer tokens.
+    inner = [t for name, t in w.items() if t.dim() == 2 and "embed" not in name]
+    outer = [t for name, t in w.items() if t.dim() == 1 or "embed" in name]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(inner, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(outer, weight_decay=0.0, betas=(0.9, 0.97), foreach=True),
+    ]
+    forward = torch.compile(hidden, dynamic=False) if args.compile else hidden
+    chats = Chats(tokenizer, args.seed + 1)
+    sampler = torch.Generator(device="cpu").manual_seed(args.seed)
+    began, step, done = time.time(), 0, 0
+    for number, phase in enumerate(map(Phase.parse, args.phases.split(","))):
+        cos, sin = rotary(size, phase.context, device)
+        steps = max(1, int(phase.tokens / max(args.batch, phase.context)))
+        last = time.time()
+        for i in range(steps):
+            rate = phase.last + (phase.first - phase.last) * (1 + math.cos(math.pi * i / steps)) / 2
+            if number == 0 or args.resume:
+                rate *= min(1.0, (step + 1) / 100)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+            ids, marks = (t.to(device) for t in chats.batch(phase.context, args.batch))
+            with torch.autocast(device.type, torch.bfloat16, enabled=not args.float32):
+                states = forward(w, size, ids[:, :-1], cos, sin).flatten(0, 1)
+            target, mark = ids[:, 1:].flatten(), marks[:, 1:].flatten()
+            answers = (mark > 0).nonzero().squeeze(1)
+            rest = (mark == 0).nonzero().squeeze(1)
+            rest = rest[torch.randint(len(rest), (max(256, len(rest) // 8),), generator=sampler).to(device)]
+            at = torch.cat((answers, rest))
+            logits = F.linear(states[at].float(), w["model.embed_tokens.weight"])
+            losses = F.cross_entropy(logits, target[at], reduction="none")
+            main_loss = losses[: len(answers)].mean()
+            loss = main_loss + 0.1 * losses[len(answers) :].mean()
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(w.values(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+            step, done = step + 1, done + ids.numel()
+            if step % 50 == 0:
+                speed = 50 * ids.numel() / (time.time() - last)
+                last = time.time()
+                hit = (logits[: len(answers)].argmax(-1) == target[answers]).float().mean()
+                print(
+                    f"{time.time() - began:6.0f}s step {step} context {phase.context} {done / 1e6:.1f}M "
+                    f"lr {rate:.1e} answer {main_loss:.3f} rest {losses[len(answers):].mean():.3f} "
+                    f"tokens right {hit:.3f} {speed:,.0f} tok/s",
+                    flush=True,
+                )
+            if step % 500 == 0:
+                write(args.out, w, size, tokenizer)
+        write(args.out, w, size, tokenizer)
+        for context in sorted({phase.context, min(8192, phase.context * 2)}):
+            exact = evaluate(w, size, tokenizer, context, max(4, 40000 // context), args.seed + 999)
+            print(f"exact answers at {context}: {exact:.3f}", flush=True)
+    print(f"done in {(time.time() - began) / 60:.1f} minutes", flush=True)
+
+
+if __name__ == "__main__":
+    main()
