@@ -7,7 +7,6 @@ something else than this network does is an UnsupportedModel.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -159,8 +158,7 @@ class _Reader:
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
-            or not math.isfinite(value)
-            or not low <= value <= high
+            or not low <= value <= high  # false for NaN
         ):
             raise self.bad(key, f"a number from {low:g} to {high:g}")
         return float(value)
