@@ -37,6 +37,7 @@ JSON_LIMIT = 64 * 2**20
 """Bytes; the largest real file of this kind (a tokenizer.json) stays under 40 MB."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+_REVISION = re.compile(r"[\w][\w./+-]{0,254}", re.ASCII)
 _TEXT_FILES = frozenset(
     {
         "config.json", "generation_config.json", "params.json",
@@ -65,7 +66,7 @@ def resolve(model: str | Path, *, revision: str | None = None, offline: bool = F
     """
     text = os.fspath(model)
     folder = Path(text).expanduser()
-    if folder.is_dir():
+    if text and folder.is_dir():
         return Source(text, folder, None)
     if folder.exists():
         raise ModelUnavailable(
@@ -75,6 +76,10 @@ def resolve(model: str | Path, *, revision: str | None = None, offline: bool = F
         raise ModelUnavailable(
             f"model {quote(text)} not found: no such directory",
             "give a directory, or a hub id such as meta-llama/Llama-3.1-8B-Instruct",
+        )
+    if revision is not None and (_REVISION.fullmatch(revision) is None or ".." in revision):
+        raise ModelUnavailable(
+            f"{quote(revision)} is not a revision", "give a branch, tag or full commit hash"
         )
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     return _from_hub(text, revision, offline)
@@ -107,6 +112,9 @@ def _from_hub(repo: str, revision: str | None, offline: bool) -> Source:
             "run once without --offline (and without HF_HUB_OFFLINE) to download it",
         )
     folder = _download(huggingface_hub, repo, revision, at)
+    lacks = missing_files(folder)
+    if lacks:
+        raise ModelUnavailable(f"{repo}{at} has no {quote(lacks)}", "it is not a complete model")
     return Source(repo, folder, folder.name)
 
 
@@ -150,18 +158,14 @@ def _download(hub: Any, repo: str, revision: str | None, at: str) -> Path:
             f"{repo}{at} is not in the local cache, and offline mode is on",
             "unset HF_HUB_OFFLINE to download it",
         ) from None
-    except errors.IncompleteSnapshotError:
-        raise ModelUnavailable(
-            f"{repo}{at} is only partly in the local cache, and the hub cannot be reached",
-            "check the network, then run the same command again: finished files are kept",
-        ) from None
     except errors.EntryNotFoundError as error:
-        local = isinstance(error, errors.LocalEntryNotFoundError)
+        if not isinstance(error, errors.LocalEntryNotFoundError):
+            raise ModelUnavailable(
+                f"{repo}{at}: a file vanished from the hub during the download", "try again"
+            ) from None
         raise ModelUnavailable(
-            f"{repo}{at}: the hub cannot be reached and the model is not in the local cache"
-            if local
-            else f"{repo}{at}: a file vanished from the hub during the download",
-            "check the network; a model directory works without one",
+            f"{repo}{at}: the hub cannot be reached, and the local cache does not have all of it",
+            "check the network; finished files are kept, and a model directory works without one",
         ) from None
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)

@@ -334,7 +334,7 @@ def test_the_original_layout_is_accounted_for_too(tmp_path: Path) -> None:
     for change in (
         drop("layers.1.ffn_norm.weight"),
         lambda t: t | {"layers.0.attention.wq.lora": torch.ones(2)},
-        lambda t: t | {NORM: t["norm.weight"]},  # the same tensor under both names
+        lambda t: t | {NORM: t["norm.weight"].clone()},  # the same tensor under both names
     ):
         edit_tensors(path, change)
         assert refused(lambda: network_of(tmp_path)).exit_code == 6
