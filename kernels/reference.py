@@ -15,14 +15,16 @@ _LOGITS = 1 << 22  # most logits held at a time where a mask or an observation n
 _KEYS = 4096  # keys of one block of an observation
 
 
-def rows_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> tuple[Tensor, Tensor]:
+def rows_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
     """Attention over rows that all queries see (or causally: query i sees rows 0..i).
 
     q [H, G, T, D], k and v [H, N, D], strides free except the last. Returns the mixed values
     [H, G, T, D] in q's dtype and the log-sum-exp of the logits [H, G, T] in float32, by which
     parts are joined (`merge`). Never holds T x N logits.
     """
-    heads, group, rows, size = q.shape
+    heads, group, _, size = q.shape
     shape = (heads, group, k.shape[1], size)
     wide_k, wide_v = k[:, None].expand(shape), v[:, None].expand(shape)
     if q.device.type == "cpu":
@@ -101,7 +103,7 @@ def observe(
     the probabilities summed over the W rows [H, G, N], and the sum over the rows of the squared
     mean over G [H, N].
     """
-    rows, heads, group, size = q.shape
+    _, heads, group, size = q.shape
     total = sum(k.shape[1] for k, _ in parts)
     mass = q.new_empty((heads, group, total), dtype=torch.float32)
     squares = q.new_empty((heads, total), dtype=torch.float32)

@@ -172,9 +172,8 @@ class Arena:
         if not alike or bool((self.hole[layer] >= 0).any()):
             return None
         begin = int(self.start[layer, 0])
-        return self.columns[name][begin : begin + self.heads * step].unflatten(
-            0, (self.heads, step)
-        )[:, :n]
+        rows = self.columns[name][begin : begin + self.heads * step]
+        return rows.view(self.heads, step, *rows.shape[1:])[:, :n]
 
     def layout(self) -> Layout:
         """A copy of where everything lies."""

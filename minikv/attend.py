@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -62,11 +63,11 @@ class DenseAttend:
         if rows == 1 and not self._prompt:
             seen = None if window is None or end <= window else (pos > end - 1 - window)[None]
             out, _ = kernels.decode_attention(
-                q[0].unflatten(0, (heads, -1)), keys, values,
+                q[0].view(heads, -1, q.shape[2]), keys, values,
                 None if seen is None else seen.expand(heads, end),
             )  # fmt: skip
             return out.reshape(1, q.shape[1], -1)
-        query = q.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+        query = q.view(len(q), heads, -1, q.shape[2]).permute(1, 2, 0, 3)
         first = end - rows
         if window is not None and end > window:
             mixed, _ = kernels.visible_attention(
@@ -76,7 +77,7 @@ class DenseAttend:
             cuts = sorted({0, self.position, first, end})
             parts = [
                 kernels.rows_attention(query, keys[:, a:b], values[:, a:b], causal=a == first)
-                for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+                for a, b in pairwise(cuts)
             ]
             mixed = kernels.merge(parts)
         return mixed.permute(2, 0, 1, 3).reshape(rows, q.shape[1], -1)

@@ -201,7 +201,7 @@ def share(wish: Sequence[Fraction], most: Sequence[int], total: int) -> list[int
     while (spare := total - sum(x)) > 0:
         open_ = [i for i, m in enumerate(most) if x[i] < m]
         for i in open_:
-            x[i] = min(x[i] + spare / len(open_), Fraction(most[i]))
+            x[i] = min(x[i] + Fraction(spare) / len(open_), Fraction(most[i]))
     counts = [w.numerator // w.denominator for w in x]
     order = sorted(range(len(x)), key=lambda i: (counts[i] - x[i], i))
     for i in order[: total - sum(counts)]:

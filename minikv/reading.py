@@ -116,7 +116,7 @@ class Reading:
         window = shape.windows[layer]
         if window is not None and base + hi <= window:
             window = None  # nothing has slid out yet
-        query = q.unflatten(1, (shape.kv_heads, -1)).permute(1, 2, 0, 3)
+        query = q.view(len(q), shape.kv_heads, -1, shape.head_dim).permute(1, 2, 0, 3)
         at = torch.arange(base + lo, base + hi, device=q.device)
         parts = []
         if self._old is not None:
@@ -177,8 +177,8 @@ class Reading:
             if old is not None:
                 sources.insert(0, (old[0], old[2]))
             mass, squares = kernels.observe(
-                self._tail.unflatten(1, (self.shape.kv_heads, -1)), new[-observed:], sources,
-                self.shape.windows[layer],
+                self._tail.view(observed, self.shape.kv_heads, -1, self.shape.head_dim),
+                new[-observed:], sources, self.shape.windows[layer],
             )  # fmt: skip
             self._note_peak(mass, squares)
 
@@ -260,7 +260,9 @@ class Reading:
                 arena.append(layer, h, taken)
         arena.cap[layer] = torch.tensor(caps)
 
-    def _take(self, head: int, rows: Tensor, before: int, index: Tensor | None) -> dict[str, Tensor]:
+    def _take(
+        self, head: int, rows: Tensor, before: int, index: Tensor | None
+    ) -> dict[str, Tensor]:
         """One head's k and v at `rows` of the view, copied unless they are all of the prompt."""
         old, taken = rows < before, {}
         new = rows[~old] - before

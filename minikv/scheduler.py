@@ -44,6 +44,11 @@ class Scheduler:
         poison: bool = False,
     ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
+        self.prompt_policy: PromptPolicy | None
+        self.step_policy: StepPolicy | None
+        self.budget: Budget | None
+        self._rows: int | None
+        self.arena: Arena
         self.progress: Callable[[int, int], None] | None = None
         self._poison = poison
         self._set(prompt, step, budget)
@@ -232,7 +237,7 @@ class Scheduler:
             self._start_step()
         assert self._slot is not None
         arena, heads = self.arena, self.shape.kv_heads
-        query = q[0].unflatten(0, (heads, -1))
+        query = q[0].view(heads, -1, self.shape.head_dim)
         if self._asked[layer]:
             self._make_room(layer, query)
         slots = self._slot[layer].to(self.device)
@@ -246,18 +251,18 @@ class Scheduler:
         window = self.shape.windows[layer]
         mixed = []
         for low, high, begin, count, stride in spans:
-            shape = (high - low, stride)
             end = begin + (high - low) * stride
-            keys = arena.columns["k"][begin:end].unflatten(0, shape)[:, :count]
-            values = arena.columns["v"][begin:end].unflatten(0, shape)[:, :count]
+            wide = (high - low, stride, self.shape.head_dim)
+            keys = arena.columns["k"][begin:end].view(wide)[:, :count]
+            values = arena.columns["v"][begin:end].view(wide)[:, :count]
             seen = None
             if window is not None and self.position >= window:
-                at = arena.columns["pos"][begin:end].unflatten(0, shape)[:, :count]
+                at = arena.columns["pos"][begin:end].view(wide[:2])[:, :count]
                 seen = at > self.position - window
             out, p = kernels.decode_attention(query[low:high], keys, values, seen)
             mixed.append(out)
             if len(self._mean):
-                into = self._mean[begin:end].unflatten(0, shape)[:, :count]
+                into = self._mean[begin:end].view(wide[:2])[:, :count]
                 torch.mean(p, 1, out=into) if into.is_contiguous() else into.copy_(p.mean(1))
         whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         return whole.reshape(1, self.shape.heads, -1)
@@ -360,7 +365,7 @@ class Scheduler:
         held = arena.held
         rows = int(held.sum())
         row_bytes = arena.row_nbytes(["k", "v"])
-        lost = [(share, i) for i, share in enumerate(last.lost) if share is not None] if last else []
+        lost = [(s, i) for i, s in enumerate(last.lost if last else []) if s is not None]
         seen = sum(min(self.position, w) if w else self.position for w in shape.windows)
         mean = rows / held.numel()
         return CacheStats(

@@ -93,6 +93,10 @@ POLICIES: dict[str, PolicyInfo] = {
                     "the authors' rounding, which drifts by a few rows",
                     choices=("exact", "official"),
                 ),
+                Option(
+                    "normalize", False, "weigh a head's scores by how concentrated they are "
+                    "before heads are compared (as KVCache-Factory does, not the authors)",
+                ),
             ),
         ),
         PolicyInfo(

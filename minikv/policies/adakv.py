@@ -35,11 +35,20 @@ def wanted(scores: Tensor, free: Tensor, total: int) -> list[int]:
     return [int(n) for n in counts]
 
 
-def adaptive_heads(alpha: float, rounding: str = "exact") -> Heads:
+def normalized(scores: Tensor, free: Tensor, each: int) -> Tensor:
+    """Weigh each head's scores [H, N] by the share of its mass that its best `each` rows hold."""
+    live = scores.masked_fill(~free, 0.0)
+    best = live.topk(min(each, live.shape[1])).values.sum(1)
+    return scores * (best / live.sum(1).clamp(min=1e-30))[:, None]
+
+
+def adaptive_heads(alpha: float, rounding: str = "exact", normalize: bool = False) -> Heads:
     """Heads: (1 - alpha) x need + alpha x even share, b rows a head on average."""
 
     def heads(scores: Tensor, free: Tensor, total: int) -> list[int]:
         most = [int(n) for n in free.sum(1)]
+        if normalize:
+            scores = normalized(scores, free, total // len(most))
         need = wanted(scores, free, total)
         if rounding == "official":
             each = total // len(most)
@@ -58,6 +67,7 @@ def prompt_policy(options: Mapping[str, object]) -> PromptPolicy:
     alpha = options["alpha"]
     assert isinstance(alpha, float)
     return PromptPolicy(
-        "adakv", scorer, last_rows(window), adaptive_heads(alpha, str(options["rounding"])),
+        "adakv", scorer, last_rows(window),
+        adaptive_heads(alpha, str(options["rounding"]), bool(options["normalize"])),
         even_layers, top, observe=window, asks=True, window=window,
     )  # fmt: skip

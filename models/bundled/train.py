@@ -64,7 +64,10 @@ class Phase:
         return Phase(int(context), float(tokens), float(first), float(last))
 
 
-DEFAULT_PHASES = "128:4e6:3e-3:3e-3,256:4e6:3e-3:3e-3,512:5e6:3e-3:2e-3,1024:6e6:2e-3:1e-3,2048:4e6:1e-3:5e-4,4096:3e6:5e-4:2e-4,8192:2e6:3e-4:1e-5"
+DEFAULT_PHASES = (
+    "128:3e6:4e-3:4e-3,256:4e6:4e-3:3e-3,512:4e6:3e-3:2.5e-3,1024:4e6:2.5e-3:1.5e-3,"
+    "2048:3e6:1.5e-3:1e-3,4096:3e6:1e-3:5e-4,8192:2e6:5e-4:2e-5"
+)
 
 
 def train_tokenizer(seed: int, vocab: int) -> Tokenizer:
@@ -298,7 +301,8 @@ def main() -> None:
         }
     else:
         tokenizer = train_tokenizer(args.seed, size.vocab_size)
-        w = {n: t.detach().to(device).requires_grad_() for n, t in new_weights(size, args.seed).items()}
+        w = new_weights(size, args.seed)
+        w = {name: t.detach().to(device).requires_grad_() for name, t in w.items()}
     print(f"{sum(t.numel() for t in w.values()):,} parameters on {device}", flush=True)
     # Muon for the matrices inside the layers: it finds the recall circuits in far fewer tokens.
     inner = [t for name, t in w.items() if t.dim() == 2 and "embed" not in name]
@@ -328,15 +332,15 @@ def main() -> None:
             target, mark = ids[:, 1:].flatten(), marks[:, 1:].flatten()
             answers = (mark > 0).nonzero().squeeze(1)
             rest = (mark == 0).nonzero().squeeze(1)
-            rest = rest[torch.randint(len(rest), (max(256, len(rest) // 8),), generator=sampler).to(device)]
-            at = torch.cat((answers, rest))
+            some = torch.randint(len(rest), (max(256, len(rest) // 8),), generator=sampler)
+            at = torch.cat((answers, rest[some.to(device)]))
             logits = F.linear(states[at].float(), w["model.embed_tokens.weight"])
             losses = F.cross_entropy(logits, target[at], reduction="none")
             main_loss = losses[: len(answers)].mean()
             loss = main_loss + 0.1 * losses[len(answers) :].mean()
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(w.values(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
@@ -346,9 +350,10 @@ def main() -> None:
                 last = time.time()
                 hit = (logits[: len(answers)].argmax(-1) == target[answers]).float().mean()
                 print(
-                    f"{time.time() - began:6.0f}s step {step} context {phase.context} {done / 1e6:.1f}M "
-                    f"lr {rate:.1e} answer {main_loss:.3f} rest {losses[len(answers):].mean():.3f} "
-                    f"tokens right {hit:.3f} {speed:,.0f} tok/s",
+                    f"{time.time() - began:6.0f}s step {step} context {phase.context} "
+                    f"{done / 1e6:.1f}M lr {rate:.1e} answer {main_loss:.3f} "
+                    f"rest {losses[len(answers) :].mean():.3f} tokens right {hit:.3f} "
+                    f"{speed:,.0f} tok/s",
                     flush=True,
                 )
             if step % 500 == 0:

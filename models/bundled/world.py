@@ -13,20 +13,65 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-HEADS = ["Vel", "Tor", "Mar", "Bri", "Kal", "Dun", "Hes", "Lor", "Fen", "Gal", "Ost", "Ral", "Sel", "Tam", "Ul", "Wen", "Yar", "Zin", "Cor", "Dra", "Eb", "Fal", "Gri", "Hol", "Is", "Jor", "Kes", "Lun", "Mor", "Nar", "Ob", "Pel", "Quin", "Ros", "Stur", "Tre", "Und", "Vas", "Wil", "Yev", "Zor", "Al", "Bel", "Cas", "Dor", "Esk", "Fro", "Gar", "Hal", "Ing", "Jas", "Kor", "Lam", "Mil", "Nor", "Orm", "Pra", "Rud", "Sten", "Thal", "Urs", "Vin", "War", "Xan", "Yol", "Zem"]
-TOWN_TAILS = ["mora", "dale", "wick", "by", "ton", "ford", "stead", "haven", "len", "gate", "holm", "mere", "ness", "worth", "bury", "port", "field", "bridge", "combe", "minster", "thorpe", "cliff", "moor", "water", "brook"]
-SURNAME_TAILS = ["vin", "ske", "man", "son", "rick", "aldi", "ova", "eni", "bart", "quist", "ander", "olt", "ezzo", "ikov", "hart", "land", "strom", "berg", "ette", "inge", "osk", "ulf", "aric", "ema"]
-FIRST = ["Tarin", "Odile", "Marek", "Sanna", "Ivo", "Petra", "Lukas", "Wanda", "Anton", "Greta", "Felix", "Nadia", "Oskar", "Livia", "Boris", "Clara", "Henrik", "Irma", "Jonas", "Katya", "Leon", "Mira", "Nils", "Olga", "Pavel", "Rosa", "Stefan", "Tilda", "Viktor", "Yara", "Axel", "Berta", "Casper", "Dora", "Emil", "Frida", "Georg", "Hanna", "Igor", "Judit", "Karl", "Lena", "Milo", "Nora", "Otto", "Paula", "Ruben", "Selma", "Theo", "Ulla", "Vera", "Willem", "Xenia", "Yuri", "Zoe", "Aldo", "Bruna", "Cyril", "Delia", "Edgar", "Flora", "Gustav", "Hilda", "Ines"]
-ADJECTIVES = ["Silver", "Golden", "Crimson", "Northern", "Southern", "Quiet", "Brave", "Wandering", "Iron", "Copper", "Distant", "Gentle", "Bright", "Hidden", "Lonely", "Swift", "Ancient", "Merry", "Frozen", "Amber", "Scarlet", "Western", "Eastern", "Humble", "Proud", "Restless", "Faithful", "Bold", "Misty", "Velvet"]
-NOUNS = ["Heron", "Lantern", "Anchor", "Falcon", "Compass", "Willow", "Harvest", "Beacon", "Raven", "Thistle", "Otter", "Meadow", "Comet", "Swallow", "Harbour", "Juniper", "Badger", "Horizon", "Orchard", "Pelican", "Sparrow", "Tempest", "Marigold", "Cedar", "Summit", "Ember", "Dolphin", "Granite", "Clover", "Voyager"]
-COLOURS = ["red", "blue", "green", "yellow", "purple", "orange", "white", "black", "grey", "brown", "pink", "turquoise", "violet", "maroon", "beige"]
-ANIMALS = ["fox", "owl", "bear", "wolf", "hare", "stag", "swan", "goat", "lynx", "crane", "toad", "horse", "eagle", "seal", "mole", "tiger", "parrot", "rabbit", "turtle", "donkey"]
-INSTRUMENTS = ["violin", "flute", "cello", "piano", "harp", "drum", "trumpet", "guitar", "oboe", "organ", "clarinet", "banjo", "tuba", "lute"]
-TRADES = ["baker", "miller", "weaver", "carpenter", "doctor", "teacher", "printer", "surveyor", "gardener", "tailor", "locksmith", "lawyer", "chemist", "painter", "farmer", "sailor", "mason", "librarian", "engineer", "potter", "clockmaker", "nurse", "pilot", "butcher"]
-GOODS = ["wool", "salt", "timber", "copper", "glass", "honey", "paper", "rope", "cheese", "linen", "tea", "coal", "silk", "iron", "soap", "leather", "grain", "wine", "pottery", "amber", "oil", "candles", "cotton", "fish", "apples", "tin", "lamps", "tobacco", "spices", "barley"]
-FOODS = ["soup", "bread", "plums", "rice", "pancakes", "beans", "dumplings", "herring", "pie", "stew", "noodles", "walnuts", "cherries", "mushrooms", "porridge", "olives"]
-MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
-CODEWORDS = ["mirror", "ladder", "pepper", "window", "candle", "button", "river", "needle", "basket", "feather", "hammer", "pebble", "ribbon", "saddle", "thunder", "whistle", "blanket", "cabbage", "engine", "magnet"]
+HEADS = (
+    "Vel Tor Mar Bri Kal Dun Hes Lor Fen Gal Ost Ral Sel Tam Ul Wen Yar Zin Cor Dra Eb Fal Gri Hol "
+    "Is Jor Kes Lun Mor Nar Ob Pel Quin Ros Stur Tre Und Vas Wil Yev Zor Al Bel Cas Dor Esk Fro "
+    "Gar Hal Ing Jas Kor Lam Mil Nor Orm Pra Rud Sten Thal Urs Vin War Xan Yol Zem"
+).split()
+TOWN_TAILS = (
+    "mora dale wick by ton ford stead haven len gate holm mere ness worth bury port field bridge "
+    "combe minster thorpe cliff moor water brook"
+).split()
+SURNAME_TAILS = (
+    "vin ske man son rick aldi ova eni bart quist ander olt ezzo ikov hart land strom berg ette "
+    "inge osk ulf aric ema"
+).split()
+FIRST = (
+    "Tarin Odile Marek Sanna Ivo Petra Lukas Wanda Anton Greta Felix Nadia Oskar Livia Boris Clara "
+    "Henrik Irma Jonas Katya Leon Mira Nils Olga Pavel Rosa Stefan Tilda Viktor Yara Axel Berta "
+    "Casper Dora Emil Frida Georg Hanna Igor Judit Karl Lena Milo Nora Otto Paula Ruben Selma "
+    "Theo Ulla Vera Willem Xenia Yuri Zoe Aldo Bruna Cyril Delia Edgar Flora Gustav Hilda Ines"
+).split()
+ADJECTIVES = (
+    "Silver Golden Crimson Northern Southern Quiet Brave Wandering Iron Copper Distant Gentle "
+    "Bright Hidden Lonely Swift Ancient Merry Frozen Amber Scarlet Western Eastern Humble Proud "
+    "Restless Faithful Bold Misty Velvet"
+).split()
+NOUNS = (
+    "Heron Lantern Anchor Falcon Compass Willow Harvest Beacon Raven Thistle Otter Meadow Comet "
+    "Swallow Harbour Juniper Badger Horizon Orchard Pelican Sparrow Tempest Marigold Cedar Summit "
+    "Ember Dolphin Granite Clover Voyager"
+).split()
+COLOURS = (
+    "red blue green yellow purple orange white black grey brown pink turquoise violet maroon beige"
+).split()
+ANIMALS = (
+    "fox owl bear wolf hare stag swan goat lynx crane toad horse eagle seal mole tiger parrot "
+    "rabbit turtle donkey"
+).split()
+INSTRUMENTS = (
+    "violin flute cello piano harp drum trumpet guitar oboe organ clarinet banjo tuba lute"
+).split()
+TRADES = (
+    "baker miller weaver carpenter doctor teacher printer surveyor gardener tailor locksmith "
+    "lawyer chemist painter farmer sailor mason librarian engineer potter clockmaker nurse pilot "
+    "butcher"
+).split()
+GOODS = (
+    "wool salt timber copper glass honey paper rope cheese linen tea coal silk iron soap leather "
+    "grain wine pottery amber oil candles cotton fish apples tin lamps tobacco spices barley"
+).split()
+FOODS = (
+    "soup bread plums rice pancakes beans dumplings herring pie stew noodles walnuts cherries "
+    "mushrooms porridge olives"
+).split()
+MONTHS = (
+    "January February March April May June July August September October November December"
+).split()
+CODEWORDS = (
+    "mirror ladder pepper window candle button river needle basket feather hammer pebble ribbon "
+    "saddle thunder whistle blanket cabbage engine magnet"
+).split()
 
 Draw = Callable[["Names"], str]
 
@@ -74,7 +119,8 @@ class Names:
         return str(self.rng.randint(1000, 9999))
 
     def number(self) -> str:
-        return str(self.rng.randint(11, 99) if self.rng.random() < 0.5 else self.rng.randint(100, 999))
+        low, high = (11, 99) if self.rng.random() < 0.5 else (100, 999)
+        return str(self.rng.randint(low, high))
 
 
 def _word(words: list[str]) -> Draw:
@@ -108,7 +154,8 @@ WORLD: dict[str, tuple[Callable[[Names], str], tuple[Attribute, ...]]] = {
                       ("What does {e} export?",)),
             Attribute("emblem", "What", _word(ANIMALS), ("on the emblem of {e} stands a {v}",),
                       ("Which animal is on the emblem of {e}?",)),
-            Attribute("schoolteacher", "Who", Names.person, ("the school of {e} is led by the teacher {v}",),
+            Attribute("schoolteacher", "Who", Names.person,
+                      ("the school of {e} is led by the teacher {v}",),
                       ("Who teaches at the school of {e}?",)),
             Attribute("river", "What", Names.town, ("through {e} flows the river {v}",),
                       ("Which river flows through {e}?",)),
@@ -125,7 +172,8 @@ WORLD: dict[str, tuple[Callable[[Names], str], tuple[Attribute, ...]]] = {
                       ("What does {e} work as?", "What does {e} do for a living?")),
             Attribute("birthplace", "What", Names.town, ("{e} was born in {v}",),
                       ("Where was {e} born?",)),
-            Attribute("favourite colour", "What", _word(COLOURS), ("the colour that {e} likes best is {v}",),
+            Attribute("favourite colour", "What", _word(COLOURS),
+                      ("the colour that {e} likes best is {v}",),
                       ("Which colour does {e} like best?",)),
             Attribute("instrument", "What", _word(INSTRUMENTS), ("{e} plays the {v}",),
                       ("What does {e} play?", "Which instrument does {e} play?")),
@@ -205,8 +253,8 @@ ASKED = (
     "Please find the {n} of {e}.",
 )
 OPENERS = (
-    "it is said that", "the clerk wrote that", "by all accounts", "in those days", "it turned out that",
-    "the letter adds that", "as before,", "to nobody's surprise,",
+    "it is said that", "the clerk wrote that", "by all accounts", "in those days",
+    "it turned out that", "the letter adds that", "as before,", "to nobody's surprise,",
 )
 
 FILLER = (
@@ -243,10 +291,19 @@ MENTION = (
     "nobody mentioned {e} during the {time}",
 )
 SLOTS = {
-    "adj": ["cold", "warm", "dry", "strange", "heavy", "narrow", "pleasant", "dull", "bright", "noisy", "gentle", "rough", "careful", "broken", "simple", "famous", "empty", "modest", "curious", "plain"],
-    "thing": ["wagon", "clock", "fence", "barrel", "ledger", "map", "stove", "bench", "bell", "carpet", "statue", "gate", "parcel", "wheel", "mill", "boat", "roof", "painting", "kettle", "tower"],
-    "place": ["market", "square", "harbour", "garden", "kitchen", "chapel", "station", "yard", "library", "cellar", "hall", "valley", "meadow", "forest", "office", "street", "inn", "warehouse", "courtyard", "island"],
-    "time": ["week", "month", "season", "morning", "evening", "winter", "summer", "autumn", "spring", "year"],
+    "adj": (
+        "cold warm dry strange heavy narrow pleasant dull bright noisy gentle rough careful broken "
+        "simple famous empty modest curious plain"
+    ).split(),
+    "thing": (
+        "wagon clock fence barrel ledger map stove bench bell carpet statue gate parcel wheel mill "
+        "boat roof painting kettle tower"
+    ).split(),
+    "place": (
+        "market square harbour garden kitchen chapel station yard library cellar hall valley "
+        "meadow forest office street inn warehouse courtyard island"
+    ).split(),
+    "time": "week month season morning evening winter summer autumn spring year".split(),
 }
 
 
