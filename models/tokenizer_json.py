@@ -46,12 +46,13 @@ class JsonVocabulary:
             raise CorruptModel(f"{name} has no usable vocabulary")
         self._ids = ids
         self.size = max(ids.values()) + 1
-        self.control = {s: ids[s] for s, token in added.items() if token["special"] and s in ids}
         with library_errors(name, "unexpected structure"):
             parts = list(_parts(data))
             self.prefix = _prefix(parts)
             self._backends["after"] = self._variant(data, first_only=True)
             self._backends["inside"] = self._variant(data, first_only=False)
+            special = [text for text, token in added.items() if token["special"] and text in ids]
+            self.control = {text: ids[text] for text in special if not self._is_word(text)}
             unknown = data["model"].get("unk_token")
             self.unknown: int | None = ids.get(unknown) if isinstance(unknown, str) else None
             self.pieces, self.drop_space = self._table(data, frozenset(added))
@@ -77,6 +78,10 @@ class JsonVocabulary:
     def find(self, piece: str) -> int | None:
         """The id of a vocabulary entry, None if there is none."""
         return self._ids.get(piece)
+
+    def _is_word(self, text: str) -> bool:
+        # Padding is often an ordinary word, like "!". Its id belongs to texts.
+        return not is_marker(text) and self.encode(text, "inside") == [self._ids[text]]
 
     def _variant(self, data: dict[str, Any], first_only: bool) -> tokenizers.Tokenizer:
         """The same vocabulary for texts that are not at the start of everything."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from minikv.models.errors import CorruptModel, ModelUnavailable
+from minikv.models.errors import CorruptModel, ModelError, ModelUnavailable
 
 Place = Literal["start", "after", "inside"]
 """Where a text stands: at the start of everything, after a control token, or inside a text.
@@ -91,6 +91,8 @@ def library_errors(name: str, what: str) -> Iterator[None]:
     """
     try:
         yield
+    except ModelError:
+        raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             detail = " ".join(str(error).split())[:200]
