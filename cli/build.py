@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from minikv.choice import Choice
+from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ def build(settings: Settings) -> ChatSession:
     unsupported or damaged.
     """
     choice = settings.choice()
+    if settings.kernels not in ("auto", "torch"):
+        raise UsageError(
+            f"no {settings.kernels} kernels in this version", "use --kernels auto or torch"
+        )
     # torch comes in here, so that what needs no model answers at once.
     from minikv.engine import Engine
     from minikv.models import load

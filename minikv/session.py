@@ -138,7 +138,6 @@ class ChatSession:
         self.turn = 0
         self.shaped_by: int | None = None
         self.report: TurnReport | None = None
-        self._running = False
         self._cancelled = False
 
     def attach(self, text: str, name: str | None = None) -> None:
@@ -163,7 +162,7 @@ class ChatSession:
         While the prompt is read, `ask` raises Interrupted and nothing was added; while the answer
         is written, it ends there and stays in the conversation.
         """
-        self._cancelled = self._running
+        self._cancelled = True
 
     @property
     def room(self) -> int:
@@ -197,11 +196,8 @@ class ChatSession:
         if not question.strip():
             raise UsageError("the question is empty")
         _check_text(question, "the question")
-        self._running, self._cancelled = True, False
-        try:
-            yield from self._turn(question, max_tokens, sampling, progress, notice)
-        finally:
-            self._running = False
+        self._cancelled = False
+        yield from self._turn(question, max_tokens, sampling, progress, notice)
 
     def _turn(
         self,

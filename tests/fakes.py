@@ -145,10 +145,16 @@ class FakeEngine:
         return logits
 
     def step(self, token: int) -> Tensor:
+        """As the real engine: on an error the token is not in the cache."""
         self.fed.append(token)
+        try:
+            self.hook(self.fed)
+            logits = self._logits()
+        except BaseException:
+            self.fed.pop()
+            raise
         self.kv.position = len(self.fed)
-        self.hook(self.fed)
-        return self._logits()
+        return logits
 
     def reset(self) -> None:
         self.fed = []

@@ -299,3 +299,8 @@ def test_as_a_process_away_from_the_repository(folder: Path, story: str, tmp_pat
     assert done.stdout.endswith("\n")
     assert "KV held" in done.stderr
     assert done.stderr.isascii()
+
+
+def test_kernels_that_are_not_there_are_a_usage_error(folder: Path) -> None:
+    with pytest.raises(UsageError, match="no triton kernels"):
+        load(folder, kernels="triton")
