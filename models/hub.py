@@ -68,7 +68,7 @@ def resolve(model: str | Path, *, revision: str | None = None, offline: bool = F
     folder = Path(text).expanduser()
     if text and folder.is_dir():
         return Source(text, folder, None)
-    if folder.exists():
+    if text and folder.exists():
         raise ModelUnavailable(
             f"{quote(text)} is a file, not a model", "give the directory that holds config.json"
         )
