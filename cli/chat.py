@@ -16,7 +16,7 @@ from minikv.cli.failures import show
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import Limits, run_turn
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import ContextError, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from minikv.session import ChatSession
@@ -104,6 +104,8 @@ def converse(
             # The session is as it was, or holds what was written; the chat goes on.
             code = show(terminal, error)
             first_failure = first_failure or code
+            if isinstance(error, ContextError) and session.pending:
+                terminal.say("  the documents still wait for your next question; /reset drops them")
         if session.turn > before and session.report is not None:
             for part in session.report.lines():
                 terminal.note(f"  {part}")

@@ -41,6 +41,8 @@ def stats(report: TurnReport) -> str:
             worst = f"worst layer {loss.est_mass_lost_argmax_layer}"
             lost += f" ({worst}: {100 * loss.est_mass_lost_max:.1f}%)"
         lost += ", an estimate"
+        if report.shaped_by_turn is not None and report.shaped_by_turn < report.turn:
+            lost += "; rows that earlier turns evicted are not in it"
     rows = [
         (f"turn {report.turn}", f"policy {_policy(report)} · {_budget(report.budget)}{shaped}"),
         (

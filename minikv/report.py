@@ -125,9 +125,12 @@ class TurnReport:
             f"KV {of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved)",
             f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tok/head",
         ]
+        again = self.shaped_by_turn is not None and self.shaped_by_turn < self.turn
         if self.loss.est_mass_lost_mean is not None:
-            memory.append(f"lost ~{100 * self.loss.est_mass_lost_mean:.1f}%")
-        if self.shaped_by_turn is not None and self.shaped_by_turn < self.turn:
+            # The estimate cannot see rows that an earlier turn evicted.
+            more = " more" if again else ""
+            memory.append(f"lost ~{100 * self.loss.est_mass_lost_mean:.1f}%{more}")
+        if again:
             memory.append(f"shaped by Q{self.shaped_by_turn}")
         return " · ".join(speed), " · ".join(memory)
 

@@ -96,6 +96,7 @@ def test_the_two_lines() -> None:
     second = report(turn=2, stop_reason="length", loss=Loss(None, None, None, None))
     speed, memory = second.lines()
     assert speed.endswith("stopped by length")
+    assert report(turn=2).lines()[1].endswith("lost ~3.1% more · shaped by Q1")
     assert memory.endswith("tok/head · shaped by Q1")
 
 
