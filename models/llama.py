@@ -166,6 +166,9 @@ class Llama:
         if len(starts) == 1:  # one table serves all layers; otherwise one per chunk, to save memory
             table = self.rotary.table(kv.position, count, self.dtype)
         x = F.embedding(ids.to(self.device), self.embedding)
+        # One buffer for the widest intermediate: freed and asked for again per chunk, it would
+        # leave holes in the heap that count as resident memory.
+        wide = None if grad else x.new_empty(min(rows, count), 2 * self.config.mlp)
         for index, layer in enumerate(self.layers):
             closing = last and index == len(self.layers) - 1
             for start in starts:
@@ -179,7 +182,7 @@ class Llama:
                         continue
                     mixed, part = mixed[-1:], part[-1:]
                 part = _add(part, mixed, layer.out, layer.out_bias, grad)
-                part = self._mlp(layer, part, grad)
+                part = self._mlp(layer, part, wide)
                 if grad or closing:
                     x = part
         kv.advance(count)
@@ -202,14 +205,22 @@ class Llama:
         mixed = kv.attend(index, qk[:, : c.heads], qk[:, c.heads :], qkv[:, turning:])
         return mixed.reshape(x.shape[0], c.heads * c.head_dim)
 
-    def _mlp(self, layer: Layer, x: Tensor, grad: bool) -> Tensor:
-        """x + down(silu(gate) * up) over the normed rows; in place unless `grad`."""
-        both = F.linear(
-            _norm(x, layer.mlp_norm, self.config.norm_eps), layer.gate_up, layer.gate_up_bias
-        )
-        gate, up = both[:, : self.config.mlp], both[:, self.config.mlp :]
-        wide = F.silu(gate) * up if grad else F.silu(gate, inplace=True).mul_(up)
-        return _add(x, wide, layer.down, layer.down_bias, grad)
+    def _mlp(self, layer: Layer, x: Tensor, wide: Tensor | None) -> Tensor:
+        """x + down(silu(gate) * up) of the normed rows x [t, hidden].
+
+        In place, over the buffer `wide` [>= t, 2 * mlp]; None (for gradients) writes nothing.
+        """
+        width = self.config.mlp
+        normed = _norm(x, layer.mlp_norm, self.config.norm_eps)
+        if wide is None:
+            both = F.linear(normed, layer.gate_up, layer.gate_up_bias)
+            mixed = F.silu(both[:, :width]) * both[:, width:]
+        else:
+            both = torch.mm(normed, layer.gate_up.t(), out=wide[: x.shape[0]])
+            if layer.gate_up_bias is not None:
+                both += layer.gate_up_bias
+            mixed = F.silu(both[:, :width], inplace=True).mul_(both[:, width:])
+        return _add(x, mixed, layer.down, layer.down_bias, wide is None)
 
 
 def _add(x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None, grad: bool) -> Tensor:

@@ -217,6 +217,6 @@ def test_forward_leaves_the_last_layers_unneeded_rows_alone(tmp_path: Path) -> N
     network.rows = 8
     seen: list[int] = []
     mlp = network._mlp
-    network._mlp = lambda layer, x, grad: (seen.append(len(x)), mlp(layer, x, grad))[1]  # type: ignore[method-assign]
+    network._mlp = lambda layer, x, wide: (seen.append(len(x)), mlp(layer, x, wide))[1]  # type: ignore[method-assign]
     network.forward(tokens(67, 20), DenseCache(2))
     assert seen == [8, 8, 4, 1]

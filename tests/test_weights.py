@@ -470,3 +470,59 @@ def test_loading_peaks_at_one_copy_and_keeps_no_file(wanted: str, tmp_path: Path
     assert int(size) > 150 * 2**20
     assert int(grown) < int(size) + 2 * weights.STAGING
     assert (mapped, held) == ("False", "False")
+
+
+READING = """
+import sys, threading, time, torch
+from minikv.models.config import ModelConfig
+from minikv.models.llama import Llama
+from minikv.models.rope import RopeConfig
+
+class Nothing:
+    position = 0
+    def attend(self, layer, q, k, v):
+        return q
+    def advance(self, tokens):
+        pass
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+torch.set_num_threads(1)
+dtype, tokens = getattr(torch, sys.argv[1]), 8192
+config = ModelConfig(
+    family="llama", layers=2, heads=8, kv_heads=2, head_dim=64, hidden=512, mlp=1536, vocab=1000,
+    norm_eps=1e-5, rope=RopeConfig(), max_context=tokens, windows=(None, None), tied=True,
+)
+network = Llama(config, dtype=dtype).randomise()
+network.forward(torch.zeros(1024, dtype=torch.int64), Nothing())
+ids = torch.zeros(tokens, dtype=torch.int64)
+before = peak = resident()
+done = False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, resident())
+        time.sleep(0.001)
+thread = threading.Thread(target=watch)
+thread.start()
+network.forward(ids, Nothing())
+done = True
+thread.join()
+stream = tokens * 512 * dtype.itemsize
+wide = network.rows * 2 * 1536 * dtype.itemsize
+print(peak - before, stream, wide)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_long_prompt_holds_the_residual_stream_and_one_chunk(dtype: str) -> None:
+    """8192 tokens through a network without a cache; 6 MiB for what a chunk needs on the way."""
+    done = subprocess.run(
+        [sys.executable, "-c", READING, dtype], capture_output=True, text=True, check=True
+    )
+    grown, stream, wide = map(int, done.stdout.split())
+    assert grown >= stream  # the watch has seen the forward
+    assert grown <= stream + wide + 6 * 2**20
