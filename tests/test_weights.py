@@ -15,6 +15,7 @@ import torch
 from checkpoints import Spec, edit_json, edit_tensors, one_thread, write
 from safetensors.torch import load_file, save_file
 
+import minikv.models as models
 import minikv.models.weights as weights
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
@@ -428,6 +429,35 @@ def test_free_memory_respects_a_containers_limit(tmp_path: Path) -> None:
     free = weights.free_memory(torch.device("cpu"))
     assert free is not None
     assert free > 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "device", "wants"),
+    [
+        ("auto", torch.float16, "cpu", torch.float32),
+        ("auto", torch.float16, "cuda", torch.float16),
+        ("auto", torch.bfloat16, "cpu", torch.bfloat16),
+        ("auto", torch.float32, "cpu", torch.float32),
+        ("float16", torch.bfloat16, "cpu", torch.float16),
+    ],
+)
+def test_what_dtype_auto_means(
+    name: str, stored: torch.dtype, device: str, wants: torch.dtype
+) -> None:
+    assert models._dtype(name, stored, torch.device(device)) == wants
+
+
+def test_unknown_dtypes_and_devices_are_refused() -> None:
+    assert refused(lambda: models._dtype("int4", torch.float32, torch.device("cpu"))).exit_code == 3
+    for name in ("tpu", "meta", "mps", "cuda:99", "cuda:x", ""):
+        assert refused(lambda name=name: models._device(name)).exit_code == 3
+    assert models._device("cpu") == torch.device("cpu")
+    assert models._device("auto").type in ("cpu", "cuda")
+
+
+def test_the_package_and_its_errors_import_without_torch() -> None:
+    code = "import sys, minikv.models.errors; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 PROBE = """
