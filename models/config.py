@@ -274,6 +274,8 @@ def _refuse_foreign(read: _Reader) -> None:
         raise UnsupportedModel(f"config.json: hidden_act {quote(act)} is not supported (silu is)")
     if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedModel("config.json: partial_rotary_factor other than 1 is not supported")
+    if read.flag("rope_interleaved"):
+        raise UnsupportedModel("config.json: rope_interleaved is not supported")
     auto_map = read.table("auto_map")
     if "AutoModelForCausalLM" in auto_map:
         raise UnsupportedModel(

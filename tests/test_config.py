@@ -192,6 +192,7 @@ BAD: list[tuple[str, object, int, str]] = [
     ("bitsandbytes", LLAMA | {"quantization_config": {"load_in_4bit": True}}, 3, "bitsandbytes"),
     ("quantised, oddly", LLAMA | {"quantization_config": "yes"}, 6, "quantization_config"),
     ("gelu", LLAMA | {"hidden_act": "gelu"}, 3, "gelu"),
+    ("rotary pairs", LLAMA | {"rope_interleaved": True}, 3, "rope_interleaved"),
     ("partial rotary", LLAMA | {"partial_rotary_factor": 0.5}, 3, "partial_rotary_factor"),
     ("5 of 32 heads", LLAMA | {"num_attention_heads": 32, "num_key_value_heads": 5}, 6, "5 KV"),
     ("hidden not divisible", LLAMA | {"num_attention_heads": 6}, 6, "multiple"),
@@ -270,6 +271,62 @@ def test_bad_config(raw: object, code: int, word: str, tmp_path: Path) -> None:
     assert word in text
     assert "\n" not in text
     assert text.isprintable()
+
+
+def release(
+    hidden: int, mlp: int, layers: int, heads: int, kv: int | None, vocab: int, **more: Any
+) -> dict[str, Any]:
+    """The shape of a published config.json; None leaves a key out."""
+    raw = {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": mlp,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "vocab_size": vocab, "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "use_cache": True, "initializer_range": 0.02, "transformers_version": "4.40.0",
+        "attention_dropout": 0.0, "rope_scaling": None,
+    } | more  # fmt: skip
+    return {key: value for key, value in raw.items() if key != "num_key_value_heads" or value}
+
+
+RELEASES = {
+    # published number of parameters, KV rows' bytes per token in 16 bits, config.json
+    "Llama-2-7B": (6_738_415_616, 524_288, release(
+        4096, 11008, 32, 32, None, 32000, max_position_embeddings=4096, pretraining_tp=1)),
+    "Llama-3.1-8B": (8_030_261_248, 131_072, release(
+        4096, 14336, 32, 32, 8, 128256, rope_theta=5e5, rope_scaling=LLAMA3, pretraining_tp=1,
+        max_position_embeddings=131072, eos_token_id=[128001, 128008, 128009], mlp_bias=False)),
+    "Llama-3.2-1B": (1_235_814_400, 32_768, release(
+        2048, 8192, 16, 32, 8, 128256, rope_theta=5e5, rope_scaling=LLAMA3 | {"factor": 32.0},
+        tie_word_embeddings=True, head_dim=64, max_position_embeddings=131072)),
+    "Mistral-7B-v0.1": (7_241_732_096, 131_072, release(
+        4096, 14336, 32, 32, 8, 32000, model_type="mistral", sliding_window=4096,
+        rope_theta=10000.0, max_position_embeddings=32768)),
+    "Mistral-7B-v0.3": (7_248_023_552, 131_072, release(
+        4096, 14336, 32, 32, 8, 32768, model_type="mistral", sliding_window=None,
+        rope_theta=1e6, max_position_embeddings=32768)),
+    "Mistral-Nemo": (12_247_782_400, 163_840, release(
+        5120, 14336, 40, 32, 8, 131072, model_type="mistral", sliding_window=None, head_dim=128,
+        rope_theta=1e6, max_position_embeddings=1024000)),
+    "TinyLlama-1.1B": (1_100_048_384, 22_528, release(
+        2048, 5632, 22, 32, 4, 32000, max_position_embeddings=2048, rope_theta=10000.0)),
+    "SmolLM2-135M": (134_515_008, 23_040, release(
+        576, 1536, 30, 9, 3, 49152, tie_word_embeddings=True, rope_theta=100000,
+        is_llama_config=True, rope_interleaved=False, max_position_embeddings=8192)),
+    "Qwen2.5-0.5B": (494_032_768, 12_288, release(
+        896, 4864, 24, 14, 2, 151936, model_type="qwen2", tie_word_embeddings=True, rope_theta=1e6,
+        use_sliding_window=False, sliding_window=32768, max_window_layers=21,
+        max_position_embeddings=32768)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_published_models_have_their_published_size(name: str, tmp_path: Path) -> None:
+    parameters, row_bytes, raw = RELEASES[name]
+    config = read(tmp_path, raw)
+    assert config.parameters == parameters
+    assert config.kv_row_bytes(2) == row_bytes
+    assert config.max_context == raw["max_position_embeddings"]
+    assert set(config.windows) == {4096 if name == "Mistral-7B-v0.1" else None}
+    assert config.notes == ()
 
 
 def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
