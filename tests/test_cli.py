@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -17,6 +14,7 @@ from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, ChatML, FakeEngine
+from terminals import Terminals
 from typer.testing import CliRunner, Result
 
 import minikv
@@ -507,63 +505,6 @@ def test_interrupted_ask_keeps_what_was_written_and_leaves_with_130(document: st
     assert 2 < len(start + rest) < 40
     assert (start + rest).endswith(b"\n")
     assert b"Traceback" not in errors
-
-
-class Terminals:
-    """A child on a pseudo-terminal: `until` reads on from what it found before."""
-
-    def __init__(self, command: list[str], env: dict[str, str]) -> None:
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.execvpe(command[0], command, {**os.environ, **env})
-        self.seen = ""
-        self.at = 0  # what lies before has been waited for
-        self.prompt = ""
-
-    def ready(self) -> None:
-        """Wait for the prompt: keys typed before would meet a terminal in another mode."""
-        self.until(self.prompt)
-        time.sleep(0.2)
-
-    def until(self, text: str, seconds: float = 60.0) -> str:
-        end = time.monotonic() + seconds
-        while (found := self.seen.find(text, self.at)) < 0:
-            ready, _, _ = select.select([self.fd], [], [], max(0.0, end - time.monotonic()))
-            assert ready, f"no {text!r} in {self.seen[self.at :]!r}"
-            try:
-                data = os.read(self.fd, 4096)
-            except OSError:
-                data = b""
-            assert data, f"ended without {text!r}: {self.seen[self.at :]!r}"
-            self.seen += data.decode("utf-8", "replace")
-            if b"\x1b[6n" in data:  # the line editor asks where the cursor is
-                os.write(self.fd, b"\x1b[1;1R")
-        before, self.at = self.at, found + len(text)
-        return self.seen[before : self.at]
-
-    def type(self, text: str) -> None:
-        os.write(self.fd, text.encode())
-
-    def code(self) -> int:
-        """Wait for the end and return the exit code."""
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
-                self.pid = 0
-                return os.waitstatus_to_exitcode(status)
-            if select.select([self.fd], [], [], 0.05)[0]:
-                try:
-                    self.seen += os.read(self.fd, 4096).decode("utf-8", "replace")
-                except OSError:
-                    time.sleep(0.05)
-        raise AssertionError(f"still running: {self.seen!r}")
-
-    def close(self) -> None:
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        os.close(self.fd)
 
 
 @pytest.fixture(params=["dumb", "xterm"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Spec, edit_json, edit_tensors, write
+from terminals import Terminals
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
@@ -304,3 +305,38 @@ def test_as_a_process_away_from_the_repository(folder: Path, story: str, tmp_pat
 def test_kernels_that_are_not_there_are_a_usage_error(folder: Path) -> None:
     with pytest.raises(UsageError, match="no triton kernels"):
         load(folder, kernels="triton")
+
+
+def test_ctrl_c_and_ctrl_d_on_a_terminal(tmp_path: Path, story: str) -> None:
+    folder = make_folder(tmp_path / "endless")
+
+    def never_end(tensors: dict[str, Any]) -> None:
+        tensors["lm_head.weight"][CONTROL.index("<|end|>")] = 0.0
+
+    edit_tensors(folder / "model.safetensors", never_end)
+    command = [sys.executable, "-m", "minikv.cli", "chat", story, "-m", str(folder), "--budget",
+               "64", "--device", "cpu", "-n", "100000"]  # fmt: skip
+    terminal = Terminals(command, {"TERM": "dumb", "OMP_NUM_THREADS": "1"})
+    try:
+        terminal.prompt = "> "
+        terminal.until("Ctrl-D leaves.")
+        terminal.ready()
+        terminal.type("first?\r")
+        terminal.until("first?\r\n")
+        terminal.more(20)  # the answer has begun
+        terminal.type("\x03")
+        terminal.until("stopped by user")
+        terminal.until("kept 64 of")
+        terminal.ready()
+        terminal.type("second?\r")
+        terminal.until("second?\r\n")
+        terminal.until("stopped by context")  # nobody stops this one
+        terminal.ready()
+        terminal.type("third?\r")
+        terminal.until("used by this chat")
+        terminal.ready()
+        terminal.type("\x04")
+        assert terminal.code() == 0
+        assert "Traceback" not in terminal.seen
+    finally:
+        terminal.close()
