@@ -185,7 +185,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # constants would be computed while compiling, before any meter runs
+            optimized=False,  # nothing is computed while compiling
             extensions=[_Generation, loopcontrols],
             finalize=_finalize,
         )

@@ -478,6 +478,8 @@ DOUBLE = (
 HOSTILE = {
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}"
     "{% endfor %}{% endfor %}",
+    "bare loops": "{% set r = range(99999) %}{% for i in r %}{% for j in r %}"
+    "{% endfor %}{% endfor %}",
     "loops in calls": "{{ ([range(99999)] * 99999) | map('list') | list | length }}",
     "loops in sums": "{{ ([range(99999)] * 99999) | map('sum') | list | length }}",
     "loops in filters": "{% for i in range(99999) %}{{ messages | tojson | length }}{% endfor %}",
@@ -538,10 +540,18 @@ def test_hostile_templates_are_stopped(name: str) -> None:
     started = time.monotonic()
     with pytest.raises(CorruptModel) as caught:
         Program(HOSTILE[name], "chat_template.jinja").render({"messages": [{"content": "a"}]})
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 10  # unbounded, they take minutes
     assert caught.value.exit_code == 6
     assert str(caught.value).startswith("chat_template.jinja")
     assert "\n" not in str(caught.value)
+    assert "MemoryError" not in str(caught.value)
+    # Time bounds loops alone; what would fill the memory is stopped by its size.
+    assert "seconds" not in str(caught.value) or "loops" in name or name == "macro tree"
+
+
+def test_names_are_printed_without_what_they_hold() -> None:
+    source = DOUBLE.format("1", "namespace(a=[n.x, n.x])") + "{{ [n.x] }}"
+    assert Program(source, "t").render({}) == "[<namespace>]"
 
 
 def test_the_deadline_holds_in_any_thread() -> None:
@@ -555,7 +565,7 @@ def test_the_deadline_holds_in_any_thread() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(6)
+    thread.join(20)
     assert not thread.is_alive()
     assert "more than 2 seconds" in caught[0]
 
