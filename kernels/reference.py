@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _LOGITS = 1 << 22  # most logits held at a time where a mask or an observation needs them
-_KEYS = 4096  # keys of one block of an observation
+_KEYS = 1024  # keys of one block of an observation
 
 
 def rows_attention(
@@ -86,7 +86,11 @@ def decode_attention(
     q [H, G, D]; k, v [H, N, D]; seen bool [H, N] or None for all. Returns the mixed values
     [H, G, D] and the probabilities [H, G, N] in float32.
     """
-    logits = torch.matmul(q, k.transpose(1, 2)).float() * (1.0 / math.sqrt(q.shape[-1]))
+    if q.dtype == torch.float32:
+        logits = torch.matmul(q, k.transpose(1, 2))
+    else:  # on a CPU about 15 times as fast in bfloat16 as the product above
+        logits = torch.matmul(k, q.transpose(1, 2)).transpose(1, 2).float()
+    logits = logits * (1.0 / math.sqrt(q.shape[-1]))
     if seen is not None:
         logits = logits.masked_fill(~seen[:, None], -math.inf)
     probabilities = logits.softmax(-1)

@@ -1,0 +1,111 @@
+"""What the bundled model answers exactly, on fresh documents: full cache and under a budget.
+
+    python docs/measurements/bundled.py --json docs/measurements/bundled.json
+
+Documents come from the training world with seeds that training never used. An answer counts when it
+equals the stated one, character by character. With --policy full a chat asks four questions
+about one document; under a budget each question comes with its document, as a first turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from pathlib import Path
+
+import minikv
+from minikv.models.bundled import world
+from minikv.session import ChatSession
+
+FACT_EVERY = 60  # tokens
+
+
+def fresh(chat: ChatSession, tokens: int, seed: int) -> world.Document:
+    """A document of `tokens` tokens, within a sentence or two."""
+    sentences = tokens // 12
+    while True:
+        facts = min(sentences, tokens // FACT_EVERY, 110)
+        doc = world.document(random.Random(seed), sentences, facts)
+        size = len(chat.tokenizer.encode(doc.text))
+        if abs(size - tokens) <= 16:
+            return doc
+        step = round((tokens - size) / 13)
+        sentences += step if step else (1 if size < tokens else -1)
+        seed += 1_000_000
+
+
+def exact(chat: ChatSession, tokens: int, chats: int, asked: int, seed: int) -> list[list[bool]]:
+    """[chats][asked]: was the answer right."""
+    table = []
+    for i in range(chats):
+        chat.reset()
+        doc = fresh(chat, tokens, seed + i)
+        chat.attach(doc.text, name="report.txt")
+        row = []
+        for question, answer in world.questions(random.Random(i), doc, asked):
+            row.append("".join(chat.ask(question, max_tokens=16)).strip() == answer)
+        table.append(row)
+    return table
+
+
+def interval(right: int, n: int) -> tuple[float, float]:
+    """Wilson's 95 % interval."""
+    z, p = 1.96, right / n
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return middle - half, middle + half
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chats", type=int, default=50)
+    parser.add_argument("--single", type=int, default=200, help="documents for the budgeted runs")
+    parser.add_argument("--lengths", default="2000,4000,7900")
+    parser.add_argument("--budget", default="256")
+    parser.add_argument("--policies", default="full,adakv,snapkv,streaming")
+    parser.add_argument("--model", help="another directory than the bundled model's")
+    parser.add_argument("--seed", type=int, default=777_000_000)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, object]] = []
+
+    def show(name: str, tokens: int, table: list[list[bool]], held: float, began: float) -> None:
+        flat = [ok for row in table for ok in row]
+        by_number = [sum(col) / len(col) for col in zip(*table, strict=True)]
+        low, high = interval(sum(flat), len(flat))
+        rows.append({
+            "policy": name, "tokens": tokens, "n": len(flat), "exact": sum(flat) / len(flat),
+            "low": low, "high": high, "by_question": by_number, "held_share": held,
+            "seconds": round(time.time() - began, 1),
+        })  # fmt: skip
+        print(
+            f"{name:10} {tokens:6,} tokens  exact {sum(flat) / len(flat):6.1%} of {len(flat)} "
+            f"[{low:.1%}, {high:.1%}]  by question "
+            + " ".join(f"{share:.0%}" for share in by_number) + f"  held {held:.1%}",
+            flush=True,
+        )
+
+    def saved(chat: ChatSession) -> float:
+        stats = chat.engine.kv.stats()
+        return stats.held_bytes / stats.full_bytes
+
+    chat = minikv.load(args.model, policy="full")
+    for tokens in map(int, args.lengths.split(",")):
+        began = time.time()
+        table = exact(chat, tokens, args.chats, 4, args.seed + tokens * 1000)
+        show("full", tokens, table, saved(chat), began)
+    for policy in args.policies.split(","):
+        began = time.time()
+        chat = minikv.load(args.model, policy=policy, budget=args.budget)
+        table = exact(chat, 4000, args.single, 1, args.seed + 1)
+        name = policy if policy == "full" else f"{policy} {args.budget}"
+        show(name, 4000, table, saved(chat), began)
+    if args.json:
+        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Write the sample document and its questions: `python -m minikv.models.bundled.sample`.
+
+A document of about 7,000 tokens that the model was not trained on (another seed), and one question
+of every kind of fact in it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from minikv.models.bundled import world
+
+FOLDER = Path(__file__).parent
+SEED, SENTENCES, FACTS = 20_000_001, 565, 80
+
+
+def main() -> None:
+    rng = random.Random(SEED)
+    doc = world.document(rng, SENTENCES, FACTS)
+    order = list(doc.facts)
+    rng.shuffle(order)
+    asked = [{"question": rng.choice(f.questions), "answer": f.answer} for f in order[:12]]
+    (FOLDER / "sample.txt").write_text(doc.text + "\n")
+    (FOLDER / "questions.json").write_text(json.dumps(asked, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
