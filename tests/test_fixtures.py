@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from minikv import policies
 from minikv.budget import Budget
 from minikv.policies.adakv import adaptive_heads
@@ -19,8 +22,6 @@ from minikv.policies.snapkv import window_scorer
 from minikv.policy import PromptView
 from minikv.scheduler import Scheduler
 from minikv.stats import Shape
-from safetensors.torch import load_file
-from torch import Tensor
 
 DATA = Path(__file__).parent / "data"
 CASES = {case["id"]: case for case in json.loads((DATA / "parity.json").read_text())}

@@ -1,0 +1,148 @@
+"""The arithmetic of the axes: exact sums, bounds, ties, and RoCo's rule worked by hand."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minikv import policies
+from minikv.budget import Budget
+from minikv.errors import UsageError
+from minikv.policies.adakv import adaptive_heads, wanted
+from minikv.policies.snapkv import pool
+from minikv.policy import StepView, best, even_heads, fill, share
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(0, 400))
+@settings(max_examples=300, deadline=None)
+def test_fill_raises_the_lowest(used: list[int], total: int) -> None:
+    caps = fill(used, total)
+    assert sum(caps) == max(total, sum(used))
+    raised = [c for c, u in zip(caps, used, strict=True) if c > u]
+    assert all(c >= u for c, u in zip(caps, used, strict=True))
+    if raised:
+        assert max(raised) - min(caps) <= 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=8))
+@settings(max_examples=300, deadline=None)
+def test_share_is_exact(pairs: list[tuple[int, int]]) -> None:
+    wish = [Fraction(a, 3) for a, _ in pairs]
+    most = [b for _, b in pairs]
+    total = int(sum(wish))
+    wish[0] += total - sum(wish)
+    if wish[0] < 0:
+        return
+    counts = share(wish, most, total)
+    assert sum(counts) == min(total, sum(most))
+    assert all(0 <= c <= m for c, m in zip(counts, most, strict=True))
+    if all(w <= m for w, m in zip(wish, most, strict=True)):
+        assert all(abs(c - w) < 1 for c, w in zip(counts, wish, strict=True))
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_best_keeps_the_higher_then_the_younger(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 30))
+    scores = torch.tensor([float(data.draw(st.integers(0, 4))) for _ in range(n)])
+    pos = torch.tensor(data.draw(st.permutations(range(n))))
+    free = torch.tensor([data.draw(st.booleans()) for _ in range(n)])
+    count = data.draw(st.integers(0, n))
+    chosen = best(scores, pos, free, count)
+    order = sorted(
+        (i for i in range(n) if free[i]), key=lambda i: (-float(scores[i]), -int(pos[i]))
+    )
+    assert set(chosen.nonzero().flatten().tolist()) == set(order[:count])
+
+
+def test_adaptive_heads_follow_need() -> None:
+    scores = torch.tensor([[9.0, 8.0, 7.0, 6.0], [5.0, 1.0, 1.0, 1.0]])
+    free = torch.ones_like(scores, dtype=torch.bool)
+    assert wanted(scores, free, 4) == [4, 0]
+    assert adaptive_heads(0.0)(scores, free, 4) == [4, 0]
+    assert adaptive_heads(1.0)(scores, free, 4) == [2, 2]
+    assert adaptive_heads(0.5)(scores, free, 4) == [3, 1]
+    assert even_heads(scores, free, 4) == [2, 2]
+
+
+def test_adaptive_heads_keep_the_most_mass() -> None:
+    """Ada-KV theorem 3.1: without a safeguard no allocation keeps more of the scores."""
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(20):
+        scores = torch.rand(4, 60, generator=generator) ** 4
+        free = torch.ones_like(scores, dtype=torch.bool)
+
+        def mass(counts: list[int], scores: torch.Tensor = scores) -> float:
+            return sum(float(s.topk(n).values.sum()) for s, n in zip(scores, counts, strict=True))
+
+        assert mass(adaptive_heads(0.0)(scores, free, 48)) >= mass([12] * 4)
+
+
+def test_pooling_is_over_neighbours_in_the_text() -> None:
+    """Rows in any order of slots; the window's rows take no part."""
+    pos = torch.tensor([[4, 0, 2, 1, 3, 9]])
+    scores = torch.tensor([[0.0, 5.0, 1.0, 2.0, 3.0, 99.0]])
+    free = pos < 9
+    pooled = pool(scores, pos, free, 3, "max")
+    assert pooled[0].tolist() == [3.0, 5.0, 3.0, 5.0, 3.0, float("-inf")]
+    mean = pool(scores, pos, free, 3, "avg")
+    assert mean[0, :5].tolist() == pytest.approx([1.0, 7 / 3, 2.0, 8 / 3, 4 / 3])
+
+
+def roco_view(mean: list[float], spread: list[float], age: list[int], cap: int) -> StepView:
+    count = torch.full((1, len(mean)), 10.0)
+    m, s = torch.tensor([mean]), torch.tensor([spread])
+    columns = {"sum": m * count, "squares": (s**2 + m**2) * count, "count": count}
+    pos = torch.tensor([age])
+    zero = torch.zeros(1, dtype=torch.int64)
+    return StepView(100, pos, torch.tensor([cap]), zero, zero, columns)
+
+
+def test_roco_spares_the_unsteady() -> None:
+    """Row 0 has the lowest mean but the highest deviation; of the steady ones row 2 is lowest."""
+    roco = policies.step_policy("roco", {"sinks": 1, "recent": 1, "scope": 0.25})
+    assert roco is not None
+    view = roco_view([0.01, 0.30, 0.05, 0.20, 0.00], [0.9, 0.1, 0.1, 0.1, 0.0],
+                     [10, 20, 30, 40, 99], cap=4)  # fmt: skip
+    assert roco.victims(view).tolist() == [2]
+    plain = policies.step_policy("roco", {"sinks": 1, "recent": 1, "scope": 0.0})
+    assert plain is not None
+    assert plain.victims(view).tolist() == [0]
+
+
+def test_roco_evicts_the_older_of_equals_and_a_constant_stream_is_steady() -> None:
+    roco = policies.step_policy("roco", {"sinks": 0, "recent": 1})
+    assert roco is not None
+    view = roco_view([0.1, 0.1, 0.1, 0.1], [0.0] * 4, [50, 20, 30, 99], cap=3)
+    assert roco.victims(view).tolist() == [1]
+    assert torch.isfinite(roco_view([0.1] * 4, [0.0] * 4, [1, 2, 3, 4], 3).columns["sum"]).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"), [("512", 512), ("20%", 200), ("64KiB", 64), ("0.5MiB", 512), ("100%", 1000)]
+)
+def test_budget(text: str, rows: int) -> None:
+    assert Budget.parse(text).rows(1000, row_bytes=128, heads=8) == rows
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "12.5", "120%", "0%", "64 apples", "nan", "1e3"])
+def test_bad_budget(text: str) -> None:
+    with pytest.raises(UsageError, match="cannot read the budget"):
+        Budget.parse(text)
+
+
+def test_unknown_policy_names_the_nearest() -> None:
+    with pytest.raises(UsageError) as refused:
+        policies.find("snapvk")
+    assert "snapkv" in refused.value.hint
+    with pytest.raises(UsageError, match="works only as --decode"):
+        policies.find("roco")
+    with pytest.raises(UsageError, match="no option 'windw'"):
+        policies.prompt_policy("adakv", {"windw": 3})
+    for bad in ({"window": "x"}, {"kernel": 4}, {"alpha": 2.0}, {"pooling": "median"}):
+        with pytest.raises(UsageError):
+            policies.prompt_policy("adakv", bad)
