@@ -33,7 +33,7 @@ class Message:
 
 
 class ChatTemplate:
-    """How one model wants a conversation written. `notes` are for the user to see."""
+    """How one model wants a conversation written. `name` says where that comes from."""
 
     def __init__(
         self,
@@ -49,10 +49,9 @@ class ChatTemplate:
         self._program = Program(source, name)
         self._markers = re.compile("|".join(map(re.escape, markers)) or r"(?!)")
         self._shields = _Shields(tokenizer.control)
-        self._folds = False
         self._folds = self._loses_system()
-        extra = ["this template takes no system prompt: it is put in front of the first message"]
-        self.notes: tuple[str, ...] = (*notes, *(extra if self._folds else ()))
+        self._notes = tuple(notes)
+        self._folded = False
 
     @classmethod
     def from_folder(cls, path: Path | str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -82,6 +81,14 @@ class ChatTemplate:
         """A format that minikv knows by itself."""
         name = "plain" if format is PLAIN else f"built-in {format.name}"
         return cls(format.source, name, tokenizer, notes=notes, markers=format.markers)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about how this chat is written."""
+        if not self._folded:
+            return self._notes
+        note = "this model takes no system prompt: it was put in front of the first message"
+        return (*self._notes, note)
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a whole conversation that ends with a user message, up to the answer's start.
@@ -140,6 +147,7 @@ class ChatTemplate:
         for message in clean:
             if message.role == "system":
                 system += message.content + "\n\n"
+                self._folded = True
             elif message.role == "user":
                 folded.append(replace(message, content=system + message.content))
                 system = ""

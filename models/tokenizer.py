@@ -88,7 +88,7 @@ class Tokenizer:
         edges: Mapping[str, Edges] = {}
         vocabulary: Vocabulary
         if (file := folder / "tokenizer.json").exists():
-            vocabulary = found = JsonVocabulary.from_file(file, [*named.values(), *also])
+            vocabulary = found = JsonVocabulary.from_file(file, [*named.values(), *also, *extra])
             edges = found.edges
         elif (model := _sentencepiece_file(folder)) is not None:
             # transformers writes "legacy": false when a text after a control token gets no space.

@@ -183,7 +183,7 @@ def test_ids_are_those_of_transformers(case: str) -> None:
     rng = random.Random(21)
     compared = 0
     for _ in range(500):
-        chat = random_chat(rng, system=not template.notes)
+        chat = random_chat(rng, system=case != "mistral-v1")
         if any(tokenizer.lookalikes(m.content) for m in chat):
             continue
         expected = theirs.apply_chat_template(
@@ -326,10 +326,11 @@ def test_templates_that_drop_earlier_answers_cannot_be_followed() -> None:
 def test_system_prompts_are_folded_where_a_template_takes_none(source: str) -> None:
     template = with_source(source)
     tokenizer = template._tokenizer
-    assert any("no system prompt" in note for note in template.notes)
+    assert template.notes == ()
     chat = [Message("system", "Be brief."), Message("user", "Hi"), Message("assistant", "Yes"),
             Message("user", "So")]  # fmt: skip
     assert template.opening(chat[:2]) == tokenizer.encode("Be brief.\n\nHi")
+    assert "no system prompt" in template.notes[0]
     assert template.following(chat) == tokenizer.encode("So", "inside")
 
 

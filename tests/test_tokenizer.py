@@ -187,9 +187,14 @@ def test_named_tokens_become_control_tokens(tmp_path: Path) -> None:
     data["added_tokens"] = [
         {**entry, "special": False} for entry in data["added_tokens"] if entry["content"] != "END!"
     ]
-    config = {"eos_token": "EOT:", "additional_special_tokens": [{"content": "END!"}]}
+    data["model"]["vocab"]["HALT NOW"] = len(data["model"]["vocab"])
+    config = {
+        "eos_token": "EOT:",
+        "additional_special_tokens": [{"content": "END!"}],
+        "added_tokens_decoder": {"20064": {"content": "HALT NOW", "special": True}},
+    }
     tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data, config))
-    assert {"EOT:", "END!"} <= tokenizer.control.keys()
+    assert {"EOT:", "END!", "HALT NOW"} <= tokenizer.control.keys()
     assert tokenizer.stop_ids == {tokenizer.control["EOT:"]} == {0}
     assert set(tokenizer.encode("EOT: END!")).isdisjoint(tokenizer.control.values())
 
