@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _LOGITS = 1 << 22  # most logits held at a time where a mask or an observation needs them
-_KEYS = 1024  # keys of one block of an observation
+_OBSERVED = 1 << 19  # logits of one block of an observation: 2 MiB
 
 
 def rows_attention(
@@ -107,31 +107,39 @@ def observe(
     the probabilities summed over the W rows [H, G, N], and the sum over the rows of the squared
     mean over G [H, N].
     """
-    _, heads, group, size = q.shape
+    rows, heads, group, size = q.shape
     total = sum(k.shape[1] for k, _ in parts)
     mass = q.new_empty((heads, group, total), dtype=torch.float32)
     squares = q.new_empty((heads, total), dtype=torch.float32)
-    scale = 1.0 / math.sqrt(size)
+    earliest = int(q_pos[0])
     for h in range(heads):
-        query = q[:, h].float().transpose(0, 1)  # [G, W, D]
+        query = q[:, h].float().transpose(0, 1) * (1.0 / math.sqrt(size))  # [G, W, D]
 
         def logits(
-            k: Tensor, k_pos: Tensor, lo: int, h: int = h, query: Tensor = query
-        ) -> Tensor:  # [G, W, n of the block]
-            block = k[h, lo : lo + _KEYS].float()
-            at = k_pos[h if k_pos.shape[0] > 1 else 0, lo : lo + _KEYS]
-            seen = _visible(q_pos, at[None], window)
-            return (torch.matmul(query, block.T) * scale).masked_fill(~seen, -math.inf)
+            k: Tensor, k_pos: Tensor, lo: int, hi: int, h: int = h, query: Tensor = query
+        ) -> Tensor:  # [G, W, hi - lo]
+            found = torch.matmul(query, k[h, lo:hi].float().T)
+            at = k_pos[h if k_pos.shape[0] > 1 else 0, lo:hi]
+            if window is None and int(at.min()) >= 0 and int(at.max()) <= earliest:
+                return found  # every query sees every row
+            return found.masked_fill_(~_visible(q_pos, at[None], window), -math.inf)
 
-        blocks = [(k, p, lo) for k, p in parts for lo in range(0, k.shape[1], _KEYS)]
-        sums = [torch.logsumexp(logits(*block), -1) for block in blocks]
+        step = max(1, _OBSERVED // (group * rows))
+        blocks = [
+            (k, k_pos, lo, min(lo + step, k.shape[1]))
+            for k, k_pos in parts
+            for lo in range(0, k.shape[1], step)
+        ]
+        # Few blocks are kept; many are computed twice, for the sum and for the probabilities.
+        kept = [logits(*block) for block in blocks] if len(blocks) <= 2 else None
+        sums = [torch.logsumexp(x, -1) for x in kept or map(logits, *zip(*blocks, strict=True))]
         lse = torch.logsumexp(torch.stack(sums), 0)[..., None]  # [G, W, 1]
         begin = 0
-        for block in blocks:
-            p = (logits(*block) - lse).exp()
+        for i, block in enumerate(blocks):
+            p = (kept[i] if kept else logits(*block)).sub_(lse).exp_()
             end = begin + p.shape[-1]
             mass[h, :, begin:end] = p.sum(1)
-            squares[h, begin:end] = p.mean(0).square().sum(0)
+            squares[h, begin:end] = p.mean(0).square_().sum(0)
             begin = end
     return mass, squares
 

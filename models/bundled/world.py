@@ -2,9 +2,10 @@
 
 A document is a run of plausible sentences in which facts about invented people, towns, ships,
 firms and projects are stated, each once, in one of several wordings. A chat asks for some of them,
-again in several wordings. Names are composed anew for every document. In every wording the
-answer comes after the words that identify it, as in most reference prose; a model this small
-learns no others.
+again in several wordings. Names are composed anew for every document, and within one they share
+as few parts as the lists allow, as people in a real report seldom do. In every wording the answer
+comes after the words that identify it, as in most reference prose; a model this small learns no
+others.
 """
 
 from __future__ import annotations
@@ -77,11 +78,19 @@ Draw = Callable[["Names"], str]
 
 
 class Names:
-    """Draws names and values, each invented name at most once in a document."""
+    """Draws names and values; a part of a name comes again only when its list has run out."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self._used: set[str] = set()
+        self._left: dict[int, list[str]] = {}
+
+    def part(self, words: list[str]) -> str:
+        """A word of the list, each of which comes once before any comes twice."""
+        left = self._left.get(id(words))
+        if not left:
+            left = self._left[id(words)] = self.rng.sample(words, len(words))
+        return left.pop()
 
     def fresh(self, make: Callable[[], str]) -> str:
         """The first draw of `make` that this document has not seen."""
@@ -93,24 +102,22 @@ class Names:
         raise ValueError("the world has run out of names for one document")
 
     def town(self) -> str:
-        return self.fresh(lambda: self.rng.choice(HEADS) + self.rng.choice(TOWN_TAILS))
+        return self.fresh(lambda: self.part(HEADS) + self.rng.choice(TOWN_TAILS))
 
     def surname(self) -> str:
-        return self.fresh(lambda: self.rng.choice(HEADS) + self.rng.choice(SURNAME_TAILS))
+        return self.fresh(lambda: self.part(HEADS) + self.rng.choice(SURNAME_TAILS))
 
     def person(self) -> str:
-        return f"{self.rng.choice(FIRST)} {self.surname()}"
+        return f"{self.part(FIRST)} {self.surname()}"
 
     def ship(self) -> str:
-        rng = self.rng
-        return self.fresh(lambda: f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}")
+        return self.fresh(lambda: f"the {self.part(ADJECTIVES)} {self.part(NOUNS)}")
 
     def firm(self) -> str:
         return f"{self.surname()} {self.rng.choice(('Works', 'Mills', 'Shipping', 'Brothers'))}"
 
     def project(self) -> str:
-        rng = self.rng
-        return self.fresh(lambda: f"Project {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}")
+        return self.fresh(lambda: f"Project {self.part(ADJECTIVES)} {self.part(NOUNS)}")
 
     def year(self) -> str:
         return str(self.rng.randint(1710, 1989))
