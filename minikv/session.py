@@ -62,6 +62,7 @@ class Template(Protocol):
     def opening(self, messages: Sequence[Any]) -> list[int]: ...
     def following(self, messages: Sequence[Any]) -> list[int]: ...
     def lookalikes(self, text: str) -> int: ...
+    def markers(self, text: str) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +373,13 @@ class ChatSession:
                 verb = "looks" if count == 1 else "look"
                 tokens = "a control token; it was" if count == 1 else "control tokens; they were"
                 warn(f"{strings} in {name} {verb} like {tokens} read as plain text")
+            count = self.template.markers(text)
+            if count:
+                strings = "1 string" if count == 1 else f"{count:,} strings"
+                warn(
+                    f"{strings} in {name} may pass for turn markers, which are plain text for this "
+                    "model: it cannot tell them from real ones"
+                )
         if self.shaped_by is not None and self.documents:
             warn(
                 f"this cache was shaped by question {self.shaped_by}: what that question did not "

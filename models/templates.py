@@ -110,8 +110,13 @@ class ChatTemplate:
         return self._compose(messages, follow=True)
 
     def lookalikes(self, text: str) -> int:
-        """How often a text spells one of this model's control tokens or plain-text markers."""
-        return self._tokenizer.lookalikes(text) + sum(1 for _ in self._markers.finditer(text))
+        """How often a text spells one of this model's control tokens; they become plain text."""
+        return self._tokenizer.lookalikes(text)
+
+    def markers(self, text: str) -> int:
+        """How often a text spells a turn marker that is plain text for this model, such as
+        Llama 2's [INST]: nothing can tell it from a real one."""
+        return sum(1 for _ in self._markers.finditer(text))
 
     def _compose(self, messages: Sequence[Message], follow: bool) -> list[int]:
         clean = self._prepared(messages)

@@ -88,6 +88,9 @@ class ChatML:
     def lookalikes(self, text: str) -> int:
         return text.count("<end>")
 
+    def markers(self, text: str) -> int:
+        return text.count("[USER]")
+
 
 @dataclass
 class FakeKv:

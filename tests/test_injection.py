@@ -2,7 +2,7 @@
 
 Formats whose turn markers are plain text (Llama-2, Mistral v1, Zephyr) are here for their genuine
 control tokens, `<s>` and `</s>`. Nothing can protect the plain-text markers: the same ids come from
-a user who types `[INST]`; there only `ChatTemplate.lookalikes` warns.
+a user who types `[INST]`; there only `ChatTemplate.markers` warns.
 """
 
 from __future__ import annotations
@@ -195,5 +195,7 @@ def test_lookalikes_are_counted() -> None:
     _, llama_3 = prepared("llama-3")
     _, llama_2 = prepared("llama-2")
     assert llama_3.lookalikes("<|eot_id|> and <|eot_id|> [INST]") == 2
-    assert llama_2.lookalikes("[INST] <<SYS>> </s>") == 3
+    assert llama_2.lookalikes("[INST] <<SYS>> </s>") == 1
+    assert llama_2.markers("[INST] <<SYS>> </s>") == 2
+    assert llama_3.markers("[INST] <<SYS>> </s>") == 0
     assert llama_2.lookalikes("nothing special") == 0

@@ -413,3 +413,14 @@ def test_non_finite_logits_are_never_sampled(bad: float) -> None:
     logits = torch.zeros(4)
     logits[3] = bad  # in the padding: not looked at
     assert pick(logits, 3, Sampling(), 0, 0) == 0
+
+
+def test_strings_that_pass_for_control_or_for_turn_markers_are_told_apart() -> None:
+    chat = make()
+    chat.attach("one <end> two", name="a.txt")
+    notes: list[str] = []
+    list(chat.ask("what is [USER]?", max_tokens=2, notice=notes.append))
+    first, second = [n for n in notes if "string" in n]
+    assert first.startswith("1 string in a.txt looks like a control token")
+    assert first.endswith("read as plain text")
+    assert second.startswith("1 string in the question may pass for turn markers")

@@ -30,6 +30,7 @@ def resident(field: str) -> int:
 def one(policy: str, tokens: int, width: int, layers: int, budget: int) -> dict[str, object]:
     """Read one prompt under one policy; the figures in bytes."""
     import torch
+
     from minikv import policies
     from minikv.budget import Budget
     from minikv.engine import Engine

@@ -39,6 +39,7 @@ def prompt(tokens: int) -> list[int]:
 def network(dtype: str):  # type: ignore[no-untyped-def]
     """The random model, as minikv runs it."""
     import torch
+
     from minikv.models.config import ModelConfig
     from minikv.models.llama import Llama
     from minikv.models.rope import RopeConfig
