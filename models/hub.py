@@ -216,6 +216,8 @@ def wanted_files(names: Iterable[str]) -> list[str]:
         raise no_weights(present)
     if not wanted & {"config.json", "params.json"}:
         raise ModelUnavailable("the repository has no config.json: it holds no model")
+    if not wanted & {"tokenizer.json", "tokenizer.model"}:
+        wanted |= {name for name in present if re.fullmatch(r"tokenizer\.model\.v\w+", name)}
     wanted |= {n for n in names if re.fullmatch(r"additional_chat_templates/[\w.-]+\.jinja", n)}
     return sorted(wanted)
 
@@ -246,7 +248,8 @@ def missing_files(folder: Path) -> str:
 
     if not (has("config.json") or has("params.json")):
         return "config.json"
-    if not any(has(name) for name in _TOKENIZERS) and not has("tekken.json"):
+    names = (*_TOKENIZERS, "tekken.json")
+    if not any(map(has, names)) and not any(folder.glob("tokenizer.model.v*")):
         return "tokenizer.json"
     for index in (INDEX, ORIGINAL_INDEX):
         if has(index):

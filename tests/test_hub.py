@@ -204,6 +204,9 @@ def test_which_weights_are_wanted() -> None:
     ]
     template = "additional_chat_templates/tools.jinja"
     assert template in wanted_files([config, "model.safetensors", template, "x/y.jinja"])
+    versioned = "tokenizer.model.v3"
+    assert versioned in wanted_files([config, "model.safetensors", versioned])
+    assert versioned not in wanted_files([config, "model.safetensors", versioned, "tokenizer.json"])
 
 
 @pytest.mark.parametrize(
