@@ -12,43 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import time
 from pathlib import Path
 
 import minikv
-from minikv.models.bundled import world
+from minikv.models.bundled.exam import exact, share
 from minikv.session import ChatSession
-
-FACT_EVERY = 60  # tokens
-
-
-def fresh(chat: ChatSession, tokens: int, seed: int) -> world.Document:
-    """A document of `tokens` tokens, within a sentence or two."""
-    sentences = tokens // 12
-    while True:
-        facts = min(sentences, tokens // FACT_EVERY, 110)
-        doc = world.document(random.Random(seed), sentences, facts)
-        size = len(chat.tokenizer.encode(doc.text))
-        if abs(size - tokens) <= 16:
-            return doc
-        step = round((tokens - size) / 13)
-        sentences += step if step else (1 if size < tokens else -1)
-        seed += 1_000_000
-
-
-def exact(chat: ChatSession, tokens: int, chats: int, asked: int, seed: int) -> list[list[bool]]:
-    """[chats][asked]: was the answer right."""
-    table = []
-    for i in range(chats):
-        chat.reset()
-        doc = fresh(chat, tokens, seed + i)
-        chat.attach(doc.text, name="report.txt")
-        row = []
-        for question, answer in world.questions(random.Random(i), doc, asked):
-            row.append("".join(chat.ask(question, max_tokens=16)).strip() == answer)
-        table.append(row)
-    return table
 
 
 def interval(right: int, n: int) -> tuple[float, float]:
@@ -77,12 +46,12 @@ def main() -> None:
         by_number = [sum(col) / len(col) for col in zip(*table, strict=True)]
         low, high = interval(sum(flat), len(flat))
         rows.append({
-            "policy": name, "tokens": tokens, "n": len(flat), "exact": sum(flat) / len(flat),
+            "policy": name, "tokens": tokens, "n": len(flat), "exact": share(table),
             "low": low, "high": high, "by_question": by_number, "held_share": held,
             "seconds": round(time.time() - began, 1),
         })  # fmt: skip
         print(
-            f"{name:10} {tokens:6,} tokens  exact {sum(flat) / len(flat):6.1%} of {len(flat)} "
+            f"{name:10} {tokens:6,} tokens  exact {share(table):6.1%} of {len(flat)} "
             f"[{low:.1%}, {high:.1%}]  by question "
             + " ".join(f"{share:.0%}" for share in by_number) + f"  held {held:.1%}",
             flush=True,

@@ -290,6 +290,7 @@ def main() -> None:
         "--compile", action=argparse.BooleanOptionalAction, default=True,
         help="torch.compile (needs a C++ compiler; on a CPU about 7 times as fast)",
     )  # fmt: skip
+    parser.add_argument("--examined", type=int, default=40, help="chats after each phase")
     parser.add_argument("--float32", action="store_true", help="no bfloat16 matrix products")
     args = parser.parse_args()
     size, device = Size(), torch.device(args.device)
@@ -360,7 +361,8 @@ def main() -> None:
                 write(args.out, w, size, tokenizer)
         write(args.out, w, size, tokenizer)
         for context in sorted({phase.context, min(8192, phase.context * 2)}):
-            exact = evaluate(w, size, tokenizer, context, max(4, 40000 // context), args.seed + 999)
+            chats_now = min(args.examined, max(4, 40000 // context))
+            exact = evaluate(w, size, tokenizer, context, chats_now, args.seed + 999)
             print(f"exact answers at {context}: {exact:.3f}", flush=True)
     print(f"done in {(time.time() - began) / 60:.1f} minutes", flush=True)
 

@@ -1,0 +1,64 @@
+"""How the bundled model is examined: fresh documents, and whole answers compared to the letter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Protocol
+
+from minikv.models.bundled import world
+
+FACT_EVERY = 60
+"""Tokens of text per stated fact."""
+
+
+class Codec(Protocol):
+    """What `fresh` needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class Chat(Protocol):
+    """What `exact` needs of a `minikv.session.ChatSession`."""
+
+    @property
+    def tokenizer(self) -> Codec: ...
+    def reset(self) -> None: ...
+    def attach(self, text: str, name: str | None = None) -> None: ...
+    def ask(self, question: str, max_tokens: int = 16) -> Iterator[str]: ...
+
+
+def fresh(tokenizer: Codec, tokens: int, seed: int) -> world.Document:
+    """A document of `tokens` tokens, give or take 16, the same for the same seed."""
+    sentences = tokens // 12
+    facts = min(sentences, tokens // FACT_EVERY, 110)
+    while True:
+        doc = world.document(random.Random(seed), sentences, facts)
+        size = len(tokenizer.encode(doc.text))
+        if abs(size - tokens) <= 16:
+            return doc
+        sentences += round((tokens - size) / 13) or (1 if size < tokens else -1)
+        seed += 1 << 40
+
+
+def exact(chat: Chat, tokens: int, chats: int, asked: int, seed: int) -> list[list[bool]]:
+    """[chats][asked]: was each answer right, character by character.
+
+    Chat i asks `asked` questions, one after the other, about one document of `tokens` tokens.
+    """
+    table = []
+    for i in range(chats):
+        chat.reset()
+        doc = fresh(chat.tokenizer, tokens, seed + i)
+        chat.attach(doc.text, name="report.txt")
+        row = []
+        for question, answer in world.questions(random.Random(seed + i), doc, asked):
+            row.append("".join(chat.ask(question, max_tokens=16)).strip() == answer)
+        table.append(row)
+    return table
+
+
+def share(table: list[list[bool]]) -> float:
+    """Of all answers, how many were right."""
+    flat = [ok for row in table for ok in row]
+    return sum(flat) / len(flat)
