@@ -23,7 +23,8 @@ class Plan:
 
     totals[i]: rows that layer i may keep over all its heads (None: all). floor: rows that every
     head's cap has at least when only the step policy evicts. spare: rows a head needs above its
-    cap while an answer is written. needed[i]: rows of layer i's region.
+    cap while an answer is written. needed[i]: rows of layer i's region; shrinks: the arena will be
+    cut down to them after the prompt.
     """
 
     position: int
@@ -32,6 +33,7 @@ class Plan:
     floor: int
     spare: int
     needed: list[int]
+    shrinks: bool
 
 
 class Reading:
@@ -228,6 +230,7 @@ class Reading:
         owned = [int(n) for n in arena.capacity[layer]]
         stays = (
             before > 0
+            and not plan.shrinks  # segments as wide as before may reach beyond the new end
             and bool(keep.all())
             and not bool((arena.hole[layer] >= 0).any())
             and all(a >= b for a, b in zip(owned, sizes, strict=True))

@@ -142,7 +142,8 @@ class Scheduler:
             arena.resize([max(n, h) for n, h in zip(needed, have, strict=True)])
             self._relaid()
         floor = self._rows if self._rows is not None and step is not None else 0
-        plan = Plan(self.position, tokens, totals, floor, spare, needed)
+        shrinks = 2 * sum(needed) <= arena.rows  # a smaller budget gives its memory back
+        plan = Plan(self.position, tokens, totals, floor, spare, needed, shrinks)
         self._evict_s = 0.0
         self._reading = Reading(self.shape, arena, self.prompt_policy, step, plan, self.dtype)
 
@@ -180,10 +181,9 @@ class Scheduler:
         assert tokens == self._reading.plan.tokens
         self._last, self._reading = self._reading, None
         self.position += tokens
-        needed = self._last.plan.needed
         self._last.release()
-        if 2 * sum(needed) <= self.arena.rows:  # a smaller budget gives its memory back
-            self.arena.resize(needed)
+        if self._last.plan.shrinks:
+            self.arena.resize(self._last.plan.needed)
         self._relaid()
 
     def rollback(self) -> None:

@@ -332,3 +332,25 @@ def test_window_layers_hold_no_more_than_their_window() -> None:
     assert (held[1] == 150).all()
     assert (held[2] <= 70).all()
     assert run.kv.stats().full_bytes == (20 + 150 + 70) * 3 * run.kv.stats().row_bytes
+
+
+def test_memory_comes_back_although_nothing_was_evicted() -> None:
+    """The next turn needs less room (a shorter answer, a smaller budget), but every row stays."""
+    net = network()
+    run, oracle = engine(net, "full", "none", None), Dense(net)
+    run.prompt(ids(10), room=2000)
+    oracle.prompt(ids(10))
+    big = run.kv.stats().allocated_bytes
+    assert torch.equal(run.prompt(ids(5, seed=1), room=1), oracle.prompt(ids(5, seed=1)))
+    assert run.kv.stats().allocated_bytes < big / 50
+    assert torch.equal(run.step(3), oracle.step(3))
+
+    run = engine(net, "adakv", "roco", 512)
+    run.prompt(ids(10))
+    small = scheduler(net, "adakv", "roco", 64)
+    run.kv.configure(small.prompt_policy, small.step_policy, small.budget)
+    oracle = Dense(net)
+    oracle.prompt(ids(10))
+    assert torch.equal(run.prompt(ids(5, seed=1)), oracle.prompt(ids(5, seed=1)))
+    assert torch.equal(run.step(3), oracle.step(3))
+    assert (run.kv.arena.capacity == 65).all()
