@@ -85,7 +85,8 @@ class PromptPolicy:
 
     `observe` is the number of last prompt queries whose attention the scorer reads; `asks` says
     whether the choice depends on what was asked; `sinks` and `window` are the rows that the
-    scope keeps at either end, for the smallest useful budget.
+    scope keeps at either end, for the smallest useful budget; `drift` is how many rows per KV
+    head `heads` may exceed its total by.
     """
 
     name: str
@@ -98,6 +99,7 @@ class PromptPolicy:
     asks: bool = False
     sinks: int = 0
     window: int = 0
+    drift: int = 0
 
 
 class StepPolicy(Protocol):

@@ -131,7 +131,8 @@ class Scheduler:
             if window is not None:
                 rows = rows.clamp(max=window)
             if totals is not None:
-                most = totals[layer]
+                assert self.prompt_policy is not None
+                most = totals[layer] + self.shape.kv_heads * self.prompt_policy.drift
             elif step is not None:
                 most = int(rows.clamp(min=self._rows).sum())
             else:

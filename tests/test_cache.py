@@ -354,3 +354,22 @@ def test_memory_comes_back_although_nothing_was_evicted() -> None:
     assert torch.equal(run.prompt(ids(5, seed=1)), oracle.prompt(ids(5, seed=1)))
     assert torch.equal(run.step(3), oracle.step(3))
     assert (run.kv.arena.capacity == 65).all()
+
+
+@pytest.mark.parametrize("step", policies.step_names())
+def test_official_rounding_may_exceed_the_budget(step: str) -> None:
+    """The authors' rounding drifts by up to half a row a head, and the arena has place for it."""
+    drifts = set()
+    for seed in range(8):
+        net = network(heads=12, kv_heads=6, head_dim=4, seed=seed)
+        run = engine(
+            net, "adakv", step, 32,
+            prompt_options={"rounding": "official", "alpha": 0.5, "window": 4},
+        )  # fmt: skip
+        run.prompt(ids(100), room=2)
+        drifts |= set((run.kv.arena.held.sum(1) - 6 * 32).tolist())
+        for token in ids(3):
+            assert run.step(token).isfinite().all()
+    assert max(drifts) > 0
+    assert min(drifts) < 0
+    assert max(map(abs, drifts)) <= 3

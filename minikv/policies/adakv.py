@@ -66,8 +66,10 @@ def prompt_policy(options: Mapping[str, object]) -> PromptPolicy:
     scorer, window = from_options(options)
     alpha = options["alpha"]
     assert isinstance(alpha, float)
+    rounding = str(options["rounding"])
     return PromptPolicy(
         "adakv", scorer, last_rows(window),
-        adaptive_heads(alpha, str(options["rounding"]), bool(options["normalize"])),
+        adaptive_heads(alpha, rounding, bool(options["normalize"])),
         even_layers, top, observe=window, asks=True, window=window,
+        drift=1 if rounding == "official" else 0,  # a head is rounded up by half a row at most
     )  # fmt: skip
