@@ -14,7 +14,8 @@ _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30,
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`value` in `unit`: "rows" (mean rows per KV head and layer), "share" (of a prompt), "bytes".
+    """`value` in `unit`: "rows" (mean rows per KV head and layer), "share" (of the first prompt
+    read under it and all before), "bytes".
 
     Rows are counted right after eviction, sinks and observation window included.
     """
@@ -41,7 +42,7 @@ class Budget:
         )
 
     def rows(self, prompt: int, row_bytes: int, heads: int) -> int:
-        """The budget as rows per head, for a prompt of `prompt` tokens.
+        """The budget as rows per head, when `prompt` tokens have been read.
 
         `row_bytes` is one row of one KV head, policy columns included; `heads` is L x H. At
         least 1.

@@ -63,11 +63,11 @@ class Scheduler:
         prompt. Raises UsageError, and changes nothing, if they do not go together.
         """
         assert self._reading is None
-        before = (self.prompt_policy, self.step_policy, self.budget, self._rows)
+        before = (self.prompt_policy, self.step_policy, self.budget, self._rows, self._open)
         try:
             self._set(prompt, step, budget)
         except UsageError:
-            self.prompt_policy, self.step_policy, self.budget, self._rows = before
+            self.prompt_policy, self.step_policy, self.budget, self._rows, self._open = before
             raise
         self.arena.declare(step.columns if step else {})
         self._relaid()
@@ -78,7 +78,9 @@ class Scheduler:
         if (prompt or step) and budget is None:
             raise UsageError("a policy needs a budget", "give --budget, e.g. 512, 20% or 64MiB")
         self.prompt_policy, self.step_policy, self.budget = prompt, step, budget
-        self._rows = self._count(budget, 0) if budget and budget.unit != "share" else None
+        # A share is of all that was read when the next prompt ends; until then it is open.
+        self._open = budget is not None and budget.unit == "share"
+        self._rows = self._count(budget, 0) if budget and not self._open else None
 
     def _count(self, budget: Budget, tokens: int) -> int:
         """Rows per head; UsageError when the policies need more."""
@@ -105,7 +107,7 @@ class Scheduler:
             step.columns if step else {}, poison=self._poison,
         )  # fmt: skip
         if self.budget and self.budget.unit == "share":
-            self._rows = None
+            self._open, self._rows = True, None
         self._reading: Reading | None = None
         self._last: Reading | None = None
         self._evict_s = 0.0
@@ -120,8 +122,8 @@ class Scheduler:
         """
         assert tokens > 0
         assert self._reading is None, "a prompt is under way"
-        if self._rows is None and self.budget is not None:
-            self._rows = self._count(self.budget, tokens)
+        if self._open and self.budget is not None:
+            self._rows = self._count(self.budget, self.position + tokens)
         arena, step = self.arena, self.step_policy
         spare = room if step is None else 0 if step.before else 1
         totals = self._totals()
@@ -181,6 +183,7 @@ class Scheduler:
             return
         assert tokens == self._reading.plan.tokens
         self._last, self._reading = self._reading, None
+        self._open = False
         self.position += tokens
         self._last.release()
         if self._last.plan.shrinks:
@@ -189,6 +192,8 @@ class Scheduler:
 
     def rollback(self) -> None:
         """Undo an unfinished prompt or step: rows exist for exactly the tokens fed before it."""
+        if self._open:
+            self._rows = None
         if self._reading is not None:
             self._reading.rollback()
             self._reading = None

@@ -373,3 +373,30 @@ def test_official_rounding_may_exceed_the_budget(step: str) -> None:
     assert max(drifts) > 0
     assert min(drifts) < 0
     assert max(map(abs, drifts)) <= 3
+
+
+def test_a_share_is_of_the_prompt_that_was_read() -> None:
+    """Not of one that was stopped; after `configure`, of the conversation that is evicted next."""
+    net = network()
+    run = engine(net, "adakv", "roco", "20%")
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.prompt(ids(900), progress=stop)
+    assert run.kv.stats().budget_rows is None
+    run.prompt(ids(400))
+    assert run.kv.stats().budget_rows == run.kv.stats().kept_mean == 80
+    run.prompt(ids(400))
+    assert run.kv.stats().kept_mean == 80
+
+    run = engine(net, "full", "none", None)
+    run.prompt(ids(380))
+    small = scheduler(net, "adakv", "roco", "20%")
+    run.kv.configure(small.prompt_policy, small.step_policy, small.budget)
+    run.prompt(ids(20))
+    assert run.kv.stats().kept_mean == 80
+    run.reset()
+    run.prompt(ids(300))
+    assert run.kv.stats().kept_mean == 60
