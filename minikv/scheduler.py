@@ -126,7 +126,9 @@ class Scheduler:
             self._rows = self._count(self.budget, self.position + tokens)
         arena, step = self.arena, self.step_policy
         spare = room if step is None else 0 if step.before else 1
-        totals = self._totals()
+        # More rows than positions can never be used.
+        each = min(self._rows, self.shape.max_context) if self._rows is not None else None
+        totals = self._totals(each)
         needed = []
         for layer, window in enumerate(self.shape.windows):
             rows = arena.length[layer] + tokens
@@ -136,7 +138,7 @@ class Scheduler:
                 assert self.prompt_policy is not None
                 most = totals[layer] + self.shape.kv_heads * self.prompt_policy.drift
             elif step is not None:
-                most = int(rows.clamp(min=self._rows).sum())
+                most = int(rows.clamp(min=each).sum())
             else:
                 most = int(rows.sum())
             needed.append(most + self.shape.kv_heads * spare)
@@ -144,18 +146,21 @@ class Scheduler:
         if any(n > h for n, h in zip(needed, have, strict=True)):
             arena.resize([max(n, h) for n, h in zip(needed, have, strict=True)])
             self._relaid()
-        floor = self._rows if self._rows is not None and step is not None else 0
+        floor = each if each is not None and step is not None else 0
         shrinks = 2 * sum(needed) <= arena.rows  # a smaller budget gives its memory back
         plan = Plan(self.position, tokens, totals, floor, spare, needed, shrinks)
         self._evict_s = 0.0
         self._reading = Reading(self.shape, arena, self.prompt_policy, step, plan, self.dtype)
 
-    def _totals(self) -> list[int] | None:
-        """Rows that each layer may keep over all its heads, if the prompt policy evicts."""
+    def _totals(self, each: int | None) -> list[int] | None:
+        """Rows that each layer may keep over all its heads, if the prompt policy evicts.
+
+        each: the budget in rows per head.
+        """
         if self.prompt_policy is None:
             return None
-        assert self._rows is not None
-        rows = self.prompt_policy.layers(self.shape.layers, self._rows)
+        assert each is not None
+        rows = self.prompt_policy.layers(self.shape.layers, each)
         return [
             self.shape.kv_heads * (n if window is None else min(n, window))
             for n, window in zip(rows, self.shape.windows, strict=True)

@@ -400,3 +400,17 @@ def test_a_share_is_of_the_prompt_that_was_read() -> None:
     run.reset()
     run.prompt(ids(300))
     assert run.kv.stats().kept_mean == 60
+
+
+@pytest.mark.parametrize(("prompt", "step"), [("adakv", "roco"), ("full", "streaming")])
+@pytest.mark.parametrize("budget", [10**6, 10**20, "64GiB"])
+def test_a_budget_beyond_the_context_takes_no_more_than_the_context(
+    prompt: str, step: str, budget: int | str
+) -> None:
+    run = engine(network(max_context=100), prompt, step, budget)
+    run.prompt(ids(20))
+    arena = run.kv.arena
+    assert arena.rows <= 3 * 3 * 101
+    for token in ids(80):
+        run.step(token)
+    assert (arena.held == 100).all()
