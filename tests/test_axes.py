@@ -146,3 +146,11 @@ def test_unknown_policy_names_the_nearest() -> None:
     for bad in ({"window": "x"}, {"kernel": 4}, {"alpha": 2.0}, {"pooling": "median"}):
         with pytest.raises(UsageError):
             policies.prompt_policy("adakv", bad)
+
+
+def test_roco_never_evicts_the_newest_row() -> None:
+    """Not even in a head whose cap is below sinks + recent, where nothing else protects it."""
+    roco = policies.step_policy("roco")
+    assert roco is not None
+    view = roco_view([0.3, 0.2, 0.4, 0.0], [0.0] * 4, [91, 93, 98, 99], cap=3)
+    assert roco.victims(view).tolist() == [1]

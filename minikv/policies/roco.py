@@ -54,8 +54,8 @@ class RoCo:
     def victims(self, view: StepView) -> Tensor:
         real = view.pos >= 0
         free = (view.pos >= self.sinks) & (view.pos < view.position - self.recent)
-        # A cap smaller than sinks + recent would leave nothing to choose from.
-        free |= ~free.any(1, keepdim=True) & real
+        # A cap smaller than sinks + recent would leave nothing to choose from: all but the newest.
+        free |= ~free.any(1, keepdim=True) & real & (view.pos < view.position - 1)
         count = view.columns["count"].clamp(min=1.0)
         mean = view.columns["sum"] / count
         spread = (view.columns["squares"] / count - mean.square()).clamp(min=0.0)
