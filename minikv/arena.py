@@ -99,7 +99,8 @@ class Arena:
     def resize(self, rows: Sequence[int]) -> None:
         """Give layer i a region of rows[i] rows. Segments keep their rows and their offsets.
 
-        Columns move one after the other, so that only one of them exists twice at a time.
+        Columns move one after the other, so that only one of them exists twice at a time. If there
+        is no memory for one, those before it move back, which takes no more than was there.
         """
         region = [0]
         for count in rows:
@@ -109,18 +110,30 @@ class Arena:
         used = (self.start + self.length).amax(1).tolist()
         for layer, end in enumerate(used):
             assert end - self.region[layer] <= rows[layer], "a region would lose rows"
-        for name, old in list(self.columns.items()):
-            new = torch.empty((region[-1], *old.shape[1:]), dtype=old.dtype, device=self.device)
-            if self.poison:
-                new.fill_(float("nan") if new.is_floating_point() else 1 << 30)
-            for layer, end in enumerate(used):
-                begin, size = self.region[layer], end - self.region[layer]
-                new[region[layer] : region[layer] + max(0, size)] = old[begin : max(begin, end)]
-            self.columns[name] = new
+        sizes = [max(0, end - begin) for begin, end in zip(self.region, used, strict=False)]
+        moved: list[str] = []
+        try:
+            for name in self.columns:
+                self._move(name, self.region, region, sizes)
+                moved.append(name)
+        except BaseException:
+            for name in moved:
+                self._move(name, region, self.region, sizes)
+            raise
         shift = torch.tensor(region[:-1]) - torch.tensor(self.region[:-1])
         self.start += shift[:, None]
         self.hole = torch.where(self.hole >= 0, self.hole + shift[:, None], self.hole)
         self.region = region
+
+    def _move(self, name: str, old: list[int], new: list[int], sizes: list[int]) -> None:
+        """Copy sizes[i] rows of a column per layer, from where layer i began to where it will."""
+        source = self.columns[name]
+        target = torch.empty((new[-1], *source.shape[1:]), dtype=source.dtype, device=self.device)
+        if self.poison:
+            target.fill_(float("nan") if target.is_floating_point() else 1 << 30)
+        for a, b, size in zip(old, new, sizes, strict=False):
+            target[b : b + size] = source[a : a + size]
+        self.columns[name] = target
 
     def lay(self, layer: int, capacity: Sequence[int]) -> None:
         """Divide a layer's region into segments; what they held is forgotten."""

@@ -414,3 +414,28 @@ def test_a_budget_beyond_the_context_takes_no_more_than_the_context(
     for token in ids(80):
         run.step(token)
     assert (arena.held == 100).all()
+
+
+@pytest.mark.parametrize("survives", range(4))
+def test_no_memory_for_a_longer_cache(monkeypatch: pytest.MonkeyPatch, survives: int) -> None:
+    """An allocation fails while columns move: every row is where it was."""
+    net = network()
+    run, oracle = engine(net, "full", "none", None), Dense(net)
+    run.prompt(ids(50), room=4)
+    oracle.prompt(ids(50))
+    empty, calls = torch.empty, 0
+
+    def full(*args: object, **kwargs: object) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == survives + 1:
+            raise MemoryError
+        return empty(*args, **kwargs)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(MemoryError):
+        run.prompt(ids(90, seed=1))
+    monkeypatch.undo()
+    assert run.kv.position == 50
+    assert torch.equal(run.step(7), oracle.step(7))
+    assert torch.equal(run.prompt(ids(90, seed=1)), oracle.prompt(ids(90, seed=1)))
