@@ -69,10 +69,11 @@ Scope = Callable[[PromptView], Tensor]
 Layers = Callable[[int, int], list[int]]
 """(L, budget) -> mean rows per head of each layer, summing to L x budget."""
 
-Heads = Callable[[Tensor, Tensor, int], list[int]]
-"""(scores [H, N], free bool [H, N], total) -> rows per head among the free ones, summing to total.
+Heads = Callable[[Tensor, Tensor, Tensor, int], list[int]]
+"""(scores, pos, free [H, N], total) -> rows per head among the free ones, summing to total.
 
-No head gets more than it has free rows, if the heads together have enough; ties fall by `rank`.
+No head gets more than it has free rows, if the heads together have enough. Equal scores: the
+younger row, then the first head.
 """
 
 Selector = Callable[[PromptView, Tensor, Tensor, Sequence[int]], Tensor]
@@ -151,12 +152,6 @@ def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None) -> int
     return sinks + window + 1
 
 
-def rank(scores: Tensor, pos: Tensor) -> Tensor:
-    """Indices of a 1-D `scores` from best to worst; ties: the younger row, then the first."""
-    by_age = torch.argsort(pos, descending=True, stable=True)
-    return by_age[torch.argsort(scores[by_age], descending=True, stable=True)]
-
-
 def best(scores: Tensor, pos: Tensor, free: Tensor, count: int) -> Tensor:
     """bool [N]: the `count` best of the free rows, or all of them when there are fewer."""
     rows = free.nonzero().squeeze(1)
@@ -187,7 +182,7 @@ def even_layers(layers: int, budget: int) -> list[int]:
     return [budget] * layers
 
 
-def even_heads(scores: Tensor, free: Tensor, total: int) -> list[int]:
+def even_heads(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
     """Heads: the same for all, as far as a head has rows; what it cannot use goes to the others."""
     return share([Fraction(total, len(free))] * len(free), free.sum(1).tolist(), total)
 

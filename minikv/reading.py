@@ -196,7 +196,8 @@ class Reading:
         pinned = prompt.scope(view) & view.live
         free = view.live & ~pinned
         scores = prompt.scorer(view)
-        counts = prompt.heads(scores, free, max(0, total - int(pinned.sum())))
+        left = max(0, total - int(pinned.sum()))
+        counts = prompt.heads(scores, view.pos, free, left)
         keep = pinned | prompt.select(view, scores, free, counts)
         if prompt.observe and view.mass is not None:
             mass = view.mass.mean(1)

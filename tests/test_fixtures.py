@@ -123,7 +123,8 @@ def test_exact_rounding_sums_to_the_row(alpha: float, heads: int) -> None:
         scores = torch.rand(heads, 90, generator=generator)
         free = torch.rand(heads, 90, generator=generator) > 0.2
         total = heads * int(torch.randint(1, 60, (1,), generator=generator))
-        counts = adaptive_heads(alpha)(scores, free, total)
+        pos = torch.arange(90).expand(heads, 90)
+        counts = adaptive_heads(alpha)(scores, pos, free, total)
         assert sum(counts) == min(total, int(free.sum()))
         floor = int(alpha * total / heads)
         for count, most in zip(counts, free.sum(1).tolist(), strict=True):

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from minikv.policies.snapkv import from_options
-from minikv.policy import Heads, PromptPolicy, even_layers, last_rows, rank, share, top
+from minikv.policy import Heads, PromptPolicy, even_layers, last_rows, share, top
 
 
-def wanted(scores: Tensor, free: Tensor, total: int) -> list[int]:
+def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
     """How many of the layer's `total` best free rows each head holds.
 
-    scores and free [H, N]. Equal scores: the row nearer to the end of the view, then the first
-    head.
+    scores, pos and free [H, N]. Equal scores: the younger row, then the first head.
     """
     heads, rows = scores.shape
-    flat = scores.masked_fill(~free, -torch.inf).T.reshape(-1)  # row-major: [N * H]
+    flat = scores.masked_fill(~free, -torch.inf).reshape(-1)
     if total >= int(free.sum()):
         return [int(n) for n in free.sum(1)]
     edge = torch.topk(flat, total).values[-1]
-    sure = (flat > edge).view(rows, heads).sum(0)
+    sure = (flat > edge).view(heads, rows).sum(1)
     tied = (flat == edge).nonzero().squeeze(1)
-    young = rank(flat[tied], tied // heads)[: total - int(sure.sum())]
-    counts = sure + torch.bincount(tied[young] % heads, minlength=heads)
+    young = torch.argsort(pos.reshape(-1)[tied], descending=True, stable=True)
+    chosen = tied[young[: total - int(sure.sum())]]
+    counts = sure + torch.bincount(chosen // rows, minlength=heads)
     return [int(n) for n in counts]
 
 
@@ -45,11 +45,11 @@ def normalized(scores: Tensor, free: Tensor, each: int) -> Tensor:
 def adaptive_heads(alpha: float, rounding: str = "exact", normalize: bool = False) -> Heads:
     """Heads: (1 - alpha) x need + alpha x even share, b rows a head on average."""
 
-    def heads(scores: Tensor, free: Tensor, total: int) -> list[int]:
+    def heads(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
         most = [int(n) for n in free.sum(1)]
         if normalize:
             scores = normalized(scores, free, total // len(most))
-        need = wanted(scores, free, total)
+        need = wanted(scores, pos, free, total)
         if rounding == "official":
             each = total // len(most)
             floor = int(each * alpha)
