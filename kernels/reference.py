@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-_LOGITS = 1 << 22  # most logits held at a time where a mask or an observation needs them
+_LOGITS = 1 << 22  # most logits, or entries of a mask, of one block
 _OBSERVED = 1 << 19  # logits of one block of an observation: 2 MiB
 
 
@@ -24,19 +24,11 @@ def rows_attention(
     [H, G, T, D] in q's dtype and the log-sum-exp of the logits [H, G, T] in float32, by which
     parts are joined (`merge`). Never holds T x N logits.
     """
-    heads, group, _, size = q.shape
-    shape = (heads, group, k.shape[1], size)
-    wide_k, wide_v = k[:, None].expand(shape), v[:, None].expand(shape)
     if q.device.type == "cpu":
-        # The flash kernel behind scaled_dot_product_attention, called directly for its
-        # log-sum-exp; the expanded heads have stride 0, so nothing is copied.
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, wide_k, wide_v, 0.0, causal
-        )
-        return out, lse
+        return _flash(q, k, v, None, causal=causal)
     keys = torch.arange(k.shape[1], device=q.device)
     mixed, sums = [], []
-    for part, begin in _row_blocks(q, k.shape[1]):
+    for part, begin in _row_blocks(q, q.shape[0] * q.shape[1] * k.shape[1]):
         mask = None
         if causal:
             at = torch.arange(begin, begin + part.shape[2], device=q.device)
@@ -55,10 +47,15 @@ def visible_attention(
     q [H, G, T, D]; k, v [H, N, D]; q_pos [T]; k_pos [H or 1, N], -1 where there is no row. Returns
     as `rows_attention`; a query that sees nothing gets zeros and a log-sum-exp of -inf.
     """
+    flash = q.device.type == "cpu"
+    missing = k_pos[..., None] < 0
+    if flash and bool(missing.any()):  # a mask that is added does not hide NaN
+        k, v = k.masked_fill(missing, 0.0), v.masked_fill(missing, 0.0)
+    wide = len(k_pos) if flash else q.shape[0] * q.shape[1]
     mixed, sums = [], []
-    for part, begin in _row_blocks(q, k.shape[1]):
+    for part, begin in _row_blocks(q, wide * k.shape[1]):
         at = q_pos[begin : begin + part.shape[2]]
-        out, lse = _masked(part, k, v, _visible(at, k_pos, window))
+        out, lse = (_flash if flash else _masked)(part, k, v, _visible(at, k_pos, window))
         mixed.append(out)
         sums.append(lse)
     return torch.cat(mixed, 2), torch.cat(sums, 2)
@@ -151,11 +148,32 @@ def _visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (distance < window)
 
 
-def _row_blocks(q: Tensor, keys: int) -> list[tuple[Tensor, int]]:
-    """Cut the queries so that a block's logits stay within a bound."""
-    heads, group, rows, _ = q.shape
-    size = max(1, _LOGITS // max(1, heads * group * keys))
-    return [(q[:, :, lo : lo + size], lo) for lo in range(0, rows, size)]
+def _row_blocks(q: Tensor, width: int) -> list[tuple[Tensor, int]]:
+    """Cut the queries so that a block holds few numbers; `width` is what one row needs."""
+    size = max(1, _LOGITS // max(1, width))
+    return [(q[:, :, lo : lo + size], lo) for lo in range(0, q.shape[2], size)]
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `_masked`, by the kernel behind scaled_dot_product_attention on a CPU, called directly for
+    its log-sum-exp. The expanded heads have stride 0, so nothing is copied. k and v are finite.
+    """
+    heads, group, rows, size = q.shape
+    shape = (heads, group, k.shape[1], size)
+    bias = None
+    if mask is not None:
+        bias = q.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
+        bias = bias[:, None].expand(heads, group, rows, -1)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k[:, None].expand(shape), v[:, None].expand(shape), 0.0, causal, attn_mask=bias
+    )
+    if mask is not None:
+        blind = ~mask.any(2)[:, None]
+        out = out.masked_fill(blind[..., None], 0.0)
+        lse = lse.masked_fill(blind, -math.inf)
+    return out, lse
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -123,8 +123,15 @@ class Reading:
         parts = []
         if self._old is not None:
             k, v, pos = self._old
-            if window is None and bool((pos >= 0).all()):
+            counts = self.arena.held[layer].tolist()
+            if window is None and min(counts) == max(counts):
                 parts.append(kernels.rows_attention(query, k, v))
+            elif window is None and min(counts) > 0:
+                each = [
+                    kernels.rows_attention(query[h : h + 1], k[h : h + 1, :n], v[h : h + 1, :n])
+                    for h, n in enumerate(counts)  # a head's padding comes last
+                ]
+                parts.append((torch.cat([o for o, _ in each]), torch.cat([s for _, s in each])))
             else:
                 parts.append(kernels.visible_attention(query, k, v, at, pos, window))
         if window is None:

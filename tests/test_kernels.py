@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
+from minikv.kernels import reference
 
 SIZES = [
     (1, 1, 1, 1, 8), (3, 2, 5, 17, 8), (5, 3, 33, 70, 16), (2, 9, 7, 3, 32), (1, 4, 64, 300, 80),
@@ -65,6 +66,26 @@ def test_visible_rows_by_position(sizes: tuple[int, ...], window: int | None) ->
     want, sums = truth(q, k.nan_to_num(0), v.nan_to_num(0), seen)
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-5)
+    # The arithmetic written out, which is what runs where there is no such kernel.
+    out, lse = reference._masked(q, k, v, seen)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_visible_rows_in_other_dtypes_and_blocks(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (t.to(dtype) for t in make(3, 2, 40, 90, 16))
+    at, pos = torch.arange(60, 100), torch.arange(90)[None]
+    monkeypatch.setattr(reference, "_LOGITS", 7 * 90)
+    out, lse = kernels.visible_attention(q, k, v, at, pos, 50)
+    distance = at[:, None] - pos
+    want, sums = truth(q, k, v, ((distance >= 0) & (distance < 50)).expand(3, -1, -1))
+    assert out.dtype == dtype
+    loose = 1e-12 if dtype == torch.float64 else 3e-2
+    torch.testing.assert_close(out.double(), want, rtol=loose, atol=loose)
+    torch.testing.assert_close(lse.double(), sums, rtol=loose, atol=loose)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
