@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
 PACKAGES = {"minikv": ROOT / "minikv", "models": ROOT / "models", "kernels": ROOT / "kernels",
             "cli": ROOT / "cli"}  # fmt: skip
 
@@ -135,6 +140,22 @@ def loaded_after(code: str) -> set[str]:
         [sys.executable, "-c", script], capture_output=True, text=True, cwd="/", check=True
     )
     return set(done.stdout.splitlines()[-1].split())
+
+
+def test_every_bundled_file_is_package_data() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["minikv.models.bundled"]
+    files = [f.name for f in (ROOT / "models/bundled").iterdir() if f.is_file()]
+    data = [name for name in files if not name.endswith(".py")]
+    assert "sample.txt" in data
+    assert [n for n in data if not any(fnmatch(n, pattern) for pattern in patterns)] == []
+
+
+def test_the_command_of_the_readme_asks_what_the_bundled_document_answers() -> None:
+    asked = re.search(r'minikv ask "([^"]+)" models/bundled/sample\.txt', README.read_text())
+    assert asked is not None
+    known = json.loads((ROOT / "models/bundled/questions.json").read_text())
+    assert asked[1] in [entry["question"] for entry in known]
 
 
 def test_light_commands_load_no_torch() -> None:
