@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.policies import POLICIES, Option, PolicyInfo
+from minikv.policies import POLICIES, Option, PolicyInfo, Value, prompt_names, step_names
 from minikv.report import TurnReport, of_full, percent_saved, size
 
 if TYPE_CHECKING:
@@ -106,17 +107,15 @@ def policy_line(session: ChatSession) -> str:
 
 
 def policies_table() -> str:
-    """Every method in the registry, one line each."""
-    rows = [("POLICY", "FLAG", "WHEN", "BUDGET", "SCORES WITH", "EXTRA STATE", "2ND QUESTION",
-             "PAPER")]  # fmt: skip
-    for info in POLICIES.values():
-        rows.append(
-            (
-                info.name, _flags(info), info.when, info.shape, info.scores, info.state,
-                info.second, info.paper,
-            )
-        )  # fmt: skip
-    return _columns(rows) + "\n\nminikv policies show NAME   options and defaults"
+    """Every method in the registry, one line of at most 80 characters each."""
+    rows = [("POLICY", "WHEN", "SCORES WITH", "2ND QUESTION", "PAPER")]
+    rows += [(i.name, i.when, i.scores, i.second, i.paper) for i in POLICIES.values()]
+    return (
+        f"{_columns(rows)}\n\n"
+        f"--policy takes {', '.join(prompt_names())}\n"
+        f"--decode takes {', '.join(step_names())}\n"
+        "minikv policies show NAME   budget, extra state, options and defaults"
+    )
 
 
 def policy_card(info: PolicyInfo) -> str:
@@ -130,11 +129,21 @@ def policy_card(info: PolicyInfo) -> str:
         ("2nd question", info.second),
         ("paper", info.paper),
     ]
-    text = f"{info.name}: {info.summary}\n\n{_columns(rows)}\n\n"
+    text = f"{textwrap.fill(f'{info.name}: {info.summary}', 80)}\n\n{_columns(rows)}\n\n"
     if not info.options:
         return text + "no options"
-    options = [(f"-o {o.name}={o.default}", f"{o.help}{_limits(o)}") for o in info.options]
-    return text + _columns(options)
+    lines = []
+    for option in info.options:
+        lines.append(f"-o {option.name}={_value(option.default)}")
+        lines += textwrap.wrap(
+            f"{option.help}{_limits(option)}", 80, initial_indent="    ", subsequent_indent="    "
+        )
+    return text + "\n".join(lines)
+
+
+def _value(value: Value) -> str:
+    """A default as `-o` takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def policy_record(info: PolicyInfo) -> dict[str, object]:

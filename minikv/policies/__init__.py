@@ -75,14 +75,14 @@ POLICIES: dict[str, PolicyInfo] = {
         ),
         PolicyInfo(
             "snapkv", True, False, "prompt", "uniform", "last-window attention", "-",
-            "shaped by the last question", "2404.14469",
+            "shaped by Q1", "2404.14469",
             "rows that the last window of the prompt attends to",
             "minikv.policies.snapkv",
             (WINDOW, KERNEL, POOLING, GROUP),
         ),
         PolicyInfo(
             "adakv", True, False, "prompt", "per head", "last-window attention", "-",
-            "shaped by the last question", "2407.11550",
+            "shaped by Q1", "2407.11550",
             "SnapKV's scores, with the layer's budget spread over heads by need",
             "minikv.policies.adakv",
             (
