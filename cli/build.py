@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -32,6 +33,15 @@ class Settings:
     offline: bool = False
     system: str = ""
 
+    def __post_init__(self) -> None:
+        """Refuse at once, without torch, what no machine could have. Raises UsageError."""
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UsageError(f"unknown device {self.device!r}", "use auto, cpu, cuda or cuda:N")
+        if self.kernels not in ("auto", "torch"):
+            raise UsageError(
+                f"no {self.kernels} kernels in this version", "use --kernels auto or torch"
+            )
+
     def choice(self) -> Choice:
         """The eviction settings, checked without torch. Raises UsageError."""
         return Choice.read(self.policy, self.decode, self.budget, self.options)
@@ -44,10 +54,6 @@ def build(settings: Settings) -> ChatSession:
     unsupported or damaged.
     """
     choice = settings.choice()
-    if settings.kernels not in ("auto", "torch"):
-        raise UsageError(
-            f"no {settings.kernels} kernels in this version", "use --kernels auto or torch"
-        )
     # torch comes in here, so that what needs no model answers at once.
     from minikv.engine import Engine
     from minikv.models import load

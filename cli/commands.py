@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from minikv.budget import Budget
-from minikv.choice import Choice
+from minikv.choice import Choice, read_budget
 from minikv.cli import documents, render
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
@@ -117,7 +117,7 @@ def _add(context: Context, arguments: list[str]) -> None:
     if not arguments:
         raise UsageError("/add takes files", "/add report.txt 'a name with spaces.txt'")
     # All are read before any is attached, so that a bad name adds nothing.
-    for text in [documents.read_file(path, context.errors) for path in arguments]:
+    for text in [documents.read_file(os.path.expanduser(p), context.errors) for p in arguments]:
         if text.note:
             context.terminal.warn(text.note)
         context.session.attach(text.text, text.name)
@@ -151,7 +151,7 @@ def _budget(context: Context, arguments: list[str]) -> None:
         return
     if len(arguments) > 1:
         raise UsageError("/budget takes one value", "/budget 512, /budget 20%, /budget 64MiB")
-    session.configure(replace(choice, budget=Budget.parse(arguments[0])))
+    session.configure(replace(choice, budget=read_budget(arguments[0])))
     context.terminal.say(f"from the next question on: {render.policy_line(session)}")
 
 

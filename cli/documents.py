@@ -38,7 +38,7 @@ class Text:
 
 def read_file(path: str, errors: str = "strict") -> Text:
     """The text of a regular file. Raises UsageError with the reason and what to do."""
-    shown = clean(path)
+    shown = clean(path) or "''"
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -100,7 +100,8 @@ def decode(data: bytes, name: str, errors: str = "strict") -> tuple[str, str]:
         text = data.decode(encoding, "replace")
         # What was U+FFFD in the file itself is not counted.
         count = text.count("\ufffd") - data.decode(encoding, "ignore").count("\ufffd")
-        note = f"{name}: {count:,} invalid {label} sequences were read as U+FFFD"
+        were = "sequence was" if count == 1 else "sequences were"
+        note = f"{name}: {count:,} invalid {label} {were} read as U+FFFD"
     if not text.strip():
         raise UsageError(f"{name} is empty", "nothing was added")
     return text, note

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from minikv.policy import PromptPolicy, StepPolicy
 
 
+_MOST = 1 << 60  # rows or bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A prompt policy, a decode policy and a budget. Build with `read`, which checks them."""
@@ -59,7 +62,7 @@ class Choice:
         return Choice(
             prompt.name,
             step.name,
-            Budget.parse(budget),
+            read_budget(budget),
             read_options(prompt, {n: v for n, v in given.items() if _has(prompt, n)}),
             read_options(step, {n: v for n, v in given.items() if _has(step, n)}),
         )
@@ -86,6 +89,16 @@ class Choice:
         """The options in force; the decode policy and its options stand under `decode`."""
         decode: dict[str, object] = {"policy": self.decode, **self.decode_options}
         return {**self.policy_options, "decode": decode}
+
+
+def read_budget(text: str | int) -> Budget:
+    """`Budget.parse`, and a UsageError for more than any memory holds: torch counts in 64 bits."""
+    budget = Budget.parse(text)
+    if budget.value > _MOST:
+        raise UsageError(
+            f"budget {text} is more than any memory holds", "--policy full never evicts"
+        )
+    return budget
 
 
 def _has(info: PolicyInfo, name: str) -> bool:

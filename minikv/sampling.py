@@ -78,4 +78,4 @@ def _mix(seed: int, position: int) -> int:
 
 def _within(flag: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # NaN fails too
-        raise UsageError(f"{flag} must be between {low:g} and {high:g}, got {value:g}")
+        raise UsageError(f"{flag} must be between {low:,} and {high:,}, got {value:,}")

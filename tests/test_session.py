@@ -337,6 +337,7 @@ def test_configure_checks_before_it_changes_anything() -> None:
         ({"question": "q", "temperature": -1.0}, "--temperature"),
         ({"question": "q", "temperature": float("nan")}, "--temperature"),
         ({"question": "q", "top_p": 1.5}, "--top-p"),
+        ({"question": "q", "top_k": -1}, "between 0 and 2,147,483,648, got -1"),
         ({"question": "\udce9"}, "not valid Unicode"),
     ],
 )
