@@ -14,7 +14,7 @@ from minikv.cli import commands, documents, render
 from minikv.cli.build import Settings, build
 from minikv.cli.failures import show
 from minikv.cli.interrupt import Interrupts
-from minikv.cli.terminal import Terminal
+from minikv.cli.terminal import OutputError, Terminal
 from minikv.cli.turn import Limits, run_turn
 from minikv.errors import ContextError, Interrupted, UsageError
 
@@ -96,8 +96,8 @@ def converse(
             run_turn(session, commands.literal(line), limits, terminal, interrupts)
         except commands.Leave:
             return first_failure
-        except BrokenPipeError:
-            raise
+        except (BrokenPipeError, OutputError):
+            raise  # nobody would read the next answer either
         except Interrupted as stopped:
             terminal.say(f"{stopped}; {stopped.hint}")
         except Exception as error:

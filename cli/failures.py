@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import typer
 
-from minikv.cli.terminal import Terminal, hush
+from minikv.cli.terminal import OutputError, Terminal, hush
 from minikv.errors import MinikvError
 
 # What torch's CPU allocator says; it has no exception class of its own.
@@ -33,6 +33,8 @@ def explain(error: Exception) -> Failure:
     """The line, hint and exit code for any exception."""
     if isinstance(error, MinikvError):
         return Failure(_line(error), error.hint, error.exit_code)
+    if isinstance(error, OutputError):
+        return Failure(_line(error), "", 1)
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _NO_MEMORY)
     ):

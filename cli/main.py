@@ -14,7 +14,7 @@ import typer
 
 import minikv
 from minikv.cli.failures import guard
-from minikv.cli.terminal import Terminal
+from minikv.cli.terminal import Terminal, hush, open_streams
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, find, prompt_names, step_names
 
@@ -26,7 +26,7 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help='minikv ask "Who runs the mill?" report.txt --budget 256\n\n'
+    help='echo "Velgate exports mostly salt." | minikv ask "What does Velgate export?"\n\n'
     "Chat with Llama and Mistral models over long documents, under a KV-cache budget. "
     "Without --model a small bundled model answers, so this runs anywhere.",
 )
@@ -34,6 +34,7 @@ policies_app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="ric
 app.add_typer(
     policies_app,
     name="policies",
+    short_help="the eviction methods, one line each",
     help="minikv policies show adakv\n\nThe eviction methods, one line each.",
 )
 
@@ -108,7 +109,7 @@ MaxTokens = Annotated[
 Temperature = Annotated[
     float,
     typer.Option(
-        "--temperature", "--temp", help="0 always takes the likeliest token",
+        "--temperature", "--temp", "-t", help="0 always takes the likeliest token",
         rich_help_panel=_SAMPLING,
     ),
 ]  # fmt: skip
@@ -128,7 +129,10 @@ MinP = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
-Seed = Annotated[int, typer.Option(help="every draw follows from it", rich_help_panel=_SAMPLING)]
+Seed = Annotated[
+    int,
+    typer.Option("--seed", "-s", help="every draw follows from it", rich_help_panel=_SAMPLING),
+]
 Json = Annotated[
     bool,
     typer.Option("--json", help="one JSON object: the answer and what it cost",
@@ -158,7 +162,8 @@ def main(
         typer.echo(context.get_help())
 
 
-@app.command(help='minikv ask "Who runs the mill?" report.txt --budget 256 --stats\n\n'
+@app.command(short_help="one question, one answer; made for pipes",
+             help='minikv ask "Who runs the mill?" report.txt --budget 256 --stats\n\n'
              "Ask once. What is piped in is a document; `-` as the question reads the whole "
              "message from standard input, verbatim.")  # fmt: skip
 def ask(
@@ -210,7 +215,8 @@ def ask(
         )  # fmt: skip
 
 
-@app.command(help="minikv chat report.txt --budget 256\n\n"
+@app.command(short_help="questions and answers over documents, on a terminal",
+             help="minikv chat report.txt --budget 256\n\n"
              "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the "
              "commands. With FILEs, questions may be piped in, one per line.")  # fmt: skip
 def chat(
@@ -292,6 +298,7 @@ def show(
 
 def run() -> None:
     """The entry point: like `app()`, with one-line usage errors."""
+    open_streams()
     try:
         code = app(prog_name="minikv", standalone_mode=False)
     except typer.TyperException as error:
@@ -300,6 +307,10 @@ def run() -> None:
         code = error.exit_code
     except typer.Abort:
         code = 130
+    except OSError as error:  # from typer's own output, as of --help: ours is guarded
+        Terminal().fail(f"cannot write the output: {error.strerror}")
+        hush()
+        code = 1
     sys.exit(code or 0)
 
 

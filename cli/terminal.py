@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import textwrap
 from typing import TextIO
 
 _DROPPED = (
@@ -25,6 +26,10 @@ _DROPPED = (
 _FILTER: dict[int, None] = dict.fromkeys(_DROPPED)
 _ASCII = str.maketrans({"·": "-", "›": ">", "…": "...", "×": "x", "–": "-"})
 _STYLES = {"dim": "2", "warn": "33", "bad": "31", "head": "1"}
+
+
+class OutputError(Exception):
+    """Standard output does not take what is written to it: closed, or the disk is full."""
 
 
 def clean(text: str) -> str:
@@ -68,6 +73,8 @@ class Terminal:
         """A line on stderr."""
         self.clear_status()
         line = clean(text)
+        if self.live:
+            line = "\n".join(_wrapped(part, _columns(self.err)) for part in line.split("\n"))
         if style and self.colour:
             line = f"\x1b[{_STYLES[style]}m{line}\x1b[0m"
         self._write(self.err, line + "\n")
@@ -108,12 +115,37 @@ class Terminal:
             # An ASCII terminal: our own signs get plain ones, the rest stays readable as escapes.
             plain = text.translate(_ASCII).encode(encoding, "backslashreplace")
             text = plain.decode(encoding)
-        stream.write(text)
-        stream.flush()
+        try:
+            stream.write(text)
+            stream.flush()
+        except BrokenPipeError:
+            if stream is self.out:
+                raise
+            hush()
+        except OSError as error:
+            hush()
+            # Messages that nobody can read are no reason to lose the answer.
+            if stream is self.out:
+                raise OutputError(f"cannot write the output: {error.strerror}") from None
+
+
+def open_streams() -> None:
+    """Give a process that was started with closed standard streams working ones.
+
+    A closed stdin reads as empty and a closed stderr swallows; a closed stdout refuses, so that an
+    answer never seems written. Opened in this order they also get the numbers 0, 1 and 2, which a
+    model file must not.
+    """
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
 
 def hush() -> None:
-    """After a broken pipe: point stdout and stderr at nothing, so that exit stays quiet too."""
+    """Point what cannot be written of stdout and stderr at nothing, so that exit stays quiet."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -131,8 +163,23 @@ def _is_tty(stream: TextIO) -> bool:
         return False
 
 
+def _wrapped(line: str, width: int) -> str:
+    """`line` broken between words, because a terminal breaks inside them."""
+    if len(line) <= width:
+        return line
+    margin = " " * (len(line) - len(line.lstrip()) + 2)
+    return "\n".join(
+        textwrap.wrap(
+            line, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
+        )
+    )
+
+
 def _columns(stream: TextIO) -> int:
+    """What the user set, else what the terminal says, else 80; never so few that nothing fits."""
     try:
-        return max(os.get_terminal_size(stream.fileno()).columns, 20)
+        width = int(os.environ.get("COLUMNS", "0"))
+        width = width or os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
-        return 80
+        width = 0
+    return max(width or 80, 20)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -175,8 +177,8 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
     result = world.run(
         "ask", "q", document, "-m", "some/model", "--policy", "snapkv", "--budget", "20%",
         "--decode", "none", "-o", "window=16", "--device", "cpu", "--dtype", "bfloat16",
-        "--kernels", "torch", "--seed", "7", "--revision", "abc", "--offline",
-        "-S", f"@{tmp_path / 'system.txt'}", "--temp", "0.5", "--top-p", "0.9", "--top-k", "5",
+        "--kernels", "torch", "-s", "7", "--revision", "abc", "--offline",
+        "-S", f"@{tmp_path / 'system.txt'}", "-t", "0.5", "--top-p", "0.9", "--top-k", "5",
         "--min-p", "0.1", "--json",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -209,7 +211,10 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
         (["-n", "0"], "--max-tokens must be"),
         (["--system", "@/nonexistent"], "no such file"),
         (["/nonexistent.txt"], "no such file"),
+        ([""], "no such file: ''"),
         (["."], "is a directory"),
+        (["--device", "foo"], "unknown device 'foo'"),
+        (["--budget", "9" * 20], "more than any memory holds"),
     ],
 )
 def test_usage_errors_are_one_line_and_a_hint(
@@ -286,7 +291,7 @@ def test_invalid_bytes_can_be_let_in(world: World, tmp_path: Path) -> None:
     assert world.run("ask", "q", str(path)).exit_code == 2
     result = world.run("ask", "q", str(path), "--encoding-errors", "replace")
     assert result.exit_code == 0
-    assert "1 invalid UTF-8 sequence" in result.stderr
+    assert "1 invalid UTF-8 sequence was read as U+FFFD" in result.stderr
 
 
 def test_quiet_leaves_only_the_answer(world: World, tmp_path: Path) -> None:
@@ -323,6 +328,39 @@ def test_error_texts_are_filtered_too(world: World, document: str) -> None:
     result = world.run("ask", "q", document)
     assert "\x1b" not in result.stderr
     assert "repo [2Jx not found" in result.stderr
+
+
+class Screen(io.StringIO):
+    """A terminal in memory."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("columns", "width"), [("40", 40), ("", 80), ("0", 80), ("3", 20)])
+def test_messages_break_between_words_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: str, width: int
+) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    words = "table  of  two " + "and some more words " * 9 + "/a/path" * 12
+    Terminal().say(f"  {words}\nnext")
+    *lines, last = screen.getvalue().removesuffix("\n").split("\n")
+    assert last == "next"
+    assert lines[0].startswith("  table  of  two"[:width])
+    assert all(line.startswith("    ") for line in lines[1:])
+    assert " ".join(lines).split() == words.split()
+    assert all(len(line) <= width for line in lines if "/a/path" not in line)
+
+
+def test_messages_are_not_broken_where_there_is_no_terminal(capsys: Any) -> None:
+    Terminal().say("word " * 100)
+    assert capsys.readouterr().err == "word " * 100 + "\n"
 
 
 def test_an_ascii_stream_gets_escapes_and_no_exception(capsysbinary: Any) -> None:
@@ -393,14 +431,17 @@ def test_slash_commands(world: World, document: str, tmp_path: Path) -> None:
         ("/add 'unclosed", "No closing quotation"),
         ("/policy adakb", "did you mean adakv?"),
         ("/budget tiny", "cannot read the budget"),
+        ("/budget 99999999999999999999", "more than any memory holds"),
+        ("/add ~/report", "no such file: /nonexistent/report"),
         ("/budget 5", "smallest useful"),
         ("/budget 5 6", "/budget takes one value"),
         ("/help nothing", "no command /nothing"),
     ],
 )
 def test_bad_commands_explain_themselves_and_the_chat_goes_on(
-    world: World, document: str, line: str, message: str
+    world: World, document: str, monkeypatch: pytest.MonkeyPatch, line: str, message: str
 ) -> None:
+    monkeypatch.setenv("HOME", "/nonexistent")
     result = world.run("chat", document, input=f"{line}\nstill here?\n")
     assert message in result.stderr
     assert result.exit_code == 2  # scripted: the first failure's code
@@ -430,17 +471,23 @@ def test_invalid_bytes_in_a_piped_question_are_refused_and_the_chat_goes_on(
 
 
 def test_policies_come_from_the_registry() -> None:
-    from minikv.policies import POLICIES
+    from minikv.policies import POLICIES, prompt_names, read_options, step_names
 
     table = CliRunner().invoke(app, ["policies"]).stdout
     records = json.loads(CliRunner().invoke(app, ["policies", "--json"]).stdout)
     assert [record["name"] for record in records] == list(POLICIES)
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert f"\n--policy takes {', '.join(prompt_names())}\n" in table
+    assert f"\n--decode takes {', '.join(step_names())}\n" in table
     for name, info in POLICIES.items():
         assert re.search(rf"^{name} .*{info.paper}$", table, re.MULTILINE)
         card = CliRunner().invoke(app, ["policies", "show", name])
         assert card.exit_code == 0
         for option in info.options:
-            assert f"-o {option.name}={option.default}" in card.stdout
+            default = re.search(rf"^-o {option.name}=(.+)$", card.stdout, re.MULTILINE)
+            assert default is not None
+            assert read_options(info, {option.name: default[1]})[option.name] == option.default
+        assert all(len(line) <= 80 for line in card.stdout.splitlines())
         shown = json.loads(CliRunner().invoke(app, ["policies", "show", name, "--json"]).stdout)
         assert shown == next(record for record in records if record["name"] == name)
     assert CliRunner().invoke(app, ["policies", "show", "adakb"]).exit_code == 2
@@ -452,7 +499,9 @@ def test_version_and_help() -> None:
         result = CliRunner().invoke(app, [*arguments, "--help"])
         assert result.exit_code == 0
         lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
-        assert lines[1].startswith("minikv "), "the first line of help is an example to copy"
+        assert re.match(r"(echo .* \| )?minikv ", lines[1]), "help begins with an example to copy"
+    # The very first example is complete: it needs no file that a stranger does not have.
+    assert re.search(r'^ *echo ".+" \| minikv ask ".+\?" *$', CliRunner().invoke(app).stdout, re.M)
 
 
 # -- as a process ---------------------------------------------------------------------------
@@ -490,6 +539,45 @@ def test_a_broken_pipe_ends_quietly(document: str) -> None:
     process.stdout.close()
     assert process.wait(60) == 0
     assert process.stderr.read() == b""
+
+
+def redirected(how: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command with a shell's redirection, such as `2>&-`."""
+    shell = ["sh", "-c", f'exec "$@" {how}', "sh", *spawn(*arguments)]
+    return subprocess.run(
+        shell, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.mark.parametrize("how", ["2>&-", "2>/dev/full", "<&-"])
+def test_an_answer_needs_neither_stderr_nor_stdin(document: str, how: str) -> None:
+    done = redirected(how, "ask", "q", document, "--stats")
+    assert (done.returncode, done.stdout) == (0, redirected("", "ask", "q", document).stdout)
+    assert done.stdout.strip()
+    assert redirected(how, "ask", "q", f"{document}.not").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [(">&-", "Bad file descriptor"), (">/dev/full", "No space left on device")]
+)
+@pytest.mark.parametrize("arguments", [("ask", "q"), ("policies",), ("--version",), ("--help",)])
+def test_output_that_cannot_be_written_is_an_error_and_no_bug(
+    document: str, how: str, reason: str, arguments: tuple[str, ...]
+) -> None:
+    files = [document, "-q"] if arguments[0] == "ask" else []
+    done = redirected(how, *arguments, *files)
+    assert done.returncode == 1
+    assert done.stderr == f"error: cannot write the output: {reason}\n"
+
+
+def test_ctrl_c_while_python_imports_is_quiet(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "minikv.cli", "--version"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, b"")
 
 
 def test_interrupted_ask_keeps_what_was_written_and_leaves_with_130(document: str) -> None:
