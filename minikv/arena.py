@@ -9,7 +9,7 @@ not yet overwritten is the head's `hole`: in use, but gone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -195,10 +195,10 @@ class Arena:
             self.cap.clone(), self.hole.clone(),
         )  # fmt: skip
 
-    def save(self, layer: int) -> dict[str, Tensor]:
-        """A copy of the rows in use of a layer."""
+    def save(self, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """A copy of the rows in use of a layer, in the named columns."""
         begin, end = self._extent(layer)
-        return {name: column[begin:end].clone() for name, column in self.columns.items()}
+        return {name: self.columns[name][begin:end].clone() for name in names}
 
     def restore(self, layout: Layout, saved: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Go back to a layout, with the contents of the layers that were rewritten since."""

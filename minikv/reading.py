@@ -57,6 +57,7 @@ class Reading:
         self._value = torch.empty(wide, dtype=dtype, device=arena.device)
         self._tail = torch.empty(tail, dtype=dtype, device=arena.device)
         self._old: tuple[Tensor, Tensor, Tensor] | None = None
+        self._copied: tuple[Tensor, ...] = ()  # what of it is not a view of the arena
         self._done = plan.tokens
         self._layout = arena.layout()
         self._saved: dict[int, dict[str, Tensor]] = {}
@@ -72,14 +73,15 @@ class Reading:
     def release(self) -> None:
         """The prompt is done: give the staging buffers and the backup back, keep what was told."""
         self._key = self._value = self._tail = self._key.new_empty(0)
-        self._old = None
+        self._old, self._copied = None, ()
         self._saved = {}
 
     def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Take in a chunk of rows and mix it: shapes as in `Attend.attend`."""
         tokens = self.plan.tokens
         if self._done == tokens:
-            self._done, self._old = 0, self._old_rows(layer)
+            self._done, self._old, self._copied = 0, None, ()
+            self._old = self._old_rows(layer)
         lo, hi = self._done, self._done + len(q)
         self._key[:, lo:hi] = k.transpose(0, 1)
         self._value[:, lo:hi] = v.transpose(0, 1)
@@ -110,7 +112,9 @@ class Reading:
             return k, v, pos.to(torch.int64)
         index, live = arena.index(layer)
         pos = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, -1)
-        return arena.columns["k"][index], arena.columns["v"][index], pos
+        self._copied = old = (arena.columns["k"][index], arena.columns["v"][index], pos)
+        self._note_peak()
+        return old
 
     def _mix(self, layer: int, q: Tensor, lo: int, hi: int) -> Tensor:
         """Exact attention of staged rows lo..hi over old rows, earlier new rows and themselves."""
@@ -245,7 +249,7 @@ class Reading:
         )
         index = arena.index(layer)[0] if before and not stays else None
         if before and (extra or not stays):
-            self._saved[layer] = arena.save(layer)
+            self._saved[layer] = arena.save(layer, extra if stays else arena.columns)
             self._note_peak()
         if before == 0:
             arena.lay(layer, sizes)
@@ -266,6 +270,7 @@ class Reading:
             else:  # old rows may lie where others go, so all are taken out first
                 moved.append(taken)
         if moved:
+            self._note_peak(*(t for taken in moved for t in taken.values()))
             arena.lay(layer, sizes)
             for h, taken in enumerate(moved):
                 arena.append(layer, h, taken)
@@ -289,5 +294,6 @@ class Reading:
 
     def _note_peak(self, *scratch: Tensor) -> None:
         held = self.arena.nbytes + sum(t.nbytes for t in (self._key, self._value, self._tail))
+        held += sum(t.nbytes for t in self._copied)
         held += sum(t.nbytes for saved in self._saved.values() for t in saved.values())
         self.peak = max(self.peak, held + sum(t.nbytes for t in scratch))

@@ -110,6 +110,7 @@ class Scheduler:
             self._open, self._rows = True, None
         self._reading: Reading | None = None
         self._last: Reading | None = None
+        self._peak = 0
         self._evict_s = 0.0
         self._relaid()
 
@@ -191,6 +192,7 @@ class Scheduler:
         self._open = False
         self.position += tokens
         self._last.release()
+        self._peak = self._last.peak + self._mean.nbytes
         if self._last.plan.shrinks:
             self.arena.resize(self._last.plan.needed)
         self._relaid()
@@ -388,7 +390,7 @@ class Scheduler:
             full_bytes=seen * shape.kv_heads * row_bytes,
             held_bytes=rows * arena.row_nbytes(),
             allocated_bytes=arena.nbytes + self._mean.nbytes,
-            peak_bytes=max(last.peak if last else 0, arena.nbytes + self._mean.nbytes),
+            peak_bytes=max(self._peak, arena.nbytes + self._mean.nbytes),
             state_bytes=rows * arena.row_nbytes(arena.extra),
             evicted=round(self.position - mean),
             lost_mean=sum(s for s, _ in lost) / len(lost) if lost else None,

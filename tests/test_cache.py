@@ -4,17 +4,23 @@ exactly what a mask over the full cache would hide."""
 from __future__ import annotations
 
 import math
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from small import PAIRS, Dense, engine, ids, network, scheduler
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minikv import policies
+from minikv.budget import Budget
 from minikv.errors import ContextError, NumericsError, UsageError
 from minikv.models.llama import Llama
 from minikv.policy import smallest_budget
 from minikv.scheduler import Scheduler
+from minikv.stats import Shape
 
 
 def two_turns(runner: object, first: int, second: int, answer: int = 6) -> list[Tensor]:
@@ -439,3 +445,64 @@ def test_no_memory_for_a_longer_cache(monkeypatch: pytest.MonkeyPatch, survives:
     assert run.kv.position == 50
     assert torch.equal(run.step(7), oracle.step(7))
     assert torch.equal(run.prompt(ids(90, seed=1)), oracle.prompt(ids(90, seed=1)))
+
+
+class Watch(TorchDispatchMode):
+    """The most bytes alive at once in tensors that were made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.note(tensor)
+        return out
+
+    def note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.live or not storage.nbytes():
+            return
+        self.live[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.gone, key)
+
+    def gone(self, key: int) -> None:
+        self.now -= self.live.pop(key)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "step"), [("full", "none"), ("adakv", "roco"), ("streaming", "none")]
+)
+def test_peak_is_what_was_allocated(prompt: str, step: str) -> None:
+    """Three prompts, heads wide enough that small change does not count: within a tenth, plus what
+    the chunk itself and its attention take."""
+    heads, size, chunk = 4, 64, 30
+    kv = Scheduler(
+        Shape(3, heads, heads, size, (None,) * 3, 1 << 20), policies.prompt_policy(prompt),
+        policies.step_policy(step), Budget.parse(200),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (900, 80, 900):
+        with Watch() as watch:
+            for column in kv.arena.columns.values():
+                watch.note(column)
+            watch.note(kv._mean)
+            kv.begin(tokens)
+            for layer in range(3):
+                for lo in range(0, tokens, chunk):
+                    rows = min(chunk, tokens - lo)
+                    kv.attend(layer, *torch.randn(3, rows, heads, size, generator=generator))
+            kv.advance(tokens)
+        around = 8 * chunk * heads * size * 4 + (1 << 17)
+        claimed = kv.stats().peak_bytes
+        assert claimed <= watch.peak <= 1.1 * claimed + around
+        for _ in range(5):
+            for layer in range(3):
+                kv.attend(layer, *torch.randn(3, 1, heads, size, generator=generator))
+            kv.advance(1)
