@@ -48,6 +48,7 @@ class Scheduler:
         self.step_policy: StepPolicy | None
         self.budget: Budget | None
         self._rows: int | None
+        self._open: bool
         self.arena: Arena
         self.progress: Callable[[int, int], None] | None = None
         self._poison = poison
