@@ -82,33 +82,37 @@ def converse(
         except Cleared:
             continue
         except KeyboardInterrupt:
-            if interrupts.again():
+            if not typed or interrupts.again():
                 raise
             terminal.say("\nCtrl-D or /exit leaves")
             continue
         if not line.strip():
             continue
         before = session.turn
-        try:
-            if commands.is_command(line):
-                commands.execute(context, line)
-                continue
-            run_turn(session, commands.literal(line), limits, terminal, interrupts)
-        except commands.Leave:
-            return first_failure
-        except (BrokenPipeError, OutputError):
-            raise  # nobody would read the next answer either
-        except Interrupted as stopped:
-            terminal.say(f"{stopped}; {stopped.hint}")
-        except Exception as error:
-            # The session is as it was, or holds what was written; the chat goes on.
-            code = show(terminal, error)
-            first_failure = first_failure or code
-            if isinstance(error, ContextError) and session.pending:
-                terminal.say("  the documents still wait for your next question; /reset drops them")
-        if session.turn > before and session.report is not None:
-            for part in session.report.lines():
-                terminal.note(f"  {part}")
+        # A Ctrl-C that comes in a command, or just after an answer, must not end the chat.
+        with interrupts.stopping(lambda: None):
+            try:
+                if commands.is_command(line):
+                    commands.execute(context, line)
+                    continue
+                run_turn(session, commands.literal(line), limits, terminal, interrupts)
+            except commands.Leave:
+                return first_failure
+            except (BrokenPipeError, OutputError):
+                raise  # nobody would read the next answer either
+            except Interrupted as stopped:
+                terminal.say(f"{stopped}; {stopped.hint}")
+            except Exception as error:
+                # The session is as it was, or holds what was written; the chat goes on.
+                code = show(terminal, error)
+                first_failure = first_failure or code
+                if isinstance(error, ContextError) and session.pending:
+                    terminal.say(
+                        "  the documents still wait for your next question; /reset drops them"
+                    )
+            if session.turn > before and session.report is not None:
+                for part in session.report.lines():
+                    terminal.note(f"  {part}")
 
 
 def _piped() -> str:

@@ -22,6 +22,7 @@ from typer.testing import CliRunner, Result
 import minikv
 import minikv.cli.ask
 import minikv.cli.chat
+from minikv.cli import documents
 from minikv.cli.build import Settings
 from minikv.cli.failures import explain
 from minikv.cli.main import app
@@ -450,6 +451,24 @@ def test_bad_commands_explain_themselves_and_the_chat_goes_on(
     assert world.session.messages[0].content.endswith("still here?")
 
 
+def test_ctrl_c_in_a_command_does_not_end_the_chat(
+    world: World, document: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = documents.read_file
+
+    def interrupted(path: str, errors: str = "strict") -> documents.Text:
+        if world.session is not None:
+            os.kill(os.getpid(), signal.SIGINT)
+        return read(path, errors)
+
+    monkeypatch.setattr(documents, "read_file", interrupted)
+    result = world.run("chat", document, input=f"/add {document}\nstill here?\n")
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 1
+    assert world.session is not None
+    assert len(world.session.documents) == 2
+
+
 def test_a_turn_that_fails_leaves_the_chat_intact(world: World, document: str) -> None:
     world.max_context = 120
     result = world.run("chat", document, input=f"{'long ' * 30}\nshort?\n")
@@ -593,6 +612,22 @@ def test_interrupted_ask_keeps_what_was_written_and_leaves_with_130(document: st
     assert 2 < len(start + rest) < 40
     assert (start + rest).endswith(b"\n")
     assert b"Traceback" not in errors
+
+
+def test_a_piped_chat_that_waits_for_a_line_ends_with_ctrl_c(document: str) -> None:
+    process = subprocess.Popen(
+        spawn("chat", document),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"q\n")
+    process.stdin.flush()
+    assert process.stdout.readline()
+    time.sleep(0.3)  # from the answer to the next line
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    process.stdin.close()
 
 
 @pytest.fixture(params=["dumb", "xterm"])
