@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -96,43 +97,47 @@ class Arena:
         """int64 [L, H]: rows held, holes left out."""
         return self.length - (self.hole >= 0).to(torch.int64)
 
-    def resize(self, rows: Sequence[int]) -> None:
-        """Give layer i a region of rows[i] rows. Segments keep their rows and their offsets.
+    def resize(self, rows: Sequence[int], capacity: Tensor | None = None) -> int:
+        """Give layer i a region of rows[i] rows, and every head a segment of capacity[i, h] rows
+        (by default as wide as it was). Rows keep their place in their segment. Returns the most
+        bytes that were allocated at once.
 
         Columns move one after the other, so that only one of them exists twice at a time. If there
         is no memory for one, those before it move back, which takes no more than was there.
         """
-        region = [0]
-        for count in rows:
-            region.append(region[-1] + count)
-        if region == self.region:
-            return
-        used = (self.start + self.length).amax(1).tolist()
-        for layer, end in enumerate(used):
-            assert end - self.region[layer] <= rows[layer], "a region would lose rows"
-        sizes = [max(0, end - begin) for begin, end in zip(self.region, used, strict=False)]
+        region = [0, *accumulate(rows)]
+        owned = self.capacity if capacity is None else capacity
+        if region == self.region and torch.equal(owned, self.capacity):
+            return self.nbytes
+        assert bool((self.length <= owned).all()), "a segment would lose rows"
+        assert bool((owned.sum(1) <= torch.tensor(rows)).all()), "a region is too small"
+        start = torch.tensor(region[:-1])[:, None] + owned.cumsum(1) - owned
         moved: list[str] = []
+        peak = 0
         try:
             for name in self.columns:
-                self._move(name, self.region, region, sizes)
+                before = self.nbytes
+                self._move(name, self.start, start, region[-1])
                 moved.append(name)
+                peak = max(peak, before + self.columns[name].nbytes)
         except BaseException:
             for name in moved:
-                self._move(name, region, self.region, sizes)
+                self._move(name, start, self.start, self.region[-1])
             raise
-        shift = torch.tensor(region[:-1]) - torch.tensor(self.region[:-1])
-        self.start += shift[:, None]
-        self.hole = torch.where(self.hole >= 0, self.hole + shift[:, None], self.hole)
-        self.region = region
+        self.hole = torch.where(self.hole >= 0, self.hole + start - self.start, self.hole)
+        self.start, self.capacity, self.region = start, owned.clone(), region
+        return peak
 
-    def _move(self, name: str, old: list[int], new: list[int], sizes: list[int]) -> None:
-        """Copy sizes[i] rows of a column per layer, from where layer i began to where it will."""
+    def _move(self, name: str, old: Tensor, new: Tensor, rows: int) -> None:
+        """Copy a column's rows in use from segments that began at old [L, H] to a column of `rows`
+        rows, where they begin at new [L, H]."""
         source = self.columns[name]
-        target = torch.empty((new[-1], *source.shape[1:]), dtype=source.dtype, device=self.device)
+        target = torch.empty((rows, *source.shape[1:]), dtype=source.dtype, device=self.device)
         if self.poison:
             target.fill_(float("nan") if target.is_floating_point() else 1 << 30)
-        for a, b, size in zip(old, new, sizes, strict=False):
-            target[b : b + size] = source[a : a + size]
+        spans = zip(*(t.flatten().tolist() for t in (old, new, self.length)), strict=True)
+        for a, b, count in spans:
+            target[b : b + count] = source[a : a + count]
         self.columns[name] = target
 
     def lay(self, layer: int, capacity: Sequence[int]) -> None:

@@ -131,28 +131,34 @@ class Scheduler:
         # More rows than positions can never be used.
         each = min(self._rows, self.shape.max_context) if self._rows is not None else None
         totals = self._totals(each)
-        needed = []
+        needed, wide = [], []
         for layer, window in enumerate(self.shape.windows):
             rows = arena.length[layer] + tokens
             if window is not None:
                 rows = rows.clamp(max=window)
+            if step is not None and each is not None:
+                rows = rows.clamp(min=each)
+            most = int(rows.sum())
             if totals is not None:
                 assert self.prompt_policy is not None
                 most = totals[layer] + self.shape.kv_heads * self.prompt_policy.drift
-            elif step is not None:
-                most = int(rows.clamp(min=each).sum())
-            else:
-                most = int(rows.sum())
             needed.append(most + self.shape.kv_heads * spare)
-        have = [b - a for a, b in zip(arena.region[:-1], arena.region[1:], strict=True)]
-        if any(n > h for n, h in zip(needed, have, strict=True)):
-            arena.resize([max(n, h) for n, h in zip(needed, have, strict=True)])
-            self._relaid()
-        floor = each if each is not None and step is not None else 0
+            wide.append(rows + spare)
         shrinks = 2 * sum(needed) <= arena.rows  # a smaller budget gives its memory back
+        capacity = arena.capacity
+        if totals is None and self.position and not shrinks:
+            # Every row stays: in segments that are wide enough now, none is copied later.
+            capacity = torch.maximum(capacity, torch.stack(wide))
+        have = [b - a for a, b in zip(arena.region[:-1], arena.region[1:], strict=True)]
+        sums = capacity.sum(1).tolist()
+        region = [max(three) for three in zip(needed, have, sums, strict=True)]
+        moving = arena.resize(region, capacity)
+        self._relaid()
+        floor = each if each is not None and step is not None else 0
         plan = Plan(self.position, tokens, totals, floor, spare, needed, shrinks)
         self._evict_s = 0.0
         self._reading = Reading(self.shape, arena, self.prompt_policy, step, plan, self.dtype)
+        self._reading.peak = max(self._reading.peak, moving)
 
     def _totals(self, each: int | None) -> list[int] | None:
         """Rows that each layer may keep over all its heads, if the prompt policy evicts.
@@ -348,22 +354,10 @@ class Scheduler:
     def _grow(self) -> None:
         """Nothing may leave and a head is full: give every head more rows."""
         arena = self.arena
-        moved = []
-        for layer in range(self.shape.layers):
-            index, live = arena.index(layer)
-            moved.append([
-                {name: column[index[h, live[h]]] for name, column in arena.columns.items()}
-                for h in range(self.shape.kv_heads)
-            ])  # fmt: skip
-        capacity = (arena.capacity + _ROOM).tolist()
-        arena.resize(
-            [max(sum(c), b - a) for c, a, b in
-             zip(capacity, arena.region[:-1], arena.region[1:], strict=True)]
-        )  # fmt: skip
-        for layer, heads in enumerate(moved):
-            arena.lay(layer, capacity[layer])
-            for h, rows in enumerate(heads):
-                arena.append(layer, h, rows)
+        capacity = arena.capacity + _ROOM
+        have = [b - a for a, b in zip(arena.region[:-1], arena.region[1:], strict=True)]
+        sums = capacity.sum(1).tolist()
+        arena.resize([max(two) for two in zip(have, sums, strict=True)], capacity)
         self._relaid()
 
     # -- what it tells ----------------------------------------------------------------------

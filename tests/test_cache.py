@@ -512,3 +512,16 @@ def test_peak_is_what_was_allocated(prompt: str, step: str) -> None:
             for layer in range(3):
                 kv.attend(layer, *torch.randn(3, 1, heads, size, generator=generator))
             kv.advance(1)
+
+
+def test_reading_more_with_nothing_evicted_copies_no_old_row_twice() -> None:
+    """A longer cache exists beside at most one old column: no backup, no survivors on the move."""
+    run = engine(network(), "full", "none", None)
+    run.prompt(ids(2000), room=4)
+    before = run.kv.stats().allocated_bytes
+    run.prompt(ids(30), room=4)
+    stats = run.kv.stats()
+    assert stats.peak_bytes < before + 0.6 * stats.allocated_bytes
+    for token in ids(20):  # out of room: the cache grows while it answers
+        assert run.step(token).isfinite().all()
+    assert run.kv.stats().kept_min == 2050
