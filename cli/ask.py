@@ -45,6 +45,7 @@ def ask(
     """
     settings.choice()  # refuse a wrong policy before a large document is read
     question, texts = _inputs(question, files, errors, terminal)
+    limits.check()
     terminal.status("loading the model")
     session = build(settings)
     terminal.clear_status()

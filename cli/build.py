@@ -35,7 +35,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse at once, without torch, what no machine could have. Raises UsageError."""
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise UsageError(f"unknown device {self.device!r}", "use auto, cpu, cuda or cuda:N")
         if self.kernels not in ("auto", "torch"):
             raise UsageError(

@@ -47,6 +47,7 @@ def chat(
         )
     settings.choice()
     texts = [documents.read_file(path, errors) for path in files]
+    limits.check()
     terminal.status("loading the model")
     session = build(settings)
     terminal.clear_status()

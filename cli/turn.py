@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from minikv.cli import render
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
+from minikv.errors import UsageError
 
 if TYPE_CHECKING:
     from minikv.session import ChatSession
@@ -18,13 +19,21 @@ _FRAME = 0.1  # seconds between two updates of the live line
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How an answer is written. Checked by `check` before a model is loaded."""
+    """How an answer is written. `check` refuses before a model is loaded."""
 
     max_tokens: int = 256
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+    def check(self) -> None:
+        """Raise the UsageError that a turn would raise."""
+        if self.max_tokens < 1:
+            raise UsageError(f"--max-tokens must be at least 1, got {self.max_tokens}")
+        from minikv.sampling import Sampling  # torch comes with it
+
+        Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 def run_turn(

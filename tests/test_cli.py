@@ -228,6 +228,9 @@ def test_usage_errors_are_one_line_and_a_hint(
     assert "Traceback" not in result.output
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") <= 2
+    assert world.settings is None, "refused before a model is loaded"
+    assert world.run("chat", document, *arguments, input="q\n").stderr == result.stderr
+    assert world.settings is None
 
 
 @pytest.mark.parametrize(
