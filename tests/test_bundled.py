@@ -59,16 +59,17 @@ def test_eight_thousand_tokens(full: ChatSession) -> None:
 def test_a_budget_of_256_rows_keeps_the_answers(full: ChatSession) -> None:
     """One question with its document of 4,000 tokens: 6.4 % of the rows, nine tenths of the score.
 
-    Recency alone, which is blind to the question, must do far worse: the facts are far apart.
+    Answers of two tokens and more, since the first one is decided before eviction. Recency alone,
+    which is blind to the question, must do far worse.
     """
     count = 16
-    baseline = share(exact(full, 4000, count, 1, SEED + 9))
+    baseline = share(exact(full, 4000, count, 1, SEED + 9, least=2))
     chat = minikv.load(policy="adakv", budget=256)
-    assert share(exact(chat, 4000, count, 1, SEED + 9)) >= 0.85 * baseline
+    assert share(exact(chat, 4000, count, 1, SEED + 9, least=2)) >= 0.85 * baseline
     stats = chat.engine.kv.stats()
     assert stats.held_bytes <= 0.07 * stats.full_bytes
     blind = minikv.load(policy="streaming", budget=256)
-    assert share(exact(blind, 4000, count, 1, SEED + 9)) <= 0.5 * baseline
+    assert share(exact(blind, 4000, count, 1, SEED + 9, least=2)) <= 0.5 * baseline
 
 
 def test_the_training_script_makes_a_model(tmp_path: Path) -> None:

@@ -41,16 +41,22 @@ def fresh(tokenizer: Codec, tokens: int, seed: int) -> world.Document:
         seed += 1 << 40
 
 
-def exact(chat: Chat, tokens: int, chats: int, asked: int, seed: int) -> list[list[bool]]:
+def exact(
+    chat: Chat, tokens: int, chats: int, asked: int, seed: int, *, least: int = 1
+) -> list[list[bool]]:
     """[chats][asked]: was each answer right, character by character.
 
-    Chat i asks `asked` questions, one after the other, about one document of `tokens` tokens.
+    Chat i asks `asked` questions, one after the other, about one document of `tokens` tokens. With
+    `least` = 2 only for answers of two tokens and more: the first token of an answer comes from
+    the prompt's own logits, before anything is evicted, and says nothing about a policy.
     """
     table = []
     for i in range(chats):
         chat.reset()
         doc = fresh(chat.tokenizer, tokens, seed + i)
         chat.attach(doc.text, name="report.txt")
+        facts = (f for f in doc.facts if len(chat.tokenizer.encode(f.answer)) >= least)
+        doc = world.Document(doc.text, tuple(facts))
         row = []
         for question, answer in world.questions(random.Random(seed + i), doc, asked):
             row.append("".join(chat.ask(question, max_tokens=16)).strip() == answer)

@@ -116,18 +116,19 @@ class Chats:
     ) -> tuple[list[int], list[int]]:
         """(ids, marks): marks are 0 for plain tokens, n for those of the n-th answer.
 
-        The text takes about what `asked` questions leave of `context` (by default a third of a
-        short context, less of a long one), with a fact every `per_fact` tokens.
+        The text takes about what `asked` questions leave of `context` (by default nearly half of a
+        short context, a quarter of a long one), with a fact every `per_fact` tokens. Training texts
+        are denser than the examined ones: what is hard is the number of similar facts.
         """
         rng = self.rng
         if asked is None:
-            share = 0.35 if context <= 512 else 0.25 if context <= 2048 else 0.15
+            share = 0.45 if context <= 1024 else 0.4 if context <= 2048 else 0.25
             room = int(context * share)
         else:
             room = 22 * asked
-        density = per_fact or math.exp(rng.uniform(math.log(22), math.log(100)))
+        density = per_fact or math.exp(rng.uniform(math.log(14), math.log(80)))
         sentences = max(3, int((context - room) / 12.4))
-        facts = min(sentences, max(2, int((context - room) / density)), 110)
+        facts = min(sentences, max(2, int((context - room) / density)), 140)
         doc = world.document(rng, sentences, facts)
         pairs = list(world.questions(rng, doc, asked or room // 18 + 2))
         head = f"Document: {rng.choice(world.NOUNS).lower()}.txt\n\n" if rng.random() < 0.5 else ""
