@@ -132,7 +132,9 @@ class Arena:
         """Copy a column's rows in use from segments that began at old [L, H] to a column of `rows`
         rows, where they begin at new [L, H]."""
         source = self.columns[name]
-        target = torch.empty((rows, *source.shape[1:]), dtype=source.dtype, device=self.device)
+        shape = (rows, *source.shape[1:])
+        with torch.inference_mode(False):  # made in a forward, but also written outside of one
+            target = torch.empty(shape, dtype=source.dtype, device=self.device)
         if self.poison:
             target.fill_(float("nan") if target.is_floating_point() else 1 << 30)
         spans = zip(*(t.flatten().tolist() for t in (old, new, self.length)), strict=True)

@@ -525,3 +525,20 @@ def test_reading_more_with_nothing_evicted_copies_no_old_row_twice() -> None:
     for token in ids(20):  # out of room: the cache grows while it answers
         assert run.step(token).isfinite().all()
     assert run.kv.stats().kept_min == 2050
+
+
+def test_a_cache_that_grew_in_a_forward_can_be_rolled_back() -> None:
+    net = network()
+    run, plain = (engine(net, "adakv", "none", 48) for _ in range(2))
+    for one in (run, plain):
+        one.prompt(ids(100), room=4)
+        for token in ids(30):
+            one.step(token)
+
+    def stop(done: int, total: int) -> None:
+        if done > 40:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.prompt(ids(70, seed=1), progress=stop)
+    assert torch.equal(run.prompt(ids(70, seed=2)), plain.prompt(ids(70, seed=2)))
