@@ -211,7 +211,7 @@ class Reading:
         counts = prompt.heads(scores, view.pos, free, left)
         keep = pinned | prompt.select(view, scores, free, counts)
         if prompt.observe and view.mass is not None:
-            mass = view.mass.mean(1)
+            mass = view.mass.mean(1) * view.live  # what slid out of the window was not evicted
             self.lost[view.layer] = 1.0 - float(((mass * keep).sum(1) / mass.sum(1)).mean())
         return keep
 

@@ -542,3 +542,13 @@ def test_a_cache_that_grew_in_a_forward_can_be_rolled_back() -> None:
     with pytest.raises(KeyboardInterrupt):
         run.prompt(ids(70, seed=1), progress=stop)
     assert torch.equal(run.prompt(ids(70, seed=2)), plain.prompt(ids(70, seed=2)))
+
+
+def test_what_slid_out_of_a_window_is_not_counted_as_lost() -> None:
+    """Of the 69 rows that the next token sees, two that were little looked at leave."""
+    net = network(windows=(70, 70, 70))
+    run = engine(net, "adakv", "roco", 67)
+    run.prompt(ids(100))
+    lost = run.kv.stats().lost_max
+    assert lost is not None
+    assert 0 < lost < 2 / 69  # less than an even share of the attention
