@@ -35,7 +35,8 @@ class DenseAttend:
     """`Attend` that keeps every row and evicts nothing; windows[i] is layer i's sliding window.
 
     Uses the same kernels as the scheduler on the same rows in the same order, so that a cache
-    which has evicted nothing must agree to the last bit. A chunk of one row is a step unless
+    which has evicted nothing must agree to the last bit (a layer whose window has begun to slide:
+    to rounding, as rows that slid out are not kept there). A chunk of one row is a step unless
     `begin` announced a prompt.
     """
 

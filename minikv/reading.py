@@ -1,6 +1,7 @@
 """A prompt under way: one layer's new rows are staged, mixed exactly, judged and moved.
 
 Peak memory is one layer's keys and values beside the arena: the next layer uses the same buffer.
+A later prompt also keeps a copy of the old rows that it rewrites, so that it can be undone.
 """
 
 from __future__ import annotations
