@@ -7,6 +7,7 @@ than its cap between two steps.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -201,7 +202,9 @@ class Scheduler:
         self._last.release()
         self._peak = self._last.peak + self._mean.nbytes
         if self._last.plan.shrinks:
-            self.arena.resize(self._last.plan.needed)
+            # The prompt is in: memory that cannot be given back now does not undo it.
+            with contextlib.suppress(MemoryError, RuntimeError):
+                self.arena.resize(self._last.plan.needed)
         self._relaid()
 
     def rollback(self) -> None:
