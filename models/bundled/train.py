@@ -65,8 +65,8 @@ class Phase:
 
 
 DEFAULT_PHASES = (
-    "128:3e6:4e-3:4e-3,256:4e6:4e-3:3e-3,512:4e6:3e-3:2.5e-3,1024:4e6:2.5e-3:1.5e-3,"
-    "2048:3e6:1.5e-3:1e-3,4096:3e6:1e-3:5e-4,8192:2e6:5e-4:2e-5"
+    "128:3e6:4e-3:4e-3,256:4e6:4e-3:3e-3,512:6e6:3e-3:3e-3,1024:6e6:3e-3:2e-3,"
+    "2048:9e6:2e-3:1e-3,4096:5e6:1e-3:5e-4,8192:4e6:5e-4:1e-5"
 )
 
 
@@ -190,6 +190,19 @@ def rotary(size: Size, context: int, device: torch.device) -> tuple[Tensor, Tens
     angle = torch.arange(context, device=device).float()[:, None] * size.rope_theta**-half
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
+
+
+def stretched(rng: random.Random, context: int, longest: int) -> Tensor:
+    """Positions [context], ascending below `longest`, with a few gaps in two of three draws.
+
+    Distances of the longest context are seen at the price of a short one (positional skip-wise
+    training, arXiv 2309.10400).
+    """
+    at = torch.arange(context)
+    if rng.random() < 0.67:
+        for _ in range(3):
+            at[rng.randrange(context) :] += rng.randint(0, (longest - context) // 3)
+    return at
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -318,7 +331,7 @@ def main() -> None:
     sampler = torch.Generator(device="cpu").manual_seed(args.seed)
     began, step, done = time.time(), 0, 0
     for number, phase in enumerate(map(Phase.parse, args.phases.split(","))):
-        cos, sin = rotary(size, phase.context, device)
+        table = rotary(size, size.max_position_embeddings, device)
         steps = max(1, int(phase.tokens / max(args.batch, phase.context)))
         last = time.time()
         for i in range(steps):
@@ -329,6 +342,8 @@ def main() -> None:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
             ids, marks = (t.to(device) for t in chats.batch(phase.context, args.batch))
+            at = stretched(chats.rng, phase.context, size.max_position_embeddings).to(device)
+            cos, sin = table[0][at], table[1][at]
             with torch.autocast(device.type, torch.bfloat16, enabled=not args.float32):
                 states = forward(w, size, ids[:, :-1], cos, sin).flatten(0, 1)
             target, mark = ids[:, 1:].flatten(), marks[:, 1:].flatten()
