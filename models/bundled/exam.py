@@ -8,7 +8,7 @@ from typing import Protocol
 
 from minikv.models.bundled import world
 
-FACT_EVERY = 60
+FACT_EVERY = 200
 """Tokens of text per stated fact."""
 
 

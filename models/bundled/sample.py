@@ -13,7 +13,7 @@ from pathlib import Path
 from minikv.models.bundled import world
 
 FOLDER = Path(__file__).parent
-SEED, SENTENCES, FACTS = 20_000_001, 565, 80
+SEED, SENTENCES, FACTS = 20_000_001, 560, 36
 
 
 def main() -> None:

@@ -126,11 +126,15 @@ class Chats:
             room = int(context * share)
         else:
             room = 22 * asked
-        density = per_fact or math.exp(rng.uniform(math.log(14), math.log(80)))
+        # A question that comes twice is copied from its first answer, which teaches little.
+        density = per_fact or math.exp(rng.uniform(math.log(25), math.log(200)))
+        facts = min(max(2, int((context - room) / density)), 140)
+        if asked is None:
+            room = min(room, 40 * facts)
         sentences = max(3, int((context - room) / 12.4))
-        facts = min(sentences, max(2, int((context - room) / density)), 140)
+        facts = min(facts, sentences)
         doc = world.document(rng, sentences, facts)
-        pairs = list(world.questions(rng, doc, asked or room // 18 + 2))
+        pairs = list(world.questions(rng, doc, asked or min(room // 18 + 2, 2 * facts)))
         head = f"Document: {rng.choice(world.NOUNS).lower()}.txt\n\n" if rng.random() < 0.5 else ""
         users = [f"{head}{doc.text}\n\n{pairs[0][0]}"] + [q for q, _ in pairs[1:]]
         coded = self._ids(users + [a for _, a in pairs])
@@ -263,7 +267,7 @@ def evaluate(
     right = total = 0
     with torch.no_grad():
         for _ in range(chats):
-            i, m = source.sample(context, asked=4, per_fact=60)
+            i, m = source.sample(context, asked=4, per_fact=200)
             ids, marks = torch.tensor(i, device=device), torch.tensor(m, device=device)
             cos, sin = rotary(size, len(i) - 1, device)
             states = hidden(w, size, ids[None, :-1], cos, sin)[0]

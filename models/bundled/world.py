@@ -1,11 +1,11 @@
 """The invented world that the bundled model is trained on and measured in.
 
 A document is a run of plausible sentences in which facts about invented people, towns, ships,
-firms and projects are stated, each once, in one of several wordings. A chat asks for some of them,
-again in several wordings. Names are composed anew for every document, and within one they share
-as few parts as the lists allow, as people in a real report seldom do. In every wording the answer
-comes after the words that identify it, as in most reference prose; a model this small learns no
-others.
+firms and projects are stated, each up to three times and in several wordings, as reports do. A
+chat asks for some of them, again in several wordings. Names are composed anew for every document,
+and within one they share as few parts as the lists allow, as people in a real report seldom do. In
+every wording the answer comes after the words that identify it, as in most reference prose; a
+model this small learns no others.
 """
 
 from __future__ import annotations
@@ -264,6 +264,8 @@ OPENERS = (
     "it turned out that", "the letter adds that", "as before,", "to nobody's surprise,",
 )
 
+TELLINGS = 3  # times that a fact is told, at the most
+
 FILLER = (
     "the weather turned {adj} before the end of the week",
     "the {thing} was left near the {place} and nobody came for it",
@@ -318,14 +320,14 @@ SLOTS = {
 class Fact:
     """One stated fact: how it is told, and how it may be asked for."""
 
-    statement: str
+    statements: tuple[str, ...]
     questions: tuple[str, ...]
     answer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A generated text and the facts in it, in the order of the text."""
+    """A generated text and the facts in it."""
 
     text: str
     facts: tuple[Fact, ...]
@@ -354,30 +356,35 @@ def _facts(rng: random.Random, names: Names, count: int) -> tuple[list[Fact], li
         told = min(rng.randint(1, 3), count - len(facts))
         for attribute in rng.sample(attributes, min(told, len(attributes))):
             value = attribute.draw(names)
-            pattern = rng.choice(TOLD + attribute.told * 4)
-            text = pattern.format(n=attribute.noun, e=entity, v=value)
-            if value[0] in "aeiou":
-                text = text.replace(f" a {value}", f" an {value}")
-            if rng.random() < 0.25:
-                text = f"{rng.choice(OPENERS)} {text}"
+            told_as = []
+            for pattern in rng.sample(TOLD + attribute.told * 4, rng.randint(1, TELLINGS)):
+                text = pattern.format(n=attribute.noun, e=entity, v=value)
+                if value[0] in "aeiou":
+                    text = text.replace(f" a {value}", f" an {value}")
+                if rng.random() < 0.25:
+                    text = f"{rng.choice(OPENERS)} {text}"
+                told_as.append(_sentence(text))
             shapes = [
                 a.format(w=attribute.who, lw=attribute.who.lower(), n=attribute.noun, e=entity)
                 for a in ASKED
             ] + [a.format(e=entity) for a in attribute.asked * 3]
-            facts.append(Fact(_sentence(text), tuple(shapes), value))
+            facts.append(Fact(tuple(told_as), tuple(shapes), value))
     return facts, entities
 
 
 def document(rng: random.Random, sentences: int, facts: int) -> Document:
-    """A text of `sentences` sentences, `facts` of which state a fact; needs facts <= sentences."""
+    """A text of `sentences` sentences in which `facts` facts are stated; needs facts <= sentences.
+
+    Where there is not room for every telling, each fact is told once before any is told again.
+    """
     names = Names(rng)
     stated, entities = _facts(rng, names, facts)
     rng.shuffle(stated)
-    slots = set(rng.sample(range(sentences), len(stated)))
-    queue = iter(stated)
-    lines = [
-        next(queue).statement if i in slots else _filler(rng, entities) for i in range(sentences)
-    ]
+    told = [f.statements[i] for i in range(TELLINGS) for f in stated if i < len(f.statements)]
+    told = told[:sentences]
+    rng.shuffle(told)
+    slots = set(rng.sample(range(sentences), len(told)))
+    lines = [told.pop() if i in slots else _filler(rng, entities) for i in range(sentences)]
     paragraphs: list[str] = []
     while lines:
         size = rng.randint(3, 7)
