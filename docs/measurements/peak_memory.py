@@ -41,7 +41,7 @@ def one(policy: str, tokens: int, width: int, layers: int, budget: int) -> dict[
     from minikv.stats import Shape
 
     config = ModelConfig(
-        family="llama", layers=layers, heads=width // 64, kv_heads=width // 192, head_dim=64,
+        family="llama", layers=layers, heads=width // 128, kv_heads=width // 256, head_dim=64,
         hidden=width, mlp=width * 8 // 3, vocab=32000, norm_eps=1e-5, rope=RopeConfig(theta=5e5),
         max_context=1 << 20, windows=(None,) * layers,
     )  # fmt: skip
