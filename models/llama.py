@@ -18,7 +18,7 @@ from minikv.attend import Attend
 from minikv.models.config import ModelConfig
 from minikv.models.rope import Rotary, rotate
 
-CPU_ROWS, CUDA_ROWS = 768, 2048
+CPU_ROWS, CUDA_ROWS = 512, 2048
 
 
 @dataclass(slots=True)
