@@ -483,7 +483,8 @@ HOSTILE = {
     "{% endfor %}{% endfor %}",
     "loops in calls": "{{ ([range(99999)] * 99999) | map('list') | list | length }}",
     "loops in sums": "{{ ([range(99999)] * 99999) | map('sum') | list | length }}",
-    "loops in filters": "{% for i in range(99999) %}{{ messages | tojson | length }}{% endfor %}",
+    "loops in filters": "{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% set n = messages | tojson | length %}{% endfor %}{% endfor %}",
     "macro tree": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
     "{% endmacro %}{{ f(60) }}",
     "endless macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
