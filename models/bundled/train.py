@@ -2,7 +2,7 @@
 
 Seeded; writes config.json, model.safetensors, tokenizer.json and chat_template.jinja. The loss is
 1 on the answers of a chat and 0.1 on a sample of the other tokens; the context grows in phases.
-Needs numpy-free torch only; the documents come from `minikv.models.bundled.world`.
+The documents come from `minikv.models.bundled.world`.
 """
 
 from __future__ import annotations
