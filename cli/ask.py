@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from minikv.cli import documents, render
-from minikv.cli.build import Settings, build
+from minikv.cli.build import Settings
 from minikv.cli.documents import Text
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
-from minikv.cli.turn import Limits, run_turn
+from minikv.cli.turn import Limits, open_chat, run_turn
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,13 +46,7 @@ def ask(
     settings.choice()  # refuse a wrong policy before a large document is read
     question, texts = _inputs(question, files, errors, terminal)
     limits.check()
-    terminal.status("loading the model")
-    session = build(settings)
-    terminal.clear_status()
-    for text in texts:
-        if text.note:
-            terminal.warn(text.note)
-        session.attach(text.text, text.name)
+    session = open_chat(settings, texts, terminal)
     answer = run_turn(session, question, limits, terminal, Interrupts(), show=not as_json)
     report = session.report
     assert report is not None, "a finished turn has a report"

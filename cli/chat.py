@@ -11,11 +11,11 @@ import typer
 
 import minikv
 from minikv.cli import commands, documents, render
-from minikv.cli.build import Settings, build
+from minikv.cli.build import Settings
 from minikv.cli.failures import show
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import OutputError, Terminal
-from minikv.cli.turn import Limits, run_turn
+from minikv.cli.turn import Limits, open_chat, run_turn
 from minikv.errors import ContextError, Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -48,13 +48,7 @@ def chat(
     settings.choice()
     texts = [documents.read_file(path, errors) for path in files]
     limits.check()
-    terminal.status("loading the model")
-    session = build(settings)
-    terminal.clear_status()
-    for text in texts:
-        if text.note:
-            terminal.warn(text.note)
-        session.attach(text.text, text.name)
+    session = open_chat(settings, texts, terminal)
     if typed:
         terminal.note(render.header(session, minikv.__version__))
         terminal.note(

@@ -1,12 +1,15 @@
-"""One turn on a terminal: live progress, warnings before the answer, the answer as it comes."""
+"""A chat on a terminal, and one turn of it: progress, warnings first, the answer as it comes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.cli import render
+from minikv.cli.build import Settings, build
+from minikv.cli.documents import Text
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
@@ -34,6 +37,18 @@ class Limits:
         from minikv.sampling import Sampling  # torch comes with it
 
         Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+def open_chat(settings: Settings, texts: Iterable[Text], terminal: Terminal) -> ChatSession:
+    """Load the model and attach the documents, with their warnings. Errors as `build`'s."""
+    terminal.status("loading the model")
+    session = build(settings)
+    terminal.clear_status()
+    for text in texts:
+        if text.note:
+            terminal.warn(text.note)
+        session.attach(text.text, text.name)
+    return session
 
 
 def run_turn(

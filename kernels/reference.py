@@ -69,10 +69,13 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     if len(parts) == 1:
         return parts[0][0]
     total = torch.logsumexp(torch.stack([lse for _, lse in parts]), 0)
-    mixed = parts[0][0] * (parts[0][1] - total).exp()[..., None]
-    for out, lse in parts[1:]:
-        mixed = mixed + out * (lse - total).exp()[..., None]
-    return mixed.to(parts[0][0].dtype)
+    joined = torch.empty_like(parts[0][0])
+    for h in range(len(joined)):  # head by head: the float32 copies stay small
+        mixed = parts[0][0][h] * (parts[0][1][h] - total[h]).exp()[..., None]
+        for out, lse in parts[1:]:
+            mixed = mixed.addcmul_(out[h], (lse[h] - total[h]).exp()[..., None])
+        joined[h] = mixed
+    return joined
 
 
 def decode_attention(

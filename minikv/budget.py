@@ -58,4 +58,7 @@ class Budget:
             return str(self.value)
         if self.unit == "share":
             return f"{float(self.value * 100):g}%"
-        return f"{float(self.value / (1 << 20)):g}MiB"
+        for unit in ("gib", "mib", "kib"):
+            if self.value >= _UNITS[unit]:
+                return f"{float(self.value / _UNITS[unit]):g}{unit[0].upper()}iB"
+        return f"{float(self.value):g}B"

@@ -111,5 +111,7 @@ class Rotary:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [t, heads, D] by `Rotary.table`'s [t, 1, D] pair. A new contiguous tensor."""
     half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), -1)
-    return torch.addcmul(x * cos, swapped, sin)
+    turned = x * cos
+    turned[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return turned

@@ -10,8 +10,7 @@ import time
 
 from fakes import ByteTokenizer, ChatML, FakeEngine
 
-import minikv.cli.ask
-import minikv.cli.chat
+import minikv.cli.turn
 from minikv.cli.build import Settings
 from minikv.cli.main import run
 from minikv.session import ChatSession
@@ -29,8 +28,7 @@ def main() -> None:
             seed=settings.seed, system=settings.system,
         )  # type: ignore[arg-type]  # fmt: skip
 
-    minikv.cli.ask.build = build
-    minikv.cli.chat.build = build
+    minikv.cli.turn.build = build
     run()
 
 

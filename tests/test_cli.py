@@ -20,8 +20,7 @@ from terminals import Terminals
 from typer.testing import CliRunner, Result
 
 import minikv
-import minikv.cli.ask
-import minikv.cli.chat
+import minikv.cli.turn
 from minikv.cli import documents
 from minikv.cli.build import Settings
 from minikv.cli.failures import explain
@@ -67,8 +66,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
-    monkeypatch.setattr(minikv.cli.ask, "build", world.build)
-    monkeypatch.setattr(minikv.cli.chat, "build", world.build)
+    monkeypatch.setattr(minikv.cli.turn, "build", world.build)
     return world
 
 

@@ -27,7 +27,9 @@ def resident(field: str) -> int:
     raise OSError(f"no {field}")
 
 
-def one(policy: str, tokens: int, width: int, layers: int, budget: int) -> dict[str, object]:
+def one(
+    policy: str, tokens: int, width: int, layers: int, budget: int, dtype_name: str
+) -> dict[str, object]:
     """Read one prompt under one policy; the figures in bytes."""
     import torch
 
@@ -45,14 +47,16 @@ def one(policy: str, tokens: int, width: int, layers: int, budget: int) -> dict[
         hidden=width, mlp=width * 8 // 3, vocab=32000, norm_eps=1e-5, rope=RopeConfig(theta=5e5),
         max_context=1 << 20, windows=(None,) * layers,
     )  # fmt: skip
-    network = Llama(config, dtype=torch.float32).randomise(0)
+    dtype = getattr(torch, dtype_name)
+    network = Llama(config, dtype=dtype).randomise(0)
     shape = Shape(layers, config.kv_heads, config.heads, 64, config.windows, config.max_context)
     step = policies.default_step(policy)
 
     def engine() -> Engine:
         cache = Scheduler(
-            shape, policies.prompt_policy(policy), policies.step_policy(step), Budget.parse(budget)
-        )
+            shape, policies.prompt_policy(policy), policies.step_policy(step),
+            Budget.parse(budget), dtype=dtype,
+        )  # fmt: skip
         return Engine(network, cache)
 
     ids = torch.randint(32000, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -63,14 +67,14 @@ def one(policy: str, tokens: int, width: int, layers: int, budget: int) -> dict[
     seconds = time.perf_counter() - began
     stats = run.kv.stats()
     parts = {
-        "residual": tokens * width * 4,
+        "residual": tokens * width * dtype.itemsize,
         "one_layer_kv": tokens * config.kv_heads * stats.row_bytes,
-        "mlp_chunk": network.rows * 2 * config.mlp * 4,
+        "mlp_chunk": network.rows * 2 * config.mlp * dtype.itemsize,
         "arena": stats.allocated_bytes,
     }
     peak = resident("VmHWM") - before
     return {
-        "policy": policy, "decode": step, "tokens": tokens, "layers": layers, "width": width,
+        "policy": policy, "decode": step, "dtype": dtype_name, "tokens": tokens, "layers": layers, "width": width,
         "budget": budget, "peak_rss": peak, "bound": sum(parts.values()), "parts": parts,
         "ratio": round(peak / sum(parts.values()), 4), "held": stats.held_bytes,
         "full": stats.full_bytes, "seconds": round(seconds, 1),
@@ -83,17 +87,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--policies", default="adakv,full")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(one(args.one, args.tokens, args.width, args.layers, args.budget)))
+        print(json.dumps(one(args.one, args.tokens, args.width, args.layers, args.budget, args.dtype)))
         return
     rows = []
     for policy in args.policies.split(","):
         command = [sys.executable, __file__, "--one", policy]
-        for name in ("tokens", "width", "layers", "budget"):
+        for name in ("tokens", "width", "layers", "budget", "dtype"):
             command += [f"--{name}", str(getattr(args, name))]
         made = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         row = json.loads(made)

@@ -51,17 +51,18 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """`tokens` tokens at `context`, the learning rate going from `first` to `last` on a cosine."""
+    """`tokens` tokens, each step at one of `contexts`, the rate from `first` to `last` on a cosine."""
 
-    context: int
+    contexts: tuple[int, ...]
     tokens: float
     first: float
     last: float
 
     @staticmethod
     def parse(text: str) -> Phase:
-        context, tokens, first, last = text.split(":")
-        return Phase(int(context), float(tokens), float(first), float(last))
+        contexts, tokens, first, last = text.split(":")
+        lengths = tuple(int(c) for c in contexts.split("+"))
+        return Phase(lengths, float(tokens), float(first), float(last))
 
 
 DEFAULT_PHASES = (
@@ -116,18 +117,17 @@ class Chats:
     ) -> tuple[list[int], list[int]]:
         """(ids, marks): marks are 0 for plain tokens, n for those of the n-th answer.
 
-        The text takes about what `asked` questions leave of `context` (by default nearly half of a
-        short context, a quarter of a long one), with a fact every `per_fact` tokens. Training texts
-        are denser than the examined ones: what is hard is the number of similar facts.
+        The text takes about what `asked` questions leave of `context` (by default a quarter to a
+        half is left: questions are what teaches), with a fact every `per_fact` tokens. Training
+        texts are denser than the examined ones: what is hard is the number of similar facts.
         """
         rng = self.rng
         if asked is None:
-            share = 0.45 if context <= 1024 else 0.4 if context <= 2048 else 0.25
-            room = int(context * share)
+            room = int(context * rng.uniform(0.25, 0.55))
         else:
             room = 22 * asked
         # A question that comes twice is copied from its first answer, which teaches little.
-        density = per_fact or math.exp(rng.uniform(math.log(25), math.log(200)))
+        density = per_fact or math.exp(rng.uniform(math.log(30), math.log(220)))
         facts = min(max(2, int((context - room) / density)), 140)
         if asked is None:
             room = min(room, 40 * facts)
@@ -300,7 +300,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help="a directory written by --out to go on from")
-    parser.add_argument("--phases", default=DEFAULT_PHASES, help="context:tokens:lr:lr, ...")
+    parser.add_argument(
+        "--phases", default=DEFAULT_PHASES,
+        help="context:tokens:lr:lr, ... where 2048+4096+4096 draws each step's context",
+    )  # fmt: skip
     parser.add_argument("--batch", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -334,19 +337,22 @@ def main() -> None:
     chats = Chats(tokenizer, args.seed + 1)
     sampler = torch.Generator(device="cpu").manual_seed(args.seed)
     began, step, done = time.time(), 0, 0
+    shapes = random.Random(args.seed)
     for number, phase in enumerate(map(Phase.parse, args.phases.split(","))):
         table = rotary(size, size.max_position_embeddings, device)
-        steps = max(1, int(phase.tokens / max(args.batch, phase.context)))
-        last = time.time()
+        steps = max(1, int(phase.tokens / max(args.batch, *phase.contexts)))
+        last, seen = time.time(), 0
+        hits: dict[int, list[float]] = {context: [] for context in sorted(set(phase.contexts))}
         for i in range(steps):
+            context = shapes.choice(phase.contexts)
             rate = phase.last + (phase.first - phase.last) * (1 + math.cos(math.pi * i / steps)) / 2
             if number == 0 or args.resume:
                 rate *= min(1.0, (step + 1) / 100)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
-            ids, marks = (t.to(device) for t in chats.batch(phase.context, args.batch))
-            at = stretched(chats.rng, phase.context, size.max_position_embeddings).to(device)
+            ids, marks = (t.to(device) for t in chats.batch(context, args.batch))
+            at = stretched(chats.rng, context, size.max_position_embeddings).to(device)
             cos, sin = table[0][at], table[1][at]
             with torch.autocast(device.type, torch.bfloat16, enabled=not args.float32):
                 states = forward(w, size, ids[:, :-1], cos, sin).flatten(0, 1)
@@ -365,22 +371,23 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(w.values(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
-            step, done = step + 1, done + ids.numel()
+            step, seen, done = step + 1, seen + ids.numel(), done + ids.numel()
+            right = logits[: len(answers)].argmax(-1) == target[answers]
+            hits[context].append(right.float().mean().item())
             if step % 50 == 0:
-                speed = 50 * ids.numel() / (time.time() - last)
-                last = time.time()
-                hit = (logits[: len(answers)].argmax(-1) == target[answers]).float().mean()
+                shown = ", ".join(f"{c}: {sum(h) / len(h):.3f}" for c, h in hits.items() if h)
                 print(
-                    f"{time.time() - began:6.0f}s step {step} context {phase.context} "
-                    f"{done / 1e6:.1f}M lr {rate:.1e} answer {main_loss:.3f} "
-                    f"rest {losses[len(answers) :].mean():.3f} tokens right {hit:.3f} "
-                    f"{speed:,.0f} tok/s",
+                    f"{time.time() - began:6.0f}s step {step} {done / 1e6:.1f}M lr {rate:.1e} "
+                    f"answer {main_loss:.3f} rest {losses[len(answers) :].mean():.3f} "
+                    f"tokens right at {shown}; {seen / (time.time() - last):,.0f} tok/s",
                     flush=True,
                 )
+                last, seen = time.time(), 0
+                hits = {context: [] for context in hits}
             if step % 500 == 0:
                 write(args.out, w, size, tokenizer)
         write(args.out, w, size, tokenizer)
-        for context in sorted({phase.context, min(8192, phase.context * 2)}):
+        for context in sorted({*phase.contexts, min(8192, max(phase.contexts) * 2)}):
             chats_now = min(args.examined, max(4, 40000 // context))
             exact = evaluate(w, size, tokenizer, context, chats_now, args.seed + 999)
             print(f"exact answers at {context}: {exact:.3f}", flush=True)
