@@ -23,6 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor
 
 from minikv.models.bundled import world
+from minikv.models.rope import RopeConfig, frequencies
 
 SPECIALS = ("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 BOS, END, USER, ASSISTANT, SYSTEM = range(5)
@@ -45,24 +46,33 @@ class Size:
     num_key_value_heads: int = 3
     head_dim: int = 32
     max_position_embeddings: int = 8192
-    rope_theta: float = 500000.0
     rms_norm_eps: float = 1e-5
+
+
+# Ten of a head's sixteen pairs hardly turn within 8,192 positions, so that a question matches its
+# fact at any distance; the other six tell what stands next to what.
+ROPE = RopeConfig(theta=5e5, kind="llama3", factor=128.0, original=512)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """`tokens` tokens, each step at one of `contexts`, the rate from `first` to `last` on a cosine."""
+    """`tokens` tokens, each step at one of `contexts`, the rate from `first` to `last` on a cosine.
+
+    A document has a fact every `dense` to `sparse` tokens (log-uniform). Training texts are denser
+    than the examined ones: what is hard is the number of similar facts.
+    """
 
     contexts: tuple[int, ...]
     tokens: float
     first: float
     last: float
+    dense: float = 30
+    sparse: float = 220
 
     @staticmethod
     def parse(text: str) -> Phase:
-        contexts, tokens, first, last = text.split(":")
-        lengths = tuple(int(c) for c in contexts.split("+"))
-        return Phase(lengths, float(tokens), float(first), float(last))
+        contexts, *numbers = text.split(":")
+        return Phase(tuple(map(int, contexts.split("+"))), *map(float, numbers))
 
 
 DEFAULT_PHASES = (
@@ -113,13 +123,12 @@ class Chats:
         return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def sample(
-        self, context: int, *, asked: int | None = None, per_fact: float | None = None
+        self, context: int, per_fact: float, asked: int | None = None
     ) -> tuple[list[int], list[int]]:
         """(ids, marks): marks are 0 for plain tokens, n for those of the n-th answer.
 
         The text takes about what `asked` questions leave of `context` (by default a quarter to a
-        half is left: questions are what teaches), with a fact every `per_fact` tokens. Training
-        texts are denser than the examined ones: what is hard is the number of similar facts.
+        half is left: questions are what teaches), with a fact every `per_fact` tokens.
         """
         rng = self.rng
         if asked is None:
@@ -127,8 +136,7 @@ class Chats:
         else:
             room = 22 * asked
         # A question that comes twice is copied from its first answer, which teaches little.
-        density = per_fact or math.exp(rng.uniform(math.log(30), math.log(220)))
-        facts = min(max(2, int((context - room) / density)), 140)
+        facts = min(max(2, int((context - room) / per_fact)), 140)
         if asked is None:
             room = min(room, 40 * facts)
         sentences = max(3, int((context - room) / 12.4))
@@ -146,14 +154,15 @@ class Chats:
             marks += [0] * len(turn) + [i + 1] * (len(answer) + 1)
         return ids, marks
 
-    def batch(self, context: int, tokens: int) -> tuple[Tensor, Tensor]:
+    def batch(self, context: int, tokens: int, phase: Phase) -> tuple[Tensor, Tensor]:
         """ids, marks [B, context + 1] of about `tokens` tokens; the tail is cut or padded."""
         rows = max(1, tokens // context)
         ids = torch.full((rows, context + 1), END)
         marks = torch.full((rows, context + 1), -1)
         for row in range(rows):
             while True:
-                i, m = self.sample(context)
+                bounds = math.log(phase.dense), math.log(phase.sparse)
+                i, m = self.sample(context, math.exp(self.rng.uniform(*bounds)))
                 if i and any(m[: context + 1]):
                     break
             size = min(len(i), context + 1)
@@ -190,8 +199,8 @@ def new_weights(size: Size, seed: int) -> dict[str, Tensor]:
 
 def rotary(size: Size, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos, sin [context, D] in the half-split layout."""
-    half = torch.arange(0, size.head_dim, 2, device=device).float() / size.head_dim
-    angle = torch.arange(context, device=device).float()[:, None] * size.rope_theta**-half
+    inverse = frequencies(ROPE, size.head_dim)[0].to(device)
+    angle = torch.arange(context, device=device).float()[:, None] * inverse
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
 
@@ -267,7 +276,7 @@ def evaluate(
     right = total = 0
     with torch.no_grad():
         for _ in range(chats):
-            i, m = source.sample(context, asked=4, per_fact=200)
+            i, m = source.sample(context, 200, asked=4)
             ids, marks = torch.tensor(i, device=device), torch.tensor(m, device=device)
             cos, sin = rotary(size, len(i) - 1, device)
             states = hidden(w, size, ids[None, :-1], cos, sin)[0]
@@ -289,6 +298,14 @@ def write(folder: Path, w: dict[str, Tensor], size: Size, tokenizer: Tokenizer) 
         "bos_token_id": BOS,
         "eos_token_id": END,
         "torch_dtype": "float32",
+        "rope_theta": ROPE.theta,
+        "rope_scaling": {
+            "rope_type": ROPE.kind,
+            "factor": ROPE.factor,
+            "low_freq_factor": ROPE.low_freq_factor,
+            "high_freq_factor": ROPE.high_freq_factor,
+            "original_max_position_embeddings": ROPE.original,
+        },
         **asdict(size),
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -302,7 +319,8 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="a directory written by --out to go on from")
     parser.add_argument(
         "--phases", default=DEFAULT_PHASES,
-        help="context:tokens:lr:lr, ... where 2048+4096+4096 draws each step's context",
+        help="context:tokens:lr:lr[:dense:sparse], ... where 2048+4096+4096 draws each step's "
+        "context, and a fact comes every dense to sparse tokens",
     )  # fmt: skip
     parser.add_argument("--batch", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--seed", type=int, default=1)
@@ -351,7 +369,7 @@ def main() -> None:
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
-            ids, marks = (t.to(device) for t in chats.batch(context, args.batch))
+            ids, marks = (t.to(device) for t in chats.batch(context, args.batch, phase))
             at = stretched(chats.rng, context, size.max_position_embeddings).to(device)
             cos, sin = table[0][at], table[1][at]
             with torch.autocast(device.type, torch.bfloat16, enabled=not args.float32):
