@@ -74,8 +74,8 @@ def one(
     }
     peak = resident("VmHWM") - before
     return {
-        "policy": policy, "decode": step, "dtype": dtype_name, "tokens": tokens, "layers": layers, "width": width,
-        "budget": budget, "peak_rss": peak, "bound": sum(parts.values()), "parts": parts,
+        "policy": policy, "decode": step, "dtype": dtype_name, "tokens": tokens,
+        "layers": layers, "width": width, "budget": budget, "peak_rss": peak, "bound": sum(parts.values()), "parts": parts,
         "ratio": round(peak / sum(parts.values()), 4), "held": stats.held_bytes,
         "full": stats.full_bytes, "seconds": round(seconds, 1),
     }  # fmt: skip
@@ -93,7 +93,8 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(one(args.one, args.tokens, args.width, args.layers, args.budget, args.dtype)))
+        sizes = args.tokens, args.width, args.layers, args.budget
+        print(json.dumps(one(args.one, *sizes, args.dtype)))
         return
     rows = []
     for policy in args.policies.split(","):
