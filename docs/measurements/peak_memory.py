@@ -75,7 +75,8 @@ def one(
     peak = resident("VmHWM") - before
     return {
         "policy": policy, "decode": step, "dtype": dtype_name, "tokens": tokens,
-        "layers": layers, "width": width, "budget": budget, "peak_rss": peak, "bound": sum(parts.values()), "parts": parts,
+        "layers": layers, "width": width, "budget": budget,
+        "peak_rss": peak, "bound": sum(parts.values()), "parts": parts,
         "ratio": round(peak / sum(parts.values()), 4), "held": stats.held_bytes,
         "full": stats.full_bytes, "seconds": round(seconds, 1),
     }  # fmt: skip
