@@ -13,6 +13,8 @@ from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from minikv.session import ChatSession
 
 
@@ -29,6 +31,8 @@ class Settings:
     kernels: str = "auto"
     seed: int = 0
     options: Mapping[str, object] = field(default_factory=dict)
+    stride: int = 0
+    pin_system: bool = False
     revision: str | None = None
     offline: bool = False
     system: str = ""
@@ -44,7 +48,9 @@ class Settings:
 
     def choice(self) -> Choice:
         """The eviction settings, checked without torch. Raises UsageError."""
-        return Choice.read(self.policy, self.decode, self.budget, self.options)
+        return Choice.read(
+            self.policy, self.decode, self.budget, self.options, self.seed, self.stride
+        )
 
 
 def build(settings: Settings) -> ChatSession:
@@ -61,7 +67,7 @@ def build(settings: Settings) -> ChatSession:
     from minikv.session import ChatSession, Facts
     from minikv.stats import Shape
 
-    prompt, step, budget = choice.policies()
+    prompt, step, budget, stride = choice.policies()
     began = perf_counter()
     loaded = load(
         settings.model,
@@ -80,7 +86,16 @@ def build(settings: Settings) -> ChatSession:
         windows=config.windows,
         max_context=config.max_context,
     )
-    kv = Scheduler(shape, prompt, step, budget, dtype=network.dtype, device=network.device)
+
+    def output(layer: int) -> Tensor:
+        """W_O as [H, G, D, hidden]."""
+        matrix = network.layers[layer].out.T
+        return matrix.view(config.kv_heads, -1, config.head_dim, config.hidden)
+
+    kv = Scheduler(
+        shape, prompt, step, budget, dtype=network.dtype, device=network.device, stride=stride,
+        output=output, rotary=network.rotary.inverse,
+    )  # fmt: skip
     return ChatSession(
         Engine(network, kv),
         loaded.tokenizer,
@@ -89,6 +104,7 @@ def build(settings: Settings) -> ChatSession:
         choice=choice,
         seed=settings.seed,
         system=settings.system,
+        pin_system=settings.pin_system,
         facts=Facts(
             model=loaded.name,
             revision=loaded.revision or "",

@@ -73,6 +73,12 @@ System = Annotated[
     str,
     typer.Option("--system", "-S", help="system prompt, or @FILE", rich_help_panel=_DOCS),
 ]
+PinSystem = Annotated[
+    bool,
+    typer.Option(
+        "--pin-system", help="rows of the system prompt never leave", rich_help_panel=_CACHE
+    ),
+]
 Policy = Annotated[
     str,
     typer.Option(
@@ -92,6 +98,14 @@ Budget = Annotated[
     typer.Option(
         help="rows per KV head and layer (512), a share of the prompt (20%) or bytes over all "
         "layers (64MiB)",
+        rich_help_panel=_CACHE,
+    ),
+]
+Stride = Annotated[
+    int,
+    typer.Option(
+        help="read prompts in blocks of so many rows under a step policy (--policy roco), with "
+        "eviction after each; 0: whole",
         rich_help_panel=_CACHE,
     ),
 ]
@@ -177,8 +191,10 @@ def ask(
     policy: Policy = DEFAULT_PROMPT,
     budget: Budget = DEFAULT_BUDGET,
     decode: Decode = "auto",
+    stride: Stride = 0,
     options: Options = None,
     system: System = "",
+    pin_system: PinSystem = False,
     encoding_errors: EncodingErrors = "strict",
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
@@ -204,8 +220,9 @@ def ask(
             files or [],
             Settings(
                 model=model, policy=policy, budget=budget, decode=decode, device=device,
-                dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options),
+                dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options), stride=stride,
                 revision=revision, offline=offline, system=_system(system),
+                pin_system=pin_system,
             ),
             Limits(max_tokens, temperature, top_k, top_p, min_p),
             terminal,
@@ -229,8 +246,10 @@ def chat(
     policy: Policy = DEFAULT_PROMPT,
     budget: Budget = DEFAULT_BUDGET,
     decode: Decode = "auto",
+    stride: Stride = 0,
     options: Options = None,
     system: System = "",
+    pin_system: PinSystem = False,
     encoding_errors: EncodingErrors = "strict",
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
@@ -253,12 +272,75 @@ def chat(
             files or [],
             Settings(
                 model=model, policy=policy, budget=budget, decode=decode, device=device,
-                dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options),
+                dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options), stride=stride,
                 revision=revision, offline=offline, system=_system(system),
+                pin_system=pin_system,
             ),
             Limits(max_tokens, temperature, top_k, top_p, min_p),
             terminal,
             errors=encoding_errors,
+        )  # fmt: skip
+
+
+@app.command(
+    name="eval", short_help="what each policy costs in quality, beside the full cache",
+    help="minikv eval --tasks facts,needle --policy adakv,snapkv --budget 64,128,256\n\n"
+    "Ask the same questions under every policy and budget, the full cache first. Tasks: needle, "
+    "facts, followup (six questions in one chat), agree (with the full cache's answer), ppl, loss "
+    "(attention lost). FILEs are LongBench or RULER records, in JSON lines.",
+)  # fmt: skip
+def evaluate(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILE]...", help="LongBench or RULER JSONL")
+    ] = None,
+    tasks: Annotated[
+        str, typer.Option("--tasks", help="a list with commas; with FILEs none by default")
+    ] = "",
+    model: Model = None,
+    revision: Revision = None,
+    offline: Offline = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    policy: Annotated[
+        str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
+    ] = "adakv,snapkv,streaming",
+    budget: Annotated[
+        str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
+    ] = "128,256",
+    decode: Decode = "auto",
+    length: Annotated[
+        str, typer.Option(help="tokens of a document; needle takes a list with commas")
+    ] = "2000",
+    count: Annotated[
+        int, typer.Option("--count", "-n", help="questions a task (needle: for each place)")
+    ] = 40,
+    seed: Annotated[int, typer.Option("--seed", "-s", help="other documents, other draws")] = 0,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="write the results here", rich_help_panel=_OUTPUT)
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="write the results here", rich_help_panel=_OUTPUT)
+    ] = None,
+    heat: Annotated[
+        list[Path] | None,
+        typer.Option("--map", help="a map of the needles, .png or .svg", rich_help_panel=_OUTPUT),
+    ] = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    terminal = Terminal(quiet=quiet)
+    with guard(terminal, debug=debug):
+        from minikv.cli.build import Settings
+        from minikv.cli.evaluation.command import evaluate as run_evaluation
+
+        _quiet_hub(terminal)
+        run_evaluation(
+            tasks or ("" if files else "facts"),
+            files or [], policy, budget, length, count,
+            Settings(model=model, decode=decode, device=device, dtype=dtype, seed=seed,
+                     revision=revision, offline=offline),
+            [path for path in (as_json, csv, *(heat or [])) if path],
+            terminal,
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.policies import POLICIES, Option, PolicyInfo, Value, prompt_names, step_names
+from minikv.policies import PARTS, POLICIES, Option, PolicyInfo, Value, prompt_names, step_names
 from minikv.report import TurnReport, of_full, percent_saved, size
 
 if TYPE_CHECKING:
@@ -109,13 +109,19 @@ def policy_line(session: ChatSession) -> str:
 def policies_table() -> str:
     """Every method in the registry, one line of at most 80 characters each."""
     rows = [("POLICY", "WHEN", "SCORES WITH", "2ND QUESTION", "PAPER")]
+    parts = [part.name for part in PARTS.values() if part.axis != "scorer"]
     rows += [(i.name, i.when, i.scores, i.second, i.paper) for i in POLICIES.values()]
     return (
         f"{_columns(rows)}\n\n"
-        f"--policy takes {', '.join(prompt_names())}\n"
-        f"--decode takes {', '.join(step_names())}\n"
+        f"{_wrapped('--policy takes ' + ', '.join(prompt_names()))}\n"
+        f"{_wrapped('--decode takes ' + ', '.join(step_names()))}\n"
+        f"{_wrapped('parts to add to a policy: ' + ', '.join(parts) + ' (as in h2o+ada)')}\n"
         "minikv policies show NAME   budget, extra state, options and defaults"
     )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 80, subsequent_indent="    ")
 
 
 def policy_card(info: PolicyInfo) -> str:

@@ -6,11 +6,21 @@ Every function takes plain tensors and knows nothing of caches or policies.
 from __future__ import annotations
 
 from minikv.kernels.reference import (
+    add_columns,
     decode_attention,
     merge,
     observe,
     rows_attention,
+    total,
     visible_attention,
 )
 
-__all__ = ["decode_attention", "merge", "observe", "rows_attention", "visible_attention"]
+__all__ = [
+    "add_columns",
+    "decode_attention",
+    "merge",
+    "observe",
+    "rows_attention",
+    "total",
+    "visible_attention",
+]

@@ -61,6 +61,11 @@ def visible_attention(
     return torch.cat(mixed, 2), torch.cat(sums, 2)
 
 
+def total(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The log-sum-exp over all parts: [(mixed [..., D], log-sum-exp [...])] -> [...]."""
+    return torch.logsumexp(torch.stack([lse for _, lse in parts]), 0)
+
+
 def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Join attention over disjoint sets of rows: [(mixed [..., D], log-sum-exp [...])] -> mixed.
 
@@ -68,12 +73,12 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """
     if len(parts) == 1:
         return parts[0][0]
-    total = torch.logsumexp(torch.stack([lse for _, lse in parts]), 0)
+    whole = total(parts)
     joined = torch.empty_like(parts[0][0])
     for h in range(len(joined)):  # head by head: the float32 copies stay small
-        mixed = parts[0][0][h] * (parts[0][1][h] - total[h]).exp()[..., None]
+        mixed = parts[0][0][h] * (parts[0][1][h] - whole[h]).exp()[..., None]
         for out, lse in parts[1:]:
-            mixed = mixed.addcmul_(out[h], (lse[h] - total[h]).exp()[..., None])
+            mixed = mixed.addcmul_(out[h], (lse[h] - whole[h]).exp()[..., None])
         joined[h] = mixed
     return joined
 
@@ -142,6 +147,36 @@ def observe(
             squares[h, begin:end] = p.mean(0).square_().sum(0)
             begin = end
     return mass, squares
+
+
+def add_columns(
+    mass: Tensor,
+    squares: Tensor,
+    q: Tensor,
+    lse: Tensor,
+    q_pos: Tensor,
+    k: Tensor,
+    k_pos: Tensor,
+    window: int | None,
+) -> None:
+    """Add what T queries give each row, in place, never holding T x N probabilities.
+
+    mass [H, G, N] and squares [H, N] float32 as `observe` returns them; q [H, G, T, D]; lse
+    [H, G, T], the log-sum-exp over all rows that the queries see, those in other parts too;
+    q_pos [T]; k [H, N, D]; k_pos [H or 1, N], -1 where there is no row.
+    """
+    heads, group, rows, size = q.shape
+    step = max(1, _OBSERVED // (group * rows))
+    for h in range(heads):
+        query = q[h].float() * (1.0 / math.sqrt(size))
+        for lo in range(0, k.shape[1], step):
+            hi = min(lo + step, k.shape[1])
+            logits = torch.matmul(query, k[h, lo:hi].float().T)
+            at = k_pos[h if k_pos.shape[0] > 1 else 0, lo:hi]
+            p = logits.sub_(lse[h, ..., None]).exp_()
+            p.masked_fill_(~_visible(q_pos, at[None], window), 0.0)
+            mass[h, :, lo:hi] += p.sum(1)
+            squares[h, lo:hi] += p.mean(0).square_().sum(0)
 
 
 def _visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:

@@ -23,12 +23,14 @@ def load(
     dtype: str = "auto",
     kernels: str = "auto",
     seed: int = 0,
+    stride: int = 0,
     **policy_options: object,
 ) -> ChatSession:
     """A chat with `model` (a directory or a hub id; None is the bundled model).
 
     `budget` is the mean number of rows per KV head and layer (512), a share of the first prompt
-    ("20%") or bytes over all layers ("64MiB"). `policy_options` are checked against
+    ("20%") or bytes over all layers ("64MiB"). With a `stride`, `policy` is a step policy that also
+    reads prompts, in blocks of so many rows. `policy_options` are checked against
     `minikv.policies.POLICIES`. Raises MinikvError or ModelError, both with `exit_code`.
     """
     # The one place where the core reaches up: the assembly lives in cli, beside its other caller.
@@ -37,6 +39,6 @@ def load(
     return build(
         Settings(
             model=model, policy=policy, budget=str(budget), decode=decode, device=device,
-            dtype=dtype, kernels=kernels, seed=seed, options=dict(policy_options),
+            dtype=dtype, kernels=kernels, seed=seed, stride=stride, options=dict(policy_options),
         )
     )

@@ -136,7 +136,8 @@ class Arena:
         with torch.inference_mode(False):  # made in a forward, but also written outside of one
             target = torch.empty(shape, dtype=source.dtype, device=self.device)
         if self.poison:
-            target.fill_(float("nan") if target.is_floating_point() else 1 << 30)
+            real = target.is_floating_point()
+            target.fill_(float("nan") if real else torch.iinfo(target.dtype).max // 2)
         spans = zip(*(t.flatten().tolist() for t in (old, new, self.length)), strict=True)
         for a, b, count in spans:
             target[b : b + count] = source[a : a + count]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,14 @@ from minikv.errors import UsageError
 from minikv.policies import (
     DEFAULT_BUDGET,
     DEFAULT_PROMPT,
+    Option,
     PolicyInfo,
     Value,
     default_step,
     find,
     prompt_policy,
     read_options,
+    step_names,
     step_policy,
 )
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 
 _MOST = 1 << 60  # rows or bytes
+MOST_STRIDE = 256  # divides every chunk that a network hands over
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Choice:
     budget: Budget
     policy_options: Mapping[str, Value]
     decode_options: Mapping[str, Value]
+    stride: int = 0
 
     @staticmethod
     def read(
@@ -43,28 +47,41 @@ class Choice:
         decode: str = "auto",
         budget: str | int = DEFAULT_BUDGET,
         options: Mapping[str, object] | None = None,
+        seed: int = 0,
+        stride: int = 0,
     ) -> Choice:
         """Check names and options. An option goes to the policy that has it, to both if both do.
+        `seed` is that of random draws, unless an option says another. With a `stride`, `policy` is
+        a step policy that also reads prompts, in blocks of so many rows.
 
         Raises UsageError that names the nearest policies, the options there are, or what a budget
         looks like; also where nothing is evicted, so that a typing error is never let through.
         """
-        prompt = find(policy)
-        step = find(default_step(policy) if decode == "auto" else decode, step=True)
+        if stride:
+            step = _strided(policy, decode, stride)
+            prompt = find("full")
+        else:
+            prompt = find(policy)
+            step = find(default_step(policy) if decode == "auto" else decode, step=True)
         given = dict(options or {})
+        reading, writing = _names(prompt.prompt_options), _names(step.own)
         for name in given:
-            if not _has(prompt, name) and not _has(step, name):
-                takes = [option.name for info in (prompt, step) for option in info.options]
+            if name not in reading and name not in writing:
+                takes = [*reading, *writing]
                 raise UsageError(
                     f"{prompt.name} with {step.name} has no option {name!r}",
                     f"it takes: {', '.join(dict.fromkeys(takes)) or 'no options'}",
                 )
+        given.setdefault("seed", seed)  # goes where there is such an option
         return Choice(
-            prompt.name,
+            step.name if stride else prompt.name,
             step.name,
             read_budget(budget),
-            read_options(prompt, {n: v for n, v in given.items() if _has(prompt, n)}),
-            read_options(step, {n: v for n, v in given.items() if _has(step, n)}),
+            read_options(
+                prompt.name, prompt.prompt_options, {n: v for n, v in given.items() if n in reading}
+            ),
+            read_options(step.name, step.own, {n: v for n, v in given.items() if n in writing}),
+            stride,
         )
 
     @property
@@ -72,11 +89,11 @@ class Choice:
         """Whether anything is ever evicted under this choice."""
         return self.policy != "full" or self.decode != "none"
 
-    def policies(self) -> tuple[PromptPolicy | None, StepPolicy | None, Budget | None]:
-        """The objects that the scheduler takes."""
-        prompt = prompt_policy(self.policy, self.policy_options)
+    def policies(self) -> tuple[PromptPolicy | None, StepPolicy | None, Budget | None, int]:
+        """What the scheduler takes."""
+        prompt = None if self.stride else prompt_policy(self.policy, self.policy_options)
         step = step_policy(self.decode, self.decode_options)
-        return prompt, step, self.budget if self.evicts else None
+        return prompt, step, self.budget if self.evicts else None, self.stride
 
     def budget_record(self) -> dict[str, object]:
         """The budget as the turn record has it; None where nothing is evicted."""
@@ -88,7 +105,28 @@ class Choice:
     def options_record(self) -> dict[str, object]:
         """The options in force; the decode policy and its options stand under `decode`."""
         decode: dict[str, object] = {"policy": self.decode, **self.decode_options}
-        return {**self.policy_options, "decode": decode}
+        stride = {"stride": self.stride} if self.stride else {}
+        return {**self.policy_options, **stride, "decode": decode}
+
+
+def _strided(policy: str, decode: str, stride: int) -> PolicyInfo:
+    """The step policy that reads and writes. Raises UsageError."""
+    if stride < 1 or stride > MOST_STRIDE or stride & (stride - 1):
+        raise UsageError(
+            f"--stride must be a power of two up to {MOST_STRIDE}, got {stride}",
+            "1 is the papers' way, 32 is much faster",
+        )
+    names = [name for name in step_names() if name != "none"]
+    if policy not in names:
+        raise UsageError(
+            f"{policy} cannot read a prompt in blocks", f"--stride takes: {', '.join(names)}"
+        )
+    if decode not in ("auto", policy):
+        raise UsageError(
+            f"with --stride, {policy} reads and writes: --decode {decode} does not go with it",
+            "leave --decode out",
+        )
+    return find(policy, step=True)
 
 
 def read_budget(text: str | int) -> Budget:
@@ -101,5 +139,5 @@ def read_budget(text: str | int) -> Budget:
     return budget
 
 
-def _has(info: PolicyInfo, name: str) -> bool:
-    return any(option.name == name for option in info.options)
+def _names(options: Iterable[Option]) -> list[str]:
+    return [option.name for option in options]

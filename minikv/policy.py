@@ -9,12 +9,39 @@ younger row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+ALL = 1 << 62
+"""As a number of observed queries: every query of the prompt."""
+
+
+class Moments:
+    """Running mean and covariance of a layer's queries before rotation."""
+
+    def __init__(self, heads: int, group: int, size: int, device: torch.device) -> None:
+        self.count = 0
+        self._sum = torch.zeros((heads, group, size), dtype=torch.float64, device=device)
+        self._outer = torch.zeros((heads, group, size, size), dtype=torch.float64, device=device)
+
+    def add(self, q: Tensor, angle: Tensor) -> None:
+        """Queries [H, G, T, D] that were turned by angle [T, D / 2]."""
+        q = q.to(torch.float64)
+        one, two = q.chunk(2, -1)
+        cos, sin = angle.cos(), angle.sin()
+        q = torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
+        self.count += q.shape[2]
+        self._sum += q.sum(2)
+        self._outer += q.transpose(2, 3) @ q
+
+    def normal(self) -> tuple[Tensor, Tensor]:
+        """Mean [H, G, D] and covariance [H, G, D, D] (population), float32."""
+        mean = self._sum / max(1, self.count)
+        spread = self._outer / max(1, self.count) - mean[..., None] * mean[..., None, :]
+        return mean.to(torch.float32), spread.to(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +51,10 @@ class PromptView:
     pos [H, N] int64, -1 where a head has no row or only one that its window no longer sees;
     mass [H, G, N] and squares [H, N] float32: what the last `observed` queries gave each row
     (`kernels.observe`), None when nobody asked; key and value fetch [H, N, D] on demand (rows
-    with pos -1 hold anything).
+    with pos -1 hold anything); carried: the step policy's columns [H, N] from before the prompt,
+    zero for new rows; output: the layer's output projection [H, G, D, hidden], if it is known;
+    turns: the first position of every prompt so far and the one after its last, this one included;
+    queries: moments of the prompt's, if the scorer asked; rotary [D / 2]: angle per position.
     """
 
     layer: int
@@ -35,6 +65,11 @@ class PromptView:
     squares: Tensor | None
     key: Callable[[], Tensor]
     value: Callable[[], Tensor]
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
+    output: Callable[[], Tensor] | None = None
+    turns: Sequence[tuple[int, int]] = ()
+    queries: Moments | None = None
+    rotary: Tensor | None = None
 
     @property
     def live(self) -> Tensor:
@@ -47,8 +82,11 @@ class StepView:
     """The F heads (of all layers) that must give up one row each. Padded to N rows.
 
     pos [F, N] int64, -1 for padding; cap [F]: rows a head keeps; position: tokens seen, the
-    newest row included; columns: the policy's own, [F, N] each; layer and head [F]; query
-    [F, G, D] is the current one for a policy that chooses before attention, else None.
+    newest row included unless the policy chooses before attention; columns: the policy's own,
+    [F, N] each; layer and head [F]; attention [F, N]: what the current query gave each row, mean
+    over G. A policy that chooses before attention has the current query [F, G, D] and the
+    newcomer's key [F, 1, D] instead; of a block of t rows all queries [F, G * t, D] and keys
+    [F, t, D].
     """
 
     position: int
@@ -57,7 +95,9 @@ class StepView:
     layer: Tensor
     head: Tensor
     columns: Mapping[str, Tensor]
+    attention: Tensor | None = None
     query: Tensor | None = None
+    key: Tensor | None = None
 
 
 Scorer = Callable[[PromptView], Tensor]
@@ -66,8 +106,9 @@ Scorer = Callable[[PromptView], Tensor]
 Scope = Callable[[PromptView], Tensor]
 """-> bool [H, N]: rows that must stay whatever their score."""
 
-Layers = Callable[[int, int], list[int]]
-"""(L, budget) -> mean rows per head of each layer, summing to L x budget."""
+Layers = Callable[[int, int, int, int], list[int]]
+"""(L, budget, most, least) -> mean rows per head of each layer, summing to L x budget (a release's
+rounding aside); `most` is what a head could hold at all, `least` what it needs."""
 
 Heads = Callable[[Tensor, Tensor, Tensor, int], list[int]]
 """(scores, pos, free [H, N], total) -> rows per head among the free ones, summing to total.
@@ -81,74 +122,93 @@ Selector = Callable[[PromptView, Tensor, Tensor, Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPolicy:
-    """A one-shot method: it fires at the end of every prompt.
+class Evidence:
+    """What a row is worth and which rows must stay: the first two of the four answers.
 
-    `observe` is the number of last prompt queries whose attention the scorer reads; `asks` says
-    whether the choice depends on what was asked; `sinks` and `window` are the rows that the
-    scope keeps at either end, for the smallest useful budget; `drift` is how many rows per KV
-    head `heads` may exceed its total by.
+    `observe` is the number of last prompt queries whose attention the scorer reads (ALL: every
+    one); `asks` says whether the choice depends on what was asked; `sinks` and `window` are the
+    rows that the scope keeps at either end, for the smallest useful budget; without `causal` an
+    observed query also sees the rows after it; `queries_from`: the scorer reads the moments of the
+    prompt's queries from this position on.
     """
 
-    name: str
     scorer: Scorer
     scope: Scope
-    heads: Heads
-    layers: Layers
-    select: Selector
     observe: int = 0
     asks: bool = False
     sinks: int = 0
     window: int = 0
+    causal: bool = True
+    queries_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPolicy:
+    """A one-shot method: it fires at the end of every prompt.
+
+    `drift` is how many rows per KV head `heads` may exceed its total by; `prefer` marks rows that
+    go before all other free ones.
+    """
+
+    name: str
+    evidence: Evidence
+    heads: Heads
+    layers: Layers
+    select: Selector
     drift: int = 0
+    prefer: Scope | None = None
 
 
-class StepPolicy(Protocol):
+class StepPolicy:
     """A method that evicts one row per head and step once the head is at its cap.
 
     `before`: the victim goes before attention and is not seen by the current query (the head
-    then needs exactly cap rows); otherwise it is chosen from this step's probabilities.
+    then needs exactly cap rows); otherwise it is chosen from this step's probabilities. `sinks`
+    and `recent`: rows that never leave, at either end. `observe`: queries of a prompt from which
+    the columns start (0: they start without). The base remembers nothing.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def before(self) -> bool: ...
-
-    @property
-    def sinks(self) -> int: ...
-
-    @property
-    def recent(self) -> int: ...
-
-    @property
-    def observe(self) -> int:
-        """Queries of a prompt from which the columns start (0: they start at zero)."""
-        ...
+    name: str
+    before: bool = False
+    sinks: int = 0
+    recent: int = 1
+    observe: int = 0
 
     @property
     def columns(self) -> Mapping[str, torch.dtype]:
-        """Per-row state; a row that an answer adds starts at zero."""
-        ...
+        """Per-row state; a row that an answer adds starts at zero, then gets what `admit` says."""
+        return {}
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Columns [H, N] after a prompt, from `old` (zero for new rows) and the view's evidence."""
-        ...
+        return {}
 
-    def step(self, columns: Mapping[str, Tensor], probabilities: Tensor) -> None:
-        """Add one query's attention in place. All [R], the mean over G; 0 where a row is unused."""
-        ...
+    def admit(self, layer: int, key: Tensor) -> dict[str, Tensor]:
+        """Columns [H] of the rows that an answer adds to a layer, whose keys are [H, D]."""
+        return {}
+
+    def step(
+        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+    ) -> None:
+        """Add one query's attention in place. All [R], the mean over G; 0 where a row is unused.
+
+        visible() is float32 [R]: how many rows the query saw in a row's head.
+        """
+
+    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        """(scores float32, free bool) [F, N]: the `count` free rows of lowest score will leave."""
+        raise NotImplementedError
 
     def victims(self, view: StepView) -> Tensor:
         """int64 [F]: the column of each head's victim."""
-        ...
+        scores, free = self.judge(view, 1)
+        return oldest_of_lowest(scores, view.pos, free)
 
 
 def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None) -> int:
     """Rows per head below which a pair of policies cannot work: sinks + window + 1."""
-    sinks = max(prompt.sinks if prompt else 0, step.sinks if step else 0)
-    window = max(prompt.window if prompt else 0, step.recent if step else 0)
+    sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
+    window = max(prompt.evidence.window if prompt else 0, step.recent if step else 0)
     return sinks + window + 1
 
 
@@ -177,7 +237,7 @@ def top(view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]) -
     )
 
 
-def even_layers(layers: int, budget: int) -> list[int]:
+def even_layers(layers: int, budget: int, most: int, least: int) -> list[int]:
     """Layers: the same for all."""
     return [budget] * layers
 
@@ -235,6 +295,43 @@ def last_rows(count: int) -> Scope:
         return view.pos >= max(0, view.position - count)
 
     return scope
+
+
+def ends(sinks: int, recent: int) -> Scope:
+    """Scope: the conversation's first `sinks` rows and the `recent` youngest stay."""
+
+    def scope(view: PromptView) -> Tensor:
+        young = view.pos >= max(0, view.position - recent)
+        return view.live & ((view.pos < sinks) | young)
+
+    return scope
+
+
+def unprotected(view: StepView, policy: StepPolicy) -> Tensor:
+    """bool [F, N]: rows that may leave; all but the newest where sinks and recent rows are all."""
+    newest = view.position - 1
+    free = (view.pos >= policy.sinks) & (view.pos <= newest - policy.recent)
+    return free | (~free.any(1, keepdim=True) & (view.pos >= 0) & (view.pos < newest))
+
+
+def oldest_of_lowest(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
+    """int64 [F]: of each head's free rows with the lowest score the oldest; all [F, N]."""
+    scores = scores.masked_fill(~free, torch.inf)
+    tied = free & (scores <= scores.amin(1, keepdim=True))
+    return pos.masked_fill(~tied, _NEVER).argmin(1)
+
+
+def leaving(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor) -> Tensor:
+    """bool [F, N]: each head's counts [F] free rows of lowest score, of equal ones the oldest."""
+    young = pos.argsort(dim=1, stable=True)
+    ranked = scores.masked_fill(~free, torch.inf).gather(1, young).argsort(dim=1, stable=True)
+    order = young.gather(1, ranked)
+    places = torch.arange(pos.shape[1], device=pos.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
+    return (rank < counts[:, None]) & free
+
+
+_NEVER = 1 << 40
 
 
 def group(mass: Tensor, how: str) -> Tensor:

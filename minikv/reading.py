@@ -6,7 +6,7 @@ A later prompt also keeps a copy of the old rows that it rewrites, so that it ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.arena import Arena
-from minikv.policy import PromptPolicy, PromptView, StepPolicy, fill
+from minikv.policy import ALL, Moments, PromptPolicy, PromptView, StepPolicy, fill
 from minikv.stats import Shape
 
 
@@ -25,7 +25,8 @@ class Plan:
     totals[i]: rows that layer i may keep over all its heads (None: all). floor: rows that every
     head's cap has at least when only the step policy evicts. spare: rows a head needs above its
     cap while an answer is written. needed[i]: rows of layer i's region; shrinks: the arena will be
-    cut down to them after the prompt.
+    cut down to them after the prompt; turns, output(layer) and rotary: as `PromptView` has them;
+    pinned: positions below it never leave.
     """
 
     position: int
@@ -35,6 +36,10 @@ class Plan:
     spare: int
     needed: list[int]
     shrinks: bool
+    turns: Sequence[tuple[int, int]] = ()
+    output: Callable[[int], Tensor] | None = None
+    rotary: Tensor | None = None
+    pinned: int = 0
 
 
 class Reading:
@@ -51,7 +56,18 @@ class Reading:
     ) -> None:
         self.shape, self.arena, self.prompt, self.step = shape, arena, prompt, step
         self.plan = plan
-        observe = prompt.observe if prompt and prompt.observe else step.observe if step else 0
+        evidence = prompt.evidence if prompt else None
+        observe = evidence.observe if evidence and evidence.observe else 0
+        if step and not observe:
+            observe = step.observe
+        self._causal = evidence is None or evidence.causal
+        self._all = observe == ALL
+        if self._all:
+            observe = 0  # summed as chunks are mixed, not from a copy of the last queries
+        self._from = evidence.queries_from if evidence else None
+        self._moments: Moments | None = None
+        self._mass: Tensor | None = None
+        self._squares: Tensor | None = None
         wide = (shape.kv_heads, plan.tokens, shape.head_dim)
         tail = (min(plan.tokens, observe), shape.heads, shape.head_dim)
         self._key = torch.empty(wide, dtype=dtype, device=arena.device)
@@ -74,6 +90,7 @@ class Reading:
     def release(self) -> None:
         """The prompt is done: give the staging buffers and the backup back, keep what was told."""
         self._key = self._value = self._tail = self._key.new_empty(0)
+        self._mass = self._squares = None
         self._old, self._copied = None, ()
         self._saved = {}
 
@@ -83,6 +100,11 @@ class Reading:
         if self._done == tokens:
             self._done, self._old, self._copied = 0, None, ()
             self._old = self._old_rows(layer)
+            if self._all:
+                self._clear_sums()
+            if self._from is not None:
+                heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
+                self._moments = Moments(heads, group, self.shape.head_dim, q.device)
         lo, hi = self._done, self._done + len(q)
         self._key[:, lo:hi] = k.transpose(0, 1)
         self._value[:, lo:hi] = v.transpose(0, 1)
@@ -125,6 +147,8 @@ class Reading:
             window = None  # nothing has slid out yet
         query = q.view(len(q), shape.kv_heads, -1, shape.head_dim).permute(1, 2, 0, 3)
         at = torch.arange(base + lo, base + hi, device=q.device)
+        if self._moments is not None:
+            self._add_moments(query, at)
         parts = []
         if self._old is not None:
             k, v, pos = self._old
@@ -150,7 +174,44 @@ class Reading:
             pos = torch.arange(base + begin, base + hi, device=q.device)[None]
             seen = self._key[:, begin:hi], self._value[:, begin:hi]
             parts.append(kernels.visible_attention(query, *seen, at, pos, window))
+        if self._all:
+            self._add_sums(query, kernels.total(parts), at, window)
         return kernels.merge(parts).permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
+
+    def _clear_sums(self) -> None:
+        """A layer begins: nothing was observed of its rows."""
+        heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
+        rows = self.plan.tokens + (self._old[2].shape[-1] if self._old is not None else 0)
+        self._mass = torch.zeros((heads, group, rows), device=self._key.device)
+        self._squares = torch.zeros((heads, rows), device=self._key.device)
+        self._note_peak()
+
+    def _add_moments(self, query: Tensor, at: Tensor) -> None:
+        """Count the chunk's queries, those of the very first rows aside if there are others."""
+        assert self._moments is not None
+        assert self._from is not None
+        assert self.plan.rotary is not None, "the network's rotary frequencies are not known"
+        first = self._from if self.plan.position + self.plan.tokens > self._from else 0
+        wanted = at >= first
+        angle = at[wanted, None].to(torch.float64) * self.plan.rotary.to(torch.float64)
+        self._moments.add(query[:, :, wanted], angle)
+
+    def _add_sums(self, query: Tensor, lse: Tensor, at: Tensor, window: int | None) -> None:
+        """Add what the chunk of queries at positions `at` gave every row that it saw."""
+        assert self._mass is not None
+        assert self._squares is not None
+        hi, begin = int(at[-1]) + 1 - self.plan.position, 0
+        own = torch.arange(self.plan.position, self.plan.position + hi, device=at.device)[None]
+        sources = [(self._key[:, :hi], own)]
+        if self._old is not None:
+            sources.insert(0, (self._old[0], self._old[2]))
+        for key, pos in sources:
+            end = begin + key.shape[1]
+            kernels.add_columns(
+                self._mass[:, :, begin:end], self._squares[:, begin:end],
+                query, lse, at, key, pos, window,
+            )  # fmt: skip
+            begin = end
 
     def finish(self, layer: int) -> None:
         """The layer is complete: choose who stays and move the survivors into the arena."""
@@ -166,14 +227,14 @@ class Reading:
         live = pos >= 0
         total = plan.totals[layer] if plan.totals is not None else None
         evicts = total is not None and int(live.sum()) > total
-        view = self._view(layer, pos, new, evicts)
+        view = self._view(layer, pos, new, evicts, self._carried(layer, pos))
         keep = live
         if evicts:
             assert prompt is not None
             assert total is not None
             keep = self._choose(prompt, view, total)
-            self.shaped = self.shaped or prompt.asks
-        extra = self._columns(layer, view)
+            self.shaped = self.shaped or prompt.evidence.asks
+        extra = self.step.prompt(view, view.carried) if self.step is not None else {}
         kept = [int(n) for n in keep.sum(1)]
         if total is None:
             caps = [max(n, plan.floor) for n in kept]
@@ -183,52 +244,65 @@ class Reading:
             caps = fill(kept, total)
         self._store(layer, pos, keep, extra, caps)
 
-    def _view(self, layer: int, pos: Tensor, new: Tensor, evicts: bool) -> PromptView:
-        mass = squares = None
+    def _view(
+        self, layer: int, pos: Tensor, new: Tensor, evicts: bool, carried: dict[str, Tensor]
+    ) -> PromptView:
+        mass, squares = self._mass, self._squares
         observed, old = len(self._tail), self._old
-        if observed and (evicts or (self.step is not None and self.step.observe > 0)):
+        if self._all:
+            observed = len(new)
+        elif observed and (evicts or (self.step is not None and self.step.observe > 0)):
             sources = [(self._key, new[None])]
             if old is not None:
                 sources.insert(0, (old[0], old[2]))
             mass, squares = kernels.observe(
                 self._tail.view(observed, self.shape.kv_heads, -1, self.shape.head_dim),
-                new[-observed:], sources, self.shape.windows[layer],
+                new[-observed:] if self._causal else new[-1:].expand(observed),
+                sources, self.shape.windows[layer],
             )  # fmt: skip
-            self._note_peak(mass, squares)
+            self._note_peak(mass, squares, *carried.values())
 
         def fetch(which: int, staged: Tensor) -> Callable[[], Tensor]:
             return lambda: staged if old is None else torch.cat((old[which], staged), 1)
 
         end = self.plan.position + self.plan.tokens
         key, value = fetch(0, self._key), fetch(1, self._value)
-        return PromptView(layer, end, pos, observed, mass, squares, key, value)
+        known = self.plan.output
+        return PromptView(
+            layer, end, pos, observed, mass, squares, key, value, carried,
+            None if known is None else lambda: known(layer), self.plan.turns, self._moments,
+            self.plan.rotary,
+        )  # fmt: skip
 
     def _choose(self, prompt: PromptPolicy, view: PromptView, total: int) -> Tensor:
         """bool [H, N]: the rows that stay, `total` over the layer's heads."""
-        pinned = prompt.scope(view) & view.live
+        pinned = (prompt.evidence.scope(view) | (view.pos < self.plan.pinned)) & view.live
         free = view.live & ~pinned
-        scores = prompt.scorer(view)
+        scores = prompt.evidence.scorer(view)
+        if prompt.prefer is not None:  # above every other score, and finite, so that sums stay so
+            highest = scores.masked_fill(~free | scores.isinf(), 0.0).amax()
+            scores = scores.masked_fill(prompt.prefer(view) & free, 2.0 * float(highest) + 1.0)
         left = max(0, total - int(pinned.sum()))
         counts = prompt.heads(scores, view.pos, free, left)
         keep = pinned | prompt.select(view, scores, free, counts)
-        if prompt.observe and view.mass is not None:
+        if prompt.evidence.observe and view.mass is not None:
             mass = view.mass.mean(1) * view.live  # what slid out of the window was not evicted
             self.lost[view.layer] = 1.0 - float(((mass * keep).sum(1) / mass.sum(1)).mean())
         return keep
 
-    def _columns(self, layer: int, view: PromptView) -> dict[str, Tensor]:
-        """The step policy's columns [H, N] for every row of the view."""
+    def _carried(self, layer: int, pos: Tensor) -> dict[str, Tensor]:
+        """The step policy's columns [H, N] from before the prompt, zero for new rows."""
         if self.step is None:
             return {}
-        before = view.pos.shape[1] - self.plan.tokens
+        before = pos.shape[1] - self.plan.tokens
         old: dict[str, Tensor] = {}
         index, live = self.arena.index(layer)
         for name, dtype in self.step.columns.items():
-            old[name] = torch.zeros(view.pos.shape, dtype=dtype, device=view.pos.device)
+            old[name] = torch.zeros(pos.shape, dtype=dtype, device=pos.device)
             if before:
                 rows = self.arena.columns[name][index]
                 old[name][:, :before] = rows.masked_fill(~live, 0)
-        return self.step.prompt(view, old)
+        return old
 
     def _store(
         self, layer: int, pos: Tensor, keep: Tensor, extra: Mapping[str, Tensor], caps: list[int]
@@ -295,6 +369,6 @@ class Reading:
 
     def _note_peak(self, *scratch: Tensor) -> None:
         held = self.arena.nbytes + sum(t.nbytes for t in (self._key, self._value, self._tail))
-        held += sum(t.nbytes for t in self._copied)
+        held += sum(t.nbytes for t in (*self._copied, self._mass, self._squares) if t is not None)
         held += sum(t.nbytes for saved in self._saved.values() for t in saved.values())
         self.peak = max(self.peak, held + sum(t.nbytes for t in scratch))

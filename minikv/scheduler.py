@@ -21,6 +21,7 @@ from minikv.errors import UsageError
 from minikv.policy import PromptPolicy, StepPolicy, StepView, smallest_budget
 from minikv.reading import Plan, Reading
 from minikv.stats import CacheStats, Shape
+from minikv.strided import Strided
 
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
 
@@ -42,8 +43,15 @@ class Scheduler:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        stride: int = 0,
+        output: Callable[[int], Tensor] | None = None,
+        rotary: Tensor | None = None,
         poison: bool = False,
     ) -> None:
+        """With a `stride` the step policy also reads prompts, in blocks of so many rows (see
+        `Strided`). `output`(layer) is the network's output projection [H, G, D, hidden], for
+        policies that weigh values by what becomes of them; `rotary` [D / 2] its angles per
+        position, for policies that look at queries before rotation."""
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self.prompt_policy: PromptPolicy | None
         self.step_policy: StepPolicy | None
@@ -52,12 +60,18 @@ class Scheduler:
         self._open: bool
         self.arena: Arena
         self.progress: Callable[[int, int], None] | None = None
+        self._output, self._rotary = output, rotary
         self._poison = poison
-        self._set(prompt, step, budget)
+        self.stride: int
+        self._set(prompt, step, budget, stride)
         self.reset()
 
     def configure(
-        self, prompt: PromptPolicy | None, step: StepPolicy | None, budget: Budget | None
+        self,
+        prompt: PromptPolicy | None,
+        step: StepPolicy | None,
+        budget: Budget | None,
+        stride: int = 0,
     ) -> None:
         """Other policies or another budget from the next prompt on. Between turns only.
 
@@ -65,18 +79,26 @@ class Scheduler:
         prompt. Raises UsageError, and changes nothing, if they do not go together.
         """
         assert self._reading is None
-        before = (self.prompt_policy, self.step_policy, self.budget, self._rows, self._open)
+        names = ("prompt_policy", "step_policy", "budget", "_rows", "_open", "stride")
+        before = {name: getattr(self, name) for name in names}
         try:
-            self._set(prompt, step, budget)
+            self._set(prompt, step, budget, stride)
         except UsageError:
-            self.prompt_policy, self.step_policy, self.budget, self._rows, self._open = before
+            for name, value in before.items():
+                setattr(self, name, value)
             raise
         self.arena.declare(step.columns if step else {})
         self._relaid()
 
     def _set(
-        self, prompt: PromptPolicy | None, step: StepPolicy | None, budget: Budget | None
+        self,
+        prompt: PromptPolicy | None,
+        step: StepPolicy | None,
+        budget: Budget | None,
+        stride: int,
     ) -> None:
+        assert not stride or (step is not None and prompt is None)
+        self.stride = stride
         if (prompt or step) and budget is None:
             raise UsageError("a policy needs a budget", "give --budget, e.g. 512, 20% or 64MiB")
         self.prompt_policy, self.step_policy, self.budget = prompt, step, budget
@@ -91,6 +113,8 @@ class Scheduler:
         row = 2 * self.shape.head_dim * self.dtype.itemsize + torch.int32.itemsize + state
         rows = budget.rows(tokens, row, self.shape.layers * self.shape.kv_heads)
         least = smallest_budget(prompt, step)
+        if self.stride and step and step.before:
+            least += self.stride - 1  # a block's rows are inside the cap when it attends
         if (prompt or step) and rows < least:
             names = " with ".join(p.name for p in (prompt, step) if p)
             meant = "" if budget.unit == "rows" else f", which is {rows} rows per head here,"
@@ -104,17 +128,39 @@ class Scheduler:
         """Forget the conversation and give its memory back."""
         shape, step = self.shape, self.step_policy
         self.position = 0
+        self._turns: list[tuple[int, int]] = []
+        self._pinned = 0
         self.arena = Arena(
             shape.layers, shape.kv_heads, shape.head_dim, self.dtype, self.device,
             step.columns if step else {}, poison=self._poison,
         )  # fmt: skip
         if self.budget and self.budget.unit == "share":
             self._open, self._rows = True, None
-        self._reading: Reading | None = None
-        self._last: Reading | None = None
+        self._reading: Reading | Strided | None = None
+        self._last: Reading | Strided | None = None
         self._peak = 0
         self._evict_s = 0.0
         self._relaid()
+
+    def pin(self, rows: int) -> None:
+        """The first `rows` positions of the conversation never leave. Before the first prompt.
+
+        Raises UsageError if the budget leaves no room beside them.
+        """
+        assert self.position == 0
+        if self.budget is not None and self.budget.unit == "rows":
+            self._refuse_pins(rows, int(self.budget.value))
+        self._pinned = rows
+
+    def _refuse_pins(self, rows: int, each: int) -> None:
+        prompt, step = self.prompt_policy, self.step_policy
+        sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
+        least = smallest_budget(prompt, step) + max(0, rows - sinks)
+        if rows and each < least:
+            raise UsageError(
+                f"a budget of {each} rows is too small beside {rows} pinned ones",
+                f"the smallest useful budget here is {least} rows per head",
+            )
 
     # -- a prompt ---------------------------------------------------------------------------
 
@@ -131,7 +177,11 @@ class Scheduler:
         spare = room if step is None else 0 if step.before else 1
         # More rows than positions can never be used.
         each = min(self._rows, self.shape.max_context) if self._rows is not None else None
-        totals = self._totals(each)
+        if each is not None:
+            self._refuse_pins(self._pinned, each)
+        totals = self._totals(each, tokens)
+        if self.stride and each is not None:
+            totals = [self.shape.kv_heads * each] * self.shape.layers
         needed, wide = [], []
         for layer, window in enumerate(self.shape.windows):
             rows = arena.length[layer] + tokens
@@ -141,8 +191,8 @@ class Scheduler:
                 rows = rows.clamp(min=each)
             most = int(rows.sum())
             if totals is not None:
-                assert self.prompt_policy is not None
-                most = totals[layer] + self.shape.kv_heads * self.prompt_policy.drift
+                drift = self.prompt_policy.drift if self.prompt_policy is not None else 0
+                most = totals[layer] + self.shape.kv_heads * drift
             needed.append(most + self.shape.kv_heads * spare)
             wide.append(rows + spare)
         shrinks = 2 * sum(needed) <= arena.rows  # a smaller budget gives its memory back
@@ -156,20 +206,35 @@ class Scheduler:
         moving = arena.resize(region, capacity)
         self._relaid()
         floor = each if each is not None and step is not None else 0
-        plan = Plan(self.position, tokens, totals, floor, spare, needed, shrinks)
+        turns = [*self._turns, (self.position, self.position + tokens)]
+        plan = Plan(
+            self.position, tokens, totals, floor, spare, needed, shrinks, turns, self._output,
+            self._rotary, self._pinned,
+        )  # fmt: skip
         self._evict_s = 0.0
-        self._reading = Reading(self.shape, arena, self.prompt_policy, step, plan, self.dtype)
+        if self.stride and step is not None and each is not None:
+            self._reading = Strided(self.shape, arena, step, plan, each, self.stride, self.dtype)
+        else:
+            self._reading = Reading(self.shape, arena, self.prompt_policy, step, plan, self.dtype)
         self._reading.peak = max(self._reading.peak, moving)
 
-    def _totals(self, each: int | None) -> list[int] | None:
+    def _totals(self, each: int | None, tokens: int) -> list[int] | None:
         """Rows that each layer may keep over all its heads, if the prompt policy evicts.
 
-        each: the budget in rows per head.
+        each: the budget in rows per head; tokens: the prompt's.
         """
         if self.prompt_policy is None:
             return None
         assert each is not None
-        rows = self.prompt_policy.layers(self.shape.layers, each)
+        most = int(self.arena.held.max()) + tokens
+        least = smallest_budget(self.prompt_policy, self.step_policy)
+        rows = self.prompt_policy.layers(self.shape.layers, each, most, least)
+        if min(rows) < least:
+            raise UsageError(
+                f"{self.prompt_policy.name} leaves a layer {min(rows)} rows per head, of which "
+                f"{least - 1} are protected",
+                "a larger --budget or a smaller beta gives every layer enough",
+            )
         return [
             self.shape.kv_heads * (n if window is None else min(n, window))
             for n, window in zip(rows, self.shape.windows, strict=True)
@@ -198,6 +263,7 @@ class Scheduler:
         assert tokens == self._reading.plan.tokens
         self._last, self._reading = self._reading, None
         self._open = False
+        self._turns.append((self.position, self.position + tokens))
         self.position += tokens
         self._last.release()
         self._peak = self._last.peak + self._mean.nbytes
@@ -262,10 +328,13 @@ class Scheduler:
         arena, heads = self.arena, self.shape.kv_heads
         query = q[0].view(heads, -1, self.shape.head_dim)
         if self._asked[layer]:
-            self._make_room(layer, query)
+            self._make_room(layer, query, k[0])
         slots = self._slot[layer].to(self.device)
         arena.columns["k"][slots] = k[0]
         arena.columns["v"][slots] = v[0]
+        if self.step_policy is not None:
+            for name, values in self.step_policy.admit(layer, k[0]).items():
+                arena.columns[name][slots] = values
         starts, counts, owned = self._starts[layer], self._counts[layer], self._owned[layer]
         if min(counts) == max(counts) and min(owned) == max(owned):
             spans = [(0, heads, starts[0], counts[0], owned[0])]
@@ -290,13 +359,14 @@ class Scheduler:
         whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         return whole.reshape(1, self.shape.heads, -1)
 
-    def _make_room(self, layer: int, query: Tensor) -> None:
+    def _make_room(self, layer: int, query: Tensor, key: Tensor) -> None:
         """Ask the policy for victims that leave before attention, in the heads that are full."""
         assert self._slot is not None
         asked = self._taken[layer]
         where = torch.zeros_like(self._taken)
         where[layer] = asked
-        slots = self._victims(where, query[asked.to(query.device)])
+        full = asked.to(query.device)
+        slots = self._victims(where, query[full], key[full][:, None])
         self._slot[layer, asked] = slots.cpu()
         self.arena.columns["pos"][slots] = self.position
         for name in self.arena.extra:
@@ -313,13 +383,24 @@ class Scheduler:
         self.position += 1
         full = torch.zeros_like(self._taken)
         if step is not None and not step.before:
-            step.step({name: arena.columns[name] for name in arena.extra}, self._mean)
+            columns = {name: arena.columns[name] for name in arena.extra}
+            step.step(columns, self._mean, self._visible)
             full = arena.length > arena.cap
         slid = self._slid_out()
         full = full & (slid < 0)
         arena.hole = torch.where(slid >= 0, slid, arena.hole)
         if bool(full.any()):
-            arena.hole[full] = self._victims(full, None).cpu()
+            arena.hole[full] = self._victims(full).cpu()
+
+    def _visible(self) -> Tensor:
+        """float32 [R]: rows that the step's query saw in each row's head, 0 in unused rows."""
+        arena = self.arena
+        seen = torch.zeros(arena.rows)
+        for layer, window in enumerate(self.shape.windows):
+            for h in range(self.shape.kv_heads):
+                begin, count = int(arena.start[layer, h]), int(arena.length[layer, h])
+                seen[begin : begin + count] = min(count, window or count)
+        return seen.to(self.device)
 
     def _slid_out(self) -> Tensor:
         """[L, H]: the oldest row that the layer's window no longer shows, or -1."""
@@ -335,7 +416,9 @@ class Scheduler:
                     slid[layer, h] = arena.start[layer, h] + oldest
         return slid
 
-    def _victims(self, heads: Tensor, query: Tensor | None) -> Tensor:
+    def _victims(
+        self, heads: Tensor, query: Tensor | None = None, key: Tensor | None = None
+    ) -> Tensor:
         """Indices into the columns [F] of the rows that the F marked heads [L, H] give up."""
         arena, step = self.arena, self.step_policy
         assert step is not None
@@ -346,11 +429,13 @@ class Scheduler:
             live = reach < count[:, None]
             self._padded = (heads.clone(), index.to(self.device), live.to(self.device))
         _, index, live = self._padded
-        pos = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, -1)
+        pos = arena.columns["pos"][index].to(torch.int64)
+        pos = pos.masked_fill(~live | (pos < self._pinned), -1)  # pinned rows are not shown
         where = heads.nonzero().to(self.device)
         view = StepView(
             self.position, pos, arena.cap[heads].to(self.device), where[:, 0], where[:, 1],
-            {name: arena.columns[name][index] for name in arena.extra}, query,
+            {name: arena.columns[name][index] for name in arena.extra},
+            None if step.before else self._mean[index], query, key,
         )  # fmt: skip
         return index.gather(1, step.victims(view)[:, None])[:, 0]
 
@@ -369,6 +454,17 @@ class Scheduler:
         """Positions that a KV head holds, ascending, int64."""
         index, live = self.arena.index(layer)
         return self.arena.columns["pos"][index[head, live[head]]].to(torch.int64).sort().values
+
+    @property
+    def reading(self) -> bool:
+        """A prompt is under way."""
+        return self._reading is not None
+
+    def attended(self, layer: int, head: int) -> Tensor:
+        """Positions that the query of the step under way sees in a layer it has been through."""
+        begin = self._starts[layer][head]
+        pos = self.arena.columns["pos"][begin : begin + self._counts[layer][head]]
+        return pos.to(torch.int64)
 
     def stats(self) -> CacheStats:
         """Counted from the tensors; see `CacheStats`."""

@@ -115,6 +115,7 @@ class ChatSession:
         seed: int = 0,
         system: str = "",
         facts: Facts | None = None,
+        pin_system: bool = False,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -123,6 +124,7 @@ class ChatSession:
         self.choice = choice or Choice.read()
         self.seed = seed
         self.system = system
+        self.pin_system = pin_system
         self.facts = facts or Facts()
         self._longest: float | None = None  # bytes per token at the most, once it was needed
         self.reset()
@@ -327,7 +329,16 @@ class ChatSession:
             if progress is not None:
                 progress(done, total)
 
+        if self.pin_system and self.system and not self.fed:
+            self.engine.kv.pin(self._system_rows())
         return self.engine.prompt(ids, between_chunks, room)
+
+    def _system_rows(self) -> int:
+        """Tokens of a chat before the first user's words: what any two chats have in common."""
+        system = Message("system", self.system)
+        one, two = (self.template.opening([system, Message("user", text)]) for text in ("a", "7?"))
+        same = (i for i, (x, y) in enumerate(zip(one, two, strict=False)) if x != y)
+        return next(same, min(len(one), len(two)))
 
     def _step(self, token: int) -> Tensor:
         """Feed the owed token. If the engine fails, the cache says whether it was taken."""

@@ -89,20 +89,21 @@ def _yarn_attention(rope: RopeConfig) -> float:
 
 
 class Rotary:
-    """Rotates queries and keys by their position. Holds D/2 numbers, no table of positions."""
+    """Rotates queries and keys by their position. `inverse` [D/2] is the angle per position; there
+    is no table of positions."""
 
-    __slots__ = ("_inverse", "_scale")
+    __slots__ = ("_scale", "inverse")
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu") -> None:
         inverse, self._scale = frequencies(rope, head_dim)
-        self._inverse = inverse.to(device)
+        self.inverse = inverse.to(device)
 
     def table(self, start: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine of positions start .. start+count-1, each [count, 1, D]."""
         position = torch.arange(
-            start, start + count, dtype=torch.float32, device=self._inverse.device
+            start, start + count, dtype=torch.float32, device=self.inverse.device
         )
-        angle = position[:, None, None] * self._inverse
+        angle = position[:, None, None] * self.inverse
         cos, sin = angle.cos() * self._scale, angle.sin() * self._scale
         # The first half of a rotated vector takes minus the second one: the sign sits in the table.
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)

@@ -114,7 +114,7 @@ class FakeKv:
         return torch.arange(self.position)
 
     def configure(self, *choice: Any) -> None:
-        budget = choice[-1]
+        budget = choice[2]
         if budget is not None and budget.unit == "rows" and budget.value < 37:
             raise UsageError("--budget is below the smallest useful one here: 37")
         self.configured.append(choice)

@@ -15,9 +15,13 @@ from minikv.scheduler import Scheduler
 from minikv.stats import Shape
 
 VOCAB = 97
-PAIRS = [
-    (prompt, step) for prompt in policies.prompt_names() for step in policies.step_names()
-]
+# Every prompt policy alone and with its own step policy; every step policy alone and with adakv.
+PAIRS = list(dict.fromkeys([
+    *((p, s) for p in policies.prompt_names() for s in ("none", policies.default_step(p))),
+    *((p, s) for p in ("full", "adakv") for s in policies.step_names()),
+    ("h2o+ada+pyramid", "h2o"), ("kvcrush(h2o)", "roco"), ("l2+nacl+pyramid", "tova"),
+    ("snapkv+critical+turns", "scissorhands"),
+]))  # fmt: skip
 
 
 def network(
@@ -56,12 +60,15 @@ def scheduler(
     step_options: dict[str, object] | None = None,
 ) -> Scheduler:
     """A scheduler whose arena is born full of NaN."""
+    c = net.config
     return Scheduler(
         shape(net),
         policies.prompt_policy(prompt, prompt_options),
         policies.step_policy(step, step_options),
         Budget.parse(budget) if budget is not None else None,
         dtype=net.dtype,
+        output=lambda layer: net.layers[layer].out.T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
+        rotary=net.rotary.inverse,
         poison=poison,
     )
 

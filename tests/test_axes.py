@@ -144,7 +144,7 @@ def test_roco_takes_a_constant_stream_for_steady() -> None:
     values = torch.linspace(0.02, 0.018, 40)  # the older, the more attention
     columns = {name: torch.zeros(40) for name in roco.columns}
     for _ in range(30):
-        roco.step(columns, values)
+        roco.step(columns, values, lambda: torch.ones(40))
     variance = columns["squares"] / 30 - (columns["sum"] / 30).square()
     assert (variance < 0).any()
     pos, zero = torch.arange(40)[None], torch.zeros(1, dtype=torch.int64)

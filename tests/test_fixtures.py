@@ -17,9 +17,11 @@ from torch import Tensor
 
 from minikv import policies
 from minikv.budget import Budget
+from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
 from minikv.policies.adakv import adaptive_heads
+from minikv.policies.kvcrush import anchor, ranks
 from minikv.policies.snapkv import window_scorer
-from minikv.policy import PromptView
+from minikv.policy import PromptView, StepView, best
 from minikv.scheduler import Scheduler
 from minikv.stats import Shape
 
@@ -33,7 +35,12 @@ def tensors() -> dict[str, Tensor]:
 
 
 def of(policy: str) -> list[str]:
-    return [name for name, case in CASES.items() if case["policy"] == policy]
+    found = [name for name, case in CASES.items() if case["policy"] == policy]
+    return [name for name in found if not name.startswith(("kvpress", "easykv_prefill"))]
+
+
+def like(start: str) -> list[str]:
+    return [name for name in CASES if name.startswith(start)]
 
 
 def roles(case: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -45,9 +52,9 @@ def ragged(flat: Tensor, lengths: Tensor) -> list[list[int]]:
 
 
 def one_layer(
-    heads: int, group: int, size: int, prompt: object, step: object, budget: int
+    heads: int, group: int, size: int, prompt: object, step: object, budget: int, layers: int = 1
 ) -> Scheduler:
-    shape = Shape(1, heads, heads * group, size, (None,), 1 << 20)
+    shape = Shape(layers, heads, heads * group, size, (None,) * layers, 1 << 20)
     return Scheduler(shape, prompt, step, Budget.parse(budget), poison=True)  # type: ignore[arg-type]
 
 
@@ -62,11 +69,34 @@ def run_prompt(kv: Scheduler, params: dict[str, Any], data: dict[str, Tensor]) -
     key = data["k"].transpose(0, 1)  # [N, Hk, d]
     query = torch.zeros(params["N"], params["Hk"] * params["G"], params["d"])
     query[-params["W"] :] = data["q_window"].transpose(0, 1)
-    kv.begin(params["N"])
-    for lo in range(0, params["N"], 64):
-        kv.attend(0, query[lo : lo + 64], key[lo : lo + 64], key[lo : lo + 64])
-    kv.advance(params["N"])
-    return [kv.kept(0, head).tolist() for head in range(params["Hk"])]
+    return feed(kv, query, key)
+
+
+def feed(kv: Scheduler, query: Tensor, key: Tensor) -> list[list[int]]:
+    """Read a prompt of rows query [N, H, d] and key [N, Hk, d] in every layer; the kept sets."""
+    kv.begin(len(key))
+    for layer in range(kv.shape.layers):
+        for lo in range(0, len(key), 64):
+            kv.attend(layer, query[lo : lo + 64], key[lo : lo + 64], key[lo : lo + 64])
+    kv.advance(len(key))
+    return kept(kv)
+
+
+def kept(kv: Scheduler) -> list[list[int]]:
+    heads = range(kv.shape.kv_heads)
+    return [kv.kept(layer, h).tolist() for layer in range(kv.shape.layers) for h in heads]
+
+
+def follow(kv: Scheduler, query: Tensor, key: Tensor, victims: list[list[int]]) -> None:
+    """Write an answer token by token; in every head exactly the given victims must leave."""
+    held = [set(rows) for rows in kept(kv)]
+    for step, gone in enumerate(victims):
+        at = kv.position
+        kv.attend(0, query[at : at + 1], key[at : at + 1], key[at : at + 1])
+        kv.advance(1)
+        for head, victim in enumerate(gone):
+            held[head] = (held[head] | {at}) - {victim}
+        assert [set(rows) for rows in kept(kv)] == held, f"step {step}"
 
 
 @pytest.mark.parametrize("name", of("snapkv"))
@@ -166,19 +196,297 @@ def test_roco(name: str, tensors: dict[str, Tensor]) -> None:
     )
     kv = one_layer(params["Hk"], params["G"], params["d"], None, policy, first + b)
     query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
-    kv.begin(first)
-    kv.attend(0, query[:first], key[:first], key[:first])
-    kv.advance(first)
-    held = [set(range(first)) for _ in range(params["Hk"])]
-    evicted = 0
+    feed(kv, query[:first], key[:first])
+    victims = data["victims"].tolist()
+    assert sum(v >= 0 for row in victims for v in row) == 2 * (params["steps"] - b)
+    follow(kv, query, key, victims)
+    assert kept(kv) == ragged(data["expected_final_kept"], data["expected_final_kept_len"])
+
+
+@pytest.mark.parametrize("name", like("pyramid_budgets"))
+def test_pyramid_budgets(name: str, tensors: dict[str, Tensor]) -> None:
+    """What a layer may hold beyond the prompt says nothing: nothing is evicted there."""
+    data = roles(CASES[name], tensors)
+    want = data["expected_budget"] if "expected_budget" in data else data["expected_capacity"]
+    for layers, tokens, budget, window, beta in data["problem"].tolist():
+        given = {"beta": beta, "line": "factory" if name.endswith("factory") else "official"}
+        spread = policies.prompt_policy("pyramidkv", given | {"window": window})
+        assert spread is not None
+        made = torch.tensor(spread.layers(layers, budget, tokens, 1)).clamp(max=tokens)
+        assert made.tolist() == want[:layers].clamp(max=tokens).tolist()
+        want = want[layers:]
+        exact = policies.prompt_policy("pyramidkv", {"beta": beta, "window": window})
+        assert exact is not None
+        line = exact.layers(layers, budget, tokens, 1)
+        assert sum(line) == layers * budget
+        assert line == sorted(line, reverse=True)
+        assert max(line) <= max(tokens, budget)
+
+
+@pytest.mark.parametrize("name", [n for n in of("pyramid") if "budgets" not in n])
+def test_pyramidkv(name: str, tensors: dict[str, Tensor]) -> None:
+    case, data = CASES[name], roles(CASES[name], tensors)
+    params = case["params"]
+    given = options(params) | {
+        "beta": params["beta"], "line": "factory",
+    }  # fmt: skip
+    policy = policies.prompt_policy("pyramidkv", given)
+    kv = one_layer(params["Hk"], params["G"], params["d"], policy, None, params["B"], params["L"])
+    want = ragged(data["expected_kept"], data["expected_kept_len"].flatten())
+    assert run_prompt(kv, params, data) == want
+
+
+@pytest.mark.parametrize("name", of("ada-pyramid"))
+def test_ada_pyramid(name: str, tensors: dict[str, Tensor]) -> None:
+    case, data = CASES[name], roles(CASES[name], tensors)
+    params = case["params"]
+    given = options(params) | {
+        "beta": params["beta"], "line": "official", "rounding": "official",
+        "alpha": params["alpha"],
+    }  # fmt: skip
+    policy = policies.prompt_policy("ada-pyramid", given)
+    kv = one_layer(params["Hk"], params["G"], params["d"], policy, None, params["B"], params["L"])
+    want = ragged(data["expected_kept"], data["expected_kept_len"].flatten())
+    assert run_prompt(kv, params, data) == want
+
+
+@pytest.mark.parametrize("name", of("nacl"))
+def test_nacl_without_its_draw(name: str, tensors: dict[str, Tensor]) -> None:
+    case, data = CASES[name], roles(CASES[name], tensors)
+    params = case["params"]
+    given = {"proxies": params["proxies"], "sinks": params["sinks"], "random": 0.0}
+    kv = one_layer(
+        params["H"], 1, params["d"], policies.prompt_policy("nacl", given), None, params["B"]
+    )
+    query = torch.zeros(params["N"], params["H"], params["d"])
+    query[-params["proxies"] :] = data["q_proxy"].transpose(0, 1)
+    want = ragged(data["expected_kept"], data["expected_kept_len"])
+    assert feed(kv, query, data["k"].transpose(0, 1)) == want
+
+
+@pytest.mark.parametrize("name", like("h2o_prefill"))
+def test_h2o_prompt(name: str, tensors: dict[str, Tensor]) -> None:
+    case, data = CASES[name], roles(CASES[name], tensors)
+    params = case["params"]
+    policy = policies.prompt_policy("h2o", {"window": params["W"]})
+    kv = one_layer(params["Hk"], params["G"], params["d"], policy, None, params["B"])
+    want = ragged(data["expected_kept"], data["expected_kept_len"])
+    assert feed(kv, data["q"].transpose(0, 1), data["k"].transpose(0, 1)) == want
+
+
+def test_h2o_steps(tensors: dict[str, Tensor]) -> None:
+    """Its sums run on from the prompt's: the accumulators are compared, too."""
+    case = CASES["h2o_decode_mha"]
+    data, params = roles(case, tensors), case["params"]
+    prompt = policies.prompt_policy("h2o", {"window": params["recent"]})
+    step = policies.step_policy("h2o", {"recent_share": params["recent"] / params["B"]})
+    kv = one_layer(params["H"], 1, params["d"], prompt, step, params["B"])
+    query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
+    first = ragged(data["expected_kept_after_prefill"], data["expected_kept_after_prefill_len"])
+    assert feed(kv, query[: params["N"]], key[: params["N"]]) == first
+    follow(kv, query, key, data["victims"].tolist())
+    assert kept(kv) == ragged(data["expected_final_kept"], data["expected_final_kept_len"])
+    index, live = kv.arena.index(0)
+    sums, pos = kv.arena.columns["sum"][index], kv.arena.columns["pos"][index]
+    mine = [
+        sums[h, live[h]][pos[h, live[h]].argsort()] for h in range(params["H"])
+    ]  # fmt: skip
+    torch.testing.assert_close(
+        torch.cat(mine), data["expected_final_acc"].flatten(), rtol=2e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["tova_one_shot", "tova_trace"])
+def test_tova(name: str, tensors: dict[str, Tensor]) -> None:
+    case, data = CASES[name], roles(CASES[name], tensors)
+    params = case["params"]
+    given = {"protect_newest": False}
+    kv = one_layer(
+        params["Hk"], params["G"], params["d"], policies.prompt_policy("tova", given),
+        policies.step_policy("tova", given), params["B"],
+    )  # fmt: skip
+    query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
+    first = feed(kv, query[: params["N"]], key[: params["N"]])
+    assert first == [data["expected_kept_after_prefill"].tolist()] * params["Hk"]
+    follow(kv, query, key, [[v] * params["Hk"] for v in data["victims"].tolist()])
+    assert kept(kv) == [data["expected_final_kept"].tolist()] * params["Hk"]
+
+
+@pytest.mark.parametrize("name", ["h2o", "tova_head", "recency"])
+def test_easykv_steps(name: str, tensors: dict[str, Tensor]) -> None:
+    """As in `test_roco`: the prompt's rows are sinks here, which never leave."""
+    case = CASES[f"easykv_decode_{name}"]
+    data, params = roles(case, tensors), case["params"]
+    first, cap = params["P"], params["P"] + params["b"]
+    step = {
+        "h2o": lambda: policies.step_policy(
+            "h2o", {"sinks": first, "recent_share": (params["recent"] + 0.5) / cap}
+        ),
+        "tova_head": lambda: policies.step_policy(
+            "tova", {"sinks": first, "per_head": True, "protect_newest": False}
+        ),
+        "recency": lambda: policies.step_policy("streaming", {"sinks": first}),
+    }[name]()
+    kv = one_layer(params["Hk"], params["G"], params["d"], None, step, cap)
+    query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
+    feed(kv, query[:first], key[:first])
+    follow(kv, query, key, data["victims"].tolist())
+    assert kept(kv) == ragged(data["expected_final_kept"], data["expected_final_kept_len"])
+
+
+@pytest.mark.parametrize("name", ["hashevict_key_b8", "hashevict_key_b16_filling"])
+def test_hashevict(name: str, tensors: dict[str, Tensor]) -> None:
+    case, data = CASES[name], roles(CASES[name], tensors)
+    params = case["params"]
+    given = {name: params[name] for name in ("bits", "sinks", "recent", "hash_with")}
+    step = policies.step_policy("hashevict", given)
+    step.matrices[0] = data["R"]  # type: ignore[union-attr]
+    kv = one_layer(params["Hk"], 2, params["d"], None, step, params["C"])
+    key = data["k"].transpose(0, 1)
+    query = torch.randn(len(key), 2 * params["Hk"], params["d"])
+    feed(kv, query[: params["P"]], key[: params["P"]])
+    follow(kv, query, key, data["victims"].tolist())
+    assert kept(kv) == ragged(data["expected_final_kept"], data["expected_final_kept_len"])
+
+
+def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
+    """The release takes the lowest slot, ours the oldest row: of the release's state, always one of
+    its candidates, and where there is one candidate, the same."""
+    case = CASES["hashevict_key_b8_ties"]
+    data, params = roles(case, tensors), case["params"]
+    given = {name: params[name] for name in ("bits", "sinks", "recent", "hash_with")}
+    step = policies.step_policy("hashevict", given)
+    assert step is not None
+    step.matrices[0] = data["R"]  # type: ignore[attr-defined]
+    first, heads = params["P"], params["Hk"]
+    slots = [[*range(first), *[-1] * (params["C"] - first)] for _ in range(heads)]
+    single = 0
     for i, victims in enumerate(data["victims"].tolist()):
         at = first + i
-        kv.attend(0, query[at : at + 1], key[at : at + 1], key[at : at + 1])
-        kv.advance(1)
-        for head, victim in enumerate(victims):
-            held[head] = (held[head] | {at}) - {victim}
-            assert set(kv.kept(0, head).tolist()) == held[head], f"step {i}, head {head}"
-            evicted += victim >= 0
-    assert evicted == 2 * (params["steps"] - b)
-    final = ragged(data["expected_final_kept"], data["expected_final_kept_len"])
-    assert [kv.kept(0, head).tolist() for head in range(params["Hk"])] == final
+        for h, victim in enumerate(victims):
+            if victim >= 0:
+                pos = torch.tensor([slots[h]])
+                code = step.admit(0, data["k"][h, slots[h]])["code"]
+                zero = torch.zeros(1, dtype=torch.int64)
+                view = StepView(
+                    at, pos, torch.tensor([params["C"]]), zero, zero, {"code": code[None]},
+                    key=data["k"][h, at][None, None],
+                )  # fmt: skip
+                mine = int(step.victims(view))
+                far = data["expected_distance"][i, h]
+                free = (pos[0] >= params["sinks"]) & (pos[0] < at - params["recent"])
+                assert bool(free[mine])
+                assert int(far[mine]) == int(far[free].max())
+                if int(data["n_tied"][i, h]) == 1:
+                    single += 1
+                    assert slots[h][mine] == victim
+            slots[h][int(data["victim_slots"][i, h])] = at
+    assert single > 10
+
+
+def test_l2(tensors: dict[str, Tensor]) -> None:
+    case = CASES["l2_one_shot"]
+    data, params = roles(case, tensors), case["params"]
+    policy = policies.prompt_policy("l2", {"sinks": 0, "recent": 0})
+    kv = one_layer(params["Hk"], 1, params["d"], policy, None, params["B"])
+    key = data["k"].transpose(0, 1)
+    want = ragged(data["expected_kept"], data["expected_kept_len"])
+    assert feed(kv, torch.randn_like(key), key) == want
+    case = CASES["l2_trace"]
+    data, params = roles(case, tensors), case["params"]
+    step = policies.step_policy("l2", {"sinks": params["sinks"], "recent": params["recent"]})
+    kv = one_layer(params["Hk"], 1, params["d"], None, step, params["C"])
+    key = data["k"].transpose(0, 1)
+    feed(kv, torch.randn_like(key[: params["P"]]), key[: params["P"]])
+    follow(kv, torch.randn_like(key), key, data["victims"].tolist())
+    assert kept(kv) == ragged(data["expected_final_kept"], data["expected_final_kept_len"])
+
+
+def kvpress(name: str) -> tuple[str, dict[str, object]]:
+    """The policy and its options that a case of that library stands for."""
+    params = CASES[name]["params"]
+    kind = CASES[name]["policy"]
+    window = {"window": params.get("window", 0), "kernel": params.get("kernel", 1)}
+    snap: dict[str, object] = window | {"pooling": "avg"}
+    observed: dict[str, object] = {"average": True, "window": 0}
+    free: dict[str, object] = {"sinks": 0, "recent": 0}
+    if kind.startswith("expected"):
+        return "expected", {
+            "sinks": params["n_sink"], "recent": 0, "future": params["n_future_positions"],
+            "covariance": params["use_covariance"], "value_norm": params["use_vnorm"],
+        }  # fmt: skip
+    if kind.startswith("adakv_floor"):
+        floor = {"alloc": "floor", "alpha": params["alpha"]}
+        if "snapkv" in kind:
+            return "adakv", snap | floor
+        return "h2o+ada", observed | floor
+    return {
+        "snapkv": ("snapkv", snap), "tova": ("tova", {}), "h2o": ("h2o", observed),
+        "l2": ("l2", free), "streaming": ("streaming", {"sinks": params.get("n_sink")}),
+        "keydiff": ("keydiff", free), "critical_snapkv": ("snapkv+critical", snap),
+        "critical_observed": ("h2o+critical", observed),
+    }[kind]  # type: ignore[return-value]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", like("kvpress_r"))
+def test_kvpress(name: str, tensors: dict[str, Tensor]) -> None:
+    case, data = CASES[name], roles(CASES[name], tensors)
+    params = case["params"]
+    heads, group, size = params["Hk"], params["G"], params["d"]
+    policy, given = kvpress(name)
+    key = data["k"].transpose(0, 1)
+    query = data["q"].transpose(0, 1) if "q" in data else torch.randn(len(key), heads * group, size)
+    value = data["v"].transpose(0, 1) if "v" in data else key
+    rope = RopeConfig(theta=10_000.0)
+    if "q_prerope" in data:
+        query = rotate(
+            data["q_prerope"].transpose(0, 1), *Rotary(rope, size).table(0, len(key), key.dtype)
+        )
+    shape = Shape(1, heads, heads * group, size, (None,), 1 << 20)
+    kv = Scheduler(
+        shape, policies.prompt_policy(policy, given), None, Budget.parse(params["n_kept"]),
+        output=lambda layer: data["w_o"].view(heads, group, size, -1),
+        rotary=frequencies(rope, size)[0], poison=True,
+    )  # fmt: skip
+    kv.begin(len(key))
+    for lo in range(0, len(key), 64):
+        kv.attend(0, query[lo : lo + 64], key[lo : lo + 64], value[lo : lo + 64])
+    kv.advance(len(key))
+    assert kept(kv) == ragged(data["expected_kept"], data["expected_kept_len"])
+
+
+def test_kvpress_pyramid_budgets(tensors: dict[str, Tensor]) -> None:
+    data = roles(CASES["kvpress_pyramid_budgets"], tensors)
+    want = data["expected_budget"]
+    from minikv.policies.pyramidkv import _kvpress
+
+    for tokens, ratio, window, layers, beta in data["problem"].tolist():
+        size = tokens * (1 - ratio)
+        made = _kvpress(int(layers), size, int(tokens), int(beta), int(window))
+        assert made == want[: int(layers)].tolist()
+        want = want[int(layers) :]
+
+
+@pytest.mark.parametrize("name", like("kvcrush_block"))
+def test_kvcrush_in_blocks(name: str, tensors: dict[str, Tensor]) -> None:
+    """The release's unit is a block whose bits are those of its rows; ours is a row, whose bits are
+    those of the heads. Marks, anchor, distance and ranks are the same code."""
+    case, data = CASES[name], roles(CASES[name], tensors)
+    params = case["params"]
+    scores = data["scores"]
+    everything = torch.ones(len(scores), dtype=torch.bool)
+    half = best(scores, torch.arange(len(scores)), everything, len(scores) // 2)
+    marks = half.view(params["blocks"], -1).T  # [block_size, blocks]
+    assert marks.T.int().tolist() == data["expected_bits"].tolist()
+    if params["anchor"] == "random":
+        goal = data["anchor"].bool()
+    else:
+        kind = {"alternating": "alternate"}.get(params["anchor"], params["anchor"])
+        goal = anchor(kind, marks, 0, 0)
+    assert goal.int().tolist() == data["anchor"].tolist()
+    distance = (marks != goal[:, None]).sum(0)
+    assert distance.tolist() == data["expected_distance"].tolist()
+    rest = data["candidates"].long()
+    rest = rest[distance[rest].argsort(stable=True)]
+    taken = ranks(len(rest), params["budget_blocks"], "step")
+    assert rest[taken].tolist() == data["expected_retained"].tolist()

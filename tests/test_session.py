@@ -323,7 +323,7 @@ def test_configure_checks_before_it_changes_anything() -> None:
     chat = make()
     chat.configure(Choice.read("full"))
     assert chat.choice.policy == "full"
-    assert chat.engine.kv.configured[-1][-1] is None  # type: ignore[attr-defined]
+    assert chat.engine.kv.configured[-1][2] is None  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="smallest useful"):
         chat.configure(Choice.read("streaming", budget=5))
     assert chat.choice.policy == "full"

@@ -1,4 +1,4 @@
-"""The registry of eviction policies: one row per published method.
+"""The registry of eviction policies: one row per published method, one per part it is made of.
 
 Importing this needs no torch, so that `--help`, validation and `minikv policies` answer at once.
 A row names the module that holds the method; `prompt_policy` and `step_policy` import it.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from minikv.errors import UsageError
@@ -34,8 +35,23 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One answer to one of the four questions; its module has a function named like the axis."""
+
+    name: str
+    axis: str  # "scorer" (worth and scope), "layers", "heads", "select" or "prefer"
+    module: str
+    summary: str
+    options: tuple[Option, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyInfo:
-    """The facts of one method, from which help, validation and the policies table are made."""
+    """The facts of one method, from which help, validation and the policies table are made.
+
+    `parts`: what it is made of as --policy (empty: it is none, or evicts nothing). `module` and
+    `own`: its step form, `step_policy(options)`, and the options of that form.
+    """
 
     name: str
     prompt: bool  # may be given as --policy
@@ -47,8 +63,26 @@ class PolicyInfo:
     second: str  # what a second question finds
     paper: str  # arXiv number or "baseline"
     summary: str
-    module: str  # holds prompt_policy(options) and / or step_policy(options)
-    options: tuple[Option, ...] = ()
+    parts: tuple[str, ...] = ()
+    module: str = ""
+    own: tuple[Option, ...] = ()
+    preset: Mapping[str, Value] = field(default_factory=dict)  # other defaults of the parts
+
+    @property
+    def prompt_options(self) -> tuple[Option, ...]:
+        """What it takes as --policy: the options of its parts, one of each name."""
+        named: dict[str, Option] = {}
+        for part in self.parts:
+            for option in PARTS[part].options:
+                value = self.preset.get(option.name, option.default)
+                named.setdefault(option.name, replace(option, default=value))
+        return tuple(named.values())
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """All that it takes, in either form."""
+        both = {option.name: option for option in (*self.prompt_options, *self.own)}
+        return tuple(both.values())
 
 
 WINDOW = Option("window", 32, "observation window: the last rows, always kept", 1, 4096)
@@ -57,67 +91,246 @@ POOLING = Option("pooling", "max", "pooling of neighbouring scores", choices=("m
 GROUP = Option(
     "group", "mean", "how the query heads of a KV head are joined", choices=("mean", "max")
 )
+SINKS = Option("sinks", 4, "first rows of the conversation, always kept", 0, 4096)
+RECENT = Option("recent", 10, "newest rows, always kept", 0, 4096)
+SEED = Option("seed", 0, "of the random draws", 0, (1 << 31) - 1)
+ROUNDING = Option(
+    "rounding", "exact", "exact: totals are kept to the row; official: the authors' rounding, "
+    "which drifts by a few rows",
+    choices=("exact", "official"),
+)
+NO_SINKS = replace(SINKS, default=0)
+NEWEST = Option("protect_newest", True, "the newest row stays (the release lets it go)")
+PER_HEAD = Option(
+    "per_head", False, "judge each KV head by itself, not all heads of a layer together"
+)
 
+PARTS: dict[str, Part] = {
+    part.name: part
+    for part in (
+        Part("snapkv", "scorer", "minikv.policies.snapkv",
+             "last-window attention, pooled", (WINDOW, KERNEL, POOLING, GROUP)),
+        Part("h2o", "scorer", "minikv.policies.h2o",
+             "attention of all queries, summed",
+             (
+                 replace(WINDOW, help="last rows, always kept", low=0),
+                 Option("average", False, "divide by the queries that could see a row, so that old "
+                        "rows have no advantage (kvpress' observed attention)"),
+             )),
+        Part("tova", "scorer", "minikv.policies.tova",
+             "the last query's attention", (PER_HEAD, NEWEST)),
+        Part(
+            "proxies", "scorer", "minikv.policies.nacl", "attention of proxy queries, summed",
+            (
+                Option("proxies", 32, "last queries of the prompt that score, always kept", 1,
+                       4096),
+                SINKS,
+                Option("non_causal", False, "a proxy also sees the rows after it (the release)"),
+            ),
+        ),
+        Part("l2", "scorer", "minikv.policies.l2", "small key norm", (SINKS, RECENT)),
+        Part("keydiff", "scorer", "minikv.policies.keydiff",
+             "key unlike the others", (SINKS, RECENT)),
+        Part(
+            "expected", "scorer", "minikv.policies.expected", "expected attention",
+            (
+                SINKS, RECENT,
+                Option("future", 512, "positions over which the rotation is averaged", 1, 1 << 20),
+                Option("covariance", True, "count the spread of the queries, not their mean only"),
+                Option("value_norm", True, "times the length of the value"),
+            ),
+        ),
+        Part("random", "scorer", "minikv.policies.random", "a draw", (SINKS, RECENT, SEED)),
+        Part("streaming", "scorer", "minikv.policies.streaming", "position only", (SINKS,)),
+        Part(
+            "pyramid", "layers", "minikv.policies.pyramidkv", "more rows in the first layers",
+            (
+                Option("beta", 20, "the last layer keeps about the mean over this", 1, 1000),
+                Option("line", "exact", "exact: totals are kept to the row; or as a release rounds",
+                       choices=("exact", "official", "factory", "kvpress")),
+            ),
+        ),
+        Part(
+            "ada", "heads", "minikv.policies.adakv", "head budgets by need",
+            (
+                Option("alpha", 0.2, "share of the budget that every head is sure of", 0.0, 1.0),
+                ROUNDING,
+                Option(
+                    "normalize", False, "weigh a head's scores by how concentrated they are "
+                    "before heads are compared (as KVCache-Factory does, not the authors)",
+                ),
+                Option("alloc", "blend", "blend: the paper; floor: alpha of its even share is a "
+                       "head's own, the rest goes to the best rows (kvpress)",
+                       choices=("blend", "floor")),
+            ),
+        ),
+        Part(
+            "draw", "select", "minikv.policies.nacl", "a share of each head's rows is drawn",
+            (
+                Option("random", 0.35, "share of the free budget that is drawn", 0.0, 1.0),
+                Option("draw", "score", "score: in proportion to the score; softmax: to its "
+                       "exponential (the release)", choices=("score", "softmax")),
+                Option("temperature", 1.0, "above 1 the draw is more even", 0.01, 1e6),
+                SEED,
+            ),
+        ),
+        Part(
+            "critical", "select", "minikv.policies.critical", "values weighed by |v W_O|",
+            (
+                Option("by_score", 0.5, "share of a head's rows that the score alone picks", 0.0,
+                       1.0),
+                Option("epsilon", 1e-4, "added to the score, so that large values count", 0.0, 1.0),
+            ),
+        ),
+        Part("turns", "prefer", "minikv.policies.turns", "the ends of every turn",
+             (Option("edge", 8, "rows at either end of a turn", 1, 4096),)),
+        Part(
+            "kvcrush", "select", "minikv.policies.kvcrush", "representatives beside the best rows",
+            (
+                Option("ratio", 0.25, "share of the free budget for representatives", 0.0, 1.0),
+                Option("anchor", "mean", "what the bits of a row are compared with",
+                       choices=("mean", "inv_mean", "alternate", "random", "zeros", "ones")),
+                Option("ranks", "ends", "ends: evenly from the nearest to the farthest; step: "
+                       "evenly from the nearest (OpenVINO)", choices=("ends", "step")),
+                SEED,
+            ),
+        ),
+    )
+}  # fmt: skip
+"""Every answer by name; a policy is a scorer and, where they are not the plain ones, others."""
+
+_LAST = "last-window attention"
 POLICIES: dict[str, PolicyInfo] = {
     info.name: info
     for info in (
         PolicyInfo(
             "full", True, False, "never", "-", "-", "-", "safe", "baseline",
             "keeps every row; the baseline",
-            "minikv.policies.full",
         ),
         PolicyInfo(
             "streaming", True, True, "prompt + step", "uniform", "position only", "-",
             "recent only", "2309.17453",
             "the first rows (sinks) and the most recent ones",
-            "minikv.policies.streaming",
-            (Option("sinks", 4, "first rows of the conversation, always kept", 0, 4096),),
+            ("streaming",), "minikv.policies.streaming", (SINKS,),
         ),
         PolicyInfo(
-            "snapkv", True, False, "prompt", "uniform", "last-window attention", "-",
+            "snapkv", True, False, "prompt", "uniform", _LAST, "-",
             "shaped by Q1", "2404.14469",
             "rows that the last window of the prompt attends to",
-            "minikv.policies.snapkv",
-            (WINDOW, KERNEL, POOLING, GROUP),
+            ("snapkv",),
         ),
         PolicyInfo(
-            "adakv", True, False, "prompt", "per head", "last-window attention", "-",
+            "pyramidkv", True, False, "prompt", "per layer", _LAST, "-",
+            "shaped by Q1", "2406.02069",
+            "SnapKV's scores, with more rows in the first layers than in the last",
+            ("snapkv", "pyramid"),
+        ),
+        PolicyInfo(
+            "adakv", True, False, "prompt", "per head", _LAST, "-",
             "shaped by Q1", "2407.11550",
             "SnapKV's scores, with the layer's budget spread over heads by need",
-            "minikv.policies.adakv",
+            ("snapkv", "ada"),
+        ),
+        PolicyInfo(
+            "ada-pyramid", True, False, "prompt", "layer and head", _LAST, "-",
+            "shaped by Q1", "2407.11550",
+            "Ada-KV's head budgets within PyramidKV's layer budgets",
+            ("snapkv", "pyramid", "ada"),
+        ),
+        PolicyInfo(
+            "nacl", True, False, "prompt", "uniform", "proxy attention + draw", "-",
+            "shaped by Q1", "2408.03675",
+            "rows that proxy queries attend to, and a share drawn at random in every head",
+            ("proxies", "draw"),
+        ),
+        PolicyInfo(
+            "kvcrush", True, False, "prompt", "uniform", "window attention + bits", "-",
+            "shaped by Q1", "2503.00022",
+            "representatives of the rows that go, beside SnapKV's choice; kvcrush(h2o) and the "
+            "like take another base",
+            ("snapkv", "kvcrush"),
+        ),
+        PolicyInfo(
+            "h2o", True, True, "prompt + step", "uniform", "accumulated attention",
+            "1 sum per row", "fades", "2306.14048",
+            "rows with the most accumulated attention, and the newest",
+            ("h2o",), "minikv.policies.h2o",
             (
-                WINDOW, KERNEL, POOLING, GROUP,
-                Option("alpha", 0.2, "share of the budget that every head is sure of", 0.0, 1.0),
-                Option(
-                    "rounding", "exact", "exact: the layer's total is kept to the row; official: "
-                    "the authors' rounding, which drifts by a few rows",
-                    choices=("exact", "official"),
-                ),
-                Option(
-                    "normalize", False, "weigh a head's scores by how concentrated they are "
-                    "before heads are compared (as KVCache-Factory does, not the authors)",
-                ),
+                Option("recent_share", 0.5, "share of a head's rows that are the newest", 0.0,
+                       0.95),
+                NO_SINKS,
             ),
+        ),
+        PolicyInfo(
+            "tova", True, True, "prompt + step", "uniform", "newest query's attention", "-",
+            "shaped by Q1", "2401.06104",
+            "the rows that the newest query attends to least leave",
+            ("tova",), "minikv.policies.tova", (PER_HEAD, NEWEST, NO_SINKS),
+        ),
+        PolicyInfo(
+            "l2", True, True, "prompt + step", "uniform", "key norm", "1 norm per row",
+            "safe", "2406.11430",
+            "rows whose key has a large norm leave; reads no attention",
+            ("l2",), "minikv.policies.l2", (SINKS, RECENT),
+        ),
+        PolicyInfo(
+            "keydiff", True, False, "prompt", "uniform", "key unlike the others", "-", "safe",
+            "2504.15364", "rows whose key is unlike the others stay; reads no attention",
+            ("keydiff",),
+        ),
+        PolicyInfo(
+            "expected", True, False, "prompt", "uniform", "expected attention", "-", "safe",
+            "2510.00636",
+            "rows that the queries to come are expected to look at, whatever is asked",
+            ("expected",),
+        ),
+        PolicyInfo(
+            "random", True, True, "prompt + step", "uniform", "a draw", "-", "safe", "baseline",
+            "any row may leave; the floor that a method should beat",
+            ("random",), "minikv.policies.random", (SINKS, RECENT, SEED),
         ),
         PolicyInfo(
             "roco", False, True, "step", "each head's own cap", "mean and std of attention",
             "2 sums and 1 count per row", "fades", "2402.06262",
             "evicts the lowest mean attention among the rows of steady attention",
-            "minikv.policies.roco",
+            (), "minikv.policies.roco",
             (
-                Option("sinks", 4, "first rows of the conversation, always kept", 0, 4096),
-                Option("recent", 10, "newest rows, always kept", 1, 4096),
+                SINKS, replace(RECENT, low=1),
                 Option("scope", 0.3, "share of the cap that a high deviation saves", 0.0, 0.95),
+            ),
+        ),
+        PolicyInfo(
+            "scissorhands", False, True, "step", "each head's own cap", "below-uniform count",
+            "a bit per query of the window", "fades", "2305.17118",
+            "evicts the row that most often got less than a uniform share of attention",
+            (), "minikv.policies.scissorhands",
+            (
+                SINKS, replace(RECENT, low=1),
+                Option("window", 400, "queries that are remembered", 1, 4096),
+            ),
+        ),
+        PolicyInfo(
+            "hashevict", False, True, "step", "each head's own cap", "hashed similarity",
+            "1 code per row", "safe", "2412.16187",
+            "evicts the row whose hash differs most from the current query's, before attention",
+            (), "minikv.policies.hashevict",
+            (
+                SINKS, RECENT,
+                Option("bits", 16, "length of a code", 4, 32),
+                Option("hash_with", "query", "query: the paper; key: the release",
+                       choices=("query", "key")),
+                SEED,
             ),
         ),
         PolicyInfo(
             "none", False, True, "never", "-", "-", "-", "-", "-",
             "the answer's rows are all kept until the next prompt (one-shot papers' setting)",
-            "minikv.policies.full",
         ),
     )
-}
+}  # fmt: skip
 """Every method by name."""
+
+_AXES = ("scorer", "layers", "heads", "select", "prefer")
 
 DEFAULT_PROMPT = "adakv"
 DEFAULT_STEP = "roco"
@@ -138,11 +351,16 @@ def default_step(prompt: str) -> str:
     """What `--decode auto` means beside a prompt policy: the same method if it has a step form."""
     if prompt == "full":
         return "none"
-    return prompt if POLICIES[prompt].step else DEFAULT_STEP
+    base = _words(prompt)[0]
+    return base if base in POLICIES and POLICIES[base].step else DEFAULT_STEP
 
 
 def find(name: str, *, step: bool = False) -> PolicyInfo:
-    """The row called `name`, or a UsageError that names the nearest ones."""
+    """The row called `name`, or one composed of several; a UsageError that names the nearest.
+
+    A prompt policy may be composed: `h2o+ada+pyramid` is H2O's scorer under Ada-KV's head budgets
+    and PyramidKV's layer budgets, `kvcrush(h2o)` is `h2o+kvcrush`.
+    """
     names = step_names() if step else prompt_names()
     info = POLICIES.get(name)
     if info is not None and (info.step if step else info.prompt):
@@ -152,24 +370,78 @@ def find(name: str, *, step: bool = False) -> PolicyInfo:
         raise UsageError(
             f"{name} works only as {other}, not as {flag}", f"{flag} takes: {', '.join(names)}"
         )
+    words = _words(name)
+    if len(words) > 1 and not step:
+        return _composed(name, words)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     guess = f"did you mean {' or '.join(near)}? " if near else ""
     raise UsageError(f"unknown policy {name!r}", f"{guess}{flag} takes: {', '.join(names)}")
 
 
-def read_options(info: PolicyInfo, given: Mapping[str, object]) -> dict[str, Value]:
-    """Defaults of `info` overlaid with `given`, each checked; strings are parsed (`-o name=value`).
+def _words(name: str) -> list[str]:
+    """`a+b` and `b(a)` -> [a, b]."""
+    found = re.fullmatch(r"([\w-]+)\((.+)\)", name)
+    return [*_words(found[2]), found[1]] if found else name.split("+")
 
-    Raises UsageError on an unknown name, a value of the wrong kind or out of range.
+
+def _composed(name: str, words: list[str]) -> PolicyInfo:
+    """The row that `words` describe: a policy, then parts that replace its plain answers."""
+    base = POLICIES.get(words[0])
+    if base is None or not base.parts:
+        scorers = [p.name for p in POLICIES.values() if p.parts]
+        raise UsageError(
+            f"cannot compose {name!r}: {words[0]!r} does not say what a row is worth",
+            f"begin with one of {', '.join(scorers)}",
+        )
+    chosen = {PARTS[part].axis: part for part in base.parts}
+    fixed = set(chosen)
+    others = [p.name for p in PARTS.values() if p.axis != "scorer"]
+    for word in words[1:]:
+        row = POLICIES.get(word)
+        given = [word] if word in others else [p for p in row.parts if p in others] if row else []
+        if not given:
+            near = difflib.get_close_matches(word, others, n=3, cutoff=0.5)
+            guess = f"did you mean {' or '.join(near)}? " if near else ""
+            what = "also says what a row is worth" if row and row.parts else "is no part"
+            raise UsageError(
+                f"cannot compose {name!r}: {word!r} {what}",
+                f"{guess}parts are: {', '.join(others)}",
+            )
+        for part in given:
+            axis = PARTS[part].axis
+            if axis in fixed and chosen[axis] != part:
+                raise UsageError(
+                    f"cannot compose {name!r}: {chosen[axis]} and {part} answer the same question",
+                    "take one of the two",
+                )
+            chosen[axis] = part
+            fixed.add(axis)
+    parts = tuple(chosen[axis] for axis in _AXES if axis in chosen)
+    spread = {"layers": "per layer", "heads": "per head"}
+    shape = " and ".join(text for axis, text in spread.items() if axis in chosen) or "uniform"
+    summary = "; ".join(PARTS[part].summary for part in parts)
+    return replace(
+        base, name=name, shape=shape, parts=parts, summary=summary,
+        scores=PARTS[parts[0]].summary, paper="composed", preset={},
+    )  # fmt: skip
+
+
+def read_options(
+    name: str, options: Sequence[Option], given: Mapping[str, object]
+) -> dict[str, Value]:
+    """Defaults of `options` overlaid with `given`, each checked; strings are parsed (`-o a=b`).
+
+    Raises UsageError, in the name of policy `name`, on an unknown option, a value of the wrong
+    kind or out of range.
     """
-    known = {option.name: option for option in info.options}
-    values: dict[str, Value] = {option.name: option.default for option in info.options}
-    for name, raw in given.items():
-        option = known.get(name)
+    known = {option.name: option for option in options}
+    values: dict[str, Value] = {option.name: option.default for option in options}
+    for key, raw in given.items():
+        option = known.get(key)
         if option is None:
             takes = ", ".join(known) or "no options"
-            raise UsageError(f"{info.name} has no option {name!r}", f"{info.name} takes: {takes}")
-        values[name] = _read(info.name, option, raw)
+            raise UsageError(f"{name} has no option {key!r}", f"{name} takes: {takes}")
+        values[key] = _read(name, option, raw)
     return values
 
 
@@ -207,14 +479,32 @@ def _read(policy: str, option: Option, raw: object) -> Value:
 def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy | None:
     """Build the prompt side of a method; None means that prompts evict nothing."""
     info = find(name)
-    made = importlib.import_module(info.module).prompt_policy(read_options(info, options or {}))
-    assert made is None or made.name == name
-    return made  # type: ignore[no-any-return]
+    values = read_options(info.name, info.prompt_options, options or {})
+    if not info.parts:
+        return None
+    from minikv.policy import PromptPolicy, even_heads, even_layers, top
+
+    made = {PARTS[part].axis: importlib.import_module(PARTS[part].module) for part in info.parts}
+    evidence = made["scorer"].scorer(values)
+    kept = evidence.sinks + evidence.window
+    return PromptPolicy(
+        info.name,
+        evidence,
+        made["heads"].heads(values, evidence.window) if "heads" in made else even_heads,
+        made["layers"].layers(values, kept) if "layers" in made else even_layers,
+        made["select"].select(values, evidence.window) if "select" in made else top,
+        # A head is rounded up by half a row at most.
+        drift=int("heads" in made and values["rounding"] == "official"),
+        prefer=made["prefer"].prefer(values, evidence.window) if "prefer" in made else None,
+    )
 
 
 def step_policy(name: str, options: Mapping[str, object] | None = None) -> StepPolicy | None:
     """Build the decode side of a method; None means that answers evict nothing."""
     info = find(name, step=True)
-    made = importlib.import_module(info.module).step_policy(read_options(info, options or {}))
-    assert made is None or made.name == name
+    values = read_options(info.name, info.own, options or {})
+    if not info.module:
+        return None
+    made = importlib.import_module(info.module).step_policy(values)
+    assert made.name == name
     return made  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Ada-KV (arXiv 2407.11550, algorithm 1) over SnapKV's scores: head budgets by need.
+"""Ada-KV (arXiv 2407.11550, algorithm 1): head budgets by need, over any scores.
 
 The layer's budget goes to the heads in proportion to how many of the layer's best rows each holds,
 blended with an even share (`alpha`, the safeguard of section 3.3). By default the blend is rounded
@@ -13,8 +13,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from minikv.policies.snapkv import from_options
-from minikv.policy import Heads, PromptPolicy, even_layers, last_rows, share, top
+from minikv.policy import Heads, best, share
 
 
 def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
@@ -42,10 +41,28 @@ def normalized(scores: Tensor, free: Tensor, each: int) -> Tensor:
     return scores * (best / live.sum(1).clamp(min=1e-30))[:, None]
 
 
+def floor_heads(alpha: float, window: int = 0) -> Heads:
+    """Heads: `alpha` of its even share is a head's own, all else goes to the layer's best rows.
+
+    kvpress' rule; `window` rows a head are kept anyway and count in its own share.
+    """
+
+    def spread(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
+        each = total // len(free)
+        sure = torch.zeros_like(free)
+        for h in range(len(free)):
+            own = max(0, int((each + window) * alpha) - window)
+            sure[h] = best(scores[h], pos[h], free[h], own)
+        rest = wanted(scores, pos, free & ~sure, max(0, total - int(sure.sum())))
+        return [int(n) + m for n, m in zip(sure.sum(1), rest, strict=True)]
+
+    return spread
+
+
 def adaptive_heads(alpha: float, rounding: str = "exact", normalize: bool = False) -> Heads:
     """Heads: (1 - alpha) x need + alpha x even share, b rows a head on average."""
 
-    def heads(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
+    def spread(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
         most = [int(n) for n in free.sum(1)]
         if normalize:
             scores = normalized(scores, free, total // len(most))
@@ -58,18 +75,13 @@ def adaptive_heads(alpha: float, rounding: str = "exact", normalize: bool = Fals
         a, even = Fraction(str(alpha)), Fraction(total, len(most))
         return share([(1 - a) * n + a * even for n in need], most, total)
 
-    return heads
+    return spread
 
 
-def prompt_policy(options: Mapping[str, object]) -> PromptPolicy:
-    """Ada-SnapKV as a row of the table."""
-    scorer, window = from_options(options)
+def heads(options: Mapping[str, object], window: int) -> Heads:
+    """Heads by need, from the options."""
     alpha = options["alpha"]
     assert isinstance(alpha, float)
-    rounding = str(options["rounding"])
-    return PromptPolicy(
-        "adakv", scorer, last_rows(window),
-        adaptive_heads(alpha, rounding, bool(options["normalize"])),
-        even_layers, top, observe=window, asks=True, window=window,
-        drift=1 if rounding == "official" else 0,  # a head is rounded up by half a row at most
-    )  # fmt: skip
+    if options["alloc"] == "floor":
+        return floor_heads(alpha, window)
+    return adaptive_heads(alpha, str(options["rounding"]), bool(options["normalize"]))

@@ -10,24 +10,23 @@ a constant stream NaN; the scope never shrinks to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minikv.policy import PromptView, StepView
+from minikv.policy import PromptView, StepPolicy, StepView, unprotected
 
 
-@dataclass(frozen=True, slots=True)
-class RoCo:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoCo(StepPolicy):
     """`scope` is the share of a head's cap that a high deviation saves from eviction."""
 
     sinks: int
     recent: int
     scope: float
     name: str = "roco"
-    before: bool = False
     observe: int = 32
 
     @property
@@ -46,28 +45,24 @@ class RoCo:
             "count": old["count"] + able.to(torch.float32),
         }
 
-    def step(self, columns: Mapping[str, Tensor], probabilities: Tensor) -> None:
+    def step(
+        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+    ) -> None:
         columns["sum"].add_(probabilities)
         columns["squares"].addcmul_(probabilities, probabilities)
         columns["count"].add_(1.0)
 
-    def victims(self, view: StepView) -> Tensor:
-        real = view.pos >= 0
-        free = (view.pos >= self.sinks) & (view.pos < view.position - self.recent)
-        # A cap smaller than sinks + recent would leave nothing to choose from: all but the newest.
-        free |= ~free.any(1, keepdim=True) & real & (view.pos < view.position - 1)
-        count = view.columns["count"].clamp(min=1.0)
-        mean = view.columns["sum"] / count
-        spread = (view.columns["squares"] / count - mean.square()).clamp(min=0.0)
+    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        free = unprotected(view, self)
+        seen = view.columns["count"].clamp(min=1.0)
+        mean = view.columns["sum"] / seen
+        spread = (view.columns["squares"] / seen - mean.square()).clamp(min=0.0)
         # The `keep` steadiest of all rows, protected ones counting as unsteady, are in scope.
         keep = view.cap - (view.cap.to(torch.float64) * self.scope).to(torch.int64)
-        keep = torch.minimum(keep, free.sum(1)).clamp(min=1)
+        keep = torch.minimum(keep.clamp(min=count), free.sum(1)).clamp(min=1)
         spread = spread.masked_fill(~free, torch.inf)
         steady = spread.sort(1).values.gather(1, keep[:, None] - 1)
-        mean = mean.masked_fill(~free | (spread > steady), torch.inf)
-        lowest = mean.amin(1, keepdim=True)
-        age = view.pos.masked_fill(mean > lowest, view.position + 1)
-        return age.argmin(1)
+        return mean, free & (spread <= steady)
 
 
 def step_policy(options: Mapping[str, object]) -> RoCo:
@@ -76,4 +71,4 @@ def step_policy(options: Mapping[str, object]) -> RoCo:
     assert isinstance(sinks, int)
     assert isinstance(recent, int)
     assert isinstance(scope, float)
-    return RoCo(sinks, recent, scope)
+    return RoCo(sinks=sinks, recent=recent, scope=scope)

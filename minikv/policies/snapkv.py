@@ -15,16 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.policy import (
-    PromptPolicy,
-    PromptView,
-    Scorer,
-    even_heads,
-    even_layers,
-    group,
-    last_rows,
-    top,
-)
+from minikv.policy import Evidence, PromptView, Scorer, group, last_rows
 
 
 def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
@@ -54,28 +45,19 @@ def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Te
 def window_scorer(window: int, kernel: int, pooling: str, how: str) -> Scorer:
     """Scorer: pooled mean attention of the window's queries, the window's own rows left out."""
 
-    def scorer(view: PromptView) -> Tensor:
+    def score(view: PromptView) -> Tensor:
         assert view.mass is not None
         scores = group(view.mass / view.observed, how)
         free = view.live & (view.pos < view.position - window)
         return pool(scores, view.pos, free, kernel, pooling)
 
-    return scorer
+    return score
 
 
-def from_options(options: Mapping[str, object]) -> tuple[Scorer, int]:
-    """The scorer and its window from the registry's options."""
+def scorer(options: Mapping[str, object]) -> Evidence:
+    """What the window's rows attend to; they all stay."""
     window, kernel = options["window"], options["kernel"]
     assert isinstance(window, int)
     assert isinstance(kernel, int)
-    pooling, how = str(options["pooling"]), str(options["group"])
-    return window_scorer(window, kernel, pooling, how), window
-
-
-def prompt_policy(options: Mapping[str, object]) -> PromptPolicy:
-    """SnapKV as a row of the table."""
-    scorer, window = from_options(options)
-    return PromptPolicy(
-        "snapkv", scorer, last_rows(window), even_heads, even_layers, top,
-        observe=window, asks=True, window=window,
-    )  # fmt: skip
+    score = window_scorer(window, kernel, str(options["pooling"]), str(options["group"]))
+    return Evidence(score, last_rows(window), observe=window, asks=True, window=window)

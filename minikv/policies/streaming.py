@@ -9,56 +9,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from minikv.policy import PromptPolicy, PromptView, StepView, even_heads, even_layers, top
+from minikv.policy import Evidence, PromptView, StepPolicy, StepView
 
 
-def prompt_policy(options: Mapping[str, object]) -> PromptPolicy:
-    """One-shot form: sinks by position, then recency."""
+def scorer(options: Mapping[str, object]) -> Evidence:
+    """Sinks by position, then recency."""
     sinks = options["sinks"]
     assert isinstance(sinks, int)
 
     def scope(view: PromptView) -> Tensor:
         return view.live & (view.pos < sinks)
 
-    return PromptPolicy(
-        "streaming", _recency, scope, even_heads, even_layers, top, sinks=sinks
-    )
+    return Evidence(_recency, scope, sinks=sinks)
 
 
 def _recency(view: PromptView) -> Tensor:
     return view.pos.float()
 
 
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """Step form: the oldest row that is no sink leaves before attention."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streaming(StepPolicy):
+    """The oldest row that is no sink leaves before attention."""
 
     sinks: int
     name: str = "streaming"
     before: bool = True
     recent: int = 0
-    observe: int = 0
 
-    @property
-    def columns(self) -> dict[str, torch.dtype]:
-        return {}
-
-    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {}
-
-    def step(self, columns: Mapping[str, Tensor], probabilities: Tensor) -> None:
-        """Positions are all the evidence there is."""
-
-    def victims(self, view: StepView) -> Tensor:
-        free = view.pos >= self.sinks
-        return view.pos.masked_fill(~free, view.position + 1).argmin(1)
+    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        return view.pos.float(), view.pos >= self.sinks
 
 
 def step_policy(options: Mapping[str, object]) -> Streaming:
     """Step form."""
     sinks = options["sinks"]
     assert isinstance(sinks, int)
-    return Streaming(sinks)
+    return Streaming(sinks=sinks)

@@ -1,0 +1,87 @@
+"""What needs more than answers: perplexity, agreement with the full cache, attention lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minikv.cli.evaluation.metrics import likeness
+from minikv.engine import Engine
+from minikv.scheduler import Scheduler
+
+
+def negative_log_likelihood(engine: Engine, ids: Sequence[int], read: int) -> list[float]:
+    """Nats of each token of ids[read:], fed one by one after the prompt ids[:read]."""
+    engine.reset()
+    logits = engine.prompt(list(ids[:read]))
+    losses = []
+    for token in ids[read:]:
+        losses.append(-float(logits.log_softmax(-1)[token]))
+        logits = engine.step(token)
+    return losses
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """An answer beside the full cache's. `first`: the first differing word, None if they agree."""
+
+    exact: bool
+    first: int | None
+    rouge_l: float
+
+
+def agreement(answer: str, full: str) -> Agreement:
+    """Compare two greedy answers to the same question."""
+    a, b = answer.split(), full.split()
+    differ = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if differ is None and len(a) != len(b):
+        differ = min(len(a), len(b))
+    return Agreement(differ is None, differ, likeness(answer, full))
+
+
+class Shadow:
+    """An `Attend` that runs on a scheduler and remembers every key, to see what was lost.
+
+    At each step: 1 minus the probability, under attention over all rows ever seen (or, in a layer
+    with a sliding window, over those in it), of the rows that the cache still held. Mean over the
+    query heads, [L] per step.
+    """
+
+    def __init__(self, kv: Scheduler) -> None:
+        self.kv = kv
+        self.position = kv.position
+        self.lost: list[Tensor] = []
+        self._keys: list[Tensor | None] = [None] * kv.shape.layers
+        self._now = torch.zeros(kv.shape.layers)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `minikv.attend.Attend`."""
+        before, rows = self._keys[layer], k.float().transpose(0, 1)
+        self._keys[layer] = rows if before is None else torch.cat((before, rows), 1)
+        reading = self.kv.reading
+        out = self.kv.attend(layer, q, k, v)
+        if not reading:
+            self._now[layer] = self._missed(layer, q[0])
+        return out
+
+    def advance(self, tokens: int) -> None:
+        """See `minikv.attend.Attend`."""
+        if not self.kv.reading:
+            self.lost.append(self._now.clone())
+        self.kv.advance(tokens)
+        self.position = self.kv.position
+
+    def _missed(self, layer: int, q: Tensor) -> Tensor:
+        shape, keys = self.kv.shape, self._keys[layer]
+        assert keys is not None
+        query = q.float().view(shape.kv_heads, -1, shape.head_dim)
+        logits = query @ keys.transpose(1, 2) * shape.head_dim**-0.5
+        window = shape.windows[layer]
+        if window is not None and keys.shape[1] > window:
+            logits[..., : keys.shape[1] - window] = -torch.inf
+        p = logits.softmax(-1).mean(1)  # [H, N]
+        kept = [p[h, self.kv.attended(layer, h)].sum() for h in range(shape.kv_heads)]
+        return 1.0 - torch.stack(kept).mean()

@@ -1,0 +1,142 @@
+"""The results on a terminal and in files: a table, CSV, JSON and a map of the needles."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from minikv.cli.evaluation.run import Cell
+from minikv.errors import UsageError
+
+_UNIT = {"ppl": "perplexity", "loss": "attention lost", "agree": "same as full"}
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """One block per task, the full cache's row first."""
+    blocks = []
+    for task in dict.fromkeys(cell.task for cell in cells):
+        mine = [cell for cell in cells if cell.task == task]
+        rows = [("policy", "decode", "budget", _UNIT.get(task, "score"), "95 %", "n", "held")]
+        for c in mine:
+            low, high = _figure(task, c.low), _figure(task, c.high)
+            rows.append((
+                c.policy, c.decode, c.budget, _figure(task, c.score), f"{low} to {high}",
+                str(c.n), f"{c.held:.1%}",
+            ))  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                text.ljust(w) if i < 3 else text.rjust(w)
+                for i, (text, w) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        blocks.append("\n".join((task, *lines)))
+        if any(c.by_question for c in mine):
+            blocks.append(_by_question(mine))
+    return "\n\n".join(blocks)
+
+
+def _figure(task: str, value: float) -> str:
+    return f"{value:.3f}" if task == "ppl" else f"{100 * value:.1f}%"
+
+
+def _by_question(cells: Sequence[Cell]) -> str:
+    longest = max(len(c.by_question) for c in cells)
+    names = [c.policy if c.budget == "-" else f"{c.policy} {c.budget}" for c in cells]
+    width = max(map(len, names))
+    head = " ".join(f"{f'Q{i + 1}':>6}" for i in range(longest))
+    lines = [f"{'by question':{width}} {head}"]
+    for name, c in zip(names, cells, strict=True):
+        lines.append(f"{name:{width}} " + " ".join(f"{100 * s:5.1f}%" for s in c.by_question))
+    return "\n".join(lines)
+
+
+def as_csv(cells: Sequence[Cell]) -> str:
+    """A line per cell."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(
+        ["task", "policy", "decode", "budget", "n", "score", "low", "high", "held", "seconds"]
+    )
+    for c in cells:
+        writer.writerow([
+            c.task, c.policy, c.decode, c.budget, c.n, f"{c.score:.6f}", f"{c.low:.6f}",
+            f"{c.high:.6f}", f"{c.held:.6f}", f"{c.seconds:.1f}",
+        ])  # fmt: skip
+    return out.getvalue()
+
+
+def write(cells: Sequence[Cell], facts: dict[str, object], paths: Sequence[Path]) -> None:
+    """To each path what its suffix says: .json, .csv, .png or .svg. Raises UsageError."""
+    for path in paths:
+        suffix = path.suffix.lower()
+        try:
+            if suffix == ".json":
+                record = {"facts": facts, "cells": [cell.record() for cell in cells]}
+                path.write_text(json.dumps(record, indent=1) + "\n")
+            elif suffix == ".csv":
+                path.write_text(as_csv(cells))
+            else:
+                _map(cells, path)
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def check(paths: Sequence[Path]) -> None:
+    """Refuse what could not be written, before anything is measured. Raises UsageError."""
+    for path in paths:
+        if path.suffix.lower() not in (".json", ".csv", ".png", ".svg"):
+            raise UsageError(f"cannot tell what to write to {path}", "use .json .csv .png or .svg")
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"there is no directory {path.parent}")
+        if path.suffix.lower() in (".png", ".svg"):
+            try:
+                import matplotlib  # noqa: F401
+            except ImportError:
+                raise UsageError(
+                    "a map needs matplotlib, which is not installed", "pip install 'minikv[plot]'"
+                ) from None
+
+
+def _map(cells: Sequence[Cell], path: Path) -> None:
+    """Needle depth by length, one panel per policy and budget."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    mine = [c for c in cells if c.by_place]
+    if not mine:
+        raise UsageError("there is nothing to map", "maps are made of the task needle")
+    lengths = sorted({place[1] for c in mine for place in c.by_place})
+    depths = sorted({place[0] for c in mine for place in c.by_place})
+    across = min(3, len(mine))
+    down = -(-len(mine) // across)
+    figure, axes = pyplot.subplots(
+        down, across, squeeze=False, figsize=(3.4 * across + 0.8, 2.6 * down + 0.6),
+        layout="constrained",
+    )  # fmt: skip
+    image = None
+    for axis, cell in zip(axes.flat, mine, strict=False):
+        found = {(d, n): score for d, n, score, _ in cell.by_place}
+        grid = [[100 * found.get((d, n), float("nan")) for n in lengths] for d in depths]
+        image = axis.imshow(grid, vmin=0, vmax=100, cmap="cividis", aspect="auto")
+        for i, row in enumerate(grid):
+            for j, value in enumerate(row):
+                shade = "black" if value > 60 else "white"
+                axis.text(j, i, f"{value:.0f}", ha="center", va="center", color=shade, fontsize=8)
+        name = cell.policy if cell.budget == "-" else f"{cell.policy}, {cell.budget} rows"
+        axis.set_title(name, fontsize=10)
+        axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=8)
+        axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=8)
+    for axis in axes.flat[len(mine) :]:
+        axis.set_visible(False)
+    figure.supxlabel("tokens", fontsize=9)
+    figure.supylabel("depth of the fact", fontsize=9)
+    figure.colorbar(image, ax=axes, label="exact answers, %", shrink=0.8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

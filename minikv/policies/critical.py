@@ -1,0 +1,51 @@
+"""CriticalKV (arXiv 2502.03805, algorithm 1): what a row would add to the output counts, too.
+
+Half of a head's rows are the best by score; the rest are ranked by the score times the length of
+what the value becomes behind the output projection, |v W_O|_1, mean over the group's query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from minikv.policy import PromptView, Selector, best
+
+_ROWS = 4096  # rows projected at once
+
+
+def value_norms(view: PromptView) -> Tensor:
+    """float32 [H, N]: the L1 length of every value behind W_O, mean over the group."""
+    assert view.output is not None, "the network's output projection is not known"
+    value, matrix = view.value(), view.output()
+    norms = torch.zeros(value.shape[:2], device=value.device)
+    for h in range(len(value)):
+        for lo in range(0, value.shape[1], _ROWS):
+            rows = value[h, lo : lo + _ROWS].float()
+            for one in matrix[h]:  # [D, hidden]
+                norms[h, lo : lo + _ROWS] += (rows @ one.float()).abs().sum(-1)
+    return norms / matrix.shape[1]
+
+
+def select(options: Mapping[str, object], window: int) -> Selector:
+    """`window` rows a head are kept anyway and count in the first half."""
+    first, epsilon = options["by_score"], options["epsilon"]
+    assert isinstance(first, float)
+    assert isinstance(epsilon, float)
+
+    def choose(
+        view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]
+    ) -> Tensor:
+        norms = value_norms(view)
+        chosen = torch.zeros_like(free)
+        for h, count in enumerate(counts):
+            sure = min(count, max(0, int((count + window) * first) - window))
+            by_score = best(scores[h], view.pos[h], free[h], sure)
+            weighed = (scores[h] + epsilon) * norms[h]
+            rest = best(weighed, view.pos[h], free[h] & ~by_score, count - sure)
+            chosen[h] = by_score | rest
+        return chosen
+
+    return choose

@@ -1,0 +1,81 @@
+"""H2O (arXiv 2306.14048, section 4): rows with the most accumulated attention stay, and the newest.
+
+A row's worth is the sum of all attention it ever got (mean over the query heads of its group),
+from every query of the prompt on. Half of a head's rows are the newest ones, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minikv.policy import (
+    ALL,
+    Evidence,
+    PromptView,
+    StepPolicy,
+    StepView,
+    last_rows,
+    unprotected,
+)
+
+
+def scorer(options: Mapping[str, object]) -> Evidence:
+    """Column sums over all queries of the prompt, and what a row had before it."""
+    window, average = options["window"], bool(options["average"])
+    assert isinstance(window, int)
+
+    def score(view: PromptView) -> Tensor:
+        assert view.mass is not None
+        sums = view.mass.mean(1)
+        if average:
+            first = view.position - view.observed
+            return sums / (view.position - view.pos.clamp(min=first)).clamp(min=1)
+        return sums + view.carried["sum"] if "sum" in view.carried else sums
+
+    return Evidence(score, last_rows(window), observe=ALL, asks=True, window=window)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class H2O(StepPolicy):
+    """`share` of a head's cap are the newest rows, which never leave."""
+
+    share: float
+    sinks: int
+    name: str = "h2o"
+    observe: int = 32
+
+    @property
+    def columns(self) -> dict[str, torch.dtype]:
+        return {"sum": torch.float32}
+
+    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Carry on from the queries that the prompt has been scored with."""
+        assert view.mass is not None
+        return {"sum": old["sum"] + view.mass.mean(1)}
+
+    def step(
+        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+    ) -> None:
+        columns["sum"].add_(probabilities)
+
+    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        real = view.pos >= 0
+        newest = (view.cap.to(torch.float64) * self.share).to(torch.int64).clamp(min=1)
+        newest = torch.minimum(newest, real.sum(1) - count).clamp(min=1)  # enough may leave
+        edge = view.pos.sort(1, descending=True).values.gather(1, newest[:, None] - 1)
+        free = unprotected(view, self)
+        older = free & (view.pos < edge)
+        free = torch.where(older.sum(1, keepdim=True) >= count, older, free)
+        return view.columns["sum"], free
+
+
+def step_policy(options: Mapping[str, object]) -> H2O:
+    """Step form."""
+    share, sinks = options["recent_share"], options["sinks"]
+    assert isinstance(share, float)
+    assert isinstance(sinks, int)
+    return H2O(share=share, sinks=sinks)

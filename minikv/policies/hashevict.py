@@ -1,0 +1,94 @@
+"""HashEvict (arXiv 2412.16187, section 3): before attention, the row least like the query leaves.
+
+Similarity is judged by SimHash: `bits` signs of a random projection, shared by the heads of a
+layer. The row whose code differs most from the query's in Hamming distance goes and the newcomer
+takes its place. The codes of a group's G queries count together; the release compares with the
+newcomer's key instead (`hash_with=key`). Equal distances, of which there are many: the oldest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minikv.policy import PromptView, StepPolicy, StepView, unprotected
+
+
+def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:
+    """float32 [D, bits], standard normal, keyed by seed and layer."""
+    generator = torch.Generator().manual_seed((seed << 20) + layer)
+    return torch.randn(size, bits, generator=generator)
+
+
+def codes(x: Tensor, matrix: Tensor) -> Tensor:
+    """int64 [...]: the signs of x [..., D] @ matrix [D, bits] as one number; zero is positive."""
+    signs = (x.to(torch.float32) @ matrix >= 0).to(torch.int64)
+    return (signs << torch.arange(matrix.shape[1], device=x.device)).sum(-1)
+
+
+def ones(x: Tensor) -> Tensor:
+    """The set bits of each number of at most 32 bits, int64."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24) & 0xFF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HashEvict(StepPolicy):
+    """A code per row; no attention is read."""
+
+    sinks: int
+    recent: int
+    bits: int
+    with_key: bool
+    seed: int
+    name: str = "hashevict"
+    before: bool = True
+    matrices: dict[int, Tensor] = field(default_factory=dict)  # by layer
+
+    @property
+    def columns(self) -> dict[str, torch.dtype]:
+        wide = torch.int32 if self.bits < 32 else torch.int64
+        return {"code": torch.int16 if self.bits < 16 else wide}
+
+    def matrix(self, layer: int, like: Tensor) -> Tensor:
+        """The layer's projection, on the device of `like` [..., D]."""
+        made = self.matrices.get(layer)
+        if made is None or made.device != like.device:
+            made = projection(self.seed, layer, like.shape[-1], self.bits).to(like.device)
+            self.matrices[layer] = made
+        return made
+
+    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        key = view.key()
+        return self.admit(view.layer, key)
+
+    def admit(self, layer: int, key: Tensor) -> dict[str, Tensor]:
+        return {"code": codes(key, self.matrix(layer, key)).to(self.columns["code"])}
+
+    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        probe = view.key if self.with_key else view.query
+        assert probe is not None
+        mine = torch.stack(
+            [codes(x, self.matrix(int(i), x)) for x, i in zip(probe, view.layer, strict=True)]
+        )  # [F, G]
+        stored = view.columns["code"].to(torch.int64)
+        distance = ones(mine[:, :, None] ^ stored[:, None]).sum(1)
+        return -distance.to(torch.float32), unprotected(view, self)
+
+
+def step_policy(options: Mapping[str, object]) -> HashEvict:
+    """Step form."""
+    sinks, recent = options["sinks"], options["recent"]
+    bits, seed = options["bits"], options["seed"]
+    assert isinstance(sinks, int)
+    assert isinstance(recent, int)
+    assert isinstance(bits, int)
+    assert isinstance(seed, int)
+    return HashEvict(
+        sinks=sinks, recent=recent, bits=bits, with_key=options["hash_with"] == "key", seed=seed
+    )

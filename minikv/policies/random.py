@@ -1,0 +1,63 @@
+"""Random eviction: the floor that every method should beat.
+
+Draws are keyed by (seed, layer, head, tokens seen, position), so that layers and heads differ and a
+run can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minikv.noise import uniform
+from minikv.policy import (
+    Evidence,
+    PromptView,
+    StepPolicy,
+    StepView,
+    ends,
+    unprotected,
+)
+
+
+def scorer(options: Mapping[str, object]) -> Evidence:
+    """One number per row and head."""
+    sinks, recent, seed = options["sinks"], options["recent"], options["seed"]
+    assert isinstance(sinks, int)
+    assert isinstance(recent, int)
+    assert isinstance(seed, int)
+
+    def score(view: PromptView) -> Tensor:
+        heads = torch.arange(len(view.pos), device=view.pos.device)[:, None]
+        return uniform(seed, view.layer, heads, view.position, view.pos)
+
+    return Evidence(score, ends(sinks, recent), sinks=sinks, window=recent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Random(StepPolicy):
+    """Any unprotected row leaves before attention, each with the same probability."""
+
+    sinks: int
+    recent: int
+    seed: int
+    name: str = "random"
+    before: bool = True
+
+    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        drawn = uniform(
+            self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos
+        )
+        return drawn, unprotected(view, self)
+
+
+def step_policy(options: Mapping[str, object]) -> Random:
+    """Step form."""
+    sinks, recent, seed = options["sinks"], options["recent"], options["seed"]
+    assert isinstance(sinks, int)
+    assert isinstance(recent, int)
+    assert isinstance(seed, int)
+    return Random(sinks=sinks, recent=recent, seed=seed)

@@ -1,0 +1,78 @@
+"""ScissorHands (arXiv 2305.17118, section 4): rows that most often get less than a uniform share.
+
+Of the last 400 queries, those are counted that gave a row less than 1 / (rows they saw). The row
+below that share most often, relative to the queries it was there for, leaves. Departures from the
+paper: one row a step rather than half of the cache at once; sinks are protected. A prompt counts as
+one query, the mean of those that were observed, since the scores of the others are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minikv.policies.hashevict import ones
+from minikv.policy import PromptView, StepPolicy, StepView, unprotected
+
+_BITS = 32  # bits of history in a column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScissorHands(StepPolicy):
+    """Columns are a shift register of `window` bits per row, newest bit first, and its filling."""
+
+    sinks: int
+    recent: int
+    window: int
+    name: str = "scissorhands"
+    observe: int = 32
+
+    @property
+    def columns(self) -> dict[str, torch.dtype]:
+        words = {f"below{i}": torch.int64 for i in range(-(-self.window // _BITS))}
+        return words | {"queries": torch.float32}
+
+    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert view.mass is not None
+        mean = view.mass.mean(1) / view.observed
+        columns = {name: column.clone() for name, column in old.items()}
+        seen = view.live.sum(1, keepdim=True).clamp(min=1)
+        self._shift(columns, (mean < 1.0 / seen) & view.live)
+        return columns
+
+    def step(
+        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+    ) -> None:
+        self._shift(columns, probabilities * visible() < 1.0)
+
+    def _shift(self, columns: Mapping[str, Tensor], bit: Tensor) -> None:
+        carry = bit.to(torch.int64)
+        full = (1 << _BITS) - 1
+        words = len(columns) - 1
+        for i in range(words):
+            word = columns[f"below{i}"]
+            out = word >> (_BITS - 1)
+            word.bitwise_left_shift_(1).bitwise_and_(full).bitwise_or_(carry)
+            carry = out
+        spare = words * _BITS - self.window
+        if spare:  # what has left the window
+            columns[f"below{words - 1}"].bitwise_and_(full >> spare)
+        columns["queries"].add_(1.0).clamp_(max=float(self.window))
+
+    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        words = [c for name, c in view.columns.items() if name != "queries"]
+        below = torch.stack([ones(word) for word in words]).sum(0)
+        share = below / view.columns["queries"].clamp(min=1.0)
+        return -share, unprotected(view, self)
+
+
+def step_policy(options: Mapping[str, object]) -> ScissorHands:
+    """Step form."""
+    sinks, recent, window = options["sinks"], options["recent"], options["window"]
+    assert isinstance(sinks, int)
+    assert isinstance(recent, int)
+    assert isinstance(window, int)
+    return ScissorHands(sinks=sinks, recent=recent, window=window)

@@ -1,0 +1,77 @@
+"""TOVA (arXiv 2401.06104): the rows that the newest query attends to least leave.
+
+Layer-wise, as published: the attention is averaged over all heads, and every head of a layer that
+holds the same rows gives up the same one. `per_head` judges each KV head by itself. Departure: the
+newest row is protected, where the release lets it go if its own attention is low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minikv.policy import (
+    Evidence,
+    PromptView,
+    StepPolicy,
+    StepView,
+    last_rows,
+    unprotected,
+)
+
+
+def layer_mean(values: Tensor, pos: Tensor, layer: Tensor) -> Tensor:
+    """Mean of `values` [F, N] over the heads of a layer that hold the same position.
+
+    pos [F, N], -1 for no row; layer [F]. Where heads hold different rows, only holders count.
+    """
+    width = int(pos.max()) + 2
+    keys = (pos + 1 + layer[:, None] * width).reshape(-1)
+    each, index = torch.unique(keys, return_inverse=True)
+    sums = torch.zeros(len(each), dtype=torch.float64, device=values.device)
+    sums.index_add_(0, index, values.reshape(-1).to(torch.float64))
+    counts = torch.bincount(index, minlength=len(each))
+    return (sums / counts)[index].view(values.shape).to(values.dtype)
+
+
+def scorer(options: Mapping[str, object]) -> Evidence:
+    """What the last query of the prompt gives each row."""
+    alone, newest = bool(options["per_head"]), int(bool(options["protect_newest"]))
+
+    def score(view: PromptView) -> Tensor:
+        assert view.mass is not None
+        mean = view.mass.mean(1)
+        if alone:
+            return mean
+        return layer_mean(mean, view.pos, torch.zeros(len(mean), dtype=torch.int64))
+
+    return Evidence(score, last_rows(newest), observe=1, asks=True, window=newest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tova(StepPolicy):
+    """Stateless: each step's attention is all the evidence."""
+
+    per_head: bool
+    sinks: int
+    recent: int
+    name: str = "tova"
+
+    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        assert view.attention is not None
+        mean = view.attention
+        if not self.per_head:
+            mean = layer_mean(mean, view.pos, view.layer)
+        return mean, unprotected(view, self)
+
+
+def step_policy(options: Mapping[str, object]) -> Tova:
+    """Step form."""
+    sinks = options["sinks"]
+    assert isinstance(sinks, int)
+    return Tova(
+        per_head=bool(options["per_head"]), sinks=sinks, recent=int(bool(options["protect_newest"]))
+    )

@@ -1,0 +1,450 @@
+"""What the papers promise of their methods, and what random draws must look like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from small import engine, ids, network
+from torch import Tensor
+
+from minikv import policies
+from minikv.errors import UsageError
+from minikv.noise import gumbel, uniform
+from minikv.policies.hashevict import codes, ones, projection
+from minikv.policies.kvcrush import anchor
+from minikv.policies.scissorhands import ScissorHands
+from minikv.policies.tova import layer_mean
+from minikv.policy import PromptPolicy, PromptView, StepView
+
+
+def build(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy:
+    made = policies.prompt_policy(name, options)
+    assert made is not None
+    return made
+
+
+def view(mass: Tensor, observed: int = 1, layer: int = 0) -> PromptView:
+    """A first prompt of N tokens, of whose queries `observed` gave mass [H, G, N]."""
+    heads, _, rows = mass.shape
+    pos = torch.arange(rows).expand(heads, rows)
+    generator = torch.Generator().manual_seed(3)
+    key = torch.randn(heads, rows, 8, generator=generator)
+    return PromptView(
+        layer, rows, pos, observed, mass, mass.mean(1) ** 2, lambda: key, lambda: key
+    )
+
+
+def choose(policy: PromptPolicy, seen: PromptView, total: int) -> Tensor:
+    """bool [H, N] of the rows that stay, as the scheduler asks for them."""
+    pinned = policy.evidence.scope(seen) & seen.live
+    free = seen.live & ~pinned
+    scores = policy.evidence.scorer(seen)
+    counts = policy.heads(scores, seen.pos, free, total - int(pinned.sum()))
+    return pinned | policy.select(seen, scores, free, counts)
+
+
+def random_mass(heads: int = 3, group: int = 2, rows: int = 120, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(heads, group, rows, generator=generator) ** 6
+
+
+# -- draws ----------------------------------------------------------------------------------
+
+
+def test_uniform_is_uniform_and_keyed() -> None:
+    n = 40_000
+    draws = uniform(1, 2, torch.arange(n))
+    counts = torch.histc(draws, 20, 0.0, 1.0)
+    chi = float(((counts - n / 20) ** 2 / (n / 20)).sum())
+    assert chi < 43.8  # 19 degrees of freedom, p = 0.001
+    assert float(draws.min()) > 0.0
+    assert float(draws.max()) < 1.0
+    for other in (uniform(2, 2, torch.arange(n)), uniform(1, 3, torch.arange(n)), draws.roll(1)):
+        assert abs(float(torch.corrcoef(torch.stack((draws, other)))[0, 1])) < 0.02
+    assert torch.equal(uniform(1, 2, torch.arange(n))[77], uniform(1, 2, torch.tensor(77)))
+
+
+def test_gumbel_top_k_draws_without_replacement() -> None:
+    """The first of two is drawn with p, and the second as successive draws would."""
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    trials = 20_000
+    keys = p.log() + gumbel(9, torch.arange(trials)[:, None], torch.arange(4))
+    order = keys.argsort(1, descending=True)[:, :2]
+    first = torch.bincount(order[:, 0], minlength=4) / trials
+    assert torch.allclose(first, p, atol=0.012)
+    both = torch.bincount(order.flatten(), minlength=4) / trials
+    want = [
+        float(p[i] + sum(p[j] * p[i] / (1 - p[j]) for j in range(4) if j != i)) for i in range(4)
+    ]
+    assert torch.allclose(both, torch.tensor(want), atol=0.012)
+
+
+def test_random_takes_every_row_alike() -> None:
+    step = policies.step_policy("random", {"sinks": 2, "recent": 3})
+    assert step is not None
+    rows, trials = 25, 4000
+    pos = torch.arange(rows).expand(trials, rows)
+    heads = torch.arange(trials)
+    victims = step.victims(
+        StepView(rows, pos, torch.full((trials,), rows), heads // 50, heads % 50, {})
+    )
+    counts = torch.bincount(victims, minlength=rows).float()
+    assert counts[:2].sum() == 0
+    assert counts[-3:].sum() == 0
+    free = counts[2:-3]
+    chi = float(((free - trials / 20) ** 2 / (trials / 20)).sum())
+    assert chi < 43.8  # 19 degrees of freedom, p = 0.001
+
+
+def test_draws_repeat_with_the_seed_and_differ_between_layers() -> None:
+    mass = random_mass()
+    a, b, c, d = (
+        choose(build("nacl", {"seed": seed}), view(mass, 32, layer), 3 * 60)
+        for seed, layer in ((0, 0), (0, 0), (1, 0), (0, 1))
+    )
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    assert not torch.equal(a, d)
+
+
+# -- NaCl -----------------------------------------------------------------------------------
+
+
+def test_nacl_draws_a_share_and_keeps_its_sizes() -> None:
+    mass = random_mass()
+    for share in (0.0, 0.35, 1.0):
+        kept = choose(build("nacl", {"random": share}), view(mass, 32), 3 * 60)
+        assert kept.sum(1).tolist() == [60] * 3
+        assert bool(kept[:, :4].all())
+        assert bool(kept[:, -32:].all())
+        best = choose(build("nacl", {"random": 0.0}), view(mass, 32), 3 * 60)
+        same = int((kept & best).sum())
+        assert same == 180 if share == 0 else same < 180
+
+
+def test_nacl_draws_in_proportion_to_the_score() -> None:
+    """Inclusion of a row when one is drawn: its share of the scores; even when it is hot."""
+    weight = torch.cat((torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.zeros(1)))
+    wanted = {1.0: weight[:4] / 10, 1e6: torch.full((4,), 0.25)}
+    for temperature, want in wanted.items():
+        policy = build(
+            "nacl", {"proxies": 1, "sinks": 0, "random": 1.0, "temperature": temperature}
+        )
+        counts = torch.zeros(4)
+        trials = 300
+        for layer in range(trials):
+            mass = weight.expand(40, 1, 5)
+            counts += choose(policy, view(mass, 1, layer), 40 * 2)[:, :4].sum(0)
+        n = trials * 40
+        chi = float(((counts - n * want) ** 2 / (n * want)).sum())
+        assert chi < 16.3, temperature  # 3 degrees of freedom, p = 0.001
+
+
+def test_proxies_that_are_all_queries_are_h2o() -> None:
+    """N1: the same scores, so the same rows, if both protect the same."""
+    net = network()
+    kept = []
+    for name, options in (
+        ("nacl", {"proxies": 90, "sinks": 0, "random": 0.0}),
+        ("h2o", {"window": 1}),
+    ):
+        run = engine(net, name, "none", 91, prompt_options=options)
+        seen: list[Tensor] = []
+        policy = run.kv.prompt_policy
+        assert policy is not None
+        original = policy.evidence.scorer
+
+        def spy(v: PromptView, original: object = original, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(original(v))  # type: ignore[operator]
+            return seen[-1]
+
+        object.__setattr__(policy.evidence, "scorer", spy)
+        run.prompt(ids(90))
+        run.prompt(ids(9, seed=1))
+        kept.append(seen[0] if seen else torch.empty(0))
+    assert kept[0].shape[1] == 99
+    # The second prompt of 9 has 9 queries in both cases.
+    assert torch.allclose(kept[0], kept[1], rtol=1e-4, atol=1e-6)
+
+
+def test_h2o_columns_sum_to_the_queries() -> None:
+    """H1: every query gives one unit of attention, and nothing was evicted before."""
+    net = network()
+    run = engine(net, "h2o", "h2o", 1000)
+    run.prompt(ids(70))
+    for token in range(5):
+        run.step(token)
+    run.prompt(ids(20, seed=2))
+    for layer in range(3):
+        index, live = run.kv.arena.index(layer)
+        sums = run.kv.arena.columns["sum"][index].masked_fill(~live, 0.0).sum(1)
+        assert torch.allclose(sums, torch.full_like(sums, 5.0 + 90.0 - 0.0), rtol=1e-4)
+
+
+# -- KVCrush --------------------------------------------------------------------------------
+
+
+def test_kvcrush_without_representatives_is_its_base() -> None:
+    mass = random_mass()
+    for base in ("snapkv", "tova", "l2"):
+        crushed = build(f"kvcrush({base})", {"ratio": 0.0})
+        assert torch.equal(
+            choose(crushed, view(mass, 32), 180), choose(build(base), view(mass, 32), 180)
+        )
+
+
+@pytest.mark.parametrize("kind", ["mean", "inv_mean", "alternate", "random", "zeros", "ones"])
+@pytest.mark.parametrize("total", [3 * 33, 3 * 40, 3 * 119])
+def test_kvcrush_keeps_its_sizes(kind: str, total: int) -> None:
+    mass = random_mass()
+    kept = choose(build("kvcrush", {"anchor": kind}), view(mass, 32), total)
+    assert kept.sum(1).tolist() == [total // 3] * 3
+    assert bool(kept[:, -32:].all())
+
+
+def test_kvcrush_anchors() -> None:
+    marks = torch.tensor([[1, 1, 0, 1], [0, 0, 1, 0]], dtype=torch.bool)
+    assert anchor("mean", marks, 0, 0).tolist() == [True, False]
+    assert anchor("inv_mean", marks, 0, 0).tolist() == [False, True]
+    assert anchor("zeros", marks, 0, 0).tolist() == [False, False]
+    assert anchor("ones", marks, 0, 0).tolist() == [True, True]
+    assert anchor("alternate", marks, 0, 0).tolist() == [False, True]
+    drawn = torch.stack([anchor("random", marks, 0, layer) for layer in range(400)])
+    assert 0.4 < float(drawn.float().mean()) < 0.6
+
+
+def test_kvcrush_takes_the_nearest_and_the_farthest() -> None:
+    """Of the rows that go, sorted by marks and then by position, the first and the last stay."""
+    heads, rows = 2, 40
+    mass = random_mass(heads, 1, rows)
+    policy = build("kvcrush(tova)", {"anchor": "zeros", "ratio": 0.5, "per_head": True})
+    seen = view(mass)
+    kept = choose(policy, seen, heads * 9)
+    scores = mass.mean(1)
+    marks = torch.zeros(heads, rows, dtype=torch.int64)
+    for h in range(heads):
+        marks[h, scores[h, : rows - 1].topk((rows - 1) // 2).indices] = 1
+    distance = marks.sum(0)
+    for h in range(heads):
+        best = set(scores[h, : rows - 1].topk(4).indices.tolist())
+        rest = sorted(set(range(rows - 1)) - best, key=lambda j: (int(distance[j]), j))
+        picks = {rest[round(i * (len(rest) - 1) / 3)] for i in range(4)}
+        assert set(kept[h].nonzero().flatten().tolist()) == best | picks | {rows - 1}
+
+
+# -- TOVA, ScissorHands ---------------------------------------------------------------------
+
+
+def test_tova_judges_a_layer_as_one() -> None:
+    values = torch.tensor([[1.0, 2.0, 0.0], [3.0, 5.0, 9.0], [7.0, 7.0, 7.0]])
+    pos = torch.tensor([[0, 1, -1], [1, 0, 2], [0, 1, 2]])
+    layer = torch.tensor([0, 0, 1])
+    mean = layer_mean(values, pos, layer)
+    assert mean[0, :2].tolist() == [3.0, 2.5]
+    assert mean[1].tolist() == [2.5, 3.0, 9.0]
+    assert mean[2].tolist() == [7.0] * 3
+
+
+def test_tova_keeps_the_heads_of_a_layer_alike() -> None:
+    net = network()
+    run = engine(net, "tova", "tova", 40)
+    run.prompt(ids(100))
+    for token in range(30):
+        run.step(token)
+    for layer in range(3):
+        held = [run.kv.kept(layer, h).tolist() for h in range(3)]
+        assert held[0] == held[1] == held[2]
+        assert len(held[0]) == 40
+        assert held[0][-1] == run.kv.position - 1
+
+
+@pytest.mark.parametrize("window", [5, 32, 40, 64, 100])
+def test_scissorhands_counts_the_last_queries(window: int) -> None:
+    """C1: the shift register against an explicit recount, rows joining along the way."""
+    step = ScissorHands(sinks=4, recent=10, window=window)
+    rows, generator = 12, torch.Generator().manual_seed(5)
+    columns = {name: torch.zeros(rows, dtype=dtype) for name, dtype in step.columns.items()}
+    history: list[Tensor] = []
+    for i in range(130):
+        p = torch.rand(rows, generator=generator)
+        seen = torch.full((rows,), 2.0)
+        if i == 60:  # row 3 is overwritten by a newcomer
+            for column in columns.values():
+                column[3] = 0
+            for bits in history:
+                bits[3] = False
+        step.step(columns, p, lambda seen=seen: seen)  # type: ignore[misc]
+        history.append(p < 0.5)
+        want = torch.stack(history[-window:]).sum(0)
+        words = [column for name, column in columns.items() if name != "queries"]
+        assert torch.stack([ones(word) for word in words]).sum(0).tolist() == want.tolist()
+    assert columns["queries"][0] == min(130, window)
+    assert columns["queries"][3] == min(70, window)
+
+
+def test_scissorhands_takes_uniform_attention_for_enough() -> None:
+    """C2: exactly a uniform share is not below it."""
+    step = ScissorHands(sinks=4, recent=10, window=50)
+    columns = {name: torch.zeros(8, dtype=dtype) for name, dtype in step.columns.items()}
+    for _ in range(20):
+        step.step(columns, torch.full((8,), 0.125), lambda: torch.full((8,), 8.0))
+    assert int(columns["below0"].sum()) == 0
+
+
+# -- HashEvict ------------------------------------------------------------------------------
+
+
+def test_simhash_law() -> None:
+    """L1: the distance of two codes is binomial, with the angle's share of pi."""
+    bits, size, trials = 32, 64, 400
+    angle = math.pi / 3
+    distances = []
+    for seed in range(trials):
+        generator = torch.Generator().manual_seed(seed)
+        a, b = torch.linalg.qr(torch.randn(size, 2, generator=generator))[0].T
+        c = math.cos(angle) * a + math.sin(angle) * b
+        both = codes(torch.stack((a, c)), projection(seed, 0, size, bits))
+        distances.append(float(ones(both[0] ^ both[1])))
+    found = torch.tensor(distances)
+    p = angle / math.pi
+    assert abs(float(found.mean()) - bits * p) < 4 * math.sqrt(bits * p * (1 - p) / trials)
+    assert 0.8 < float(found.var()) / (bits * p * (1 - p)) < 1.25
+
+
+@pytest.mark.parametrize("bits", [4, 15, 16, 31, 32])
+def test_hashevict_evicts_the_antipode_and_spares_the_twin(bits: int) -> None:
+    """L2: codes ignore scale; -q is the farthest a key can be, q the nearest."""
+    step = policies.step_policy("hashevict", {"sinks": 0, "recent": 0, "bits": bits})
+    assert step is not None
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(1, 1, 16, generator=generator)
+    keys = torch.randn(9, 16, generator=generator)
+    keys[4], keys[7] = -3.0 * query[0, 0], 0.1 * query[0, 0]
+    code = step.admit(0, keys)["code"]
+    assert torch.equal(code, step.admit(0, 5.0 * keys)["code"])
+    zero, pos = torch.zeros(1, dtype=torch.int64), torch.arange(9)[None]
+    order = []
+    for _ in range(9):
+        seen = StepView(9, pos, torch.tensor([9]), zero, zero, {"code": code[None]}, query=query)
+        victim = int(step.victims(seen))
+        order.append(victim)
+        pos = pos.clone()
+        pos[0, victim] = -1
+    assert order[0] == 4 or bits == 4
+    assert order[-1] == 7 or bits == 4
+    assert sorted(order) == list(range(9))
+
+
+def test_ones_counts_bits() -> None:
+    numbers = [0, 1, 0xFFFFFFFF, 0x80000000, 0x12345678, 0xDEADBEEF]
+    assert ones(torch.tensor(numbers)).tolist() == [n.bit_count() for n in numbers]
+
+
+# -- composition ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("snapkv+ada", ("snapkv", "ada")),
+        ("adakv+pyramid", ("snapkv", "pyramid", "ada")),
+        ("h2o+adakv+pyramidkv", ("h2o", "pyramid", "ada")),
+        ("kvcrush(h2o)", ("h2o", "kvcrush")),
+        ("kvcrush(adakv)", ("snapkv", "ada", "kvcrush")),
+        ("l2+nacl", ("l2", "draw")),
+    ],
+)
+def test_names_compose(name: str, parts: tuple[str, ...]) -> None:
+    assert policies.find(name).parts == parts
+    assert build(name).name == name
+
+
+def test_preset_names_are_rows_of_the_same_table() -> None:
+    mass = random_mass()
+    for preset, spelled in (("adakv", "snapkv+ada"), ("kvcrush", "kvcrush(snapkv)")):
+        assert torch.equal(
+            choose(build(preset), view(mass, 32), 200), choose(build(spelled), view(mass, 32), 200)
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("h2o+snapkv", "'snapkv' also says what a row is worth"),
+        ("foo+ada", "'foo' does not say what a row is worth"),
+        ("full+ada", "'full' does not say"),
+        ("h2o+adaa", "'adaa' is no part"),
+        ("nacl+kvcrush", "draw and kvcrush answer the same question"),
+        ("kvcrush()", "unknown policy"),
+        ("h2o+", "'' is no part"),
+        ("+", "'' does not say"),
+    ],
+)
+def test_what_cannot_be_composed_is_refused(name: str, says: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        policies.find(name)
+    assert says in str(refused.value)
+
+
+# -- pins -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["adakv", "streaming", "nacl", "l2", "h2o"])
+@pytest.mark.parametrize("step", ["roco", "h2o", "tova", "streaming", "hashevict"])
+def test_pinned_rows_never_leave(policy: str, step: str) -> None:
+    net = network()
+    run = engine(net, policy, step, 64)
+    run.kv.pin(20)
+    for turn in range(3):
+        run.prompt(ids(80, seed=turn))
+        for token in range(6):
+            run.step(token)
+        for layer in range(3):
+            for head in range(3):
+                held = run.kv.kept(layer, head).tolist()
+                assert held[:20] == list(range(20))
+                assert len(held) <= 64 or policy == "adakv"
+    run.reset()
+    run.prompt(ids(80))
+    assert any(run.kv.kept(0, h).tolist()[:20] != list(range(20)) for h in range(3))
+
+
+def test_pins_beyond_the_budget_are_refused() -> None:
+    run = engine(network(), "adakv", "roco", 64)
+    with pytest.raises(UsageError) as refused:
+        run.kv.pin(40)
+    assert "too small beside 40 pinned ones" in str(refused.value)
+    assert "is 73 rows" in refused.value.hint
+    run.kv.pin(31)
+    run.prompt(ids(200))
+
+
+def test_the_ends_of_turns_are_preferred() -> None:
+    """Both ends of every prompt stay, ahead of better rows, within the budget."""
+    net = network()
+    run = engine(net, "snapkv+turns", "none", 80, prompt_options={"edge": 5, "window": 8})
+    begins = []
+    for turn in range(3):
+        begins.append(run.kv.position)
+        run.prompt(ids(90, seed=turn))
+        run.step(1)
+    ends = [b + 90 for b in begins]
+    for layer in range(3):
+        for head in range(3):
+            held = set(run.kv.kept(layer, head).tolist())
+            assert len(held) == 81
+            for begin, end in zip(begins, ends, strict=True):
+                assert set(range(begin, begin + 5)) <= held
+                assert set(range(end - 5, end)) <= held
+
+
+def test_preferred_rows_do_not_break_a_small_budget() -> None:
+    run = engine(
+        network(), "adakv+turns", "none", 20, prompt_options={"edge": 30, "window": 8}
+    )
+    run.prompt(ids(200))
+    for layer in range(3):
+        assert sum(len(run.kv.kept(layer, h)) for h in range(3)) == 60
