@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -76,8 +76,8 @@ class Phase:
 
 
 DEFAULT_PHASES = (
-    "128:3e6:4e-3:4e-3,256:4e6:4e-3:3e-3,512:6e6:3e-3:3e-3,1024:6e6:3e-3:2e-3,"
-    "2048:9e6:2e-3:1e-3,4096:5e6:1e-3:5e-4,8192:4e6:5e-4:1e-5"
+    "128:3e6:4e-3:4e-3,256:4e6:4e-3:3e-3,512:6e6:3e-3:3e-3,1024:6e6:3e-3:2e-3,2048:4e6:2e-3:1.6e-3,"
+    "2048+2048+2048+4096+4096+4096+4096+8192+8192:24e6:1.6e-3:1e-5:45:220"
 )
 
 
@@ -334,6 +334,8 @@ def main() -> None:
     args = parser.parse_args()
     size, device = Size(), torch.device(args.device)
     if args.resume:
+        facts = json.loads((args.resume / "config.json").read_text())
+        size = Size(**{field.name: facts[field.name] for field in fields(Size)})
         tokenizer = Tokenizer.from_file(str(args.resume / "tokenizer.json"))
         w = {
             name: t.to(device).requires_grad_()
@@ -402,7 +404,7 @@ def main() -> None:
                 )
                 last, seen = time.time(), 0
                 hits = {context: [] for context in hits}
-            if step % 500 == 0:
+            if step % 200 == 0:
                 write(args.out, w, size, tokenizer)
         write(args.out, w, size, tokenizer)
         for context in sorted({*phase.contexts, min(8192, max(phase.contexts) * 2)}):
