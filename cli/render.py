@@ -135,6 +135,8 @@ def policy_card(info: PolicyInfo) -> str:
         ("2nd question", info.second),
         ("paper", info.paper),
     ]
+    if info.stride:
+        rows.insert(2, ("--stride", info.stride))
     text = f"{textwrap.fill(f'{info.name}: {info.summary}', 80)}\n\n{_columns(rows)}\n\n"
     if not info.options:
         return text + "no options"
@@ -164,6 +166,7 @@ def policy_record(info: PolicyInfo) -> dict[str, object]:
         "state": info.state,
         "second_question": info.second,
         "paper": info.paper,
+        "stride": info.stride,
         "summary": info.summary,
         "options": [
             {

@@ -67,6 +67,7 @@ class PolicyInfo:
     module: str = ""
     own: tuple[Option, ...] = ()
     preset: Mapping[str, Value] = field(default_factory=dict)  # other defaults of the parts
+    stride: str = ""  # what --stride makes of a prompt
 
     @property
     def prompt_options(self) -> tuple[Option, ...]:
@@ -200,6 +201,8 @@ PARTS: dict[str, Part] = {
 """Every answer by name; a policy is a scorer and, where they are not the plain ones, others."""
 
 _LAST = "last-window attention"
+_AFTER = "a block attends to what is left, then as many rows leave"
+_BEFORE = "as many rows leave as a block brings, then it attends"
 POLICIES: dict[str, PolicyInfo] = {
     info.name: info
     for info in (
@@ -212,6 +215,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "recent only", "2309.17453",
             "the first rows (sinks) and the most recent ones",
             ("streaming",), "minikv.policies.streaming", (SINKS,),
+            stride=_BEFORE,
         ),
         PolicyInfo(
             "snapkv", True, False, "prompt", "uniform", _LAST, "-",
@@ -260,18 +264,21 @@ POLICIES: dict[str, PolicyInfo] = {
                        0.95),
                 NO_SINKS,
             ),
+            stride=_AFTER,
         ),
         PolicyInfo(
             "tova", True, True, "prompt + step", "uniform", "newest query's attention", "-",
             "shaped by Q1", "2401.06104",
             "the rows that the newest query attends to least leave",
             ("tova",), "minikv.policies.tova", (PER_HEAD, NEWEST, NO_SINKS),
+            stride=_AFTER,
         ),
         PolicyInfo(
             "l2", True, True, "prompt + step", "uniform", "key norm", "1 norm per row",
             "safe", "2406.11430",
             "rows whose key has a large norm leave; reads no attention",
             ("l2",), "minikv.policies.l2", (SINKS, RECENT),
+            stride=_BEFORE,
         ),
         PolicyInfo(
             "keydiff", True, False, "prompt", "uniform", "key unlike the others", "-", "safe",
@@ -288,6 +295,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "random", True, True, "prompt + step", "uniform", "a draw", "-", "safe", "baseline",
             "any row may leave; the floor that a method should beat",
             ("random",), "minikv.policies.random", (SINKS, RECENT, SEED),
+            stride=_BEFORE,
         ),
         PolicyInfo(
             "roco", False, True, "step", "each head's own cap", "mean and std of attention",
@@ -298,6 +306,7 @@ POLICIES: dict[str, PolicyInfo] = {
                 SINKS, replace(RECENT, low=1),
                 Option("scope", 0.3, "share of the cap that a high deviation saves", 0.0, 0.95),
             ),
+            stride=_AFTER,
         ),
         PolicyInfo(
             "scissorhands", False, True, "step", "each head's own cap", "below-uniform count",
@@ -308,6 +317,7 @@ POLICIES: dict[str, PolicyInfo] = {
                 SINKS, replace(RECENT, low=1),
                 Option("window", 400, "queries that are remembered", 1, 4096),
             ),
+            stride=_AFTER,
         ),
         PolicyInfo(
             "hashevict", False, True, "step", "each head's own cap", "hashed similarity",
@@ -321,6 +331,7 @@ POLICIES: dict[str, PolicyInfo] = {
                        choices=("query", "key")),
                 SEED,
             ),
+            stride=_BEFORE,
         ),
         PolicyInfo(
             "none", False, True, "never", "-", "-", "-", "-", "-",

@@ -23,6 +23,8 @@ def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
     """
     heads, rows = scores.shape
     flat = scores.masked_fill(~free, -torch.inf).reshape(-1)
+    if total <= 0:
+        return [0] * heads
     if total >= int(free.sum()):
         return [int(n) for n in free.sum(1)]
     edge = torch.topk(flat, total).values[-1]
