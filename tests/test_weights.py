@@ -575,10 +575,11 @@ print(peak - before, stream, wide)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_long_prompt_holds_the_residual_stream_and_one_chunk(dtype: str) -> None:
-    """8192 tokens through a network without a cache; 8 MiB for what a chunk needs on the way."""
+    """8192 tokens through a network without a cache; 10 MiB for what a chunk needs on the way and the
+    holes that it leaves in the heap: a second tensor of full length, 8 or 16 MiB, would show."""
     done = subprocess.run(
         [sys.executable, "-c", READING, dtype], capture_output=True, text=True, check=True
     )
     grown, stream, wide = map(int, done.stdout.split())
     assert grown >= stream  # the watch has seen the forward
-    assert grown <= stream + wide + 8 * 2**20
+    assert grown <= stream + wide + 10 * 2**20
