@@ -575,7 +575,7 @@ print(peak - before, stream, wide)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_long_prompt_holds_the_residual_stream_and_one_chunk(dtype: str) -> None:
-    """8192 tokens through a network without a cache; 10 MiB for what a chunk needs on the way and the
+    """8192 tokens through a network without a cache; 10 MiB for a chunk on the way and the
     holes that it leaves in the heap: a second tensor of full length, 8 or 16 MiB, would show."""
     done = subprocess.run(
         [sys.executable, "-c", READING, dtype], capture_output=True, text=True, check=True
