@@ -137,7 +137,7 @@ def _policy(context: Context, arguments: list[str]) -> None:
         name, *pairs = arguments
         options = read_pairs(pairs)
         decode = str(options.pop("decode", "auto"))
-        chosen = Choice.read(name, decode, options=options)
+        chosen = Choice.read(name, decode, options=options, seed=session.seed)
         session.configure(replace(chosen, budget=session.choice.budget))
         context.terminal.say(f"from the next question on: {render.policy_line(session)}")
     else:

@@ -8,6 +8,7 @@ younger row.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -159,7 +160,7 @@ class PromptPolicy:
     prefer: Scope | None = None
 
 
-class StepPolicy:
+class StepPolicy(ABC):
     """A method that evicts one row per head and step once the head is at its cap.
 
     `before`: the victim goes before attention and is not seen by the current query (the head
@@ -195,9 +196,9 @@ class StepPolicy:
         visible() is float32 [R]: how many rows the query saw in a row's head.
         """
 
+    @abstractmethod
     def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         """(scores float32, free bool) [F, N]: the `count` free rows of lowest score will leave."""
-        raise NotImplementedError
 
     def victims(self, view: StepView) -> Tensor:
         """int64 [F]: the column of each head's victim."""

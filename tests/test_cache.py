@@ -164,6 +164,8 @@ def check(kv: Scheduler, budget: int, *, exact: bool) -> None:
     if kv.prompt_policy is not None:
         if kv.step_policy is not None or exact:
             assert held.sum() <= kv.shape.layers * kv.shape.kv_heads * budget
+            if kv.prompt_policy.layers is even_layers:
+                assert (held.sum(1) <= kv.shape.kv_heads * budget).all()
         if kv.step_policy is not None:
             assert (held <= kv.arena.cap).all()
             totals = kv.arena.cap.sum(1)
