@@ -188,7 +188,7 @@ class StepPolicy(ABC):
         """Columns [H] of the rows that an answer adds to a layer, whose keys are [H, D]."""
         return {}
 
-    def step(  # noqa: B027: most policies learn nothing
+    def step(  # noqa: B027
         self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
     ) -> None:
         """Add one query's attention in place. All [R], the mean over G; 0 where a row is unused.
