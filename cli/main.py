@@ -307,7 +307,10 @@ def evaluate(
     budget: Annotated[
         str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
     ] = "128,256",
-    decode: Decode = "auto",
+    decode: Annotated[
+        str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
+    ] = "auto",
+    stride: Stride = 0,
     length: Annotated[
         str, typer.Option(help="tokens of a document; needle takes a list with commas")
     ] = "2000",
@@ -338,7 +341,7 @@ def evaluate(
             tasks or ("" if files else "facts"),
             files or [], policy, budget, length, count,
             Settings(model=model, decode=decode, device=device, dtype=dtype, seed=seed,
-                     revision=revision, offline=offline),
+                     stride=stride, revision=revision, offline=offline),
             [path for path in (as_json, csv, *(heat or [])) if path],
             terminal,
         )  # fmt: skip

@@ -42,6 +42,22 @@ class Plan:
     pinned: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a layer of a first prompt told, whatever the policy: all that `finish` judges by.
+
+    key and value [H, T, D]; tail [t, H * G, D]: the last queries; mass, squares and moments as in
+    `PromptView`, where every query was asked for.
+    """
+
+    key: Tensor
+    value: Tensor
+    tail: Tensor
+    mass: Tensor | None
+    squares: Tensor | None
+    moments: Moments | None
+
+
 class Reading:
     """Stages a prompt layer by layer. Chunks of a layer come in order; see `Attend`."""
 
@@ -93,6 +109,23 @@ class Reading:
         self._mass = self._squares = None
         self._old, self._copied = None, ()
         self._saved = {}
+
+    @property
+    def needs(self) -> tuple[int, int | None]:
+        """What is taken note of: readings of the same tokens and needs are told the same."""
+        return ALL if self._all else len(self._tail), self._from
+
+    def told(self) -> Told:
+        """What the layer that was just completed told. Of a first prompt only."""
+        assert self._old is None
+        key, value, tail = (t.clone() for t in (self._key, self._value, self._tail))
+        return Told(key, value, tail, self._mass, self._squares, self._moments)
+
+    def retell(self, told: Told) -> None:
+        """In place of staging a layer of a first prompt: a reading of equal needs was told this."""
+        assert not self.plan.position
+        self._key, self._value, self._tail = told.key, told.value, told.tail
+        self._mass, self._squares, self._moments = told.mass, told.squares, told.moments
 
     def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Take in a chunk of rows and mix it: shapes as in `Attend.attend`."""

@@ -13,11 +13,16 @@ from small import engine, ids, network
 from typer.testing import CliRunner
 
 import minikv
+from minikv.attend import Attend, DenseAttend
+from minikv.choice import Choice
 from minikv.cli.evaluation import metrics, run, tasks
 from minikv.cli.evaluation.files import Item, read_items
 from minikv.cli.evaluation.measure import Shadow, agreement, negative_log_likelihood
+from minikv.cli.evaluation.rereading import Rereading
 from minikv.cli.main import app
+from minikv.engine import Engine
 from minikv.errors import UsageError
+from minikv.policies import default_step, prompt_names
 
 
 def test_wilson_interval() -> None:
@@ -139,8 +144,6 @@ def test_ppl_is_that_of_a_plain_forward() -> None:
     net = network()
     tokens = ids(60)
     losses = negative_log_likelihood(engine(net), tokens, 40)
-    from minikv.attend import DenseAttend
-
     with torch.inference_mode():
         states = net.hidden(torch.tensor(tokens), DenseAttend((None,) * 3))
         want = torch.nn.functional.cross_entropy(
@@ -203,6 +206,8 @@ def test_a_small_run(tmp_path: Path) -> None:
         (["--length", "none"], "cannot read the lengths"),
         (["--length", "3"], "cannot read the lengths"),
         (["-n", "0"], "-n must be at least 1"),
+        (["--decode", ","], "--decode names nothing"),
+        (["--policy", "snapkv", "--stride", "32"], "snapkv cannot read a prompt in blocks"),
         (["--json", "/nowhere/out.json"], "there is no directory"),
         (["--json", "out.txt"], "cannot tell what to write"),
     ],
@@ -214,12 +219,31 @@ def test_wrong_arguments(arguments: list[str], says: str) -> None:
     assert len(result.stderr.splitlines()) <= 3
 
 
+def test_every_policy_with_every_decode_policy() -> None:
+    wanted = run.choices(["adakv", "full", "snapkv"], ["64", "20%"], ["none", "roco"], 0)
+    assert [(c.policy, c.decode, str(c.budget)) for c in wanted[1:]] == [
+        (p, d, b) for p in ("adakv", "snapkv") for d in ("none", "roco") for b in ("64", "20%")
+    ]
+    strided = run.choices(["roco", "tova"], ["64"], ["auto"], 0, 32)
+    assert [(c.policy, c.decode, c.stride) for c in strided[1:]] == [
+        ("roco", "roco", 32), ("tova", "tova", 32)
+    ]  # fmt: skip
+
+
+def test_the_bar_says_how_long() -> None:
+    from minikv.cli.evaluation import show
+
+    line = show.bar(30, 120, 60.0, "facts")
+    assert line == f"facts  [{'=' * 7}{' ' * 23}] 30/120  3:00 left"
+    assert show.bar(0, 5, 0.0, "ppl").endswith("0/5")
+
+
 def test_the_map(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from minikv.cli.evaluation import show
 
     cell = run.Cell(
-        "needle", "full", "none", "-", 4, 0.5, 0.2, 0.8, 1.0, 0.1,
+        "needle", "full", "none", "-", 0, 4, 0.5, 0.2, 0.8, 1.0,
         by_place=[(0.0, 1000, 0.0, 1), (0.0, 2000, 1.0, 1), (1.0, 1000, 1.0, 1),
                   (1.0, 2000, 0.0, 1)],
     )  # fmt: skip
@@ -235,4 +259,55 @@ def test_chats_are_not_disturbed_by_a_longer_document() -> None:
     from minikv.errors import ContextError
 
     with pytest.raises(ContextError):
-        run.evaluate(chat, "facts", [long], run.choices([], [], "auto", 0), lambda *_: None)
+        run.evaluate(chat, ["facts"], [long], run.choices([], [], [], 0), lambda *_: None)
+
+
+@pytest.mark.parametrize("windows", [None, (20, None, 30)])
+def test_a_document_read_once_is_as_if_each_had_read_it(
+    windows: tuple[int | None, ...] | None,
+) -> None:
+    """Bit for bit, for every prompt policy: what is kept, the logits, those of a second prompt."""
+    net, forwards = network(windows=windows), 0
+
+    class Counted:
+        def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+            nonlocal forwards
+            forwards += len(tokens) == 150
+            return net.forward(tokens, kv)
+
+    kv = engine(net).kv
+    shared = Engine(Rereading(Counted(), kv), kv)
+    names = [*prompt_names(), "h2o+ada+pyramid", "kvcrush(h2o)", "snapkv+critical+turns"]
+    for name in names:
+        alone = engine(net, name, default_step(name), 40)
+        shared.reset()
+        kv.configure(*Choice.read(name, budget=40).policies())
+        for tokens in (ids(150), ids(20, seed=7)):
+            assert torch.equal(alone.prompt(tokens), shared.prompt(tokens)), name
+            for layer in range(3):
+                for head in range(kv.shape.kv_heads):
+                    assert torch.equal(alone.kv.kept(layer, head), kv.kept(layer, head)), name
+            assert torch.equal(alone.step(5), shared.step(5)), name
+    assert 1 < forwards < len(names) // 2
+
+
+def test_loss_is_the_same_however_the_document_was_read() -> None:
+    """The shadow given the keys, and the shadow that saw them pass."""
+    net = network()
+    kv = engine(net, "snapkv", "roco", 40).kv
+    lost = []
+    for given in (False, True):
+        shared = Rereading(net, kv)
+        Engine(shared, kv).reset()
+        if given:
+            Engine(shared, kv).prompt(ids(100))
+            shadow = Shadow(kv, shared.keys())
+        else:
+            shadow = Shadow(kv)
+            kv.begin(100)
+            net.forward(torch.tensor(ids(100)), shadow)
+        for token in range(5):
+            net.forward(torch.tensor([token]), shadow)
+        lost.append(torch.stack(shadow.lost))
+    assert torch.equal(*lost)
+    assert float(lost[0].min()) > 0.0

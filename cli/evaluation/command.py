@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,39 +23,48 @@ def evaluate(
 
     Raises UsageError for anything that is wrong with them before a model is loaded.
     """
-    wanted_tasks = _list(names)
+    wanted_tasks = list(dict.fromkeys(_list(names)))
     for name in wanted_tasks:
         if name not in run.TASKS:
             raise UsageError(f"unknown task {name!r}", f"tasks: {', '.join(run.TASKS)}")
     if count < 1:
         raise UsageError(f"-n must be at least 1, got {count}")
     sizes = _numbers(lengths)
-    choices = run.choices(_list(policies), _list(budgets), settings.decode, settings.seed)
+    choices = run.choices(
+        _list(policies, "--policy"), _list(budgets, "--budget"),
+        _list(settings.decode, "--decode"), settings.seed, settings.stride,
+    )  # fmt: skip
     show.check(outputs)
-    items: dict[str, list[Item]] = {path.name: list(read_items(path)) for path in files}
+    read: dict[Path, list[Item]] = {path: list(read_items(path)) for path in files}
     terminal.status("loading the model")
-    chat = build(settings)
+    chat = build(replace(settings, decode="auto", stride=0))
     terminal.clear_status()
     codec, seed = chat.tokenizer, 900_000_000 + 10_000_000 * settings.seed
-    for name in wanted_tasks:
-        if name == "needle":
-            made = tasks.needle(codec, sizes, count, seed)
-        elif name == "followup":
-            made = tasks.followup(codec, sizes[0], -(-count // tasks.FOLLOWUPS), seed)
-        else:
-            made = tasks.facts(codec, sizes[0], count, seed)
-        items[name] = list(made)
-
-    def progress(done: int, total: int, what: str) -> None:
-        terminal.status(f"{what}  {done:,} of {total:,} documents")
+    work = [(path.name, ["file"], list(items)) for path, items in read.items()]
+    if "needle" in wanted_tasks:
+        work.append(("needle", ["needle"], list(tasks.needle(codec, sizes, count, seed))))
+    if "followup" in wanted_tasks:
+        chats = -(-count // tasks.FOLLOWUPS)
+        made = list(tasks.followup(codec, sizes[0], chats, seed))
+        work.append(("followup", ["followup"], made))
+    same = [name for name in wanted_tasks if name not in ("needle", "followup")]
+    if same:  # these look at the same documents, which are read once for all of them
+        made = list(tasks.facts(codec, sizes[0], count, seed))
+        work.append((", ".join(same), same, made))
 
     cells = []
-    for name, mine in items.items():
-        kind = name if name in run.TASKS else "file"
-        made_cells = run.evaluate(chat, kind, mine, choices, progress)
-        cells += [replace(cell, task=name) for cell in made_cells]
+    for what, kinds, items in work:
+        began = time.perf_counter()
+
+        def progress(done: int, total: int, what: str = what, began: float = began) -> None:
+            terminal.status(show.bar(done, total, time.perf_counter() - began, what))
+
+        mine = run.evaluate(chat, kinds, items, choices, progress)
+        if kinds == ["file"]:
+            mine = [replace(cell, task=what) for cell in mine]
+        cells += mine
         terminal.clear_status()
-        terminal.data(show.table(cells[-len(made_cells) :]) + "\n")
+        terminal.data(show.table(mine) + "\n")
     facts: dict[str, object] = {
         "minikv": minikv.__version__, "model": chat.facts.model, "dtype": chat.facts.dtype,
         "device": chat.facts.device, "lengths": sizes, "count": count, "seed": settings.seed,
@@ -62,9 +72,12 @@ def evaluate(
     show.write(cells, facts, outputs)
 
 
-def _list(text: str) -> list[str]:
-    """What stands between commas; parentheses hold together."""
-    return [part.strip() for part in text.split(",") if part.strip()]
+def _list(text: str, flag: str = "") -> list[str]:
+    """What stands between commas. Raises UsageError if it is nothing, where that is a `flag`."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if flag and not parts:
+        raise UsageError(f"{flag} names nothing", "give one or more, with commas between them")
+    return parts
 
 
 def _numbers(text: str) -> list[int]:

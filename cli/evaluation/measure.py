@@ -47,14 +47,14 @@ class Shadow:
 
     At each step: 1 minus the probability, under attention over all rows ever seen (or, in a layer
     with a sliding window, over those in it), of the rows that the cache still held. Mean over the
-    query heads, [L] per step.
+    query heads, [L] per step. `keys`: those that the scheduler has read already, [H, T, D] a layer.
     """
 
-    def __init__(self, kv: Scheduler) -> None:
+    def __init__(self, kv: Scheduler, keys: Sequence[Tensor] = ()) -> None:
         self.kv = kv
         self.position = kv.position
         self.lost: list[Tensor] = []
-        self._keys: list[Tensor | None] = [None] * kv.shape.layers
+        self._keys: list[Tensor | None] = [k.float() for k in keys] or [None] * kv.shape.layers
         self._now = torch.zeros(kv.shape.layers)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -11,7 +11,18 @@ from pathlib import Path
 from minikv.cli.evaluation.run import Cell
 from minikv.errors import UsageError
 
+_BAR = 30
 _UNIT = {"ppl": "perplexity", "loss": "attention lost", "agree": "same as full"}
+
+
+def bar(done: int, total: int, seconds: float, what: str) -> str:
+    """A progress bar with the time that is left at this pace."""
+    filled = _BAR * done // total
+    line = f"{what}  [{'=' * filled}{' ' * (_BAR - filled)}] {done:,}/{total:,}"
+    if done:
+        minutes, rest = divmod(round((total - done) * seconds / done), 60)
+        line += f"  {minutes}:{rest:02d} left"
+    return line
 
 
 def table(cells: Sequence[Cell]) -> str:
@@ -23,8 +34,8 @@ def table(cells: Sequence[Cell]) -> str:
         for c in mine:
             low, high = _figure(task, c.low), _figure(task, c.high)
             rows.append((
-                c.policy, c.decode, c.budget, _figure(task, c.score), f"{low} to {high}",
-                str(c.n), f"{c.held:.1%}",
+                c.policy + (f" /{c.stride}" if c.stride else ""), c.decode, c.budget,
+                _figure(task, c.score), f"{low} to {high}", str(c.n), f"{c.held:.1%}",
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
@@ -46,7 +57,7 @@ def _figure(task: str, value: float) -> str:
 
 def _by_question(cells: Sequence[Cell]) -> str:
     longest = max(len(c.by_question) for c in cells)
-    names = [c.policy if c.budget == "-" else f"{c.policy} {c.budget}" for c in cells]
+    names = [c.name for c in cells]
     width = max(map(len, names))
     head = " ".join(f"{f'Q{i + 1}':>6}" for i in range(longest))
     lines = [f"{'by question':{width}} {head}"]
@@ -60,12 +71,12 @@ def as_csv(cells: Sequence[Cell]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
-        ["task", "policy", "decode", "budget", "n", "score", "low", "high", "held", "seconds"]
+        ["task", "policy", "decode", "budget", "stride", "n", "score", "low", "high", "held"]
     )
     for c in cells:
         writer.writerow([
-            c.task, c.policy, c.decode, c.budget, c.n, f"{c.score:.6f}", f"{c.low:.6f}",
-            f"{c.high:.6f}", f"{c.held:.6f}", f"{c.seconds:.1f}",
+            c.task, c.policy, c.decode, c.budget, c.stride, c.n, f"{c.score:.6f}",
+            f"{c.low:.6f}", f"{c.high:.6f}", f"{c.held:.6f}",
         ])  # fmt: skip
     return out.getvalue()
 
@@ -129,8 +140,7 @@ def _map(cells: Sequence[Cell], path: Path) -> None:
             for j, value in enumerate(row):
                 shade = "black" if value > 60 else "white"
                 axis.text(j, i, f"{value:.0f}", ha="center", va="center", color=shade, fontsize=8)
-        name = cell.policy if cell.budget == "-" else f"{cell.policy}, {cell.budget} rows"
-        axis.set_title(name, fontsize=10)
+        axis.set_title(cell.name, fontsize=10)
         axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=8)
         axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=8)
     for axis in axes.flat[len(mine) :]:
