@@ -12,6 +12,7 @@ import typer
 import minikv
 from minikv.cli import commands, documents, render
 from minikv.cli.build import Settings
+from minikv.cli.command import Context, Leave
 from minikv.cli.failures import show
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import OutputError, Terminal
@@ -64,7 +65,7 @@ def converse(
 ) -> int:
     """The loop. Returns the exit code of the first failed line, 0 if none failed."""
     interrupts = Interrupts()
-    context = commands.Context(session, terminal, errors)
+    context = Context(session, terminal, errors, limits, interrupts)
     read_line = _reader(terminal) if typed else _piped
     first_failure = 0
     while True:
@@ -90,8 +91,8 @@ def converse(
                 if commands.is_command(line):
                     commands.execute(context, line)
                     continue
-                run_turn(session, commands.literal(line), limits, terminal, interrupts)
-            except commands.Leave:
+                run_turn(session, commands.literal(line), context.limits, terminal, interrupts)
+            except Leave:
                 return first_failure
             except (BrokenPipeError, OutputError):
                 raise  # nobody would read the next answer either

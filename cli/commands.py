@@ -5,40 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from minikv.choice import Choice, read_budget
 from minikv.cli import documents, render
-from minikv.cli.terminal import Terminal
+from minikv.cli.command import Command, Context, Leave
 from minikv.errors import UsageError
-
-if TYPE_CHECKING:
-    from minikv.session import ChatSession
-
-
-class Leave(Exception):
-    """The user wants to go."""
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What a command may touch."""
-
-    session: ChatSession
-    terminal: Terminal
-    errors: str  # how documents are decoded
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One slash command; `words` are its names, the first one shown."""
-
-    words: tuple[str, ...]
-    takes: str
-    help: str
-    run: Callable[[Context, list[str]], None]
 
 
 def is_command(line: str) -> bool:

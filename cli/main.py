@@ -311,6 +311,7 @@ def evaluate(
         str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
     ] = "auto",
     stride: Stride = 0,
+    options: Options = None,
     length: Annotated[
         str, typer.Option(help="tokens of a document; needle takes a list with commas")
     ] = "2000",
@@ -341,7 +342,8 @@ def evaluate(
             tasks or ("" if files else "facts"),
             files or [], policy, budget, length, count,
             Settings(model=model, decode=decode, device=device, dtype=dtype, seed=seed,
-                     stride=stride, revision=revision, offline=offline),
+                     stride=stride, options=_pairs(options), revision=revision,
+                     offline=offline),
             [path for path in (as_json, csv, *(heat or [])) if path],
             terminal,
         )  # fmt: skip

@@ -206,6 +206,7 @@ def test_a_small_run(tmp_path: Path) -> None:
         (["--length", "none"], "cannot read the lengths"),
         (["--length", "3"], "cannot read the lengths"),
         (["-n", "0"], "-n must be at least 1"),
+        (["-o", "windov=3"], "none of these policies has an option 'windov'"),
         (["--decode", ","], "--decode names nothing"),
         (["--policy", "snapkv", "--stride", "32"], "snapkv cannot read a prompt in blocks"),
         (["--json", "/nowhere/out.json"], "there is no directory"),
@@ -228,6 +229,9 @@ def test_every_policy_with_every_decode_policy() -> None:
     assert [(c.policy, c.decode, c.stride) for c in strided[1:]] == [
         ("roco", "roco", 32), ("tova", "tova", 32)
     ]  # fmt: skip
+    few = run.choices(["snapkv", "l2"], ["64"], ["none"], 0, 0, {"window": "16"})
+    assert few[1].policy_options["window"] == 16
+    assert "window" not in few[2].policy_options
 
 
 def test_the_bar_says_how_long() -> None:

@@ -33,11 +33,12 @@ def evaluate(
     choices = run.choices(
         _list(policies, "--policy"), _list(budgets, "--budget"),
         _list(settings.decode, "--decode"), settings.seed, settings.stride,
+        settings.options,
     )  # fmt: skip
     show.check(outputs)
     read: dict[Path, list[Item]] = {path: list(read_items(path)) for path in files}
     terminal.status("loading the model")
-    chat = build(replace(settings, decode="auto", stride=0))
+    chat = build(replace(settings, decode="auto", stride=0, options={}))
     terminal.clear_status()
     codec, seed = chat.tokenizer, 900_000_000 + 10_000_000 * settings.seed
     work = [(path.name, ["file"], list(items)) for path, items in read.items()]
@@ -68,6 +69,7 @@ def evaluate(
     facts: dict[str, object] = {
         "minikv": minikv.__version__, "model": chat.facts.model, "dtype": chat.facts.dtype,
         "device": chat.facts.device, "lengths": sizes, "count": count, "seed": settings.seed,
+        "options": dict(settings.options),
     }  # fmt: skip
     show.write(cells, facts, outputs)
 

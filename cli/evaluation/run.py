@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from minikv.cli.evaluation.measure import Shadow, agreement, negative_log_likeli
 from minikv.cli.evaluation.metrics import interval
 from minikv.cli.evaluation.rereading import Rereading
 from minikv.engine import Engine
-from minikv.errors import ContextError
+from minikv.errors import ContextError, UsageError
 from minikv.session import ChatSession, Document, Message
 
 ANSWERED = ("needle", "facts", "followup", "file")
@@ -60,13 +60,27 @@ class Cell:
 
 def choices(
     policies: Sequence[str], budgets: Sequence[str], decodes: Sequence[str], seed: int,
-    stride: int = 0,
+    stride: int = 0, options: Mapping[str, object] | None = None,
 ) -> list[Choice]:  # fmt: skip
-    """The full cache, then every policy with every decode policy and budget. Raises UsageError."""
+    """The full cache, then every policy with every decode policy and budget.
+
+    An option goes to each policy that has it. Raises UsageError, also for one that none has.
+    """
+    given, known = dict(options or {}), set()
     wanted = [Choice.read("full", "none")]
     for policy in policies:
         for decode in decodes if policy != "full" else ():
-            wanted += [Choice.read(policy, decode, b, {}, seed, stride) for b in budgets]
+            plain = Choice.read(policy, decode, "512", {}, seed, stride)
+            takes = {*plain.policy_options, *plain.decode_options}
+            known |= takes
+            mine = {name: value for name, value in given.items() if name in takes}
+            wanted += [Choice.read(policy, decode, b, mine, seed, stride) for b in budgets]
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                f"none of these policies has an option {name!r}",
+                f"they take: {', '.join(sorted(known)) or 'no options'}",
+            )
     return wanted
 
 

@@ -1,0 +1,40 @@
+"""What a slash command is and what it may touch; the table of them is in `commands`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minikv.cli.interrupt import Interrupts
+from minikv.cli.terminal import Terminal
+from minikv.cli.turn import Limits
+
+if TYPE_CHECKING:
+    from minikv.session import ChatSession
+
+
+class Leave(Exception):
+    """The user wants to go."""
+
+
+@dataclass(slots=True)
+class Context:
+    """What a command may touch. `errors`: how documents are decoded; `limits`: how the next
+    answers are written."""
+
+    session: ChatSession
+    terminal: Terminal
+    errors: str
+    limits: Limits
+    interrupts: Interrupts
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One slash command; `words` are its names, the first one shown. `run` raises UsageError."""
+
+    words: tuple[str, ...]
+    takes: str
+    help: str
+    run: Callable[[Context, list[str]], None]
