@@ -235,6 +235,31 @@ def test_kvcrush_takes_the_nearest_and_the_farthest() -> None:
         assert set(kept[h].nonzero().flatten().tolist()) == best | picks | {rows - 1}
 
 
+@pytest.mark.parametrize("kind", ["zeros", "ones", "mean"])
+def test_kvcrush_with_a_bit_per_query_head(kind: str) -> None:
+    """H * G bits, each the better half of one query head's own attention."""
+    heads, group, rows = 2, 3, 40
+    mass = random_mass(heads, group, rows)
+    options = {"anchor": kind, "ratio": 0.5, "per_head": True, "bits": "query"}
+    kept = choose(build("kvcrush(tova)", options), view(mass), heads * 9)
+    bits = torch.zeros(heads * group, rows, dtype=torch.bool)
+    for h in range(heads):
+        for g in range(group):
+            half = mass[h, g, : rows - 1].topk((rows - 1) // 2).indices
+            bits[h * group + g, half] = True
+    goal = bits[:, : rows - 1].float().mean(1) > 0.5 if kind == "mean" else kind == "ones"
+    goal = torch.as_tensor(goal).expand(heads * group)
+    distance = (bits != goal[:, None]).sum(0)
+    scores = mass.mean(1)
+    for h in range(heads):
+        sure = set(scores[h, : rows - 1].topk(4).indices.tolist())
+        rest = sorted(set(range(rows - 1)) - sure, key=lambda j: (int(distance[j]), j))
+        picks = {rest[round(i * (len(rest) - 1) / 3)] for i in range(4)}
+        assert set(kept[h].nonzero().flatten().tolist()) == sure | picks | {rows - 1}
+    alone = choose(build("kvcrush(tova)", options | {"bits": "kv"}), view(mass), heads * 9)
+    assert not torch.equal(kept, alone)
+
+
 # -- TOVA, ScissorHands ---------------------------------------------------------------------
 
 

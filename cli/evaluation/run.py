@@ -31,6 +31,7 @@ class Cell:
     `score` is the mean over n questions (perplexity for ppl, attention lost for loss), with its
     95 % interval; `by_question` by the question's number in its chat, `by_place` by needle depth
     and length; `held` the bytes held at the end over those of a full cache, mean over documents.
+    `by_item` is each document's own mean (nats for ppl), so that policies can be compared in pairs.
     """
 
     task: str
@@ -43,6 +44,7 @@ class Cell:
     low: float
     high: float
     held: float
+    by_item: list[float] = field(default_factory=list)
     by_question: list[float] = field(default_factory=list)
     by_place: list[tuple[float, int, float, int]] = field(default_factory=list)
     more: dict[str, float] = field(default_factory=dict)
@@ -178,7 +180,8 @@ def _answered(
             places.setdefault(item.where, []).extend(row)
     return Cell(
         task, choice.policy, choice.decode, _budget(choice), choice.stride, len(flat), score, low,
-        high, _mean(sheet.held), by_question if longest > 1 else [],
+        high, _mean(sheet.held), [round(_mean(row), 4) for row in scores],
+        by_question if longest > 1 else [],
         [(*where, _mean(s), len(s)) for where, s in sorted(places.items())], more,
     )  # fmt: skip
 
@@ -193,7 +196,7 @@ def _measured(task: str, choice: Choice, sheet: _Sheet) -> Cell:
         center, low, high = (float(torch.tensor(x).exp()) for x in (center, low, high))
     return Cell(
         task, choice.policy, choice.decode, _budget(choice), choice.stride, len(values), center,
-        low, high, _mean(sheet.held),
+        low, high, _mean(sheet.held), [round(_mean(row), 4) for row in sheet.values],
     )  # fmt: skip
 
 

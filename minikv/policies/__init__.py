@@ -189,6 +189,8 @@ PARTS: dict[str, Part] = {
             "kvcrush", "select", "minikv.policies.kvcrush", "representatives beside the best rows",
             (
                 Option("ratio", 0.25, "share of the free budget for representatives", 0.0, 1.0),
+                Option("bits", "kv", "one bit of a row per KV head or, as in the paper, per query "
+                       "head", choices=("kv", "query")),
                 Option("anchor", "mean", "what the bits of a row are compared with",
                        choices=("mean", "inv_mean", "alternate", "random", "zeros", "ones")),
                 Option("ranks", "ends", "ends: evenly from the nearest to the farthest; step: "
@@ -503,7 +505,7 @@ def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> Pro
         evidence,
         made["heads"].heads(values, evidence.window) if "heads" in made else even_heads,
         made["layers"].layers(values, kept) if "layers" in made else even_layers,
-        made["select"].select(values, evidence.window) if "select" in made else top,
+        made["select"].select(values, evidence) if "select" in made else top,
         # A head is rounded up by half a row at most.
         drift=int("heads" in made and values["rounding"] == "official"),
         prefer=made["prefer"].prefer(values, evidence.window) if "prefer" in made else None,

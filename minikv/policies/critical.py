@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from minikv.policy import PromptView, Selector, best
+from minikv.policy import Evidence, PromptView, Selector, best
 
 _ROWS = 4096  # rows projected at once
 
@@ -29,8 +29,9 @@ def value_norms(view: PromptView) -> Tensor:
     return norms / matrix.shape[1]
 
 
-def select(options: Mapping[str, object], window: int) -> Selector:
-    """`window` rows a head are kept anyway and count in the first half."""
+def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
+    """The window's rows are kept anyway and count in the first half."""
+    window = evidence.window
     first, epsilon = options["by_score"], options["epsilon"]
     assert isinstance(first, float)
     assert isinstance(epsilon, float)

@@ -1,25 +1,26 @@
 """KVCrush (arXiv 2503.00022, section 3): beside the important rows, representatives of the others.
 
-Every row has one bit per KV head: whether it is in the better half of that head's rows. The rows
-that a head is about to lose are put in order by the Hamming distance of their bits to an anchor,
-then by position, and representatives are taken at even steps from the nearest to the farthest.
-The text leaves the buckets open, and the two releases differ; this is the token-level form with
-eligibility per head, so that no row is taken twice.
+Every row has one bit per KV head, or per query head as in the paper: whether it is in the better
+half of that head's rows. The rows that a head is about to lose are put in order by the Hamming
+distance of their bits to an anchor, then by position, and representatives are taken at even steps
+from the nearest to the farthest. The text leaves the buckets open, and the two releases differ;
+this is the token-level form with eligibility per head, so that no row is taken twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from minikv.noise import uniform
-from minikv.policy import PromptView, Selector, best
+from minikv.policy import Evidence, PromptView, Selector, best
 
 
 def anchor(kind: str, marks: Tensor, seed: int, layer: int) -> Tensor:
-    """bool [H]: what rows are compared with. marks [H, P]: each head's better half of the rows."""
+    """bool [B]: what rows are compared with. marks [B, P]: for each bit, the better half."""
     heads = torch.arange(len(marks), device=marks.device)
     if kind in ("mean", "inv_mean"):
         major = marks.float().mean(1) > 0.5
@@ -39,9 +40,18 @@ def ranks(rows: int, count: int, how: str) -> list[int]:
     return [round(i * (rows - 1) / (count - 1)) if count > 1 else 0 for i in range(count)]
 
 
-def select(options: Mapping[str, object], window: int) -> Selector:
+def worths(view: PromptView, scores: Tensor, evidence: Evidence, bits: str) -> list[Tensor]:
+    """What each bit is decided by, float32 [H, N] each: the scores, or those of every query head
+    alone where the scorer looks at attention."""
+    if bits == "kv" or view.mass is None:
+        return [scores]
+    heads = range(view.mass.shape[1])
+    return [evidence.scorer(replace(view, mass=view.mass[:, g : g + 1])) for g in heads]
+
+
+def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
     """A `ratio` of each head's free budget goes to representatives."""
-    ratio, seed = options["ratio"], options["seed"]
+    ratio, seed, bits = options["ratio"], options["seed"], str(options["bits"])
     kind, how = str(options["anchor"]), str(options["ranks"])
     assert isinstance(ratio, float)
     assert isinstance(seed, int)
@@ -55,10 +65,14 @@ def select(options: Mapping[str, object], window: int) -> Selector:
         places, index = torch.unique(
             torch.where(free, view.pos, -1), return_inverse=True
         )
-        marks = torch.zeros((len(free), len(places)), dtype=torch.bool, device=free.device)
+        judged = worths(view, scores, evidence, bits)
+        shape = (len(free), len(judged), len(places))
+        marks = torch.zeros(shape, dtype=torch.bool, device=free.device)
         for h in range(len(free)):
-            half = best(scores[h], view.pos[h], free[h], int(free[h].sum()) // 2)
-            marks[h, index[h, half]] = True
+            for g, worth in enumerate(judged):
+                half = best(worth[h], view.pos[h], free[h], int(free[h].sum()) // 2)
+                marks[h, g, index[h, half]] = True
+        marks = marks.flatten(0, 1)
         goal = anchor(kind, marks[:, places >= 0], seed, view.layer)
         distance = (marks != goal[:, None]).sum(0)
         chosen = torch.zeros_like(free)

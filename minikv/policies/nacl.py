@@ -34,7 +34,7 @@ def scorer(options: Mapping[str, object]) -> Evidence:
     )  # fmt: skip
 
 
-def select(options: Mapping[str, object], window: int) -> Selector:
+def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
     """The best rows, and a seeded draw from the rest."""
     random, temperature, seed = options["random"], options["temperature"], options["seed"]
     assert isinstance(random, float)
