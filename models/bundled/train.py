@@ -44,7 +44,7 @@ class Size:
     num_hidden_layers: int = 4
     num_attention_heads: int = 6
     num_key_value_heads: int = 3
-    head_dim: int = 32
+    head_dim: int = 64
     max_position_embeddings: int = 8192
     rms_norm_eps: float = 1e-5
 
