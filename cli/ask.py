@@ -7,7 +7,7 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -37,6 +37,7 @@ def ask(
     errors: str,
     as_json: bool,
     stats: bool,
+    loaders: Mapping[str, str] = documents.NO_LOADERS,
 ) -> None:
     """Answer on stdout. Leaves with 130 when the user stopped the answer.
 
@@ -44,10 +45,11 @@ def ask(
     in is a document, before the named files.
     """
     settings.choice()  # refuse a wrong policy before a large document is read
-    question, texts = _inputs(question, files, errors, terminal)
+    question, texts = _inputs(question, files, errors, loaders, terminal)
     limits.check()
-    session = open_chat(settings, texts, terminal)
-    answer = run_turn(session, question, limits, terminal, Interrupts(), show=not as_json)
+    interrupts = Interrupts()
+    session = open_chat(settings, texts, terminal, interrupts)
+    answer = run_turn(session, question, limits, terminal, interrupts, show=not as_json)
     report = session.report
     assert report is not None, "a finished turn has a report"
     if as_json:
@@ -66,29 +68,29 @@ def to_json(record: object) -> str:
 
 
 def _inputs(
-    question: str, files: Sequence[str], errors: str, terminal: Terminal
-) -> tuple[str, list[Text]]:
+    question: str, files: Sequence[str], errors: str, loaders: Mapping[str, str],
+    terminal: Terminal,
+) -> tuple[str, list[Text]]:  # fmt: skip
+    named = [documents.read_file(path, errors, loaders) for path in files if path != "-"]
     if question == "-":
         if sys.stdin.isatty():
             raise UsageError("`minikv ask -` reads the message from standard input", "pipe one in")
         message, note = documents.decode(_read_stdin(terminal), STDIN, errors)
         if note:
             terminal.warn(note)
-        return message, [documents.read_file(path, errors) for path in files]
+        return message, named
     texts: list[Text] = []
     if "-" in files or not sys.stdin.isatty():
         data = _read_stdin(terminal)
         if data or "-" in files:
-            text, note = documents.decode(data, STDIN, errors)
-            texts.append(Text(text, None, note))
+            texts.append(documents.read_bytes(data, STDIN, errors))
         elif not files:
             raise UsageError(
                 "no document: standard input is empty and no file was named",
                 'minikv ask "QUESTION" FILE, or pipe the document in; a message without a '
                 "document goes through `minikv ask -`",
             )
-    texts += [documents.read_file(path, errors) for path in files if path != "-"]
-    return question, texts
+    return question, texts + named
 
 
 def _read_stdin(terminal: Terminal) -> bytes:

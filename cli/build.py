@@ -15,6 +15,7 @@ from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from minikv.models.hub import Progress
     from minikv.session import ChatSession
 
 
@@ -53,8 +54,8 @@ class Settings:
         )
 
 
-def build(settings: Settings) -> ChatSession:
-    """Load the model and put cache, engine and chat around it.
+def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
+    """Load the model and put cache, engine and chat around it; `progress` is told how far it is.
 
     Raises UsageError before anything is loaded where it can; ModelError when the model is missing,
     unsupported or damaged.
@@ -75,6 +76,7 @@ def build(settings: Settings) -> ChatSession:
         offline=settings.offline,
         device=settings.device,
         dtype=settings.dtype,
+        progress=progress,
     )
     load_s = perf_counter() - began
     config, network = loaded.config, loaded.network

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import typer
 
 import minikv
-from minikv.cli import commands, documents, render
+from minikv.cli import chats, commands, documents, render, saving
 from minikv.cli.build import Settings
 from minikv.cli.command import Context, Leave
+from minikv.cli.config import Config
+from minikv.cli.editor import Cleared, Help, history_path, open_reader
 from minikv.cli.failures import show
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.settings_commands import KEYS
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.cli.turn import Limits, open_chat, run_turn
 from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.policies import prompt_names
 
 if TYPE_CHECKING:
     from minikv.session import ChatSession
-
-PROMPT = "› "
-
-
-class Cleared(Exception):
-    """Ctrl-C on a line with text: the line is gone, nothing else happened."""
 
 
 def chat(
@@ -36,37 +34,71 @@ def chat(
     terminal: Terminal,
     *,
     errors: str,
+    resume: str | None = None,
+    reread: bool = False,
+    save: bool = True,
+    given: Collection[str] = (),
+    config: Config | None = None,
+    history: bool = True,
 ) -> None:
     """Talk until /exit or Ctrl-D. Without a terminal, each line of standard input is a question;
-    the exit code is then that of the first turn that failed."""
+    the exit code is then that of the first turn that failed.
+
+    `resume` takes a saved chat up, "" the newest, with `reread` without its cache; `given` are the
+    settings that the user stated, which it must then have been saved under; `config` is where the
+    others come from; with `history` what is typed is remembered for later chats.
+    """
+    config = config or Config()
     typed = sys.stdin.isatty()
-    if not typed and not files:
+    if not typed and not files and resume is None:
         raise UsageError(
             "standard input is not a terminal",
             "`minikv chat FILE` takes piped questions, one per line; "
             '`minikv ask "QUESTION" < FILE` takes a piped document',
         )
+    if resume is not None:  # refused, if at all, before the model is loaded
+        resume = resume or chats.newest()
+        settings = chats.resumed(settings, chats.header(resume), given)
     settings.choice()
-    texts = [documents.read_file(path, errors) for path in files]
+    texts = [documents.read_file(path, errors, config.loaders) for path in files]
     limits.check()
-    session = open_chat(settings, texts, terminal)
+    from minikv.session import UNDO_TURNS
+
+    keeper = chats.Keeper(terminal, active=save)
+    interrupts = Interrupts()
+    session = open_chat(settings, [] if resume is not None else texts, terminal, interrupts)
+    session.undo_turns = UNDO_TURNS
+    if resume is not None:
+        began = perf_counter()
+        saved = keeper.load(session, resume, reread=reread, given=given)
+        terminal.note(saving.opened(session, saved, perf_counter() - began))
+        for text in documents.distinct(texts, [document.name for document in session.documents]):
+            if text.note:
+                terminal.warn(text.note)
+            session.attach(text.text, text.name)
     if typed:
         terminal.note(render.header(session, minikv.__version__))
         terminal.note(
             "\nType a question. /help for commands, Ctrl-C stops an answer, Ctrl-D leaves.\n"
         )
-    code = converse(session, limits, terminal, errors=errors, typed=typed)
+    try:
+        context = Context(
+            session, terminal, errors, limits, interrupts, keeper, config.loaders,
+            config.origins(given),
+        )  # fmt: skip
+        read_line = _piped
+        if typed:
+            read_line = open_reader(terminal, _help(session), history_path() if history else None)
+        code = converse(context, read_line, typed=typed)
+    finally:
+        keeper.close()
     if code and not typed:
         raise typer.Exit(code)
 
 
-def converse(
-    session: ChatSession, limits: Limits, terminal: Terminal, *, errors: str, typed: bool
-) -> int:
+def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> int:
     """The loop. Returns the exit code of the first failed line, 0 if none failed."""
-    interrupts = Interrupts()
-    context = Context(session, terminal, errors, limits, interrupts)
-    read_line = _reader(terminal) if typed else _piped
+    session, terminal, interrupts = context.session, context.terminal, context.interrupts
     first_failure = 0
     while True:
         try:
@@ -84,14 +116,15 @@ def converse(
             continue
         if not line.strip():
             continue
-        before = session.turn
+        before, command = session.turn, commands.is_command(line)
         # A Ctrl-C that comes in a command, or just after an answer, must not end the chat.
         with interrupts.stopping(lambda: None):
             try:
-                if commands.is_command(line):
+                if command:
                     commands.execute(context, line)
-                    continue
-                run_turn(session, commands.literal(line), context.limits, terminal, interrupts)
+                else:
+                    literal = commands.literal(line)
+                    run_turn(session, literal, context.limits, terminal, interrupts)
             except Leave:
                 return first_failure
             except (BrokenPipeError, OutputError):
@@ -106,9 +139,11 @@ def converse(
                     terminal.say(
                         "  the documents still wait for your next question; /reset drops them"
                     )
-            if session.turn > before and session.report is not None:
+            # A command that asks (/retry) has shown its own.
+            if not command and session.turn > before and session.report is not None:
                 for part in session.report.lines():
                     terminal.note(f"  {part}")
+            context.keeper.keep(session)
 
 
 def _piped() -> str:
@@ -119,34 +154,14 @@ def _piped() -> str:
     return line.decode("utf-8", "surrogateescape").rstrip("\r\n")
 
 
-def _reader(terminal: Terminal) -> Callable[[], str]:
-    """The line editor, or plain `input` where it cannot run. Both write to stderr."""
-    if os.environ.get("TERM") == "dumb" or not terminal.err.isatty():
-        return lambda: _plain(terminal)
-    try:
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.completion import WordCompleter
-        from prompt_toolkit.output import create_output
-    except ImportError:
-        return lambda: _plain(terminal)
-    editor: PromptSession[str] = PromptSession(
-        output=create_output(stdout=terminal.err),
-        completer=WordCompleter(commands.names(), sentence=True),
-        complete_while_typing=False,
-    )
+def _help(session: ChatSession) -> Help:
+    """What the line editor completes and shows."""
 
-    def edited() -> str:
-        try:
-            return editor.prompt(PROMPT)
-        except KeyboardInterrupt:
-            if editor.default_buffer.text:
-                raise Cleared from None
-            raise
+    def words(command: str) -> Sequence[str]:
+        if not command:
+            return commands.names()
+        if command == "/policy":
+            return prompt_names()
+        return KEYS if command == "/set" else ()
 
-    return edited
-
-
-def _plain(terminal: Terminal) -> str:
-    terminal.err.write("> ")
-    terminal.err.flush()
-    return input()
+    return Help(words, ("/add", "/load", "/export"), lambda: render.toolbar(session))

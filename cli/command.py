@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from minikv.cli.chats import Keeper
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import Limits
@@ -21,20 +22,28 @@ class Leave(Exception):
 @dataclass(slots=True)
 class Context:
     """What a command may touch. `errors`: how documents are decoded; `limits`: how the next
-    answers are written."""
+    answers are written; `keeper`: what saves the chat; `loaders`: a command per file extension;
+    `origins`: where each setting's value came from."""
 
     session: ChatSession
     terminal: Terminal
     errors: str
     limits: Limits
     interrupts: Interrupts
+    keeper: Keeper
+    loaders: Mapping[str, str] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One slash command; `words` are its names, the first one shown. `run` raises UsageError."""
+    """One slash command; `words` are its names, the first one shown. `run` raises UsageError.
+
+    `raw`: the rest of the line is one argument, quotes and all.
+    """
 
     words: tuple[str, ...]
     takes: str
     help: str
     run: Callable[[Context, list[str]], None]
+    raw: bool = False

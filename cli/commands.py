@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import os
 import shlex
 from dataclasses import replace
 
 from minikv.choice import Choice, read_budget
-from minikv.cli import documents, render
+from minikv.cli import (
+    compare,
+    document_commands,
+    kept_view,
+    render,
+    saving,
+    settings_commands,
+)
 from minikv.cli.command import Command, Context, Leave
+from minikv.cli.export import command as export
 from minikv.errors import UsageError
 
 
@@ -35,7 +42,7 @@ def execute(context: Context, line: str) -> None:
             f"{guess}/help lists the commands; //{word} sends it as text",
         )
     try:
-        arguments = shlex.split(rest)
+        arguments = [rest.strip()] * bool(rest.strip()) if command.raw else shlex.split(rest)
     except ValueError as error:
         raise UsageError(f"/{word}: {error}") from None
     if arguments and not command.takes:
@@ -61,7 +68,10 @@ def _help(context: Context, arguments: list[str]) -> None:
     for command in shown:
         context.terminal.say(f"{_usage(command).ljust(width)}  {command.help}")
     if not arguments:
-        context.terminal.say("Ctrl-C stops an answer, Ctrl-D leaves; //x sends /x as text")
+        context.terminal.say(
+            "Ctrl-C stops an answer, Ctrl-D leaves; //x sends /x as text; Alt-Enter or Ctrl-J is a "
+            'new line, Ctrl-G your editor, Ctrl-R searches; """ begins and ends a block'
+        )
 
 
 def _usage(command: Command) -> str:
@@ -85,22 +95,18 @@ def _clear(context: Context, arguments: list[str]) -> None:
     context.terminal.say(f"new conversation; {what} will be read with your next question")
 
 
-def _add(context: Context, arguments: list[str]) -> None:
-    if not arguments:
-        raise UsageError("/add takes files", "/add report.txt 'a name with spaces.txt'")
-    # All are read before any is attached, so that a bad name adds nothing.
-    for text in [documents.read_file(os.path.expanduser(p), context.errors) for p in arguments]:
-        if text.note:
-            context.terminal.warn(text.note)
-        context.session.attach(text.text, text.name)
-        context.terminal.say(
-            f"{text.name}: {len(text.text):,} characters, read with your next question"
-        )
-
-
 def _stats(context: Context, arguments: list[str]) -> None:
-    report = context.session.report
-    context.terminal.say("no turn yet" if report is None else render.stats(report))
+    report, terminal = context.session.report, context.terminal
+    if report is None:
+        terminal.say("no turn yet")
+        return
+    from minikv.cli.strips import strips
+
+    screen = kept_view.Screen.of(terminal)
+    drawn = strips(
+        context.session, screen.width, plain=not screen.blocks, reports=context.session.reports
+    )
+    terminal.say(f"{render.stats(report)}\n\n{drawn}".rstrip())
 
 
 def _policy(context: Context, arguments: list[str]) -> None:
@@ -111,6 +117,7 @@ def _policy(context: Context, arguments: list[str]) -> None:
         decode = str(options.pop("decode", "auto"))
         chosen = Choice.read(name, decode, options=options, seed=session.seed)
         session.configure(replace(chosen, budget=session.choice.budget))
+        context.origins |= dict.fromkeys(("policy", "decode", "stride"), "/policy")
         context.terminal.say(f"from the next question on: {render.policy_line(session)}")
     else:
         context.terminal.say(render.policy_line(session))
@@ -124,6 +131,7 @@ def _budget(context: Context, arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise UsageError("/budget takes one value", "/budget 512, /budget 20%, /budget 64MiB")
     session.configure(replace(choice, budget=read_budget(arguments[0])))
+    context.origins["budget"] = "/budget"
     context.terminal.say(f"from the next question on: {render.policy_line(session)}")
 
 
@@ -140,10 +148,15 @@ def read_pairs(pairs: list[str]) -> dict[str, object]:
 
 COMMANDS = (
     Command(("help", "?"), "[COMMAND]", "this list", _help),
-    Command(("add",), "FILE...", "put documents before the next question", _add),
+    *document_commands.COMMANDS,
     Command(("stats",), "", "what the last turn cost, measured", _stats),
+    *kept_view.COMMANDS,
+    *compare.COMMANDS,
     Command(("policy",), "[NAME [option=value...]]", "show or change the eviction policy", _policy),
     Command(("budget",), "[ROWS | PERCENT | BYTES]", "show or change the budget", _budget),
+    *settings_commands.COMMANDS,
+    *saving.COMMANDS,
+    *export.COMMANDS,
     Command(("clear",), "", "new conversation about the same documents", _clear),
     Command(("reset",), "", "new conversation without documents", _reset),
     Command(("exit", "quit", "bye"), "", "leave, as Ctrl-D does", _exit),

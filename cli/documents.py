@@ -1,23 +1,34 @@
-"""Documents: regular files or piped bytes, to text, with nothing dropped in silence."""
+"""Documents: files or piped bytes, to text, with nothing dropped in silence."""
 
 from __future__ import annotations
 
 import codecs
 import os
 import stat
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import BinaryIO
 
+from minikv.cli.loaders import command_for, load
+from minikv.cli.pdf import is_pdf, read_pdf
 from minikv.cli.terminal import clean
 from minikv.errors import UsageError
 
 MAX_BYTES = 32 << 20
 ENCODING_ERRORS = ("strict", "replace")
+REMEDY = "--encoding-errors replace reads it anyway and counts what it replaced"
+NO_LOADERS: Mapping[str, str] = MappingProxyType({})
 
 _MAGIC = (
-    (b"%PDF-", "a PDF", "extract its text first, for example with pdftotext"),
     (b"\x7fELF", "a program", ""),
-    (b"PK\x03\x04", "a zip archive or office file", "extract its text first"),
+    (
+        b"PK\x03\x04",
+        "a zip archive or office file",
+        "extract its text first, or give its extension a loader in the config",
+    ),
     (b"\x1f\x8b", "gzip-compressed", "unpack it first: gunzip -c FILE | minikv ask ..."),
     (b"\x89PNG", "a PNG image", ""),
     (b"\xff\xd8\xff", "a JPEG image", ""),
@@ -29,16 +40,84 @@ _SAMPLE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A document's text. `name` is what the model sees; `note` a warning to show, or empty."""
+    """A document's text. `name` is what the model sees; `note` a warning to show, or empty;
+    `facts` what was read, as "12 pages, 38,114 characters"."""
 
     text: str
     name: str | None
     note: str = ""
+    facts: str = ""
 
 
-def read_file(path: str, errors: str = "strict") -> Text:
-    """The text of a regular file. Raises UsageError with the reason and what to do."""
+def read_file(
+    path: str,
+    errors: str = "strict",
+    loaders: Mapping[str, str] = NO_LOADERS,
+    *,
+    remedy: str = REMEDY,
+    stopped: Callable[[], bool] | None = None,
+) -> Text:
+    """The text of a regular file: plain, a PDF, or what a loader makes of it.
+
+    `loaders` maps an extension to a command; it goes before everything else. `remedy` is the hint
+    on invalid bytes; other programs are killed once `stopped()` is true. Raises UsageError with the
+    reason and what to do, and Interrupted.
+    """
     shown = clean(path) or "''"
+    command = command_for(path, loaders)
+    with _opened(path, shown, limit=None if command else MAX_BYTES) as file:
+        data = b"" if command else file.read(MAX_BYTES + 1)
+    # The name becomes part of the prompt: one line, no control characters.
+    name = " ".join(clean(Path(path).name).split()) or None
+    if command is None:
+        found = read_bytes(data, shown, errors, remedy=remedy, stopped=stopped)
+        return replace(found, name=name)
+    data, program = load(command, path, shown, limit=MAX_BYTES, stopped=stopped)
+    text, note = decode(data, shown, errors, remedy=remedy)
+    return Text(text, name, note, f"{len(text):,} characters from {program}")
+
+
+def read_bytes(
+    data: bytes,
+    shown: str,
+    errors: str = "strict",
+    *,
+    remedy: str = REMEDY,
+    stopped: Callable[[], bool] | None = None,
+) -> Text:
+    """A nameless document from bytes that are already here: text or a PDF. Errors as `read_file`'s;
+    `shown` names it in them."""
+    if len(data) > MAX_BYTES:
+        raise _too_large(shown)
+    if not is_pdf(data):
+        text, note = decode(data, shown, errors, remedy=remedy)
+        return Text(text, None, note, f"{len(text):,} characters")
+    pdf = read_pdf(data, shown, limit=MAX_BYTES, stopped=stopped)
+    note = f"{shown}: {pdf.facts}; {pdf.gaps}" if pdf.gaps else ""
+    return Text(pdf.text, None, note, pdf.facts)
+
+
+def distinct(texts: Iterable[Text], taken: Collection[str | None] = ()) -> list[Text]:
+    """The texts with names that differ from each other and from those in `taken`.
+
+    The model could not tell two documents of one name apart: the second becomes "report.txt (2)".
+    """
+    used = {name for name in taken if name is not None}
+    made = []
+    for text in texts:
+        name, count = text.name, 1
+        while name is not None and name in used:
+            count += 1
+            name = f"{text.name} ({count})"
+        if name is not None:
+            used.add(name)
+        made.append(replace(text, name=name))
+    return made
+
+
+@contextmanager
+def _opened(path: str, shown: str, limit: int | None) -> Iterator[BinaryIO]:
+    """A regular file of at most `limit` bytes, open. Raises UsageError."""
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -53,28 +132,29 @@ def read_file(path: str, errors: str = "strict") -> Text:
             raise UsageError(f"{shown} is a directory", "name the files in it, for example DIR/*")
         if not stat.S_ISREG(facts.st_mode):
             raise UsageError(f"{shown} is not a regular file", "pipe it: minikv ask QUESTION < ...")
-        if facts.st_size > MAX_BYTES:
+        if limit is not None and facts.st_size > limit:
             raise _too_large(shown)
         with open(handle, "rb", closefd=False) as file:
-            data = file.read(MAX_BYTES + 1)
+            yield file
     except OSError as error:
         raise UsageError(f"cannot read {shown}: {error.strerror}") from None
     finally:
         os.close(handle)
-    text, note = decode(data, shown, errors)
-    # The name becomes part of the prompt: one line, no control characters.
-    name = " ".join(clean(Path(path).name).split())
-    return Text(text, name or None, note)
 
 
-def decode(data: bytes, name: str, errors: str = "strict") -> tuple[str, str]:
+def decode(
+    data: bytes, name: str, errors: str = "strict", *, remedy: str = REMEDY
+) -> tuple[str, str]:
     """Bytes to text and a warning ("" if none): UTF-8 strictly, or UTF-16/32 by their marks.
 
-    Raises UsageError for what is too large, binary, empty or, with errors="strict", not valid in
-    its encoding; "replace" puts U+FFFD there and says how often.
+    Raises UsageError for what is too large, binary, a PDF, empty or, with errors="strict", not
+    valid in its encoding (`remedy` is then the hint); "replace" puts U+FFFD there and says how
+    often.
     """
     if len(data) > MAX_BYTES:
         raise _too_large(name)
+    if is_pdf(data):
+        raise UsageError(f"{name} is a PDF, not text", "name it as a file")
     for magic, what, hint in _MAGIC:
         if data.startswith(magic):
             raise UsageError(f"{name} is {what}, not text", hint)
@@ -95,7 +175,7 @@ def decode(data: bytes, name: str, errors: str = "strict") -> tuple[str, str]:
         if errors == "strict":
             raise UsageError(
                 f"{name} is not valid {label}: byte {offset:,} (0x{data[offset]:02x})",
-                "--encoding-errors replace reads it anyway and counts what it replaced",
+                remedy,
             ) from None
         text = data.decode(encoding, "replace")
         # What was U+FFFD in the file itself is not counted.

@@ -19,7 +19,7 @@ from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, find, prompt_names, step_names
 
 _MODEL, _DOCS, _CACHE = "Model", "Documents", "KV cache"
-_SAMPLING, _OUTPUT, _ADVANCED = "Sampling", "Output", "Advanced"
+_SAMPLING, _OUTPUT, _CHATS, _ADVANCED = "Sampling", "Output", "Saved chats", "Advanced"
 
 app = typer.Typer(
     name="minikv",
@@ -37,6 +37,13 @@ app.add_typer(
     short_help="the eviction methods, one line each",
     help="minikv policies show adakv\n\nThe eviction methods, one line each.",
 )
+config_app = typer.Typer(
+    pretty_exceptions_enable=False, rich_markup_mode="rich", no_args_is_help=True
+)
+app.add_typer(
+    config_app, name="config", short_help="settings from files and MINIKV_* variables",
+    help="minikv config init\n\nSettings from files and MINIKV_* variables.",
+)  # fmt: skip
 
 Files = Annotated[
     list[str] | None,
@@ -160,6 +167,10 @@ Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", help="answers and errors only", rich_help_panel=_OUTPUT),
 ]
+Plain = Annotated[
+    bool,
+    typer.Option("--plain", help="no Markdown, colour or live lines", rich_help_panel=_OUTPUT),
+]
 Debug = Annotated[
     bool, typer.Option("--debug", help="tracebacks for errors", rich_help_panel=_ADVANCED)
 ]
@@ -174,6 +185,15 @@ def main(
         typer.echo(f"minikv {minikv.__version__}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
+    elif context.invoked_subcommand not in ("config", "doctor", "policies"):
+        terminal = Terminal()
+        with guard(terminal, debug=False):
+            from minikv.cli import config
+
+            made = config.load()
+            for note in made.notes:
+                terminal.warn(note)
+            config.install(context, made)
 
 
 @app.command(short_help="one question, one answer; made for pipes",
@@ -181,6 +201,7 @@ def main(
              "Ask once. What is piped in is a document; `-` as the question reads the whole "
              "message from standard input, verbatim.")  # fmt: skip
 def ask(
+    context: typer.Context,
     question: Annotated[str, typer.Argument(help="the question; - reads the message from stdin")],
     files: Files = None,
     model: Model = None,
@@ -205,10 +226,11 @@ def ask(
     as_json: Json = False,
     stats: Stats = False,
     quiet: Quiet = False,
+    plain: Plain = False,
     kernels: Kernels = "auto",
     debug: Debug = False,
 ) -> None:
-    terminal = Terminal(quiet=quiet)
+    terminal = Terminal(quiet=quiet, plain=plain)
     with guard(terminal, debug=debug):
         from minikv.cli.ask import ask as run_ask
         from minikv.cli.build import Settings
@@ -219,9 +241,9 @@ def ask(
             question,
             files or [],
             Settings(
-                model=model, policy=policy, budget=budget, decode=decode, device=device,
-                dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options), stride=stride,
-                revision=revision, offline=offline, system=_system(system),
+                model=context.obj.model(model), policy=policy, budget=budget, decode=decode,
+                device=device, dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options),
+                stride=stride, revision=revision, offline=offline, system=_system(system),
                 pin_system=pin_system,
             ),
             Limits(max_tokens, temperature, top_k, top_p, min_p),
@@ -229,6 +251,7 @@ def ask(
             errors=encoding_errors,
             as_json=as_json,
             stats=stats,
+            loaders=context.obj.loaders,
         )  # fmt: skip
 
 
@@ -237,6 +260,7 @@ def ask(
              "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the "
              "commands. With FILEs, questions may be piped in, one per line.")  # fmt: skip
 def chat(
+    context: typer.Context,
     files: Files = None,
     model: Model = None,
     revision: Revision = None,
@@ -257,12 +281,31 @@ def chat(
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
     seed: Seed = 0,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="[NAME]", help="go on with a saved chat; alone: the last",
+                     rich_help_panel=_CHATS),
+    ] = None,
+    reread: Annotated[
+        bool,
+        typer.Option("--reread", help="with --resume: without its cache; the next question reads "
+                     "everything again", rich_help_panel=_CHATS),
+    ] = False,
+    no_save: Annotated[
+        bool, typer.Option("--no-save", help="do not save this chat", rich_help_panel=_CHATS)
+    ] = False,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="do not remember what is typed",
+                           rich_help_panel=_CHATS)
+    ] = False,
     quiet: Quiet = False,
+    plain: Plain = False,
     kernels: Kernels = "auto",
     debug: Debug = False,
-) -> None:
-    terminal = Terminal(quiet=quiet)
+) -> None:  # fmt: skip
+    terminal = Terminal(quiet=quiet, plain=plain)
     with guard(terminal, debug=debug):
+        from minikv.cli import config
         from minikv.cli.build import Settings
         from minikv.cli.chat import chat as run_chat
         from minikv.cli.turn import Limits
@@ -271,14 +314,20 @@ def chat(
         run_chat(
             files or [],
             Settings(
-                model=model, policy=policy, budget=budget, decode=decode, device=device,
-                dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options), stride=stride,
-                revision=revision, offline=offline, system=_system(system),
+                model=context.obj.model(model), policy=policy, budget=budget, decode=decode,
+                device=device, dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options),
+                stride=stride, revision=revision, offline=offline, system=_system(system),
                 pin_system=pin_system,
             ),
             Limits(max_tokens, temperature, top_k, top_p, min_p),
             terminal,
             errors=encoding_errors,
+            resume=resume,
+            reread=reread,
+            save=not no_save,
+            given=config.given(context),
+            config=context.obj,
+            history=not no_history,
         )  # fmt: skip
 
 
@@ -290,6 +339,7 @@ def chat(
     "(attention lost). FILEs are LongBench or RULER records, in JSON lines.",
 )  # fmt: skip
 def evaluate(
+    context: typer.Context,
     files: Annotated[
         list[Path] | None, typer.Argument(metavar="[FILE]...", help="LongBench or RULER JSONL")
     ] = None,
@@ -341,12 +391,111 @@ def evaluate(
         run_evaluation(
             tasks or ("" if files else "facts"),
             files or [], policy, budget, length, count,
-            Settings(model=model, decode=decode, device=device, dtype=dtype, seed=seed,
-                     stride=stride, options=_pairs(options), revision=revision,
+            Settings(model=context.obj.model(model), decode=decode, device=device, dtype=dtype,
+                     seed=seed, stride=stride, options=_pairs(options), revision=revision,
                      offline=offline),
             [path for path in (as_json, csv, *(heat or [])) if path],
             terminal,
         )  # fmt: skip
+
+
+@app.command(
+    short_help="will it fit? from config.json alone",
+    help="minikv plan --tokens 100k --budget 1024\n\n"
+    "What weights and cache would need under several policies, beside the memory that is free. "
+    "Reads config.json only.",
+)  # fmt: skip
+def plan(
+    context: typer.Context,
+    tokens: Annotated[str, typer.Option(help="length of the document: 8192, 100k, 32Ki")],
+    model: Model = None,
+    revision: Revision = None,
+    offline: Offline = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    policy: Annotated[
+        str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
+    ] = "",
+    budget: Budget = DEFAULT_BUDGET,
+    decode: Decode = "auto",
+    stride: Stride = 0,
+    options: Options = None,
+    max_tokens: MaxTokens = 512,
+    memory: Annotated[str, typer.Option(help="that of another machine, as 24GiB")] = "",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    terminal = Terminal()
+    with guard(terminal, debug=debug):
+        from minikv.cli.plan import plan as run_plan
+
+        _quiet_hub(terminal)
+        run_plan(
+            context.obj.model(model), tokens, terminal, policy=policy, budget=budget,
+            decode=decode, stride=stride, options=_pairs(options), dtype=dtype, device=device,
+            memory=memory, max_tokens=max_tokens, revision=revision, offline=offline,
+            as_json=as_json,
+        )  # fmt: skip
+
+
+@app.command(
+    short_help="what this machine offers, and a self-test",
+    help="minikv doctor\n\n"
+    "Versions, processor, memory, hub and terminal; then every policy on a tiny random model. "
+    "Exit code 1 if a check failed.",
+)  # fmt: skip
+def doctor(offline: Offline = False, as_json: Json = False, debug: Debug = False) -> None:
+    terminal = Terminal()
+    with guard(terminal, debug=debug):
+        from minikv.cli.doctor import doctor as run_doctor
+
+        run_doctor(terminal, offline=offline, as_json=as_json)
+
+
+@config_app.command(help="Which files are read, the strongest first.")
+def path() -> None:
+    terminal = Terminal()
+    with guard(terminal, debug=False):
+        from minikv.cli import config
+
+        config.paths(terminal)
+
+
+@config_app.command(help="Write a commented file with every key.")
+def init() -> None:
+    terminal = Terminal()
+    with guard(terminal, debug=False):
+        from minikv.cli import config
+
+        config.init(terminal)
+
+
+@config_app.command("show", help="Every setting, its value and where it came from.")
+def show_config(as_json: Json = False) -> None:
+    terminal = Terminal()
+    with guard(terminal, debug=False):
+        from minikv.cli import config
+
+        config.show(config.load(), terminal, as_json=as_json)
+
+
+@app.command(
+    short_help="a page from an exported chat, without a model",
+    help="minikv report chat.json -o report.html\n\n"
+    "Make a report from what /export chat.json wrote in a chat. No model is needed.",
+)  # fmt: skip
+def report(
+    source: Annotated[str, typer.Argument(metavar="CHAT.json")],
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="where to: .html, .md or .json")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace a file that exists")] = False,
+) -> None:
+    terminal = Terminal()
+    with guard(terminal, debug=False):
+        from minikv.cli.export.command import report as write
+
+        write(source, out, force, terminal)
 
 
 @policies_app.callback(invoke_without_command=True)
@@ -374,8 +523,13 @@ def show(
     with guard(terminal, debug=False):
         from minikv.cli import render
         from minikv.cli.ask import to_json
-        from minikv.policies import POLICIES
+        from minikv.policies import PARTS, POLICIES
 
+        if name in PARTS and name not in POLICIES:
+            part = PARTS[name]
+            shown = to_json(render.part_record(part)) if as_json else render.part_card(part)
+            terminal.data(shown)
+            return
         info = POLICIES[name] if name in POLICIES else find(name)
         if as_json:
             terminal.data(to_json(render.policy_record(info)))
@@ -387,7 +541,9 @@ def run() -> None:
     """The entry point: like `app()`, with one-line usage errors."""
     open_streams()
     try:
-        code = app(prog_name="minikv", standalone_mode=False)
+        code = app(
+            args=_resume_alone(sys.argv[1:]), prog_name="minikv", standalone_mode=False
+        )
     except typer.TyperException as error:
         command = " ".join(["minikv", *_command_words(sys.argv[1:])])
         Terminal().fail(error.format_message(), f"`{command} --help` shows the usage")
@@ -401,8 +557,20 @@ def run() -> None:
     sys.exit(code or 0)
 
 
+def _resume_alone(arguments: list[str]) -> list[str]:
+    """--resume without a name is the newest chat: an option with an optional value."""
+    return [
+        "--resume=" if word == "--resume"
+        and (i + 1 == len(arguments) or arguments[i + 1].startswith("-")) else word
+        for i, word in enumerate(arguments)
+    ]  # fmt: skip
+
+
+_COMMANDS = ("ask", "chat", "policies", "eval", "report", "plan", "doctor", "config")
+
+
 def _command_words(arguments: list[str]) -> list[str]:
-    return arguments[:1] if arguments[:1] and arguments[0] in ("ask", "chat", "policies") else []
+    return arguments[:1] if arguments[:1] and arguments[0] in _COMMANDS else []
 
 
 def _pairs(options: list[str] | None) -> dict[str, object]:

@@ -6,12 +6,29 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.policies import PARTS, POLICIES, Option, PolicyInfo, Value, prompt_names, step_names
+from minikv.policies import (
+    PARTS,
+    POLICIES,
+    Option,
+    Part,
+    PolicyInfo,
+    Value,
+    prompt_names,
+    step_names,
+)
 from minikv.report import TurnReport, of_full, percent_saved, size
 
 if TYPE_CHECKING:
     from minikv.session import ChatSession
 
+_QUESTIONS = {
+    "scorer": "what a row is worth, and which rows stay in any case",
+    "layers": "how many rows each layer gets",
+    "heads": "how many rows each head of a layer gets",
+    "select": "which of a head's rows stay",
+    "weigh": "what a row's score is multiplied with",
+    "prefer": "which rows leave last",
+}
 STOPS = {
     "eos": "end of turn",
     "length": "--max-tokens",
@@ -19,15 +36,6 @@ STOPS = {
     "context": "the end of the context",
     "error": "an error",
 }
-
-
-def progress(done: int, total: int, seconds: float) -> str:
-    """The live line while a prompt is read."""
-    line = f"reading  {done:,}/{total:,} tok"
-    if done and seconds > 0:
-        rate = done / seconds
-        line += f"  {rate:,.0f} tok/s  {(total - done) / rate:.1f} s left"
-    return line
 
 
 def stats(report: TurnReport) -> str:
@@ -106,6 +114,13 @@ def policy_line(session: ChatSession) -> str:
     return f"{choice.policy}, then {choice.decode} · budget {choice.budget}"
 
 
+def toolbar(session: ChatSession) -> str:
+    """What the line editor shows below the line."""
+    used = f"{len(session.fed):,} of {session.max_context:,} tokens"
+    held = f" · KV {size(session.report.kv_bytes.held)}" if session.report else ""
+    return f"{policy_line(session)}{held} · {used}"
+
+
 def policies_table() -> str:
     """Every method in the registry, one line of at most 80 characters each."""
     rows = [("POLICY", "WHEN", "SCORES WITH", "2ND QUESTION", "PAPER")]
@@ -138,15 +153,42 @@ def policy_card(info: PolicyInfo) -> str:
     if info.stride:
         rows.insert(2, ("--stride", info.stride))
     text = f"{textwrap.fill(f'{info.name}: {info.summary}', 80)}\n\n{_columns(rows)}\n\n"
-    if not info.options:
-        return text + "no options"
+    return text + _options(info.options)
+
+
+def part_card(part: Part) -> str:
+    """One part of a policy: which question it answers, and its options."""
+    used = [info.name for info in POLICIES.values() if part.name in info.parts]
+    rows = [
+        ("answers", _QUESTIONS[part.axis]),
+        ("part of", ", ".join(used) or "no preset"),
+        ("spelled", f"{part.name}(h2o)" if part.axis == "select" else _spelling(part)),
+    ]
+    return f"{part.name}: {part.summary}\n\n{_columns(rows)}\n\n{_options(part.options)}"
+
+
+def _spelling(part: Part) -> str:
+    return f"{part.name}+ada" if part.axis == "scorer" else f"h2o+{part.name}"
+
+
+def part_record(part: Part) -> dict[str, object]:
+    """A part as JSON has it."""
+    return {
+        "name": part.name, "axis": part.axis, "summary": part.summary,
+        "options": [_option_record(option) for option in part.options],
+    }  # fmt: skip
+
+
+def _options(options: Sequence[Option]) -> str:
+    if not options:
+        return "no options"
     lines = []
-    for option in info.options:
+    for option in options:
         lines.append(f"-o {option.name}={_value(option.default)}")
         lines += textwrap.wrap(
             f"{option.help}{_limits(option)}", 80, initial_indent="    ", subsequent_indent="    "
         )
-    return text + "\n".join(lines)
+    return "\n".join(lines)
 
 
 def _value(value: Value) -> str:
@@ -168,17 +210,18 @@ def policy_record(info: PolicyInfo) -> dict[str, object]:
         "paper": info.paper,
         "stride": info.stride,
         "summary": info.summary,
-        "options": [
-            {
-                "name": o.name,
-                "default": o.default,
-                "help": o.help,
-                "low": o.low,
-                "high": o.high,
-                "choices": list(o.choices),
-            }
-            for o in info.options
-        ],
+        "options": [_option_record(option) for option in info.options],
+    }
+
+
+def _option_record(option: Option) -> dict[str, object]:
+    return {
+        "name": option.name,
+        "default": option.default,
+        "help": option.help,
+        "low": option.low,
+        "high": option.high,
+        "choices": list(option.choices),
     }
 
 

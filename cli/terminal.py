@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import termios
 import textwrap
-from typing import TextIO
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from minikv.cli.markdown import Answer
 
 _DROPPED = (
     *(code for code in range(0x20) if chr(code) not in "\n\t"),  # C0, with ESC
@@ -24,7 +31,10 @@ _DROPPED = (
     *range(0xE0000, 0xE0080),  # tags, invisible
 )
 _FILTER: dict[int, None] = dict.fromkeys(_DROPPED)
-_ASCII = str.maketrans({"·": "-", "›": ">", "…": "...", "×": "x", "–": "-"})
+_ASCII = str.maketrans(
+    {"·": "-", "›": ">", "…": "...", "×": "x", "–": "-", "—": "-", "•": "*", "│": "|", "─": "-"}
+    | dict(zip("▁▂▃▄▅▆▇█", ".:-=+*#@", strict=True))
+)
 _STYLES = {"dim": "2", "warn": "33", "bad": "31", "head": "1"}
 
 
@@ -38,21 +48,47 @@ def clean(text: str) -> str:
 
 
 class Terminal:
-    """stdout for the answer alone, stderr for the rest; colour and live lines on a tty only."""
+    """stdout for the answer alone, stderr for the rest; colour, live lines and Markdown on a tty
+    only. `plain` means no escape sequence anywhere, `ascii` that stderr takes no other sign."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, plain: bool = False) -> None:
         self.quiet = quiet
         self.out: TextIO = sys.stdout
         self.err: TextIO = sys.stderr
-        plain = os.environ.get("TERM") == "dumb"
-        self.live = _is_tty(self.err) and not plain and not quiet
-        self.colour = _is_tty(self.err) and not plain and not os.environ.get("NO_COLOR")
+        self.plain = plain or os.environ.get("TERM", "dumb") == "dumb"
+        self.live = _is_tty(self.err) and not self.plain and not quiet
+        self.colour = _is_tty(self.err) and not self.plain and not os.environ.get("NO_COLOR")
+        self.ascii = self._encodable(self.err, "›•│─█") != "›•│─█"
         self._status = False
         self._held = ""
+        self._set: Answer | None = None
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around an answer. On a terminal its Markdown is set, and keys pressed meanwhile are not
+        echoed: that would move what is written. They wait for the next prompt."""
+        if self.plain or not _is_tty(self.out):
+            yield
+            return
+        from minikv.cli.markdown import Answer  # with rich and a parser
+
+        self._set = Answer(
+            lambda: _window(self.out),
+            colour=not os.environ.get("NO_COLOR"),
+            ascii=self._encodable(self.out, "•│─") != "•│─",
+        )
+        try:
+            with _unechoed(self.out, self._set.disturb):
+                yield
+        finally:
+            self._set = None
 
     def answer(self, piece: str) -> None:
         """A piece of the answer, at once. Trailing newlines wait until more text follows."""
         self.clear_status()
+        if self._set is not None:
+            self._write(self.out, self._set.push(self._encodable(self.out, clean(piece))))
+            return
         text = self._held + clean(piece)
         shown = text.rstrip("\n")
         self._held = text[len(shown) :]
@@ -62,7 +98,7 @@ class Terminal:
         """Close the answer with exactly one newline."""
         self.clear_status()
         self._held = ""
-        self._write(self.out, "\n")
+        self._write(self.out, "\n" if self._set is None else self._set.finish())
 
     def data(self, text: str) -> None:
         """A whole output that is not an answer (a table, JSON), to stdout, with its newline."""
@@ -72,6 +108,8 @@ class Terminal:
     def say(self, text: str, style: str = "") -> None:
         """A line on stderr."""
         self.clear_status()
+        if self._set is not None:
+            self._set.disturb()
         line = clean(text)
         if self.live:
             line = "\n".join(_wrapped(part, _columns(self.err)) for part in line.split("\n"))
@@ -98,7 +136,7 @@ class Terminal:
         """Replace the live line; nothing at all where there is no terminal."""
         if self.live:
             width = _columns(self.err)
-            self._write(self.err, f"\r\x1b[K{clean(text)[: width - 1]}")
+            self._write(self.err, f"\r\x1b[K{_cut(clean(text), width - 1)}")
             self._status = True
 
     def clear_status(self) -> None:
@@ -107,16 +145,19 @@ class Terminal:
             self._status = False
             self._write(self.err, "\r\x1b[K")
 
-    def _write(self, stream: TextIO, text: str) -> None:
+    def _encodable(self, stream: TextIO, text: str) -> str:
         encoding = stream.encoding or "utf-8"
         try:
             text.encode(encoding)
         except UnicodeEncodeError:
             # An ASCII terminal: our own signs get plain ones, the rest stays readable as escapes.
             plain = text.translate(_ASCII).encode(encoding, "backslashreplace")
-            text = plain.decode(encoding)
+            return plain.decode(encoding)
+        return text
+
+    def _write(self, stream: TextIO, text: str) -> None:
         try:
-            stream.write(text)
+            stream.write(self._encodable(stream, text))
             stream.flush()
         except BrokenPipeError:
             if stream is self.out:
@@ -163,6 +204,52 @@ def _is_tty(stream: TextIO) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def _unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
+    """Inside, the terminal behind `stream` shows no keys. `moved` is called when the process goes
+    on after it was stopped: the shell wrote meanwhile."""
+
+    def echo(on: bool) -> bool:
+        """Switch it; True if it was the other way."""
+        # In the background a process that changes the terminal is stopped.
+        with contextlib.suppress(OSError, ValueError, termios.error):
+            if os.tcgetpgrp(stream.fileno()) == os.getpgrp():
+                mode = termios.tcgetattr(stream.fileno())
+                before = bool(mode[3] & termios.ECHO)
+                mode[3] = mode[3] | termios.ECHO if on else mode[3] & ~termios.ECHO
+                termios.tcsetattr(stream.fileno(), termios.TCSANOW, mode)
+                return before != on
+        return False
+
+    def resumed(signum: int, frame: object) -> None:
+        echo(False)
+        moved()
+
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGCONT, resumed) if main else None
+    changed = echo(False)
+    try:
+        yield
+    finally:
+        if changed:
+            echo(True)
+        if main:
+            signal.signal(signal.SIGCONT, before)
+
+
+def _cut(text: str, columns: int) -> str:
+    """As much of `text` as fits."""
+    if text.isascii():
+        return text[:columns]
+    from rich.cells import get_character_cell_size
+
+    for end, sign in enumerate(text):
+        columns -= get_character_cell_size(sign)
+        if columns < 0:
+            return text[:end]
+    return text
+
+
 def _wrapped(line: str, width: int) -> str:
     """`line` broken between words, because a terminal breaks inside them."""
     if len(line) <= width:
@@ -183,3 +270,20 @@ def _columns(stream: TextIO) -> int:
     except (OSError, ValueError):
         width = 0
     return max(width or 80, 20)
+
+
+def _window(stream: TextIO) -> tuple[int, int]:
+    """Columns and rows: what the terminal says, no wider than the user set it."""
+    try:
+        columns, rows = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        columns = rows = 0
+    told = _columns(stream)
+    return min(columns or told, told), rows or _number("LINES") or 24
+
+
+def _number(variable: str) -> int:
+    try:
+        return int(os.environ.get(variable, "0"))
+    except ValueError:
+        return 0

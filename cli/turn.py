@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from time import monotonic
 from typing import TYPE_CHECKING
 
-from minikv.cli import render
 from minikv.cli.build import Settings, build
-from minikv.cli.documents import Text
+from minikv.cli.documents import Text, distinct
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.progress import Live, Loading
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
     from minikv.session import ChatSession
-
-_FRAME = 0.1  # seconds between two updates of the live line
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +37,21 @@ class Limits:
         Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
-def open_chat(settings: Settings, texts: Iterable[Text], terminal: Terminal) -> ChatSession:
+def open_chat(
+    settings: Settings,
+    texts: Iterable[Text],
+    terminal: Terminal,
+    interrupts: Interrupts | None = None,
+) -> ChatSession:
     """Load the model and attach the documents, with their warnings. Errors as `build`'s."""
+    loading = Loading(terminal)
     terminal.status("loading the model")
-    session = build(settings)
-    terminal.clear_status()
-    for text in texts:
+    try:
+        with (interrupts or Interrupts()).stopping(loading.cancel):
+            session = build(settings, loading)
+    finally:
+        loading.finish()
+    for text in distinct(texts):
         if text.note:
             terminal.warn(text.note)
         session.attach(text.text, text.name)
@@ -61,19 +68,10 @@ def run_turn(
     show: bool = True,
 ) -> str:
     """Ask, streaming to stdout if `show`. Returns the answer; the session's errors pass through."""
-    began = monotonic()
-    last = 0.0
-
-    def progress(done: int, total: int) -> None:
-        nonlocal last
-        now = monotonic()
-        if now - last >= _FRAME:
-            last = now
-            terminal.status(render.progress(done, total, now - began))
-
     pieces: list[str] = []
     finished = False
-    with interrupts.stopping(session.cancel):
+    setting = terminal.answering() if show else nullcontext()
+    with setting, interrupts.stopping(session.cancel):
         answer = session.ask(
             question,
             limits.max_tokens,
@@ -81,7 +79,7 @@ def run_turn(
             top_k=limits.top_k,
             top_p=limits.top_p,
             min_p=limits.min_p,
-            progress=progress,
+            progress=Live(terminal, "reading"),
             notice=terminal.warn,
         )
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from minikv.kernels.reference import (
     add_columns,
+    below_uniform,
     decode_attention,
     merge,
     observe,
@@ -17,6 +18,7 @@ from minikv.kernels.reference import (
 
 __all__ = [
     "add_columns",
+    "below_uniform",
     "decode_attention",
     "merge",
     "observe",

@@ -7,6 +7,7 @@ N cached rows, W observation rows. Logits are scaled by 1/sqrt(D); softmax is in
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -112,26 +113,56 @@ def observe(
     the probabilities summed over the W rows [H, G, N], and the sum over the rows of the squared
     mean over G [H, N].
     """
-    rows, heads, group, size = q.shape
+    _, heads, group, _ = q.shape
     total = sum(k.shape[1] for k, _ in parts)
     mass = q.new_empty((heads, group, total), dtype=torch.float32)
     squares = q.new_empty((heads, total), dtype=torch.float32)
+    for h, begin, _, p in _looks(q, q_pos, parts, window):
+        end = begin + p.shape[-1]
+        mass[h, :, begin:end] = p.sum(1)
+        squares[h, begin:end] = p.mean(0).square_().sum(0)
+    return mass, squares
+
+
+def below_uniform(
+    q: Tensor, q_pos: Tensor, parts: list[tuple[Tensor, Tensor]], window: int | None
+) -> Tensor:
+    """Which of the last rows of a prompt gave a row less than an even share: int64 [H, N].
+
+    Arguments as `observe` takes them, W at most 32. Bit i is set if the i-th query from the end
+    could see the row and gave it, in the mean over G, less than 1 / (rows that it saw).
+    """
+    rows, heads = q.shape[:2]
+    bits = q.new_zeros((heads, sum(k.shape[1] for k, _ in parts)), dtype=torch.int64)
+    seen = torch.zeros((heads, rows), device=q.device)
+    for _, k_pos in parts:
+        seen += _visible(q_pos, k_pos, window).sum(-1)
+    place = 1 << torch.arange(rows - 1, -1, -1, device=q.device)
+    for h, begin, at, p in _looks(q, q_pos, parts, window):
+        low = (p.mean(0) < 1.0 / seen[h, :, None]) & _visible(q_pos, at[None], window)[0]
+        bits[h, begin : begin + p.shape[-1]] = (low * place[:, None]).sum(0)
+    return bits
+
+
+def _looks(
+    q: Tensor, q_pos: Tensor, parts: list[tuple[Tensor, Tensor]], window: int | None
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Head, first row, positions [n] and probabilities [G, W, n] of one block of rows after the
+    other; arguments as `observe` takes them."""
+    rows, heads, group, size = q.shape
     earliest = int(q_pos[0])
     for h in range(heads):
         query = q[:, h].float().transpose(0, 1) * (1.0 / math.sqrt(size))  # [G, W, D]
 
-        def logits(
-            k: Tensor, k_pos: Tensor, lo: int, hi: int, h: int = h, query: Tensor = query
-        ) -> Tensor:  # [G, W, hi - lo]
-            found = torch.matmul(query, k[h, lo:hi].float().T)
-            at = k_pos[h if k_pos.shape[0] > 1 else 0, lo:hi]
+        def logits(k: Tensor, at: Tensor, h: int = h, query: Tensor = query) -> Tensor:
+            found = torch.matmul(query, k[h].float().T)  # [G, W, n]
             if window is None and int(at.min()) >= 0 and int(at.max()) <= earliest:
                 return found  # every query sees every row
             return found.masked_fill_(~_visible(q_pos, at[None], window), -math.inf)
 
         step = max(1, _OBSERVED // (group * rows))
         blocks = [
-            (k, k_pos, lo, min(lo + step, k.shape[1]))
+            (k[:, lo : lo + step], k_pos[h if k_pos.shape[0] > 1 else 0, lo : lo + step])
             for k, k_pos in parts
             for lo in range(0, k.shape[1], step)
         ]
@@ -142,11 +173,8 @@ def observe(
         begin = 0
         for i, block in enumerate(blocks):
             p = (kept[i] if kept else logits(*block)).sub_(lse).exp_()
-            end = begin + p.shape[-1]
-            mass[h, :, begin:end] = p.sum(1)
-            squares[h, begin:end] = p.mean(0).square_().sum(0)
-            begin = end
-    return mass, squares
+            yield h, begin, block[1], p
+            begin += p.shape[-1]
 
 
 def add_columns(

@@ -132,16 +132,21 @@ class Arena:
         """Copy a column's rows in use from segments that began at old [L, H] to a column of `rows`
         rows, where they begin at new [L, H]."""
         source = self.columns[name]
-        shape = (rows, *source.shape[1:])
-        with torch.inference_mode(False):  # made in a forward, but also written outside of one
-            target = torch.empty(shape, dtype=source.dtype, device=self.device)
-        if self.poison:
-            real = target.is_floating_point()
-            target.fill_(float("nan") if real else torch.iinfo(target.dtype).max // 2)
+        target = self._blank(source, rows)
         spans = zip(*(t.flatten().tolist() for t in (old, new, self.length)), strict=True)
         for a, b, count in spans:
             target[b : b + count] = source[a : a + count]
         self.columns[name] = target
+
+    def _blank(self, like: Tensor, rows: int) -> Tensor:
+        """A column as `like` with `rows` rows that nobody has written yet."""
+        shape = (rows, *like.shape[1:])
+        with torch.inference_mode(False):  # made in a forward, but also written outside of one
+            blank = torch.empty(shape, dtype=like.dtype, device=self.device)
+        if self.poison:
+            real = blank.is_floating_point()
+            blank.fill_(float("nan") if real else torch.iinfo(blank.dtype).max // 2)
+        return blank
 
     def lay(self, layer: int, capacity: Sequence[int]) -> None:
         """Divide a layer's region into segments; what they held is forgotten."""
@@ -216,6 +221,31 @@ class Arena:
             begin, end = self._extent(layer)
             for name, rows in columns.items():
                 self.columns[name][begin:end] = rows
+
+    def pack(self) -> dict[str, Tensor]:
+        """A copy of all rows in use, layer by layer and head by head, on the host."""
+        used = self._used().to(self.device)
+        return {name: column[used].to("cpu") for name, column in self.columns.items()}
+
+    def unpack(
+        self, layout: Layout, region: Sequence[int], columns: Mapping[str, Tensor]
+    ) -> None:
+        """Lay an empty arena out as the one was that `pack` was called of, and fill it."""
+        assert self.rows == 0
+        assert columns.keys() == self.columns.keys()
+        self.region = list(region)
+        self.start, self.length = layout.start.clone(), layout.length.clone()
+        self.capacity, self.cap = layout.capacity.clone(), layout.cap.clone()
+        self.hole = layout.hole.clone()
+        used = self._used().to(self.device)
+        for name, rows in columns.items():
+            self.columns[name] = self._blank(self.columns[name], self.rows)
+            self.columns[name][used] = rows.to(self.device)
+
+    def _used(self) -> Tensor:
+        """int64: the rows in use, as indices into the columns."""
+        spans = zip(self.start.flatten().tolist(), self.length.flatten().tolist(), strict=True)
+        return torch.cat([torch.arange(begin, begin + count) for begin, count in spans])
 
     def _extent(self, layer: int) -> tuple[int, int]:
         begin = self.region[layer]

@@ -19,7 +19,8 @@ def uniform(seed: int, *keys: Tensor | int) -> Tensor:
     for key in keys:
         state = _mix(torch.as_tensor(state) ^ _mix(torch.as_tensor(key)))
     assert isinstance(state, Tensor), "a draw needs a key"
-    return ((_shift(state, 40)).to(torch.float32) + 0.5) / (1 << 24)
+    # 23 bits and a half are exact in float32; with 24 the largest draw would be rounded to 1.
+    return (_shift(state, 41).to(torch.float32) + 0.5) / (1 << 23)
 
 
 def gumbel(seed: int, *keys: Tensor | int) -> Tensor:

@@ -55,7 +55,10 @@ class PromptView:
     with pos -1 hold anything); carried: the step policy's columns [H, N] from before the prompt,
     zero for new rows; output: the layer's output projection [H, G, D, hidden], if it is known;
     turns: the first position of every prompt so far and the one after its last, this one included;
-    queries: moments of the prompt's, if the scorer asked; rotary [D / 2]: angle per position.
+    queries: moments of the prompt's, if the scorer asked; rotary [D / 2]: angle per position;
+    budget: rows per head that the layer may keep beside pinned ones; causal: no observed query saw
+    a row after it; below() int64 [H, N]: bit i is set if the i-th query from the end gave the row
+    less than an even share (of the last queries that the step policy's `history` asks for).
     """
 
     layer: int
@@ -71,6 +74,9 @@ class PromptView:
     turns: Sequence[tuple[int, int]] = ()
     queries: Moments | None = None
     rotary: Tensor | None = None
+    budget: int = 0
+    causal: bool = True
+    below: Callable[[], Tensor] | None = None
 
     @property
     def live(self) -> Tensor:
@@ -107,6 +113,9 @@ Scorer = Callable[[PromptView], Tensor]
 Scope = Callable[[PromptView], Tensor]
 """-> bool [H, N]: rows that must stay whatever their score."""
 
+Prefer = Callable[[Tensor, Sequence[tuple[int, int]]], Tensor]
+"""(pos of any shape, turns) -> bool of that shape: rows that leave after all others."""
+
 Layers = Callable[[int, int, int, int], list[int]]
 """(L, budget, most, least) -> mean rows per head of each layer, summing to L x budget (a release's
 rounding aside); `most` is what a head could hold at all, `least` what it needs."""
@@ -130,7 +139,8 @@ class Evidence:
     one); `asks` says whether the choice depends on what was asked; `sinks` and `window` are the
     rows that the scope keeps at either end, for the smallest useful budget; without `causal` an
     observed query also sees the rows after it; `queries_from`: the scorer reads the moments of the
-    prompt's queries from this position on.
+    prompt's queries from this position on; `weighs`: scores are at least 0 and can be added and
+    multiplied, as attention can; if not, only their order means something.
     """
 
     scorer: Scorer
@@ -141,14 +151,15 @@ class Evidence:
     window: int = 0
     causal: bool = True
     queries_from: int | None = None
+    weighs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPolicy:
     """A one-shot method: it fires at the end of every prompt.
 
-    `drift` is how many rows per KV head `heads` may exceed its total by; `prefer` marks rows that
-    go before all other free ones.
+    `drift` is how many rows per KV head `heads` may exceed its total by; rows that `prefer` marks
+    leave after all others, at the prompt and while an answer is written.
     """
 
     name: str
@@ -157,7 +168,7 @@ class PromptPolicy:
     layers: Layers
     select: Selector
     drift: int = 0
-    prefer: Scope | None = None
+    prefer: Prefer | None = None
 
 
 class StepPolicy(ABC):
@@ -166,7 +177,8 @@ class StepPolicy(ABC):
     `before`: the victim goes before attention and is not seen by the current query (the head
     then needs exactly cap rows); otherwise it is chosen from this step's probabilities. `sinks`
     and `recent`: rows that never leave, at either end. `observe`: queries of a prompt from which
-    the columns start (0: they start without). The base remembers nothing.
+    the columns start (0: they start without). `history`: last queries of a prompt, at most 32, that
+    are told one by one (`PromptView.below`). The base remembers nothing.
     """
 
     name: str
@@ -174,6 +186,11 @@ class StepPolicy(ABC):
     sinks: int = 0
     recent: int = 1
     observe: int = 0
+    history: int = 0
+
+    def reader(self) -> StepPolicy:
+        """The policy that reads a prompt in blocks in this one's place (`Strided`)."""
+        return self
 
     @property
     def columns(self) -> Mapping[str, torch.dtype]:
@@ -229,6 +246,21 @@ def best(scores: Tensor, pos: Tensor, free: Tensor, count: int) -> Tensor:
         young = torch.argsort(pos[rows[tied]], descending=True, stable=True)[:left]
         chosen[rows[tied[young]]] = True
     return chosen
+
+
+def ranked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
+    """float32 [H, N] in (0, 1]: the share of a head's free rows that a row is at least as good as.
+
+    What stands in for scores of which only the order means something. Ties: the younger is better.
+    """
+    young = pos.argsort(dim=1, stable=True)
+    order = young.gather(1, scores.masked_fill(~free, -torch.inf).gather(1, young).argsort(
+        dim=1, stable=True
+    ))  # fmt: skip
+    places = torch.arange(1, pos.shape[1] + 1, device=pos.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
+    rank = rank - (~free).sum(1, keepdim=True)  # rows that are not free come first
+    return (rank / free.sum(1, keepdim=True).clamp(min=1)).clamp(min=0.0)
 
 
 def top(view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]) -> Tensor:
@@ -289,6 +321,21 @@ def fill(used: Sequence[int], total: int) -> list[int]:
     return caps
 
 
+def spread(counts: Sequence[int], sure: Sequence[int], free: Sequence[int]) -> list[int]:
+    """`counts` of free rows, but a head that would keep nothing gets a row from the richest one.
+
+    sure: rows that a head keeps in any case; free: rows it could choose from.
+    """
+    given = list(counts)
+    for h, count in enumerate(given):
+        if count + sure[h] == 0 and free[h]:
+            richest = max(range(len(given)), key=lambda i: given[i] + sure[i] if given[i] else -1)
+            if given[richest] + sure[richest] > 1:
+                given[richest] -= 1
+                given[h] = 1
+    return given
+
+
 def last_rows(count: int) -> Scope:
     """Scope: the `count` youngest rows of each head stay."""
 
@@ -336,5 +383,7 @@ _NEVER = 1 << 40
 
 
 def group(mass: Tensor, how: str) -> Tensor:
-    """[H, G, N] -> [H, N]: join the query heads of each KV head."""
-    return mass.mean(1) if how == "mean" else mass.amax(1)
+    """[H, G, N] -> [H, N]: join the query heads of each KV head by mean, sum or max."""
+    if how == "max":
+        return mass.amax(1)
+    return mass.sum(1) if how == "sum" else mass.mean(1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.arena import Arena
-from minikv.policy import ALL, Moments, PromptPolicy, PromptView, StepPolicy, fill
+from minikv.policy import ALL, Moments, PromptPolicy, PromptView, StepPolicy, fill, spread
 from minikv.stats import Shape
 
 
@@ -80,12 +80,14 @@ class Reading:
         self._all = observe == ALL
         if self._all:
             observe = 0  # summed as chunks are mixed, not from a copy of the last queries
+        self._observed = min(plan.tokens, observe)
+        last = min(plan.tokens, max(observe, step.history if step else 0))
         self._from = evidence.queries_from if evidence else None
         self._moments: Moments | None = None
         self._mass: Tensor | None = None
         self._squares: Tensor | None = None
         wide = (shape.kv_heads, plan.tokens, shape.head_dim)
-        tail = (min(plan.tokens, observe), shape.heads, shape.head_dim)
+        tail = (last, shape.heads, shape.head_dim)
         self._key = torch.empty(wide, dtype=dtype, device=arena.device)
         self._value = torch.empty(wide, dtype=dtype, device=arena.device)
         self._tail = torch.empty(tail, dtype=dtype, device=arena.device)
@@ -111,9 +113,9 @@ class Reading:
         self._saved = {}
 
     @property
-    def needs(self) -> tuple[int, int | None]:
+    def needs(self) -> tuple[bool, int, int | None]:
         """What is taken note of: readings of the same tokens and needs are told the same."""
-        return ALL if self._all else len(self._tail), self._from
+        return self._all, len(self._tail), self._from
 
     def told(self) -> Told:
         """What the layer that was just completed told. Of a first prompt only."""
@@ -260,7 +262,7 @@ class Reading:
         live = pos >= 0
         total = plan.totals[layer] if plan.totals is not None else None
         evicts = total is not None and int(live.sum()) > total
-        view = self._view(layer, pos, new, evicts, self._carried(layer, pos))
+        view = self._view(layer, pos, new, total if evicts else None, self._carried(layer, pos))
         keep = live
         if evicts:
             assert prompt is not None
@@ -278,33 +280,43 @@ class Reading:
         self._store(layer, pos, keep, extra, caps)
 
     def _view(
-        self, layer: int, pos: Tensor, new: Tensor, evicts: bool, carried: dict[str, Tensor]
+        self, layer: int, pos: Tensor, new: Tensor, total: int | None, carried: dict[str, Tensor]
     ) -> PromptView:
         mass, squares = self._mass, self._squares
-        observed, old = len(self._tail), self._old
+        observed, old = self._observed, self._old
+        window = self.shape.windows[layer]
+        sources = [(self._key, new[None])]
+        if old is not None:
+            sources.insert(0, (old[0], old[2]))
+        group = self.shape.heads // self.shape.kv_heads
+        tail = self._tail.view(-1, self.shape.kv_heads, group, self.shape.head_dim)
         if self._all:
             observed = len(new)
-        elif observed and (evicts or (self.step is not None and self.step.observe > 0)):
-            sources = [(self._key, new[None])]
-            if old is not None:
-                sources.insert(0, (old[0], old[2]))
+        elif observed and (total is not None or (self.step is not None and self.step.observe > 0)):
             mass, squares = kernels.observe(
-                self._tail.view(observed, self.shape.kv_heads, -1, self.shape.head_dim),
-                new[-observed:] if self._causal else new[-1:].expand(observed),
-                sources, self.shape.windows[layer],
+                tail[len(tail) - observed :],
+                new[-observed:] if self._causal else new[-1:].expand(observed), sources, window,
             )  # fmt: skip
             self._note_peak(mass, squares, *carried.values())
+
+        def below() -> Tensor:
+            assert self.step is not None
+            last = min(len(tail), self.step.history)
+            queries, at = tail[len(tail) - last :], new[len(new) - last :]
+            return kernels.below_uniform(queries, at, sources, window)
 
         def fetch(which: int, staged: Tensor) -> Callable[[], Tensor]:
             return lambda: staged if old is None else torch.cat((old[which], staged), 1)
 
         end = self.plan.position + self.plan.tokens
+        each = 0 if total is None else total // self.shape.kv_heads
+        budget = max(0, each - self.plan.pinned)
         key, value = fetch(0, self._key), fetch(1, self._value)
         known = self.plan.output
         return PromptView(
             layer, end, pos, observed, mass, squares, key, value, carried,
             None if known is None else lambda: known(layer), self.plan.turns, self._moments,
-            self.plan.rotary,
+            self.plan.rotary, budget, self._causal, below,
         )  # fmt: skip
 
     def _choose(self, prompt: PromptPolicy, view: PromptView, total: int) -> Tensor:
@@ -312,11 +324,16 @@ class Reading:
         pinned = (prompt.evidence.scope(view) | (view.pos < self.plan.pinned)) & view.live
         free = view.live & ~pinned
         scores = prompt.evidence.scorer(view)
-        if prompt.prefer is not None:  # above every other score, and finite, so that sums stay so
-            highest = scores.masked_fill(~free | scores.isinf(), 0.0).amax()
-            scores = scores.masked_fill(prompt.prefer(view) & free, 2.0 * float(highest) + 1.0)
         left = max(0, total - int(pinned.sum()))
+        if prompt.prefer is not None:
+            preferred = prompt.prefer(view.pos, view.turns) & free
+            if int(preferred.sum()) <= left:
+                pinned, free = pinned | preferred, free & ~preferred
+                left -= int(preferred.sum())
+            else:  # there is room for some of them, and for nothing else
+                free = preferred
         counts = prompt.heads(scores, view.pos, free, left)
+        counts = spread(counts, pinned.sum(1).tolist(), free.sum(1).tolist())
         keep = pinned | prompt.select(view, scores, free, counts)
         if prompt.evidence.observe and view.mass is not None:
             mass = view.mass.mean(1) * view.live  # what slid out of the window was not evicted

@@ -20,6 +20,7 @@ from minikv.budget import Budget
 from minikv.errors import UsageError
 from minikv.policy import PromptPolicy, StepPolicy, StepView, smallest_budget
 from minikv.reading import Plan, Reading
+from minikv.snapshot import Held, Outcome
 from minikv.stats import CacheStats, Shape
 from minikv.strided import Strided
 
@@ -79,16 +80,31 @@ class Scheduler:
         prompt. Raises UsageError, and changes nothing, if they do not go together.
         """
         assert self._reading is None
+        self.check(prompt, step, budget, stride)
+        before = self.step_policy
+        self._set(prompt, step, budget, stride)
+        if before is None or step is None or (before.name, before.columns) != (
+            step.name, step.columns
+        ):  # fmt: skip
+            self.arena.declare({})  # what one policy noted means something else to another
+        self.arena.declare(step.columns if step else {})
+        self._relaid()
+
+    def check(
+        self,
+        prompt: PromptPolicy | None,
+        step: StepPolicy | None,
+        budget: Budget | None,
+        stride: int = 0,
+    ) -> None:
+        """Raise the UsageError that `configure` would raise; change nothing."""
         names = ("prompt_policy", "step_policy", "budget", "_rows", "_open", "stride")
         before = {name: getattr(self, name) for name in names}
         try:
             self._set(prompt, step, budget, stride)
-        except UsageError:
+        finally:
             for name, value in before.items():
                 setattr(self, name, value)
-            raise
-        self.arena.declare(step.columns if step else {})
-        self._relaid()
 
     def _set(
         self,
@@ -112,9 +128,7 @@ class Scheduler:
         state = sum(dtype.itemsize for dtype in step.columns.values()) if step else 0
         row = 2 * self.shape.head_dim * self.dtype.itemsize + torch.int32.itemsize + state
         rows = budget.rows(tokens, row, self.shape.layers * self.shape.kv_heads)
-        least = smallest_budget(prompt, step)
-        if self.stride and step and step.before:
-            least += self.stride - 1  # a block's rows are inside the cap when it attends
+        least = self._least(0)
         if (prompt or step) and rows < least:
             names = " with ".join(p.name for p in (prompt, step) if p)
             meant = "" if budget.unit == "rows" else f", which is {rows} rows per head here,"
@@ -126,18 +140,14 @@ class Scheduler:
 
     def reset(self) -> None:
         """Forget the conversation and give its memory back."""
-        shape, step = self.shape, self.step_policy
         self.position = 0
         self._turns: list[tuple[int, int]] = []
         self._pinned = 0
-        self.arena = Arena(
-            shape.layers, shape.kv_heads, shape.head_dim, self.dtype, self.device,
-            step.columns if step else {}, poison=self._poison,
-        )  # fmt: skip
+        self.arena = self._empty(self.step_policy)
         if self.budget and self.budget.unit == "share":
             self._open, self._rows = True, None
         self._reading: Reading | Strided | None = None
-        self._last: Reading | Strided | None = None
+        self._last = Outcome()
         self._peak = 0
         self._evict_s = 0.0
         self._relaid()
@@ -152,10 +162,17 @@ class Scheduler:
             self._refuse_pins(rows, int(self.budget.value))
         self._pinned = rows
 
-    def _refuse_pins(self, rows: int, each: int) -> None:
+    def _least(self, pinned: int | None = None) -> int:
+        """Rows per head that the policies and the pinned rows need."""
         prompt, step = self.prompt_policy, self.step_policy
         sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
-        least = smallest_budget(prompt, step) + max(0, rows - sinks)
+        least = smallest_budget(prompt, step)
+        if self.stride and step and step.before:
+            least += self.stride - 1  # a block's rows are inside the cap when it attends
+        return least + max(0, (self._pinned if pinned is None else pinned) - sinks)
+
+    def _refuse_pins(self, rows: int, each: int) -> None:
+        least = self._least(rows)
         if rows and each < least:
             raise UsageError(
                 f"a budget of {each} rows is too small beside {rows} pinned ones",
@@ -227,7 +244,7 @@ class Scheduler:
             return None
         assert each is not None
         most = int(self.arena.held.max()) + tokens
-        least = smallest_budget(self.prompt_policy, self.step_policy)
+        least = self._least()
         rows = self.prompt_policy.layers(self.shape.layers, each, most, least)
         if min(rows) < least:
             raise UsageError(
@@ -261,16 +278,17 @@ class Scheduler:
             self._end_step()
             return
         assert tokens == self._reading.plan.tokens
-        self._last, self._reading = self._reading, None
+        reading, self._reading = self._reading, None
+        self._last = Outcome(tuple(reading.lost), reading.shaped)
         self._open = False
         self._turns.append((self.position, self.position + tokens))
         self.position += tokens
-        self._last.release()
-        self._peak = self._last.peak + self._mean.nbytes
-        if self._last.plan.shrinks:
+        reading.release()
+        self._peak = reading.peak + self._mean.nbytes
+        if reading.plan.shrinks:
             # The prompt is in: memory that cannot be given back now does not undo it.
             with contextlib.suppress(MemoryError, RuntimeError):
-                self.arena.resize(self._last.plan.needed)
+                self.arena.resize(reading.plan.needed)
         self._relaid()
 
     def rollback(self) -> None:
@@ -284,6 +302,56 @@ class Scheduler:
             # A row that gave way to the unfinished step's newcomer is gone for good.
             self.arena.hole = torch.where(self._taken, self._slot, self.arena.hole)
         self._relaid()
+
+    # -- set aside ----------------------------------------------------------------------------
+
+    def snapshot(self) -> Held:
+        """A copy of everything but the policies. Between turns only."""
+        assert self._reading is None
+        assert self._slot is None, "a step is under way"
+        return Held(
+            self.position, tuple(self._turns), self._pinned, self._rows, self._open, self._peak,
+            self._evict_s, self._last, tuple(self.arena.region), self.arena.layout(),
+            self.arena.pack(),
+        )  # fmt: skip
+
+    def restore(
+        self,
+        held: Held,
+        prompt: PromptPolicy | None,
+        step: StepPolicy | None,
+        budget: Budget | None,
+        stride: int = 0,
+    ) -> None:
+        """Be again as `held` was taken, under these policies: what follows is bit-identical if they
+        are the ones of then. Between turns only.
+
+        Raises UsageError as `configure`, ValueError if the rows are not those of such a network
+        and step policy; then, as when there is no memory, nothing changes.
+        """
+        assert self._reading is None
+        self.check(prompt, step, budget, stride)
+        arena = self._empty(step)
+        kinds = [
+            {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
+            for columns in (arena.columns, held.columns)
+        ]
+        if kinds[0] != kinds[1] or held.layout.start.shape != arena.start.shape:
+            raise ValueError("the cache is not one of this network and policy")
+        arena.unpack(held.layout, held.region, held.columns)
+        self._set(prompt, step, budget, stride)
+        self.arena, self.position, self._turns = arena, held.position, list(held.turns)
+        self._pinned, self._rows, self._open = held.pinned, held.rows, held.open
+        self._peak, self._evict_s, self._last = held.peak, held.evict_s, held.outcome
+        self._relaid()
+
+    def _empty(self, step: StepPolicy | None) -> Arena:
+        """An arena without rows, with the columns that `step` needs."""
+        shape = self.shape
+        return Arena(
+            shape.layers, shape.kv_heads, shape.head_dim, self.dtype, self.device,
+            step.columns if step else {}, poison=self._poison,
+        )  # fmt: skip
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -431,6 +499,10 @@ class Scheduler:
         _, index, live = self._padded
         pos = arena.columns["pos"][index].to(torch.int64)
         pos = pos.masked_fill(~live | (pos < self._pinned), -1)  # pinned rows are not shown
+        if self.prompt_policy is not None and self.prompt_policy.prefer is not None:
+            shown = pos.masked_fill(self.prompt_policy.prefer(pos, self._turns), -1)
+            enough = (shown >= 0).sum(1, keepdim=True) > step.sinks + step.recent
+            pos = torch.where(enough, shown, pos)
         where = heads.nonzero().to(self.device)
         view = StepView(
             self.position, pos, arena.cap[heads].to(self.device), where[:, 0], where[:, 1],
@@ -456,6 +528,11 @@ class Scheduler:
         return self.arena.columns["pos"][index[head, live[head]]].to(torch.int64).sort().values
 
     @property
+    def lost(self) -> tuple[float | None, ...]:
+        """Per layer, the share of the last window's attention that was evicted; None: not known."""
+        return self._last.lost
+
+    @property
     def reading(self) -> bool:
         """A prompt is under way."""
         return self._reading is not None
@@ -478,7 +555,7 @@ class Scheduler:
         held = arena.held
         rows = int(held.sum())
         row_bytes = arena.row_nbytes(["k", "v"])
-        lost = [(s, i) for i, s in enumerate(last.lost if last else []) if s is not None]
+        lost = [(s, i) for i, s in enumerate(last.lost) if s is not None]
         seen = sum(min(self.position, w) if w else self.position for w in shape.windows)
         mean = rows / held.numel()
         return CacheStats(
@@ -498,5 +575,5 @@ class Scheduler:
             lost_layer=max(lost)[1] if lost else None,
             evict_s=self._evict_s,
             budget_rows=self._rows,
-            shaped=last.shaped if last else False,
+            shaped=last.shaped,
         )

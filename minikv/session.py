@@ -7,6 +7,7 @@ turn begins with it; if not, it is *owed*, and leads the next prompt.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import sys
@@ -21,12 +22,27 @@ from torch import Tensor
 from minikv.bound import longest_token
 from minikv.choice import Choice
 from minikv.errors import ContextError, Interrupted, UsageError
-from minikv.report import DeviceMemory, KvBytes, Loss, Rates, Seconds, Tokens, TurnReport
+from minikv.report import (
+    DeviceMemory,
+    KvBytes,
+    Loss,
+    Rates,
+    Seconds,
+    Tokens,
+    TurnReport,
+    size,
+)
 from minikv.sampling import Sampling, pick
+from minikv.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from minikv.engine import Engine
     from minikv.stats import CacheStats
+
+
+UNDO_TURNS = 16
+UNDO_BYTES = 512 << 20
+"""Turns that a chat on a terminal can take back, and bytes of host memory for their caches."""
 
 
 class TextStream(Protocol):
@@ -86,6 +102,24 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A question that was read, with its documents, and the answer as far as it was written."""
+
+    question: str
+    answer: str
+    documents: tuple[Document, ...]
+    report: TurnReport
+
+    def messages(self) -> tuple[Message, Message]:
+        """As the transcript has it."""
+        return _asked(self.documents, self.question), Message("assistant", self.answer)
+
+
+def _asked(documents: Iterable[Document], question: str) -> Message:
+    return Message("user", "".join(d.rendered() for d in documents) + question)
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What the run is made of, for reports: nothing here changes what is computed."""
 
@@ -102,6 +136,12 @@ class ChatSession:
     """One conversation over one cache.
 
     `max_context`: positions that the model was trained for. `seed` decides every draw.
+    `undo_turns`: how many turns `undo` can take back, at the price of a copy of the cache in host
+    memory before each, `undo_bytes` in all.
+
+    `turns` and `reports` are those of the conversation so far, `undone` what the last `undo` took
+    back, until something is asked. `curve`: (tokens seen, bytes held, bytes of a full cache) at the
+    end of every reading and every answer. `conversation` counts the resets.
     """
 
     def __init__(
@@ -116,6 +156,7 @@ class ChatSession:
         system: str = "",
         facts: Facts | None = None,
         pin_system: bool = False,
+        undo_turns: int = 0,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -126,7 +167,10 @@ class ChatSession:
         self.system = system
         self.pin_system = pin_system
         self.facts = facts or Facts()
+        self.undo_turns = undo_turns
+        self.undo_bytes = UNDO_BYTES
         self._longest: float | None = None  # bytes per token at the most, once it was needed
+        self.conversation = 0
         self.reset()
 
     def reset(self, *, keep_documents: bool = False) -> None:
@@ -141,7 +185,17 @@ class ChatSession:
         self.turn = 0
         self.shaped_by: int | None = None
         self.report: TurnReport | None = None
+        self.turns: list[Turn] = []
+        self.undone: list[Turn] = []
+        self.curve: list[tuple[int, int, int]] = []
+        self._before: dict[int, Snapshot] = {}  # by turns that had been finished
         self._cancelled = False
+        self.conversation += 1
+
+    @property
+    def reports(self) -> list[TurnReport]:
+        """The records of all turns so far."""
+        return [turn.report for turn in self.turns]
 
     def attach(self, text: str, name: str | None = None) -> None:
         """Put a document before the next question. Raises UsageError if there is no text in it."""
@@ -158,6 +212,88 @@ class ChatSession:
         """Use another policy or budget from the next prompt on. On UsageError nothing changes."""
         self.engine.kv.configure(*choice.policies())
         self.choice = choice
+
+    def check(self, choice: Choice) -> None:
+        """Raise the UsageError that `configure` would raise; change nothing."""
+        self.engine.kv.check(*choice.policies())
+
+    def snapshot(self) -> Snapshot:
+        """The chat as it is between two turns: after `restore` every answer is the same, bit by
+        bit. Costs a copy of the rows in use, in host memory."""
+        assert self.turn == len(self.turns), "a turn is under way"
+        return Snapshot(
+            self.engine.kv.snapshot(), self.choice, self.seed, tuple(self.messages),
+            tuple(self.documents), tuple(self.pending), tuple(self.fed), self.owed, self.shaped_by,
+            tuple(self.turns), tuple(self.curve),
+        )  # fmt: skip
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Be as `snapshot` was taken, policies, budget and seed included. Between turns only.
+
+        One without a cache gives its conversation to be read again with the next question. Raises
+        UsageError if this chat cannot have those policies, ValueError if the cache is not one of
+        its network; then, as when memory runs out, nothing changes.
+        """
+        held, policies = snapshot.held, snapshot.choice.policies()
+        if held is None:
+            self.engine.kv.check(*policies)
+            self.engine.reset()
+            self.engine.kv.configure(*policies)
+        else:
+            self.engine.kv.restore(held, *policies)
+        self.choice, self.seed = snapshot.choice, snapshot.seed
+        self.messages, self.documents = list(snapshot.messages), list(snapshot.documents)
+        self.pending, self.fed = list(snapshot.pending), list(snapshot.fed)
+        self.owed, self.shaped_by = snapshot.owed, snapshot.shaped_by
+        self.turns, self.curve = list(snapshot.turns), list(snapshot.curve)
+        self.turn = len(self.turns)
+        self.report = self.turns[-1].report if self.turns else None
+        self.undone, self._before = [], {}
+        self._cancelled = False
+
+    def undo(self, turns: int = 1) -> list[Turn]:
+        """Take back the last `turns` turns, and return them: the first of their questions, asked
+        again, is answered again as it was. Its documents wait for the next question; policy, budget
+        and seed stay as they are now. Raises UsageError, and changes nothing, where `undoable`
+        would.
+        """
+        self.undoable(turns)
+        finished = len(self.turns) - turns
+        choice, seed, pending, before = self.choice, self.seed, self.pending, self._before
+        taken = self.turns[finished:]
+        self.restore(before[finished])
+        self.undone, self.seed = taken, seed
+        self.pending += [d for d in pending if d not in self.pending]
+        self._before = {n: snapshot for n, snapshot in before.items() if n < finished}
+        if choice != self.choice:
+            self.configure(choice)
+        return taken
+
+    def undoable(self, turns: int = 1) -> None:
+        """Raise the UsageError that `undo` would raise."""
+        count = len(self.turns)
+        if turns < 1:
+            raise UsageError(f"a number of turns is 1 or more, got {turns:,}")
+        if not count:
+            raise UsageError("there is no turn to take back", "ask something first")
+        if turns > count:
+            have = "1 turn" if count == 1 else f"{count:,} turns"
+            raise UsageError(f"{turns:,} turns cannot be taken back: this chat has {have}")
+        if count - turns not in self._before:
+            most = max((count - n for n in self._before if n > count - turns), default=0)
+            more = min((count - n for n in self._before if n < count - turns), default=0)
+            reach = [f"{n:,}" for n in (most, more) if n]
+            kept = (
+                f"/undo {' or '.join(reach)} works"
+                if reach
+                else "/clear starts anew with the documents"
+            )
+            raise UsageError(
+                f"the cache as it was before question {count - turns + 1:,} is not kept: at most "
+                f"{self.undo_turns:,} are, {size(self.undo_bytes)} in all, none from before a "
+                "saved chat was taken up",
+                f"{kept}; a smaller budget makes them smaller",
+            )
 
     def cancel(self) -> None:
         """Stop the running turn at the next safe point: safe to call from a signal handler.
@@ -218,27 +354,29 @@ class ChatSession:
             if notice is not None:
                 notice(line)
 
-        content = "".join(document.rendered() for document in self.pending) + question
-        self._refuse_by_bytes(content)
-        messages = [*self.messages, Message("user", content)]
+        message = _asked(self.pending, question)
+        self._refuse_by_bytes(message.content)
+        messages = [*self.messages, message]
         ids = self._prompt_ids(messages)
         if len(ids) + 1 > self.max_context - len(self.fed):
             raise self._does_not_fit(len(ids), "needs")
         self._warn_before(question, warn)
 
         reused = len(self.fed)
+        before = self._set_aside()
         reading = perf_counter()
         logits = self._read(ids, max_tokens, progress)
         prefill_s = perf_counter() - reading
 
         # The prompt is in the cache: from here on the turn counts, whatever happens.
+        self._remember(before)
         self.fed += ids
         self.owed = None
         self.turn += 1
         self.messages = messages
         self.documents += self.pending
-        had_documents = bool(self.pending)
-        self.pending = []
+        attached = tuple(self.pending)
+        self.pending, self.undone = [], []
 
         stream = self.tokenizer.stream()
         pieces: list[str] = []
@@ -247,7 +385,9 @@ class ChatSession:
         decode_s = 0.0
         reason = ""
         try:
-            self._warn_after(had_documents, warn)
+            stats = self.engine.kv.stats()
+            self._mark(stats)
+            self._warn_after(stats, bool(attached), warn)
             while True:
                 if self._cancelled:
                     reason = "user"
@@ -284,8 +424,10 @@ class ChatSession:
             reason = reason or "user"
             raise
         finally:
-            self.messages = [*messages, Message("assistant", "".join(pieces))]
+            answer = "".join(pieces)
+            self.messages = [*messages, Message("assistant", answer)]
             stats = self.engine.kv.stats()
+            self._mark(stats)
             total_s = perf_counter() - began
             self.report = self._report(
                 stats,
@@ -310,6 +452,30 @@ class ChatSession:
                     baseline_decode_tok_s=None,
                 ),
             )
+            self.turns.append(Turn(question, answer, attached, self.report))
+
+    def _set_aside(self) -> Snapshot | None:
+        """What `undo` will need, if that is wanted and there is room for it."""
+        if not self.undo_turns or self.engine.kv.stats().held_bytes > self.undo_bytes:
+            return None
+        # No memory for a copy is no reason not to answer.
+        with contextlib.suppress(MemoryError, RuntimeError):
+            return self.snapshot()
+        return None
+
+    def _remember(self, before: Snapshot | None) -> None:
+        """Keep the snapshot from before the turn that now counts; the oldest make room for it."""
+        if before is not None:
+            self._before[self.turn] = before
+        for n in sorted(self._before):
+            total = sum(snapshot.nbytes for snapshot in self._before.values())
+            old = n <= self.turn - self.undo_turns
+            # An empty cache, as before the first question, costs nothing and stays.
+            if self._before[n].nbytes and (old or total > self.undo_bytes):
+                del self._before[n]
+
+    def _mark(self, stats: CacheStats) -> None:
+        self.curve.append((stats.seen, stats.held_bytes, stats.full_bytes))
 
     def _prompt_ids(self, messages: list[Message]) -> list[int]:
         """What must be fed so that the cache holds `messages` up to where the answer begins."""
@@ -397,8 +563,9 @@ class ChatSession:
                 "need may be gone; /clear reads the documents again with your next question"
             )
 
-    def _warn_after(self, had_documents: bool, warn: Callable[[str], None]) -> None:
-        stats = self.engine.kv.stats()
+    def _warn_after(
+        self, stats: CacheStats, had_documents: bool, warn: Callable[[str], None]
+    ) -> None:
         if stats.shaped and self.shaped_by is None:
             self.shaped_by = self.turn
         rows = stats.budget_rows

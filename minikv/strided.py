@@ -30,7 +30,7 @@ class Strided:
         self, shape: Shape, arena: Arena, step: StepPolicy, plan: Plan, cap: int, stride: int,
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        self.shape, self.arena, self.step = shape, arena, step
+        self.shape, self.arena, self.step = shape, arena, step.reader()
         self.plan, self.cap, self.stride = plan, cap, stride
         self._dtype = dtype
         self._front = cap  # rows before those of the block
@@ -103,6 +103,9 @@ class Strided:
         for name, column in self._columns.items():
             rows = self.arena.columns[name][index].to(column.dtype)
             column[:, :count] = rows
+        # What a key says of its row may be missing: another policy may have been in force.
+        for name, values in self.step.admit(layer, self._columns["k"][:, :count]).items():
+            self._columns[name][:, :count] = values
         self._columns["pos"][:, :count].masked_fill_(~live, -1)
         self._compact(self._columns["pos"] >= 0)
 
@@ -180,14 +183,14 @@ class Strided:
         most = int(over.max())
         if most:
             heads = torch.arange(len(pos), device=pos.device)
+            shown = pos.masked_fill(pos < self.plan.pinned, -1)  # pinned rows are not shown
             view = StepView(
-                position, pos, torch.full_like(heads, self.cap), torch.full_like(heads, layer),
+                position, shown, torch.full_like(heads, self.cap), torch.full_like(heads, layer),
                 heads, {name: columns[name] for name in self.step.columns}, attention,
                 None if query is None else query.flatten(1, 2), key,
             )  # fmt: skip
             scores, free = self.step.judge(view, most)
-            free = free & (pos >= self.plan.pinned)
-            keep = keep & ~leaving(scores, pos, free, over)
+            keep = keep & ~leaving(scores, shown, free, over)
             assert bool((keep.sum(1) + coming <= self.cap).all()), "too few rows may leave"
         self._compact(keep)
 

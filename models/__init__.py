@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from minikv.models.config import ModelConfig
+    from minikv.models.hub import Progress
     from minikv.models.llama import Llama
     from minikv.models.templates import ChatTemplate
     from minikv.models.tokenizer import Tokenizer
@@ -42,12 +43,14 @@ def load(
     offline: bool = False,
     device: str = "cpu",
     dtype: str = "auto",
+    progress: Progress | None = None,
 ) -> Loaded:
     """Load a directory or a hub id; None is the bundled model.
 
     `device`: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N". `dtype`: "auto",
     "float32", "bfloat16" or "float16"; "auto" is the storage dtype, except that float16 becomes
-    float32 on a CPU, which computes in it no faster and overflows earlier.
+    float32 on a CPU, which computes in it no faster and overflows earlier. `progress` is told of a
+    download and of the weights as they are read.
     Raises ModelError: not found, gated or unsupported (exit code 3), too large (4), corrupt (6).
     """
     from minikv.models.config import ModelConfig
@@ -59,7 +62,7 @@ def load(
     if model is None:
         source = Source("bundled", BUNDLED, None)
     else:
-        source = resolve(model, revision=revision, offline=offline)
+        source = resolve(model, revision=revision, offline=offline, progress=progress)
     where = _device(device)
     config = ModelConfig.from_folder(source.folder)
     checkpoint = Checkpoint.open(source.folder)
@@ -67,8 +70,9 @@ def load(
     tokenizer = Tokenizer.from_folder(source.folder, stop_ids=config.stop_ids)
     template = ChatTemplate.from_folder(source.folder, tokenizer)
     network = load_network(
-        checkpoint, config, device=where, dtype=_dtype(dtype, checkpoint.dtype, where)
-    )
+        checkpoint, config, device=where, dtype=_dtype(dtype, checkpoint.dtype, where),
+        progress=None if progress is None else progress.weights,
+    )  # fmt: skip
     return Loaded(
         network=network,
         tokenizer=tokenizer,

@@ -11,12 +11,14 @@ import errno
 import json
 import os
 import re
+import shutil
 import stat
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from minikv.models.errors import (
     CorruptModel,
@@ -59,10 +61,31 @@ class Source:
     revision: str | None
 
 
-def resolve(model: str | Path, *, revision: str | None = None, offline: bool = False) -> Source:
+class Progress(Protocol):
+    """Who is told how far the loading of a model has come. All figures are bytes.
+
+    The methods of one object are never called at the same time, but `download` is called from other
+    threads. What a method raises ends the loading and reaches the caller as it is.
+    """
+
+    def planned(self, files: int, size: int, free: int | None) -> None:
+        """Before a download: what it will fetch, and what is free on the cache's disk."""
+
+    def download(self, done: int, total: int) -> None: ...
+    def weights(self, done: int, total: int) -> None: ...
+
+
+def resolve(
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
+) -> Source:
     """Find `model`: an existing directory, or a hub id (cache first, then network).
 
-    With `offline` (or HF_HUB_OFFLINE=1) nothing touches the network. Raises ModelUnavailable.
+    With `offline` (or HF_HUB_OFFLINE=1) nothing touches the network. With `progress`, a download
+    that the cache's disk has no room for is refused before it begins. Raises ModelUnavailable.
     """
     text = os.fspath(model)
     folder = Path(text).expanduser()
@@ -82,14 +105,16 @@ def resolve(model: str | Path, *, revision: str | None = None, offline: bool = F
             f"{quote(revision)} is not a revision", "give a branch, tag or full commit hash"
         )
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-    return _from_hub(text, revision, offline)
+    return _from_hub(text, revision, offline, progress)
 
 
 def _is_pathlike(text: str) -> bool:
     return text.startswith((".", "~", "/")) or "\\" in text or ".." in text
 
 
-def _from_hub(repo: str, revision: str | None, offline: bool) -> Source:
+def _from_hub(
+    repo: str, revision: str | None, offline: bool, progress: Progress | None
+) -> Source:
     if offline and "huggingface_hub" not in sys.modules:
         # The library reads this once, when it is first imported. A belt: the offline path below
         # only looks into the cache.
@@ -111,7 +136,13 @@ def _from_hub(repo: str, revision: str | None, offline: bool) -> Source:
             f"{repo}{at} is {state}, and offline mode is on",
             "run once without --offline (and without HF_HUB_OFFLINE) to download it",
         )
-    folder = _download(huggingface_hub, repo, revision, at)
+    watched = None if progress is None else _Watched(progress)
+    try:
+        folder = _download(huggingface_hub, repo, revision, at, watched)
+    except ModelError:
+        if watched is not None and watched.stopped is not None:
+            raise watched.stopped from None  # not a failure of the hub: the watcher's wish
+        raise
     lacks = missing_files(folder)
     if lacks:
         raise ModelUnavailable(f"{repo}{at} has no {quote(lacks)}", "it is not a complete model")
@@ -127,14 +158,22 @@ def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
     return None
 
 
-def _download(hub: Any, repo: str, revision: str | None, at: str) -> Path:
+def _download(
+    hub: Any, repo: str, revision: str | None, at: str, watched: _Watched | None
+) -> Path:
     from huggingface_hub import errors
 
     # GatedRepoError is a RepositoryNotFoundError, and most are HfHubHTTPError: the order matters.
     try:
-        info = hub.HfApi().model_info(repo, revision=revision)
+        # Sizes come only on request, and are needed only where somebody watches.
+        asked = {} if watched is None else {"files_metadata": True}
+        info = hub.HfApi().model_info(repo, revision=revision, **asked)
         wanted = wanted_files([sibling.rfilename for sibling in info.siblings or ()])
-        folder = hub.snapshot_download(repo, revision=revision, allow_patterns=wanted)
+        bars = {}
+        if watched is not None:
+            watched.plan(*_to_fetch(hub, repo, info, wanted), Path(hub.constants.HF_HUB_CACHE))
+            bars = {"tqdm_class": watched.bar(hub)}
+        folder = hub.snapshot_download(repo, revision=revision, allow_patterns=wanted, **bars)
     except errors.GatedRepoError:
         raise ModelUnavailable(
             f"{repo} is gated: its owner must grant you access",
@@ -192,6 +231,92 @@ def _unreachable(repo: str, at: str, error: Exception) -> ModelUnavailable:
         f"{repo}{at}: the download failed ({type(error).__name__})",
         "check the network; finished files are kept, and a model directory works without one",
     )
+
+
+class _Watched:
+    """One download as a Progress sees it: bytes added up over all files and threads."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.total = 0
+        self.done = 0
+        self.stopped: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def plan(self, files: int, size: int, cache: Path) -> None:
+        """Announce the download. Raises ModelUnavailable if the disk of `cache` is too small."""
+        free = _free_disk(cache)
+        gib = 2**30
+        if free is not None and size > free:
+            raise ModelUnavailable(
+                f"the download takes {size / gib:.1f} GiB in {files} files, and only "
+                f"{free / gib:.1f} GiB are free on the disk of {cache}",
+                "free space, or set HF_HOME to a directory on another disk",
+            )
+        self.total = size
+        if files:
+            self._call(lambda: self.progress.planned(files, size, free))
+
+    def count(self, done: float) -> None:
+        """A bar of the library stands at `done` bytes."""
+        with self._lock:
+            if done <= self.done:
+                return  # of its two bars, bytes received and bytes written, the one in front counts
+            self.done = int(done)
+            total = max(self.total, self.done)
+            self._call(lambda: self.progress.download(self.done, total))
+
+    def _call(self, tell: Callable[[], None]) -> None:
+        if self.stopped is not None:
+            raise self.stopped  # one thread was told to stop, the others follow
+        try:
+            tell()
+        except BaseException as error:
+            self.stopped = error
+            raise
+
+    def bar(self, hub: Any) -> type:
+        """A progress bar class for the library, which draws nothing and counts bytes here."""
+        watched = self
+
+        class Bar(hub.utils.tqdm):  # type: ignore[misc]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self.counts = kwargs.get("unit") == "B"  # the other bar counts files
+                super().__init__(*args, **{**kwargs, "disable": True})
+
+            def update(self, n: float | None = 1) -> None:
+                with watched._lock:
+                    self.n += n or 0
+                if self.counts:
+                    watched.count(self.n)
+
+        return Bar
+
+
+def _to_fetch(hub: Any, repo: str, info: Any, wanted: list[str]) -> tuple[int, int]:
+    """How many of the wanted files the cache lacks, and their bytes as far as the hub tells."""
+    root = Path(hub.constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+    files = size = 0
+    for sibling in info.siblings or ():
+        if sibling.rfilename not in wanted:
+            continue
+        large = getattr(sibling, "lfs", None)
+        blob = getattr(large, "sha256", None) or getattr(sibling, "blob_id", None)
+        if blob and (root / "blobs" / blob).exists():
+            continue
+        files += 1
+        size += getattr(sibling, "size", None) or 0
+    return files, size
+
+
+def _free_disk(folder: Path) -> int | None:
+    """Bytes free where `folder` is or will be; None where the system does not say."""
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def wanted_files(names: Iterable[str]) -> list[str]:

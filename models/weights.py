@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +43,7 @@ from minikv.models.llama import Llama
 HEADER_LIMIT = 16 * 2**20  # bytes
 TENSOR_LIMIT = 100_000
 STAGING = 32 * 2**20
-"""Bytes read at a time where a tensor has to be converted or moved to another device."""
+"""Bytes read at a time, and the size of the buffer where a tensor is converted or moved."""
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -160,13 +160,18 @@ def _read_exactly(file: BinaryIO, count: int, path: Path) -> bytes:
     return bytes(data)
 
 
-def _read_into(file: BinaryIO, into: memoryview, path: Path) -> None:
+def _read_into(
+    file: BinaryIO, into: memoryview, path: Path, tell: Callable[[int], None] | None = None
+) -> None:
+    """Fill `into`; `tell` gets the bytes of each read."""
     done = 0
     while done < len(into):
-        got = file.readinto(into[done : done + 2**28])  # type: ignore[attr-defined]
+        got = file.readinto(into[done : done + STAGING])  # type: ignore[attr-defined]
         if not got:
             raise CorruptModel(f"{path.name} is truncated", "download the file again")
         done += got
+        if tell is not None:
+            tell(got)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +308,12 @@ def load_network(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Llama:
     """A network with the checkpoint's weights; `dtype` None keeps the storage dtype.
+
+    `progress(done, total)` is called with the bytes read from the files, first with 0; what it
+    raises ends the loading.
 
     The result's `config.tied` and `config.notes` tell how the head was resolved: tied only if the
     file asks for it and `lm_head` is absent or equal. Raises CorruptModel, UnsupportedModel, and
@@ -327,6 +336,16 @@ def load_network(
         network = Llama(config, device=device, dtype=dtype)
     places = dict(network.tensors())
     _account(entries, places)
+    done = 0
+    total = sum(entries[name].end - entries[name].start for name in places)
+
+    def tell(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    tell(0)
     with torch.no_grad():
         files: dict[Path, list[str]] = {}
         for name in places:
@@ -335,7 +354,7 @@ def load_network(
             with open_regular(path) as file:
                 for name in sorted(names, key=lambda n: entries[n].start):
                     heads = _pairs(name, config) if checkpoint.original else 0
-                    _fill(file, entries[name], places[name], heads)
+                    _fill(file, entries[name], places[name], heads, tell)
     return network
 
 
@@ -369,17 +388,19 @@ def _pairs(name: str, config: ModelConfig) -> int:
     return config.kv_heads if ".k_proj." in name else 0
 
 
-def _fill(file: BinaryIO, entry: Entry, place: Tensor, pair_heads: int) -> None:
+def _fill(
+    file: BinaryIO, entry: Entry, place: Tensor, pair_heads: int, tell: Callable[[int], None]
+) -> None:
     """Read one tensor into `place`, converting dtype, device and row order on the way."""
     file.seek(entry.start)
     stored = DTYPES[entry.dtype]
     if place.device.type == "cpu" and place.dtype == stored and not pair_heads:
-        _read_into(file, _bytes(place), entry.path)
+        _read_into(file, _bytes(place), entry.path, tell)
         return
     if pair_heads:
         # Rows of a head: (x0, y0, x1, y1, ...) in the file, (x0, x1, ..., y0, y1, ...) here.
         whole = torch.empty(entry.shape, dtype=stored)
-        _read_into(file, _bytes(whole), entry.path)
+        _read_into(file, _bytes(whole), entry.path, tell)
         half = entry.shape[0] // pair_heads // 2
         rest = entry.shape[1:]
         whole = whole.view(pair_heads, half, 2, *rest).transpose(1, 2)
@@ -390,7 +411,7 @@ def _fill(file: BinaryIO, entry: Entry, place: Tensor, pair_heads: int) -> None:
     for start in range(0, flat.numel(), staging.numel()):
         part = flat[start : start + staging.numel()]
         source = staging[: part.numel()]
-        _read_into(file, _bytes(source), entry.path)
+        _read_into(file, _bytes(source), entry.path, tell)
         part.copy_(source)
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minikv.arena import Layout
 from minikv.errors import NumericsError, UsageError
+from minikv.snapshot import Held, Outcome
 
 BOS, END, USER, ASSISTANT, SYSTEM = range(256, 261)
 VOCAB = 261
@@ -100,6 +102,16 @@ class FakeKv:
     configured: list[tuple[Any, ...]] = field(default_factory=list)
     shaped: bool = False
     budget_rows: int | None = 512
+    fed: list[int] = field(default_factory=list)
+    shape = SimpleNamespace(layers=1, kv_heads=1, windows=(None,))
+
+    @property
+    def arena(self) -> SimpleNamespace:
+        count = self.position
+        return SimpleNamespace(
+            length=torch.tensor([[count]]), start=torch.tensor([[0]]), hole=torch.tensor([[-1]]),
+            device=torch.device("cpu"), columns={"pos": torch.arange(count, dtype=torch.int32)},
+        )  # fmt: skip
 
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(
@@ -113,11 +125,26 @@ class FakeKv:
     def kept(self, layer: int, head: int) -> Tensor:
         return torch.arange(self.position)
 
-    def configure(self, *choice: Any) -> None:
+    def check(self, *choice: Any) -> None:
         budget = choice[2]
         if budget is not None and budget.unit == "rows" and budget.value < 37:
             raise UsageError("--budget is below the smallest useful one here: 37")
+
+    def configure(self, *choice: Any) -> None:
+        self.check(*choice)
         self.configured.append(choice)
+
+    def snapshot(self) -> Held:
+        none, rows = torch.zeros((1, 1), dtype=torch.int64), len(self.fed)
+        some, ids = none + rows, torch.tensor(self.fed, dtype=torch.int64)
+        return Held(
+            self.position, (), 0, None, False, 0, 0.0, Outcome(), (0, rows),
+            Layout(none, some, some, some, none - 1), {"ids": ids},
+        )  # fmt: skip
+
+    def restore(self, held: Held, *choice: Any) -> None:
+        self.check(*choice)
+        self.fed, self.position = held.columns["ids"].tolist(), held.position
 
 
 class FakeEngine:
@@ -125,12 +152,20 @@ class FakeEngine:
 
     def __init__(self, length: int = 12, chunk: int = 4) -> None:
         self.kv = FakeKv()
-        self.fed: list[int] = []
         self.length = length
         self.chunk = chunk
         self.nan_at: int | None = None
         self.script: list[int] | None = None
         self.hook: Callable[[list[int]], None] = lambda fed: None
+
+    @property
+    def fed(self) -> list[int]:
+        """Every token that was fed; the cache has them, so that it can be set aside."""
+        return self.kv.fed
+
+    @fed.setter
+    def fed(self, ids: list[int]) -> None:
+        self.kv.fed = ids
 
     def prompt(self, ids: list[int], progress: Any = None, room: int = 256) -> Tensor:
         before = list(self.fed)

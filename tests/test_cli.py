@@ -48,7 +48,7 @@ class World:
         self.settings: Settings | None = None
         self.session: ChatSession | None = None
 
-    def build(self, settings: Settings) -> ChatSession:
+    def build(self, settings: Settings, progress: object = None) -> ChatSession:
         if self.failure is not None:
             raise self.failure
         self.settings = settings
@@ -457,10 +457,10 @@ def test_ctrl_c_in_a_command_does_not_end_the_chat(
 ) -> None:
     read = documents.read_file
 
-    def interrupted(path: str, errors: str = "strict") -> documents.Text:
+    def interrupted(path: str, *rest: Any, **more: Any) -> documents.Text:
         if world.session is not None:
             os.kill(os.getpid(), signal.SIGINT)
-        return read(path, errors)
+        return read(path, *rest, **more)
 
     monkeypatch.setattr(documents, "read_file", interrupted)
     result = world.run("chat", document, input=f"/add {document}\nstill here?\n")

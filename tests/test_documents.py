@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minikv.cli import documents
-from minikv.cli.documents import decode, read_file
+from minikv.cli.documents import Text, decode, distinct, read_file
 from minikv.errors import UsageError
 
 
@@ -36,6 +36,7 @@ def write(folder: Path, data: bytes, name: str = "d.txt") -> str:
 def test_text_is_read_as_it_is(tmp_path: Path, data: bytes, text: str) -> None:
     found = read_file(write(tmp_path, data))
     assert (found.text, found.name, found.note) == (text, "d.txt", "")
+    assert found.facts == f"{len(text)} characters"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,6 @@ def test_text_is_read_as_it_is(tmp_path: Path, data: bytes, text: str) -> None:
         (codecs.BOM_UTF16_LE + b"a\x00\x00\xd8b\x00", r"not valid UTF-16: byte 4 \(0x00\)"),
         (bytes(range(256)) * 4, "looks binary"),
         (b"\x00" * 100, "looks binary"),
-        (b"%PDF-1.7 ...", "is a PDF, not text"),
         (b"\x7fELF\x02\x01", "a program"),
         (b"PK\x03\x04....", "zip archive"),
         (b"\x1f\x8b\x08", "gzip"),
@@ -100,6 +100,37 @@ def test_the_size_limit_holds_for_files_and_pipes(
         read_file(write(tmp_path, b"0123456789a"))
     with pytest.raises(UsageError, match="standard input is larger than"):
         decode(b"0123456789a", "standard input")
+
+
+def test_a_message_that_is_a_pdf_is_refused() -> None:
+    with pytest.raises(UsageError, match="standard input is a PDF, not text"):
+        decode(b"%PDF-1.7 ...", "standard input")
+
+
+def test_the_hint_on_invalid_bytes_is_the_callers(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        read_file(write(tmp_path, b"ok \xff"), remedy="do this")
+    assert error.value.hint == "do this"
+
+
+def test_names_are_made_distinct_and_stay_so() -> None:
+    names = ["a.txt", "a.txt", "b.txt", "a.txt (2)", None, None]
+    made = distinct([Text("x", name) for name in names], taken=["b.txt", None])
+    assert [text.name for text in made] == [
+        "a.txt", "a.txt (2)", "b.txt (2)", "a.txt (2) (2)", None, None,
+    ]  # fmt: skip
+    assert all(text.text == "x" for text in made)
+
+
+# Section 7, test 4 of the reference: what a document may hold, read as it is.
+@pytest.mark.parametrize(
+    "text",
+    ["<|eot_id|>", "[INST]", "\x1b]52;c;aGk=\x07 and more text", "a \x00 in a long enough text",
+     "[bold]x[/bold]", "世界", "🎈👩‍👩‍👧", "one\r\ntwo\r\n", "a"],
+)  # fmt: skip
+def test_odd_text_is_read_unchanged(tmp_path: Path, text: str) -> None:
+    found = read_file(write(tmp_path, text.encode()))
+    assert (found.text, found.note) == (text, "")
 
 
 def test_a_hostile_file_name_is_one_clean_line(tmp_path: Path) -> None:

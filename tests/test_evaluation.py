@@ -1,10 +1,14 @@
-"""`minikv eval`: metrics worked by hand, files that are refused by line, and a small run."""
+"""`minikv eval`: metrics and intervals worked by hand, a small run, and runs that are stopped.
+
+Files are in test_evaluation_files.py.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,22 +19,63 @@ from typer.testing import CliRunner
 import minikv
 from minikv.attend import Attend, DenseAttend
 from minikv.choice import Choice
-from minikv.cli.evaluation import metrics, run, tasks
-from minikv.cli.evaluation.files import Item, read_items
+from minikv.cli.evaluation import command, intervals, metrics, run, show, tasks
+from minikv.cli.evaluation.files import Item
 from minikv.cli.evaluation.measure import Shadow, agreement, negative_log_likelihood
 from minikv.cli.evaluation.rereading import Rereading
 from minikv.cli.main import app
 from minikv.engine import Engine
-from minikv.errors import UsageError
+from minikv.errors import ContextError
 from minikv.policies import default_step, prompt_names
+from minikv.session import ChatSession, Message
 
 
 def test_wilson_interval() -> None:
-    low, high = metrics.interval(0.9, 100)
+    low, high = intervals.wilson(0.9, 100)
     assert (round(low, 4), round(high, 4)) == (0.8256, 0.9448)
-    assert metrics.interval(1.0, 20)[1] == 1.0
-    assert metrics.interval(0.0, 20)[0] == 0.0
-    assert metrics.interval(0.5, 0) == (0.0, 1.0)
+    assert intervals.wilson(1.0, 20)[1] == 1.0
+    assert intervals.wilson(0.0, 20)[0] == 0.0
+    assert intervals.wilson(0.5, 0) == (0.0, 1.0)
+
+
+def test_an_interval_of_shares_is_over_documents() -> None:
+    single = [[1.0]] * 90 + [[0.0]] * 10
+    assert intervals.of_shares(single) == pytest.approx(intervals.wilson(0.9, 100))
+    # Six answers that are always alike say as much as one, and Student's t makes it a little less.
+    alike = intervals.of_shares([row * 6 for row in single])
+    t = 1.9842
+    assert alike == pytest.approx(intervals.wilson(0.9, 99 * (1.96 / t) ** 2), abs=1e-4)
+    # Documents that do not differ at all are worth every question; more than that none is.
+    t = 2.0096
+    even = intervals.of_shares([[1.0, 0.0]] * 50)
+    assert even == pytest.approx(intervals.wilson(0.5, 100 * (1.96 / t) ** 2), abs=1e-4)
+    # All right: nothing is known of how alike they are, so a document counts once.
+    low, high = intervals.of_shares([[1.0] * 6] * 50)
+    assert (low, high) == pytest.approx(intervals.wilson(1.0, 50 * (1.96 / t) ** 2), abs=1e-4)
+    assert intervals.of_shares([[1.0, 0.0, 1.0]]) == (None, None)
+    assert intervals.of_shares([]) == (None, None)
+
+
+def test_an_interval_of_means_is_over_documents() -> None:
+    """Two sums and counts by hand: 3 + 1 over 2 + 2 tokens; the mean 1, its error (1, -1) / 4."""
+    low, high = intervals.of_means([[2.0, 1.0], [0.0, 1.0]])
+    assert (low, high) == pytest.approx((1 - 12.706 * 0.5, 1 + 12.706 * 0.5))
+    # A document twice as long weighs twice as much, and does not count as two.
+    rows = [[1.0] * 20, [2.0] * 10, [4.0] * 10]
+    apart = [20 * (1 - 2), 10 * (2 - 2), 10 * (4 - 2)]
+    error = (3 / 2 * sum(x * x for x in apart)) ** 0.5 / 40
+    assert intervals.of_means(rows) == pytest.approx((2 - 4.303 * error, 2 + 4.303 * error))
+    assert intervals.of_means([[1.0, 2.0]]) == (None, None)
+
+
+@pytest.mark.parametrize(("documents", "quantile"), [(12, 2.201), (31, 2.042), (201, 1.972)])
+def test_students_t_beyond_the_table(documents: int, quantile: float) -> None:
+    rows = [[float(i % 2)] for i in range(documents)]
+    mean = sum(r[0] for r in rows) / documents
+    error = (sum((r[0] - mean) ** 2 for r in rows) / documents / (documents - 1)) ** 0.5
+    low, _ = intervals.of_means(rows)
+    assert low is not None
+    assert (mean - low) / error == pytest.approx(quantile, abs=5e-4)
 
 
 @pytest.mark.parametrize(
@@ -45,11 +90,20 @@ def test_wilson_interval() -> None:
         (metrics.classification, "Food or Sport", ["Food"], ["Food", "Sport"], 0.5),
         (metrics.classification, "Fast food", ["Fast food"], ["food", "Fast food"], 1.0),
         (metrics.classification, "Weather", ["Food"], ["Food", "Sport"], 0.0),
+        # Official: the name after one that is taken out is skipped, and stays.
+        (metrics.classification, "Human group or body", ["Human group or body"],
+         ["Human", "Human group", "Human group or body"], 0.5),
+        (metrics.classification, "ab", ["ab"], ["a", "b", "ab"], 0.5),
+        (metrics.classification, "ab", ["ab"], ["a", "ab", "b"], 1.0),
+        (metrics.classification, "ab or c", ["x", "c"], ["a", "ab", "c"], 1 / 3),
         (metrics.retrieval, "Paragraph 3, or 4", ["Paragraph 3"], [], 0.5),
+        (metrics.retrieval, "Paragraph 4", ["Paragraph 3", "Paragraph 4"], [], 1.0),
         (metrics.count, "There are 7.", ["7"], [], 1.0),
+        (metrics.count, "7 or 8, so 8", ["7", "8"], [], 2 / 3),
         (metrics.count, "None.", ["7"], [], 0.0),
         (metrics.code, "# comment\nreturn x", ["return x"], [], 1.0),
         (metrics.code, "return y", ["return x"], [], 0.88),
+        (metrics.code, "\n    return x\nmore", ["    return x"], [], 1.0),
     ],
 )
 def test_metrics(
@@ -66,56 +120,6 @@ def test_likeness_and_agreement() -> None:
     assert agreement("a b c", "a x c").first == 1
     assert agreement("a b", "a b c").first == 2
     assert not agreement("a b", "a b c").exact
-
-
-def record(**changes: object) -> str:
-    good = {"context": "The fox.", "input": "Who?", "answers": ["fox"], "dataset": "qasper"}
-    return json.dumps({k: v for k, v in (good | changes).items() if v is not None})
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("{", "line 2: not JSON"),
-        ("[1]", "line 2: not a JSON object"),
-        (record(context=None), "line 2: no context"),
-        (record(context=7), "line 2: context is not a text"),
-        (record(answers=None), "line 2: no answers"),
-        (record(answers="fox"), "line 2: answers is not a list of texts"),
-        (record(answers=[]), "line 2: answers is empty"),
-        (record(input=""), "line 2: input is empty"),
-        (record(dataset="vcsum"), "line 2: dataset 'vcsum' is not supported"),
-        (json.dumps({"input": "x", "outputs": ["y"]}), "line 2: input has no document"),
-        (json.dumps({"input": "a\nb", "outputs": []}), "line 2: outputs is empty"),
-    ],
-)
-def test_a_wrong_record_is_named_by_its_line(tmp_path: Path, line: str, says: str) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text(record() + "\n" + line + "\n")
-    with pytest.raises(UsageError) as refused:
-        list(read_items(path))
-    assert says in str(refused.value)
-    result = CliRunner().invoke(app, ["eval", str(path)])
-    assert result.exit_code == 2
-    assert says in result.stderr
-
-
-def test_longbench_and_ruler_records(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    ruler = {"index": 0, "input": "Some words.\nA key is 17.\nWhat is the key?", "outputs": ["17"]}
-    path.write_text(record() + "\n\n" + json.dumps(ruler) + "\n")
-    first, second = read_items(path)
-    assert (first.document, first.questions, first.right) == ("The fox.", ("Who?",), (("fox",),))
-    assert first.metric is metrics.qa_f1
-    assert second.document == "Some words.\nA key is 17."
-    assert second.questions == ("What is the key?",)
-    assert second.metric is metrics.contains
-    empty = tmp_path / "e.jsonl"
-    empty.write_text("\n")
-    with pytest.raises(UsageError, match="is empty"):
-        list(read_items(empty))
-    with pytest.raises(UsageError, match="cannot read"):
-        list(read_items(tmp_path / "none.jsonl"))
 
 
 class Bytes:
@@ -205,19 +209,37 @@ def test_a_small_run(tmp_path: Path) -> None:
         (["--budget", "12x"], "cannot read the budget"),
         (["--length", "none"], "cannot read the lengths"),
         (["--length", "3"], "cannot read the lengths"),
+        (["--length", "199"], "a document of 199 tokens holds no fact"),
+        (["--length", "100,1000", "--tasks", "needle,ppl"], "a document of 100 tokens holds no"),
         (["-n", "0"], "-n must be at least 1"),
         (["-o", "windov=3"], "none of these policies has an option 'windov'"),
         (["--decode", ","], "--decode names nothing"),
         (["--policy", "snapkv", "--stride", "32"], "snapkv cannot read a prompt in blocks"),
         (["--json", "/nowhere/out.json"], "there is no directory"),
         (["--json", "out.txt"], "cannot tell what to write"),
+        (["--map", "out.svg"], "there is nothing to map"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], says: str) -> None:
+def test_wrong_arguments(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "build", lambda _: pytest.fail("a model was loaded"))
     result = CliRunner().invoke(app, ["eval", *arguments])
     assert result.exit_code == 2
     assert says in result.stderr
     assert len(result.stderr.splitlines()) <= 3
+
+
+def test_a_map_needs_matplotlib_before_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "build", lambda _: pytest.fail("a model was loaded"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(
+        app, ["eval", "--tasks", "needle", "--map", str(tmp_path / "map.png")]
+    )
+    assert result.exit_code == 2
+    assert "a map needs matplotlib" in result.stderr
 
 
 def test_every_policy_with_every_decode_policy() -> None:
@@ -235,8 +257,6 @@ def test_every_policy_with_every_decode_policy() -> None:
 
 
 def test_the_bar_says_how_long() -> None:
-    from minikv.cli.evaluation import show
-
     line = show.bar(30, 120, 60.0, "facts")
     assert line == f"facts  [{'=' * 7}{' ' * 23}] 30/120  3:00 left"
     assert show.bar(0, 5, 0.0, "ppl").endswith("0/5")
@@ -244,8 +264,6 @@ def test_the_bar_says_how_long() -> None:
 
 def test_the_map(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from minikv.cli.evaluation import show
-
     cell = run.Cell(
         "needle", "full", "none", "-", 0, 4, 0.5, 0.2, 0.8, 1.0,
         by_place=[(0.0, 1000, 0.0, 1), (0.0, 2000, 1.0, 1), (1.0, 1000, 1.0, 1),
@@ -256,14 +274,134 @@ def test_the_map(tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_size > 2000
 
 
-def test_chats_are_not_disturbed_by_a_longer_document() -> None:
+def full() -> list[Choice]:
+    return run.choices([], [], [], 0)
+
+
+def never(done: int, total: int) -> None:
+    """Progress that nobody looks at."""
+
+
+@pytest.mark.parametrize("task", ["facts", "ppl", "loss"])
+def test_nothing_is_cut_to_fit(task: str) -> None:
     """An item that does not fit is an error with the documented code, not a cut document."""
     chat = minikv.load(policy="full")
-    long = Item("word " * 9000, ("What?",), (("word",),))
-    from minikv.errors import ContextError
+    long = Item("word " * 9000, ("What?",), (("word",),), source="x.jsonl, line 7")
+    fits = Item("word " * 90, ("What?",), (("word",),))
+    one = run.Run(chat, [task], [fits, long], full())
+    with pytest.raises(ContextError) as refused:
+        one.check("mine")
+    assert str(refused.value).startswith("x.jsonl, line 7: needs ")
+    assert "8,192 positions" in str(refused.value)
+    if task != "ppl":  # where a long document takes long
+        with pytest.raises(ContextError):
+            one.measure(never)
+        assert one.completed == 1
+    with pytest.raises(ContextError, match="mine, document 1: needs"):
+        run.Run(chat, [task], [Item(long.document, ("What?",), (("word",),))], full()).check("mine")
 
-    with pytest.raises(ContextError):
-        run.evaluate(chat, ["facts"], [long], run.choices([], [], [], 0), lambda *_: None)
+
+def test_every_answer_must_have_room() -> None:
+    """The check counts what a chat feeds, at least, whatever its answers are."""
+    chat = minikv.load(policy="full")
+    item = Item("The town of Velmora has a mayor.", ("Who?", "What is it?", "Where?"),
+                (("a",),) * 3, max_tokens=8)  # fmt: skip
+    one = run.Run(chat, ["followup"], [item], full())
+    lengths: list[int] = []
+    reset = chat.reset
+    chat.reset = lambda **_: (lengths.append(len(chat.fed)), reset())[1]  # type: ignore
+    one.measure(never)
+    chat.max_context = max(lengths) - 1
+    with pytest.raises(ContextError) as refused:
+        one.check("followup")
+    needed = int(str(refused.value).split("needs ")[1].split()[0])
+    assert max(lengths) <= needed <= max(lengths) + 3 * 8
+    chat.max_context = needed
+    one.check("followup")
+
+
+def test_perplexity_begins_as_a_chat_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the BOS and what stands before the user's words; the last quarter is scored."""
+    chat = minikv.load(policy="full")
+    fed: list[tuple[list[int], int]] = []
+
+    def spy(engine: Engine, tokens: list[int], read: int) -> list[float]:
+        fed.append((tokens, read))
+        return negative_log_likelihood(engine, tokens, read)
+
+    monkeypatch.setattr(run, "negative_log_likelihood", spy)
+    text = "The mill was cold. " * 20
+    one = run.Run(chat, ["ppl"], [Item(text, ("What?",), (("a",),))] * 2, full())
+    one.measure(never)
+    tokens, read = fed[0]
+    plain = chat.tokenizer.encode(text)
+    start = tokens[: len(tokens) - len(plain)]
+    assert start
+    assert tokens[len(start) :] == plain
+    assert chat.template.opening([Message("user", text)])[: len(tokens)] == tokens
+    assert read == len(start) + 3 * len(plain) // 4
+    assert one.cells()[0].n == 2 * (len(tokens) - read)
+
+
+def test_one_document_has_no_interval(tmp_path: Path) -> None:
+    """None in JSON that any reader takes, nothing in CSV, a dash in the table."""
+    out, sheet = tmp_path / "out.json", tmp_path / "out.csv"
+    result = CliRunner().invoke(
+        app,
+        ["eval", "--tasks", "facts,ppl", "--policy", "adakv", "--budget", "64", "--length", "200",
+         "-n", "1", "--json", str(out), "--csv", str(sheet)],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    cells = json.loads(out.read_text(), parse_constant=refuse)["cells"]
+    assert [(c["low"], c["high"]) for c in cells] == [(None, None)] * 4
+    rows = list(csv.DictReader(io.StringIO(sheet.read_text())))
+    assert {(r["low"], r["high"]) for r in rows} == {("", "")}
+    assert [line.split()[4] for line in result.stdout.splitlines() if "adakv" in line] == ["-"] * 2
+
+
+def test_json_has_no_infinity() -> None:
+    cell = run.Cell("ppl", "full", "none", "-", 0, 4, 9.0, 0.0, float("inf"), 1.0)
+    assert cell.record()["high"] is None
+    assert cell.record()["score"] == 9.0
+
+
+def test_what_was_measured_is_kept_when_a_run_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C in the second policy of the third document: two documents, of every policy."""
+    out, asked, ask = tmp_path / "out.json", 0, run._answers
+
+    def answers(chat: ChatSession, item: Item) -> list[str]:
+        nonlocal asked
+        asked += 1
+        if asked == 6:
+            raise KeyboardInterrupt
+        return ask(chat, item)
+
+    monkeypatch.setattr(run, "_answers", answers)
+    arguments = ["eval", "--tasks", "facts", "--policy", "adakv", "--budget", "64", "-n", "4",
+                 "--length", "200", "--json", str(out)]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 130
+    written = json.loads(out.read_text())
+    assert [(c["policy"], c["n"]) for c in written["cells"]] == [("full", 2), ("adakv", 2)]
+    assert written["facts"]["stopped_after"] == {"facts": "2 of 4"}
+    assert f"documents measured: facts: 2 of 4; written to {out}" in result.stderr.replace("\n", "")
+    assert "adakv" in result.stdout
+    # Stopped before anything was measured: what an earlier run has written stays.
+    asked = 5
+    assert CliRunner().invoke(app, arguments).exit_code == 130
+    assert json.loads(out.read_text()) == written
+
+
+def test_needles_of_different_lengths_are_different() -> None:
+    """1000 apart in length, and one apart in number, were the same."""
+    items = list(tasks.needle(Bytes(), [1000, 2000], 2, 5, depths=(0.5,)))
+    assert len({item.right for item in items}) == 4
 
 
 @pytest.mark.parametrize("windows", [None, (20, None, 30)])

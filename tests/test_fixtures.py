@@ -18,10 +18,10 @@ from torch import Tensor
 from minikv import policies
 from minikv.budget import Budget
 from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
+from minikv.policies import kvcrush
 from minikv.policies.adakv import adaptive_heads
-from minikv.policies.kvcrush import anchor, ranks
 from minikv.policies.snapkv import window_scorer
-from minikv.policy import PromptView, StepView, best
+from minikv.policy import Evidence, PromptView, StepView, best
 from minikv.scheduler import Scheduler
 from minikv.stats import Shape
 
@@ -408,7 +408,7 @@ def kvpress(name: str) -> tuple[str, dict[str, object]]:
     kind = CASES[name]["policy"]
     window = {"window": params.get("window", 0), "kernel": params.get("kernel", 1)}
     snap: dict[str, object] = window | {"pooling": "avg"}
-    observed: dict[str, object] = {"average": True, "window": 0}
+    observed: dict[str, object] = {"average": True, "recent_share": 0.0}
     free: dict[str, object] = {"sinks": 0, "recent": 0}
     if kind.startswith("expected"):
         return "expected", {
@@ -469,8 +469,8 @@ def test_kvpress_pyramid_budgets(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", like("kvcrush_block"))
 def test_kvcrush_in_blocks(name: str, tensors: dict[str, Tensor]) -> None:
-    """The release's unit is a block whose bits are those of its rows; ours is a row, whose bits are
-    those of the heads. Marks, anchor, distance and ranks are the same code."""
+    """The parts that stand alone: which rows are the better half, the anchor, and the ranks that
+    are taken. The next test has the distances, and the whole."""
     case, data = CASES[name], roles(CASES[name], tensors)
     params = case["params"]
     scores = data["scores"]
@@ -478,15 +478,62 @@ def test_kvcrush_in_blocks(name: str, tensors: dict[str, Tensor]) -> None:
     half = best(scores, torch.arange(len(scores)), everything, len(scores) // 2)
     marks = half.view(params["blocks"], -1).T  # [block_size, blocks]
     assert marks.T.int().tolist() == data["expected_bits"].tolist()
-    if params["anchor"] == "random":
-        goal = data["anchor"].bool()
-    else:
+    if params["anchor"] != "random":
         kind = {"alternating": "alternate"}.get(params["anchor"], params["anchor"])
-        goal = anchor(kind, marks, 0, 0)
-    assert goal.int().tolist() == data["anchor"].tolist()
-    distance = (marks != goal[:, None]).sum(0)
-    assert distance.tolist() == data["expected_distance"].tolist()
+        assert kvcrush.anchor(kind, marks, 0, 0).int().tolist() == data["anchor"].tolist()
     rest = data["candidates"].long()
-    rest = rest[distance[rest].argsort(stable=True)]
-    taken = ranks(len(rest), params["budget_blocks"], "step")
+    rest = rest[data["expected_distance"][rest].argsort(stable=True)]
+    taken = kvcrush.ranks(len(rest), params["budget_blocks"], "step")
     assert rest[taken].tolist() == data["expected_retained"].tolist()
+
+
+@pytest.mark.parametrize("name", like("kvcrush_block"))
+def test_kvcrush_selects_what_the_release_does(
+    name: str, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`select` itself: a block of the release is a row here, and its bits, one per token of a
+    block, are those of as many KV heads.
+
+    The release marks the better half of all tokens, ours of each head's rows. So a head with few
+    marks lacks rows without one, and a head with many has rows that no block stands for, or, where
+    the anchor is the majority, has bits and anchor turned round. A head that has all blocks is
+    asked; what the base policy keeps there is every block that is no candidate.
+    """
+    case, data = CASES[name], roles(CASES[name], tensors)
+    params = case["params"]
+    blocks, size = params["blocks"], params["block_size"]
+    marks = data["expected_bits"].bool().T.clone()  # [block_size, blocks]
+    kind = {"alternating": "alternate"}.get(params["anchor"], params["anchor"])
+    if kind == "mean":
+        marks[2 * marks.sum(1) > blocks] ^= True
+    if kind == "random":  # another generator
+        monkeypatch.setattr(kvcrush, "anchor", lambda *rest: data["anchor"].bool())
+    ones = marks.sum(1)
+    extra = max(0, 2 * int(ones.max()) - blocks)
+    mass = torch.cat((marks.float(), torch.zeros(size, extra)), 1)
+    free = torch.zeros(size, blocks + extra, dtype=torch.bool)
+    for h in range(size):
+        least = max(blocks, 2 * int(ones[h])) if 2 * ones[h] >= blocks else 2 * int(ones[h])
+        order = mass[h].argsort(descending=True, stable=True)
+        free[h, order[:least]] = True
+    asked = int((2 * ones >= blocks).nonzero()[0])
+    assert bool(free[asked, :blocks].all())
+    scores = torch.ones_like(mass)
+    scores[asked, data["candidates"].long()] = 0.0
+    pos = torch.arange(blocks + extra).expand(size, -1)
+    view = PromptView(
+        0, blocks + extra, pos, 1, mass[:, None], mass, lambda: mass, lambda: mass
+    )
+    evidence = Evidence(
+        lambda seen: seen.mass[:, 0], lambda seen: ~seen.live, observe=1  # type: ignore[index]
+    )
+    count = int(free[asked].sum()) - params["candidates"] + params["budget_blocks"]
+    choose = kvcrush.select(
+        {"ratio": params["budget_blocks"] / count, "seed": 0, "bits": "query", "anchor": kind,
+         "ranks": "step"},
+        evidence,
+    )  # fmt: skip
+    chosen = choose(view, scores, free, [count if h == asked else 0 for h in range(size)])
+    found = chosen[asked] & (scores[asked] == 0.0)
+    assert found.nonzero().flatten().tolist() == sorted(data["expected_retained"].tolist())
+    assert int(chosen.sum()) == count

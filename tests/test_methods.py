@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
-from small import engine, ids, network
+from small import Dense, engine, ids, network, scheduler
 from torch import Tensor
 
 from minikv import policies
+from minikv.budget import Budget
+from minikv.choice import Choice
+from minikv.engine import Engine
 from minikv.errors import UsageError
 from minikv.noise import gumbel, uniform
 from minikv.policies.hashevict import codes, ones, projection
 from minikv.policies.kvcrush import anchor
 from minikv.policies.scissorhands import ScissorHands
 from minikv.policies.tova import layer_mean
-from minikv.policy import PromptPolicy, PromptView, StepView
+from minikv.policy import PromptPolicy, PromptView, StepView, ranked
 
 
 def build(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy:
@@ -190,19 +194,21 @@ def test_h2o_columns_sum_to_the_queries() -> None:
 def test_kvcrush_without_representatives_is_its_base() -> None:
     mass = random_mass()
     for base in ("snapkv", "tova", "l2"):
-        crushed = build(f"kvcrush({base})", {"ratio": 0.0})
+        sinks = {} if base != "snapkv" else {"sinks": 0}
+        crushed = build(f"kvcrush({base})", {"ratio": 0.0} | sinks)
         assert torch.equal(
             choose(crushed, view(mass, 32), 180), choose(build(base), view(mass, 32), 180)
         )
 
 
 @pytest.mark.parametrize("kind", ["mean", "inv_mean", "alternate", "random", "zeros", "ones"])
-@pytest.mark.parametrize("total", [3 * 33, 3 * 40, 3 * 119])
+@pytest.mark.parametrize("total", [3 * 37, 3 * 44, 3 * 119])
 def test_kvcrush_keeps_its_sizes(kind: str, total: int) -> None:
     mass = random_mass()
     kept = choose(build("kvcrush", {"anchor": kind}), view(mass, 32), total)
     assert kept.sum(1).tolist() == [total // 3] * 3
     assert bool(kept[:, -32:].all())
+    assert bool(kept[:, :4].all())
 
 
 def test_kvcrush_anchors() -> None:
@@ -289,7 +295,7 @@ def test_tova_keeps_the_heads_of_a_layer_alike() -> None:
 @pytest.mark.parametrize("window", [5, 32, 40, 64, 100])
 def test_scissorhands_counts_the_last_queries(window: int) -> None:
     """C1: the shift register against an explicit recount, rows joining along the way."""
-    step = ScissorHands(sinks=4, recent=10, window=window)
+    step = ScissorHands(sinks=4, recent=10, queries=window)
     rows, generator = 12, torch.Generator().manual_seed(5)
     columns = {name: torch.zeros(rows, dtype=dtype) for name, dtype in step.columns.items()}
     history: list[Tensor] = []
@@ -311,12 +317,55 @@ def test_scissorhands_counts_the_last_queries(window: int) -> None:
 
 
 def test_scissorhands_takes_uniform_attention_for_enough() -> None:
-    """C2: exactly a uniform share is not below it."""
-    step = ScissorHands(sinks=4, recent=10, window=50)
-    columns = {name: torch.zeros(8, dtype=dtype) for name, dtype in step.columns.items()}
-    for _ in range(20):
-        step.step(columns, torch.full((8,), 0.125), lambda: torch.full((8,), 8.0))
-    assert int(columns["below0"].sum()) == 0
+    """C2: exactly a uniform share is not below it, for any number of rows."""
+    step = ScissorHands(sinks=4, recent=10, queries=50)
+    for rows in range(1, 400):
+        columns = {name: torch.zeros(rows, dtype=dtype) for name, dtype in step.columns.items()}
+        seen = torch.full((rows,), float(rows))
+        step.step(columns, torch.full((rows,), 1.0 / rows), lambda seen=seen: seen)  # type: ignore[misc]
+        assert int(columns["below0"].sum()) == 0, rows
+
+
+@pytest.mark.parametrize(("tokens", "history"), [(90, 400), (90, 20), (12, 400)])
+def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -> None:
+    """Every one of them for itself, and a row only from its own query on."""
+    net = network()
+    options: dict[str, object] = {"history": history}
+    run = engine(net, "full", "scissorhands", 512, step_options=options)
+    run.prompt(ids(tokens))
+    dense = Dense(net)
+    plain = dense.kv.attend
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = torch.cat([k for k, _ in seen_keys[layer]] + [k]).transpose(0, 1)
+        first = rows.shape[1] - len(q)
+        query = q.view(len(q), 3, -1, 8).permute(1, 2, 0, 3)
+        logits = query @ rows[:, None].transpose(2, 3) * 8**-0.5
+        at = torch.arange(first, rows.shape[1])
+        hidden = torch.arange(rows.shape[1]) > at[:, None]
+        seen_p[layer].append(logits.masked_fill(hidden, -torch.inf).softmax(-1).mean(1))
+        seen_keys[layer].append((k, v))
+        return plain(layer, q, k, v)
+
+    seen_keys: list[list[tuple[Tensor, Tensor]]] = [[], [], []]
+    seen_p: list[list[Tensor]] = [[], [], []]
+    dense.kv.attend = attend  # type: ignore[method-assign]
+    dense.prompt(ids(tokens))
+    last = min(32, history, tokens)
+    arena = run.kv.arena
+    for layer in range(3):
+        below = torch.zeros(3, tokens)
+        for i in range(tokens - last, tokens):
+            chunk = next(p for p in seen_p[layer] if p.shape[-1] > i)
+            p = chunk[:, i - (chunk.shape[-1] - chunk.shape[1])]
+            below[:, : i + 1] += p[:, : i + 1] < 1.0 / (i + 1)
+        for head in range(3):
+            order = arena.segment("pos", layer, head).long()
+            words = [arena.segment(n, layer, head) for n in arena.extra if n != "queries"]
+            found = torch.stack([ones(word.long()) for word in words]).sum(0)
+            assert found.tolist() == below[head, order].long().tolist()
+            able = (tokens - order).clamp(max=last)
+            assert arena.segment("queries", layer, head).long().tolist() == able.tolist()
 
 
 # -- HashEvict ------------------------------------------------------------------------------
@@ -378,6 +427,11 @@ def test_ones_counts_bits() -> None:
         ("adakv+pyramid", ("snapkv", "pyramid", "ada")),
         ("h2o+adakv+pyramidkv", ("h2o", "pyramid", "ada")),
         ("kvcrush(h2o)", ("h2o", "kvcrush")),
+        ("kvcrush(h2o) + ada", ("h2o", "ada", "kvcrush")),
+        ("kvcrush(h2o+ada)+turns", ("h2o", "ada", "kvcrush", "turns")),
+        ("kvcrush(proxies)", ("proxies", "kvcrush")),
+        ("nacl+critical", ("proxies", "draw", "critical")),
+        ("kvcrush+critical", ("snapkv", "kvcrush", "critical")),
         ("kvcrush(adakv)", ("snapkv", "ada", "kvcrush")),
         ("l2+nacl", ("l2", "draw")),
     ],
@@ -464,6 +518,116 @@ def test_the_ends_of_turns_are_preferred() -> None:
             for begin, end in zip(begins, ends, strict=True):
                 assert set(range(begin, begin + 5)) <= held
                 assert set(range(end - 5, end)) <= held
+
+
+@pytest.mark.parametrize("step", ["roco", "h2o", "tova", "hashevict", "streaming", "random"])
+def test_the_ends_of_turns_stay_while_an_answer_is_written(step: str) -> None:
+    net = network()
+    run = engine(net, "snapkv+turns", step, 60, prompt_options={"edge": 5, "window": 8})
+    for turn in range(2):
+        run.prompt(ids(90, seed=turn))
+        for token in range(30):
+            run.step(token)
+    edges = {*range(5), *range(85, 90), *range(120, 125), *range(205, 210)}
+    for layer in range(3):
+        for head in range(3):
+            assert edges <= set(run.kv.kept(layer, head).tolist())
+
+
+def test_the_ends_of_turns_give_way_where_nothing_else_is_left() -> None:
+    run = engine(network(), "snapkv+turns", "roco", 40, prompt_options={"edge": 200, "window": 8})
+    run.prompt(ids(300))
+    for token in range(60):
+        run.step(token)
+    assert {len(run.kv.kept(i, h)) for i in range(3) for h in range(3)} <= {40, 41}
+
+
+def test_values_weigh_the_same_way_over_any_scorer() -> None:
+    """Rows of ten times the value stay under CriticalKV, whatever the sign of the scores."""
+    generator = torch.Generator().manual_seed(0)
+    mass = random_mass(2, 2, 60)
+    value = torch.randn(2, 60, 8, generator=generator)
+    heavy = torch.arange(60) % 2 == 0
+    value[:, heavy] *= 10.0
+    matrix = torch.randn(2, 2, 8, 16, generator=generator)
+    seen = replace(view(mass), value=lambda: value, output=lambda: matrix)
+    for base in ("tova", "h2o", "l2", "keydiff", "streaming", "random"):
+        options = {"by_score": 0.0}
+        kept = choose(build(f"{base}+critical", options), seen, 2 * 30)
+        plain = choose(build(base), seen, 2 * 30)
+        more = kept[:, heavy].sum() - plain[:, heavy].sum()
+        assert int(more) >= 4, base
+
+
+def test_a_draw_follows_ranks_where_scores_are_no_weights() -> None:
+    """Better rows are drawn more often although a norm's scores are negative."""
+    mass = random_mass(1, 1, 60)
+    seen = view(mass)
+    order = (-seen.key().norm(dim=-1))[0].argsort(descending=True)
+    hits = torch.zeros(60)
+    for seed in range(300):
+        options = {"random": 1.0, "seed": seed, "sinks": 0, "recent": 0}
+        hits += choose(build("l2+draw", options), seen, 15)[0]
+    assert float(hits[order[:15]].sum()) > 2.0 * float(hits[order[-15:]].sum())
+
+
+def test_ranks() -> None:
+    scores = torch.tensor([[-3.0, -1.0, -1.0, 9.0]])
+    free = torch.tensor([[True, True, True, False]])
+    ranks = ranked(scores, torch.tensor([[5, 7, 6, 8]]), free)
+    assert ranks[0, :3].tolist() == pytest.approx([1 / 3, 1.0, 2 / 3])
+
+
+@pytest.mark.parametrize("name", ["l2+ada", "keydiff+ada", "h2o+ada", "expected+ada"])
+def test_no_head_is_left_nothing(name: str) -> None:
+    options: dict[str, object] = {"alpha": 0.0}
+    options |= {"recent_share": 0.0} if "h2o" in name else {"sinks": 0, "recent": 0}
+    for seed in range(4):
+        run = engine(network(seed=seed), name, "none", 4, prompt_options=options)
+        run.prompt(ids(80))
+        sizes = [[len(run.kv.kept(layer, h)) for h in range(3)] for layer in range(3)]
+        assert [sum(row) for row in sizes] == [12] * 3
+        assert min(map(min, sizes)) >= 1
+
+
+def test_h2o_keeps_the_newest_half() -> None:
+    """As in the paper, at the prompt as well; `window` sets a number instead."""
+    for options, newest in (({}, 30), ({"recent_share": 0.25}, 15), ({"window": 7}, 7)):
+        run = engine(network(), "h2o", "none", 60, prompt_options=options)
+        run.prompt(ids(200))
+        for layer in range(3):
+            for head in range(3):
+                kept = run.kv.kept(layer, head)
+                assert len(kept) == 60
+                assert kept[-newest:].tolist() == list(range(200 - newest, 200))
+
+
+@pytest.mark.parametrize(
+    ("pair", "stride"),
+    [(("pyramidkv", "roco"), 0), (("ada-pyramid", "h2o"), 0), (("snapkv+turns", "tova"), 0),
+     (("full", "roco"), 16), (("full", "h2o"), 16), (("full", "streaming"), 16),
+     (("full", "hashevict"), 16), (("full", "l2"), 16), (("full", "random"), 16)],
+)  # fmt: skip
+def test_pinned_rows_stay_in_every_layout(pair: tuple[str, str], stride: int) -> None:
+    """Budgets by layer, and prompts in blocks, count what is pinned; too little is refused."""
+    net = network()
+    for budget in range(20, 130, 6):
+        kv = scheduler(net, pair[0], pair[1], 128)
+        prompt, step, _, _ = Choice.read(*pair).policies()
+        try:
+            kv.configure(prompt, step, Budget.parse(budget), stride)
+            kv.pin(20)
+            run = Engine(net, kv)
+            run.prompt(ids(200))
+        except UsageError:
+            assert budget < 120
+            continue
+        for token in range(20):
+            run.step(token)
+        run.prompt(ids(60, seed=4))
+        for layer in range(3):
+            for head in range(3):
+                assert set(range(20)) <= set(kv.kept(layer, head).tolist())
 
 
 def test_preferred_rows_do_not_break_a_small_budget() -> None:

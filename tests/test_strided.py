@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from small import VOCAB, engine, ids, network, shape
 from torch import Tensor
 
-from minikv import policies
+from minikv import kernels, policies
 from minikv.budget import Budget
 from minikv.choice import Choice
 from minikv.engine import Engine
@@ -71,15 +71,36 @@ def test_blocks_of_one_are_steps(name: str, windows: tuple[int | None, ...] | No
         assert all(len(rows) <= (1 if windows else 0) for rows in gone)
 
 
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every block that is mixed: no other prompt of these tests goes by positions."""
+    sizes: list[int] = []
+    mix = kernels.visible_attention
+
+    def listen(query: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        sizes.append(query.shape[2])
+        return mix(query, *rest)
+
+    monkeypatch.setattr(kernels, "visible_attention", listen)
+    return sizes
+
+
+def split(length: int, stride: int) -> list[int]:
+    return [stride] * (length // stride) + ([length % stride] if length % stride else [])
+
+
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("stride", [4, 16, 64])
-def test_caps_hold_over_turns(name: str, stride: int) -> None:
-    net = network()
+@pytest.mark.parametrize("stride", [4, 16, 32, 64])
+def test_caps_hold_over_turns(name: str, stride: int, blocks: list[int]) -> None:
+    """In blocks of just that size, the last of a prompt aside: the network hands over 256 rows."""
+    net = network(layers=2, rows=256)
     run = strided(net, name, 96, stride)
     generator = torch.Generator().manual_seed(stride)
-    for turn in range(4):
-        length = int(torch.randint(1, 150, (1,), generator=generator))
+    for turn in range(3):
+        length = int(torch.randint(80, 150, (1,), generator=generator))
+        blocks.clear()
         run.prompt(ids(length, seed=turn))
+        assert blocks == split(length, stride) * 2
         seen = run.kv.position
         for rows in kept(run.kv):
             assert len(rows) == min(96, seen) or run.kv.step_policy.before  # type: ignore[union-attr]
@@ -89,6 +110,18 @@ def test_caps_hold_over_turns(name: str, stride: int) -> None:
         for token in range(3):
             run.step(token)
         assert all(len(rows) <= 96 for rows in kept(run.kv))
+
+
+def test_chunks_of_the_network_do_not_change_the_blocks(blocks: list[int]) -> None:
+    """Chunks of 64 and of 256 rows give the same blocks of 32, so the same rows."""
+    found = []
+    for rows in (64, 256):
+        run = strided(network(layers=1, rows=rows), "roco", 60, 32)
+        run.prompt(ids(300))
+        assert blocks == split(300, 32)
+        blocks.clear()
+        found.append(kept(run.kv))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -148,7 +181,9 @@ def easykv(name: str, params: dict[str, int], *, decode: bool = False) -> StepPo
     if name == "roco":
         saved = int(0.3 * cap) if decode else int(0.1 * cap) + 4
         sinks = 0 if decode else 4
-        return step("roco", {"sinks": sinks, "recent": 10, "scope": (saved + 0.5) / cap})
+        share = (saved + 0.5) / cap
+        given = {"sinks": sinks, "recent": 10, "scope": share, "scope_prompt": share}
+        return step("roco", given)
     if name == "h2o":
         return step("h2o", {"sinks": 4, "recent_share": (recent + 0.5) / cap})
     if name == "tova":
@@ -228,9 +263,9 @@ def test_what_does_not_go_together(given: dict[str, object], says: str) -> None:
     assert says in str(refused.value)
 
 
-def test_the_smallest_budget_counts_the_block() -> None:
+def test_the_smallest_budget_counts_the_block(blocks: list[int]) -> None:
     """A policy that evicts before attention needs room for the block inside its cap."""
-    net = network()
+    net = network(rows=256)
     with pytest.raises(UsageError, match="too small"):
         strided(net, "hashevict", 30, 32)
     with pytest.raises(UsageError) as refused:
@@ -239,3 +274,4 @@ def test_the_smallest_budget_counts_the_block() -> None:
     run = strided(net, "hashevict", 46, 32)
     run.prompt(ids(200))
     assert {len(rows) for rows in kept(run.kv)} == {46}
+    assert blocks == split(200, 32) * 3

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import minikv
 from minikv.cli.build import Settings, build
-from minikv.cli.evaluation import run, show, tasks
+from minikv.cli.evaluation import metrics, run, show, tasks
 from minikv.cli.evaluation.files import Item, read_items
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
+
+Runs = Sequence[tuple[str, run.Run]]
+"""Each with the name of its tasks or its file."""
 
 
 def evaluate(
@@ -30,18 +34,29 @@ def evaluate(
     if count < 1:
         raise UsageError(f"-n must be at least 1, got {count}")
     sizes = _numbers(lengths)
+    if set(wanted_tasks) - {"needle"} and sizes[0] < tasks.LEAST:
+        raise UsageError(
+            f"a document of {sizes[0]:,} tokens holds no fact to ask for",
+            f"--length must be {tasks.LEAST} or more; only needle takes less",
+        )
     choices = run.choices(
         _list(policies, "--policy"), _list(budgets, "--budget"),
         _list(settings.decode, "--decode"), settings.seed, settings.stride,
         settings.options,
     )  # fmt: skip
-    show.check(outputs)
+    show.check(outputs, wanted_tasks)
     read: dict[Path, list[Item]] = {path: list(read_items(path)) for path in files}
+    if any(item.metric is metrics.rouge_l for items in read.values() for item in items):
+        metrics.rouge()
     terminal.status("loading the model")
     chat = build(replace(settings, decode="auto", stride=0, options={}))
     terminal.clear_status()
     codec, seed = chat.tokenizer, 900_000_000 + 10_000_000 * settings.seed
-    work = [(path.name, ["file"], list(items)) for path, items in read.items()]
+    alike = Counter(path.name for path in read)
+    work = [
+        (path.name if alike[path.name] == 1 else str(path), ["file"], items)
+        for path, items in read.items()
+    ]
     if "needle" in wanted_tasks:
         work.append(("needle", ["needle"], list(tasks.needle(codec, sizes, count, seed))))
     if "followup" in wanted_tasks:
@@ -52,26 +67,59 @@ def evaluate(
     if same:  # these look at the same documents, which are read once for all of them
         made = list(tasks.facts(codec, sizes[0], count, seed))
         work.append((", ".join(same), same, made))
+    terminal.status("looking whether all documents fit")
+    runs = [(what, run.Run(chat, kinds, items, choices)) for what, kinds, items in work]
+    for what, one in runs:
+        one.check(what)
+    terminal.clear_status()
 
-    cells = []
-    for what, kinds, items in work:
-        began = time.perf_counter()
-
-        def progress(done: int, total: int, what: str = what, began: float = began) -> None:
-            terminal.status(show.bar(done, total, time.perf_counter() - began, what))
-
-        mine = run.evaluate(chat, kinds, items, choices, progress)
-        if kinds == ["file"]:
-            mine = [replace(cell, task=what) for cell in mine]
-        cells += mine
-        terminal.clear_status()
-        terminal.data(show.table(mine) + "\n")
     facts: dict[str, object] = {
         "minikv": minikv.__version__, "model": chat.facts.model, "dtype": chat.facts.dtype,
         "device": chat.facts.device, "lengths": sizes, "count": count, "seed": settings.seed,
         "options": dict(settings.options),
     }  # fmt: skip
-    show.write(cells, facts, outputs)
+    try:
+        for what, one in runs:
+            began = time.perf_counter()
+
+            def progress(done: int, total: int, what: str = what, began: float = began) -> None:
+                terminal.status(show.bar(done, total, time.perf_counter() - began, what))
+
+            one.measure(progress)
+            terminal.clear_status()
+            terminal.data(show.table(_cells(what, one)) + "\n")
+    except BaseException:
+        _save(runs, facts, outputs, terminal)
+        raise
+    show.write([cell for what, one in runs for cell in _cells(what, one)], facts, outputs)
+
+
+def _cells(what: str, one: run.Run) -> list[run.Cell]:
+    """With the file's name for a task."""
+    cells = one.cells()
+    return [replace(cell, task=what) for cell in cells] if one.tasks == ["file"] else cells
+
+
+def _save(
+    runs: Runs, facts: dict[str, object], outputs: Sequence[Path], terminal: Terminal
+) -> None:
+    """Write what was measured before something went wrong, which stays the error to report."""
+    if not any(one.completed for _, one in runs):
+        return
+    done = {what: f"{one.completed:,} of {len(one.items):,}" for what, one in runs}
+    note = "stopped; documents measured: " + "; ".join(f"{w}: {n}" for w, n in done.items())
+    try:
+        cells = [cell for what, one in runs for cell in _cells(what, one)]
+        paths = [p for p in outputs if not show.is_map(p) or any(c.by_place for c in cells)]
+        if paths:
+            show.write(cells, {**facts, "stopped_after": done}, paths)
+            note += f"; written to {', '.join(map(str, paths))}"
+        for what, one in runs:
+            if 0 < one.completed < len(one.items):
+                terminal.data(show.table(_cells(what, one)) + "\n")
+    except Exception as error:
+        note += f"; not all was written: {error}"
+    terminal.say(note)
 
 
 def _list(text: str, flag: str = "") -> list[str]:
@@ -89,4 +137,4 @@ def _numbers(text: str) -> list[int]:
         numbers = []
     if not numbers or min(numbers) < 64:
         raise UsageError(f"cannot read the lengths {text!r}", "give tokens, as in 1000,2000,4000")
-    return numbers
+    return list(dict.fromkeys(numbers))

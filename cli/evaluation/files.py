@@ -1,4 +1,8 @@
-"""Questions from files: LongBench and RULER JSONL, as their projects publish them."""
+"""Questions from files: LongBench and RULER JSONL, as their projects publish them.
+
+Both are asked with the document first and the question last. LongBench's instructions are our own
+words (see `longbench`), RULER's stay as they stand in its prompts.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minikv.cli.evaluation import metrics
+from minikv.cli.evaluation.longbench import DATASETS
 from minikv.cli.evaluation.metrics import Metric
 from minikv.errors import UsageError
 
@@ -17,7 +22,8 @@ class Item:
     """One document and its questions, asked in one chat in this order.
 
     `right[i]` are the right answers to question i; `where` places the item on a map, as
-    (depth, length) for needles; `first_line`: only the first line of an answer counts.
+    (depth, length) for needles; `first_line`: only the first line of an answer counts; `source`
+    is its file and line.
     """
 
     document: str
@@ -28,23 +34,17 @@ class Item:
     max_tokens: int = 32
     where: tuple[float, int] | None = None
     first_line: bool = False
-    task: str = ""
+    source: str = ""
 
 
-# What a task is asked for where its records have no question of their own.
-_ASK = {
-    "gov_report": "Summarise the report.",
-    "multi_news": "Summarise the news.",
-    "lcc": "What is the next line of the code?",
-    "passage_count": "How many different paragraphs are there? Answer with the number.",
-}
-_LONG = {"gov_report": 512, "qmsum": 512, "multi_news": 512, "samsum": 128, "qasper": 128}
+_RULER = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # tokens of an answer
 
 
 def read_items(path: Path) -> Iterator[Item]:
     """The items of a LongBench or RULER file. Raises UsageError that names the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON texts may hold the other characters that Unicode calls a line's end.
+        lines = path.read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}", "give a JSONL file") from None
     found = False
@@ -57,9 +57,11 @@ def read_items(path: Path) -> Iterator[Item]:
 
 
 def _item(path: Path, number: int, line: str) -> Item:
+    source = f"{path}, line {number}"
+
     def wrong(what: str) -> UsageError:
         return UsageError(
-            f"{path}, line {number}: {what}",
+            f"{source}: {what}",
             "LongBench records have context, input, answers, dataset; RULER's input and outputs",
         )
 
@@ -67,14 +69,23 @@ def _item(path: Path, number: int, line: str) -> Item:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise wrong(f"not JSON ({error.msg})") from None
+    except (ValueError, RecursionError):
+        raise wrong("a number too long or lists too deep to read") from None
     if not isinstance(record, dict):
         raise wrong("not a JSON object")
+
+    def checked(name: str, value: str) -> str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise wrong(f"{name} has a lone surrogate at character {error.start:,}") from None
+        return value
 
     def text(name: str) -> str:
         value = record.get(name)
         if not isinstance(value, str):
             raise wrong(f"no {name}" if name not in record else f"{name} is not a text")
-        return value
+        return checked(name, value)
 
     def texts(name: str) -> tuple[str, ...]:
         value = record.get(name)
@@ -82,37 +93,47 @@ def _item(path: Path, number: int, line: str) -> Item:
             raise wrong(f"no {name}")
         if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
             raise wrong(f"{name} is not a list of texts")
-        return tuple(value)
+        if not value:
+            raise wrong(f"{name} is empty")
+        return tuple(checked(name, x) for x in value)
 
     if "context" not in record and "outputs" in record:
-        return _ruler(path, text("input"), texts("outputs"), wrong)
-    dataset = text("dataset")
-    metric = metrics.LONGBENCH.get(dataset)
-    if metric is None:
-        known = ", ".join(metrics.LONGBENCH)
-        raise wrong(f"dataset {dataset!r} is not supported (supported: {known})")
-    right = texts("answers")
-    if not right:
-        raise wrong("answers is empty")
-    question = text("input").strip() or _ASK.get(dataset, "")
-    if not question:
+        return _ruler(path, source, text("input"), texts("outputs"), wrong)
+    name = text("dataset")
+    dataset = DATASETS.get(name)
+    if dataset is None:
+        raise wrong(f"dataset {name!r} is not supported (supported: {', '.join(DATASETS)})")
+    document, given, right = text("context"), text("input"), texts("answers")
+    if not document.strip():
+        raise wrong("context is empty")
+    if dataset.has_input and not given.strip():
         raise wrong("input is empty")
-    classes = texts("all_classes") if record.get("all_classes") else ()
+    classes = texts("all_classes") if dataset.metric is metrics.classification else ()
+    if classes and not {*classes} & {*right}:
+        raise wrong("none of answers is in all_classes")
+    if dataset.metric is metrics.retrieval and not all(map(metrics.PARAGRAPH.search, right)):
+        raise wrong("an answer names no paragraph, as in Paragraph 1")
+    question = f"{dataset.says}\n\n{given}" if given.strip() else dataset.says
     return Item(
-        text("context"), (question,), (right,), metric, classes, _LONG.get(dataset, 64),
-        first_line=dataset in metrics.FIRST_LINE, task=dataset,
+        document, (question,), (right,), dataset.metric, classes, dataset.max_tokens,
+        first_line=dataset.first_line, source=source,
     )  # fmt: skip
 
 
 def _ruler(
-    path: Path, prompt: str, right: tuple[str, ...], wrong: Callable[[str], UsageError]
-) -> Item:
-    """RULER gives the whole prompt; its last line is the question."""
-    if not right:
-        raise wrong("outputs is empty")
+    path: Path, source: str, prompt: str, right: tuple[str, ...],
+    wrong: Callable[[str], UsageError],
+) -> Item:  # fmt: skip
+    """RULER gives the whole prompt; its last line is the question. The file or, as its own scripts
+    write it, the folder says the task."""
+    if not all(r.strip() for r in right):
+        raise wrong("outputs has an empty text")
     document, _, question = prompt.rstrip().rpartition("\n")
     if not document.strip():
         raise wrong("input has no document before its last line")
-    any_of = "qa" in path.stem or "qa" in path.parent.name
-    metric = metrics.contains_any if any_of else metrics.contains
-    return Item(document, (question,), (right,), metric, max_tokens=128, task="ruler")
+    name = path.absolute().parent.name if path.stem in ("validation", "test") else path.stem
+    kind = name.split("_")[0]
+    metric = metrics.contains_any if kind == "qa" else metrics.contains
+    return Item(
+        document, (question,), (right,), metric, max_tokens=_RULER.get(kind, 128), source=source
+    )

@@ -7,26 +7,16 @@ Chinese tasks of LongBench are not supported.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from minikv.errors import UsageError
 
 Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 """(answer, right answers, all classes) -> score."""
-
-
-def interval(score: float, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval for a mean of n scores in 0 to 1 (for shares it is exact in form)."""
-    if n == 0:
-        return 0.0, 1.0
-    z = 1.96
-    middle = (score + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(score * (1 - score) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def exact(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
@@ -62,8 +52,8 @@ def qa_f1(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> flo
     return max(f1(_plain(answer), _plain(r)) for r in right)
 
 
-def rouge_l(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Best ROUGE-L F1 over the right answers, by the package that LongBench uses."""
+def rouge() -> Any:
+    """The scorer that LongBench uses. Raises UsageError where its package is not installed."""
     try:
         from rouge import Rouge
     except ImportError:
@@ -71,32 +61,56 @@ def rouge_l(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> f
             "summaries are scored by the package rouge, which is not installed",
             "pip install 'minikv[eval]'",
         ) from None
-    if not answer.strip(" ."):
-        return 0.0
-    return max(float(Rouge().get_scores([answer], [r])[0]["rouge-l"]["f"]) for r in right)
+    return Rouge()
+
+
+def rouge_l(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
+    """Best ROUGE-L F1 over the right answers."""
+    scorer = rouge()
+
+    def f1(r: str) -> float:
+        # It raises on empty texts, among others; LongBench scores 0 whatever it raises.
+        try:
+            return float(scorer.get_scores([answer], [r], avg=True)["rouge-l"]["f"])
+        except Exception:
+            return 0.0
+
+    return max(map(f1, right))
 
 
 def classification(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """1 / (class names in the answer) if the right one is among them; names inside it count not."""
-    best = 0.0
-    for r in right:
+    """1 / (class names found in the answer) if the right one is among them.
+
+    Names that are a part of the right one are taken out, but as LongBench does it: from the list
+    that is being walked, so that the name after one that is taken out is never looked at.
+    """
+
+    def share(r: str) -> float:
         named = [c for c in classes if c in answer]
-        named = [c for c in named if not (c in r and c != r)]
-        best = max(best, 1.0 / len(named) if r in named else 0.0)
-    return best
+        i = 0
+        while i < len(named):
+            if named[i] in r and named[i] != r:
+                named.remove(named[i])
+            i += 1
+        return 1.0 / len(named) if r in named else 0.0
+
+    return max(map(share, right))
+
+
+PARAGRAPH = re.compile(r"Paragraph (\d+)")
+"""How a right answer of passage_retrieval_en names its paragraph."""
 
 
 def retrieval(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Share of the numbers in the answer that are the right paragraph's."""
-    wanted = re.search(r"Paragraph (\d+)", right[0])
-    numbers = re.findall(r"\d+", answer)
-    return numbers.count(wanted[1]) / len(numbers) if wanted and numbers else 0.0
+    """Share of the numbers in the answer that are the right paragraph's, best over the right."""
+    wanted = [found[1] for r in right if (found := PARAGRAPH.search(r))]
+    return count(answer, wanted) if wanted else 0.0
 
 
 def count(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Share of the numbers in the answer that are the right one."""
+    """Share of the numbers in the answer that are the right one, best over the right ones."""
     numbers = re.findall(r"\d+", answer)
-    return numbers.count(right[0]) / len(numbers) if numbers else 0.0
+    return max(numbers.count(r) for r in right) / len(numbers) if numbers else 0.0
 
 
 def code(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
@@ -106,24 +120,6 @@ def code(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> floa
     return max(
         round(100 * difflib.SequenceMatcher(None, line, r).ratio()) / 100 for r in right
     )
-
-
-LONGBENCH: dict[str, Metric] = {
-    **dict.fromkeys(
-        ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"),
-        qa_f1,
-    ),
-    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), rouge_l),
-    "trec": classification,
-    "passage_retrieval_en": retrieval,
-    "passage_count": count,
-    "lcc": code,
-    "repobench-p": code,
-}
-"""LongBench's metric by dataset."""
-
-FIRST_LINE = ("trec", "triviaqa", "samsum")
-"""LongBench datasets of which only the first line of an answer counts."""
 
 
 def lcs(a: Sequence[str], b: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ class Rereading:
     def __init__(self, network: Network, kv: Scheduler) -> None:
         self.network, self.kv = network, kv
         self._ids: Tensor | None = None
-        self._known: dict[tuple[int, int | None], tuple[list[Told], Tensor]] = {}
+        self._known: dict[tuple[bool, int, int | None], tuple[list[Told], Tensor]] = {}
 
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
         """See `Network`; `kv` stands for this object's scheduler."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
 
 from minikv.choice import Choice
+from minikv.cli.evaluation import intervals
 from minikv.cli.evaluation.files import Item
 from minikv.cli.evaluation.measure import Shadow, agreement, negative_log_likelihood
-from minikv.cli.evaluation.metrics import interval
 from minikv.cli.evaluation.rereading import Rereading
 from minikv.engine import Engine
 from minikv.errors import ContextError, UsageError
@@ -28,10 +29,11 @@ Progress = Callable[[int, int], None]
 class Cell:
     """One task under one policy and budget.
 
-    `score` is the mean over n questions (perplexity for ppl, attention lost for loss), with its
-    95 % interval; `by_question` by the question's number in its chat, `by_place` by needle depth
-    and length; `held` the bytes held at the end over those of a full cache, mean over documents.
-    `by_item` is each document's own mean (nats for ppl), so that policies can be compared in pairs.
+    `score` is the mean over n questions (perplexity for ppl, attention lost for loss; n tokens),
+    with its 95 % interval over documents, None of a single one; `by_question` by the question's
+    number in its chat, `by_place` by needle depth and length; `held` the bytes held at the end over
+    those of a full cache, mean over documents. `by_item` is each document's own mean (nats for
+    ppl), so that policies can be compared in pairs.
     """
 
     task: str
@@ -41,8 +43,8 @@ class Cell:
     stride: int
     n: int
     score: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     held: float
     by_item: list[float] = field(default_factory=list)
     by_question: list[float] = field(default_factory=list)
@@ -56,8 +58,11 @@ class Cell:
         return self.policy + stride + (f" {self.budget}" if self.budget != "-" else "")
 
     def record(self) -> dict[str, object]:
-        """As JSON has it."""
-        return asdict(self)
+        """As JSON has it, which knows no infinity."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
 
 
 def choices(
@@ -87,7 +92,7 @@ def choices(
 
 
 class _Sheet:
-    """What one policy did, document by document."""
+    """What one policy did, document by document; `held` is written last."""
 
     def __init__(self) -> None:
         self.answers: list[list[str]] = []
@@ -95,56 +100,87 @@ class _Sheet:
         self.held: list[float] = []
 
 
-def evaluate(
-    chat: ChatSession, tasks: Sequence[str], items: Sequence[Item], wanted: Iterable[Choice],
-    progress: Progress,
-) -> list[Cell]:  # fmt: skip
-    """One cell for each task and choice, in this order, all over the same items.
+class Run:
+    """Some tasks over the same items, under every choice. The first is what `agree` compares with.
 
-    The first choice is what `agree` compares with. A document is computed once for all policies
-    that look at the same queries (see `Rereading`). Raises ContextError if an item does not fit.
+    `cells` are of the items that `measure` has finished, also after it was stopped.
     """
-    wanted = list(wanted)
-    engine = chat.engine
-    chat.engine = Engine(Rereading(engine.network, engine.kv), engine.kv)
-    passes = [t for t in tasks if t in ("ppl", "loss")]
-    if len(passes) < len(tasks):
-        passes.insert(0, "answers")
-    sheets = {(one, i): _Sheet() for one in passes for i in range(len(wanted))}
-    done = 0
-    try:
-        for item in items:
-            for (one, i), sheet in sheets.items():
-                progress(done, len(items) * len(sheets))
-                chat.reset()
-                chat.configure(wanted[i])
-                if one == "answers":
-                    sheet.answers.append(_answers(chat, item))
-                else:
-                    sheet.values.append((_perplexity if one == "ppl" else _lost)(chat, item))
-                stats = chat.engine.kv.stats()
-                sheet.held.append(stats.held_bytes / stats.full_bytes)
-                done += 1
-        progress(done, done)
-    finally:
-        chat.engine = engine
-        chat.reset()
-    cells = []
-    for task in tasks:
-        for i, choice in enumerate(wanted):
-            if task in ("ppl", "loss"):
-                cells.append(_measured(task, choice, sheets[task, i]))
-                continue
-            base = sheets["answers", 0].answers
-            cells.append(_answered(task, items, choice, sheets["answers", i], base))
-    return cells
+
+    def __init__(
+        self, chat: ChatSession, tasks: Sequence[str], items: Sequence[Item],
+        wanted: Iterable[Choice],
+    ) -> None:  # fmt: skip
+        self.chat, self.tasks, self.items, self.wanted = chat, tasks, items, list(wanted)
+        self._passes = [t for t in tasks if t in ("ppl", "loss")]
+        if len(self._passes) < len(tasks):
+            self._passes.insert(0, "answers")
+        self._sheets = {(p, i): _Sheet() for p in self._passes for i in range(len(self.wanted))}
+
+    @property
+    def completed(self) -> int:
+        """Items that every choice has finished."""
+        return min(len(sheet.held) for sheet in self._sheets.values())
+
+    def check(self, name: str) -> None:
+        """Raise ContextError for the first item that might not fit, called by file and line or as a
+        document of the task `name`. Measures nothing, so that one item does not cost the others."""
+        most = self.chat.max_context
+        for number, item in enumerate(self.items, 1):
+            needed = max(_NEEDS[one](self.chat, item) for one in self._passes)
+            if needed > most:
+                raise ContextError(
+                    f"{item.source or f'{name}, document {number:,}'}: needs {needed:,} tokens "
+                    f"with its answers, and this model was trained for {most:,} positions",
+                    "nothing was measured; leave it out, choose a smaller --length or a model with "
+                    "a longer context",
+                )
+
+    def measure(self, progress: Progress) -> None:
+        """Go through the items. A document is computed once for all policies that look at the same
+        queries (see `Rereading`). Raises ContextError if an item does not fit."""
+        chat, engine = self.chat, self.chat.engine
+        chat.engine = Engine(Rereading(engine.network, engine.kv), engine.kv)
+        done, total = 0, len(self.items) * len(self._sheets)
+        try:
+            for item in self.items:
+                for (one, i), sheet in self._sheets.items():
+                    progress(done, total)
+                    chat.reset()
+                    chat.configure(self.wanted[i])
+                    if one == "answers":
+                        sheet.answers.append(_answers(chat, item))
+                    else:
+                        sheet.values.append((_perplexity if one == "ppl" else _lost)(chat, item))
+                    stats = chat.engine.kv.stats()
+                    sheet.held.append(stats.held_bytes / max(stats.full_bytes, 1))
+                    done += 1
+            progress(done, total)
+        finally:
+            chat.engine = engine
+            chat.reset()
+
+    def cells(self) -> list[Cell]:
+        """One for each task and choice, in this order; none if no item was finished."""
+        done = self.completed
+        if not done:
+            return []
+        cells = []
+        for task in self.tasks:
+            for i, choice in enumerate(self.wanted):
+                if task in ("ppl", "loss"):
+                    cells.append(_measured(task, choice, self._sheets[task, i], done))
+                    continue
+                sheet, base = self._sheets["answers", i], self._sheets["answers", 0].answers
+                cells.append(_answered(task, self.items[:done], choice, sheet, base[:done]))
+        return cells
 
 
 def _answers(chat: ChatSession, item: Item) -> list[str]:
     chat.attach(item.document, "report.txt")
     answers = []
     for question in item.questions:
-        answer = "".join(chat.ask(question, max_tokens=item.max_tokens)).strip()
+        # Not stripped: the metrics know what white space means to them.
+        answer = "".join(chat.ask(question, max_tokens=item.max_tokens))
         answers.append(answer.lstrip("\n").split("\n")[0] if item.first_line else answer)
     return answers
 
@@ -154,23 +190,25 @@ def _answered(
 ) -> Cell:
     scores: list[list[float]] = []
     more: dict[str, float] = {}
+    answers, held = sheet.answers[: len(items)], sheet.held[: len(items)]
     if task == "agree":
-        pairs = [agreement(a, b) for x, y in zip(sheet.answers, base, strict=True)
-                 for a, b in zip(x, y, strict=True)]  # fmt: skip
-        scores = [[float(p.exact)] for p in pairs]
-        firsts = sorted(p.first for p in pairs if p.first is not None)
-        more = {"rouge_l": _mean([p.rouge_l for p in pairs])}
+        pairs = [
+            [agreement(a, b) for a, b in zip(mine, full, strict=True)]
+            for mine, full in zip(answers, base, strict=True)
+        ]
+        scores = [[float(p.exact) for p in row] for row in pairs]
+        flat = [p for row in pairs for p in row]
+        firsts = sorted(p.first for p in flat if p.first is not None)
+        more = {"rouge_l": _mean([p.rouge_l for p in flat])}
         if firsts:
             more["median_first_difference"] = float(firsts[len(firsts) // 2])
     else:
-        for item, given in zip(items, sheet.answers, strict=True):
+        for item, given in zip(items, answers, strict=True):
             scores.append([
                 item.metric(a, right, item.classes)
                 for a, right in zip(given, item.right, strict=True)
             ])  # fmt: skip
-    flat = [s for row in scores for s in row]
-    score = _mean(flat)
-    low, high = interval(score, len(flat))
+    low, high = intervals.of_shares(scores)
     longest = max(map(len, scores))
     by_question = [_mean([row[i] for row in scores if i < len(row)]) for i in range(longest)]
     places: dict[tuple[float, int], list[float]] = {}
@@ -178,39 +216,48 @@ def _answered(
         for item, row in zip(items, scores, strict=True):
             assert item.where is not None
             places.setdefault(item.where, []).extend(row)
+    every = [s for row in scores for s in row]
     return Cell(
-        task, choice.policy, choice.decode, _budget(choice), choice.stride, len(flat), score, low,
-        high, _mean(sheet.held), [round(_mean(row), 4) for row in scores],
+        task, choice.policy, choice.decode, _budget(choice), choice.stride, len(every),
+        _mean(every), low, high, _mean(held), [round(_mean(row), 4) for row in scores],
         by_question if longest > 1 else [],
         [(*where, _mean(s), len(s)) for where, s in sorted(places.items())], more,
     )  # fmt: skip
 
 
-def _measured(task: str, choice: Choice, sheet: _Sheet) -> Cell:
-    """Mean and interval over tokens."""
-    values = [v for row in sheet.values for v in row]
-    mean = torch.tensor(values, dtype=torch.float64)
-    center, error = float(mean.mean()), 1.96 * float(mean.std()) / len(values) ** 0.5
-    low, high = center - error, center + error
+def _measured(task: str, choice: Choice, sheet: _Sheet, done: int) -> Cell:
+    """Mean over tokens and interval over documents; perplexity is the exponential of both."""
+    rows = sheet.values[:done]
+    values = [v for row in rows for v in row]
+    center, (low, high) = _mean(values), intervals.of_means(rows)
     if task == "ppl":
-        center, low, high = (float(torch.tensor(x).exp()) for x in (center, low, high))
+        center = _exp(center)
+        low, high = (low, high) if low is None or high is None else (_exp(low), _exp(high))
     return Cell(
         task, choice.policy, choice.decode, _budget(choice), choice.stride, len(values), center,
-        low, high, _mean(sheet.held), [round(_mean(row), 4) for row in sheet.values],
+        low, high, _mean(sheet.held[:done]), [round(_mean(row), 4) for row in rows],
     )  # fmt: skip
 
 
 def _perplexity(chat: ChatSession, item: Item) -> list[float]:
     """Nats of each token in the last quarter of the document."""
-    ids = chat.tokenizer.encode(item.document)[: chat.max_context - 1]
-    return negative_log_likelihood(chat.engine, ids, max(1, 3 * len(ids) // 4))
+    start, ids = _start(chat), chat.tokenizer.encode(item.document)
+    read = len(start) + max(1, 3 * len(ids) // 4)
+    return negative_log_likelihood(chat.engine, start + ids, read)
+
+
+def _start(chat: ChatSession) -> list[int]:
+    """What this model's chats have before the first user's words, a BOS if it wants one: what any
+    two of them have in common. Without it a real model's perplexity is off by far."""
+    one, two = (chat.template.opening([*chat.messages, Message("user", t)]) for t in ("a", "7?"))
+    same = (i for i, (x, y) in enumerate(zip(one, two, strict=False)) if x != y)
+    return one[: next(same, min(len(one), len(two)))]
 
 
 def _lost(chat: ChatSession, item: Item) -> list[float]:
     """Attention lost at each token of the right answers, mean over layers."""
     kv, network = chat.engine.kv, chat.engine.network
-    content = Document(item.document, "report.txt").rendered() + item.questions[0]
-    prompt = chat.template.opening([Message("user", content)])
+    prompt = _opening(chat, item)
     answer = chat.tokenizer.encode(item.right[0][0])
     if len(prompt) + len(answer) > chat.max_context:
         raise ContextError("a document does not fit the model", "choose a smaller --length")
@@ -226,9 +273,37 @@ def _lost(chat: ChatSession, item: Item) -> list[float]:
     return [float(x.mean()) for x in shadow.lost]
 
 
+def _opening(chat: ChatSession, item: Item) -> list[int]:
+    """The prompt with the document and its first question."""
+    content = Document(item.document, "report.txt").rendered() + item.questions[0]
+    return chat.template.opening([*chat.messages, Message("user", content)])
+
+
+def _needs_to_answer(chat: ChatSession, item: Item) -> int:
+    """Positions of all questions, if every answer is as long as it may be."""
+    needed = len(_opening(chat, item)) + item.max_tokens
+    for question in item.questions[1:]:
+        asked = [Message("user", "a"), Message("assistant", "a"), Message("user", question)]
+        needed += len(chat.template.following(asked)) + item.max_tokens
+    return needed
+
+
+_NEEDS: Mapping[str, Callable[[ChatSession, Item], int]] = {
+    "answers": _needs_to_answer,
+    "ppl": lambda chat, item: len(_start(chat)) + len(chat.tokenizer.encode(item.document)),
+    "loss": lambda chat, item: (
+        len(_opening(chat, item)) + len(chat.tokenizer.encode(item.right[0][0]))
+    ),
+}
+
+
 def _budget(choice: Choice) -> str:
     return str(choice.budget) if choice.evicts else "-"
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf

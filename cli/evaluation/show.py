@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from minikv.cli.evaluation.run import Cell
 from minikv.errors import UsageError
@@ -32,10 +33,12 @@ def table(cells: Sequence[Cell]) -> str:
         mine = [cell for cell in cells if cell.task == task]
         rows = [("policy", "decode", "budget", _UNIT.get(task, "score"), "95 %", "n", "held")]
         for c in mine:
-            low, high = _figure(task, c.low), _figure(task, c.high)
+            between = "-"
+            if c.low is not None and c.high is not None:
+                between = f"{_figure(task, c.low)} to {_figure(task, c.high)}"
             rows.append((
                 c.policy + (f" /{c.stride}" if c.stride else ""), c.decode, c.budget,
-                _figure(task, c.score), f"{low} to {high}", str(c.n), f"{c.held:.1%}",
+                _figure(task, c.score), between, str(c.n), f"{c.held:.1%}",
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
@@ -76,7 +79,8 @@ def as_csv(cells: Sequence[Cell]) -> str:
     for c in cells:
         writer.writerow([
             c.task, c.policy, c.decode, c.budget, c.stride, c.n, f"{c.score:.6f}",
-            f"{c.low:.6f}", f"{c.high:.6f}", f"{c.held:.6f}",
+            "" if c.low is None else f"{c.low:.6f}",
+            "" if c.high is None else f"{c.high:.6f}", f"{c.held:.6f}",
         ])  # fmt: skip
     return out.getvalue()
 
@@ -97,20 +101,27 @@ def write(cells: Sequence[Cell], facts: dict[str, object], paths: Sequence[Path]
             raise UsageError(f"cannot write {path}: {error.strerror}") from None
 
 
-def check(paths: Sequence[Path]) -> None:
-    """Refuse what could not be written, before anything is measured. Raises UsageError."""
+def check(paths: Sequence[Path], tasks: Sequence[str]) -> None:
+    """Raise UsageError for what could not be written of `tasks`, before anything is measured."""
     for path in paths:
-        if path.suffix.lower() not in (".json", ".csv", ".png", ".svg"):
+        if path.suffix.lower() not in (".json", ".csv") and not is_map(path):
             raise UsageError(f"cannot tell what to write to {path}", "use .json .csv .png or .svg")
         if not path.absolute().parent.is_dir():
             raise UsageError(f"there is no directory {path.parent}")
-        if path.suffix.lower() in (".png", ".svg"):
+        if is_map(path):
+            if "needle" not in tasks:
+                raise UsageError("there is nothing to map", "maps are made of the task needle")
             try:
                 import matplotlib  # noqa: F401
             except ImportError:
                 raise UsageError(
                     "a map needs matplotlib, which is not installed", "pip install 'minikv[plot]'"
                 ) from None
+
+
+def is_map(path: Path) -> bool:
+    """Whether `write` makes a map there."""
+    return path.suffix.lower() in (".png", ".svg")
 
 
 def _map(cells: Sequence[Cell], path: Path) -> None:
@@ -121,8 +132,6 @@ def _map(cells: Sequence[Cell], path: Path) -> None:
     from matplotlib import pyplot
 
     mine = [c for c in cells if c.by_place]
-    if not mine:
-        raise UsageError("there is nothing to map", "maps are made of the task needle")
     lengths = sorted({place[1] for c in mine for place in c.by_place})
     depths = sorted({place[0] for c in mine for place in c.by_place})
     across = min(3, len(mine))
@@ -131,7 +140,7 @@ def _map(cells: Sequence[Cell], path: Path) -> None:
         down, across, squeeze=False, figsize=(3.4 * across + 0.8, 2.6 * down + 0.6),
         layout="constrained",
     )  # fmt: skip
-    image = None
+    image: Any = None
     for axis, cell in zip(axes.flat, mine, strict=False):
         found = {(d, n): score for d, n, score, _ in cell.by_place}
         grid = [[100 * found.get((d, n), float("nan")) for n in lengths] for d in depths]

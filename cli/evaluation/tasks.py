@@ -15,6 +15,8 @@ from minikv.models.bundled.exam import Codec
 
 FOLLOWUPS = 6
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+LEAST = exam.FACT_EVERY
+"""Tokens of the shortest document with a fact to ask for. A needle's may be shorter."""
 
 
 def facts(codec: Codec, tokens: int, count: int, seed: int) -> Iterator[Item]:
@@ -49,11 +51,11 @@ def needle(
     for length in lengths:
         for depth in depths:
             for i in range(count):
-                yield _needle(codec, length, depth, seed + 1000 * i + length)
+                # A text, of which no two are the same, where a sum could be.
+                yield _needle(codec, length, depth, random.Random(f"{seed} {length} {depth} {i}"))
 
 
-def _needle(codec: Codec, length: int, depth: float, seed: int) -> Item:
-    rng = random.Random(f"{seed} {depth}")
+def _needle(codec: Codec, length: int, depth: float, rng: random.Random) -> Item:
     told = world.document(rng, 1, 1)
     fact = told.facts[0]
     hay: list[str] = []

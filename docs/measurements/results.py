@@ -38,8 +38,8 @@ RUNS = {
     "stride": f"--tasks facts --stride 16 --policy {STEP} --budget 32,{BUDGETS} "
     "--length 1000 -n 200",
     "decode": f"--tasks ppl --policy snapkv --decode none,{STEP} --budget {BUDGETS} -n 10",
-    "needle": f"--tasks needle --policy '{PROMPT}' --budget {BUDGETS} --length 1000,4000 -n 20",
-    "needle-32": f"--tasks needle --policy '{PROMPT}' --budget 32 {SMALL} --length 1000,4000 -n 20",
+    "needle": f"--tasks needle --policy '{PROMPT}' --budget {BUDGETS} --length 1000 -n 40",
+    "needle-32": f"--tasks needle --policy '{PROMPT}' --budget 32 {SMALL} --length 1000 -n 40",
     "ppl": f"--tasks ppl --policy '{PROMPT}' --budget {BUDGETS} -n 10",
     "ppl-32": f"--tasks ppl --policy '{PROMPT}' --budget 32 {SMALL} -n 10",
 }  # fmt: skip
@@ -225,7 +225,7 @@ def page() -> str:
         *table("agree", ["facts-32", "facts"]),
         "## loss: attention that fell on evicted rows while the right answer was written", "",
         *table("loss", ["facts-32", "facts"]),
-        "## needle: one fact in a text of 1,000 or 4,000 tokens, at five depths", "",
+        "## needle: one fact in a text of 1,000 tokens, at five depths", "",
         *table("needle", ["needle-32", "needle"]),
         "## ppl: the last quarter of a document, token by token", "",
         *table("ppl", ["ppl-32", "ppl"]),

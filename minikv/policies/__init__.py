@@ -39,7 +39,7 @@ class Part:
     """One answer to one of the four questions; its module has a function named like the axis."""
 
     name: str
-    axis: str  # "scorer" (worth and scope), "layers", "heads", "select" or "prefer"
+    axis: str  # "scorer" (worth and scope), "layers", "heads", "select", "weigh" or "prefer"
     module: str
     summary: str
     options: tuple[Option, ...] = ()
@@ -90,17 +90,20 @@ WINDOW = Option("window", 32, "observation window: the last rows, always kept", 
 KERNEL = Option("kernel", 7, "pooling width over neighbouring rows (odd)", 1, 63, odd=True)
 POOLING = Option("pooling", "max", "pooling of neighbouring scores", choices=("max", "avg"))
 GROUP = Option(
-    "group", "mean", "how the query heads of a KV head are joined", choices=("mean", "max")
+    "group", "mean", "how the query heads of a KV head are joined", choices=("mean", "sum", "max")
 )
 SINKS = Option("sinks", 4, "first rows of the conversation, always kept", 0, 4096)
 RECENT = Option("recent", 10, "newest rows, always kept", 0, 4096)
 SEED = Option("seed", 0, "of the random draws", 0, (1 << 31) - 1)
 ROUNDING = Option(
     "rounding", "exact", "exact: totals are kept to the row; official: the authors' rounding, "
-    "which drifts by a few rows",
+    "which drifts by a few rows (per head and per layer)",
     choices=("exact", "official"),
 )
 NO_SINKS = replace(SINKS, default=0)
+RECENT_SHARE = Option(
+    "recent_share", 0.5, "share of a head's rows that are the newest", 0.0, 0.95
+)
 NEWEST = Option("protect_newest", True, "the newest row stays (the release lets it go)")
 PER_HEAD = Option(
     "per_head", False, "judge each KV head by itself, not all heads of a layer together"
@@ -110,11 +113,13 @@ PARTS: dict[str, Part] = {
     part.name: part
     for part in (
         Part("snapkv", "scorer", "minikv.policies.snapkv",
-             "last-window attention, pooled", (WINDOW, KERNEL, POOLING, GROUP)),
+             "last-window attention, pooled", (WINDOW, KERNEL, POOLING, GROUP, NO_SINKS)),
         Part("h2o", "scorer", "minikv.policies.h2o",
              "attention of all queries, summed",
              (
-                 replace(WINDOW, help="last rows, always kept", low=0),
+                 RECENT_SHARE, NO_SINKS,
+                 Option("window", 0, "so many last rows stay instead of that share; 0: the share",
+                        0, 4096),
                  Option("average", False, "divide by the queries that could see a row, so that old "
                         "rows have no advantage (kvpress' observed attention)"),
              )),
@@ -139,6 +144,7 @@ PARTS: dict[str, Part] = {
                 Option("future", 512, "positions over which the rotation is averaged", 1, 1 << 20),
                 Option("covariance", True, "count the spread of the queries, not their mean only"),
                 Option("value_norm", True, "times the length of the value"),
+                Option("epsilon", 0.0, "added to the attention before that", 0.0, 1.0),
             ),
         ),
         Part("random", "scorer", "minikv.policies.random", "a draw", (SINKS, RECENT, SEED)),
@@ -149,6 +155,7 @@ PARTS: dict[str, Part] = {
                 Option("beta", 20, "the last layer keeps about the mean over this", 1, 1000),
                 Option("line", "exact", "exact: totals are kept to the row; or as a release rounds",
                        choices=("exact", "official", "factory", "kvpress")),
+                ROUNDING,
             ),
         ),
         Part(
@@ -176,7 +183,7 @@ PARTS: dict[str, Part] = {
             ),
         ),
         Part(
-            "critical", "select", "minikv.policies.critical", "values weighed by |v W_O|",
+            "critical", "weigh", "minikv.policies.critical", "values weighed by |v W_O|",
             (
                 Option("by_score", 0.5, "share of a head's rows that the score alone picks", 0.0,
                        1.0),
@@ -215,7 +222,8 @@ POLICIES: dict[str, PolicyInfo] = {
         PolicyInfo(
             "streaming", True, True, "prompt + step", "uniform", "position only", "-",
             "recent only", "2309.17453",
-            "the first rows (sinks) and the most recent ones",
+            "the first rows (sinks) and the most recent ones; keys keep their positions, so the "
+            "trained context is not extended",
             ("streaming",), "minikv.policies.streaming", (SINKS,),
             stride=_BEFORE,
         ),
@@ -254,18 +262,14 @@ POLICIES: dict[str, PolicyInfo] = {
             "shaped by Q1", "2503.00022",
             "representatives of the rows that go, beside SnapKV's choice; kvcrush(h2o) and the "
             "like take another base",
-            ("snapkv", "kvcrush"),
+            ("snapkv", "kvcrush"), preset={"sinks": 4},
         ),
         PolicyInfo(
             "h2o", True, True, "prompt + step", "uniform", "accumulated attention",
             "1 sum per row", "fades", "2306.14048",
             "rows with the most accumulated attention, and the newest",
             ("h2o",), "minikv.policies.h2o",
-            (
-                Option("recent_share", 0.5, "share of a head's rows that are the newest", 0.0,
-                       0.95),
-                NO_SINKS,
-            ),
+            (RECENT_SHARE, NO_SINKS),
             stride=_AFTER,
         ),
         PolicyInfo(
@@ -307,6 +311,7 @@ POLICIES: dict[str, PolicyInfo] = {
             (
                 SINKS, replace(RECENT, low=1),
                 Option("scope", 0.3, "share of the cap that a high deviation saves", 0.0, 0.95),
+                Option("scope_prompt", 0.1, "the same while --stride reads a prompt", 0.0, 0.95),
             ),
             stride=_AFTER,
         ),
@@ -317,7 +322,7 @@ POLICIES: dict[str, PolicyInfo] = {
             (), "minikv.policies.scissorhands",
             (
                 SINKS, replace(RECENT, low=1),
-                Option("window", 400, "queries that are remembered", 1, 4096),
+                Option("history", 400, "queries that are remembered", 1, 4096),
             ),
             stride=_AFTER,
         ),
@@ -328,7 +333,7 @@ POLICIES: dict[str, PolicyInfo] = {
             (), "minikv.policies.hashevict",
             (
                 SINKS, RECENT,
-                Option("bits", 16, "length of a code", 4, 32),
+                Option("bits", 16, "length of a code", 4, 64),
                 Option("hash_with", "query", "query: the paper; key: the release",
                        choices=("query", "key")),
                 SEED,
@@ -343,7 +348,7 @@ POLICIES: dict[str, PolicyInfo] = {
 }  # fmt: skip
 """Every method by name."""
 
-_AXES = ("scorer", "layers", "heads", "select", "prefer")
+_AXES = ("scorer", "layers", "heads", "select", "weigh", "prefer")
 
 DEFAULT_PROMPT = "adakv"
 DEFAULT_STEP = "roco"
@@ -392,14 +397,26 @@ def find(name: str, *, step: bool = False) -> PolicyInfo:
 
 
 def _words(name: str) -> list[str]:
-    """`a+b` and `b(a)` -> [a, b]."""
-    found = re.fullmatch(r"([\w-]+)\((.+)\)", name)
-    return [*_words(found[2]), found[1]] if found else name.split("+")
+    """`a+b` and `b(a)` -> [a, b]; `c(a)+b` -> [a, c, b]."""
+    terms, depth = [""], 0
+    for sign in name.replace(" ", ""):
+        depth += (sign == "(") - (sign == ")")
+        if sign == "+" and depth == 0:
+            terms.append("")
+        else:
+            terms[-1] += sign
+    words: list[str] = []
+    for term in terms:
+        found = re.fullmatch(r"([\w-]+)\((.+)\)", term)
+        words += [*_words(found[2]), found[1]] if found else [term]
+    return words
 
 
 def _composed(name: str, words: list[str]) -> PolicyInfo:
     """The row that `words` describe: a policy, then parts that replace its plain answers."""
     base = POLICIES.get(words[0])
+    if base is None and words[0] in PARTS and PARTS[words[0]].axis == "scorer":  # NaCl's proxies
+        base = replace(POLICIES["snapkv"], parts=(words[0],))
     if base is None or not base.parts:
         scorers = [p.name for p in POLICIES.values() if p.parts]
         raise UsageError(
@@ -429,13 +446,17 @@ def _composed(name: str, words: list[str]) -> PolicyInfo:
                 )
             chosen[axis] = part
             fixed.add(axis)
+    preset = {**base.preset}
+    for word in words[1:]:
+        preset |= POLICIES[word].preset if word in POLICIES else {}
     parts = tuple(chosen[axis] for axis in _AXES if axis in chosen)
     spread = {"layers": "per layer", "heads": "per head"}
     shape = " and ".join(text for axis, text in spread.items() if axis in chosen) or "uniform"
     summary = "; ".join(PARTS[part].summary for part in parts)
     return replace(
         base, name=name, shape=shape, parts=parts, summary=summary,
-        scores=PARTS[parts[0]].summary, paper="composed", preset={},
+        scores=PARTS[parts[0]].summary, paper="composed", preset=preset, step=False, when="prompt",
+        state="-", module="", own=(), stride="",
     )  # fmt: skip
 
 
@@ -500,15 +521,16 @@ def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> Pro
     made = {PARTS[part].axis: importlib.import_module(PARTS[part].module) for part in info.parts}
     evidence = made["scorer"].scorer(values)
     kept = evidence.sinks + evidence.window
+    select = made["select"].select(values, evidence) if "select" in made else top
     return PromptPolicy(
         info.name,
         evidence,
-        made["heads"].heads(values, evidence.window) if "heads" in made else even_heads,
+        made["heads"].heads(values, evidence) if "heads" in made else even_heads,
         made["layers"].layers(values, kept) if "layers" in made else even_layers,
-        made["select"].select(values, evidence) if "select" in made else top,
+        made["weigh"].weigh(values, evidence, select) if "weigh" in made else select,
         # A head is rounded up by half a row at most.
         drift=int("heads" in made and values["rounding"] == "official"),
-        prefer=made["prefer"].prefer(values, evidence.window) if "prefer" in made else None,
+        prefer=made["prefer"].prefer(values) if "prefer" in made else None,
     )
 
 

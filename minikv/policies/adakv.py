@@ -13,7 +13,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from minikv.policy import Heads, best, share
+from minikv.errors import UsageError
+from minikv.policy import Evidence, Heads, best, share
 
 
 def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
@@ -80,10 +81,20 @@ def adaptive_heads(alpha: float, rounding: str = "exact", normalize: bool = Fals
     return spread
 
 
-def heads(options: Mapping[str, object], window: int) -> Heads:
-    """Heads by need, from the options."""
-    alpha = options["alpha"]
+def heads(options: Mapping[str, object], evidence: Evidence) -> Heads:
+    """Heads by need, from the options. Raises UsageError where they contradict each other."""
+    alpha, official = options["alpha"], options["rounding"] == "official"
     assert isinstance(alpha, float)
     if options["alloc"] == "floor":
-        return floor_heads(alpha, window)
+        if official or options["normalize"]:
+            other = "rounding=official" if official else "normalize"
+            raise UsageError(
+                f"ada: alloc=floor and {other} do not go together", "one is kvpress' rule, which "
+                "blends and weighs nothing; leave one out",
+            )  # fmt: skip
+        return floor_heads(alpha, evidence.window)
+    if options["normalize"] and not evidence.weighs:
+        raise UsageError(
+            "ada: normalize needs scores that add up, as attention does", "leave it out here"
+        )
     return adaptive_heads(alpha, str(options["rounding"]), bool(options["normalize"]))

@@ -1,7 +1,8 @@
 """CriticalKV (arXiv 2502.03805, algorithm 1): what a row would add to the output counts, too.
 
-Half of a head's rows are the best by score; the rest are ranked by the score times the length of
+Half of a head's rows are the best by score; the rest are judged by the score times the length of
 what the value becomes behind the output projection, |v W_O|_1, mean over the group's query heads.
+Any selector may choose those. Where scores are no weights (a key's norm), their ranks are taken.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from minikv.policy import Evidence, PromptView, Selector, best
+from minikv.policy import Evidence, PromptView, Selector, best, ranked
 
 _ROWS = 4096  # rows projected at once
 
@@ -29,8 +30,11 @@ def value_norms(view: PromptView) -> Tensor:
     return norms / matrix.shape[1]
 
 
-def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
-    """The window's rows are kept anyway and count in the first half."""
+def weigh(options: Mapping[str, object], evidence: Evidence, select: Selector) -> Selector:
+    """`select`, after a share of the rows went to the scores alone, by what values weigh.
+
+    The window's rows are kept anyway and count in that share.
+    """
     window = evidence.window
     first, epsilon = options["by_score"], options["epsilon"]
     assert isinstance(first, float)
@@ -39,14 +43,14 @@ def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
     def choose(
         view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]
     ) -> Tensor:
-        norms = value_norms(view)
-        chosen = torch.zeros_like(free)
+        by_score = torch.zeros_like(free)
+        left = []
         for h, count in enumerate(counts):
             sure = min(count, max(0, int((count + window) * first) - window))
-            by_score = best(scores[h], view.pos[h], free[h], sure)
-            weighed = (scores[h] + epsilon) * norms[h]
-            rest = best(weighed, view.pos[h], free[h] & ~by_score, count - sure)
-            chosen[h] = by_score | rest
-        return chosen
+            by_score[h] = best(scores[h], view.pos[h], free[h], sure)
+            left.append(count - sure)
+        worth = scores if evidence.weighs else ranked(scores, view.pos, free)
+        weighed = (worth + epsilon) * value_norms(view)
+        return by_score | select(view, weighed, free & ~by_score, left)
 
     return choose

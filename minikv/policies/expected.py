@@ -19,6 +19,8 @@ def scorer(options: Mapping[str, object]) -> Evidence:
     """The mean over the group of the expected attention."""
     sinks, recent, future = options["sinks"], options["recent"], options["future"]
     covariance, norm = bool(options["covariance"]), bool(options["value_norm"])
+    epsilon = options["epsilon"]
+    assert isinstance(epsilon, float)
     assert isinstance(sinks, int)
     assert isinstance(recent, int)
     assert isinstance(future, int)
@@ -40,7 +42,8 @@ def scorer(options: Mapping[str, object]) -> Evidence:
                 logits += ((rows @ spread[h]) * rows).sum(-1) / (2 * size)
             worth = logits.masked_fill(~free[h], -torch.inf).softmax(-1).mean(0)
             if norm:
-                worth = worth * torch.linalg.vector_norm(view.value()[h].float(), dim=-1)
+                length = torch.linalg.vector_norm(view.value()[h].float(), dim=-1)
+                worth = (worth + epsilon) * length
             scores.append(worth)
         return torch.stack(scores)
 

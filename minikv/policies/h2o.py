@@ -18,15 +18,21 @@ from minikv.policy import (
     PromptView,
     StepPolicy,
     StepView,
-    last_rows,
+    ends,
     unprotected,
 )
 
 
 def scorer(options: Mapping[str, object]) -> Evidence:
-    """Column sums over all queries of the prompt, and what a row had before it."""
+    """Column sums over all queries of the prompt, and what a row had before it.
+
+    Of each head's budget `share` are the newest rows, or `window` of them if that is not 0.
+    """
     window, average = options["window"], bool(options["average"])
+    share, sinks = options["recent_share"], options["sinks"]
     assert isinstance(window, int)
+    assert isinstance(share, float)
+    assert isinstance(sinks, int)
 
     def score(view: PromptView) -> Tensor:
         assert view.mass is not None
@@ -36,7 +42,12 @@ def scorer(options: Mapping[str, object]) -> Evidence:
             return sums / (view.position - view.pos.clamp(min=first)).clamp(min=1)
         return sums + view.carried["sum"] if "sum" in view.carried else sums
 
-    return Evidence(score, last_rows(window), observe=ALL, asks=True, window=window)
+    def scope(view: PromptView) -> Tensor:
+        room = max(0, view.budget - sinks - 1)  # a row is free to be chosen at least
+        recent = window or min(int(view.budget * share), room)
+        return ends(sinks, recent)(view)
+
+    return Evidence(score, scope, observe=ALL, asks=True, sinks=sinks, window=window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

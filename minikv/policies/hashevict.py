@@ -30,7 +30,11 @@ def codes(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def ones(x: Tensor) -> Tensor:
-    """The set bits of each number of at most 32 bits, int64."""
+    """The set bits of each int64, int64."""
+    return _ones32(x & 0xFFFFFFFF) + _ones32((x >> 32) & 0xFFFFFFFF)
+
+
+def _ones32(x: Tensor) -> Tensor:
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F

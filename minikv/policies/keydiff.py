@@ -28,4 +28,4 @@ def scorer(options: Mapping[str, object]) -> Evidence:
             scores.append(-(unit @ anchor))
         return torch.stack(scores)
 
-    return Evidence(score, ends(sinks, recent), sinks=sinks, window=recent)
+    return Evidence(score, ends(sinks, recent), sinks=sinks, window=recent, weighs=False)

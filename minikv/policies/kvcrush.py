@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from minikv.errors import UsageError
 from minikv.noise import uniform
 from minikv.policy import Evidence, PromptView, Selector, best
 
@@ -41,10 +42,10 @@ def ranks(rows: int, count: int, how: str) -> list[int]:
 
 
 def worths(view: PromptView, scores: Tensor, evidence: Evidence, bits: str) -> list[Tensor]:
-    """What each bit is decided by, float32 [H, N] each: the scores, or those of every query head
-    alone where the scorer looks at attention."""
-    if bits == "kv" or view.mass is None:
+    """What each bit is decided by, float32 [H, N] each: the scores, or every query head's own."""
+    if bits == "kv":
         return [scores]
+    assert view.mass is not None
     heads = range(view.mass.shape[1])
     return [evidence.scorer(replace(view, mass=view.mass[:, g : g + 1])) for g in heads]
 
@@ -55,6 +56,11 @@ def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
     kind, how = str(options["anchor"]), str(options["ranks"])
     assert isinstance(ratio, float)
     assert isinstance(seed, int)
+    if bits == "query" and not evidence.observe:
+        raise UsageError(
+            "kvcrush: bits=query needs a score of attention, which differs by query head",
+            "leave it at bits=kv",
+        )
 
     def choose(
         view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minikv.noise import gumbel
-from minikv.policy import Evidence, PromptView, Selector, best, ends
+from minikv.policy import Evidence, PromptView, Selector, best, ends, ranked
 
 
 def scorer(options: Mapping[str, object]) -> Evidence:
@@ -35,7 +35,7 @@ def scorer(options: Mapping[str, object]) -> Evidence:
 
 
 def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
-    """The best rows, and a seeded draw from the rest."""
+    """The best rows, and a seeded draw from the rest, in proportion to scores or to ranks."""
     random, temperature, seed = options["random"], options["temperature"], options["seed"]
     assert isinstance(random, float)
     assert isinstance(temperature, float)
@@ -46,11 +46,12 @@ def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
         view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]
     ) -> Tensor:
         chosen = torch.zeros_like(free)
+        worth = scores if evidence.weighs else ranked(scores, view.pos, free)
         for h, count in enumerate(counts):
             drawn = int(random * count)
             sure = best(scores[h], view.pos[h], free[h], count - drawn)
             rest = free[h] & ~sure
-            weight = scores[h] if softmax else scores[h].clamp(min=1e-30).log()
+            weight = worth[h] if softmax else worth[h].clamp(min=1e-30).log()
             key = weight / temperature + gumbel(
                 seed, view.layer, torch.tensor(h, device=free.device), view.position, view.pos[h]
             )

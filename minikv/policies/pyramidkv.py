@@ -2,9 +2,10 @@
 
 The budget without the window falls on a straight line from the first layer to the last, which has
 about a `beta`-th of the mean. By default the line is rounded so that the layers sum to L times the
-budget to the row. `line=official` is the arithmetic of Ada-KV's release, which steps by whole rows
-and exceeds the total by up to (L - 1) / 2 rows a layer; `factory` that of KVCache-Factory, the same
-but even for prompts shorter than twice the budget; `kvpress` counts the window on the line.
+budget to the row. `rounding=official` (`line=official`: for the layers alone) is the arithmetic of
+Ada-KV's release, which steps by whole rows and exceeds the total by up to (L - 1) / 2 rows a layer;
+`line=factory` that of KVCache-Factory, the same but even for prompts shorter than twice the budget;
+`line=kvpress` counts the window on the line.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ def layers(options: Mapping[str, object], window: int) -> Layers:
     """`window` rows a head, which stay in any case, lie outside the line."""
     beta, kind = options["beta"], options["line"]
     assert isinstance(beta, int)
+    if kind == "exact" and options["rounding"] == "official":
+        kind = "official"
 
     def spread(layers: int, budget: int, most: int, least: int) -> list[int]:
         if kind == "kvpress":

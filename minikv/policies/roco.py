@@ -11,7 +11,7 @@ a constant stream NaN; the scope never shrinks to nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,13 +21,18 @@ from minikv.policy import PromptView, StepPolicy, StepView, unprotected
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoCo(StepPolicy):
-    """`scope` is the share of a head's cap that a high deviation saves from eviction."""
+    """`scope`: the share of a head's cap that a high deviation saves from eviction; `scope_prompt`:
+    the same while a prompt is read in blocks."""
 
     sinks: int
     recent: int
     scope: float
+    scope_prompt: float
     name: str = "roco"
     observe: int = 32
+
+    def reader(self) -> RoCo:
+        return replace(self, scope=self.scope_prompt)
 
     @property
     def columns(self) -> dict[str, torch.dtype]:
@@ -39,10 +44,11 @@ class RoCo(StepPolicy):
         assert view.squares is not None
         first = view.position - view.observed
         able = (view.position - view.pos.clamp(min=first)).clamp(0, view.observed)
+        count = able if view.causal else view.live * view.observed
         return {
             "sum": old["sum"] + view.mass.mean(1),
             "squares": old["squares"] + view.squares,
-            "count": old["count"] + able.to(torch.float32),
+            "count": old["count"] + count.to(torch.float32),
         }
 
     def step(
@@ -67,8 +73,10 @@ class RoCo(StepPolicy):
 
 def step_policy(options: Mapping[str, object]) -> RoCo:
     """RoCo as a row of the table."""
-    sinks, recent, scope = options["sinks"], options["recent"], options["scope"]
+    sinks, recent = options["sinks"], options["recent"]
+    scope, reading = options["scope"], options["scope_prompt"]
     assert isinstance(sinks, int)
     assert isinstance(recent, int)
     assert isinstance(scope, float)
-    return RoCo(sinks=sinks, recent=recent, scope=scope)
+    assert isinstance(reading, float)
+    return RoCo(sinks=sinks, recent=recent, scope=scope, scope_prompt=reading)

@@ -2,8 +2,8 @@
 
 Of the last 400 queries, those are counted that gave a row less than 1 / (rows they saw). The row
 below that share most often, relative to the queries it was there for, leaves. Departures from the
-paper: one row a step rather than half of the cache at once; sinks are protected. A prompt counts as
-one query, the mean of those that were observed, since the scores of the others are gone.
+paper: one row a step rather than half of the cache at once; sinks are protected. Of a prompt its
+last 32 queries count, since the scores of the others are gone.
 """
 
 from __future__ import annotations
@@ -22,31 +22,40 @@ _BITS = 32  # bits of history in a column
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScissorHands(StepPolicy):
-    """Columns are a shift register of `window` bits per row, newest bit first, and its filling."""
+    """Columns are a shift register of `queries` bits per row, newest bit first, and its filling."""
 
     sinks: int
     recent: int
-    window: int
+    queries: int
     name: str = "scissorhands"
-    observe: int = 32
+
+    @property
+    def history(self) -> int:  # type: ignore[override]
+        return min(_BITS, self.queries)
 
     @property
     def columns(self) -> dict[str, torch.dtype]:
-        words = {f"below{i}": torch.int64 for i in range(-(-self.window // _BITS))}
+        words = {f"below{i}": torch.int64 for i in range(-(-self.queries // _BITS))}
         return words | {"queries": torch.float32}
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        assert view.mass is not None
-        mean = view.mass.mean(1) / view.observed
+        assert view.below is not None
         columns = {name: column.clone() for name, column in old.items()}
-        seen = view.live.sum(1, keepdim=True).clamp(min=1)
-        self._shift(columns, (mean < 1.0 / seen) & view.live)
+        below = view.below()
+        begin, end = view.turns[-1]
+        told = min(self.history, end - begin)
+        able = (end - view.pos.clamp(min=end - told)).clamp(0, told)
+        for i in reversed(range(told)):
+            there = able > i
+            shifted = {name: column.clone() for name, column in columns.items()}
+            self._shift(shifted, (below >> i) & 1 == 1)
+            columns = {n: torch.where(there, shifted[n], columns[n]) for n in columns}
         return columns
 
     def step(
         self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
     ) -> None:
-        self._shift(columns, probabilities * visible() < 1.0)
+        self._shift(columns, probabilities < 1.0 / visible())
 
     def _shift(self, columns: Mapping[str, Tensor], bit: Tensor) -> None:
         carry = bit.to(torch.int64)
@@ -57,10 +66,10 @@ class ScissorHands(StepPolicy):
             out = word >> (_BITS - 1)
             word.bitwise_left_shift_(1).bitwise_and_(full).bitwise_or_(carry)
             carry = out
-        spare = words * _BITS - self.window
+        spare = words * _BITS - self.queries
         if spare:  # what has left the window
             columns[f"below{words - 1}"].bitwise_and_(full >> spare)
-        columns["queries"].add_(1.0).clamp_(max=float(self.window))
+        columns["queries"].add_(1.0).clamp_(max=float(self.queries))
 
     def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         words = [c for name, c in view.columns.items() if name != "queries"]
@@ -71,8 +80,8 @@ class ScissorHands(StepPolicy):
 
 def step_policy(options: Mapping[str, object]) -> ScissorHands:
     """Step form."""
-    sinks, recent, window = options["sinks"], options["recent"], options["window"]
+    sinks, recent, queries = options["sinks"], options["recent"], options["history"]
     assert isinstance(sinks, int)
     assert isinstance(recent, int)
-    assert isinstance(window, int)
-    return ScissorHands(sinks=sinks, recent=recent, window=window)
+    assert isinstance(queries, int)
+    return ScissorHands(sinks=sinks, recent=recent, queries=queries)

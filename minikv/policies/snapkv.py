@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.policy import Evidence, PromptView, Scorer, group, last_rows
+from minikv.policy import Evidence, PromptView, Scorer, ends, group
 
 
 def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
@@ -42,13 +42,13 @@ def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Te
     return pooled
 
 
-def window_scorer(window: int, kernel: int, pooling: str, how: str) -> Scorer:
-    """Scorer: pooled mean attention of the window's queries, the window's own rows left out."""
+def window_scorer(window: int, kernel: int, pooling: str, how: str, sinks: int = 0) -> Scorer:
+    """Scorer: pooled mean attention of the window's queries, rows that stay anyway left out."""
 
     def score(view: PromptView) -> Tensor:
         assert view.mass is not None
         scores = group(view.mass / view.observed, how)
-        free = view.live & (view.pos < view.position - window)
+        free = view.live & (view.pos < view.position - window) & (view.pos >= sinks)
         return pool(scores, view.pos, free, kernel, pooling)
 
     return score
@@ -56,8 +56,11 @@ def window_scorer(window: int, kernel: int, pooling: str, how: str) -> Scorer:
 
 def scorer(options: Mapping[str, object]) -> Evidence:
     """What the window's rows attend to; they all stay."""
-    window, kernel = options["window"], options["kernel"]
+    window, kernel, sinks = options["window"], options["kernel"], options["sinks"]
     assert isinstance(window, int)
     assert isinstance(kernel, int)
-    score = window_scorer(window, kernel, str(options["pooling"]), str(options["group"]))
-    return Evidence(score, last_rows(window), observe=window, asks=True, window=window)
+    assert isinstance(sinks, int)
+    score = window_scorer(window, kernel, str(options["pooling"]), str(options["group"]), sinks)
+    return Evidence(
+        score, ends(sinks, window), observe=window, asks=True, sinks=sinks, window=window
+    )

@@ -22,7 +22,7 @@ def scorer(options: Mapping[str, object]) -> Evidence:
     def scope(view: PromptView) -> Tensor:
         return view.live & (view.pos < sinks)
 
-    return Evidence(_recency, scope, sinks=sinks)
+    return Evidence(_recency, scope, sinks=sinks, weighs=False)
 
 
 def _recency(view: PromptView) -> Tensor:

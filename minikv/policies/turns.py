@@ -5,24 +5,24 @@ What was asked and how a document begins lies there, and no scorer knows which q
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from minikv.policy import PromptView, Scope
+from minikv.policy import Prefer
 
 
-def prefer(options: Mapping[str, object], window: int) -> Scope:
-    """Scope: the `edge` rows at either end of each prompt; they go before any other free row."""
+def prefer(options: Mapping[str, object]) -> Prefer:
+    """The `edge` rows at either end of each prompt leave after all others."""
     edge = options["edge"]
     assert isinstance(edge, int)
 
-    def scope(view: PromptView) -> Tensor:
-        near = torch.zeros_like(view.live)
-        for begin, end in view.turns:
-            inside = (view.pos >= begin) & (view.pos < end)
-            near |= inside & ((view.pos < begin + edge) | (view.pos >= end - edge))
-        return near
+    def near(pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
+        found = torch.zeros_like(pos, dtype=torch.bool)
+        for begin, end in turns:
+            inside = (pos >= begin) & (pos < end)
+            found |= inside & ((pos < begin + edge) | (pos >= end - edge))
+        return found
 
-    return scope
+    return near

@@ -1,0 +1,343 @@
+"""`/compare`: the last question again, under other policies and under a full cache, side by side.
+
+Every run is a conversation of its own over the same network: the documents and the last question,
+greedy, one cache after the other. The running chat is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from minikv.choice import Choice, read_budget
+from minikv.cli.command import Command, Context
+from minikv.cli.kept_view import Screen, put
+from minikv.cli.progress import FRAME, Live
+from minikv.cli.strips import clipped, folded
+from minikv.cli.terminal import Terminal
+from minikv.errors import Interrupted, UsageError
+from minikv.policies import default_step
+from minikv.report import TurnReport, of_full, percent_saved
+
+if TYPE_CHECKING:
+    from minikv.session import ChatSession, Document
+
+NARROWEST = 80
+"""Columns below which the runs stand one below the other."""
+_COLUMN = 24  # columns that a run needs to stand beside others
+_LABEL = 12  # columns of the names of the rows
+_USAGE = "/compare POLICY [POLICY ...] [budget=N], for example /compare streaming h2o budget=256"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The chat's last question, with the documents it is asked about; `before` were others."""
+
+    text: str
+    documents: tuple[Document, ...]
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One policy's answer: its text, its tokens, and what the turn cost."""
+
+    label: str
+    text: str
+    tokens: tuple[int, ...]
+    report: TurnReport
+
+
+@dataclass(slots=True)
+class Stop:
+    """Set by Ctrl-C. The session under way stops at its next safe point, no other one starts."""
+
+    session: ChatSession | None = None
+    asked: bool = False
+
+    def __call__(self) -> None:
+        self.asked = True
+        if self.session is not None:
+            self.session.cancel()
+
+
+# -- the command ----------------------------------------------------------------------------
+
+
+def _compare(context: Context, arguments: list[str]) -> None:
+    session, terminal = context.session, context.terminal
+    question = last_question(session)
+    choices = read_choices(session, arguments)
+    stop = Stop()
+    runs: list[Run] = []
+    try:
+        with context.interrupts.stopping(stop):
+            for choice in choices:
+                beside(session, choice)  # what does not go together shows before anything runs
+            # The full cache is the largest: run first, its errors cost no time.
+            for choice in (choices[-1], *choices[:-1]):
+                name = label(choice)
+                stop.session = beside(session, choice)
+                most = context.limits.max_tokens
+                runs.append(run(stop.session, name, question, most, _live(terminal, name), stop))
+                stop.session = None  # one more cache than the chat's at a time
+    except Interrupted:
+        if len(runs) > 1:  # at least one that can be compared
+            _put(context, question, runs)
+        raise
+    finally:
+        terminal.clear_status()
+    _put(context, question, runs)
+
+
+def _live(terminal: Terminal, name: str) -> Callable[[int, int, int], None]:
+    """Shows how far a run is: tokens read, of how many, and pieces of text written."""
+    reading, last = Live(terminal, f"{name}: reading"), 0.0
+
+    def show(done: int, total: int, written: int) -> None:
+        nonlocal last
+        if not written:
+            reading(done, total)
+        elif (now := monotonic()) - last >= FRAME:
+            last = now
+            terminal.status(f"{name}: writing  {written:,}")
+
+    return show
+
+
+def _put(context: Context, question: Question, runs: Sequence[Run]) -> None:
+    """Write the table, the full cache last, and the warnings that not every run had."""
+    runs = [*runs[1:], runs[0]]
+    screen = Screen.of(context.terminal)
+    context.terminal.clear_status()
+    put(context.terminal, table(question, runs, screen))
+    for one in runs:
+        for warning in one.report.warnings:
+            if not all(warning in other.report.warnings for other in runs):
+                context.terminal.warn(f"{one.label}: {warning}")
+
+
+COMMANDS = (
+    Command(
+        ("compare",),
+        "[POLICY ...] [budget=N]",
+        "the last question again under other policies and a full cache, side by side",
+        _compare,
+    ),
+)
+
+
+# -- what is run ----------------------------------------------------------------------------
+
+
+def last_question(session: ChatSession) -> Question:
+    """The last question that was read. Raises UsageError if there was none."""
+    asked = [message.content for message in session.messages if message.role == "user"]
+    if not asked:
+        raise UsageError("no question to compare answers to", "ask one first")
+    documents = tuple(session.documents)
+    # The turn that brought documents has their text before its question.
+    for first in range(len(documents) + 1):
+        text = "".join(document.rendered() for document in documents[first:])
+        if asked[-1].startswith(text):
+            return Question(asked[-1][len(text) :], documents, len(asked) - 1)
+    raise AssertionError("every text starts with an empty one")
+
+
+def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[Choice]:
+    """The policies to run, full last. With none named, that of the chat.
+
+    One named as the chat's own is taken with the chat's options. Raises UsageError.
+    """
+    own, budget = session.choice, session.choice.budget
+    names = []
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if not equals:
+            names.append(argument)
+        elif option == "budget" and value:
+            budget = read_budget(value)
+        else:
+            raise UsageError(f"/compare takes policies and budget=N, got {argument!r}", _USAGE)
+    if own.evicts and all(name == "full" for name in names):
+        names = [own.policy]
+    choices: list[Choice] = []
+    for name in names:
+        same = own.evicts and name == own.policy
+        choice = replace(own if same else Choice.read(name, seed=session.seed), budget=budget)
+        if choice.evicts and choice not in choices:
+            choices.append(choice)
+    if not choices:
+        raise UsageError("nothing to compare a full cache to: this chat evicts nothing", _USAGE)
+    return [*choices, Choice.read("full", seed=session.seed)]
+
+
+def label(choice: Choice) -> str:
+    """A run's name: policy, the policy while writing where it is another one, and budget."""
+    if not choice.evicts:
+        return "full"
+    name = choice.policy
+    if choice.decode not in (choice.policy, default_step(choice.policy)):
+        name += f" then {choice.decode}"
+    if choice.stride:
+        name += f" stride {choice.stride}"
+    return f"{name} {choice.budget}"
+
+
+def beside(session: ChatSession, choice: Choice) -> ChatSession:
+    """An empty chat over the same network, tokenizer and template, with a cache of its own.
+
+    Raises UsageError if policy and budget do not go together.
+    """
+    from minikv.engine import Engine
+    from minikv.scheduler import Scheduler
+    from minikv.session import ChatSession
+
+    kv = session.engine.kv
+    prompt, step, budget, stride = choice.policies()
+    own = Scheduler(
+        kv.shape, prompt, step, budget, dtype=kv.dtype, device=kv.device, stride=stride,
+        output=kv._output, rotary=kv._rotary,
+    )  # fmt: skip
+    return ChatSession(
+        Engine(session.engine.network, own), session.tokenizer, session.template,
+        max_context=session.max_context, choice=choice, seed=session.seed, system=session.system,
+        facts=session.facts, pin_system=session.pin_system,
+    )  # fmt: skip
+
+
+def run(
+    session: ChatSession,
+    name: str,
+    question: Question,
+    max_tokens: int,
+    show: Callable[[int, int, int], None],
+    stop: Stop,
+) -> Run:
+    """Ask greedily in a fresh chat. Raises the session's errors, and Interrupted once stopped."""
+    stopped = Interrupted(f"stopped comparing at {name}", "the chat is as it was")
+
+    def reading(done: int, total: int) -> None:
+        if stop.asked:
+            raise stopped
+        show(done, total, 0)
+
+    for document in question.documents:
+        session.attach(document.text, document.name)
+    pieces: list[str] = []
+    try:
+        for piece in session.ask(question.text, max_tokens, progress=reading):
+            pieces.append(piece)
+            show(0, 0, len(pieces))
+    except Interrupted:
+        raise stopped from None
+    if stop.asked:
+        raise stopped
+    report = session.report
+    assert report is not None
+    owed = () if session.owed is None else (session.owed,)
+    tokens = (*session.fed[report.tokens.prompt_new :], *owed)
+    return Run(name, "".join(pieces), tokens, report)
+
+
+# -- the table ------------------------------------------------------------------------------
+
+
+def same_as(tokens: Sequence[int], full: Sequence[int]) -> str:
+    """How far an answer goes along with the full cache's."""
+    count = f"{len(full):,} token{'' if len(full) == 1 else 's'}"
+    if tokens == full:
+        return f"all {count}" if full else "the same, without a word"
+    both = zip(tokens, full, strict=False)
+    first = next((i for i, (a, b) in enumerate(both) if a != b), min(len(tokens), len(full)))
+    return f"first {first:,} of {count}" if first else f"none of {count}"
+
+
+def facts(one: Run, full: Run) -> dict[str, str]:
+    """The rows of a run, in order; figures that were not measured say so."""
+    tokens, kv, rate = one.report.tokens, one.report.kv_bytes, one.report.rate
+    lost = one.report.loss.est_mass_lost_mean
+    if lost is not None:
+        lost_is = f"~{100 * lost:.1f}%"
+    else:
+        evicted = one is not full and tokens.kept_min < tokens.seen_total
+        lost_is = "not estimated" if evicted else "nothing evicted"
+    return {
+        "answer": one.text.strip() or "(empty)",
+        "same as full": "-" if one is full else same_as(one.tokens, full.tokens),
+        "KV held": f"{of_full(kv.held, kv.full)}, {percent_saved(kv.saved)} saved",
+        "kept": (
+            f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,} per head, "
+            f"{tokens.kept_min:,} to {tokens.kept_max:,}"
+        ),
+        "read": _rate(rate.prefill_tok_s),
+        "write": _rate(rate.decode_tok_s),
+        "lost": lost_is,
+    }
+
+
+def _rate(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:,.1f} tok/s"
+
+
+def table(question: Question, runs: Sequence[Run], screen: Screen) -> list[str]:
+    """The runs beside each other, or below where there is no room; the last one is the full cache.
+
+    Says what was run, and what was left out of it.
+    """
+    rows = [facts(one, runs[-1]) for one in runs]
+    width = (screen.width - _LABEL - 1) // len(runs)
+    wide = screen.width >= NARROWEST and width >= _COLUMN
+    asked = f"question: {clipped(question.text, screen.width - 11, screen.encoding)}"
+    lines = [asked, *(_beside(runs, rows, width, screen) if wide else _below(runs, rows, screen))]
+    notes = [
+        "each run is a fresh conversation: the chat's documents and this question, greedy; the "
+        "chat itself is as it was"
+    ]
+    if question.before:
+        count = "1 question" if question.before == 1 else f"{question.before:,} questions"
+        notes.append(f"the {count} before it, and what was answered, are in none of the runs")
+    if any(one.report.loss.est_mass_lost_mean is not None for one in runs):
+        notes.append(
+            "lost: the part of the last window's attention that fell on evicted tokens while "
+            "reading, an estimate"
+        )
+    return lines + [line for note in notes for line in folded(note, screen.width, "  ")]
+
+
+def _beside(
+    runs: Sequence[Run], rows: Sequence[Mapping[str, str]], width: int, screen: Screen
+) -> list[str]:
+    head = [one.label for one in runs]
+    lines = []
+    for name, cells in [("", head), *((n, [row[n] for row in rows]) for n in rows[0])]:
+        columns = [folded(cell, width - 2, "", screen.encoding) for cell in cells]
+        for i in range(max(map(len, columns))):
+            line = (name if i == 0 else "").ljust(_LABEL + 1)
+            for column in columns:
+                line += _padded(column[i] if i < len(column) else "", width)
+            lines.append(line.rstrip())
+    return lines
+
+
+def _below(
+    runs: Sequence[Run], rows: Sequence[Mapping[str, str]], screen: Screen
+) -> list[str]:
+    lines = []
+    for one, row in zip(runs, rows, strict=True):
+        lines.append(one.label)
+        for name, cell in row.items():
+            column = folded(cell, screen.width - _LABEL - 3, "", screen.encoding)
+            lines += [
+                f"  {(name if i == 0 else '').ljust(_LABEL)} {part}".rstrip()
+                for i, part in enumerate(column)
+            ]
+    return lines
+
+
+def _padded(text: str, cells: int) -> str:
+    from rich.cells import cell_len
+
+    return text + " " * (cells - cell_len(text))

@@ -1,0 +1,408 @@
+"""`minikv doctor`: what this machine offers, whether the hub lets us in, whether policies work.
+
+Each check is one line with ok, warning or failed in words. The last one runs every prompt policy
+with every decode policy on a tiny random network.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import typer
+
+import minikv
+from minikv.choice import Choice
+from minikv.cli.terminal import OutputError, Terminal
+from minikv.errors import MinikvError
+from minikv.policies import prompt_names, step_names
+from minikv.report import size
+
+if TYPE_CHECKING:
+    from minikv.models.llama import Llama
+
+OK, WARNING, FAILED = "ok", "warning", "failed"
+_PATIENCE = 5.0  # seconds for an answer of the hub
+_LITTLE = 5 << 30  # bytes of disk under which a model will hardly fit
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+_SHOWN = 8  # failing pairs that are named
+_STRIDE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line. `state` is ok, warning or failed; `hint` says what to do."""
+
+    name: str
+    state: str
+    detail: str
+    hint: str = ""
+
+
+def doctor(terminal: Terminal, *, offline: bool = False, as_json: bool = False) -> None:
+    """Run all checks and print them as they come. Leaves with exit code 1 if one failed."""
+    offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+    if offline:  # read by the hub library once, when it is imported
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    made: list[Check] = []
+    looks: tuple[tuple[str, Callable[[], list[Check]]], ...] = (
+        ("versions", versions), ("cpu", cpu), ("gpu", gpu), ("memory", memory), ("models", disk),
+        ("token", token), ("hub", lambda: login(offline)),
+        ("terminal", lambda: screen(terminal)), ("settings", settings),
+        ("policies", lambda: policies(terminal.status)),
+    )  # fmt: skip
+    for name, look in looks:
+        found = _looked(name, look)
+        terminal.clear_status()
+        made += found
+        if not as_json:
+            for check in found:
+                terminal.data(line(check, shutil.get_terminal_size().columns))
+    bad = [check for check in made if check.state == FAILED]
+    if as_json:
+        from minikv.cli.ask import to_json
+
+        terminal.data(to_json({"ok": not bad, "checks": [asdict(check) for check in made]}))
+    if bad:
+        raise typer.Exit(1)
+
+
+def line(check: Check, width: int) -> str:
+    """A check as text, broken between words; the hint on a line of its own."""
+    first = f"{check.state:<8} {check.name:<9} {check.detail}"
+    lines = textwrap.wrap(first, max(width, 30), subsequent_indent=" " * 9)
+    if check.hint:
+        lines += textwrap.wrap(
+            check.hint, max(width, 30), initial_indent=" " * 9, subsequent_indent=" " * 9
+        )
+    return "\n".join(lines)
+
+
+def _looked(name: str, look: Callable[[], list[Check]]) -> list[Check]:
+    """A check that breaks is a finding as well."""
+    try:
+        return look()
+    except (BrokenPipeError, OutputError):
+        raise
+    except Exception as error:
+        return [Check(name, FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}")]
+
+
+# -- the machine ----------------------------------------------------------------------------
+
+
+def versions() -> list[Check]:
+    """minikv, Python, and the libraries that compute."""
+    import torch
+
+    triton = _version("triton")
+    lacks = torch.cuda.is_available() and triton is None
+    parts = [
+        f"minikv {minikv.__version__}", f"Python {platform.python_version()}",
+        f"torch {torch.__version__}", f"triton {triton}" if triton else "no triton",
+        f"tokenizers {_version('tokenizers')}", f"huggingface-hub {_version('huggingface-hub')}",
+    ]  # fmt: skip
+    hint = "pip install triton, for faster kernels on the GPU" if lacks else ""
+    return [Check("versions", WARNING if lacks else OK, ", ".join(parts), hint)]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cpu() -> list[Check]:
+    """Cores that this process may use, and what they know of half precision."""
+    import torch
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    cores = usable or os.cpu_count() or 1
+    name, known = _cpu_facts()
+    has = [flag for flag in _FLAGS if flag in known]
+    detail = (
+        f"{name or platform.machine()}, {cores} usable core{'s' if cores > 1 else ''}, "
+        f"{torch.get_num_threads()} threads; {', '.join(has) if has else 'flags not known'}"
+    )
+    slow = bool(known) and not known & {"avx512_bf16", "amx_bf16", "bf16"}
+    note = "no instructions for bfloat16: --dtype float32 may be faster" if slow else ""
+    return [Check("cpu", OK, detail, note)]
+
+
+def _cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
+    name, known = "", set[str]()
+    try:
+        for text in path.read_text(errors="replace").splitlines():
+            key, _, value = text.partition(":")
+            if key.strip() == "model name" and not name:
+                name = value.strip()
+            if key.strip() in ("flags", "Features") and not known:
+                known = set(value.split())
+    except OSError:
+        pass
+    return name, known
+
+
+def gpu() -> list[Check]:
+    """Every CUDA device, or that there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return [Check("gpu", OK, "none that torch can use; the CPU computes")]
+    made = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        major, minor = torch.cuda.get_device_capability(index)
+        made.append(Check(
+            "gpu", OK,
+            f"cuda:{index} {torch.cuda.get_device_name(index)}, {size(free)} of {size(total)} "
+            f"free, compute capability {major}.{minor}",
+        ))  # fmt: skip
+    return made
+
+
+def memory() -> list[Check]:
+    """What a model may take, a container's limit respected."""
+    import torch
+
+    from minikv.models.weights import free_memory
+
+    free = free_memory(torch.device("cpu"))
+    if free is None:
+        return [Check("memory", WARNING, "the system does not say how much is free")]
+    little = free < 1 << 30
+    return [Check("memory", WARNING if little else OK, f"{size(free)} free",
+                  "only small models will load" if little else "")]  # fmt: skip
+
+
+def disk() -> list[Check]:
+    """Where models are kept, and the room there."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
+    there = next((p for p in (folder, *folder.parents) if p.exists()), Path("/"))
+    free = shutil.disk_usage(there).free
+    hint = ""
+    if not os.access(there, os.W_OK):
+        hint = "not writable: set HF_HOME to a directory that is"
+    elif free < _LITTLE:
+        hint = "a 7B model takes about 15 GiB; `hf cache rm` or another HF_HOME makes room"
+    new = "" if folder.exists() else ", not there yet"
+    return [Check("models", WARNING if hint else OK, f"{folder}{new}, {size(free)} free", hint)]
+
+
+def screen(terminal: Terminal) -> list[Check]:
+    """What standard output can show."""
+    out = terminal.out
+    width = shutil.get_terminal_size().columns
+    encoding = (out.encoding or "unknown").lower()
+    wide = "utf" in encoding
+    parts = [
+        "a terminal" if out.isatty() else "not a terminal", f"{width} columns", encoding,
+        "colours" if terminal.colour else "no colours",
+    ]  # fmt: skip
+    hint = "" if wide else "signs beyond ASCII are shown in other ways; LANG=C.UTF-8 has them"
+    return [Check("terminal", OK if wide else WARNING, ", ".join(parts), hint)]
+
+
+def settings() -> list[Check]:
+    """The configuration files and variables, read as a chat would."""
+    from minikv.cli import config
+
+    try:
+        made = config.load()
+    except MinikvError as error:
+        return [Check("settings", FAILED, str(error), error.hint)]
+    origins = sorted({value.origin for value in made.values.values()})
+    detail = f"{len(made.values)} set, by {', '.join(origins)}" if origins else "none set"
+    if made.notes:
+        return [Check("settings", WARNING, f"{detail}; {'; '.join(made.notes)}")]
+    return [Check("settings", OK, detail)]
+
+
+# -- the hub --------------------------------------------------------------------------------
+
+
+def token() -> list[Check]:
+    """Whether there is a token, and from where. It is never shown."""
+    import huggingface_hub
+
+    names = [n for n in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(n)]
+    if names:
+        return [Check("token", OK, f"set by {names[0]}")]
+    if huggingface_hub.get_token() is not None:
+        return [Check("token", OK, "stored by `hf auth login`")]
+    return [Check("token", OK, "none; open models need none, gated ones do (`hf auth login`)")]
+
+
+def login(offline: bool) -> list[Check]:
+    """Whether the hub answers, and takes the token if there is one."""
+    if offline:
+        return [Check("hub", OK, "not asked: offline")]
+    import huggingface_hub
+
+    known = huggingface_hub.get_token() is not None
+    answer: list[str] = []
+    broken: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            if known:
+                answer.append(str(huggingface_hub.HfApi().whoami().get("name", "")))
+            else:
+                huggingface_hub.HfApi().model_info("HuggingFaceTB/SmolLM2-135M-Instruct")
+                answer.append("")
+        except Exception as error:
+            broken.append(error)
+
+    # A thread, because not every wait of the library knows a limit.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if answer:
+        return [Check("hub", OK, f"the token works, as {answer[0]}" if known else "it answers")]
+    status = getattr(getattr(broken[0], "response", None), "status_code", None) if broken else None
+    if known and status in (401, 403):
+        return [Check("hub", FAILED, "it refuses the token", "`hf auth login` stores another")]
+    if status is not None:
+        return [Check("hub", WARNING, f"it answers with HTTP status {status}", "try again later")]
+    # The error's own text is left out: it may hold addresses with tokens.
+    return [Check("hub", WARNING, "it could not be reached; models in the cache still work")]
+
+
+# -- the policies ---------------------------------------------------------------------------
+
+
+def policies(progress: Callable[[str], None]) -> list[Check]:
+    """Every prompt policy with every decode policy, and each in blocks, on a tiny network."""
+    began = perf_counter()
+    cases = [(prompt, step, 0) for prompt in prompt_names() for step in step_names()]
+    cases += [(step, "auto", _STRIDE) for step in step_names() if step != "none"]
+    bad: list[str] = []
+    with _one_thread():
+        net = tiny()
+        for i, (policy, decode, stride) in enumerate(cases):
+            progress(f"testing policies  {i}/{len(cases)}")
+            wrong = attempt(net, policy, decode, stride)
+            if wrong:
+                label = f"--stride {stride}" if stride else f"then {decode}"
+                bad.append(f"{policy}, {label}: {wrong}")
+    seconds = perf_counter() - began
+    if not bad:
+        return [Check(
+            "policies", OK,
+            f"{len(cases)} pairs in {seconds:.1f} s: reading exact, budget held, positions unique, "
+            "logits finite",
+        )]  # fmt: skip
+    more = f"; {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+    return [
+        Check("policies", FAILED, f"{len(bad)} of {len(cases)} pairs{more}"),
+        *(Check("policies", FAILED, text) for text in bad[:_SHOWN]),
+    ]
+
+
+def tiny() -> Llama:
+    """A random network of two layers, large enough weights that attention is far from uniform."""
+    from minikv.models.config import ModelConfig
+    from minikv.models.llama import Llama
+    from minikv.models.rope import RopeConfig
+
+    config = ModelConfig(
+        family="llama", layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32, mlp=48, vocab=64,
+        norm_eps=1e-5, rope=RopeConfig(theta=1e4), max_context=4096, windows=(None, None),
+    )  # fmt: skip
+    return Llama(config, rows=64).randomise(0, std=0.3)
+
+
+def attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
+    """Read, write, read again, write again. What went wrong, or ""."""
+    try:
+        return _attempt(net, policy, decode, stride)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
+    import torch
+
+    from minikv.attend import DenseAttend
+    from minikv.engine import Engine
+    from minikv.policy import smallest_budget
+    from minikv.scheduler import Scheduler
+    from minikv.stats import Shape
+
+    c = net.config
+    prompt, step, _, _ = Choice.read(policy, decode, stride=stride).policies()
+    rows = smallest_budget(prompt, step) + stride + 8
+    prompt, step, budget, _ = Choice.read(policy, decode, rows, stride=stride).policies()
+    kv = Scheduler(
+        Shape(c.layers, c.kv_heads, c.heads, c.head_dim, c.windows, c.max_context),
+        prompt, step, budget, stride=stride, rotary=net.rotary.inverse,
+        output=lambda layer: net.layers[layer].out.T.view(c.kv_heads, -1, c.head_dim, c.hidden),
+    )  # fmt: skip
+    engine = Engine(net, kv)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(c.vocab, (rows + 64,), generator=generator).tolist()
+    for turn, (count, steps) in enumerate(((rows + 24, 4), (12, 3))):
+        logits = engine.prompt(ids[:count], room=steps)
+        if turn == 0 and not stride:
+            dense = DenseAttend(c.windows)
+            dense.begin(count)
+            exact = net.forward(torch.tensor(ids[:count]), dense)
+            if not torch.allclose(logits, exact, rtol=1e-3, atol=1e-3):
+                return "the prompt was not read exactly"
+        most = kv.position if prompt is None and not stride else 0
+        for fed in range(steps + 1):
+            if not bool(torch.isfinite(logits).all()):
+                return "logits are not finite"
+            bound = (max(most, rows) if budget else most) + (fed if step is None else 0)
+            wrong = _held(kv, bound)
+            if wrong:
+                return f"{wrong} (turn {turn + 1}, {fed} tokens written)"
+            if fed < steps:
+                logits = engine.step(int(logits.argmax()))
+    return ""
+
+
+def _held(kv: object, bound: int) -> str:
+    """What is wrong with the rows held, of which there may be `bound` per head on average."""
+    from minikv.scheduler import Scheduler
+
+    assert isinstance(kv, Scheduler)
+    shape = kv.shape
+    total = 0
+    for layer in range(shape.layers):
+        for head in range(shape.kv_heads):
+            kept = kv.kept(layer, head).tolist()
+            total += len(kept)
+            if len(set(kept)) != len(kept) or not all(0 <= p < kv.position for p in kept):
+                return "positions are not unique"
+            if kv.position - 1 not in kept:
+                return "the newest row is gone"
+    if total > bound * shape.layers * shape.kv_heads:
+        return f"{total} rows held, over the budget of {bound * shape.layers * shape.kv_heads}"
+    return ""
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tiny matrices on several threads spend their time waiting for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

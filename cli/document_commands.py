@@ -1,0 +1,130 @@
+"""/add, /docs and /drop: the documents of a chat, those that wait and those that were read."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+import threading
+from typing import TYPE_CHECKING
+
+from minikv.cli import documents
+from minikv.cli.command import Command, Context
+from minikv.errors import UsageError
+
+if TYPE_CHECKING:
+    from minikv.session import ChatSession, Document
+
+REPLACE = "--replace"
+STDIN = "standard input"
+COUNTED = 1_000_000
+"""Characters up to which /docs counts tokens: a tokenizer takes about a second for them."""
+
+
+def _add(context: Context, arguments: list[str]) -> None:
+    errors = context.errors
+    if REPLACE in arguments:
+        errors = "replace"
+    paths = [argument for argument in arguments if argument != REPLACE]
+    if not paths:
+        raise UsageError("/add takes files", "/add report.txt 'a name with spaces.txt'")
+    session, terminal = context.session, context.terminal
+    stop = threading.Event()
+    found = []
+    # All are read before any is attached, so that a bad name adds nothing.
+    with context.interrupts.stopping(stop.set):
+        for path in paths:
+            path = os.path.expanduser(path)
+            terminal.status(f"reading {path}")
+            try:
+                text = documents.read_file(
+                    path,
+                    errors,
+                    context.loaders,
+                    remedy=f"/add {REPLACE} {shlex.quote(path)} reads it anyway and counts what "
+                    "it replaced",
+                    stopped=stop.is_set,
+                )
+            finally:
+                terminal.clear_status()
+            found.append(text)
+    taken = [document.name for document in _all(session)]
+    for text in documents.distinct(found, taken):
+        if text.note:
+            terminal.warn(text.note)
+        session.attach(text.text, text.name)
+        terminal.say(f"{text.name}: {text.facts}, read with your next question")
+
+
+def _docs(context: Context, arguments: list[str]) -> None:
+    session, terminal = context.session, context.terminal
+    listed = _all(session)
+    if not listed:
+        terminal.say("no documents; /add FILE puts one before your next question")
+        return
+    rows = []
+    for n, document in enumerate(listed, 1):
+        size = f"{len(document.text):,} characters"
+        tokens = ""
+        if len(document.text) <= COUNTED:
+            count = len(session.tokenizer.encode(document.text))
+            tokens = f" · {count:,} token{'' if count == 1 else 's'}"
+        state = "read" if n <= len(session.documents) else "waits for your next question"
+        rows.append(f"{n:>{len(str(len(listed)))}}  {_name(document)} · {size}{tokens} · {state}")
+    terminal.say("\n".join(rows))
+
+
+def _drop(context: Context, arguments: list[str]) -> None:
+    """A waiting document goes at once. What was read is in the cache, mixed into the rows of all
+    that came after it, so without it there is only a new conversation about the others."""
+    session, terminal = context.session, context.terminal
+    listed = _all(session)
+    if not listed:
+        raise UsageError("there is no document to drop", "/add FILE puts one in")
+    if len(arguments) != 1:
+        raise UsageError("/drop takes a number from /docs, or a name", "/drop 2, /drop report.txt")
+    at = _find(listed, arguments[0])
+    document, read = listed[at], len(session.documents)
+    if at >= read:
+        del session.pending[at - read]
+        terminal.say(f"{_name(document)} is dropped; it had not been read")
+        return
+    del session.documents[at]
+    session.reset(keep_documents=True)
+    left = len(session.pending)
+    others = "no other document"
+    if left:
+        others = f"the other {left:,} documents" if left > 1 else "the other document"
+    again = ", read again with your next question" if left else ""
+    terminal.say(
+        f"{_name(document)} had been read, and cannot be taken out of the cache: new conversation "
+        f"with {others}{again}"
+    )
+
+
+def _find(listed: list[Document], wanted: str) -> int:
+    """The index that a number from /docs or a name means; a number wins. Raises UsageError."""
+    if wanted.isdecimal() and 1 <= int(wanted[:9]) <= len(listed):
+        return int(wanted) - 1
+    names = [_name(document) for document in listed]
+    if wanted in names:
+        return names.index(wanted)
+    near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
+    guess = f"did you mean {near[0]}? " if near else ""
+    raise UsageError(f"no document {wanted!r}", f"{guess}/docs lists them with their numbers")
+
+
+def _all(session: ChatSession) -> list[Document]:
+    """Those that were read, then those that wait: the order of /docs."""
+    return [*session.documents, *session.pending]
+
+
+def _name(document: Document) -> str:
+    return document.name or STDIN
+
+
+COMMANDS = (
+    Command(("add",), f"[{REPLACE}] FILE...", "put documents before the next question", _add),
+    Command(("docs",), "", "the documents, their sizes, and which were read", _docs),
+    Command(("drop",), "NUMBER | NAME", "take one out; if read, the chat starts anew", _drop),
+)

@@ -1,0 +1,265 @@
+"""What a report shows of a chat: facts gathered from a session, and the same facts as JSON.
+
+The JSON of `/export chat.json`, version 1. A version is raised when a key changes its meaning.
+
+    format      "minikv chat"
+    version     1
+    minikv      version of the program that wrote it
+    made        when, UTC, ISO 8601
+    model       name, revision ("" if none), dtype, device, kernels, weight_bytes, layers, kv_heads,
+                max_context (positions)
+    policy      in force when it was written: name, decode, options, budget {unit, value}
+    system      the system prompt, "" if none
+    documents   [{name (or null), characters}]
+    turns       [{question, answer, documents: indices into documents, record}]; `record` is the
+                turn record of `minikv ask --json`, or null where none is known
+    tokens      {text, sections}: every token that was fed, in order. text[i] is what token i added
+                to the text: "" if it is the beginning of a character that a later token completes,
+                null for a control token. sections: [{kind, label, start, end}], kind is document,
+                question or answer, start and end are token positions, end exclusive
+    kept        [[bitmap per KV head] per layer]: base64; bit i % 8 of byte i // 8, counted from the
+                least significant, says whether the head still holds token i
+    curve       [[tokens seen, bytes held, bytes a full cache would hold]], measured at the end of
+                each reading and of each answer
+"""
+
+from __future__ import annotations
+
+import base64
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import minikv
+from minikv.report import TurnReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minikv.session import ChatSession
+    from minikv.session import Turn as Asked
+
+FORMAT = "minikv chat"
+VERSION = 1
+KINDS = ("document", "question", "answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What answered, and on what."""
+
+    name: str
+    revision: str
+    dtype: str
+    device: str
+    kernels: str
+    weight_bytes: int
+    layers: int
+    kv_heads: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The eviction settings in force. `budget` has unit and value, both None without one."""
+
+    name: str
+    decode: str
+    options: Mapping[str, object]
+    budget: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A document, without its text: that is in the tokens."""
+
+    name: str | None
+    characters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A question and its answer. `documents` are indices, `report` what was measured."""
+
+    question: str
+    answer: str
+    documents: tuple[int, ...]
+    report: TurnReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Tokens [start, end) that are a document's, a question's or an answer's text."""
+
+    kind: str
+    label: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Bytes of KV cache held after so many tokens, and what a full cache would hold."""
+
+    tokens: int
+    held: int
+    full: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFacts:
+    """All that a report shows. `pieces` and `kept` as `text` and `kept` of the JSON."""
+
+    minikv: str
+    made: str
+    model: Model
+    policy: Policy
+    system: str
+    documents: tuple[Attached, ...]
+    turns: tuple[Turn, ...]
+    pieces: tuple[str | None, ...]
+    sections: tuple[Section, ...]
+    kept: tuple[tuple[str, ...], ...]
+    curve: tuple[Point, ...]
+
+    @property
+    def last(self) -> TurnReport | None:
+        """The newest turn record there is."""
+        return next((turn.report for turn in reversed(self.turns) if turn.report), None)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain dictionaries, lists, strings and numbers, with the keys documented above."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "minikv": self.minikv,
+            "made": self.made,
+            "model": asdict(self.model),
+            "policy": asdict(self.policy),
+            "system": self.system,
+            "documents": [asdict(document) for document in self.documents],
+            "turns": [
+                {
+                    "question": turn.question,
+                    "answer": turn.answer,
+                    "documents": list(turn.documents),
+                    "record": turn.report.to_dict() if turn.report else None,
+                }
+                for turn in self.turns
+            ],
+            "tokens": {
+                "text": list(self.pieces),
+                "sections": [asdict(section) for section in self.sections],
+            },
+            "kept": [list(heads) for heads in self.kept],
+            "curve": [[point.tokens, point.held, point.full] for point in self.curve],
+        }
+
+
+def gather(session: ChatSession) -> ChatFacts:
+    """The facts of a chat between two turns. Reads the cache, changes nothing."""
+    facts, choice, shape = session.facts, session.choice, session.engine.kv.shape
+    pieces = _pieces(session)
+    documents = [document for turn in session.turns for document in turn.documents]
+    return ChatFacts(
+        minikv=minikv.__version__,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        model=Model(
+            name=facts.model, revision=facts.revision, dtype=facts.dtype, device=facts.device,
+            kernels=facts.kernels, weight_bytes=facts.weight_bytes, layers=shape.layers,
+            kv_heads=shape.kv_heads, max_context=session.max_context,
+        ),
+        policy=Policy(
+            choice.policy, choice.decode, choice.options_record(), choice.budget_record()
+        ),
+        system=session.system,
+        documents=tuple(Attached(d.name, len(d.text)) for d in documents),
+        turns=_turns(session.turns),
+        pieces=pieces,
+        sections=_sections(pieces, session.turns),
+        kept=tuple(
+            tuple(
+                bitmap(session.kept(layer, head), len(pieces)) for head in range(shape.kv_heads)
+            )
+            for layer in range(shape.layers)
+        ),
+        curve=tuple(Point(*point) for point in session.curve),
+    )  # fmt: skip
+
+
+def bitmap(positions: Tensor, tokens: int) -> str:
+    """A set of positions below `tokens` (LongTensor [n]) as `kept` of the JSON has it."""
+    import numpy as np
+
+    held = np.zeros(tokens, dtype=bool)
+    held[positions.cpu().numpy()] = True
+    return base64.b64encode(np.packbits(held, bitorder="little").tobytes()).decode()
+
+
+def _pieces(session: ChatSession) -> tuple[str | None, ...]:
+    stream = session.tokenizer.stream()
+    pieces: list[str | None] = []
+    for token in session.fed:
+        piece = stream.push(token)
+        # A token without text of its own: a control token, or the first bytes of a character.
+        pieces.append(piece if piece or session.tokenizer.decode([token]) else None)
+    rest = stream.flush()
+    if rest and pieces:
+        pieces[-1] = (pieces[-1] or "") + rest
+    return tuple(pieces)
+
+
+def _turns(turns: Sequence[Asked]) -> tuple[Turn, ...]:
+    """With each turn's documents as indices into those of the whole chat, in the same order."""
+    shown: list[Turn] = []
+    before = 0
+    for turn in turns:
+        brought = range(before, before + len(turn.documents))
+        before = brought.stop
+        shown.append(Turn(turn.question, turn.answer, tuple(brought), turn.report))
+    return tuple(shown)
+
+
+def _sections(pieces: Sequence[str | None], turns: Sequence[Asked]) -> tuple[Section, ...]:
+    """Where each text of the conversation lies, found in the text of the tokens of its turn.
+
+    A text that the template changed is not found and gets no section.
+    """
+    text = "".join(piece or "" for piece in pieces)
+    token = [i for i, piece in enumerate(pieces) for _ in piece or ""]  # of each character
+    sections: list[Section] = []
+
+    def mark(kind: str, label: str, part: str, begin: int) -> None:
+        """A section for `part` without the space around it, if it lies at `begin`."""
+        bare = part.strip()
+        begin += len(part) - len(part.lstrip())
+        if not bare or text[begin : begin + len(bare)] != bare:
+            return
+        start = token[begin]
+        while start and pieces[start - 1] == "":  # the first bytes of its first character
+            start -= 1
+        sections.append(Section(kind, label, start, token[begin + len(bare) - 1] + 1))
+
+    count = 0
+    for number, turn in enumerate(turns, 1):
+        # Where the record says that the turn was read: a short text may stand elsewhere as well.
+        spent = turn.report.tokens
+        begins = bisect_left(token, spent.prompt_reused)
+        ends = bisect_left(token, spent.prompt_reused + spent.prompt_new)
+        message = turn.messages()[0].content
+        at = text.rfind(message.strip(), begins, ends)
+        if at < 0:
+            at = len(text)  # nothing is there, so nothing is marked
+        at -= len(message) - len(message.lstrip())
+        for document in turn.documents:
+            count += 1
+            shown = document.rendered()
+            name = document.name or f"document {count}"
+            mark("document", name, document.text, at + shown.rfind(document.text))
+            at += len(shown)
+        mark("question", f"question {number}", turn.question, at)
+        answer = turn.answer.strip()
+        mark("answer", f"answer {number}", answer, text.find(answer, ends))
+    return tuple(sections)

@@ -1,0 +1,73 @@
+"""The figures of a turn as rows of a table, shared by the HTML report and the transcript."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from minikv.cli.render import STOPS
+from minikv.report import TurnReport, of_full, percent_saved, size
+
+
+def policy_words(name: str, decode: str | None, budget: Mapping[str, object]) -> str:
+    """ "adakv, then roco, budget 512 rows per head". """
+    words = name if decode in (None, "none") else f"{name}, then {decode}"
+    return f"{words}, {budget_words(budget)}"
+
+
+def budget_words(budget: Mapping[str, object]) -> str:
+    """A budget record in words."""
+    unit, value = budget.get("unit"), budget.get("value")
+    if not isinstance(value, int | float):
+        return "no budget"
+    if unit == "rows":
+        return f"budget {value:g} rows per head"
+    if unit == "share":
+        return f"budget {100 * value:g}% of the prompt"
+    return f"budget {size(int(value))}"
+
+
+def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
+    """Every figure of a turn, (name, value); what was not measured says so."""
+    tokens, kv, time, rate = report.tokens, report.kv_bytes, report.time_s, report.rate
+    decode = report.policy_options.get("decode")
+    step = decode.get("policy") if isinstance(decode, Mapping) else None
+    step = step if isinstance(step, str) else None
+    table = [
+        ("Policy", policy_words(report.policy, step, report.budget)),
+        ("Tokens read", f"{tokens.prompt_new:,} new, {tokens.prompt_reused:,} before"),
+        ("Tokens written", f"{tokens.generated:,}, stopped by {STOPS[report.stop_reason]}"),
+        (
+            "Rows kept per head",
+            f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,} "
+            f"(min {tokens.kept_min:,}, max {tokens.kept_max:,})",
+        ),
+        ("KV held", f"{of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved)"),
+        ("of it, kept about rows", size(kv.policy_state)),
+        ("KV allocated", f"{size(kv.allocated)}, the pool"),
+        ("KV at the most", f"{size(kv.peak_prefill)}, while reading"),
+        ("Reading", f"{time.prefill:.2f} s{_rate(rate.prefill_tok_s)}"),
+        ("Evicting", f"{1000 * time.evict:,.0f} ms"),
+        ("First token after", f"{time.first_token:.2f} s"),
+        ("Writing", f"{time.decode:.2f} s{_rate(rate.decode_tok_s)}"),
+        ("Attention lost", _lost(report)),
+    ]
+    if report.shaped_by_turn is not None:
+        table.append(("Cache shaped by", f"question {report.shaped_by_turn}"))
+    if report.device_mem.peak_bytes is not None:
+        where = "GPU" if report.device_mem.reserved_bytes is not None else "process"
+        table.append((f"Memory of the {where}", f"{size(report.device_mem.peak_bytes)} at most"))
+    return table
+
+
+def _lost(report: TurnReport) -> str:
+    mean, most = report.loss.est_mass_lost_mean, report.loss.est_mass_lost_max
+    if mean is None:
+        return "not estimated"
+    text = f"~{100 * mean:.1f}%"
+    if most is not None and report.loss.est_mass_lost_argmax_layer is not None:
+        text += f", worst layer {report.loss.est_mass_lost_argmax_layer}: {100 * most:.1f}%"
+    return f"{text} (an estimate from the last window)"
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f" ({value:,.1f} tok/s)"

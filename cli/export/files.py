@@ -1,0 +1,61 @@
+"""Writing a file that the user named: whole or not at all, and never over another by accident."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from minikv.cli.terminal import clean
+from minikv.errors import UsageError
+
+
+def refuse(path: Path, force: bool) -> None:
+    """Raise the UsageError that `write` would raise for what exists already."""
+    shown = clean(str(path))
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise UsageError(f"no directory {clean(str(path.parent))}", "make it first") from None
+        return
+    except OSError as error:
+        raise _cannot(path, error) from None
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"{shown} is not a regular file", "choose another name")
+    if not force:
+        raise UsageError(f"{shown} exists", "--force replaces it, or choose another name")
+
+
+def write(path: Path, text: str, force: bool = False) -> int:
+    """Write `text` as UTF-8; returns the bytes. Raises UsageError, and then nothing was changed."""
+    refuse(path, force)
+    data = text.encode()
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=".minikv-", dir=path.parent)
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            # As any file the user makes; mkstemp's own mode would keep it from being shared.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.fchmod(file.fileno(), 0o666 & ~umask)
+        os.replace(temporary, path)
+        temporary = ""
+    except OSError as error:
+        raise _cannot(path, error) from None
+    finally:
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+    return len(data)
+
+
+def _cannot(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"cannot write {clean(str(path))}: {error.strerror or error}", "nothing was written"
+    )

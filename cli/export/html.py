@@ -1,0 +1,165 @@
+"""A chat as one page: nothing is fetched, only its own script runs, all foreign text is text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from importlib import resources
+
+from minikv.cli.export.facts import ChatFacts, Turn
+from minikv.cli.export.figures import budget_words, policy_words, rows
+from minikv.cli.export.safe import visible
+from minikv.report import of_full, percent_saved, size
+
+
+def render(facts: ChatFacts) -> str:
+    """The page. Foreign text reaches it in two ways: through the template, which escapes it, and
+    as JSON in which no sign has a meaning to an HTML parser."""
+    import jinja2
+
+    folder = resources.files("minikv.cli.export")
+    style, script, page = (
+        folder.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("css", "js", "html")
+    )
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(page).render(
+        # The browser refuses every script and style but these two.
+        policy=(
+            "default-src 'none'; base-uri 'none'; form-action 'none'; "
+            f"script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+            "require-trusted-types-for 'script'; trusted-types 'none'"
+        ),
+        style=style,
+        script=script,
+        data=_data(facts),
+        **_words(facts),
+    )
+
+
+def _words(facts: ChatFacts) -> dict[str, object]:
+    """What the template shows, as text."""
+    model, policy = facts.model, facts.policy
+    return {
+        "title": visible(f"{_short(model.name)}: {policy.name}"),
+        "model": visible(model.name),
+        "revision": visible(model.revision[:12]),
+        "policy_words": visible(policy_words(policy.name, policy.decode, policy.budget)),
+        "chips": [
+            visible(chip)
+            for chip in (
+                f"policy {policy.name}",
+                f"while answering {policy.decode}",
+                budget_words(policy.budget),
+            )
+        ],
+        "machine": [
+            (name, visible(value))
+            for name, value in (
+                ("Model", model.name),
+                ("Revision", model.revision or "none"),
+                ("Weights", f"{size(model.weight_bytes)}, {model.dtype}"),
+                ("Shape", f"{model.layers} layers × {model.kv_heads} KV heads"),
+                ("Context", f"{model.max_context:,} tokens"),
+                ("Ran on", f"{model.device}, {model.kernels} kernels"),
+                ("Policy", policy_words(policy.name, policy.decode, policy.budget)),
+                ("Options", _options(facts)),
+            )
+        ],
+        "made": visible(facts.made),
+        "minikv": visible(facts.minikv),
+        "system": visible(facts.system),
+        "cards": _cards(facts),
+        "share": _share(facts),
+        "turns": [_turn(facts, number, turn) for number, turn in enumerate(facts.turns, 1)],
+        "tokens": len(facts.pieces),
+    }
+
+
+def _cards(facts: ChatFacts) -> list[tuple[str, str, str]]:
+    """(name, figure, what it means) of the last turn."""
+    report = facts.last
+    if report is None:
+        return []
+    tokens, kv, loss = report.tokens, report.kv_bytes, report.loss.est_mass_lost_mean
+    held = of_full(kv.held, kv.full)
+    cards = [
+        ("KV cache saved", percent_saved(kv.saved), f"{held} held"),
+        (
+            "Rows kept per head",
+            f"{tokens.kept_mean:,.0f}",
+            f"of {tokens.seen_total:,}, min {tokens.kept_min:,}, max {tokens.kept_max:,}",
+        ),
+        (
+            "Attention lost",
+            "–" if loss is None else f"~{100 * loss:.1f}%",
+            "not estimated" if loss is None else "an estimate from the last window",
+        ),
+        ("First token", f"{report.time_s.first_token:.2f} s", "after the last question"),
+    ]
+    if report.rate.decode_tok_s is not None:
+        cards.append(("Writing", f"{report.rate.decode_tok_s:.1f} tok/s", "measured, last answer"))
+    return cards
+
+
+def _share(facts: ChatFacts) -> int | None:
+    """Held of full in whole percent, between 0 and 100, for the bar in the header."""
+    report = facts.last
+    if report is None or not report.kv_bytes.full:
+        return None
+    return max(0, min(100, round(100 * (1 - report.kv_bytes.saved))))
+
+
+def _turn(facts: ChatFacts, number: int, turn: Turn) -> dict[str, object]:
+    report = turn.report
+    return {
+        "number": number,
+        "question": visible(turn.question),
+        "answer": visible(turn.answer),
+        "documents": [
+            (
+                visible(facts.documents[i].name or f"document {i + 1}"),
+                f"{facts.documents[i].characters:,} characters",
+            )
+            for i in turn.documents
+        ],
+        "lines": [visible(line) for line in report.lines()] if report else [],
+        "warnings": [visible(warning) for warning in report.warnings] if report else [],
+        "rows": [(name, visible(value)) for name, value in rows(report)] if report else [],
+    }
+
+
+def _options(facts: ChatFacts) -> str:
+    plain = [
+        f"{name}={value}"
+        for name, value in facts.policy.options.items()
+        if isinstance(value, str | int | float)
+    ]
+    return ", ".join(plain) or "none"
+
+
+def _data(facts: ChatFacts) -> str:
+    """What the script draws: tokens, where they are kept, and the memory curve."""
+    data = {
+        "layers": facts.model.layers,
+        "heads": facts.model.kv_heads,
+        "pieces": [None if piece is None else visible(piece) for piece in facts.pieces],
+        "sections": [
+            [s.kind, visible(s.label), s.start, s.end] for s in facts.sections
+        ],
+        "kept": facts.kept,
+        "curve": [[point.tokens, point.held, point.full] for point in facts.curve],
+    }  # fmt: skip
+    text = json.dumps(data, separators=(",", ":"))
+    # ASCII by now; these three could end the element or begin a comment.
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _digest(source: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+
+
+def _short(name: str) -> str:
+    return name.rstrip("/").rsplit("/", 1)[-1]

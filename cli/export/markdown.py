@@ -1,0 +1,66 @@
+"""A chat as a readable Markdown transcript, with a table of figures per turn."""
+
+from __future__ import annotations
+
+import re
+
+from minikv.cli.export.facts import ChatFacts, Turn
+from minikv.cli.export.figures import policy_words, rows
+from minikv.cli.export.safe import visible
+from minikv.report import size
+
+_TAG = re.compile(r"<(?=[A-Za-z/!?])")
+
+
+def render(facts: ChatFacts) -> str:
+    """The transcript. Questions and answers are quoted, so that no fence or heading in them
+    reaches the rest; HTML and images in them stay text."""
+    model, policy = facts.model, facts.policy
+    revision = f" @ {model.revision[:12]}" if model.revision else ""
+    parts = [
+        f"# Chat with {_cell(model.name + revision)}",
+        "\n".join([
+            f"- {_cell(model.dtype)}, {size(model.weight_bytes)} of weights, context "
+            f"{model.max_context:,}, {_cell(model.device)} with {_cell(model.kernels)} kernels",
+            f"- policy {_cell(policy_words(policy.name, policy.decode, policy.budget))}",
+            f"- written by minikv {_cell(facts.minikv)}, {_cell(facts.made)}",
+        ]),
+    ]  # fmt: skip
+    if facts.system:
+        parts.append(f"System prompt:\n\n{_quote(facts.system)}")
+    for number, turn in enumerate(facts.turns, 1):
+        parts.append(_turn(facts, number, turn))
+    return "\n\n".join(parts) + "\n"
+
+
+def _turn(facts: ChatFacts, number: int, turn: Turn) -> str:
+    parts = [f"## Question {number}"]
+    for index in turn.documents:
+        document = facts.documents[index]
+        name = _cell(document.name or f"document {index + 1}")
+        parts.append(f"With {name}, {document.characters:,} characters.")
+    parts.append(_quote(turn.question))
+    parts.append(f"**Answer {number}**")
+    parts.append(_quote(turn.answer))
+    if turn.report is None:
+        parts.append("No figures were recorded for this turn.")
+        return "\n\n".join(parts)
+    parts += [f"Warning: {_cell(warning)}" for warning in turn.report.warnings]
+    table = ["| figure | value |", "|---|---|"]
+    table += [f"| {name} | {_cell(value)} |" for name, value in rows(turn.report)]
+    return "\n\n".join([*parts, "\n".join(table)])
+
+
+def _quote(text: str) -> str:
+    lines = _inert(visible(text)).split("\n") if text.strip() else ["(empty)"]
+    return "\n".join(f"> {line}".rstrip() for line in lines)
+
+
+def _inert(text: str) -> str:
+    return _TAG.sub("&lt;", text).replace("![", "!\\[")
+
+
+def _cell(text: str) -> str:
+    """One line without any markup."""
+    line = " ".join(visible(text).split())
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", line)

@@ -1,0 +1,161 @@
+"""What the cache still holds of every token that was fed: facts alone, nothing about screens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minikv.session import ChatSession, Document, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The text of a run of tokens, piece by piece.
+
+    Piece k is text[start[k] : end[k]] and belongs to the token at position token[k]. Tokens without
+    text (control tokens) have no piece; tokens that spell one character together all have it.
+    Start and end ascend.
+    """
+
+    text: str
+    token: tuple[int, ...]
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+
+    def overlap(self, begin: int, end: int) -> range:
+        """The pieces that have a part of text[begin:end]."""
+        return range(bisect_right(self.end, begin), bisect_left(self.start, end))
+
+    def within(self, first: int, last: int) -> range:
+        """The pieces of the tokens at positions first to last, the last one excluded."""
+        return range(bisect_left(self.token, first), bisect_left(self.token, last))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A document in the cache: the tokens at positions first to last, the last one excluded."""
+
+    name: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Which of the T tokens fed so far each KV head holds, and what they say.
+
+    `held` is bool [L, H, T] on the host. `parts` are the documents whose text was found again
+    among the tokens, in order; there may be none.
+    """
+
+    held: Tensor
+    spans: Spans
+    parts: tuple[Part, ...]
+
+    @property
+    def slots(self) -> int:
+        """L x H: in how many places a token can be held."""
+        return int(self.held.shape[0] * self.held.shape[1])
+
+    def share(self, layer: int | None = None, head: int | None = None) -> Tensor:
+        """float32 [T]: the share of the heads that hold each token; of one layer's, or of one."""
+        held = self.held if layer is None else self.held[layer : layer + 1]
+        if head is not None:
+            held = held[:, head : head + 1]
+        import torch
+
+        return held.flatten(0, 1).sum(0, dtype=torch.float32) / (held.shape[0] * held.shape[1])
+
+    def rows(self) -> Tensor:
+        """int64 [L, H]: tokens held by each head."""
+        return self.held.sum(2)
+
+    def among(self, tokens: Sequence[int]) -> Tensor:
+        """int64 [L, H]: how many of the tokens at these positions each head holds."""
+        return self.held[:, :, list(tokens)].sum(2)
+
+
+def read(session: ChatSession) -> Kept:
+    """The facts of a chat right now. Between turns only; with nothing fed, T is 0."""
+    spans = spell(session.tokenizer, session.fed)
+    return Kept(held(session), spans, locate(spans, session.documents))
+
+
+def held(session: ChatSession) -> Tensor:
+    """bool [L, H, T]: whether a head holds the token at position t of `session.fed`.
+
+    The same as asking `session.kept` for every head, in one pass over the rows of all of them.
+    """
+    import torch
+
+    arena, tokens = session.engine.kv.arena, len(session.fed)
+    length = arena.length.flatten()
+    head = torch.arange(len(length)).repeat_interleave(length)
+    # Row i of the rows in use: its head's first row, plus how far it lies behind that.
+    behind = torch.arange(len(head)) - (length.cumsum(0) - length)[head]
+    row = arena.start.flatten()[head] + behind
+    live = row != arena.hole.flatten()[head]
+    position = arena.columns["pos"][row[live].to(arena.device)].cpu()
+    found = torch.zeros(len(length) * tokens, dtype=torch.bool)
+    found[head[live] * tokens + position] = True
+    return found.view(*arena.length.shape, tokens)
+
+
+def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> Spans:
+    """The text of `ids`, equal to what `tokenizer.decode` makes of them, and each token's place.
+
+    A stream says nothing for a control token, and nothing yet for the first bytes of a character:
+    the token alone, flushed at once, tells which it is, and whether it ends inside a character.
+    """
+    alone: dict[int, tuple[bool, bool]] = {}
+
+    def look(id: int) -> tuple[bool, bool]:
+        """Whether the token has any text, and whether it ends inside a character."""
+        stream = tokenizer.stream()
+        said, rest = stream.push(id), stream.flush()
+        return bool(said or rest), bool(rest)
+
+    stream = tokenizer.stream()
+    pieces: list[str] = []
+    token: list[int] = []
+    start: list[int] = []
+    end: list[int] = []
+    length = 0
+    for position, id in enumerate(ids):
+        piece = stream.push(id)
+        if id not in alone:
+            alone[id] = look(id)
+        has_text, unfinished = alone[id]
+        if not piece and not has_text:
+            continue
+        pieces.append(piece)
+        token.append(position)
+        start.append(length)
+        length += len(piece)
+        end.append(length + (unfinished or not piece))
+    pieces.append(stream.flush())
+    return Spans("".join(pieces), tuple(token), tuple(start), tuple(end))
+
+
+def locate(spans: Spans, documents: Sequence[Document]) -> tuple[Part, ...]:
+    """Where the documents stand among the tokens.
+
+    One whose text the tokenizer does not give back as it was (a normaliser) is left out, and no
+    place is made up for it.
+    """
+    parts = []
+    at = 0
+    for number, document in enumerate(documents, 1):
+        begin = spans.text.find(document.text, at)
+        if begin < 0:
+            continue
+        at = begin + len(document.text)
+        pieces = spans.overlap(begin, at)
+        first, last = spans.token[pieces[0]], spans.token[pieces[-1]] + 1
+        parts.append(Part(document.name or f"document {number}", first, last))
+    return tuple(parts)

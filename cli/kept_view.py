@@ -1,0 +1,508 @@
+"""`/kept`: the document on screen, shaded by the share of heads that still hold each token.
+
+Colour is never alone: every line has a gutter with its mean, as a block and as a figure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
+
+from minikv.cli import kept
+from minikv.cli.command import Command, Context
+from minikv.cli.kept import Kept
+from minikv.cli.strips import (
+    ASCII,
+    BLOCKS,
+    along,
+    broken,
+    clipped,
+    folded,
+    level,
+    percent,
+    shown,
+    strip,
+    takes_blocks,
+)
+from minikv.cli.terminal import Terminal, _columns
+from minikv.errors import UsageError
+from minikv.report import Loss
+
+if TYPE_CHECKING:
+    from minikv.session import ChatSession
+
+PAGE = 40
+"""Lines of text on a page."""
+PASSAGE = 12
+"""Tokens of a passage of `/kept top`."""
+MOST_PASSAGES = 100
+LISTED = 20
+"""Occurrences that `/kept find` lists unless asked for all."""
+LIKELY_LOST = 0.1
+"""A phrase that a smaller share of the heads holds whole is called likely lost: a rule of thumb."""
+# Background and foreground of the 256-colour table, from no head to all of them. The lightness
+# ascends (the scale is viridis'), so the order also shows without its hues, and every pair has a
+# contrast of 4.5 at least; because none of them is the terminal's own, dark and light ones are
+# alike.
+SHADES = (
+    (234, 250), (53, 231), (55, 231), (25, 231), (30, 16), (36, 16), (77, 16), (148, 16), (227, 16),
+)  # fmt: skip
+_USAGE = (
+    '/kept [PAGE | all], /kept top [N], /kept find "TEXT" [all], '
+    "/kept layer L [head H] [PAGE | all]"
+)
+_NAME = 24  # cells of a document's name
+_GUTTER = 7  # a block, a percentage and the spaces around them
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What a terminal can show: cells in a row, what it can spell, and whether it has colours."""
+
+    width: int = 80
+    encoding: str = "utf-8"
+    blocks: bool = True
+    colour: bool = False
+
+    @staticmethod
+    def of(terminal: Terminal) -> Screen:
+        """The one that messages go to."""
+        stream = terminal.err
+        return Screen(
+            _columns(stream), stream.encoding or "utf-8", takes_blocks(stream), terminal.colour
+        )
+
+    @property
+    def signs(self) -> str:
+        """The signs of a strip, from nothing to all."""
+        return BLOCKS if self.blocks else ASCII
+
+    @property
+    def dots(self) -> str:
+        """What stands for text left out."""
+        return "…" if self.blocks else "..."
+
+
+# -- the command ----------------------------------------------------------------------------
+
+
+def _kept(context: Context, arguments: list[str]) -> None:
+    session, terminal = context.session, context.terminal
+    screen = Screen.of(terminal)
+    if not session.fed:
+        terminal.say("no turn yet: nothing has been read")
+        return
+    facts = kept.read(session)
+    word, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if word == "top":
+        lines = top(facts, _passages(rest), screen)
+    elif word == "find":
+        lines = find(facts, *_phrase(rest), screen)
+    else:
+        layer = head = None
+        if word == "layer":
+            layer, head, arguments = _place(rest, facts)
+        number = _page(arguments)
+        lines = page(facts, number, screen, layer, head)
+        if layer is None and number in (1, None):
+            lines = [*summary(session, facts, screen), *lines]
+    put(terminal, lines)
+
+
+def _page(arguments: Sequence[str]) -> int | None:
+    """The page asked for, None for all of them."""
+    if not arguments:
+        return 1
+    if len(arguments) > 1:
+        raise UsageError(f"/kept takes one page, got {' '.join(arguments)!r}", _USAGE)
+    word = arguments[0]
+    if word == "all":
+        return None
+    if not _is_count(word):
+        raise UsageError(f"/kept does not know {word!r}", _USAGE)
+    return int(word)
+
+
+def _passages(arguments: Sequence[str]) -> int:
+    if not arguments:
+        return 10
+    count = int(arguments[0]) if _is_count(arguments[0]) else 0
+    if len(arguments) > 1 or not 1 <= count <= MOST_PASSAGES:
+        raise UsageError(
+            f"/kept top takes how many passages, 1 to {MOST_PASSAGES}, "
+            f"got {' '.join(arguments)!r}",
+            "/kept top 10",
+        )
+    return count
+
+
+def _phrase(arguments: Sequence[str]) -> tuple[str, bool]:
+    """The text to look for, and whether every occurrence is listed."""
+    if not arguments or not arguments[0].strip():
+        raise UsageError("/kept find takes a text", '/kept find "net debt"')
+    text, rest = arguments[0].strip(), list(arguments[1:])
+    if rest not in ([], ["all"]):
+        whole = " ".join(arguments)
+        raise UsageError(f"/kept find takes one text, got {whole!r}", f'/kept find "{whole}"')
+    return text, bool(rest)
+
+
+def _place(arguments: Sequence[str], facts: Kept) -> tuple[int, int | None, list[str]]:
+    """Layer, head and what is left of `L [head H] ...`."""
+    layers, heads, _ = facts.held.shape
+    if not arguments:
+        raise UsageError(f"/kept layer takes a layer, 0 to {layers - 1}", _USAGE)
+    layer = _number("layer", arguments[0], layers)
+    rest = list(arguments[1:])
+    if not rest or rest[0] != "head":
+        return layer, None, rest
+    if len(rest) < 2:
+        raise UsageError(f"head takes a KV head, 0 to {heads - 1}", _USAGE)
+    return layer, _number("head", rest[1], heads), rest[2:]
+
+
+def _number(what: str, text: str, count: int) -> int:
+    if not _is_count(text) or int(text) >= count:
+        raise UsageError(f"no {what} {text!r} in this model: 0 to {count - 1}", _USAGE)
+    return int(text)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+COMMANDS = (
+    Command(
+        ("kept",),
+        '[PAGE | all | top [N] | find "TEXT" | layer L [head H]]',
+        "the text shaded by how many heads still hold it; its best-kept passages; a phrase",
+        _kept,
+    ),
+)
+
+
+# -- the whole and its pages ----------------------------------------------------------------
+
+
+def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
+    """What was kept of everything, an estimate of what that lost, and where it stands."""
+    layers, heads, tokens = facts.held.shape
+    rows = facts.rows()
+    lines = [
+        f"kept {percent(float(facts.share().mean()))} of {tokens:,} tokens in "
+        f"{layers} x {heads} heads (layers x KV heads): {float(rows.double().mean()):,.1f} "
+        f"in each on average, {int(rows.min()):,} to {int(rows.max()):,}"
+    ]
+    if bool(facts.held.all()):
+        lines.append("every head holds every token: nothing is lost")
+    elif session.report is not None:
+        lines.append(lost_line(session.report.loss))
+    windows = [w for w in session.engine.kv.shape.windows if w is not None and w < tokens]
+    if windows:
+        lines.append(
+            f"{len(windows)} of {layers} layers see the last {max(windows):,} tokens at the most, "
+            "whatever the policy"
+        )
+    told = [line for text in lines for line in folded(text, screen.width, "  ")]
+    strips = along(facts, screen.width, screen.signs, screen.encoding)
+    return [*told, *strips.split("\n"), ""]
+
+
+def lost_line(loss: Loss) -> str:
+    """The attention that the last turn's evictions cost, with the method of the estimate."""
+    if loss.est_mass_lost_mean is None:
+        return "lost: not estimated in the last turn"
+    worst = ""
+    if loss.est_mass_lost_max is not None and loss.est_mass_lost_argmax_layer is not None:
+        worst = f" (layer {loss.est_mass_lost_argmax_layer}: {100 * loss.est_mass_lost_max:.1f}%)"
+    return (
+        f"lost ~{100 * loss.est_mass_lost_mean:.1f}%{worst} of the last window's attention in "
+        "the last turn, an estimate"
+    )
+
+
+def page(
+    facts: Kept,
+    number: int | None,
+    screen: Screen,
+    layer: int | None = None,
+    head: int | None = None,
+) -> list[str]:
+    """One page of the shaded text, or all of it. Raises UsageError if there is no such page."""
+    spans = facts.spans
+    share = facts.share(layer, head)[list(spans.token)].tolist()
+    rows = broken(spans.text, max(screen.width - _GUTTER - 1, 12), screen.encoding)
+    # Blank lines between messages and paragraphs stay, those at the end do not.
+    while rows and not spans.text[slice(*rows[-1])].strip():
+        rows.pop()
+    pages = max(1, -(-len(rows) // PAGE))
+    if number is not None and not 1 <= number <= pages:
+        raise UsageError(f"/kept has no page {number:,}: 1 to {pages:,}", _USAGE)
+    sums = [0.0, *accumulate(share)]
+    means = [_mean(sums, spans.overlap(begin, end)) for begin, end in rows]
+    largest = max((mean for mean in means if mean is not None), default=0.0)
+    first, last = (0, len(rows)) if number is None else ((number - 1) * PAGE, number * PAGE)
+    lines = [
+        _gutter(mean, largest, screen) + _shaded(facts, span, share, screen)
+        for span, mean in zip(rows[first:last], means[first:last], strict=True)
+    ]
+    above = _above(facts, rows[first:last], (number, pages), largest, screen, (layer, head))
+    more = "" if layer is None else f"layer {layer} "
+    more += "" if head is None else f"head {head} "
+    if number is not None and number < pages:
+        below = f"/kept {more}{number + 1} shows the next page, /kept {more}all everything"
+        lines += folded(below, screen.width, "  ")
+    return [*above, *(line.rstrip() for line in lines)]
+
+
+def _mean(sums: Sequence[float], pieces: range) -> float | None:
+    if not pieces:
+        return None
+    return (sums[pieces.stop] - sums[pieces.start]) / len(pieces)
+
+
+def _gutter(mean: float | None, largest: float, screen: Screen) -> str:
+    if mean is None:
+        return " " * _GUTTER
+    sign = strip([mean], largest, screen.signs)[1:-1]
+    return f"{sign} {percent(mean):>4} "
+
+
+def _shaded(facts: Kept, span: tuple[int, int], share: Sequence[float], screen: Screen) -> str:
+    """One row of text, in runs of one shade where there are colours."""
+    begin, end = span
+    text = facts.spans.text[begin:end]
+    if not screen.colour:
+        return shown(text, screen.encoding)
+    end = begin + len(text.rstrip())
+    total = [0.0] * (end - begin)
+    count = [0] * (end - begin)
+    spans = facts.spans
+    for k in spans.overlap(begin, end):
+        for i in range(max(spans.start[k], begin), min(spans.end[k], end)):
+            total[i - begin] += share[k]
+            count[i - begin] += 1
+    most = len(SHADES) - 1
+    levels = [level(t / max(n, 1), most) for t, n in zip(total, count, strict=True)]
+    runs = groupby(range(begin, end), key=lambda i: levels[i - begin])
+    return "".join(
+        _paint("".join(shown(spans.text[i], screen.encoding) for i in run), shade)
+        for shade, run in runs
+    )
+
+
+def _paint(text: str, shade: int) -> str:
+    back, front = SHADES[shade]
+    return f"\x1b[48;5;{back};38;5;{front}m{text}\x1b[0m"
+
+
+def _above(
+    facts: Kept,
+    rows: Sequence[tuple[int, int]],
+    at: tuple[int | None, int],
+    largest: float,
+    screen: Screen,
+    place: tuple[int | None, int | None],
+) -> list[str]:
+    """What stands over a page: what it shows, and how to read the gutter."""
+    number, pages = at
+    layer, head = place
+    spans = facts.spans
+    pieces = spans.overlap(rows[0][0], rows[-1][1]) if rows else range(0)
+    parts = []
+    if layer is not None:
+        parts.append(f"layer {layer}" + ("" if head is None else f", KV head {head}"))
+    if number is not None and pages > 1:
+        parts.append(f"page {number:,} of {pages:,}")
+    if pieces:
+        first, last = spans.token[pieces[0]], spans.token[pieces[-1]]
+        parts.append(f"tokens {first:,} to {last:,}")
+        parts += [
+            clipped(p.name, _NAME, screen.encoding)
+            for p in facts.parts
+            if p.first <= last and first < p.last
+        ]
+    if head is not None:
+        meaning = "share of the line's tokens that this head holds"
+    else:
+        meaning = "share of the heads that hold a token, mean of the line"
+    lines = folded(" · ".join(parts) if screen.blocks else " - ".join(parts),
+                   screen.width, "  ", screen.encoding)  # fmt: skip
+    if largest:
+        meaning += f"; {screen.signs[-1]} is {percent(largest)}, the most on a line"
+    lines += folded(meaning, screen.width, "  ", screen.encoding)
+    if screen.colour:
+        scale = "".join(_paint("  ", shade) for shade in range(len(SHADES)))
+        low, high = ("gone ", " held") if head is not None else ("no head ", " all heads")
+        lines.append(low + scale + high)
+    return lines
+
+
+# -- passages and phrases -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Pieces first to last, the last one excluded, and the mean share of the heads they have."""
+
+    first: int
+    last: int
+    share: float
+
+
+def passages(facts: Kept, count: int) -> list[Passage]:
+    """The best-kept runs of `PASSAGE` tokens that do not overlap, best first.
+
+    Within the documents, if there are any: template, question and answer are mostly protected.
+    Passages of which nothing is held are left out.
+    """
+    spans = facts.spans
+    share = facts.share()[list(spans.token)].tolist()
+    sums = [0.0, *accumulate(share)]
+    ranges = [spans.within(p.first, p.last) for p in facts.parts] or [range(len(share))]
+    runs = [
+        Passage(first, first + size, (sums[first + size] - sums[first]) / size)
+        for where in ranges
+        if (size := min(PASSAGE, len(where)))
+        for first in range(where.start, where.stop - size + 1)
+    ]
+    chosen: list[Passage] = []
+    taken = bytearray(len(share))
+    for run in sorted(runs, key=lambda run: run.share, reverse=True):
+        if len(chosen) == count or run.share < 1e-9:
+            break
+        if not any(taken[run.first : run.last]):
+            chosen.append(run)
+            taken[run.first : run.last] = b"\1" * (run.last - run.first)
+    return chosen
+
+
+def top(facts: Kept, count: int, screen: Screen) -> list[str]:
+    """The best-kept passages: share, position and text."""
+    spans = facts.spans
+    found = passages(facts, count)
+    where = "the documents" if facts.parts else "the chat"
+    if bool(facts.held.all()):
+        return folded("every head holds every token: nothing is evicted", screen.width, "  ")
+    if not found:
+        return folded(f"no head holds anything of {where}", screen.width, "  ")
+    lines = folded(
+        f"best-kept passages of {where}: {PASSAGE} tokens each, share of the heads that hold "
+        "them on average",
+        screen.width,
+        "  ",
+    )
+    largest = found[0].share
+    digits = len(f"{len(facts.held[0, 0]):,}")
+    for run in found:
+        label = f"{_gutter(run.share, largest, screen)}tok {spans.token[run.first]:>{digits},}  "
+        place = (spans.start[run.first], spans.end[run.last - 1])
+        lines += _quoted(facts, place, label, screen)
+    return lines
+
+
+def find(facts: Kept, text: str, everything: bool, screen: Screen) -> list[str]:
+    """Where a phrase stands, in how many heads each occurrence is, and if it is likely lost."""
+    spans = facts.spans
+    # White space matches any, because a line of the document may end inside a phrase.
+    pattern = r"\s+".join(re.escape(word) for word in text.split())
+    places = [m.span() for m in re.finditer(pattern, spans.text, re.IGNORECASE)]
+    if not places:
+        said = f"no {text!r} among the {len(facts.held[0, 0]):,} tokens fed so far"
+        return folded(said, screen.width, "  ", screen.encoding)
+    lines: list[str] = []
+    found: list[tuple[bool, float, float]] = []  # in a document, held whole, held in part
+    for place in places:
+        tokens = [spans.token[k] for k in spans.overlap(*place)]
+        counts = facts.among(tokens)
+        whole, some = counts == len(tokens), counts > 0
+        name = next((p.name for p in facts.parts if p.first <= tokens[0] < p.last), "")
+        all_heads = facts.slots
+        found.append((bool(name), int(whole.sum()) / all_heads, int(some.sum()) / all_heads))
+        if len(found) > LISTED and not everything:
+            continue
+        first, last = tokens[0], tokens[-1]
+        label = f"tok {first:,}" + (f" to {last:,}" if last > first else "")
+        label += f"  {clipped(name or 'chat', _NAME, screen.encoding)}  "
+        lines += _quoted(facts, place, label, screen)
+        told = f"  whole in {int(whole.sum()):,} of {all_heads:,} heads ({percent(found[-1][1])})"
+        if (partly := int((some & ~whole).sum())) and len(tokens) > 1:
+            told += f", in part in {partly:,} more"
+        if bool(whole.any()):
+            told += f": {_layers(whole.any(1).tolist())}"
+        lines += folded(told, screen.width, "    ")
+    if len(places) > LISTED and not everything:
+        rest = f'{len(places) - LISTED:,} more places: /kept find "{text}" all lists them'
+        lines += folded(rest, screen.width, "  ", screen.encoding)
+    return [*lines, *folded(_verdict(found), screen.width, "  ")]
+
+
+def _verdict(found: Sequence[tuple[bool, float, float]]) -> str:
+    """One line about the best-kept occurrence, in a document if it is in one."""
+    documents = [place for place in found if place[0]]
+    _, whole, some = max(documents or found, key=lambda place: place[1:])
+    again = "/clear reads the documents again with your next question"
+    if some == 0:
+        return f"gone from this cache; {again}"
+    if whole < LIKELY_LOST:
+        held = "no head holds it whole" if whole == 0 else "fewer than 1 in 10 heads hold it whole"
+        return f"likely lost to this cache: {held}; {again}"
+    if whole == 1:
+        return "still there: every head holds it whole"
+    return f"still there: {percent(whole)} of the heads hold it whole"
+
+
+def _layers(has: Sequence[bool]) -> str:
+    """[True, True, False, True] -> "layers 0-1, 3"."""
+    if all(has):
+        return "all layers"
+    runs: list[list[int]] = []
+    for layer in (i for i, yes in enumerate(has) if yes):
+        if runs and runs[-1][1] == layer - 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    names = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return f"layer{'s' if sum(has) > 1 else ''} {', '.join(names)}"
+
+
+def _quoted(facts: Kept, place: tuple[int, int], label: str, screen: Screen) -> list[str]:
+    """A label and the text at a place with some of what stands around it, in one line or two."""
+    from rich.cells import cell_len
+
+    begin, end = place
+    text = facts.spans.text
+    below = len(label) > screen.width // 2
+    room = screen.width - (4 if below else len(label)) - 1
+    middle = re.sub(r"\s", " ", text[begin:end])
+    spare = (room - cell_len(shown(middle, screen.encoding)) - 2 * len(screen.dots)) // 2
+    left = _words(text[max(0, begin - room) : begin][::-1], spare, screen)[::-1]
+    right = _words(text[end : end + room], spare, screen)
+    quote = " ".join(f"{left}{middle}{right}".split())
+    cut_left, cut_right = begin > len(left), end + len(right) < len(text)
+    quote = (screen.dots if cut_left else "") + shown(quote, screen.encoding)
+    quote += screen.dots if cut_right else ""
+    if len(broken(quote, room)) > 1:
+        quote = quote[: broken(quote, room - len(screen.dots))[0][1]].rstrip() + screen.dots
+    return [label.rstrip(), f"    {quote}"] if below else [label + quote]
+
+
+def _words(text: str, cells: int, screen: Screen) -> str:
+    """As many whole words from the beginning of `text` as fit, or characters where no word does."""
+    if cells < 1:
+        return ""
+    text = re.sub(r"\s", " ", text)
+    return text[slice(*broken(text, cells, screen.encoding)[0])]
+
+
+# -- writing --------------------------------------------------------------------------------
+
+
+def put(terminal: Terminal, lines: Sequence[str]) -> None:
+    """Write lines to stderr. Those of a page are filtered piece by piece, because their colours
+    would not outlive the filter of `say`."""
+    terminal.clear_status()
+    terminal._write(terminal.err, "".join(f"{line}\n" for line in lines))

@@ -1,0 +1,172 @@
+"""Going back, asking again, and saved chats: /undo, /retry, /save and /load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from minikv.choice import Choice, read_budget
+from minikv.cli import chats, render
+from minikv.cli.command import Command, Context
+from minikv.cli.turn import run_turn
+from minikv.errors import UsageError
+
+if TYPE_CHECKING:
+    from minikv.session import ChatSession
+
+_RETRY = ("policy", "budget", "seed")
+_MOST_SEED = (1 << 31) - 1
+
+
+def _undo(context: Context, arguments: list[str]) -> None:
+    session = context.session
+    if len(arguments) > 1 or not all(a.isascii() and a.isdigit() for a in arguments):
+        raise UsageError("/undo takes a number of turns", "/undo or /undo 2")
+    waiting = list(session.pending)
+    taken = session.undo(int(arguments[0]) if arguments else 1)
+    for turn in reversed(taken):
+        context.terminal.say(f"took back: {_line(turn.question)}")
+    again = [d.name or "the document" for d in session.pending if d not in waiting]
+    gone = [
+        document.name or "a document"
+        for turn in taken
+        for document in turn.documents
+        if document not in session.pending
+    ]
+    if again:
+        context.terminal.say(f"  {_list(again)} will be read with your next question")
+    if gone:
+        context.terminal.say(f"  {_list(gone)} came later and went too; /add brings it back")
+
+
+def _retry(context: Context, arguments: list[str]) -> None:
+    session, terminal = context.session, context.terminal
+    choice, seed = _settings(session, _flags(arguments))
+    session.check(choice)  # before anything is taken back
+    if not session.undone:
+        session.undo()
+    question = session.undone[0].question
+    if choice != session.choice or seed != session.seed:
+        session.configure(choice)
+        session.seed = seed
+        terminal.say(f"from now on: {render.policy_line(session)} · seed {seed}")
+    terminal.say(f"asking again: {_line(question)}", "dim")
+    before = session.turn
+    try:
+        run_turn(session, question, context.limits, terminal, context.interrupts)
+    finally:
+        if session.turn > before and session.report is not None:
+            for part in session.report.lines():
+                terminal.note(f"  {part}")
+        elif session.turn == before:
+            terminal.say("  the question is taken back; /retry asks it again")
+
+
+def _flags(arguments: list[str]) -> dict[str, str]:
+    """["--budget", "64", "--seed=2"] -> {"budget": "64", "seed": "2"}. Raises UsageError."""
+    found: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        name = flag.removeprefix("--")
+        if not flag.startswith("--") or name not in _RETRY:
+            raise UsageError(
+                f"/retry does not take {flag!r}", "/retry --policy snapkv --budget 128 --seed 1"
+            )
+        if not equals:
+            if not rest:
+                raise UsageError(f"/retry {flag} needs a value")
+            value = rest.pop(0)
+        found[name] = value
+    return found
+
+
+def _settings(session: ChatSession, flags: dict[str, str]) -> tuple[Choice, int]:
+    """Policy, budget and seed to ask again with. Raises UsageError."""
+    choice, seed = session.choice, session.seed
+    if "seed" in flags:
+        text = flags["seed"]
+        digits = text.isascii() and text.isdigit() and len(text) <= 10
+        if not digits or int(text) > _MOST_SEED:
+            raise UsageError(f"--seed is a number from 0 to {_MOST_SEED:,}, got {text!r}")
+        before, seed = seed, int(text)
+        # A policy that draws follows the chat's seed, unless it was given one of its own.
+        reading, writing = (
+            {n: seed if n == "seed" and value == before else value for n, value in options.items()}
+            for options in (choice.policy_options, choice.decode_options)
+        )
+        choice = replace(choice, policy_options=reading, decode_options=writing)
+    if "policy" in flags:
+        choice = replace(Choice.read(flags["policy"], seed=seed), budget=choice.budget)
+    if "budget" in flags:
+        choice = replace(choice, budget=read_budget(flags["budget"]))
+    return choice, seed
+
+
+def _save(context: Context, arguments: list[str]) -> None:
+    if len(arguments) > 1:
+        raise UsageError("/save takes one name", "/save thesis")
+    keeper = context.keeper
+    path = keeper.save(context.session, arguments[0] if arguments else None)
+    context.terminal.say(f"saved as {keeper.name}, and after every turn from now on: {path}")
+    context.terminal.say(f"  minikv chat --resume {keeper.name} goes on from here")
+
+
+def _load(context: Context, arguments: list[str]) -> None:
+    names = [argument for argument in arguments if argument != "--reread"]
+    if not arguments:
+        context.terminal.say(table(chats.listing()))
+        return
+    if len(names) != 1 or len(arguments) - len(names) > 1 or names[0].startswith("-"):
+        raise UsageError("/load takes a name", "/load thesis, or /load thesis --reread")
+    keeper, session = context.keeper, context.session
+    if session.turns and keeper.name is None:
+        context.terminal.note("the conversation so far was not saved")
+    began = perf_counter()
+    saved = keeper.load(session, names[0], reread=len(arguments) > 1)
+    context.terminal.say(opened(session, saved, perf_counter() - began))
+
+
+def opened(session: ChatSession, saved: chats.Saved, seconds: float) -> str:
+    """What to say when a chat was taken up again, `seconds` of which were the files."""
+    count = len(saved.turns)
+    turns = "1 turn" if count == 1 else f"{count:,} turns"
+    how = f"taken up in {1000 * seconds:.0f} ms, nothing was read again"
+    if not session.fed:
+        how = "your next question reads it again"
+    lines = [f"{saved.name}: {turns}, {how}", f"  {render.policy_line(session)}"]
+    lines += [f"  last: {_line(turn.question)}" for turn in saved.turns[-1:]]
+    return "\n".join(lines)
+
+
+def table(entries: list[chats.Entry]) -> str:
+    """The saved chats, one line each."""
+    if not entries:
+        return f"no saved chat in {chats.root()}"
+    rows = [(e.name, e.saved, f"{e.turns:,} turns", e.model, e.title) for e in entries]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join(
+        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip()
+        for row in rows
+    )
+
+
+def _line(text: str) -> str:
+    """One line of a question, cut."""
+    line = " ".join(text.split())
+    return line if len(line) <= 70 else f"{line[:69]}…"
+
+
+def _list(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+COMMANDS = (
+    Command(("undo",), "[N]", "take back the last turn, or the last N", _undo),
+    Command(
+        ("retry",), "[--policy P] [--budget B] [--seed N]", "ask the last question again", _retry
+    ),
+    Command(("save",), "[NAME]", "save now; with a name, under it from now on", _save),
+    Command(("load",), "[NAME] [--reread]", "take up a saved chat; alone: list them", _load),
+)

@@ -1,0 +1,372 @@
+"""/set, /show, /system and /tokens: what a chat runs under, and what its context is used for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from minikv.choice import Choice, read_budget
+from minikv.cli import documents, render
+from minikv.cli.command import Command, Context
+from minikv.cli.config import SETTINGS, listed, text
+from minikv.cli.turn import Limits
+from minikv.errors import UsageError
+from minikv.policies import POLICIES, Value
+from minikv.report import size
+
+if TYPE_CHECKING:
+    from minikv.session import ChatSession
+
+HERE = "/set"
+_LIMITS: Mapping[str, type[int] | type[float]] = {
+    "temperature": float, "top_k": int, "top_p": float, "min_p": float, "max_tokens": int,
+}  # fmt: skip
+
+
+# -- /set -----------------------------------------------------------------------------------
+
+
+def _set(context: Context, arguments: list[str]) -> None:
+    if not arguments:
+        _settings(context)
+        return
+    first, *rest = arguments
+    name, equals, value = first.partition("=")
+    if equals:
+        rest = [value, *rest]
+    key = {"temp": "temperature", "n": "max_tokens"}.get(name, name.lstrip("-").replace("-", "_"))
+    if key not in _CHANGES:
+        if key in SETTINGS:
+            raise UsageError(
+                f"{key} cannot change in a chat", f"start one with {SETTINGS[key].flag}"
+            )
+        near = difflib.get_close_matches(key, _CHANGES, n=1, cutoff=0.5)
+        guess = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"no setting {name!r}", f"{guess}/set lists them all")
+    if not rest:
+        context.terminal.say("\n".join(_lines(context, [key])))
+        return
+    if len(rest) > 1 and key != "system":
+        raise UsageError(f"{key} takes one value, got {' '.join(rest)!r}")
+    _CHANGES[key](context, key, " ".join(rest))
+    _origins(context)[key] = HERE
+    context.terminal.say("\n".join(_lines(context, [key])))
+
+
+def _limit(context: Context, key: str, value: str) -> None:
+    kind = _LIMITS[key]
+    try:
+        number = kind(value)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise UsageError(f"{key} must be {what}, got {value!r}") from None
+    # Made anew rather than changed, so that a refused value leaves the old ones.
+    limits = _with(context.limits, key, number)
+    limits.check()
+    context.limits = limits
+
+
+def _with(limits: Limits, key: str, number: float) -> Limits:
+    """A copy with one value changed; written out because the fields have types of their own."""
+    if key == "max_tokens":
+        return replace(limits, max_tokens=int(number))
+    if key == "top_k":
+        return replace(limits, top_k=int(number))
+    if key == "top_p":
+        return replace(limits, top_p=number)
+    if key == "min_p":
+        return replace(limits, min_p=number)
+    return replace(limits, temperature=number)
+
+
+def _seed(context: Context, key: str, value: str) -> None:
+    try:
+        seed = int(value)
+    except ValueError:
+        raise UsageError(f"seed must be a whole number, got {value!r}") from None
+    session, choice = context.session, context.session.choice
+    changed = replace(
+        choice,
+        policy_options=_reseeded(choice.policy_options, seed),
+        decode_options=_reseeded(choice.decode_options, seed),
+    )
+    if changed != choice:
+        session.configure(changed)
+    session.seed = seed
+
+
+def _reseeded(options: Mapping[str, Value], seed: int) -> dict[str, Value]:
+    return {name: seed if name == "seed" else value for name, value in options.items()}
+
+
+def _budget(context: Context, key: str, value: str) -> None:
+    session = context.session
+    session.configure(replace(session.choice, budget=read_budget(value)))
+
+
+def _policy(context: Context, key: str, value: str) -> None:
+    session = context.session
+    chosen = Choice.read(value, seed=session.seed)
+    session.configure(replace(chosen, budget=session.choice.budget))
+    _origins(context)["decode"] = _origins(context)["stride"] = HERE
+
+
+def _decode(context: Context, key: str, value: str) -> None:
+    session = context.session
+    now = session.choice
+    if now.stride:
+        raise UsageError("with --stride one policy reads and writes", "/set policy takes another")
+    chosen = Choice.read(now.policy, value, seed=session.seed)
+    session.configure(replace(chosen, budget=now.budget, policy_options=now.policy_options))
+
+
+def _encoding(context: Context, key: str, value: str) -> None:
+    if value not in documents.ENCODING_ERRORS:
+        raise UsageError(
+            f"encoding_errors must be one of {', '.join(documents.ENCODING_ERRORS)}, got {value!r}"
+        )
+    context.errors = value
+
+
+def _quiet(context: Context, key: str, value: str) -> None:
+    if value not in ("true", "false"):
+        raise UsageError(f"quiet must be true or false, got {value!r}")
+    context.terminal.quiet = value == "true"
+
+
+def _system_key(context: Context, key: str, value: str) -> None:
+    _change_system(context, value)
+
+
+_CHANGES: Mapping[str, Callable[[Context, str, str], None]] = {
+    **dict.fromkeys(_LIMITS, _limit),
+    "seed": _seed, "policy": _policy, "budget": _budget, "decode": _decode,
+    "encoding_errors": _encoding, "quiet": _quiet, "system": _system_key,
+}  # fmt: skip
+"""What /set may change, and how."""
+KEYS = tuple(_CHANGES)
+
+
+def _settings(context: Context) -> None:
+    for line in _lines(context, [name for name in SETTINGS if name != "stats"]):
+        context.terminal.say(line)
+    context.terminal.say(f"/set KEY VALUE changes: {', '.join(_CHANGES)}")
+
+
+def _lines(context: Context, names: list[str]) -> list[str]:
+    values = _values(context)
+    return listed({name: values[name] for name in names}, _origins(context))
+
+
+def _values(context: Context) -> dict[str, str]:
+    """Every setting as it is in force now, by name."""
+    session, limits, facts = context.session, context.limits, context.session.facts
+    choice = session.choice
+    values = {
+        "model": facts.model or "bundled", "revision": facts.revision, "device": facts.device,
+        "dtype": facts.dtype, "kernels": facts.kernels,
+        "offline": "", "policy": choice.policy, "budget": str(choice.budget),
+        "decode": choice.decode, "stride": str(choice.stride), "system": session.system,
+        "pin_system": text(session.pin_system), "encoding_errors": context.errors,
+        "seed": str(session.seed), "quiet": text(context.terminal.quiet),
+    }  # fmt: skip
+    values |= {name: f"{getattr(limits, name):g}" for name in _LIMITS}
+    return {name: values.get(name, "") for name in SETTINGS}
+
+
+def _origins(context: Context) -> MutableMapping[str, str]:
+    """Where each value came from, by name; kept by the chat."""
+    return context.origins
+
+
+# -- /show ----------------------------------------------------------------------------------
+
+
+def _show(context: Context, arguments: list[str]) -> None:
+    what = arguments[0] if arguments else "model"
+    if what not in _VIEWS or len(arguments) > 1:
+        raise UsageError(
+            f"/show does not know {' '.join(arguments)!r}", f"/show {' | '.join(_VIEWS)}"
+        )
+    _VIEWS[what](context)
+
+
+def _show_model(context: Context) -> None:
+    session, facts = context.session, context.session.facts
+    shape = session.engine.kv.shape
+    rows = [
+        ("model", facts.model or "unnamed"),
+        ("revision", facts.revision or "-"),
+        ("runs on", f"{facts.device} · {facts.dtype} · {facts.kernels} kernels"),
+        ("weights", f"{size(facts.weight_bytes)}, loaded in {facts.load_s:.1f} s"),
+        ("layers", f"{shape.layers} · {shape.heads} heads, {shape.kv_heads} KV heads of "
+                   f"{shape.head_dim}"),
+        ("context", f"{session.max_context:,} positions"),
+    ]  # fmt: skip
+    windows = sorted({w for w in shape.windows if w is not None})
+    if windows:
+        count = sum(w is not None for w in shape.windows)
+        rows.append(("windows", f"{count} layers see {', '.join(f'{w:,}' for w in windows)} back"))
+    _say_rows(context, rows)
+
+
+def _show_system(context: Context) -> None:
+    session = context.session
+    context.terminal.say(session.system or "no system prompt; /system TEXT sets one")
+    if session.system:
+        pinned = "its rows never leave" if session.pin_system else "its rows may leave"
+        context.terminal.say(f"({_count(session, session.system):,} tokens; {pinned})")
+
+
+def _show_template(context: Context) -> None:
+    """What a message becomes, as the model sees it, with a neutral example."""
+    from minikv.session import Message
+
+    session = context.session
+    context.terminal.say(f"template: {getattr(session.template, 'name', 'unnamed')}")
+    for note in session.template.notes:
+        context.terminal.say(f"! {note}")
+    messages = [Message("system", session.system)] if session.system else []
+    ids = session.template.opening([*messages, Message("user", "QUESTION")])
+    context.terminal.say("an example as the model sees it, markers included:")
+    context.terminal.say(session.tokenizer.decode(ids))
+    context.terminal.say(f"({len(ids):,} tokens)")
+
+
+def _show_policy(context: Context) -> None:
+    choice = context.session.choice
+    rows = [("now", render.policy_line(context.session))]
+    if choice.evicts:
+        counted = context.session.engine.kv.stats().budget_rows
+        if counted is not None:
+            rows.append(("budget", f"{choice.budget}, which is {counted:,} rows per head"))
+    if choice.stride:
+        rows.append(("stride", f"{choice.stride} rows"))
+    for name, options in (
+        (choice.policy, choice.policy_options), (choice.decode, choice.decode_options),
+    ):  # fmt: skip
+        rows += [(f"{name}.{key}", str(value)) for key, value in options.items()]
+        if name in POLICIES and (name, POLICIES[name].summary) not in rows:
+            rows.append((name, POLICIES[name].summary))
+    _say_rows(context, list(dict.fromkeys(rows)))
+
+
+_VIEWS: Mapping[str, Callable[[Context], None]] = {
+    "model": _show_model, "system": _show_system, "template": _show_template,
+    "settings": _settings, "policy": _show_policy,
+}  # fmt: skip
+
+
+def _say_rows(context: Context, rows: list[tuple[str, str]]) -> None:
+    wide = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        context.terminal.say(f"{name:<{wide}}  {value}")
+
+
+# -- /system --------------------------------------------------------------------------------
+
+
+def _system(context: Context, arguments: list[str]) -> None:
+    if not arguments:
+        _show_system(context)
+        return
+    _change_system(context, " ".join(arguments))
+    _origins(context)["system"] = "/system"
+
+
+def _change_system(context: Context, given: str) -> None:
+    """@FILE is read. Before the first question it holds at once, later from the next chat on."""
+    session = context.session
+    if given.startswith("@"):
+        if given == "@":
+            raise UsageError("/system @ names no file")
+        given = documents.read_file(given[1:], context.errors).text.strip()
+    session.system = given.strip()
+    what = "system prompt set" if session.system else "no system prompt from here on"
+    if not session.fed:
+        session.reset(keep_documents=True)
+        context.terminal.say(f"{what}, for your next question")
+    else:
+        context.terminal.say(f"{what}, for the next conversation: /clear begins it")
+
+
+# -- /tokens --------------------------------------------------------------------------------
+
+
+def _tokens(context: Context, arguments: list[str]) -> None:
+    session = context.session
+    rows = usage(session)
+    share = 100.0 / session.max_context
+    wide = max(len(name) for name, _, _ in rows)
+    lines = [
+        f"{name:<{wide}}  {count:>9,}  {share * count:>5.1f}%  {frees}".rstrip()
+        for name, count, frees in rows
+    ]
+    for line in lines:
+        context.terminal.say(line)
+    context.terminal.say(
+        f"of {session.max_context:,} positions; eviction frees memory, not positions"
+    )
+
+
+def usage(session: ChatSession) -> list[tuple[str, int, str]]:
+    """(what, tokens, the command that frees it). All but the waiting documents sum to the
+    model's context; the joins between parts count as markers."""
+    system = documents_ = questions = answers = 0
+    names: list[tuple[str, int]] = []
+    read = list(session.documents)
+    for message in session.messages:
+        count = _count(session, message.content)
+        if message.role == "system":
+            system += count
+        elif message.role == "assistant":
+            answers += count
+        else:
+            rest, own = message.content, 0
+            while read and rest.startswith(read[0].rendered()):
+                document = read.pop(0)
+                rest = rest.removeprefix(document.rendered())
+                part = min(_count(session, document.rendered()), count - own)
+                names.append((document.name or "piped text", part))
+                own += part
+            documents_ += own
+            questions += count - own
+    if not session.fed:
+        system = questions = answers = 0  # set, but not read yet
+    used = session.max_context - session.room
+    markers = used - system - documents_ - questions - answers
+    if markers < 0:  # parts encoded apart can take a few tokens more than together
+        questions, markers = max(0, questions + markers), 0
+    rows = [("system prompt", system, '/system "", then /clear' if system else "")]
+    for i, (name, count) in enumerate(names, 1):
+        rows.append((f"document {i}: {_cut(name)}", count, f"/drop {i}"))
+    rows += [
+        ("questions", questions, "/clear" if questions else ""),
+        ("answers", answers, "/clear" if answers else ""),
+        ("turn markers", markers, ""),
+        ("room left", session.room, ""),
+    ]
+    for pending in session.pending:
+        count = _count(session, pending.rendered())
+        rows.append((f"waiting: {_cut(pending.name or 'piped text')}", count, "/reset"))
+    return rows
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= 28 else f"{name[:13]}…{name[-14:]}"
+
+
+def _count(session: ChatSession, content: str) -> int:
+    return len(session.tokenizer.encode(content)) if content else 0
+
+
+COMMANDS = (
+    Command(("set",), "[KEY VALUE]", "every setting and where it came from, or change one", _set),
+    Command(("show",), f"[{' | '.join(_VIEWS)}]", "what this chat runs on", _show),
+    Command(
+        ("system",), "[TEXT | @FILE]", "show or change the system prompt", _system, raw=True
+    ),
+    Command(("tokens",), "", "what the context is used for, and what frees it", _tokens),
+)
