@@ -19,7 +19,7 @@ from minikv.session import ChatSession
 def main() -> None:
     pace = float(sys.argv.pop(1))
 
-    def build(settings: Settings) -> ChatSession:
+    def build(settings: Settings, progress: object = None) -> ChatSession:
         engine = FakeEngine(length=40)
         engine.hook = lambda fed: time.sleep(pace)
         tokenizer = ByteTokenizer()

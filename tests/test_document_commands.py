@@ -13,6 +13,7 @@ from fakes import ByteTokenizer, ChatML, FakeEngine
 
 from minikv.cli import document_commands as commands
 from minikv.cli import documents
+from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
@@ -35,7 +36,10 @@ def run(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command by its word and return what it said."""
 
     def execute(word: str, *arguments: str) -> str:
-        context = Context(session, Terminal(), "strict", Limits(max_tokens=5), Interrupts())
+        context = Context(
+            session, Terminal(), "strict", Limits(max_tokens=5), Interrupts(),
+            Keeper(Terminal(), active=False),
+        )  # fmt: skip
         capsys.readouterr()
         RUN[word](context, list(arguments))
         out, err = capsys.readouterr()

@@ -22,6 +22,7 @@ import pytest
 from exports import HEADS, HOSTILE, LAYERS, chat, large
 
 import minikv
+from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.export import command, html, markdown
 from minikv.cli.export.facts import ChatFacts, gather
@@ -31,6 +32,7 @@ from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import Limits
 from minikv.errors import UsageError
+from minikv.report import percent_saved
 from minikv.session import ChatSession
 
 
@@ -355,7 +357,9 @@ def test_an_answer_cannot_leave_its_quotation() -> None:
 def context() -> Context:
     terminal = Terminal()
     terminal.err = terminal.out = io.StringIO()
-    return Context(spoken(), terminal, "strict", Limits(), Interrupts())
+    return Context(
+        spoken(), terminal, "strict", Limits(), Interrupts(), Keeper(terminal, active=False)
+    )
 
 
 def run(context: Context, *arguments: object) -> str:
@@ -414,8 +418,10 @@ def test_export_refuses(
 
 def test_nothing_to_export_yet(tmp_path: Path) -> None:
     terminal = Terminal()
+    keeper = Keeper(terminal, active=False)
+    context = Context(chat(), terminal, "strict", Limits(), Interrupts(), keeper)
     with pytest.raises(UsageError, match="nothing to export"):
-        run(Context(chat(), terminal, "strict", Limits(), Interrupts()), tmp_path / "a.md")
+        run(context, tmp_path / "a.md")
     assert not os.listdir(tmp_path)
 
 
@@ -497,6 +503,6 @@ def test_figures_of_the_bundled_model_add_up() -> None:
     assert facts.curve[-1].full == report.kv_bytes.full
     assert [s.label for s in facts.sections] == ["n.txt", "question 1", "answer 1"]
     text = Elements(html.render(facts)).text
-    assert f"{100 * report.kv_bytes.saved:.0f}" in text
+    assert percent_saved(report.kv_bytes.saved).split(".")[0] in text
     for line in report.lines():
         assert line in text

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from minikv.cli import kept, kept_view
+from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.kept import Kept, Part
@@ -57,7 +58,10 @@ def chat(prompt: str = "adakv", step: str = "roco", budget: int = 48, **given: A
 
 
 def context(session: ChatSession) -> Context:
-    return Context(session, Terminal(), "strict", Limits(max_tokens=5), Interrupts())
+    return Context(
+        session, Terminal(), "strict", Limits(max_tokens=5), Interrupts(),
+        Keeper(Terminal(), active=False),
+    )  # fmt: skip
 
 
 def facts(text: str, held: torch.Tensor | None = None, names: tuple[str, ...] = ()) -> Kept:

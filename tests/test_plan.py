@@ -197,7 +197,7 @@ def test_the_planned_bytes_are_those_of_a_real_run(
         pairs = measured_and_planned(session, config, choice, text, answer=5)
         measured, planned = zip(*pairs, strict=True)
         if which == "sliding":  # rows slide out of a window one by one: a bound
-            assert measured[2] <= planned[2] <= 1.03 * measured[2]
+            assert measured[2] <= planned[2] <= 1.05 * measured[2]
             measured, planned = measured[:2] + measured[3:], planned[:2] + planned[3:]
         assert planned == measured
 
@@ -231,7 +231,7 @@ def test_the_screen_has_what_the_json_has() -> None:
             row["reading"], row["writing"]
         )
         assert row["fits"] is True
-    for line in ("2.02 M parameters", "7.7 MiB in float32", "8,192 positions, enough for 2,000"):
+    for line in ("2.46 M parameters", "9.4 MiB in float32", "8,192 positions, enough for 2,000"):
         assert line in text
     assert "roco --stride 32" in text
 
@@ -340,7 +340,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_of_a_hub_model_only_the_configuration_is_fetched(hub: SimpleNamespace) -> None:
     hub.answer = BUNDLED / "config.json"
-    assert "2.02 M parameters" in run("owner/model", "1000", revision="abc")
+    assert "2.46 M parameters" in run("owner/model", "1000", revision="abc")
     assert hub.asked == [("owner/model", "config.json", "abc")]
 
 

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from typer.testing import CliRunner
 import minikv
 from minikv.choice import Choice
 from minikv.cli import config, settings_commands
+from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS, Config, load
 from minikv.cli.interrupt import Interrupts
@@ -354,19 +354,17 @@ def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 RUN = {word: command.run for command in settings_commands.COMMANDS for word in command.words}
 
 
-@dataclass(slots=True)
-class Traced(Context):
-    """A context that keeps origins, as the chat's does."""
-
-    origins: dict[str, str] = field(default_factory=dict)
-
-
-def traced(session: ChatSession) -> Traced:
-    return Traced(session, screen(), "strict", Limits(), Interrupts(), Config().origins({"seed"}))
+def traced(session: ChatSession) -> Context:
+    """A context whose settings have origins, as in a chat."""
+    terminal = screen()
+    return Context(
+        session, terminal, "strict", Limits(), Interrupts(), Keeper(terminal, active=False),
+        origins=Config().origins({"seed"}),
+    )  # fmt: skip
 
 
 @pytest.fixture
-def context() -> Traced:
+def context() -> Context:
     tokenizer = ByteTokenizer()
     return traced(ChatSession(
         FakeEngine(), tokenizer, ChatML(tokenizer), max_context=4096,
@@ -388,7 +386,7 @@ def row(text: str, name: str) -> list[str]:
     return next(line.split() for line in text.splitlines() if line.split()[:1] == [name])
 
 
-def test_set_lists_every_value_and_where_it_came_from(context: Traced) -> None:
+def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
     text = do(context, "set")
     assert row(text, "temperature") == ["temperature", "0", "default"]
     assert row(text, "seed") == ["seed", "0", "--seed"]
@@ -408,7 +406,7 @@ def test_set_lists_every_value_and_where_it_came_from(context: Traced) -> None:
     ],
 )  # fmt: skip
 def test_set_changes_a_value_and_its_origin(
-    context: Traced, key: str, value: str, shown: str
+    context: Context, key: str, value: str, shown: str
 ) -> None:
     name = {"temp": "temperature"}.get(key, key.lstrip("-").replace("-", "_"))
     for arguments in ((key, value), (f"{key}={value}",)):
@@ -418,7 +416,7 @@ def test_set_changes_a_value_and_its_origin(
     assert row(do(context, "set", key), name) == [name, shown, "/set"]
 
 
-def test_what_set_changes_is_what_the_next_answer_uses(context: Traced) -> None:
+def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None:
     for key, value in (("temperature", "0.5"), ("top_k", "3"), ("top_p", "0.5"), ("min_p", "0.1"),
                        ("max_tokens", "4")):  # fmt: skip
         do(context, "set", key, value)
@@ -457,7 +455,7 @@ def test_what_set_changes_is_what_the_next_answer_uses(context: Traced) -> None:
     ],
 )
 def test_a_refused_value_changes_nothing(
-    context: Traced, arguments: tuple[str, ...], message: str
+    context: Context, arguments: tuple[str, ...], message: str
 ) -> None:
     before = do(context, "set")
     with pytest.raises(UsageError, match=message):
@@ -465,7 +463,7 @@ def test_a_refused_value_changes_nothing(
     assert do(context, "set") == before
 
 
-def test_an_unknown_setting_names_the_nearest(context: Traced) -> None:
+def test_an_unknown_setting_names_the_nearest(context: Context) -> None:
     with pytest.raises(UsageError) as caught:
         do(context, "set", "temprature", "1")
     assert "did you mean temperature?" in caught.value.hint
@@ -477,7 +475,7 @@ def test_show_has_a_view_of_everything(bundled: ChatSession) -> None:
     assert do(context, "show", "model") == model
     assert "bundled" in model
     assert "8,192 positions" in model
-    assert "4 · 6 heads, 3 KV heads of 32" in model
+    assert "4 · 6 heads, 3 KV heads of 64" in model
     policy = do(context, "show", "policy")
     assert "adakv, then roco" in policy
     assert row(policy, "adakv.window") == ["adakv.window", "32"]
@@ -489,7 +487,7 @@ def test_show_has_a_view_of_everything(bundled: ChatSession) -> None:
 
 
 def test_the_system_prompt_holds_at_once_before_the_first_question(
-    context: Traced, tmp_path: Path
+    context: Context, tmp_path: Path
 ) -> None:
     session = context.session
     session.attach("A text.", "a.txt")
@@ -515,7 +513,7 @@ def test_the_system_prompt_holds_at_once_before_the_first_question(
         do(context, "system", "@")
 
 
-def test_tokens_adds_up_to_the_context(context: Traced) -> None:
+def test_tokens_adds_up_to_the_context(context: Context) -> None:
     session = context.session
     assert sum(n for name, n, _ in settings_commands.usage(session)) == 4096
     do(context, "system", "Be brief.")
@@ -558,7 +556,7 @@ def test_reading_settings_loads_no_torch() -> None:
     assert done.stdout == "False\n"
 
 
-def test_choice_is_left_alone_by_looking(context: Traced) -> None:
+def test_choice_is_left_alone_by_looking(context: Context) -> None:
     before: Choice = context.session.choice
     for word in ("set", "tokens", "system"):
         do(context, word)

@@ -16,6 +16,7 @@ from test_kept import HOSTILE, STORY, chat, facts
 from minikv.cli import strips
 from minikv.cli.kept import Part
 from minikv.cli.strips import ASCII, BLOCKS
+from minikv.snapshot import Outcome
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_strips_of_a_chat(width: int, plain: bool) -> None:
     assert strips.strips(session, width) == ""
     session.attach(STORY + HOSTILE, "story.txt")
     list(session.ask("Who?", 3))
-    session.engine.kv.__dict__["lost"] = [0.5, None, 0.25]  # what a scheduler may tell
+    session.engine.kv._last = Outcome((0.5, None, 0.25))
     text = strips.strips(session, width, plain=plain)
     lines = text.split("\n")
     assert all(cell_len(line) <= width for line in lines)
