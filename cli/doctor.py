@@ -290,7 +290,7 @@ def policies(progress: Callable[[str], None]) -> list[Check]:
     cases = [(prompt, step, 0) for prompt in prompt_names() for step in step_names()]
     cases += [(step, "auto", _STRIDE) for step in step_names() if step != "none"]
     bad: list[str] = []
-    with _one_thread():
+    with one_thread():
         net = tiny()
         for i, (policy, decode, stride) in enumerate(cases):
             progress(f"testing policies  {i}/{len(cases)}")
@@ -396,7 +396,7 @@ def _held(kv: object, bound: int) -> str:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Tiny matrices on several threads spend their time waiting for each other."""
     import torch
 

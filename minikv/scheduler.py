@@ -540,8 +540,8 @@ class Scheduler:
     @property
     def first(self) -> Reading | None:
         """The reading under way, if it is an exact one of a conversation's first prompt."""
-        exact = isinstance(self._reading, Reading) and not self.position
-        return self._reading if exact else None  # type: ignore[return-value]
+        reading = self._reading
+        return reading if isinstance(reading, Reading) and not self.position else None
 
     def attended(self, layer: int, head: int) -> Tensor:
         """Positions that the query of the step under way sees in a layer it has been through."""

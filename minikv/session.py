@@ -208,6 +208,14 @@ class ChatSession:
         """Positions that KV head `head` of `layer` still holds, ascending (LongTensor)."""
         return self.engine.kv.kept(layer, head)
 
+    def start(self) -> list[int]:
+        """Token ids of a conversation before the first user's words, a BOS if the model wants one:
+        what any two under this system prompt have in common."""
+        system = [Message("system", self.system)] if self.system else []
+        one, two = (self.template.opening([*system, Message("user", t)]) for t in ("a", "7?"))
+        same = (i for i, (x, y) in enumerate(zip(one, two, strict=False)) if x != y)
+        return one[: next(same, min(len(one), len(two)))]
+
     def configure(self, choice: Choice) -> None:
         """Use another policy or budget from the next prompt on. On UsageError nothing changes."""
         self.engine.kv.configure(*choice.policies())
@@ -496,15 +504,8 @@ class ChatSession:
                 progress(done, total)
 
         if self.pin_system and self.system and not self.fed:
-            self.engine.kv.pin(self._system_rows())
+            self.engine.kv.pin(len(self.start()))
         return self.engine.prompt(ids, between_chunks, room)
-
-    def _system_rows(self) -> int:
-        """Tokens of a chat before the first user's words: what any two chats have in common."""
-        system = Message("system", self.system)
-        one, two = (self.template.opening([system, Message("user", text)]) for text in ("a", "7?"))
-        same = (i for i, (x, y) in enumerate(zip(one, two, strict=False)) if x != y)
-        return next(same, min(len(one), len(two)))
 
     def _step(self, token: int) -> Tensor:
         """Feed the owed token. If the engine fails, the cache says whether it was taken."""

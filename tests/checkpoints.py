@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,17 +54,6 @@ ROPES: dict[str, dict[str, Any]] = {
         "mscale_all_dim": 0.4, "truncate": False,
     },
 }  # fmt: skip
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Tiny matrices on several threads spend their time waiting for each other: 50 times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

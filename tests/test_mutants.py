@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Spec, edit_json, one_thread, write
+from checkpoints import Spec, edit_json, write
 from dense import DenseCache
 from test_parity import LIMIT, TOKENS, difference, oracle_logits, our_logits, tokens
 from torch import Tensor
 
 import minikv.models.llama as llama
 import minikv.models.weights as weights
+from minikv.cli.doctor import one_thread
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.llama import Llama

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ROPES, Spec, build, edit_json, edit_tensors, one_thread, save, write
+from checkpoints import ROPES, Spec, build, edit_json, edit_tensors, save, write
 from dense import DenseCache
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from minikv.cli.doctor import one_thread
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.weights import Checkpoint, load_network

@@ -14,7 +14,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from checkpoints import CLASSES, one_thread
+from checkpoints import CLASSES
 from fakes import PADDED, ByteTokenizer, ChatML
 from huggingface_hub import errors
 from safetensors.torch import load_file
@@ -23,6 +23,7 @@ from transformers import AutoConfig, PreTrainedModel
 import minikv
 from minikv.choice import Choice
 from minikv.cli import plan as planning
+from minikv.cli.doctor import one_thread
 from minikv.cli.plan import Forecast, forecast, plan, read_bytes, read_count
 from minikv.cli.terminal import Terminal
 from minikv.engine import Engine

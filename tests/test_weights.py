@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Spec, edit_json, edit_tensors, one_thread, write
+from checkpoints import Spec, edit_json, edit_tensors, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import minikv.models as models
 import minikv.models.weights as weights
+from minikv.cli.doctor import one_thread
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.llama import Llama

@@ -241,17 +241,10 @@ def _measured(task: str, choice: Choice, sheet: _Sheet, done: int) -> Cell:
 
 def _perplexity(chat: ChatSession, item: Item) -> list[float]:
     """Nats of each token in the last quarter of the document."""
-    start, ids = _start(chat), chat.tokenizer.encode(item.document)
+    # Without what a chat begins with, a BOS above all, a real model's perplexity is off by far.
+    start, ids = chat.start(), chat.tokenizer.encode(item.document)
     read = len(start) + max(1, 3 * len(ids) // 4)
     return negative_log_likelihood(chat.engine, start + ids, read)
-
-
-def _start(chat: ChatSession) -> list[int]:
-    """What this model's chats have before the first user's words, a BOS if it wants one: what any
-    two of them have in common. Without it a real model's perplexity is off by far."""
-    one, two = (chat.template.opening([*chat.messages, Message("user", t)]) for t in ("a", "7?"))
-    same = (i for i, (x, y) in enumerate(zip(one, two, strict=False)) if x != y)
-    return one[: next(same, min(len(one), len(two)))]
 
 
 def _lost(chat: ChatSession, item: Item) -> list[float]:
@@ -290,7 +283,7 @@ def _needs_to_answer(chat: ChatSession, item: Item) -> int:
 
 _NEEDS: Mapping[str, Callable[[ChatSession, Item], int]] = {
     "answers": _needs_to_answer,
-    "ppl": lambda chat, item: len(_start(chat)) + len(chat.tokenizer.encode(item.document)),
+    "ppl": lambda chat, item: len(chat.start()) + len(chat.tokenizer.encode(item.document)),
     "loss": lambda chat, item: (
         len(_opening(chat, item)) + len(chat.tokenizer.encode(item.right[0][0]))
     ),

@@ -13,21 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from pathlib import Path
 
 import minikv
+from minikv.cli.evaluation.intervals import wilson
 from minikv.models.bundled.exam import exact, share
 from minikv.session import ChatSession
-
-
-def interval(right: int, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval."""
-    z, p = 1.96, right / n
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return middle - half, middle + half
 
 
 def main() -> None:
@@ -46,7 +38,7 @@ def main() -> None:
     def show(name: str, tokens: int, table: list[list[bool]], held: float, began: float) -> None:
         flat = [ok for row in table for ok in row]
         by_number = [sum(col) / len(col) for col in zip(*table, strict=True)]
-        low, high = interval(sum(flat), len(flat))
+        low, high = wilson(share(table), len(flat))
         rows.append({
             "policy": name, "tokens": tokens, "n": len(flat), "exact": share(table),
             "low": low, "high": high, "by_question": by_number, "held_share": held,
