@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from minikv.choice import Choice, read_budget
 from minikv.cli.command import Command, Context
-from minikv.cli.kept_view import Screen, put
+from minikv.cli.kept_view import Screen
 from minikv.cli.progress import FRAME, Live
 from minikv.cli.strips import clipped, folded
 from minikv.cli.terminal import Terminal
@@ -111,8 +111,7 @@ def _put(context: Context, question: Question, runs: Sequence[Run]) -> None:
     """Write the table, the full cache last, and the warnings that not every run had."""
     runs = [*runs[1:], runs[0]]
     screen = Screen.of(context.terminal)
-    context.terminal.clear_status()
-    put(context.terminal, table(question, runs, screen))
+    context.terminal.page(table(question, runs, screen))
     for one in runs:
         for warning in one.report.warnings:
             if not all(warning in other.report.warnings for other in runs):
@@ -199,7 +198,7 @@ def beside(session: ChatSession, choice: Choice) -> ChatSession:
     prompt, step, budget, stride = choice.policies()
     own = Scheduler(
         kv.shape, prompt, step, budget, dtype=kv.dtype, device=kv.device, stride=stride,
-        output=kv._output, rotary=kv._rotary,
+        output=kv.output, rotary=kv.rotary,
     )  # fmt: skip
     return ChatSession(
         Engine(session.engine.network, own), session.tokenizer, session.template,

@@ -27,7 +27,7 @@ from minikv.cli.strips import (
     strip,
     takes_blocks,
 )
-from minikv.cli.terminal import Terminal, _columns
+from minikv.cli.terminal import Terminal, columns
 from minikv.errors import UsageError
 from minikv.report import Loss
 
@@ -72,7 +72,7 @@ class Screen:
         """The one that messages go to."""
         stream = terminal.err
         return Screen(
-            _columns(stream), stream.encoding or "utf-8", takes_blocks(stream), terminal.colour
+            columns(stream), stream.encoding or "utf-8", takes_blocks(stream), terminal.colour
         )
 
     @property
@@ -109,7 +109,7 @@ def _kept(context: Context, arguments: list[str]) -> None:
         lines = page(facts, number, screen, layer, head)
         if layer is None and number in (1, None):
             lines = [*summary(session, facts, screen), *lines]
-    put(terminal, lines)
+    terminal.page(lines)
 
 
 def _page(arguments: Sequence[str]) -> int | None:
@@ -496,13 +496,3 @@ def _words(text: str, cells: int, screen: Screen) -> str:
         return ""
     text = re.sub(r"\s", " ", text)
     return text[slice(*broken(text, cells, screen.encoding)[0])]
-
-
-# -- writing --------------------------------------------------------------------------------
-
-
-def put(terminal: Terminal, lines: Sequence[str]) -> None:
-    """Write lines to stderr. Those of a page are filtered piece by piece, because their colours
-    would not outlive the filter of `say`."""
-    terminal.clear_status()
-    terminal._write(terminal.err, "".join(f"{line}\n" for line in lines))

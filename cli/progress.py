@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
-from minikv.cli.terminal import Terminal, _columns
+from minikv.cli.terminal import Terminal, columns
 from minikv.errors import Interrupted
 from minikv.report import size
 
@@ -58,7 +58,7 @@ class Live:
             self._marks.popleft()
         if self._terminal.live and now - self._last >= FRAME:
             self._last = now
-            width = _columns(self._terminal.err) - 1  # the last column would wrap
+            width = columns(self._terminal.err) - 1  # the last column would wrap
             self._terminal.status(
                 line(self._label, done, total, self.rate, self._unit, width, self._signs)
             )

@@ -14,7 +14,7 @@ import sys
 import termios
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Terminal:
             self._set.disturb()
         line = clean(text)
         if self.live:
-            line = "\n".join(_wrapped(part, _columns(self.err)) for part in line.split("\n"))
+            line = "\n".join(_wrapped(part, columns(self.err)) for part in line.split("\n"))
         if style and self.colour:
             line = f"\x1b[{_STYLES[style]}m{line}\x1b[0m"
         self._write(self.err, line + "\n")
@@ -132,10 +132,16 @@ class Terminal:
         if hint:
             self.say(f"  {hint}")
 
+    def page(self, lines: Iterable[str]) -> None:
+        """Lines on stderr as they are. Their maker has passed each piece of text through `clean`:
+        colours between the pieces would not outlive a filter here."""
+        self.clear_status()
+        self._write(self.err, "".join(f"{line}\n" for line in lines))
+
     def status(self, text: str) -> None:
         """Replace the live line; nothing at all where there is no terminal."""
         if self.live:
-            width = _columns(self.err)
+            width = columns(self.err)
             self._write(self.err, f"\r\x1b[K{_cut(clean(text), width - 1)}")
             self._status = True
 
@@ -237,15 +243,15 @@ def _unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
             signal.signal(signal.SIGCONT, before)
 
 
-def _cut(text: str, columns: int) -> str:
+def _cut(text: str, cells: int) -> str:
     """As much of `text` as fits."""
     if text.isascii():
-        return text[:columns]
+        return text[:cells]
     from rich.cells import get_character_cell_size
 
     for end, sign in enumerate(text):
-        columns -= get_character_cell_size(sign)
-        if columns < 0:
+        cells -= get_character_cell_size(sign)
+        if cells < 0:
             return text[:end]
     return text
 
@@ -262,7 +268,7 @@ def _wrapped(line: str, width: int) -> str:
     )
 
 
-def _columns(stream: TextIO) -> int:
+def columns(stream: TextIO) -> int:
     """What the user set, else what the terminal says, else 80; never so few that nothing fits."""
     try:
         width = int(os.environ.get("COLUMNS", "0"))
@@ -275,11 +281,11 @@ def _columns(stream: TextIO) -> int:
 def _window(stream: TextIO) -> tuple[int, int]:
     """Columns and rows: what the terminal says, no wider than the user set it."""
     try:
-        columns, rows = os.get_terminal_size(stream.fileno())
+        wide, rows = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
-        columns = rows = 0
-    told = _columns(stream)
-    return min(columns or told, told), rows or _number("LINES") or 24
+        wide = rows = 0
+    told = columns(stream)
+    return min(wide or told, told), rows or _number("LINES") or 24
 
 
 def _number(variable: str) -> int:

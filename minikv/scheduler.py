@@ -61,7 +61,7 @@ class Scheduler:
         self._open: bool
         self.arena: Arena
         self.progress: Callable[[int, int], None] | None = None
-        self._output, self._rotary = output, rotary
+        self.output, self.rotary = output, rotary
         self._poison = poison
         self.stride: int
         self._set(prompt, step, budget, stride)
@@ -225,8 +225,8 @@ class Scheduler:
         floor = each if each is not None and step is not None else 0
         turns = [*self._turns, (self.position, self.position + tokens)]
         plan = Plan(
-            self.position, tokens, totals, floor, spare, needed, shrinks, turns, self._output,
-            self._rotary, self._pinned,
+            self.position, tokens, totals, floor, spare, needed, shrinks, turns, self.output,
+            self.rotary, self._pinned,
         )  # fmt: skip
         self._evict_s = 0.0
         if self.stride and step is not None and each is not None:
