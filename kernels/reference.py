@@ -103,6 +103,28 @@ def decode_attention(
     return torch.matmul(probabilities.to(v.dtype), v), probabilities
 
 
+def joint_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One query per head over rows that belong to different heads, in one product for all.
+
+    q [H, G, D]; k, v [n, D], all finite; seen bool [H * G, n]: the rows of a query's own head that
+    it sees, one at least. Returns the mixed values [H, G, D] and each row's probability [n] in
+    float32, the mean over the G queries of its head. Computes H times the products needed, which
+    beats a loop over heads as long as H * G * n is small.
+    """
+    heads, group, size = q.shape
+    query = q.reshape(heads * group, size)
+    if q.dtype == torch.float32:
+        logits = torch.matmul(query, k.T)
+    else:  # see `decode_attention`
+        logits = torch.matmul(k, query.T).T.float()
+    logits = logits.mul_(1.0 / math.sqrt(size))
+    p = torch.where(seen, logits, -math.inf).softmax(-1)
+    mixed = torch.matmul(p.to(v.dtype), v).view(heads, group, size)
+    return mixed, p.sum(0).mul_(1.0 / group)
+
+
 def observe(
     q: Tensor, q_pos: Tensor, parts: list[tuple[Tensor, Tensor]], window: int | None
 ) -> tuple[Tensor, Tensor]:
