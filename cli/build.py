@@ -91,7 +91,7 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
 
     def output(layer: int) -> Tensor:
         """W_O as [H, G, D, hidden]."""
-        matrix = network.layers[layer].out.T
+        matrix = network.layers[layer].out.dense().T
         return matrix.view(config.kv_heads, -1, config.head_dim, config.hidden)
 
     kv = Scheduler(

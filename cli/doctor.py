@@ -349,7 +349,8 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
     kv = Scheduler(
         Shape(c.layers, c.kv_heads, c.heads, c.head_dim, c.windows, c.max_context),
         prompt, step, budget, stride=stride, rotary=net.rotary.inverse,
-        output=lambda layer: net.layers[layer].out.T.view(c.kv_heads, -1, c.head_dim, c.hidden),
+        output=lambda layer: net.layers[layer].out.dense().T.view(
+            c.kv_heads, -1, c.head_dim, c.hidden),
     )  # fmt: skip
     engine = Engine(net, kv)
     generator = torch.Generator().manual_seed(0)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minikv.attend import Attend
 from minikv.models.config import ModelConfig
+from minikv.models.linear import Linear, Plain
 from minikv.models.rope import Rotary, rotate
 
 # On a CPU a chunk is bounded in bytes: 512 rows of float32, 1,024 of bfloat16 (from 768 rows on,
@@ -25,18 +26,14 @@ CPU_BYTES, CUDA_ROWS = 2048, 2048
 
 @dataclass(slots=True)
 class Layer:
-    """The weights of one layer; every matrix is [out, in]."""
+    """The weights of one layer; matrices as [out, in]."""
 
     attention_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(heads + 2 * kv_heads) * D, hidden]
-    qkv_bias: Tensor | None
-    out: Tensor  # [hidden, heads * D]
-    out_bias: Tensor | None
+    qkv: Linear  # [(heads + 2 * kv_heads) * D, hidden]
+    out: Linear  # [hidden, heads * D]
     mlp_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * mlp, hidden], gate first
-    gate_up_bias: Tensor | None
-    down: Tensor  # [hidden, mlp]
-    down_bias: Tensor | None
+    gate_up: Linear  # [2 * mlp, hidden], gate first
+    down: Linear  # [hidden, mlp]
 
 
 class Llama:
@@ -65,32 +62,32 @@ class Llama:
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, device=self.device, dtype=dtype)
 
+        def matrix(rows: int, columns: int, bias: bool) -> Linear:
+            return Plain(new(rows, columns), new(rows) if bias else None)
+
         c = config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         self.embedding = new(c.vocab, c.hidden)
         self.layers = [
             Layer(
                 attention_norm=new(c.hidden),
-                qkv=new(q + 2 * kv, c.hidden),
-                qkv_bias=new(q + 2 * kv) if c.qkv_bias else None,
-                out=new(c.hidden, q),
-                out_bias=new(c.hidden) if c.o_bias else None,
+                qkv=matrix(q + 2 * kv, c.hidden, c.qkv_bias),
+                out=matrix(c.hidden, q, c.o_bias),
                 mlp_norm=new(c.hidden),
-                gate_up=new(2 * c.mlp, c.hidden),
-                gate_up_bias=new(2 * c.mlp) if c.mlp_bias else None,
-                down=new(c.hidden, c.mlp),
-                down_bias=new(c.hidden) if c.mlp_bias else None,
+                gate_up=matrix(2 * c.mlp, c.hidden, c.mlp_bias),
+                down=matrix(c.hidden, c.mlp, c.mlp_bias),
             )
             for _ in range(c.layers)
         ]
         self.norm = new(c.hidden)
-        self.head = self.embedding if c.tied else new(c.vocab, c.hidden)
+        self.head: Linear = Plain(self.embedding if c.tied else new(c.vocab, c.hidden))
         self.rotary = Rotary(c.rope, c.head_dim, self.device)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its name in a Hugging Face checkpoint, as a contiguous view.
 
-        The loader fills these, an exporter saves them. A tied head is not listed twice.
+        The loader fills these, an exporter saves them. A tied head is not listed twice. Plain
+        matrices only.
         """
         c = self.config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -98,42 +95,43 @@ class Llama:
         for i, layer in enumerate(self.layers):
             at = f"model.layers.{i}."
             yield at + "input_layernorm.weight", layer.attention_norm
-            for kind, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
-                if fused is not None:
-                    yield f"{at}self_attn.q_proj.{kind}", fused[:q]
-                    yield f"{at}self_attn.k_proj.{kind}", fused[q : q + kv]
-                    yield f"{at}self_attn.v_proj.{kind}", fused[q + kv :]
-            yield at + "self_attn.o_proj.weight", layer.out
-            if layer.out_bias is not None:
-                yield at + "self_attn.o_proj.bias", layer.out_bias
+            for kind, fused in _parts(layer.qkv):
+                yield f"{at}self_attn.q_proj.{kind}", fused[:q]
+                yield f"{at}self_attn.k_proj.{kind}", fused[q : q + kv]
+                yield f"{at}self_attn.v_proj.{kind}", fused[q + kv :]
+            for kind, tensor in _parts(layer.out):
+                yield f"{at}self_attn.o_proj.{kind}", tensor
             yield at + "post_attention_layernorm.weight", layer.mlp_norm
-            for kind, fused in (("weight", layer.gate_up), ("bias", layer.gate_up_bias)):
-                if fused is not None:
-                    yield f"{at}mlp.gate_proj.{kind}", fused[: c.mlp]
-                    yield f"{at}mlp.up_proj.{kind}", fused[c.mlp :]
-            yield at + "mlp.down_proj.weight", layer.down
-            if layer.down_bias is not None:
-                yield at + "mlp.down_proj.bias", layer.down_bias
+            for kind, fused in _parts(layer.gate_up):
+                yield f"{at}mlp.gate_proj.{kind}", fused[: c.mlp]
+                yield f"{at}mlp.up_proj.{kind}", fused[c.mlp :]
+            for kind, tensor in _parts(layer.down):
+                yield f"{at}mlp.down_proj.{kind}", tensor
         yield "model.norm.weight", self.norm
-        if self.head is not self.embedding:
-            yield "lm_head.weight", self.head
+        if not c.tied:
+            yield from ((f"lm_head.{kind}", tensor) for kind, tensor in _parts(self.head))
 
     def parameters(self) -> Iterator[Tensor]:
         """The tensors themselves, fused as they are stored: what an optimiser wants."""
         yield self.embedding
         for layer in self.layers:
             for name in Layer.__slots__:
-                tensor = getattr(layer, name)
-                if tensor is not None:
-                    yield tensor
+                part = getattr(layer, name)
+                if isinstance(part, Tensor):
+                    yield part
+                else:
+                    yield from (tensor for _, tensor in _parts(part))
         yield self.norm
-        if self.head is not self.embedding:
-            yield self.head
+        if not self.config.tied:
+            yield from (tensor for _, tensor in _parts(self.head))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes that the weights take on the device."""
-        return sum(t.numel() * t.element_size() for t in self.parameters())
+        parts = [getattr(layer, name) for layer in self.layers for name in Layer.__slots__]
+        if not (isinstance(self.head, Plain) and self.head.weight is self.embedding):
+            parts.append(self.head)
+        return sum(part.nbytes for part in (self.embedding, self.norm, *parts))
 
     @torch.no_grad()
     def randomise(self, seed: int = 0, std: float = 0.02) -> Llama:
@@ -157,7 +155,7 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] after the final norm -> [..., V] float32."""
-        return F.linear(hidden, self.head).float()
+        return self.head(hidden).float()
 
     def _stream(self, ids: Tensor, kv: Attend, *, last: bool) -> Tensor:
         """All layers and the final norm; with `last` only the last token's row comes out."""
@@ -185,7 +183,7 @@ class Llama:
                     if start + rows < count:
                         continue
                     mixed, part = mixed[-1:], part[-1:]
-                part = _add(part, mixed, layer.out, layer.out_bias, grad)
+                part = _add(part, mixed, layer.out, grad)
                 part = self._mlp(layer, part, wide)
                 if grad or closing:
                     x = part
@@ -202,7 +200,7 @@ class Llama:
     ) -> Tensor:
         """Rows x [t, hidden] -> mixed values [t, heads * D]."""
         c = self.config
-        qkv = F.linear(_norm(x, layer.attention_norm, c.norm_eps), layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv(_norm(x, layer.attention_norm, c.norm_eps))
         qkv = qkv.view(x.shape[0], c.heads + 2 * c.kv_heads, c.head_dim)
         turning = c.heads + c.kv_heads
         qk = rotate(qkv[:, :turning], cos, sin)
@@ -216,22 +214,25 @@ class Llama:
         """
         width = self.config.mlp
         normed = _norm(x, layer.mlp_norm, self.config.norm_eps)
+        both = layer.gate_up(normed, wide)
         if wide is None:
-            both = F.linear(normed, layer.gate_up, layer.gate_up_bias)
             mixed = F.silu(both[:, :width]) * both[:, width:]
         else:
-            both = torch.mm(normed, layer.gate_up.t(), out=wide[: x.shape[0]])
-            if layer.gate_up_bias is not None:
-                both += layer.gate_up_bias
             mixed = F.silu(both[:, :width], inplace=True).mul_(both[:, width:])
-        return _add(x, mixed, layer.down, layer.down_bias, wide is None)
+        return _add(x, mixed, layer.down, wide is None)
 
 
-def _add(x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None, grad: bool) -> Tensor:
-    """x + y @ matrix.T + bias; into x itself unless `grad`."""
-    if grad:
-        return x + F.linear(y, matrix, bias)
-    return x.add_(F.linear(y, matrix, bias))
+def _parts(matrix: Linear) -> Iterator[tuple[str, Tensor]]:
+    """ "weight" and, if there is one, "bias"."""
+    assert isinstance(matrix, Plain), "packed weights cannot be had one by one"
+    yield "weight", matrix.weight
+    if matrix.bias is not None:
+        yield "bias", matrix.bias
+
+
+def _add(x: Tensor, y: Tensor, matrix: Linear, grad: bool) -> Tensor:
+    """x + matrix(y); into x itself unless `grad`."""
+    return x + matrix(y) if grad else x.add_(matrix(y))
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -84,7 +84,7 @@ def over(
     c = net.config
     return Scheduler(
         shape(net), prompt, step, budget, dtype=net.dtype, stride=stride,
-        output=lambda layer: net.layers[layer].out.T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
+        output=lambda i: net.layers[i].out.dense().T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
         rotary=net.rotary.inverse, poison=poison,
     )  # fmt: skip
 

@@ -127,7 +127,7 @@ def test_a_prompt_that_is_not_read_exactly_is_found_out(monkeypatch: pytest.Monk
 
 def test_weights_that_are_not_finite_are_found_out() -> None:
     net = tiny()
-    net.layers[1].down.fill_(float("nan"))
+    net.layers[1].down.dense().fill_(float("nan"))
     assert "NaN" in attempt(net, "adakv", "roco", 0)
 
 

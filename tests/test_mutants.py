@@ -21,6 +21,7 @@ import minikv.models.weights as weights
 from minikv.cli.doctor import one_thread
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
+from minikv.models.linear import Plain
 from minikv.models.llama import Llama
 from minikv.models.rope import Rotary
 from minikv.models.weights import Checkpoint, load_network
@@ -87,7 +88,8 @@ def code(module: object, name: str, value: object) -> Act:
 
 def _swap_gate_up(net: Llama) -> None:
     for layer in net.layers:
-        layer.gate_up = torch.cat(layer.gate_up.chunk(2)[::-1])
+        both = layer.gate_up.dense()
+        both.copy_(torch.cat(both.chunk(2)[::-1]))
 
 
 def _swap_norms(net: Llama) -> None:
@@ -99,7 +101,8 @@ def _swap_kv(net: Llama) -> None:
     c = net.config
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     for layer in net.layers:
-        layer.qkv = torch.cat((layer.qkv[:q], layer.qkv[q + kv :], layer.qkv[q : q + kv]))
+        qkv = layer.qkv.dense()
+        qkv.copy_(torch.cat((qkv[:q], qkv[q + kv :], qkv[q : q + kv])))
 
 
 def _repeat_order(net: Llama) -> None:
@@ -107,16 +110,17 @@ def _repeat_order(net: Llama) -> None:
     c = net.config
     q, group = c.heads * c.head_dim, c.heads // c.kv_heads
     for layer in net.layers:
-        heads = layer.qkv[:q].view(c.kv_heads, group, c.head_dim, c.hidden)
-        layer.qkv = torch.cat((heads.transpose(0, 1).reshape(q, c.hidden), layer.qkv[q:]))
-        out = layer.out.view(c.hidden, c.kv_heads, group, c.head_dim)
-        layer.out = out.transpose(1, 2).reshape(c.hidden, q)
+        query, out = layer.qkv.dense()[:q], layer.out.dense()
+        heads = query.view(c.kv_heads, group, c.head_dim, c.hidden)
+        query.copy_(heads.transpose(0, 1).reshape(q, c.hidden))
+        heads = out.view(c.hidden, c.kv_heads, group, c.head_dim)
+        out.copy_(heads.transpose(1, 2).reshape(c.hidden, q))
 
 
-def _zero(name: str, part: slice = slice(None)) -> Callable[[Llama], None]:
+def _no_bias(name: str, part: slice = slice(None)) -> Callable[[Llama], None]:
     def change(net: Llama) -> None:
         for layer in net.layers:
-            getattr(layer, name)[part] = 0
+            getattr(layer, name).bias[part] = 0
 
     return change
 
@@ -134,7 +138,7 @@ def _no_final_norm(net: Llama) -> None:
 
 
 def _tie(net: Llama) -> None:
-    net.head = net.embedding
+    net.head = Plain(net.embedding)
 
 
 def _drop_shard(folder: Path, patch: pytest.MonkeyPatch) -> Tensor:
@@ -248,11 +252,11 @@ MUTANTS = [
         ORIGINAL,
         code(weights, "_pairs", lambda name, c: int(".q_proj." in name or ".k_proj." in name)),
     ),
-    Mutant("query bias dropped", QWEN, network(_zero("qkv_bias", slice(0, 48)))),
-    Mutant("value bias dropped", QWEN, network(_zero("qkv_bias", slice(72, None)))),
-    Mutant("output bias dropped", BIAS, network(_zero("out_bias"))),
-    Mutant("mlp bias dropped", BIAS, network(_zero("gate_up_bias"))),
-    Mutant("down bias dropped", BIAS, network(_zero("down_bias"))),
+    Mutant("query bias dropped", QWEN, network(_no_bias("qkv", slice(0, 48)))),
+    Mutant("value bias dropped", QWEN, network(_no_bias("qkv", slice(72, None)))),
+    Mutant("output bias dropped", BIAS, network(_no_bias("out"))),
+    Mutant("mlp bias dropped", BIAS, network(_no_bias("gate_up"))),
+    Mutant("down bias dropped", BIAS, network(_no_bias("down"))),
     Mutant("attention norm weight ignored", GQA, network(_ones("attention_norm"))),
     Mutant("mlp norm weight ignored", GQA, network(_ones("mlp_norm"))),
     Mutant("final norm weight ignored", GQA, network(_no_final_norm)),

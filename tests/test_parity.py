@@ -171,7 +171,7 @@ def test_an_equal_second_head_is_dropped(tmp_path: Path) -> None:
     )
     network = network_of(tmp_path)
     assert network.config.tied
-    assert network.head is network.embedding
+    assert network.head.dense() is network.embedding
     ids = tokens(67)
     assert difference(our_logits(network, ids, [TOKENS]), oracle_logits(oracle, ids)) <= LIMIT
 
@@ -196,8 +196,11 @@ def test_the_same_code_gives_gradients(tmp_path: Path) -> None:
     oracle(ids[None]).logits[0].logsumexp(-1).sum().backward()
     for ours, theirs in (
         (network.embedding.grad, oracle.model.embed_tokens.weight.grad),
-        (network.layers[1].down.grad, oracle.model.layers[1].mlp.down_proj.weight.grad),
-        (network.layers[0].qkv.grad[:48], oracle.model.layers[0].self_attn.q_proj.weight.grad),
+        (network.layers[1].down.dense().grad, oracle.model.layers[1].mlp.down_proj.weight.grad),
+        (
+            network.layers[0].qkv.dense().grad[:48],
+            oracle.model.layers[0].self_attn.q_proj.weight.grad,
+        ),
     ):
         assert difference(ours, theirs) <= 1e-4
 

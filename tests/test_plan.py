@@ -122,7 +122,8 @@ def chat_of(config: ModelConfig) -> ChatSession:
     )  # fmt: skip
     kv = Scheduler(
         shape, None, None, None, dtype=net.dtype, rotary=net.rotary.inverse,
-        output=lambda i: net.layers[i].out.T.unflatten(0, (config.kv_heads, -1, config.head_dim)),
+        output=lambda i: net.layers[i].out.dense().T.unflatten(
+            0, (config.kv_heads, -1, config.head_dim)),
     )  # fmt: skip
     tokenizer = ByteTokenizer()
     return ChatSession(
