@@ -6,25 +6,41 @@ Every function takes plain tensors and knows nothing of caches or policies.
 from __future__ import annotations
 
 from minikv.kernels.reference import (
+    Rows,
     add_columns,
+    append,
     below_uniform,
     decode_attention,
+    h2o_step,
+    hash_append,
     joint_attention,
     merge,
     observe,
+    ragged_attention,
+    roco_step,
     rows_attention,
+    scissorhands_step,
     total,
+    tova_step,
     visible_attention,
 )
 
 __all__ = [
+    "Rows",
     "add_columns",
+    "append",
     "below_uniform",
     "decode_attention",
+    "h2o_step",
+    "hash_append",
     "joint_attention",
     "merge",
     "observe",
+    "ragged_attention",
+    "roco_step",
     "rows_attention",
+    "scissorhands_step",
     "total",
+    "tova_step",
     "visible_attention",
 ]

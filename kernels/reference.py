@@ -7,7 +7,8 @@ N cached rows, W observation rows. Logits are scaled by 1/sqrt(D); softmax is in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -274,3 +275,360 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tenso
     lse = torch.logsumexp(logits, -1)
     p = (logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
     return torch.matmul(p.to(v.dtype), v[:, None]), lse
+
+
+# -- the decode step on the device --------------------------------------------------------------
+#
+# Everything below is free of host synchronisation: shapes never depend on values. Indices are
+# int64. A row is at least written where it is in use; elsewhere columns hold anything, NaN too.
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The heads of all layers at the end of a step, and which of their rows may leave.
+
+    start, length, cap int64 [L, H]: a head's first row, its rows in use with the newcomer (one at
+    least), and how many it may keep; pos int32 [R]: the position of each row; newest int64 []:
+    the newcomer's position. A head is *over* if length > cap; only such a head gives up a row.
+
+    A row is *shown* if pos >= pinned. A shown row is *free* if sinks <= pos <= newest - recent. If
+    a head has no such row, its shown rows with pos < newest are free.
+    """
+
+    start: Tensor
+    length: Tensor
+    cap: Tensor
+    pos: Tensor
+    newest: Tensor
+    sinks: int
+    recent: int
+    pinned: int
+
+
+def ragged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    *,
+    width: int,
+    pos: Tensor | None = None,
+    oldest: Tensor | None = None,
+    logits: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One query per head over a segment of rows of its own.
+
+    q [H, G, D]; k, v [R, D]; head h has the rows start[h] .. start[h] + length[h] - 1, int64 [H];
+    no length exceeds `width`. With `pos` int32 [R] and `oldest` int64 [] a row is seen if
+    pos >= oldest; a head that has rows sees one at least.
+
+    Returns the mixed values [H, G, D] in q's dtype and the log-sum-exp [H, G] in float32 (natural
+    logarithm of the scaled logits); 0 and -inf for a head without rows. Products are summed in
+    float32; probabilities may be rounded to v's dtype before they meet v.
+
+    Written in place where given: `lse` float32 [H, G], which is then what is returned; `logits`
+    float32 [H, G, C], C >= width: the scaled logits of rows 0 .. length - 1 of each head, -inf
+    where a row is not seen; what lies beyond a head's length is left as it is.
+    """
+    index, live = _in_use(start, length, width, len(k))
+    seen = live if pos is None or oldest is None else live & (pos[index] >= oldest)
+    keys = k[index].float().masked_fill(~live[..., None], 0.0)
+    values = v[index].masked_fill(~live[..., None], 0.0)
+    found = torch.matmul(q.float(), keys.transpose(1, 2)) * (1.0 / math.sqrt(q.shape[-1]))
+    found = found.masked_fill(~seen[:, None], -math.inf)
+    if logits is not None:
+        into = logits[..., :width]
+        into.copy_(torch.where(live[:, None], found, into))
+    sums = torch.logsumexp(found, -1)
+    p = (found - sums.masked_fill(sums == -math.inf, 0.0)[..., None]).exp()
+    mixed = torch.matmul(p.to(v.dtype), values).to(q.dtype)
+    if lse is not None:
+        sums = lse.copy_(sums)
+    return mixed, sums
+
+
+def append(
+    key: Tensor,
+    value: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    blank: Sequence[Tensor],
+) -> None:
+    """Write a newcomer into a row of each head, in every column. In place, one layer.
+
+    key, value [H, D], rotated (rotation stays with the network, whose `Attend` hands over rotated
+    keys: the query needs it too, before anything else); slot int64 [H]: rows, all different;
+    position int64 []: what goes into `pos` int32 [R]; k, v [R, D]; `blank`: further columns [R]
+    (float32, int16, int32 or int64), which become 0 there.
+    """
+    k.index_copy_(0, slot, key)
+    v.index_copy_(0, slot, value)
+    pos.index_copy_(0, slot, position.to(pos.dtype).expand(len(slot)))
+    for column in blank:
+        column.index_fill_(0, slot, 0)
+
+
+def hash_append(
+    probe: Tensor,
+    key: Tensor,
+    value: Tensor,
+    matrix: Tensor,
+    start: Tensor,
+    length: Tensor,
+    cap: Tensor,
+    hole: Tensor,
+    position: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    code: Tensor,
+    spare: tuple[Tensor, Tensor, Tensor, Tensor],
+    *,
+    width: int,
+    sinks: int,
+    recent: int,
+    pinned: int,
+) -> None:
+    """HashEvict (arXiv 2412.16187, section 3): choose who leaves by SimHash, then write the
+    newcomer. In place, one layer, before attention.
+
+    probe [H, P, D]: what rows are compared with (the G rotated queries of the head, or its new
+    key, P = 1); key, value [H, D] rotated; matrix float32 [D, B], at most 64 bits B; start,
+    length, cap, hole int64 [H], the newcomer not counted; position int64 []: the newcomer's; k, v
+    [R, D]; pos int32 [R]; code int16, int32 or int64 [R]. No length exceeds `width`.
+
+    The code of x is sum over b of 2^b where (x . matrix[:, b] >= 0), in float32. A head with
+    hole < 0 and length >= cap gives up a row: the free one whose code has the largest Hamming
+    distance, summed over the P probes; of equal ones that with the smallest pos. Free is as in
+    `Rows` with newest = position - 1 (the newest row that is there already). Before it is
+    overwritten, the row is copied to `spare` (k [H, D], v [H, D], pos [H], code [H], dtypes as the
+    columns), and its index is written to `hole`. Other heads leave hole and spare as they are.
+
+    Then the newcomer goes to row hole[h] if hole[h] >= 0, else to start[h] + length[h]: key,
+    value, position and the code of its key.
+    """
+    index, live = _in_use(start, length, width, len(k))
+    asked = (hole < 0) & (length >= cap)
+    at = pos[index].to(torch.int64)
+    shown = live & (at >= pinned)
+    free = _free(at, shown, position - 1, sinks, recent)
+    other = code[index].to(torch.int64)
+    apart = _bits(_codes(probe, matrix)[:, :, None] ^ other[:, None]).sum(1)
+    leaves = start + _oldest_of_lowest(-apart, at, free)
+    source = torch.where(asked, leaves, start.clamp(max=len(k) - 1))
+    for saved, column in zip(spare, (k, v, pos, code), strict=True):
+        chosen = asked.view(-1, *[1] * (column.dim() - 1))
+        saved.copy_(torch.where(chosen, column.index_select(0, source), saved))
+    hole.copy_(torch.where(asked, leaves, hole))
+    slot = torch.where(hole >= 0, hole, start + length)
+    append(key, value, slot, position, k, v, pos, ())
+    code.index_copy_(0, slot, _codes(key, matrix).to(code.dtype))
+
+
+def h2o_step(
+    logits: Tensor, lse: Tensor, rows: Rows, go: Tensor, hole: Tensor, sums: Tensor, young: Tensor
+) -> None:
+    """H2O at the end of a step (arXiv 2306.14048, section 4): statistics and victims of all heads.
+
+    logits float32 [L, H, G, C] and lse float32 [L, H, G] as `ragged_attention` left them for
+    every layer, C >= every length; go bool []: where it is false, nothing is written. In place:
+
+    p = mean over G of exp(logit - lse), for every row in use;
+    sums float32 [R] += p;
+    hole int64 [L, H] = the index of the row that leaves, for a head that is over; else -1.
+
+    It is the candidate with the lowest sum (p of this step included), of equal ones the one with
+    the smallest pos. Candidates: let n = min(young, shown rows - 1), at least 1, with young int64
+    [L, H]; the free rows with pos < the n-th largest pos among the head's shown rows; if there
+    are none, all free rows.
+    """
+    index, live, p = _weights(logits, lse, rows)
+    at, shown, free = _judged(rows, index, live)
+    total = _into(sums, index, sums[index] + p, go)
+    ages = at.masked_fill(~shown, -1)
+    count = torch.minimum(young, shown.sum(-1) - 1).clamp(min=1)
+    edge = ages.sort(-1, descending=True).values.gather(-1, count[..., None] - 1)
+    older = free & (ages < edge)
+    free = torch.where(older.any(-1, keepdim=True), older, free)
+    _give_up(hole, rows, total, at, free, go)
+
+
+def tova_step(
+    logits: Tensor, lse: Tensor, rows: Rows, go: Tensor, hole: Tensor, *, layerwise: bool
+) -> None:
+    """TOVA at the end of a step (arXiv 2401.06104): victims of all heads; there are no statistics.
+
+    Arguments, p and hole as for `h2o_step`; candidates are the free rows. The score is p; with
+    `layerwise` it is, for a shown row of a head that is over, the mean of p over all shown rows
+    of the same position in those heads of the same layer that are over (itself included), summed
+    in float64 and rounded to float32.
+    """
+    index, live, p = _weights(logits, lse, rows)
+    at, shown, free = _judged(rows, index, live)
+    if layerwise:
+        over = (rows.length > rows.cap)[..., None]
+        p = _mean_by_position(p, at.masked_fill(~(shown & over), -1))
+    _give_up(hole, rows, p, at, free, go)
+
+
+def roco_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    go: Tensor,
+    hole: Tensor,
+    sums: Tensor,
+    squares: Tensor,
+    count: Tensor,
+    keep: Tensor,
+) -> None:
+    """RoCo at the end of a step (arXiv 2402.06262, section 4.2): statistics and victims.
+
+    Arguments, p and hole as for `h2o_step`. In place, all float32 [R], for every row in use:
+    sums += p, squares += p * p, count += 1.
+
+    With mean = sums / max(count, 1) and spread = max(squares / max(count, 1) - mean * mean, 0),
+    candidates are the free rows whose spread is at most the n-th smallest spread among the free
+    rows, n = min(keep, free rows), at least 1, with keep int64 [L, H]. The lowest mean leaves.
+    """
+    index, live, p = _weights(logits, lse, rows)
+    at, _, free = _judged(rows, index, live)
+    total = _into(sums, index, sums[index] + p, go)
+    power = _into(squares, index, squares[index] + p * p, go)
+    seen = _into(count, index, count[index] + 1.0, go).clamp(min=1.0)
+    mean = total / seen
+    spread = (power / seen - mean.square()).clamp(min=0.0).masked_fill(~free, math.inf)
+    nth = torch.minimum(keep, free.sum(-1)).clamp(min=1)
+    steady = spread.sort(-1).values.gather(-1, nth[..., None] - 1)
+    _give_up(hole, rows, mean, at, free & (spread <= steady), go)
+
+
+def scissorhands_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    go: Tensor,
+    hole: Tensor,
+    words: Sequence[Tensor],
+    queries: Tensor,
+    history: int,
+    window: Tensor,
+) -> None:
+    """ScissorHands at the end of a step (arXiv 2305.17118, section 4): statistics and victims.
+
+    Arguments, p and hole as for `h2o_step`. In place, for every row in use:
+
+    words int64 [R] each, of which the low 32 bits are used: one shift register of `history` bits,
+    words[0] first, its lowest bit the newest. All move up by one, the highest bit of a word into
+    the lowest of the next; the new bit is p < 1 / min(length, window), with window int64 [L]; of
+    the last word, bits from history - 32 * (words - 1) on are cleared.
+    queries float32 [R] = min(queries + 1, history).
+
+    Candidates are the free rows; the one with the largest (set bits of its words) /
+    max(queries, 1) leaves, in float32.
+    """
+    index, live, p = _weights(logits, lse, rows)
+    at, _, free = _judged(rows, index, live)
+    seen = torch.minimum(rows.length, window[:, None]).to(torch.float32)
+    carry = (p < 1.0 / seen[..., None]).to(torch.int64)
+    below = torch.zeros_like(carry)
+    for i, word in enumerate(words):
+        old = word[index]
+        bits = min(32, history - 32 * i)
+        new = ((old << 1) & ((1 << bits) - 1)) | carry
+        carry = (old >> 31) & 1
+        below += _bits(_into(word, index, new, go))
+    asked = _into(queries, index, (queries[index] + 1.0).clamp(max=float(history)), go)
+    _give_up(hole, rows, -(below / asked.clamp(min=1.0)), at, free, go)
+
+
+def _in_use(start: Tensor, length: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows of heads with start, length [...]: (index [..., width], live [..., width] bool).
+
+    Padding points at the head's last row, so that writing there what is written to that row is
+    no harm; a head without rows points at any row.
+    """
+    reach = torch.arange(width, device=start.device)
+    last = (length[..., None] - 1).clamp(min=0)
+    index = start[..., None] + torch.minimum(reach, last)
+    return index.clamp(max=rows - 1), reach < length[..., None]
+
+
+def _weights(logits: Tensor, lse: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """`_in_use` of all heads, and p [L, H, C]; padding repeats the last row's."""
+    wide = logits.shape[-1]
+    index, live = _in_use(rows.start, rows.length, wide, len(rows.pos))
+    local = (index - rows.start[..., None])[:, :, None].expand(logits.shape)
+    p = (logits.gather(-1, local) - lse[..., None]).exp()
+    return index, live, p.mean(2)
+
+
+def _judged(rows: Rows, index: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Position, shown and free of the rows at `index`, see `Rows`."""
+    at = rows.pos[index].to(torch.int64)
+    shown = live & (at >= rows.pinned)
+    return at, shown, _free(at, shown, rows.newest, rows.sinks, rows.recent)
+
+
+def _free(at: Tensor, shown: Tensor, newest: Tensor, sinks: int, recent: int) -> Tensor:
+    free = shown & (at >= sinks) & (at <= newest - recent)
+    return free | (~free.any(-1, keepdim=True) & shown & (at < newest))
+
+
+def _into(column: Tensor, index: Tensor, new: Tensor, go: Tensor) -> Tensor:
+    """Write `new` to the rows of a column unless `go` is false; what then stands there."""
+    new = torch.where(go, new, column[index])
+    column.scatter_(0, index.flatten(), new.flatten())
+    return new
+
+
+def _give_up(
+    hole: Tensor, rows: Rows, scores: Tensor, at: Tensor, free: Tensor, go: Tensor
+) -> None:
+    leaves = rows.start + _oldest_of_lowest(scores, at, free)
+    chosen = torch.where(rows.length > rows.cap, leaves, -1)
+    hole.copy_(torch.where(go, chosen, hole))
+
+
+def _oldest_of_lowest(scores: Tensor, at: Tensor, free: Tensor) -> Tensor:
+    """int64 [...]: of the free rows [..., C] with the lowest score the one with the smallest
+    position."""
+    scores = scores.to(torch.float32).masked_fill(~free, math.inf)
+    tied = free & (scores <= scores.amin(-1, keepdim=True))
+    return at.masked_fill(~tied, 1 << 40).argmin(-1)
+
+
+def _mean_by_position(values: Tensor, at: Tensor) -> Tensor:
+    """Mean of values [L, H, C] over the rows of a layer with the same position at [L, H, C];
+    nothing sensible where at is -1."""
+    flat = at.flatten(1)
+    ordered, order = flat.sort(dim=1, stable=True)
+    new = torch.cat((ordered[:, :1] * 0, (ordered[:, 1:] != ordered[:, :-1]).long()), 1)
+    group = torch.empty_like(order).scatter_(1, order, new.cumsum(1))
+    sums = torch.zeros(flat.shape, dtype=torch.float64, device=flat.device)
+    sums.scatter_add_(1, group, values.flatten(1).to(torch.float64))
+    counts = torch.zeros_like(sums).scatter_add_(1, group, torch.ones_like(sums))
+    return (sums / counts).gather(1, group).view(values.shape).to(values.dtype)
+
+
+def _codes(x: Tensor, matrix: Tensor) -> Tensor:
+    """int64 [...]: the signs of x [..., D] @ matrix [D, B] as one number."""
+    signs = (x.to(torch.float32) @ matrix >= 0).to(torch.int64)
+    return (signs << torch.arange(matrix.shape[1], device=x.device)).sum(-1)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The set bits of each int64."""
+    return _bits32(x & 0xFFFFFFFF) + _bits32((x >> 32) & 0xFFFFFFFF)
+
+
+def _bits32(x: Tensor) -> Tensor:
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24) & 0xFF
