@@ -25,6 +25,7 @@ from minikv.stats import CacheStats, Shape
 from minikv.strided import Strided
 
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
+_JOINT = 1 << 18  # logits up to which one product for all heads beats a loop over uneven ones
 
 
 class Scheduler:
@@ -363,6 +364,7 @@ class Scheduler:
         rows = self.arena.rows if step is not None and not step.before else 0
         self._mean = torch.zeros(rows, device=self.device)  # this step's attention per row
         self._padded: tuple[Tensor, Tensor, Tensor] | None = None
+        self._seen: dict[int, Tensor] = {}  # layers with uneven heads: see `_joint`
 
     def _start_step(self) -> None:
         """Decide where the newcomer goes in every head, and what each head then holds."""
@@ -383,10 +385,11 @@ class Scheduler:
         self._counts = (arena.length + self._grows).tolist()
         self._owned = arena.capacity.tolist()
         self._asked = self._taken.any(1).tolist()
+        self._growing = self._grows.any(1).tolist()
         known = slot[~self._taken].to(self.device)
-        arena.columns["pos"][known] = self.position
+        arena.columns["pos"].index_fill_(0, known, self.position)
         for name in arena.extra:
-            arena.columns[name][known] = 0
+            arena.columns[name].index_fill_(0, known, 0)
 
     def _step(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert len(q) == 1, "a prompt must be announced with begin()"
@@ -398,13 +401,17 @@ class Scheduler:
         if self._asked[layer]:
             self._make_room(layer, query, k[0])
         slots = self._slot[layer].to(self.device)
-        arena.columns["k"][slots] = k[0]
-        arena.columns["v"][slots] = v[0]
+        arena.columns["k"].index_copy_(0, slots, k[0])
+        arena.columns["v"].index_copy_(0, slots, v[0])
         if self.step_policy is not None:
             for name, values in self.step_policy.admit(layer, k[0]).items():
                 arena.columns[name][slots] = values
         starts, counts, owned = self._starts[layer], self._counts[layer], self._owned[layer]
-        if min(counts) == max(counts) and min(owned) == max(owned):
+        even = min(counts) == max(counts) and min(owned) == max(owned)
+        if not even and self.shape.heads * sum(owned) <= _JOINT and self.device.type == "cpu":
+            return self._joint(layer, query)
+        if even:
+            self._seen.pop(layer, None)  # heads that grow together are not noted there
             spans = [(0, heads, starts[0], counts[0], owned[0])]
         else:
             spans = [(h, h + 1, starts[h], counts[h], counts[h]) for h in range(heads)]
@@ -426,6 +433,34 @@ class Scheduler:
                 torch.mean(p, 1, out=into) if into.is_contiguous() else into.copy_(p.mean(1))
         whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         return whole.reshape(1, self.shape.heads, -1)
+
+    def _joint(self, layer: int, query: Tensor) -> Tensor:
+        """Attention of a step over the layer's rows as they lie, of all heads at once."""
+        arena, heads = self.arena, self.shape.kv_heads
+        assert self._slot is not None
+        starts, counts, owned = self._starts[layer], self._counts[layer], self._owned[layer]
+        begin, end = starts[0], starts[-1] + owned[-1]
+        keys, values = arena.columns["k"][begin:end], arena.columns["v"][begin:end]
+        seen = self._seen.get(layer)
+        if seen is None:
+            seen = torch.zeros((heads, end - begin), dtype=torch.bool, device=self.device)
+            for h, (start, count, rows) in enumerate(zip(starts, counts, owned, strict=True)):
+                seen[h, start - begin : start - begin + count] = True
+                # What nobody has written yet is weighed with 0, and 0 x NaN is not 0.
+                keys[start - begin + count : start - begin + rows] = 0
+                values[start - begin + count : start - begin + rows] = 0
+            seen = seen.repeat_interleave(query.shape[1], 0)
+            self._seen[layer] = seen
+        elif self._growing[layer]:
+            each = seen.view(heads, -1, end - begin)
+            each[torch.arange(heads), :, self._slot[layer] - begin] = True
+        window = self.shape.windows[layer]
+        if window is not None and self.position >= window:
+            seen = seen & (arena.columns["pos"][begin:end] > self.position - window)
+        mixed, mean = kernels.joint_attention(query, keys, values, seen)
+        if len(self._mean):
+            self._mean[begin:end] = mean
+        return mixed.reshape(1, self.shape.heads, -1)
 
     def _make_room(self, layer: int, query: Tensor, key: Tensor) -> None:
         """Ask the policy for victims that leave before attention, in the heads that are full."""
@@ -549,6 +584,12 @@ class Scheduler:
         pos = self.arena.columns["pos"][begin : begin + self._counts[layer][head]]
         return pos.to(torch.int64)
 
+    @property
+    def _allocated(self) -> int:
+        """Bytes of the arena and of what the steps work with."""
+        seen = sum(mask.nbytes for mask in self._seen.values())
+        return self.arena.nbytes + self._mean.nbytes + seen
+
     def stats(self) -> CacheStats:
         """Counted from the tensors; see `CacheStats`."""
         arena, shape, last = self.arena, self.shape, self._last
@@ -566,8 +607,8 @@ class Scheduler:
             kept_max=int(held.max()),
             full_bytes=seen * shape.kv_heads * row_bytes,
             held_bytes=rows * arena.row_nbytes(),
-            allocated_bytes=arena.nbytes + self._mean.nbytes,
-            peak_bytes=max(self._peak, arena.nbytes + self._mean.nbytes),
+            allocated_bytes=self._allocated,
+            peak_bytes=max(self._peak, self._allocated),
             state_bytes=rows * arena.row_nbytes(arena.extra),
             evicted=round(self.position - mean),
             lost_mean=sum(s for s, _ in lost) / len(lost) if lost else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from minikv.models.rope import RopeConfig
 from minikv.scheduler import Scheduler
 from minikv.session import ChatSession, Turn
 from minikv.snapshot import Held
-from minikv.stats import Shape
+from minikv.stats import CacheStats, Shape
 
 Trace = list[Tensor]
 
@@ -54,6 +55,11 @@ def put_back(kv: Scheduler, held: Held) -> None:
     kv.restore(held, kv.prompt_policy, kv.step_policy, kv.budget, kv.stride)
 
 
+def between_steps(stats: CacheStats) -> CacheStats:
+    """Without what the first step after a change of the layout makes for itself."""
+    return replace(stats, allocated_bytes=0)
+
+
 @pytest.mark.parametrize(("prompt", "step"), PAIRS)
 def test_what_follows_is_bit_identical(prompt: str, step: str) -> None:
     """In the middle of an answer, in this cache and in another; one layer has a sliding window."""
@@ -65,7 +71,7 @@ def test_what_follows_is_bit_identical(prompt: str, step: str) -> None:
     held, stats = run.kv.snapshot(), run.kv.stats()
     want = go_on(run, 5)
     put_back(run.kv, held)
-    assert run.kv.stats() == stats
+    assert between_steps(run.kv.stats()) == between_steps(stats)
     assert same(go_on(run, 5), want)
     put_back(other.kv, held)
     assert same(go_on(other, 5), want)
@@ -187,7 +193,7 @@ def test_a_record_of_a_cache_is_the_cache(prompt: str, step: str) -> None:
     held = through_json(run.kv.snapshot())
     want = go_on(run, 5)
     put_back(run.kv, held)
-    assert run.kv.stats() == stats
+    assert between_steps(run.kv.stats()) == between_steps(stats)
     assert same(go_on(run, 5), want)
 
 
