@@ -178,7 +178,8 @@ class StepPolicy(ABC):
     then needs exactly cap rows); otherwise it is chosen from this step's probabilities. `sinks`
     and `recent`: rows that never leave, at either end. `observe`: queries of a prompt from which
     the columns start (0: they start without). `history`: last queries of a prompt, at most 32, that
-    are told one by one (`PromptView.below`). The base remembers nothing.
+    are told one by one (`PromptView.below`). `looks`: it judges by the step's own attention
+    (`StepView.attention`). The base remembers nothing.
     """
 
     name: str
@@ -187,6 +188,7 @@ class StepPolicy(ABC):
     recent: int = 1
     observe: int = 0
     history: int = 0
+    looks: bool = False
 
     def reader(self) -> StepPolicy:
         """The policy that reads a prompt in blocks in this one's place (`Strided`)."""

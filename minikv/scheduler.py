@@ -532,7 +532,12 @@ class Scheduler:
             live = reach < count[:, None]
             self._padded = (heads.clone(), index.to(self.device), live.to(self.device))
         _, index, live = self._padded
-        pos = arena.columns["pos"][index].to(torch.int64)
+        rows = index.view(-1)
+
+        def at_rows(column: Tensor) -> Tensor:
+            return column.index_select(0, rows).view(index.shape)
+
+        pos = at_rows(arena.columns["pos"]).to(torch.int64)
         pos = pos.masked_fill(~live | (pos < self._pinned), -1)  # pinned rows are not shown
         if self.prompt_policy is not None and self.prompt_policy.prefer is not None:
             shown = pos.masked_fill(self.prompt_policy.prefer(pos, self._turns), -1)
@@ -541,8 +546,8 @@ class Scheduler:
         where = heads.nonzero().to(self.device)
         view = StepView(
             self.position, pos, arena.cap[heads].to(self.device), where[:, 0], where[:, 1],
-            {name: arena.columns[name][index] for name in arena.extra},
-            None if step.before else self._mean[index], query, key,
+            {name: at_rows(arena.columns[name]) for name in arena.extra},
+            at_rows(self._mean) if step.looks else None, query, key,
         )  # fmt: skip
         return index.gather(1, step.victims(view)[:, None])[:, 0]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from minikv.policy import PromptView, StepPolicy, StepView, unprotected
+from minikv.policy import PromptView, StepPolicy, StepView, oldest_of_lowest, unprotected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,26 @@ class RoCo(StepPolicy):
         columns["count"].add_(1.0)
 
     def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        free, mean, spread, keep = self._evidence(view, count)
+        return mean, free & _steady(spread, keep)
+
+    def victims(self, view: StepView) -> Tensor:
+        """As by `judge`. The row of lowest mean is nearly always steady, and to know that needs no
+        sorting; only the other heads are sorted."""
+        free, mean, spread, keep = self._evidence(view, 1)
+        low = mean.masked_fill(~free, torch.inf)
+        found = low.argmin(1, keepdim=True)
+        sure = (spread < spread.gather(1, found)).sum(1) < keep
+        sure &= (low == low.gather(1, found)).sum(1) == 1
+        chosen = found[:, 0]
+        left = (~sure).nonzero()[:, 0]
+        if len(left):
+            scope = free[left] & _steady(spread[left], keep[left])
+            chosen[left] = oldest_of_lowest(mean[left], view.pos[left], scope)
+        return chosen
+
+    def _evidence(self, view: StepView, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Free rows, mean, variance (infinite where not free), and how many rows are in scope."""
         free = unprotected(view, self)
         seen = view.columns["count"].clamp(min=1.0)
         mean = view.columns["sum"] / seen
@@ -66,9 +86,12 @@ class RoCo(StepPolicy):
         # The `keep` steadiest of all rows, protected ones counting as unsteady, are in scope.
         keep = view.cap - (view.cap.to(torch.float64) * self.scope).to(torch.int64)
         keep = torch.minimum(keep.clamp(min=count), free.sum(1)).clamp(min=1)
-        spread = spread.masked_fill(~free, torch.inf)
-        steady = spread.sort(1).values.gather(1, keep[:, None] - 1)
-        return mean, free & (spread <= steady)
+        return free, mean, spread.masked_fill(~free, torch.inf), keep
+
+
+def _steady(spread: Tensor, keep: Tensor) -> Tensor:
+    """bool [F, N]: the keep [F] rows that vary least, and those that vary as little."""
+    return spread <= spread.sort(1).values.gather(1, keep[:, None] - 1)
 
 
 def step_policy(options: Mapping[str, object]) -> RoCo:

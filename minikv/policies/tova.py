@@ -59,6 +59,7 @@ class Tova(StepPolicy):
     sinks: int
     recent: int
     name: str = "tova"
+    looks: bool = True
 
     def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         assert view.attention is not None
