@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from minikv.choice import Choice
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
+from minikv.reuse import checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,9 +38,11 @@ class Settings:
     revision: str | None = None
     offline: bool = False
     system: str = ""
+    reuse: str = "once"
 
     def __post_init__(self) -> None:
         """Refuse at once, without torch, what no machine could have. Raises UsageError."""
+        checked(self.reuse)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise UsageError(f"unknown device {self.device!r}", "use auto, cpu, cuda or cuda:N")
         if self.kernels not in ("auto", "torch"):
@@ -107,6 +110,7 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
         seed=settings.seed,
         system=settings.system,
         pin_system=settings.pin_system,
+        reuse=settings.reuse,
         facts=Facts(
             model=loaded.name,
             revision=loaded.revision or "",

@@ -30,6 +30,7 @@ from minikv.cli.failures import explain
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.report import size
+from minikv.reuse import REUSES
 
 if TYPE_CHECKING:
     from minikv.report import TurnReport
@@ -184,6 +185,8 @@ def read(name: str) -> Saved:
         if top["turns"] != len(turns) or top["identity"]["documents"] != _hashes(saved.documents):
             raise ValueError("turns or documents are not those of the header")
         len(saved.curve), str(top["system"]), int(top["seed"]), bool(top["pin_system"])
+        if top.get("reuse", "once") not in REUSES:
+            raise ValueError(f"reuse {top['reuse']!r:.20} is none")
     return saved
 
 
@@ -271,6 +274,8 @@ class Keeper:
             if lock is not None:
                 os.close(lock)
             raise
+        if "reuse" not in given:  # chats of before there was a choice go on as this one does
+            session.reuse = saved.header.get("reuse", session.reuse)
         session.system = str(saved.header["system"])
         session.pin_system = bool(saved.header["pin_system"])
         if name != self.name:
@@ -325,7 +330,10 @@ class Keeper:
         return self._state(session) != self._last
 
     def _state(self, session: ChatSession) -> tuple[object, ...]:
-        return list(session.turns), list(session.pending), session.choice, session.seed
+        return (
+            list(session.turns), list(session.pending), session.choice, session.seed,
+            session.reuse,
+        )  # fmt: skip
 
     def _save(self, session: ChatSession, name: str | None) -> None:
         self._name(name)
@@ -373,7 +381,7 @@ class Keeper:
         top = {
             "kind": "chat", "title": " ".join(title.split())[:80], "turns": len(session.turns),
             "identity": whole, "cache": cache, "no_cache": why, "seed": session.seed,
-            "system": session.system, "pin_system": session.pin_system,
+            "system": session.system, "pin_system": session.pin_system, "reuse": session.reuse,
             "opened_with": first.content if first and first.role == "system" else "",
             "pending": [texts.index(document) for document in session.pending],
             "curve": [list(point) for point in session.curve], "run": _run(session),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
+from minikv.reuse import REUSES
 
 if TYPE_CHECKING:
     import typer
@@ -69,6 +70,8 @@ SETTINGS: Mapping[str, Setting] = {
                 (*_CHAT, "plan")),
         Setting("decode", "auto", "what evicts while the answer is written", _CHAT),
         Setting("stride", 0, "read prompts in blocks of so many rows; 0: whole", _CHAT),
+        Setting("reuse", "auto", "what a later question finds: read again, or the same cache",
+                _CHAT, REUSES),
         Setting("system", "", "system prompt, or @FILE", _CHAT),
         Setting("pin_system", False, "rows of the system prompt never leave", _CHAT),
         Setting("encoding_errors", "strict", "what invalid bytes in a document do", _CHAT,

@@ -116,6 +116,15 @@ Stride = Annotated[
         rich_help_panel=_CACHE,
     ),
 ]
+Reuse = Annotated[
+    Literal["auto", "refresh", "once", "blind"],
+    typer.Option(
+        help="what a later question finds: refresh reads everything again for it, once goes on "
+        "with the cache of the first, blind evicts documents before a question is seen; auto: "
+        "refresh under policies that look at the question, if it takes less than 3 s",
+        rich_help_panel=_CACHE,
+    ),
+]
 Options = Annotated[
     list[str] | None,
     typer.Option(
@@ -213,6 +222,7 @@ def ask(
     budget: Budget = DEFAULT_BUDGET,
     decode: Decode = "auto",
     stride: Stride = 0,
+    reuse: Reuse = "auto",
     options: Options = None,
     system: System = "",
     pin_system: PinSystem = False,
@@ -244,7 +254,7 @@ def ask(
                 model=context.obj.model(model), policy=policy, budget=budget, decode=decode,
                 device=device, dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options),
                 stride=stride, revision=revision, offline=offline, system=_system(system),
-                pin_system=pin_system,
+                pin_system=pin_system, reuse=reuse,
             ),
             Limits(max_tokens, temperature, top_k, top_p, min_p),
             terminal,
@@ -258,7 +268,9 @@ def ask(
 @app.command(short_help="questions and answers over documents, on a terminal",
              help="minikv chat report.txt --budget 256\n\n"
              "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the "
-             "commands. With FILEs, questions may be piped in, one per line.")  # fmt: skip
+             "commands. With FILEs, questions may be piped in, one per line.\n\n"
+             "Most policies keep what one question needs. --reuse says what the next one finds, "
+             "/refresh reads everything again for it.")  # fmt: skip
 def chat(
     context: typer.Context,
     files: Files = None,
@@ -271,6 +283,7 @@ def chat(
     budget: Budget = DEFAULT_BUDGET,
     decode: Decode = "auto",
     stride: Stride = 0,
+    reuse: Reuse = "auto",
     options: Options = None,
     system: System = "",
     pin_system: PinSystem = False,
@@ -317,7 +330,7 @@ def chat(
                 model=context.obj.model(model), policy=policy, budget=budget, decode=decode,
                 device=device, dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options),
                 stride=stride, revision=revision, offline=offline, system=_system(system),
-                pin_system=pin_system,
+                pin_system=pin_system, reuse=reuse,
             ),
             Limits(max_tokens, temperature, top_k, top_p, min_p),
             terminal,

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from minikv.cli import refresh
 from minikv.policies import (
     PARTS,
     POLICIES,
@@ -38,11 +39,21 @@ STOPS = {
 }
 
 
+_READ = {
+    "once": "only what was new was read",
+    "refresh": "the whole conversation was read again for this question",
+    "blind": "documents were read and evicted before the question",
+}
+
+
 def stats(report: TurnReport) -> str:
     """Everything that was measured about a turn, one topic per line."""
     tokens, kv, time, rate = report.tokens, report.kv_bytes, report.time_s, report.rate
     loss, memory = report.loss, report.device_mem
-    shaped = f" · shaped by Q{report.shaped_by_turn}" if report.shaped_by_turn else ""
+    shaped = ""
+    if report.shaped_by_turn is not None:
+        by = f"Q{report.shaped_by_turn}" if report.shaped_by_turn else "no question"
+        shaped = f" · shaped by {by}"
     lost = "not estimated"
     if loss.est_mass_lost_mean is not None:
         lost = f"~{100 * loss.est_mass_lost_mean:.1f}% of the last window's attention"
@@ -50,8 +61,9 @@ def stats(report: TurnReport) -> str:
             worst = f"worst layer {loss.est_mass_lost_argmax_layer}"
             lost += f" ({worst}: {100 * loss.est_mass_lost_max:.1f}%)"
         lost += ", an estimate"
-        if report.shaped_by_turn is not None and report.shaped_by_turn < report.turn:
-            lost += "; rows that earlier turns evicted are not in it"
+        before = report.shaped_by_turn is not None and report.shaped_by_turn < report.turn
+        if before and tokens.prompt_reused:
+            lost += "; rows that were evicted before are not in it"
     rows = [
         (f"turn {report.turn}", f"policy {_policy(report)} · {_budget(report.budget)}{shaped}"),
         (
@@ -80,6 +92,8 @@ def stats(report: TurnReport) -> str:
         ("speed", "vs a full cache: not measured"),
         ("loss", lost),
     ]
+    if report.reuse != "once" or report.turn > 1:
+        rows.insert(2, ("reuse", f"{report.reuse}: {_READ[report.reuse]}"))
     if memory.peak_bytes is not None:
         where = "GPU" if memory.reserved_bytes is not None else "process"
         rows.append(("memory", f"{size(memory.peak_bytes)} at the most in this {where}"))
@@ -98,6 +112,7 @@ def header(session: ChatSession, version: str) -> str:
             f"context {session.max_context:,}",
         ),
         ("policy", policy_line(session)),
+        ("reuse", refresh.line(session)),
     ]
     rows += [
         ("document", f"{document.name or 'standard input'} · {len(document.text):,} characters")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minikv.choice import Choice, read_budget
-from minikv.cli import documents, render
+from minikv.cli import documents, refresh, render
 from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS, listed, text
 from minikv.cli.turn import Limits
@@ -122,6 +122,13 @@ def _decode(context: Context, key: str, value: str) -> None:
     session.configure(replace(chosen, budget=now.budget, policy_options=now.policy_options))
 
 
+def _reuse(context: Context, key: str, value: str) -> None:
+    session = context.session
+    session.reuse = value
+    if value == "blind" and session.documents and session.shaped_by != 0:
+        context.terminal.say("what was read stays as it is; /clear reads it again, and blind")
+
+
 def _encoding(context: Context, key: str, value: str) -> None:
     if value not in documents.ENCODING_ERRORS:
         raise UsageError(
@@ -142,7 +149,7 @@ def _system_key(context: Context, key: str, value: str) -> None:
 
 _CHANGES: Mapping[str, Callable[[Context, str, str], None]] = {
     **dict.fromkeys(_LIMITS, _limit),
-    "seed": _seed, "policy": _policy, "budget": _budget, "decode": _decode,
+    "seed": _seed, "policy": _policy, "budget": _budget, "decode": _decode, "reuse": _reuse,
     "encoding_errors": _encoding, "quiet": _quiet, "system": _system_key,
 }  # fmt: skip
 """What /set may change, and how."""
@@ -168,7 +175,8 @@ def _values(context: Context) -> dict[str, str]:
         "model": facts.model or "bundled", "revision": facts.revision, "device": facts.device,
         "dtype": facts.dtype, "kernels": facts.kernels,
         "offline": "", "policy": choice.policy, "budget": str(choice.budget),
-        "decode": choice.decode, "stride": str(choice.stride), "system": session.system,
+        "decode": choice.decode, "stride": str(choice.stride), "reuse": session.reuse,
+        "system": session.system,
         "pin_system": text(session.pin_system), "encoding_errors": context.errors,
         "seed": str(session.seed), "quiet": text(context.terminal.quiet),
     }  # fmt: skip
@@ -244,6 +252,7 @@ def _show_policy(context: Context) -> None:
             rows.append(("budget", f"{choice.budget}, which is {counted:,} rows per head"))
     if choice.stride:
         rows.append(("stride", f"{choice.stride} rows"))
+    rows.append(("reuse", refresh.line(context.session)))
     for name, options in (
         (choice.policy, choice.policy_options), (choice.decode, choice.decode_options),
     ):  # fmt: skip

@@ -85,7 +85,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:
-    """One turn of a chat. `stop_reason` is eos, length, user, context or error."""
+    """One turn of a chat. `stop_reason` is eos, length, user, context or error.
+
+    `shaped_by_turn`: the question that decided what the cache holds, 0 if documents were evicted
+    before one was seen. `reuse`: what was read, `once` what was new, `refresh` the conversation so
+    far again, `blind` documents as prompts of their own.
+    """
 
     turn: int
     policy: str
@@ -105,6 +110,7 @@ class TurnReport:
     sampling: Mapping[str, object]
     device_mem: DeviceMemory
     warnings: tuple[str, ...]
+    reuse: str = "once"
 
     def to_dict(self) -> dict[str, object]:
         """Plain dictionaries, lists and numbers, ready for JSON."""
@@ -128,10 +134,16 @@ class TurnReport:
         again = self.shaped_by_turn is not None and self.shaped_by_turn < self.turn
         if self.loss.est_mass_lost_mean is not None:
             # The estimate cannot see rows that an earlier turn evicted.
-            more = " more" if again else ""
+            whole = self.reuse == "blind" and not tokens.prompt_reused
+            more = " more" if again and not whole else ""
             memory.append(f"lost ~{100 * self.loss.est_mass_lost_mean:.1f}%{more}")
-        if again:
-            memory.append(f"shaped by Q{self.shaped_by_turn}")
+        if self.reuse == "refresh":
+            shaped = f"shaped by Q{self.turn}, " if self.shaped_by_turn == self.turn else ""
+            memory.append(f"{shaped}read again")
+        elif again and self.shaped_by_turn:
+            memory.append(f"shaped by Q{self.shaped_by_turn}, /refresh to re-read")
+        elif again:
+            memory.append("shaped by no question")
         return " · ".join(speed), " · ".join(memory)
 
 

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from minikv import feeding, reuse
 from minikv.bound import longest_token
 from minikv.choice import Choice
-from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.errors import ContextError, UsageError
+from minikv.feeding import Feed, Read
 from minikv.report import (
     DeviceMemory,
     KvBytes,
@@ -32,6 +34,7 @@ from minikv.report import (
     TurnReport,
     size,
 )
+from minikv.reuse import Decision
 from minikv.sampling import Sampling, pick
 from minikv.snapshot import Snapshot
 
@@ -135,10 +138,12 @@ class Facts:
 class ChatSession:
     """One conversation over one cache.
 
-    `max_context`: positions that the model was trained for. `seed` decides every draw.
+    `max_context`: positions that the model was trained for. `seed` decides every draw. `reuse`:
+    what later questions find (see `minikv.reuse`); it may be set between turns, too.
     `undo_turns`: how many turns `undo` can take back, at the price of a copy of the cache in host
     memory before each, `undo_bytes` in all.
 
+    `shaped_by`: the question that decided what stayed, 0 if that was before there was one.
     `turns` and `reports` are those of the conversation so far, `undone` what the last `undo` took
     back, until something is asked. `curve`: (tokens seen, bytes held, bytes of a full cache) at the
     end of every reading and every answer. `conversation` counts the resets.
@@ -157,6 +162,7 @@ class ChatSession:
         facts: Facts | None = None,
         pin_system: bool = False,
         undo_turns: int = 0,
+        reuse: str = "once",
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -168,6 +174,7 @@ class ChatSession:
         self.pin_system = pin_system
         self.facts = facts or Facts()
         self.undo_turns = undo_turns
+        self.reuse = reuse
         self.undo_bytes = UNDO_BYTES
         self._longest: float | None = None  # bytes per token at the most, once it was needed
         self.conversation = 0
@@ -189,8 +196,31 @@ class ChatSession:
         self.undone: list[Turn] = []
         self.curve: list[tuple[int, int, int]] = []
         self._before: dict[int, Snapshot] = {}  # by turns that had been finished
+        self.rereads = False
+        self._told: object = None  # what was said last about whose cache this is
         self._cancelled = False
         self.conversation += 1
+
+    @property
+    def reuse(self) -> str:
+        """auto, refresh, once or blind: what a later question finds. Set it to change it; raises
+        UsageError for anything else."""
+        return self._reuse
+
+    @reuse.setter
+    def reuse(self, value: str) -> None:
+        self._reuse = reuse.checked(value)
+
+    def refresh(self, *, wanted: bool = True) -> None:
+        """Read the whole conversation again with the next question, and evict for that one,
+        whatever `reuse` says; or, if not `wanted`, do not after all. Raises UsageError where
+        nothing has been read.
+        """
+        if wanted and not self.fed:
+            raise UsageError(
+                "there is nothing to read again", "your next question reads all there is"
+            )
+        self.rereads = wanted
 
     @property
     def reports(self) -> list[TurnReport]:
@@ -213,8 +243,7 @@ class ChatSession:
         what any two under this system prompt have in common."""
         system = [Message("system", self.system)] if self.system else []
         one, two = (self.template.opening([*system, Message("user", t)]) for t in ("a", "7?"))
-        same = (i for i, (x, y) in enumerate(zip(one, two, strict=False)) if x != y)
-        return one[: next(same, min(len(one), len(two)))]
+        return one[: reuse.shared(one, two)]
 
     def configure(self, choice: Choice) -> None:
         """Use another policy or budget from the next prompt on. On UsageError nothing changes."""
@@ -257,7 +286,7 @@ class ChatSession:
         self.turn = len(self.turns)
         self.report = self.turns[-1].report if self.turns else None
         self.undone, self._before = [], {}
-        self._cancelled = False
+        self.rereads = self._cancelled = False
 
     def undo(self, turns: int = 1) -> list[Turn]:
         """Take back the last `turns` turns, and return them: the first of their questions, asked
@@ -269,7 +298,9 @@ class ChatSession:
         finished = len(self.turns) - turns
         choice, seed, pending, before = self.choice, self.seed, self.pending, self._before
         taken = self.turns[finished:]
+        rereads = self.rereads or taken[0].report.reuse == "refresh"
         self.restore(before[finished])
+        self.rereads = rereads and bool(self.fed)
         self.undone, self.seed = taken, seed
         self.pending += [d for d in pending if d not in self.pending]
         self._before = {n: snapshot for n, snapshot in before.items() if n < finished}
@@ -365,21 +396,26 @@ class ChatSession:
         message = _asked(self.pending, question)
         self._refuse_by_bytes(message.content)
         messages = [*self.messages, message]
-        ids = self._prompt_ids(messages)
-        if len(ids) + 1 > self.max_context - len(self.fed):
-            raise self._does_not_fit(len(ids), "needs")
-        self._warn_before(question, warn)
+        feed, decision = self._feed(messages)
+        ids, reused = feed.ids, 0 if feed.anew else len(self.fed)
+        if len(ids) + 1 > self.max_context - reused:
+            raise self._does_not_fit(len(ids), "needs", reused)
+        self._warn_before(question, feed, decision, warn)
 
-        reused = len(self.fed)
         before = self._set_aside()
         reading = perf_counter()
-        logits = self._read(ids, max_tokens, progress)
+        read = self._read(feed, before, max_tokens, progress)
         prefill_s = perf_counter() - reading
+        logits = read.logits
 
         # The prompt is in the cache: from here on the turn counts, whatever happens.
         self._remember(before)
+        if feed.anew:
+            self.fed, self.shaped_by = [], None
+        if read.blind and self.shaped_by is None:
+            self.shaped_by = 0
         self.fed += ids
-        self.owed = None
+        self.owed, self.rereads = None, False
         self.turn += 1
         self.messages = messages
         self.documents += self.pending
@@ -439,7 +475,8 @@ class ChatSession:
             total_s = perf_counter() - began
             self.report = self._report(
                 stats,
-                len(ids),
+                feed,
+                read,
                 reused,
                 generated,
                 reason or "error",
@@ -450,7 +487,7 @@ class ChatSession:
                     compile=None,
                     first_token=total_s if first_s is None else first_s,
                     prefill=prefill_s,
-                    evict=stats.evict_s,
+                    evict=read.evict_s,
                     decode=decode_s,
                     total=total_s,
                 ),
@@ -485,27 +522,70 @@ class ChatSession:
     def _mark(self, stats: CacheStats) -> None:
         self.curve.append((stats.seen, stats.held_bytes, stats.full_bytes))
 
-    def _prompt_ids(self, messages: list[Message]) -> list[int]:
-        """What must be fed so that the cache holds `messages` up to where the answer begins."""
+    def _feed(self, messages: list[Message]) -> tuple[Feed, Decision | None]:
+        """What must be fed so that the cache holds `messages` up to where the answer begins, and
+        the choice behind it, if one was made."""
+        pinned = len(self.start()) if self.pin_system and self.system else 0
         if not self.fed:
-            return self.template.opening(messages)
+            ids = self.template.opening(messages)
+            if self.reuse != "blind":
+                return Feed("refresh" if self.turns else "once", (ids,), True, pinned), None
+            cut = reuse.parts(ids, self._asked(), _with(self.template.opening, messages))
+            return Feed("blind" if len(cut) > 1 else "once", cut, True, pinned), None
         owed = [] if self.owed is None else [self.owed]
-        return owed + self.template.following(messages)
+        ids = owed + self.template.following(messages)
+        decision = None
+        mode = "refresh" if self.rereads else self.reuse
+        if mode == "auto":
+            decision = self._decide(len(self.fed) + len(ids))
+            mode = decision.reuse
+        if mode == "refresh":
+            whole = self.template.opening(messages)
+            if decision is None or len(whole) < self.max_context:
+                return Feed("refresh", (whole,), True, pinned), decision
+            decision = None
+        if mode == "blind" and self.pending:
+            again = _with(lambda m: owed + self.template.following(m), messages)
+            return Feed("blind", reuse.parts(ids, self._asked()[-1:], again), False), None
+        return Feed("once", (ids,), False), decision
+
+    def _asked(self) -> list[tuple[int, str]]:
+        """(index in the messages, text of its documents) of each message that brings some, the
+        next one included."""
+        first = len(self.messages) - 2 * len(self.turns)
+        brought = [*(turn.documents for turn in self.turns), self.pending]
+        return [
+            (first + 2 * n, "".join(document.rendered() for document in documents))
+            for n, documents in enumerate(brought)
+            if documents
+        ]
+
+    def _decide(self, tokens: int) -> Decision:
+        """What `auto` does for a question that makes `tokens` of the conversation."""
+        if not self.documents or not self.engine.kv.stats().evicted:
+            return Decision("once")
+        prompt, *_ = self.choice.policies()
+        here = [report for report in self.reports if report.device == self.facts.device]
+        asks = prompt is not None and prompt.evidence.asks
+        return reuse.decide(self.choice.policy, asks, tokens, here)
 
     def _read(
-        self, ids: list[int], room: int, progress: Callable[[int, int], None] | None
-    ) -> Tensor:
-        def between_chunks(done: int, total: int) -> None:
-            if self._cancelled:
-                raise Interrupted(
-                    f"stopped reading at {done:,} of {total:,} tokens", "nothing was added"
-                )
-            if progress is not None:
-                progress(done, total)
-
-        if self.pin_system and self.system and not self.fed:
-            self.engine.kv.pin(len(self.start()))
-        return self.engine.prompt(ids, between_chunks, room)
+        self,
+        feed: Feed,
+        before: Snapshot | None,
+        room: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> Read:
+        try:
+            return feeding.read(
+                self.engine, self.choice, feed, before.held if before else None, room, progress,
+                lambda: self._cancelled,
+            )  # fmt: skip
+        except BaseException:
+            if not self.engine.kv.position:
+                # Nothing was left to put the cache back: the chat stays, to be read again.
+                self.fed, self.owed, self.shaped_by, self.rereads = [], None, None, False
+            raise
 
     def _step(self, token: int) -> Tensor:
         """Feed the owed token. If the engine fails, the cache says whether it was taken."""
@@ -527,9 +607,11 @@ class ChatSession:
         if least > self.room:
             raise self._does_not_fit(least, "needs at least")
 
-    def _does_not_fit(self, tokens: int, verb: str) -> ContextError:
-        room = max(self.max_context - len(self.fed) - 1, 0)
-        used = f", {len(self.fed):,} of them used by this chat" if self.fed else ""
+    def _does_not_fit(self, tokens: int, verb: str, fed: int | None = None) -> ContextError:
+        """`fed`: positions that the prompt does not replace."""
+        fed = len(self.fed) if fed is None else fed
+        room = max(self.max_context - fed - 1, 0)
+        used = f", {fed:,} of them used by this chat" if fed else ""
         choices = ["a shorter document", "a model with a longer context"]
         if self.fed:
             choices.insert(0, "a new conversation (/reset)")
@@ -539,7 +621,9 @@ class ChatSession:
             f"eviction does not extend that, and nothing was cut; choose {', or '.join(choices)}",
         )
 
-    def _warn_before(self, question: str, warn: Callable[[str], None]) -> None:
+    def _warn_before(
+        self, question: str, feed: Feed, decision: Decision | None, warn: Callable[[str], None]
+    ) -> None:
         if self.turn == 0:
             for note in self.template.notes:
                 warn(note)
@@ -558,11 +642,20 @@ class ChatSession:
                     f"{strings} in {name} may pass for turn markers, which are plain text for this "
                     "model: it cannot tell them from real ones"
                 )
-        if self.shaped_by is not None and self.documents:
-            warn(
-                f"this cache was shaped by question {self.shaped_by}: what that question did not "
-                "need may be gone; /clear reads the documents again with your next question"
+        if self.reuse == "blind" and feed.reuse == "once" and not self.turn and self.choice.evicts:
+            warn("there is no document to evict beforehand: --reuse blind changes nothing here")
+        told, line = self._told, ""
+        if decision is not None:
+            told, line = (decision.reuse, bool(decision.why)), decision.why
+        elif feed.reuse == "once" and self.shaped_by and self.documents:
+            told = self.shaped_by
+            line = (
+                f"this cache was shaped by question {told}: what that question did not need may "
+                "be gone; /refresh reads the documents again with your next question"
             )
+        if line and told != self._told:
+            self._told = told
+            warn(line)
 
     def _warn_after(
         self, stats: CacheStats, had_documents: bool, warn: Callable[[str], None]
@@ -579,7 +672,8 @@ class ChatSession:
     def _report(
         self,
         stats: CacheStats,
-        prompt_new: int,
+        feed: Feed,
+        read: Read,
         reused: int,
         generated: int,
         reason: str,
@@ -588,7 +682,6 @@ class ChatSession:
         seconds: Seconds,
         rates: Rates,
     ) -> TurnReport:
-        lost = stats.lost_mean
         return TurnReport(
             turn=self.turn,
             policy=self.choice.policy,
@@ -598,7 +691,7 @@ class ChatSession:
             dtype=self.facts.dtype,
             device=self.facts.device,
             tokens=Tokens(
-                prompt_new=prompt_new,
+                prompt_new=feed.tokens,
                 prompt_reused=reused,
                 generated=generated,
                 seen_total=stats.seen,
@@ -611,19 +704,33 @@ class ChatSession:
                 full=stats.full_bytes,
                 held=stats.held_bytes,
                 allocated=stats.allocated_bytes,
-                peak_prefill=stats.peak_bytes,
+                peak_prefill=max(read.peak, stats.peak_bytes),
                 policy_state=stats.state_bytes,
             ),
             time_s=seconds,
             rate=rates,
-            loss=Loss(lost, stats.lost_max, stats.lost_layer, None if lost is None else "window"),
+            loss=Loss(*read.lost, None if read.lost[0] is None else "window"),
             shaped_by_turn=self.shaped_by,
             stop_reason=reason,
             seed=self.seed,
             sampling=sampling,
             device_mem=_device_memory(self.facts.device),
             warnings=tuple(warnings),
+            reuse=feed.reuse,
         )
+
+
+def _with(
+    render: Callable[[list[Message]], list[int]], messages: Sequence[Message]
+) -> Callable[[int, str], list[int]]:
+    """What `render` makes of the messages with another content in one's place."""
+
+    def again(at: int, content: str) -> list[int]:
+        changed = list(messages)
+        changed[at] = Message(changed[at].role, content)
+        return render(changed)
+
+    return again
 
 
 def _check_text(text: str, what: str) -> None:

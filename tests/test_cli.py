@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 KEYS = {
     "turn", "policy", "policy_options", "budget", "kernels", "dtype", "device", "tokens",
     "kv_bytes", "time_s", "rate", "loss", "shaped_by_turn", "stop_reason", "seed", "sampling",
-    "device_mem", "warnings",
+    "device_mem", "warnings", "reuse",
 }  # fmt: skip
 
 
@@ -178,13 +178,13 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
         "--decode", "none", "-o", "window=16", "--device", "cpu", "--dtype", "bfloat16",
         "--kernels", "torch", "-s", "7", "--revision", "abc", "--offline",
         "-S", f"@{tmp_path / 'system.txt'}", "-t", "0.5", "--top-p", "0.9", "--top-k", "5",
-        "--min-p", "0.1", "--json",
+        "--min-p", "0.1", "--json", "--reuse", "blind",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert world.settings == Settings(
         model="some/model", policy="snapkv", budget="20%", decode="none", device="cpu",
         dtype="bfloat16", kernels="torch", seed=7, options={"window": "16"}, revision="abc",
-        offline=True, system="be brief",
+        offline=True, system="be brief", reuse="blind",
     )  # fmt: skip
     record = json.loads(result.stdout)
     assert record["policy"] == "snapkv"

@@ -84,6 +84,7 @@ def test_the_record_has_exactly_the_documented_keys() -> None:
             "stop_reason",
             "seed",
             "warnings",
+            "reuse",
         }
     assert json.loads(json.dumps(record)) == record
 
@@ -96,8 +97,16 @@ def test_the_two_lines() -> None:
     second = report(turn=2, stop_reason="length", loss=Loss(None, None, None, None))
     speed, memory = second.lines()
     assert speed.endswith("stopped by length")
-    assert report(turn=2).lines()[1].endswith("lost ~3.1% more · shaped by Q1")
-    assert memory.endswith("tok/head · shaped by Q1")
+    assert report(turn=2).lines()[1].endswith("lost ~3.1% more · shaped by Q1, /refresh to re-read")
+    assert memory.endswith("tok/head · shaped by Q1, /refresh to re-read")
+    again = report(turn=2, shaped_by_turn=2, reuse="refresh")
+    assert again.lines()[1].endswith("lost ~3.1% · shaped by Q2, read again")
+    whole = report(turn=2, shaped_by_turn=None, reuse="refresh")
+    assert whole.lines()[1].endswith("lost ~3.1% · read again")
+    blind = report(shaped_by_turn=0, reuse="blind")
+    assert blind.lines()[1].endswith("lost ~3.1% · shaped by no question")
+    later = replace(blind, turn=2, tokens=replace(blind.tokens, prompt_reused=9))
+    assert later.lines()[1].endswith("lost ~3.1% more · shaped by no question")
 
 
 def test_a_rate_that_was_not_measured_is_not_shown() -> None:

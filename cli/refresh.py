@@ -1,0 +1,46 @@
+"""/refresh, and what a chat's way with later questions is called in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minikv.cli.command import Command, Context
+from minikv.errors import UsageError
+from minikv.reuse import PATIENCE
+
+if TYPE_CHECKING:
+    from minikv.session import ChatSession
+
+_WORDS = {
+    "auto": f"refresh where the policy looks at the question, if it takes under {PATIENCE:g} s",
+    "refresh": "each question reads everything again",
+    "once": "later questions go on with the cache of the first",
+    "blind": "documents are evicted before a question is seen",
+}
+
+
+def line(session: ChatSession) -> str:
+    """The setting in force, and what waits for the next question."""
+    armed = "; /refresh: the next one reads everything again" if session.rereads else ""
+    return f"{session.reuse}: {_WORDS[session.reuse]}{armed}"
+
+
+def _refresh(context: Context, arguments: list[str]) -> None:
+    session, terminal = context.session, context.terminal
+    if arguments not in ([], ["off"]):
+        raise UsageError(
+            "/refresh takes nothing, or off", "/set reuse refresh does it for each question"
+        )
+    if not arguments:
+        session.refresh()
+        what = "the documents and all that was said" if session.documents else "all that was said"
+        terminal.say(f"your next question reads {what} again; /refresh off takes that back")
+        return
+    was = session.rereads
+    session.refresh(wanted=False)
+    terminal.say("your next question is read as any other" if was else "no /refresh was waiting")
+
+
+COMMANDS = (
+    Command(("refresh",), "[off]", "read everything again with the next question", _refresh),
+)
