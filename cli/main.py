@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 import minikv
+from minikv.cli.bench.app import app as bench_app
 from minikv.cli.failures import guard
 from minikv.cli.terminal import Terminal, hush, open_streams
 from minikv.errors import UsageError
@@ -37,6 +38,12 @@ app.add_typer(
     short_help="the eviction methods, one line each",
     help="minikv policies show adakv\n\nThe eviction methods, one line each.",
 )
+app.add_typer(
+    bench_app, name="bench", short_help="how fast it is here, beside what the hardware allows",
+    help="minikv bench decode --shape tinyllama --length 2048,8192\n\n"
+    "Whole steps and prompts on random weights of a given shape, beside the full cache, "
+    "transformers where it is installed, and what this machine's rates allow.",
+)  # fmt: skip
 config_app = typer.Typer(
     pretty_exceptions_enable=False, rich_markup_mode="rich", no_args_is_help=True
 )
@@ -571,15 +578,19 @@ def run() -> None:
 
 
 def _resume_alone(arguments: list[str]) -> list[str]:
-    """--resume without a name is the newest chat: an option with an optional value."""
+    """Options with an optional value: --resume without a name is the newest chat, and --json of
+    bench without a file is standard output."""
+    alone = {"--resume": "--resume="}
+    if arguments[:1] == ["bench"]:
+        alone["--json"] = "--json=-"
     return [
-        "--resume=" if word == "--resume"
+        alone[word] if word in alone
         and (i + 1 == len(arguments) or arguments[i + 1].startswith("-")) else word
         for i, word in enumerate(arguments)
     ]  # fmt: skip
 
 
-_COMMANDS = ("ask", "chat", "policies", "eval", "report", "plan", "doctor", "config")
+_COMMANDS = ("ask", "chat", "policies", "eval", "report", "plan", "doctor", "config", "bench")
 
 
 def _command_words(arguments: list[str]) -> list[str]:

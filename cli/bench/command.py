@@ -1,0 +1,200 @@
+"""`minikv bench`: what is asked for is checked without torch, measured, shown and written.
+
+Whatever ends a run, what was measured by then is shown and written first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from minikv.cli.bench import place, shapes, show
+from minikv.cli.bench.asked import Asked, read_list
+from minikv.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    import torch
+
+    from minikv.cli.bench.floors import Rates
+    from minikv.cli.bench.models import Spec
+    from minikv.cli.bench.run import Wanted
+
+class Record:
+    """What a run is about and what it has measured, as --json writes it."""
+
+    def __init__(self, command: Sequence[str], terminal: Terminal, target: str | None) -> None:
+        self.terminal, self.target = terminal, target
+        self.made: dict[str, object] = {"command": " ".join(command)}
+        self.tables: list[str] = []
+        self._shown = 0
+
+    def show(self) -> None:
+        """Print the tables that are new, unless stdout is for JSON."""
+        self.terminal.clear_status()
+        if self.target != show.STDOUT:
+            for text in self.tables[self._shown :]:
+                self.terminal.data(text + "\n")
+        self._shown = len(self.tables)
+
+    def finish(self) -> None:
+        """Print what is left and write the object."""
+        self.show()
+        if self.target == show.STDOUT:
+            from minikv.cli.ask import to_json
+
+            self.terminal.data(to_json(self.made))
+        elif self.target is not None:
+            show.write(self.made, Path(self.target))
+            self.terminal.note(f"written to {self.target}")
+
+
+def measure(
+    kind: str, asked: Asked, command: Sequence[str], terminal: Terminal, target: str | None
+) -> None:
+    """`bench decode` or `bench prefill`. Raises UsageError before torch is loaded where it can,
+    ContextError, ModelError and MemoryShortError."""
+    asked.check()
+    show.check(target)
+    choices, lengths = asked.choices(), asked.lengths()
+    formats = read_list(asked.weights, "--weights")
+    terminal.status("starting")
+    device = place.prepare(asked.device, asked.threads)
+    from minikv.cli.bench import run
+
+    wanted = run.Wanted(
+        spec_of(asked, device), asked.model or asked.shape.lower(), choices, lengths, formats,
+        asked.repeat, asked.steps or (128 if device.type == "cuda" else 32), asked.peer,
+    )  # fmt: skip
+    record = Record(command, terminal, target)
+    rates = start(record, device, wanted.model, terminal)
+    bench = run.Bench(wanted, rates, Pace(terminal))
+    done = False
+    try:
+        bench.check()
+        for length in wanted.lengths:
+            bench.decode(length) if kind == "decode" else bench.prefill(length)
+        done = True
+    finally:
+        bench.close()
+        for note in bench.notes:
+            terminal.warn(note)
+        if bench.rows:
+            record.tables.append(show.table(bench.rows))
+            record.tables.append(legend(bench.wanted))
+        record.made |= {
+            "wanted": describe(bench.wanted), "rows": [row.record() for row in bench.rows],
+            "attention_flops_s": bench.attending, "notes": bench.notes, "complete": done,
+        }  # fmt: skip
+        if done or bench.rows:
+            record.finish()
+
+
+def start(record: Record, device: torch.device, model: str, terminal: Terminal) -> Rates:
+    """Measure the machine and put it at the head of the record."""
+    from minikv.cli.bench import machine
+
+    terminal.status("measuring the machine's bandwidth and products")
+    rates = machine.measure(device)
+    facts = machine.facts(device)
+    record.made |= {"machine": facts, "versions": machine.versions(), "rates": asdict(rates)}
+    record.tables.append(show.header(facts, rates, model))
+    record.show()
+    return rates
+
+
+class Pace:
+    """Progress on stderr: what is measured now, how far, and how long it will take."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._began: dict[str, float] = {}
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Before piece `done` of `total`; `what` begins with the name of the whole."""
+        whole = what.partition(":")[0]
+        began = self._began.setdefault(whole, perf_counter())
+        if done >= total:
+            self._terminal.status(what)
+            return
+        left = ""
+        if done:
+            minutes, rest = divmod(round((total - done) * (perf_counter() - began) / done), 60)
+            left = f", about {minutes}:{rest:02d} left"
+        self._terminal.status(f"{what}, {done + 1} of {total}{left}")
+
+
+def legend(wanted: Wanted) -> str:
+    """What the columns mean, and how they came about."""
+    lines = [
+        f"medians of {wanted.repeat} rounds in turns; {wanted.steps} steps a decode round; "
+        f"{wanted.spec.dtype}",
+        "floor: share of what bandwidth and products measured in this run allow",
+        "evict: a step over the same cache without a policy; a prompt over full's",
+    ]
+    if wanted.peer:
+        lines.append("vs HF: times as fast as transformers (sdpa), forward by forward")
+    return "\n".join(lines)
+
+
+def describe(wanted: Wanted) -> dict[str, object]:
+    """For JSON: what was measured."""
+    spec = wanted.spec
+    return {
+        "model": wanted.model, "random_weights": spec.folder is None, "dtype": spec.dtype,
+        "weights": list(wanted.formats), "kernels": spec.kernels, "repeat": wanted.repeat,
+        "steps": wanted.steps,
+    }  # fmt: skip
+
+
+def spec_of(asked: Asked, device: torch.device) -> Spec:
+    """Which network. Random weights are bfloat16 unless another dtype is asked for."""
+    from minikv.cli.bench.models import Spec
+
+    if asked.model is not None:
+        return Spec(None, Path(asked.model), asked.dtype, str(device), kernels=asked.kernels)
+    dtype = "bfloat16" if asked.dtype == "auto" else asked.dtype
+    return Spec(shapes.find(asked.shape), None, dtype, str(device), kernels=asked.kernels)
+
+
+def measure_kernels(
+    shape: str, lengths: tuple[int, ...], device_flag: str, kernels: str, threads: int,
+    repeat: int, command: Sequence[str], terminal: Terminal, target: str | None,
+) -> None:  # fmt: skip
+    """`bench kernels`. Raises UsageError where the kernels that are wanted cannot run."""
+    sizes = shapes.find(shape)
+    place.check_threads(threads)
+    show.check(target)
+    terminal.status("starting")
+    device = place.prepare(device_flag, threads)
+    import torch
+
+    from minikv.cli.bench import kernels as bench
+
+    name, operations = bench.who(device, kernels)
+    record = Record(command, terminal, target)
+    rates = start(record, device, f"{name} kernels, heads of {shape}", terminal)
+    timings, notes, done = list[bench.Timing](), list[str](), False
+    pace = Pace(terminal)
+    try:
+        table = list(bench.cases(sizes, torch.bfloat16, lengths))
+        for number, case in enumerate(table):
+            pace(f"kernels: {case.name}, {case.case}", number, len(table))
+            lacks = bench.missing(case, operations)
+            if lacks:
+                notes.append(f"{case.name}: no {', '.join(lacks)} in this version")
+                continue
+            timings.append(bench.timed(case, operations, name, device, rates, repeat))
+        done = True
+    finally:
+        for note in dict.fromkeys(notes):
+            terminal.warn(note)
+        record.made |= {
+            "shape": shape, "kernels": [timing.record() for timing in timings],
+            "notes": notes, "complete": done,
+        }  # fmt: skip
+        if timings:
+            record.tables.append(show.kernels_table(timings))
+            record.finish()

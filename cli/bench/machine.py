@@ -1,0 +1,214 @@
+"""The machine: what it is, and what it reads, copies and multiplies, measured when it is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import minikv
+from minikv.cli.bench import place
+from minikv.cli.bench.floors import Rates, middle
+
+_MIB = 1 << 20
+_LIBRARIES = ("torch", "triton", "transformers", "llama-cpp-python", "openvino-genai", "numpy")
+
+
+class Clock:
+    """Seconds that work takes on a device: by CUDA events, or by the wall where there are none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, work: Callable[[], object]) -> float:
+        """Run it once and wait for the device."""
+        if self.device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(self.device)
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            return begin.elapsed_time(end) / 1e3
+        from time import perf_counter
+
+        began = perf_counter()
+        work()
+        return perf_counter() - began
+
+    def each(self, work: Callable[[], object], rounds: int, warm: int = 1) -> list[float]:
+        """Seconds of each of so many runs after the warm-up."""
+        for _ in range(warm):
+            work()
+        return [self(work) for _ in range(rounds)]
+
+
+def facts(device: torch.device) -> dict[str, object]:
+    """What the machine is; nothing in it names a person or a folder."""
+    found: dict[str, object] = {
+        "system": platform.system(), "processor": _processor(), "cores": place.cores(),
+        "threads": torch.get_num_threads(), "memory": _memory(), "device": str(device),
+    }  # fmt: skip
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        found |= {
+            "gpu": about.name, "gpu_memory": about.total_memory,
+            "capability": f"{about.major}.{about.minor}",
+            "multiprocessors": about.multi_processor_count, "l2": l2_bytes(device),
+            "cuda": torch.version.cuda,
+        }  # fmt: skip
+    return found
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything whose speed is shown; None: not installed."""
+    found: dict[str, str | None] = {
+        "minikv": minikv.__version__, "python": platform.python_version()
+    }
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def l2_bytes(device: torch.device) -> int:
+    """The GPU's second-level cache."""
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 * _MIB))
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> int | None:
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+# -- rates ----------------------------------------------------------------------------------
+
+
+def measure(device: torch.device, rounds: int = 5, small: bool = False) -> Rates:
+    """The rates. `small` takes buffers that fit into caches: for tests, not for figures."""
+    if device.type == "cuda":
+        copied = copy_rate(device, 64 * _MIB if small else 1024 * _MIB, rounds)
+        side = 512 if small else 8192
+        half, full = (product_rate(device, d, side, rounds) for d in _DTYPES)
+        return Rates(None, copied, copied, half, full, True)
+    threads = torch.get_num_threads()
+    size, side = (_MIB, 128) if small else (256 * _MIB, 1536)
+    try:
+        torch.set_num_threads(1)
+        alone = read_rate(size, rounds)
+    finally:
+        torch.set_num_threads(threads)
+    # Threads that share a busy machine may read slower than one alone.
+    read = max(alone, read_rate(size, rounds))
+    half, full = (product_rate(device, d, side, rounds) for d in _DTYPES)
+    return Rates(alone, read, copy_rate(device, size, rounds), half, full, False)
+
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def read_rate(size: int, rounds: int) -> float:
+    """Bytes a second that the processor reads: the best of two reductions, as a bound should be."""
+    words = torch.ones(size // 8, dtype=torch.int64)
+    numbers = words.view(torch.float32)
+    clock = Clock(torch.device("cpu"))
+    times = [*clock.each(words.sum, rounds), *clock.each(numbers.amax, rounds)]
+    return size / min(times)
+
+
+def copy_rate(device: torch.device, size: int, rounds: int) -> float:
+    """Bytes read plus bytes written a second, by a plain copy; on a GPU between buffers that its
+    cache cannot hold."""
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    times = Clock(device).each(lambda: target.copy_(source), rounds)
+    return 2 * size / (middle(times) if device.type == "cuda" else min(times))
+
+
+def product_rate(device: torch.device, dtype: torch.dtype, side: int, rounds: int) -> float:
+    """Flops a second of a product of two square matrices."""
+    a, b = (_numbers((side, side), device, dtype, seed) for seed in (1, 2))
+    out = torch.empty_like(a)
+    times = Clock(device).each(lambda: torch.mm(a, b, out=out), rounds)
+    return 2 * side**3 / (middle(times) if device.type == "cuda" else min(times))
+
+
+def attention_rate(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, tokens: int,
+    rounds: int = 3,
+) -> float:  # fmt: skip
+    """Flops a second of torch's causal attention: `heads` query heads of `size` over `tokens`.
+
+    On a CPU keys are repeated per query head, which is how its flash kernel takes them.
+    """
+    gpu = device.type == "cuda"
+    q = _numbers((1, heads, tokens, size), device, dtype, 3)
+    wide = (1, kv_heads if gpu else heads, tokens, size)
+    k, v = (_numbers(wide, device, dtype, seed) for seed in (4, 5))
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=gpu and kv_heads != heads
+        )
+
+    times = Clock(device).each(attend, rounds)
+    return 4 * heads * size * (tokens * (tokens + 1) // 2) / (middle(times) if gpu else min(times))
+
+
+def _numbers(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int
+) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+
+# -- memory ---------------------------------------------------------------------------------
+
+
+def forget_peak(device: torch.device) -> None:
+    """The high-water mark starts anew, where the system lets it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak(device: torch.device) -> int | None:
+    """Bytes at the high-water mark: the CUDA allocator's, or this process's resident memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    status = Path("/proc/self/status")
+    try:
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    if sys.platform == "darwin":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return None

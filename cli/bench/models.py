@@ -1,0 +1,203 @@
+"""Networks to measure, and one of them under a policy: the only place that knows how minikv's own
+parts are put together here.
+
+Random weights cost one pass over memory: the same block of random numbers again and again, each
+tensor from another place in it, so that no two heads are alike. Their values do not matter to a
+clock; that they are finite and differ does (heads that are alike would share a budget evenly).
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minikv.choice import Choice
+from minikv.cli.bench import machine
+from minikv.cli.bench.shapes import Sizes
+from minikv.engine import Engine
+from minikv.errors import MemoryShortError
+from minikv.models.config import ModelConfig
+from minikv.models.llama import Llama
+from minikv.models.rope import RopeConfig
+from minikv.models.weights import free_memory
+from minikv.report import size
+from minikv.scheduler import Scheduler
+from minikv.stats import CacheStats, Shape
+
+POSITIONS = 1 << 20
+"""Context of a random network: longer than any prompt that is measured."""
+
+_BLOCK = 1_048_573  # a prime: no row of a matrix falls on the same place in the block twice
+_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Which network, and how it computes. `folder` is a real model's, instead of sizes."""
+
+    sizes: Sizes | None
+    folder: Path | None = None
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    weights: str = "auto"
+    kernels: str = "auto"
+
+
+def config_of(sizes: Sizes) -> ModelConfig:
+    """A plain Llama of these sizes."""
+    return ModelConfig(
+        family="llama", layers=sizes.layers, heads=sizes.heads, kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim, hidden=sizes.hidden, mlp=sizes.mlp, vocab=sizes.vocab,
+        norm_eps=1e-5, rope=RopeConfig(theta=sizes.theta), max_context=POSITIONS,
+        windows=(None,) * sizes.layers, tied=sizes.tied,
+    )  # fmt: skip
+
+
+def sizes_of(config: ModelConfig) -> Sizes:
+    """What a loaded model is like."""
+    return Sizes(
+        config.layers, config.hidden, config.heads, config.kv_heads, config.head_dim, config.mlp,
+        config.vocab, config.rope.theta, config.tied,
+    )  # fmt: skip
+
+
+def network(spec: Spec) -> Llama:
+    """The network of a spec, ready to run. Raises MemoryShortError before it allocates, and
+    ModelError for a folder that cannot be loaded."""
+    if spec.folder is not None:
+        from minikv.models import load
+
+        return load(spec.folder, device=spec.device, dtype=spec.dtype, offline=True).network
+    assert spec.sizes is not None
+    return plain(spec)
+
+
+def plain(spec: Spec) -> Llama:
+    """The random network with its matrices as they are in a checkpoint."""
+    assert spec.sizes is not None
+    device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
+    needs, free = spec.sizes.parameters * dtype.itemsize, free_memory(device)
+    if free is not None and needs > free:
+        raise MemoryShortError(
+            f"the weights need {size(needs)}, and {size(free)} are free",
+            "a smaller --shape, or --dtype bfloat16" if dtype == torch.float32
+            else "a smaller --shape",
+        )  # fmt: skip
+    return fill(Llama(config_of(spec.sizes), device=device, dtype=dtype))
+
+
+@torch.no_grad()
+def fill(net: Llama, seed: int = 0) -> Llama:
+    """Every matrix from one block of normal numbers, norms one."""
+    generator = torch.Generator(net.device).manual_seed(seed)
+    block = torch.randn(_BLOCK, generator=generator, device=net.device).mul_(_STD).to(net.dtype)
+    for at, (name, tensor) in enumerate(net.tensors()):
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+            continue
+        turned = block.roll(-at * 7919)
+        flat = tensor.view(-1)
+        whole = len(flat) // _BLOCK * _BLOCK
+        flat[:whole].view(-1, _BLOCK).copy_(turned.expand(whole // _BLOCK, _BLOCK))
+        flat[whole:].copy_(turned[: len(flat) - whole])
+    return net
+
+
+def step_bytes(net: Llama) -> int:
+    """Bytes of weights that a decode step reads: all but the input embedding, unless it is the
+    head as well."""
+    return net.weight_bytes - (0 if net.config.tied else net.embedding.nbytes)
+
+
+def prompt(tokens: int, vocab: int, seed: int = 1) -> list[int]:
+    """Random ids."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(vocab, (tokens,), generator=generator).tolist()
+    return ids
+
+
+def settle(device: torch.device) -> None:
+    """Give back what is no longer used, so that the next system finds the machine as the first."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+class Cached:
+    """A network under one policy: reads a prompt, writes tokens, tells what it holds."""
+
+    def __init__(self, net: Llama, choice: Choice) -> None:
+        self.net, self.choice = net, choice
+        self.clock = machine.Clock(net.device)
+        self.engine = _engine(net, choice)
+        self._fed = 0
+
+    def read(self, ids: list[int], room: int = 256) -> float:
+        """Seconds for a conversation that begins with this prompt."""
+        self.engine.reset()
+        self._fed = 0
+        return self.go_on(ids, room)
+
+    def go_on(self, ids: list[int], room: int = 256) -> float:
+        """Seconds for a further prompt of the same conversation."""
+        return self.clock(lambda: self.engine.prompt(ids, room=room))
+
+    def write(self, steps: int) -> float:
+        """Seconds for a step, mean over so many. The tokens fed are fixed: every policy and every
+        round pays for the same work."""
+        def run() -> None:
+            for _ in range(steps):
+                self._fed += 1
+                self.engine.step(self._fed % self.net.config.vocab)
+
+        return self.clock(run) / steps
+
+    def twin(self) -> Cached:
+        """Another one over a copy of this cache, which evicts nothing while it writes."""
+        other = Cached(self.net, replace(self.choice, decode="none", decode_options={}))
+        other.copy(self)
+        return other
+
+    def copy(self, of: Cached) -> None:
+        """Hold the rows that `of` holds, without what its policy notes about them."""
+        held = of.engine.kv.snapshot()
+        kv = self.engine.kv
+        thin = {name: held.columns[name] for name in kv.arena.columns}
+        prompt, step, budget, stride = self.choice.policies()
+        kv.restore(replace(held, columns=thin), prompt, step, budget, stride)
+
+    def stats(self) -> CacheStats:
+        """Of the cache, counted from its tensors."""
+        return self.engine.kv.stats()
+
+    def step_rows(self) -> float:
+        """Bytes of keys and values that a step reads."""
+        stats, shape = self.stats(), self.engine.kv.shape
+        return stats.kept_mean * shape.layers * shape.kv_heads * stats.row_bytes
+
+    def close(self) -> None:
+        """Give the cache back."""
+        self.engine.reset()
+
+
+def _engine(net: Llama, choice: Choice) -> Engine:
+    config = net.config
+
+    def output(layer: int) -> Tensor:
+        """W_O as [H, G, D, hidden]."""
+        matrix = net.layers[layer].out.dense().T
+        return matrix.view(config.kv_heads, -1, config.head_dim, config.hidden)
+
+    prompt, step, budget, stride = choice.policies()
+    kv = Scheduler(
+        Shape(config.layers, config.kv_heads, config.heads, config.head_dim, config.windows,
+              config.max_context),
+        prompt, step, budget, dtype=net.dtype, device=net.device, stride=stride, output=output,
+        rotary=net.rotary.inverse,
+    )  # fmt: skip
+    return Engine(net, kv)

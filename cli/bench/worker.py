@@ -1,0 +1,195 @@
+"""A system in a process of its own, which takes its turns when it is told to.
+
+    python -m minikv.cli.bench.worker
+
+reads one JSON object per line from standard input and answers each with one: make, read, write,
+peak. `Worker` is the other end. A process that is not asked anything waits and costs no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minikv.errors import MemoryShortError, MinikvError
+
+if TYPE_CHECKING:
+    from minikv.choice import Choice
+    from minikv.cli.bench.models import Spec
+
+_PATIENCE = 2.0  # seconds that a process may take to end when it is told to
+
+
+class PeerError(MinikvError):
+    """The other system could not be measured; the rest goes on without it."""
+
+
+class Worker:
+    """The system `name` ("transformers", or "minikv" under a choice) in another process."""
+
+    def __init__(
+        self, name: str, spec: Spec, threads: int, choice: Choice | None = None
+    ) -> None:
+        self.name = name
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long-lived as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "minikv.cli.bench.worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
+            start_new_session=True,  # Ctrl-C is for the process that shows results
+        )  # fmt: skip
+        try:
+            self._ask(
+                do="make", system=name, threads=threads, spec=_plain(spec),
+                choice=None if choice is None else [
+                    choice.policy, choice.decode, str(choice.budget), choice.stride
+                ],
+            )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, ids: Sequence[int]) -> float:
+        """Seconds for a prompt of as many random tokens as `ids` has."""
+        return self._ask(do="read", tokens=len(ids))
+
+    def write(self, steps: int) -> float:
+        """Seconds for a step, mean over so many."""
+        return self._ask(do="write", steps=steps)
+
+    def peak(self) -> int:
+        """Bytes at the high-water mark of the process (on a GPU: of its allocator)."""
+        return int(self._ask(do="peak"))
+
+    def close(self) -> None:
+        """End the process."""
+        process = self._process
+        with contextlib.suppress(OSError):
+            assert process.stdin is not None
+            process.stdin.close()
+        try:
+            process.wait(_PATIENCE if process.poll() is None else 0)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        self._said.close()
+
+    def _ask(self, **message: object) -> float:
+        """One question, one answer: a number. Raises PeerError, MemoryShortError."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(json.dumps(message).encode() + b"\n")
+            stdin.flush()
+        line = stdout.readline()
+        if not line:
+            code = self._process.wait()
+            if code == -9:
+                raise MemoryShortError(
+                    f"{self.name} was killed, most likely for its memory",
+                    "a smaller --shape or --length",
+                )
+            raise PeerError(f"{self.name} ended with status {code}{self._last_words()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            kind = MemoryShortError if answer["memory"] else PeerError
+            raise kind(f"{self.name}: {answer['error']}")
+        return float(answer["value"])
+
+    def _last_words(self) -> str:
+        self._said.seek(0)
+        lines = self._said.read().decode("utf-8", "replace").strip().splitlines()
+        return f": {lines[-1][:200]}" if lines else ""
+
+
+def _plain(spec: Spec) -> dict[str, object]:
+    made = asdict(spec)
+    made["folder"] = None if spec.folder is None else str(spec.folder)
+    return made
+
+
+# -- the process itself ---------------------------------------------------------------------
+
+
+class _Desk:
+    """Makes a system and answers for it."""
+
+    def __init__(self) -> None:
+        self._system: Any = None
+        self._spec: Any = None
+        self._vocab = 0
+
+    def answer(self, message: dict[str, Any]) -> float:
+        import torch
+
+        from minikv.cli.bench import machine, models
+
+        if message["do"] == "make":
+            return self._make(message)
+        if message["do"] == "read":
+            with torch.inference_mode():
+                return float(self._system.read(models.prompt(message["tokens"], self._vocab)))
+        if message["do"] == "write":
+            return float(self._system.write(message["steps"]))
+        found = machine.peak(torch.device(self._spec.device))
+        if found is None:
+            raise OSError("the system does not say how much memory a process has had")
+        return found
+
+    def _make(self, message: dict[str, Any]) -> float:
+        import torch
+
+        from minikv.choice import Choice
+        from minikv.cli.bench import models, peer
+        from minikv.cli.bench.shapes import Sizes
+
+        raw = message["spec"]
+        spec = models.Spec(**raw)
+        spec = replace(
+            spec, sizes=None if raw["sizes"] is None else Sizes(**raw["sizes"]),
+            folder=None if raw["folder"] is None else Path(raw["folder"]),
+        )  # fmt: skip
+        torch.set_num_threads(message["threads"])
+        self._spec = spec
+        if message["system"] == "transformers":
+            made = peer.Transformers(spec)
+            self._system, self._vocab = made, made.vocab
+        else:
+            policy, decode, budget, stride = message["choice"]
+            choice = Choice.read(policy, decode, budget, stride=stride)
+            cached = models.Cached(models.network(spec), choice)
+            self._system, self._vocab = cached, cached.net.config.vocab
+        return 0.0
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    # What libraries print must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    desk = _Desk()
+    for line in sys.stdin:
+        try:
+            reply: dict[str, object] = {"value": desk.answer(json.loads(line))}
+        except Exception as error:
+            from minikv.cli.failures import explain
+
+            reply = {
+                "error": " ".join(f"{type(error).__name__}: {error}".split())[:300],
+                "memory": explain(error).code == 4,
+            }
+        answers.write(json.dumps(reply) + "\n")
+
+
+if __name__ == "__main__":
+    main()
