@@ -28,6 +28,9 @@ def rows_attention(
     """
     if q.device.type == "cpu":
         return _flash(q, k, v, None, causal=causal)
+    found = _library(q, k, v, causal) if q.device.type == "cuda" else None
+    if found is not None:
+        return found
     keys = torch.arange(k.shape[1], device=q.device)
     mixed, sums = [], []
     for part, begin in _row_blocks(q, q.shape[0] * q.shape[1] * k.shape[1]):
@@ -86,57 +89,98 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One query per head over its rows.
 
-    q [H, G, D]; k, v [H, N, D]; seen bool [H, N] or None for all. Returns the mixed values
-    [H, G, D] and the probabilities [H, G, N] in float32.
+    q [H, G, D]; k, v [H, N, D]; seen bool [H, N] or None for all; scales: those of k and v [H, N]
+    each, where they are int8 (`to_codes`). Returns the mixed values [H, G, D] and the probabilities
+    [H, G, N] in float32.
     """
+    if scales is not None:
+        k, v = k.to(q.dtype), v.to(q.dtype)
     if q.dtype == torch.float32:
         logits = torch.matmul(q, k.transpose(1, 2))
     else:  # on a CPU about 15 times as fast in bfloat16 as the product above
         logits = torch.matmul(k, q.transpose(1, 2)).transpose(1, 2).float()
     logits = logits * (1.0 / math.sqrt(q.shape[-1]))
+    if scales is not None:
+        logits = logits * scales[0][:, None]
     if seen is not None:
         logits = logits.masked_fill(~seen[:, None], -math.inf)
     probabilities = logits.softmax(-1)
-    return torch.matmul(probabilities.to(v.dtype), v), probabilities
+    weights = probabilities if scales is None else probabilities * scales[1][:, None]
+    return torch.matmul(weights.to(v.dtype), v), probabilities
 
 
 def joint_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One query per head over rows that belong to different heads, in one product for all.
 
     q [H, G, D]; k, v [n, D], all finite; seen bool [H * G, n]: the rows of a query's own head that
-    it sees, one at least. Returns the mixed values [H, G, D] and each row's probability [n] in
-    float32, the mean over the G queries of its head. Computes H times the products needed, which
-    beats a loop over heads as long as H * G * n is small.
+    it sees, one at least; scales: those of k and v [n] each, where they are int8 (`to_codes`).
+    Returns the mixed values [H, G, D] and each row's probability [n] in float32, the mean over the
+    G queries of its head. Computes H times the products needed, which beats a loop over heads as
+    long as H * G * n is small.
     """
     heads, group, size = q.shape
     query = q.reshape(heads * group, size)
+    if scales is not None:  # an int8 is exact in bfloat16; scales are applied to sums
+        k, v = k.to(q.dtype), v.to(q.dtype)
     if q.dtype == torch.float32:
         logits = torch.matmul(query, k.T)
     else:  # see `decode_attention`
         logits = torch.matmul(k, query.T).T.float()
     logits = logits.mul_(1.0 / math.sqrt(size))
+    if scales is not None:
+        logits *= scales[0]
     p = torch.where(seen, logits, -math.inf).softmax(-1)
-    mixed = torch.matmul(p.to(v.dtype), v).view(heads, group, size)
+    weights = p if scales is None else p * scales[1]
+    mixed = torch.matmul(weights.to(v.dtype), v).view(heads, group, size)
     return mixed, p.sum(0).mul_(1.0 / group)
 
 
+def to_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows x [..., D] as int8 [..., D] and a float32 scale [...]: x is nearly codes * scale.
+
+    Symmetric, a scale per row, so that the largest entry becomes 127; a row of zeros has scale 1.
+    """
+    most = x.abs().amax(-1).to(torch.float32)
+    scale = torch.where(most == 0, 1.0, most / 127.0)  # NaN stays NaN
+    codes = (x.to(torch.float32) / scale[..., None]).round_().clamp_(-127, 127)
+    return codes.to(torch.int8), scale
+
+
+def from_codes(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `to_codes` made of rows, as numbers [..., D] again."""
+    return (codes.to(torch.float32) * scale[..., None]).to(dtype)
+
+
+Part = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+"""Keys [H, n, D] and their positions [H or 1, n], -1 where there is no row; or all rows [R, D], the
+positions, and which of the rows they are, int64 [H, n]."""
+
+
 def observe(
-    q: Tensor, q_pos: Tensor, parts: list[tuple[Tensor, Tensor]], window: int | None
+    q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
 ) -> tuple[Tensor, Tensor]:
     """What the last rows of a prompt look at.
 
-    q [W, H, G, D]; q_pos [W]; parts are (k [H, n, D], k_pos [H or 1, n]) with -1 where there is no
-    row; N is the sum of the n. Visibility as in `visible_attention`. Returns, in float32,
-    the probabilities summed over the W rows [H, G, N], and the sum over the rows of the squared
-    mean over G [H, N].
+    q [W, H, G, D]; q_pos [W], never falling; N is the rows of all parts together. Visibility as in
+    `visible_attention`; every query sees a row. Returns, in float32, the probabilities summed over
+    the W rows [H, G, N], and the sum over the rows of the squared mean over G [H, N].
     """
     _, heads, group, _ = q.shape
+    parts = [_placed(part) for part in parts]
     total = sum(k.shape[1] for k, _ in parts)
     mass = q.new_empty((heads, group, total), dtype=torch.float32)
     squares = q.new_empty((heads, total), dtype=torch.float32)
@@ -148,7 +192,7 @@ def observe(
 
 
 def below_uniform(
-    q: Tensor, q_pos: Tensor, parts: list[tuple[Tensor, Tensor]], window: int | None
+    q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
 ) -> Tensor:
     """Which of the last rows of a prompt gave a row less than an even share: int64 [H, N].
 
@@ -156,6 +200,7 @@ def below_uniform(
     could see the row and gave it, in the mean over G, less than 1 / (rows that it saw).
     """
     rows, heads = q.shape[:2]
+    parts = [_placed(part) for part in parts]
     bits = q.new_zeros((heads, sum(k.shape[1] for k, _ in parts)), dtype=torch.int64)
     seen = torch.zeros((heads, rows), device=q.device)
     for _, k_pos in parts:
@@ -209,14 +254,17 @@ def add_columns(
     k: Tensor,
     k_pos: Tensor,
     window: int | None,
+    index: Tensor | None = None,
 ) -> None:
     """Add what T queries give each row, in place, never holding T x N probabilities.
 
     mass [H, G, N] and squares [H, N] float32 as `observe` returns them; q [H, G, T, D]; lse
     [H, G, T], the log-sum-exp over all rows that the queries see, those in other parts too;
-    q_pos [T]; k [H, N, D]; k_pos [H or 1, N], -1 where there is no row.
+    q_pos [T], never falling; k, k_pos and index are one `Part`.
     """
     heads, group, rows, size = q.shape
+    if index is not None:
+        k = k[index]
     step = max(1, _OBSERVED // (group * rows))
     for h in range(heads):
         query = q[h].float() * (1.0 / math.sqrt(size))
@@ -228,6 +276,11 @@ def add_columns(
             p.masked_fill_(~_visible(q_pos, at[None], window), 0.0)
             mass[h, :, lo:hi] += p.sum(1)
             squares[h, lo:hi] += p.mean(0).square_().sum(0)
+
+
+def _placed(part: Part) -> tuple[Tensor, Tensor]:
+    """The keys of a part as [H, n, D]."""
+    return part if len(part) == 2 else (part[0][part[2]], part[1])
 
 
 def _visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
@@ -263,6 +316,27 @@ def _flash(
         out = out.masked_fill(blind[..., None], 0.0)
         lse = lse.masked_fill(blind, -math.inf)
     return out, lse
+
+
+def _library(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor] | None:
+    """`rows_attention` by the kernels behind scaled_dot_product_attention on CUDA, called directly
+    for their log-sum-exp; None where neither takes the dtype and head size."""
+    heads, group, rows, size = q.shape
+    ops = torch.ops.aten
+    if (size * q.element_size()) % 16 or size > 256 or q.dtype == torch.float64:
+        return None
+    if q.dtype != torch.float32 and torch.cuda.get_device_capability(q.device) >= (8, 0):
+        # It knows grouped heads: query head i goes with KV head i // G.
+        out = ops._scaled_dot_product_flash_attention(
+            q.flatten(0, 1)[None], k[None], v[None], 0.0, causal
+        )
+    else:  # it wants a key head for every query head: strides of 0, nothing is copied
+        shape = (heads, group, k.shape[1], size)
+        out = ops._scaled_dot_product_efficient_attention(
+            q, k[:, None].expand(shape), v[:, None].expand(shape), None, True, 0.0, causal
+        )
+    # The second pads the log-sum-exp to a multiple of 32 queries.
+    return out[0].view(q.shape), out[1][..., :rows].reshape(heads, group, rows)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -317,12 +391,15 @@ def ragged_attention(
     oldest: Tensor | None = None,
     logits: Tensor | None = None,
     lse: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One query per head over a segment of rows of its own.
 
     q [H, G, D]; k, v [R, D]; head h has the rows start[h] .. start[h] + length[h] - 1, int64 [H];
     no length exceeds `width`. With `pos` int32 [R] and `oldest` int64 [] a row is seen if
-    pos >= oldest; a head that has rows sees one at least.
+    pos >= oldest; a head that has rows sees one at least. With k_scale and v_scale float32 [R] k
+    and v are int8, and row r stands for k_scale[r] * k[r] and v_scale[r] * v[r].
 
     Returns the mixed values [H, G, D] in q's dtype and the log-sum-exp [H, G] in float32 (natural
     logarithm of the scaled logits); 0 and -inf for a head without rows. Products are summed in
@@ -334,8 +411,12 @@ def ragged_attention(
     """
     index, live = _in_use(start, length, width, len(k))
     seen = live if pos is None or oldest is None else live & (pos[index] >= oldest)
-    keys = k[index].float().masked_fill(~live[..., None], 0.0)
-    values = v[index].masked_fill(~live[..., None], 0.0)
+    keys, values = k[index].float(), v[index]
+    if k_scale is not None and v_scale is not None:
+        keys = keys * k_scale[index][..., None]
+        values = from_codes(values, v_scale[index], q.dtype)
+    keys = keys.masked_fill(~live[..., None], 0.0)
+    values = values.masked_fill(~live[..., None], 0.0)
     found = torch.matmul(q.float(), keys.transpose(1, 2)) * (1.0 / math.sqrt(q.shape[-1]))
     found = found.masked_fill(~seen[:, None], -math.inf)
     if logits is not None:
@@ -343,7 +424,7 @@ def ragged_attention(
         into.copy_(torch.where(live[:, None], found, into))
     sums = torch.logsumexp(found, -1)
     p = (found - sums.masked_fill(sums == -math.inf, 0.0)[..., None]).exp()
-    mixed = torch.matmul(p.to(v.dtype), values).to(q.dtype)
+    mixed = torch.matmul(p.to(values.dtype), values).to(q.dtype)
     if lse is not None:
         sums = lse.copy_(sums)
     return mixed, sums
@@ -358,14 +439,21 @@ def append(
     v: Tensor,
     pos: Tensor,
     blank: Sequence[Tensor],
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write a newcomer into a row of each head, in every column. In place, one layer.
 
     key, value [H, D], rotated (rotation stays with the network, whose `Attend` hands over rotated
     keys: the query needs it too, before anything else); slot int64 [H]: rows, all different;
     position int64 []: what goes into `pos` int32 [R]; k, v [R, D]; `blank`: further columns [R]
-    (float32, int16, int32 or int64), which become 0 there.
+    (float32, int16, int32, int64 or bool), which become 0 there. With k_scale and v_scale float32
+    [R] k and v are int8: codes and scales are what `to_codes` makes of key and value.
     """
+    if k_scale is not None and v_scale is not None:
+        (key, scale), (value, other) = to_codes(key), to_codes(value)
+        k_scale.index_copy_(0, slot, scale)
+        v_scale.index_copy_(0, slot, other)
     k.index_copy_(0, slot, key)
     v.index_copy_(0, slot, value)
     pos.index_copy_(0, slot, position.to(pos.dtype).expand(len(slot)))
@@ -632,3 +720,84 @@ def _bits32(x: Tensor) -> Tensor:
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
     return ((x * 0x01010101) >> 24) & 0xFF
+
+
+# -- the end of a prompt --------------------------------------------------------------------------
+
+
+def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None) -> Tensor:
+    """float32 [H, G, T]: the log-sum-exp of the logits of queries q [H, G, T, D] at q_pos [T] over
+    the rows of all parts that they see, -inf where they see none."""
+    each = []
+    for k, k_pos in map(_placed, parts):
+        logits = torch.matmul(q.float(), k[:, None].float().transpose(2, 3))
+        logits = logits * (1.0 / math.sqrt(q.shape[-1]))
+        seen = _visible(q_pos, k_pos, window)[:, None]
+        each.append(logits.masked_fill(~seen, -math.inf).logsumexp(-1))
+    return torch.logsumexp(torch.stack(each), 0)
+
+
+def segments_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, length: Tensor, hole: Tensor, most: int, *,
+    pos: Tensor | None = None, q_pos: Tensor | None = None, window: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`rows_attention` where every head has a segment of its own length.
+
+    q [H, G, T, D]; k, v [R, D]; head h has the rows start[h] .. start[h] + length[h] - 1 without
+    row hole[h], int64 [H]; no length exceeds `most`. With a window, row j is seen by query i iff
+    q_pos[i] - pos[j] < window; pos int32 [R], q_pos int64 [T]. Rows are older than all queries. A
+    query that sees nothing gets zeros and a log-sum-exp of -inf.
+    """
+    parts = []
+    for h, (begin, count, gone) in enumerate(torch.stack((start, length, hole), 1).tolist()):
+        rows = torch.arange(begin, begin + count, device=q.device)
+        rows = rows[rows != gone]
+        at, asked = torch.zeros_like(rows)[None], torch.zeros(q.shape[2], device=q.device)
+        if window is not None and pos is not None and q_pos is not None:
+            at, asked = pos[rows].to(torch.int64)[None], q_pos
+        one = q[h : h + 1]
+        if len(rows):
+            parts.append(visible_attention(one, k[None, rows], v[None, rows], asked, at, window))
+        else:
+            lse = torch.full(one.shape[:3], -math.inf, device=q.device)
+            parts.append((torch.zeros_like(one), lse))
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def survivors(keep: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+    """(index int64 [H, N], count int64 [H]): the kept rows of each head, ascending by position,
+    are the first count[h] of index[h]. keep bool, pos int64 [H, N]; equal positions in order."""
+    order = pos.masked_fill(~keep, torch.iinfo(pos.dtype).max).argsort(dim=1, stable=True)
+    return order, keep.sum(1)
+
+
+def gather_rows(
+    index: Tensor, count: Tensor, start: Tensor, fresh: tuple[Tensor, Tensor],
+    old: tuple[Tensor, Tensor, Tensor] | None, into: tuple[Tensor, Tensor], most: int,
+) -> None:  # fmt: skip
+    """Move the kept rows of each head into its segment: k and v, in place.
+
+    Row start[h] + r of `into` (k, v [R, D]) becomes row index[h, r] of the head, for r < count[h];
+    int64 [H, N], [H], [H]. A head's rows are those of `old` (k, v [E, D] and which rows they are,
+    int64 [H, B]), then those of `fresh` (k, v [H, T, D]). No count exceeds `most`. `old` and
+    `fresh` share no memory with `into`.
+    """
+    before = 0 if old is None else old[2].shape[1]
+    for h, (n, begin) in enumerate(torch.stack((count, start), 1).tolist()):
+        rows = index[h, :n]
+        new = rows >= before
+        for name in (0, 1):
+            found = fresh[name][h, (rows - before).clamp(min=0)]
+            if old is not None:
+                place = old[2][h, torch.where(new, 0, rows)]
+                found = torch.where(new[:, None], found, old[name][place])
+            into[name][begin : begin + n] = found
+
+
+def gather_column(
+    index: Tensor, count: Tensor, start: Tensor, values: Tensor, into: Tensor, most: int
+) -> None:
+    """As `gather_rows` for a column: into[start[h] + r] = values[h, index[h, r]]; into [R], values
+    [H, N]."""
+    for h, (n, begin) in enumerate(torch.stack((count, start), 1).tolist()):
+        into[begin : begin + n] = values[h, index[h, :n]].to(into.dtype)

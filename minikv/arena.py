@@ -16,6 +16,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from minikv import kernels
+
+_CORE = ("k", "v", "k_scale", "v_scale", "pos")
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -31,7 +35,8 @@ class Layout:
 class Arena:
     """Storage only: it never judges a row.
 
-    columns: k, v [R, D]; pos [R] int32; and the policy's own [R].
+    columns: k, v [R, D]; with a `kv` of int8 their k_scale, v_scale [R] float32; pos [R] int32;
+    and the policy's own [R].
     start, length, capacity, cap, hole: int64 [L, H] on the host: first row; rows in use; rows
     owned; rows that the head may keep; the evicted row's index into the columns, or -1.
     region: L + 1 row numbers, the first row of each layer, then R.
@@ -46,10 +51,16 @@ class Arena:
         device: torch.device,
         extra: Mapping[str, torch.dtype],
         *,
+        kv: torch.dtype | None = None,
         poison: bool = False,
     ) -> None:
-        """`poison` fills new memory with NaN, so that a test sees any read of an unwritten row."""
-        self.heads, self.device, self.poison = heads, device, poison
+        """`dtype` is the network's; `kv` what k and v are stored in, the same by default.
+
+        `poison` fills new memory with NaN, so that a test sees any read of an unwritten row.
+        """
+        assert kv in (None, dtype, torch.int8)
+        self.heads, self.device, self.poison, self.dtype = heads, device, poison, dtype
+        self.coded = kv == torch.int8
         self.start = torch.zeros((layers, heads), dtype=torch.int64)
         self.length = torch.zeros_like(self.start)
         self.capacity = torch.zeros_like(self.start)
@@ -57,11 +68,32 @@ class Arena:
         self.hole = torch.full_like(self.start, -1)
         self.region = [0] * (layers + 1)
         self.columns: dict[str, Tensor] = {
-            "k": torch.empty((0, head_dim), dtype=dtype, device=device),
-            "v": torch.empty((0, head_dim), dtype=dtype, device=device),
+            "k": torch.empty((0, head_dim), dtype=kv or dtype, device=device),
+            "v": torch.empty((0, head_dim), dtype=kv or dtype, device=device),
             "pos": torch.empty(0, dtype=torch.int32, device=device),
         }
+        for name in self.scales:
+            self.columns[name] = torch.empty(0, dtype=torch.float32, device=device)
         self.declare(extra)
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Names of the columns by which k and v are scaled."""
+        return ("k_scale", "v_scale") if self.coded else ()
+
+    def stored(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """Keys and values [..., D] in the network's dtype, as the columns hold them."""
+        if not self.coded:
+            return {"k": k, "v": v}
+        (k, k_scale), (v, v_scale) = kernels.to_codes(k), kernels.to_codes(v)
+        return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+
+    def read(self, name: str, index: Tensor) -> Tensor:
+        """Keys ("k") or values ("v") of the rows `index` [...], [..., D] in the network's dtype."""
+        rows = self.columns[name][index]
+        if not self.coded:
+            return rows
+        return kernels.from_codes(rows, self.columns[f"{name}_scale"][index], self.dtype)
 
     def declare(self, extra: Mapping[str, torch.dtype]) -> None:
         """Have exactly these policy columns; one that is new starts at zero."""
@@ -75,7 +107,7 @@ class Arena:
     @property
     def extra(self) -> list[str]:
         """Names of the policy's columns."""
-        return [name for name in self.columns if name not in ("k", "v", "pos")]
+        return [name for name in self.columns if name not in _CORE]
 
     @property
     def rows(self) -> int:

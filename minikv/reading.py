@@ -166,11 +166,11 @@ class Reading:
         if not bool((arena.held[layer] > 0).any()):
             return None
         k, v, pos = (arena.whole(layer, name) for name in ("k", "v", "pos"))
-        if k is not None and v is not None and pos is not None:
+        if k is not None and v is not None and pos is not None and not arena.coded:
             return k, v, pos.to(torch.int64)
         index, live = arena.index(layer)
         pos = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, -1)
-        self._copied = old = (arena.columns["k"][index], arena.columns["v"][index], pos)
+        self._copied = old = (arena.read("k", index), arena.read("v", index), pos)
         self._note_peak()
         return old
 
@@ -404,15 +404,17 @@ class Reading:
     def _take(
         self, head: int, rows: Tensor, before: int, index: Tensor | None
     ) -> dict[str, Tensor]:
-        """One head's k and v at `rows` of the view, copied unless they are all of the prompt."""
-        old, taken = rows < before, {}
+        """One head's k and v at `rows` of the view, as they are stored; copied unless they are all
+        of the prompt."""
+        old = rows < before
         new = rows[~old] - before
-        for name, staged in (("k", self._key[head]), ("v", self._value[head])):
-            fresh = staged if len(new) == len(staged) else staged[new]
-            if index is None or len(new) == len(rows):
-                taken[name] = fresh
-                continue
-            taken[name] = staged.new_empty((len(rows), staged.shape[1]))
+        key, value = self._key[head], self._value[head]
+        whole = len(new) == len(key)
+        taken = self.arena.stored(key if whole else key[new], value if whole else value[new])
+        if index is None or len(new) == len(rows):
+            return taken
+        for name, fresh in taken.items():
+            taken[name] = fresh.new_empty((len(rows), *fresh.shape[1:]))
             taken[name][old] = self.arena.columns[name][index[head, rows[old]]]
             taken[name][~old] = fresh
         return taken

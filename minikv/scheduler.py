@@ -46,15 +46,18 @@ class Scheduler:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         stride: int = 0,
+        kv: torch.dtype | None = None,
         output: Callable[[int], Tensor] | None = None,
         rotary: Tensor | None = None,
         poison: bool = False,
     ) -> None:
-        """With a `stride` the step policy also reads prompts, in blocks of so many rows (see
-        `Strided`). `output`(layer) is the network's output projection [H, G, D, hidden], for
-        policies that weigh values by what becomes of them; `rotary` [D / 2] its angles per
-        position, for policies that look at queries before rotation."""
+        """`kv` is what keys and values are kept in: the network's dtype (None), or int8 with a
+        float32 scale per row. With a `stride` the step policy also reads prompts, in blocks of so
+        many rows (see `Strided`). `output`(layer) is the network's output projection
+        [H, G, D, hidden], for policies that weigh values by what becomes of them; `rotary` [D / 2]
+        its angles per position, for policies that look at queries before rotation."""
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
+        self.kv = kv or dtype
         self.prompt_policy: PromptPolicy | None
         self.step_policy: StepPolicy | None
         self.budget: Budget | None
@@ -127,7 +130,8 @@ class Scheduler:
         """Rows per head; UsageError when the policies need more."""
         prompt, step = self.prompt_policy, self.step_policy
         state = sum(dtype.itemsize for dtype in step.columns.values()) if step else 0
-        row = 2 * self.shape.head_dim * self.dtype.itemsize + torch.int32.itemsize + state
+        row = 2 * self.shape.head_dim * self.kv.itemsize + torch.int32.itemsize + state
+        row += 2 * torch.float32.itemsize if self.kv == torch.int8 else 0
         rows = budget.rows(tokens, row, self.shape.layers * self.shape.kv_heads)
         least = self._least(0)
         if (prompt or step) and rows < least:
@@ -351,7 +355,7 @@ class Scheduler:
         shape = self.shape
         return Arena(
             shape.layers, shape.kv_heads, shape.head_dim, self.dtype, self.device,
-            step.columns if step else {}, poison=self._poison,
+            step.columns if step else {}, kv=self.kv, poison=self._poison,
         )  # fmt: skip
 
     # -- a step -----------------------------------------------------------------------------
@@ -401,8 +405,8 @@ class Scheduler:
         if self._asked[layer]:
             self._make_room(layer, query, k[0])
         slots = self._slot[layer].to(self.device)
-        arena.columns["k"].index_copy_(0, slots, k[0])
-        arena.columns["v"].index_copy_(0, slots, v[0])
+        for name, rows in arena.stored(k[0], v[0]).items():
+            arena.columns[name].index_copy_(0, slots, rows)
         if self.step_policy is not None:
             for name, values in self.step_policy.admit(layer, k[0]).items():
                 arena.columns[name][slots] = values
@@ -426,7 +430,14 @@ class Scheduler:
             if window is not None and self.position >= window:
                 at = arena.columns["pos"][begin:end].view(wide[:2])[:, :count]
                 seen = at > self.position - window
-            out, p = kernels.decode_attention(query[low:high], keys, values, seen)
+            scales = None
+            if arena.coded:
+                one, two = (
+                    arena.columns[name][begin:end].view(wide[:2])[:, :count]
+                    for name in arena.scales
+                )
+                scales = one, two
+            out, p = kernels.decode_attention(query[low:high], keys, values, seen, scales)
             mixed.append(out)
             if len(self._mean):
                 into = self._mean[begin:end].view(wide[:2])[:, :count]
@@ -447,8 +458,8 @@ class Scheduler:
             for h, (start, count, rows) in enumerate(zip(starts, counts, owned, strict=True)):
                 seen[h, start - begin : start - begin + count] = True
                 # What nobody has written yet is weighed with 0, and 0 x NaN is not 0.
-                keys[start - begin + count : start - begin + rows] = 0
-                values[start - begin + count : start - begin + rows] = 0
+                for name in ("k", "v", *arena.scales):
+                    arena.columns[name][start + count : start + rows] = 0
             seen = seen.repeat_interleave(query.shape[1], 0)
             self._seen[layer] = seen
         elif self._growing[layer]:
@@ -457,7 +468,11 @@ class Scheduler:
         window = self.shape.windows[layer]
         if window is not None and self.position >= window:
             seen = seen & (arena.columns["pos"][begin:end] > self.position - window)
-        mixed, mean = kernels.joint_attention(query, keys, values, seen)
+        scales = None
+        if arena.coded:
+            one, two = (arena.columns[name][begin:end] for name in arena.scales)
+            scales = one, two
+        mixed, mean = kernels.joint_attention(query, keys, values, seen, scales)
         if len(self._mean):
             self._mean[begin:end] = mean
         return mixed.reshape(1, self.shape.heads, -1)
@@ -600,7 +615,7 @@ class Scheduler:
         arena, shape, last = self.arena, self.shape, self._last
         held = arena.held
         rows = int(held.sum())
-        row_bytes = arena.row_nbytes(["k", "v"])
+        row_bytes = 2 * shape.head_dim * self.dtype.itemsize  # as a full cache would hold them
         lost = [(s, i) for i, s in enumerate(last.lost) if s is not None]
         seen = sum(min(self.position, w) if w else self.position for w in shape.windows)
         mean = rows / held.numel()

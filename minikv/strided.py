@@ -80,6 +80,7 @@ class Strided:
         for h in range(arena.heads):
             rows = (self._columns["pos"][h] >= 0).nonzero().squeeze(1)
             taken = {name: column[h, rows] for name, column in self._columns.items()}
+            taken |= arena.stored(taken["k"], taken["v"])
             arena.append(layer, h, taken | {"pos": taken["pos"].to(torch.int32)})
         arena.cap[layer] = self.cap
 
@@ -101,8 +102,8 @@ class Strided:
         if not bool(live.any()):
             return
         for name, column in self._columns.items():
-            rows = self.arena.columns[name][index].to(column.dtype)
-            column[:, :count] = rows
+            rows = arena.read(name, index) if name in ("k", "v") else arena.columns[name][index]
+            column[:, :count] = rows.to(column.dtype)
         # What a key says of its row may be missing: another policy may have been in force.
         for name, values in self.step.admit(layer, self._columns["k"][:, :count]).items():
             self._columns[name][:, :count] = values

@@ -78,12 +78,12 @@ def scheduler(
 
 def over(
     net: Llama, prompt: PromptPolicy | None, step: StepPolicy | None, budget: Budget | None,
-    stride: int = 0, *, poison: bool = True,
+    stride: int = 0, *, kv: torch.dtype | None = None, poison: bool = True,
 ) -> Scheduler:  # fmt: skip
     """A scheduler for `net` under policies that have been made."""
     c = net.config
     return Scheduler(
-        shape(net), prompt, step, budget, dtype=net.dtype, stride=stride,
+        shape(net), prompt, step, budget, dtype=net.dtype, stride=stride, kv=kv,
         output=lambda i: net.layers[i].out.dense().T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
         rotary=net.rotary.inverse, poison=poison,
     )  # fmt: skip
