@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from minikv.session import ChatSession
 
 _WORDS = {
-    "auto": f"refresh where the policy looks at the question, if it takes under {PATIENCE:g} s",
+    "auto": f"refresh if the policy looks at the question and it takes under {PATIENCE:g} s",
     "refresh": "each question reads everything again",
     "once": "later questions go on with the cache of the first",
     "blind": "documents are evicted before a question is seen",
