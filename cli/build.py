@@ -34,6 +34,7 @@ class Settings:
     seed: int = 0
     options: Mapping[str, object] = field(default_factory=dict)
     stride: int = 0
+    kv: str = "auto"
     pin_system: bool = False
     revision: str | None = None
     offline: bool = False
@@ -43,6 +44,8 @@ class Settings:
     def __post_init__(self) -> None:
         """Refuse at once, without torch, what no machine could have. Raises UsageError."""
         checked(self.reuse)
+        if self.kv not in ("auto", "int8"):
+            raise UsageError(f"keys and values cannot be kept in {self.kv!r}", "use auto or int8")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise UsageError(f"unknown device {self.device!r}", "use auto, cpu, cuda or cuda:N")
         if self.kernels not in ("auto", "torch"):
@@ -65,6 +68,8 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
     """
     choice = settings.choice()
     # torch comes in here, so that what needs no model answers at once.
+    import torch
+
     from minikv.engine import Engine
     from minikv.models import load
     from minikv.scheduler import Scheduler
@@ -99,7 +104,8 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
 
     kv = Scheduler(
         shape, prompt, step, budget, dtype=network.dtype, device=network.device, stride=stride,
-        output=output, rotary=network.rotary.inverse,
+        kv=torch.int8 if settings.kv == "int8" else None, output=output,
+        rotary=network.rotary.inverse,
     )  # fmt: skip
     return ChatSession(
         Engine(network, kv),
@@ -116,6 +122,7 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
             revision=loaded.revision or "",
             device=str(network.device),
             dtype=str(network.dtype).removeprefix("torch."),
+            kv=str(kv.kv).removeprefix("torch."),
             kernels="torch",
             load_s=load_s,
             weight_bytes=loaded.weight_bytes,

@@ -48,6 +48,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PART = re.compile(r"(cache-[0-9a-f]{16}\.safetensors|document-[0-9a-f]{16}\.txt)")
 _POLICY = ("policy", "policy_options", "decode", "decode_options", "budget", "stride")
 _RUN = ("model", "revision", "dtype", "seed", "system", "pin_system")
+_LATER = ("kv",)  # chats of before there was a choice lack it
 _FLAGS = {"options": ("policy_options", "decode_options")}
 _SAMPLED = 16 << 20  # bytes of weights in a file above which only samples of it are hashed
 
@@ -129,7 +130,7 @@ def header(name: str) -> Mapping[str, Any]:
     """A chat's header, checked with the whole transcript. Raises UsageError. Needs no torch."""
     top = _lines(name)[0]
     with _as_damage(name):
-        if set(top["run"]) != set(_RUN):
+        if not set(_RUN) <= set(top["run"]) <= {*_RUN, *_LATER}:
             raise ValueError("it does not say how it was run")
     return top
 
@@ -138,7 +139,7 @@ def resumed(settings: Settings, saved: Mapping[str, Any], given: Collection[str]
     """Settings to build a saved chat's session with: as it was run, except for what the user
     `given` by field name. The policy and its budget come with `Keeper.load`."""
     run = dict(saved["run"])
-    fields = {name: run[name] for name in _RUN if name not in given}
+    fields = {name: run[name] for name in run if name not in given}
     if not set(given) & {"policy", "decode", "budget", "stride", "options"}:
         fields |= {"policy": "full", "decode": "auto"}  # any budget will do until then
     if "model" in given:
@@ -296,6 +297,7 @@ class Keeper:
             "minikv": minikv.__version__,
             **self._model[1],
             "dtype": session.facts.dtype,
+            "kv": session.facts.kv,
             "policy": choice.policy,
             "policy_options": dict(choice.policy_options),
             "decode": choice.decode,
@@ -307,6 +309,7 @@ class Keeper:
     def _refuse(self, session: ChatSession, saved: Saved, stated: Collection[str]) -> None:
         """Raise UsageError that names everything in which the chat and this session differ."""
         here, there = self.identity(session), saved.header["identity"]
+        there = {"kv": there.get("dtype"), **there}  # chats of before there was a choice
         compared = [key for key in here if key not in _POLICY or key in stated]
         different = [key for key in compared if here[key] != there.get(key)]
         if not different:
@@ -639,6 +642,7 @@ def _run(session: ChatSession) -> dict[str, object]:
     return {
         "model": model or None, "revision": facts.revision or None, "dtype": facts.dtype,
         "seed": session.seed, "system": session.system, "pin_system": session.pin_system,
+        "kv": "int8" if facts.kv == "int8" else "auto",
     }  # fmt: skip
 
 

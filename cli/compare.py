@@ -197,7 +197,7 @@ def beside(session: ChatSession, choice: Choice) -> ChatSession:
     kv = session.engine.kv
     prompt, step, budget, stride = choice.policies()
     own = Scheduler(
-        kv.shape, prompt, step, budget, dtype=kv.dtype, device=kv.device, stride=stride,
+        kv.shape, prompt, step, budget, dtype=kv.dtype, device=kv.device, stride=stride, kv=kv.kv,
         output=kv.output, rotary=kv.rotary,
     )  # fmt: skip
     return ChatSession(

@@ -70,6 +70,7 @@ SETTINGS: Mapping[str, Setting] = {
                 (*_CHAT, "plan")),
         Setting("decode", "auto", "what evicts while the answer is written", _CHAT),
         Setting("stride", 0, "read prompts in blocks of so many rows; 0: whole", _CHAT),
+        Setting("kv", "auto", "what keys and values are kept in", _CHAT, ("auto", "int8")),
         Setting("reuse", "auto", "what a later question finds: read again, or the same cache",
                 _CHAT, REUSES),
         Setting("system", "", "system prompt, or @FILE", _CHAT),

@@ -123,6 +123,14 @@ Stride = Annotated[
         rich_help_panel=_CACHE,
     ),
 ]
+Kv = Annotated[
+    Literal["auto", "int8"],
+    typer.Option(
+        help="what keys and values are kept in: auto is the number format of --dtype, int8 takes "
+        "about half of bfloat16",
+        rich_help_panel=_CACHE,
+    ),
+]
 Reuse = Annotated[
     Literal["auto", "refresh", "once", "blind"],
     typer.Option(
@@ -229,6 +237,7 @@ def ask(
     budget: Budget = DEFAULT_BUDGET,
     decode: Decode = "auto",
     stride: Stride = 0,
+    kv: Kv = "auto",
     reuse: Reuse = "auto",
     options: Options = None,
     system: System = "",
@@ -260,7 +269,7 @@ def ask(
             Settings(
                 model=context.obj.model(model), policy=policy, budget=budget, decode=decode,
                 device=device, dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options),
-                stride=stride, revision=revision, offline=offline, system=_system(system),
+                stride=stride, kv=kv, revision=revision, offline=offline, system=_system(system),
                 pin_system=pin_system, reuse=reuse,
             ),
             Limits(max_tokens, temperature, top_k, top_p, min_p),
@@ -290,6 +299,7 @@ def chat(
     budget: Budget = DEFAULT_BUDGET,
     decode: Decode = "auto",
     stride: Stride = 0,
+    kv: Kv = "auto",
     reuse: Reuse = "auto",
     options: Options = None,
     system: System = "",
@@ -336,7 +346,7 @@ def chat(
             Settings(
                 model=context.obj.model(model), policy=policy, budget=budget, decode=decode,
                 device=device, dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options),
-                stride=stride, revision=revision, offline=offline, system=_system(system),
+                stride=stride, kv=kv, revision=revision, offline=offline, system=_system(system),
                 pin_system=pin_system, reuse=reuse,
             ),
             Limits(max_tokens, temperature, top_k, top_p, min_p),
@@ -381,6 +391,7 @@ def evaluate(
         str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
     ] = "auto",
     stride: Stride = 0,
+    kv: Kv = "auto",
     options: Options = None,
     length: Annotated[
         str, typer.Option(help="tokens of a document; needle takes a list with commas")
@@ -412,7 +423,7 @@ def evaluate(
             tasks or ("" if files else "facts"),
             files or [], policy, budget, length, count,
             Settings(model=context.obj.model(model), decode=decode, device=device, dtype=dtype,
-                     seed=seed, stride=stride, options=_pairs(options), revision=revision,
+                     seed=seed, stride=stride, kv=kv, options=_pairs(options), revision=revision,
                      offline=offline),
             [path for path in (as_json, csv, *(heat or [])) if path],
             terminal,
@@ -439,6 +450,7 @@ def plan(
     budget: Budget = DEFAULT_BUDGET,
     decode: Decode = "auto",
     stride: Stride = 0,
+    kv: Kv = "auto",
     options: Options = None,
     max_tokens: MaxTokens = 512,
     memory: Annotated[str, typer.Option(help="that of another machine, as 24GiB")] = "",

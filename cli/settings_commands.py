@@ -176,6 +176,7 @@ def _values(context: Context) -> dict[str, str]:
         "dtype": facts.dtype, "kernels": facts.kernels,
         "offline": "", "policy": choice.policy, "budget": str(choice.budget),
         "decode": choice.decode, "stride": str(choice.stride), "reuse": session.reuse,
+        "kv": facts.kv,
         "system": session.system,
         "pin_system": text(session.pin_system), "encoding_errors": context.errors,
         "seed": str(session.seed), "quiet": text(context.terminal.quiet),
@@ -208,6 +209,7 @@ def _show_model(context: Context) -> None:
         ("model", facts.model or "unnamed"),
         ("revision", facts.revision or "-"),
         ("runs on", f"{facts.device} · {facts.dtype} · {facts.kernels} kernels"),
+        ("cache", facts.kv),
         ("weights", f"{size(facts.weight_bytes)}, loaded in {facts.load_s:.1f} s"),
         ("layers", f"{shape.layers} · {shape.heads} heads, {shape.kv_heads} KV heads of "
                    f"{shape.head_dim}"),

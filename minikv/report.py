@@ -89,7 +89,8 @@ class TurnReport:
 
     `shaped_by_turn`: the question that decided what the cache holds, 0 if documents were evicted
     before one was seen. `reuse`: what was read, `once` what was new, `refresh` the conversation so
-    far again, `blind` documents as prompts of their own.
+    far again, `blind` documents as prompts of their own. `kv_dtype`: what keys and values were
+    kept in.
     """
 
     turn: int
@@ -111,6 +112,7 @@ class TurnReport:
     device_mem: DeviceMemory
     warnings: tuple[str, ...]
     reuse: str = "once"
+    kv_dtype: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """Plain dictionaries, lists and numbers, ready for JSON."""

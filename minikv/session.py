@@ -130,6 +130,7 @@ class Facts:
     revision: str = ""
     device: str = "cpu"
     dtype: str = "float32"
+    kv: str = "float32"
     kernels: str = "torch"
     load_s: float = 0.0
     weight_bytes: int = 0
@@ -689,6 +690,7 @@ class ChatSession:
             budget=self.choice.budget_record(),
             kernels=self.facts.kernels,
             dtype=self.facts.dtype,
+            kv_dtype=self.facts.kv,
             device=self.facts.device,
             tokens=Tokens(
                 prompt_new=feed.tokens,

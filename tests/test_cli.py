@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 KEYS = {
     "turn", "policy", "policy_options", "budget", "kernels", "dtype", "device", "tokens",
     "kv_bytes", "time_s", "rate", "loss", "shaped_by_turn", "stop_reason", "seed", "sampling",
-    "device_mem", "warnings", "reuse",
+    "device_mem", "warnings", "reuse", "kv_dtype",
 }  # fmt: skip
 
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from small import PAIRS, ids, network, over
 from torch import Tensor
 
+import minikv
 from minikv import kernels, policies
 from minikv.budget import Budget
 from minikv.engine import Engine
-from minikv.errors import Interrupted
+from minikv.errors import Interrupted, UsageError
 from minikv.models.llama import Llama
 
 
@@ -169,3 +170,23 @@ def test_a_snapshot_holds_the_codes_and_another_dtype_refuses_them() -> None:
     other = run(net, "adakv", "roco", 48, kv=None).kv
     with pytest.raises(ValueError):
         other.restore(held, other.prompt_policy, other.step_policy, other.budget)
+
+
+def test_a_chat_with_codes_says_so_and_holds_about_half() -> None:
+    said, records = [], []
+    for kv in ("auto", "int8"):
+        chat = minikv.load(budget=256, kv=kv)
+        chat.attach("The mill is run by Anna. " * 60, name="mill.txt")
+        said.append("".join(chat.ask("Who runs the mill?", max_tokens=8)))
+        records.append(chat.report)
+    assert [record.kv_dtype for record in records] == [records[0].dtype, "int8"]
+    assert records[0].kv_bytes.full == records[1].kv_bytes.full
+    wide, narrow = (r.kv_bytes.held - r.kv_bytes.policy_state for r in records)
+    size, item = 64, 4 if records[0].dtype == "float32" else 2
+    assert narrow / wide == pytest.approx((2 * size + 8 + 4) / (2 * size * item + 4), rel=0.02)
+    assert said[0] == said[1]
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(UsageError, match="int3"):
+        minikv.load(kv="int3")

@@ -85,6 +85,7 @@ def test_the_record_has_exactly_the_documented_keys() -> None:
             "seed",
             "warnings",
             "reuse",
+            "kv_dtype",
         }
     assert json.loads(json.dumps(record)) == record
 
