@@ -1,0 +1,65 @@
+"""What the kernels of a prompt share: sizes of tiles, strides counted in rows, the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+FAR = 1 << 30
+"""A position after all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of the two sides of a product, and how its program is launched."""
+
+    left: int
+    right: int
+    warps: int
+    stages: int
+
+
+def power(count: int) -> int:
+    """The power of two at or above `count`."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def width(size: int) -> int:
+    """Columns of a tile for heads of `size`: a power of two that a matrix product takes."""
+    return max(16, power(size))
+
+
+def upcast(dtype: torch.dtype) -> bool:
+    """Triton's interpreter multiplies the bits of bfloat16 as integers: it gets float32."""
+    return bool(triton.knobs.runtime.interpret) and dtype == torch.bfloat16
+
+
+def in_rows(t: Tensor) -> Tensor:
+    """`t` [..., D], copied only if a stride or its first byte is not a whole number of rows of D.
+
+    A kernel that counts strides in rows knows that every row begins at 16 bytes, if D does.
+    """
+    size = t.shape[-1]
+    whole = all(s % size == 0 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
+    if t.stride(-1) == 1 and whole and t.data_ptr() % 16 == 0:
+        return t
+    return t.contiguous()
+
+
+def row_stride(t: Tensor, dim: int) -> int:
+    """A stride of `in_rows(t)` in rows; 0 where it is never taken."""
+    return 0 if t.shape[dim] <= 1 else t.stride(dim) // t.shape[-1]
+
+
+def typed(
+    fn: object, kinds: Mapping[str, str], constants: Mapping[str, object]
+) -> dict[str, str]:
+    """A kernel's signature in its own order: pointers as given, "constexpr", fp32 for the scale,
+    32-bit integers for all else."""
+    names: list[str] = fn.arg_names  # type: ignore[attr-defined]
+    rest = {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    return {name: kinds.get(name) or rest.get(name, "i32") for name in names}
