@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All that decides what a chat computes. `model` None is the bundled one."""
+    """All that decides what a chat computes, and `threads` to do it on (0: all that the process may
+    use; None: as torch has it). `model` None is the bundled one."""
 
     model: str | None = None
     policy: str = DEFAULT_PROMPT
@@ -40,10 +41,13 @@ class Settings:
     offline: bool = False
     system: str = ""
     reuse: str = "once"
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse at once, without torch, what no machine could have. Raises UsageError."""
         checked(self.reuse)
+        if self.threads is not None and not 0 <= self.threads <= 4096:
+            raise UsageError(f"{self.threads} is no number of threads", "0 uses all there are")
         if self.kv not in ("auto", "int8"):
             raise UsageError(f"keys and values cannot be kept in {self.kv!r}", "use auto or int8")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
@@ -70,12 +74,15 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
     # torch comes in here, so that what needs no model answers at once.
     import torch
 
+    from minikv.cli import threads
     from minikv.engine import Engine
     from minikv.models import load
     from minikv.scheduler import Scheduler
     from minikv.session import ChatSession, Facts
     from minikv.stats import Shape
 
+    if settings.threads is not None:
+        threads.use(settings.threads)
     prompt, step, budget, stride = choice.policies()
     began = perf_counter()
     loaded = load(

@@ -64,6 +64,7 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("device", "auto", "auto, cpu, cuda or cuda:N"),
         Setting("dtype", "auto", "number format of the weights and the cache",
                 choices=("auto", "float32", "bfloat16", "float16")),
+        Setting("threads", 0, "threads on a CPU; 0: as many as the process may use", _CHAT),
         Setting("kernels", "auto", "who computes attention", choices=("auto", "triton", "torch")),
         Setting("policy", DEFAULT_PROMPT, "what evicts when a prompt was read", _CHAT),
         Setting("budget", DEFAULT_BUDGET, "rows per head (512), a share (20%) or bytes (64MiB)",

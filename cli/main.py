@@ -79,6 +79,12 @@ Kernels = Annotated[
     Literal["auto", "triton", "torch"],
     typer.Option(help="who computes attention", rich_help_panel=_ADVANCED),
 ]
+Threads = Annotated[
+    int,
+    typer.Option(
+        help="threads on a CPU; 0: as many as the process may use", rich_help_panel=_ADVANCED
+    ),
+]
 EncodingErrors = Annotated[
     Literal["strict", "replace"],
     typer.Option(help="what invalid bytes in a document do", rich_help_panel=_DOCS),
@@ -233,6 +239,7 @@ def ask(
     offline: Offline = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    threads: Threads = 0,
     policy: Policy = DEFAULT_PROMPT,
     budget: Budget = DEFAULT_BUDGET,
     decode: Decode = "auto",
@@ -268,7 +275,7 @@ def ask(
             files or [],
             Settings(
                 model=context.obj.model(model), policy=policy, budget=budget, decode=decode,
-                device=device, dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options),
+                device=device, dtype=dtype, threads=threads, kernels=kernels, seed=seed, options=_pairs(options),
                 stride=stride, kv=kv, revision=revision, offline=offline, system=_system(system),
                 pin_system=pin_system, reuse=reuse,
             ),
@@ -295,6 +302,7 @@ def chat(
     offline: Offline = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    threads: Threads = 0,
     policy: Policy = DEFAULT_PROMPT,
     budget: Budget = DEFAULT_BUDGET,
     decode: Decode = "auto",
@@ -345,7 +353,7 @@ def chat(
             files or [],
             Settings(
                 model=context.obj.model(model), policy=policy, budget=budget, decode=decode,
-                device=device, dtype=dtype, kernels=kernels, seed=seed, options=_pairs(options),
+                device=device, dtype=dtype, threads=threads, kernels=kernels, seed=seed, options=_pairs(options),
                 stride=stride, kv=kv, revision=revision, offline=offline, system=_system(system),
                 pin_system=pin_system, reuse=reuse,
             ),
@@ -381,6 +389,7 @@ def evaluate(
     offline: Offline = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    threads: Threads = 0,
     policy: Annotated[
         str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
     ] = "adakv,snapkv,streaming",
@@ -423,7 +432,7 @@ def evaluate(
             tasks or ("" if files else "facts"),
             files or [], policy, budget, length, count,
             Settings(model=context.obj.model(model), decode=decode, device=device, dtype=dtype,
-                     seed=seed, stride=stride, kv=kv, options=_pairs(options), revision=revision,
+                     threads=threads, seed=seed, stride=stride, kv=kv, options=_pairs(options), revision=revision,
                      offline=offline),
             [path for path in (as_json, csv, *(heat or [])) if path],
             terminal,
@@ -444,6 +453,7 @@ def plan(
     offline: Offline = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    threads: Threads = 0,
     policy: Annotated[
         str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
     ] = "",

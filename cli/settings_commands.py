@@ -169,6 +169,8 @@ def _lines(context: Context, names: list[str]) -> list[str]:
 
 def _values(context: Context) -> dict[str, str]:
     """Every setting as it is in force now, by name."""
+    import torch
+
     session, limits, facts = context.session, context.limits, context.session.facts
     choice = session.choice
     values = {
@@ -176,7 +178,7 @@ def _values(context: Context) -> dict[str, str]:
         "dtype": facts.dtype, "kernels": facts.kernels,
         "offline": "", "policy": choice.policy, "budget": str(choice.budget),
         "decode": choice.decode, "stride": str(choice.stride), "reuse": session.reuse,
-        "kv": facts.kv,
+        "kv": facts.kv, "threads": str(torch.get_num_threads()),
         "system": session.system,
         "pin_system": text(session.pin_system), "encoding_errors": context.errors,
         "seed": str(session.seed), "quiet": text(context.terminal.quiet),
