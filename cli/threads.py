@@ -1,4 +1,4 @@
-"""How many threads a computation on the CPU may use: what the process was given, not the machine."""
+"""How many threads a computation may use: what the process was given, not what the machine has."""
 
 from __future__ import annotations
 
