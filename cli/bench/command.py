@@ -198,3 +198,42 @@ def measure_kernels(
         if timings:
             record.tables.append(show.kernels_table(timings))
             record.finish()
+
+
+def measure_all(
+    device_flag: str, threads: int, repeat: int, peer: bool, full: bool, minutes: float,
+    command: Sequence[str], terminal: Terminal, target: str | None,
+) -> None:  # fmt: skip
+    """`bench all`: what this machine can show, in about so many minutes."""
+    place.check_threads(threads)
+    show.check(target)
+    terminal.status("starting")
+    device = place.prepare(device_flag, threads)
+    from minikv.cli.bench import on_cpu, on_gpu
+    from minikv.cli.bench.everything import Everything
+
+    parts = on_gpu.PARTS if device.type == "cuda" else on_cpu.PARTS
+    record = Record(command, terminal, target)
+    rates = start(record, device, "the whole list", terminal)
+    everything = Everything(device, rates, Pace(terminal), repeat=repeat, peer=peer)
+    done = False
+    try:
+        everything.go(parts, minutes, full)
+        done = True
+    finally:
+        for note in everything.notes:
+            terminal.warn(note)
+        record.made |= {
+            "rows": [row.record() for row in everything.rows],
+            "kernels": [timing.record() for timing in everything.timings],
+            "goals": [goal.record() for goal in everything.goals],
+            "figures": everything.figures, "notes": everything.notes, "complete": done,
+        }  # fmt: skip
+        if everything.rows:
+            record.tables.append(show.table(everything.rows))
+        if everything.timings:
+            record.tables.append(show.kernels_table(everything.timings))
+        if everything.goals:
+            record.tables.append(show.goals_table(everything.goals))
+        if done or everything.rows or everything.goals:
+            record.finish()

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from minikv.cli.bench import place
 from minikv.cli.bench.floors import Rates, middle
 
 _MIB = 1 << 20
+_event: Any = torch.cuda.Event  # which torch leaves without types
 _LIBRARIES = ("torch", "triton", "transformers", "llama-cpp-python", "openvino-genai", "numpy")
 
 
@@ -31,13 +33,13 @@ class Clock:
     def __call__(self, work: Callable[[], object]) -> float:
         """Run it once and wait for the device."""
         if self.device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (_event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize(self.device)
             begin.record()
             work()
             end.record()
             end.synchronize()
-            return begin.elapsed_time(end) / 1e3
+            return float(begin.elapsed_time(end)) / 1e3
         from time import perf_counter
 
         began = perf_counter()
@@ -194,6 +196,11 @@ def forget_peak(device: torch.device) -> None:
         return
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def allocated(device: torch.device) -> int | None:
+    """Bytes that the CUDA allocator has handed out; None where nobody counts them."""
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else None
 
 
 def peak(device: torch.device) -> int | None:

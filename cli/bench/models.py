@@ -19,13 +19,14 @@ from minikv.choice import Choice
 from minikv.cli.bench import machine
 from minikv.cli.bench.shapes import Sizes
 from minikv.engine import Engine
-from minikv.errors import MemoryShortError
+from minikv.errors import MemoryShortError, UsageError
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 from minikv.models.weights import free_memory
 from minikv.report import size
 from minikv.scheduler import Scheduler
+from minikv.snapshot import Held
 from minikv.stats import CacheStats, Shape
 
 POSITIONS = 1 << 20
@@ -71,9 +72,17 @@ def network(spec: Spec) -> Llama:
     if spec.folder is not None:
         from minikv.models import load
 
-        return load(spec.folder, device=spec.device, dtype=spec.dtype, offline=True).network
-    assert spec.sizes is not None
-    return plain(spec)
+        net = load(spec.folder, device=spec.device, dtype=spec.dtype, offline=True).network
+    else:
+        net = plain(spec)
+    return _kept(net, spec.weights)
+
+
+def _kept(net: Llama, weights: str) -> Llama:
+    """With its matrices kept as --weights says. Raises UsageError."""
+    if weights != "auto":
+        raise UsageError(f"no {weights} weights in this version", "use --weights auto")
+    return net
 
 
 def plain(spec: Spec) -> Llama:
@@ -158,18 +167,16 @@ class Cached:
         return self.clock(run) / steps
 
     def twin(self) -> Cached:
-        """Another one over a copy of this cache, which evicts nothing while it writes."""
-        other = Cached(self.net, replace(self.choice, decode="none", decode_options={}))
-        other.copy(self)
-        return other
+        """Another one that evicts nothing while it writes; it is empty (see `copy`)."""
+        return Cached(self.net, replace(self.choice, decode="none", decode_options={}, stride=0))
 
-    def copy(self, of: Cached) -> None:
-        """Hold the rows that `of` holds, without what its policy notes about them."""
-        held = of.engine.kv.snapshot()
-        kv = self.engine.kv
+    def copy(self, of: Cached, room: int) -> None:
+        """Hold the rows that `of` holds, without what its policy notes about them, and with room
+        for so many steps: more would make attention run over more than it has to."""
+        held, kv = of.engine.kv.snapshot(), self.engine.kv
         thin = {name: held.columns[name] for name in kv.arena.columns}
         prompt, step, budget, stride = self.choice.policies()
-        kv.restore(replace(held, columns=thin), prompt, step, budget, stride)
+        kv.restore(_roomy(replace(held, columns=thin), room), prompt, step, budget, stride)
 
     def stats(self) -> CacheStats:
         """Of the cache, counted from its tensors."""
@@ -183,6 +190,52 @@ class Cached:
     def close(self) -> None:
         """Give the cache back."""
         self.engine.reset()
+
+
+def _roomy(held: Held, room: int) -> Held:
+    """The same rows in segments that take exactly `room` more each."""
+    old = held.layout
+    capacity = old.length + room
+    ends = capacity.flatten().cumsum(0).view_as(capacity)
+    start = ends - capacity
+    hole = torch.where(old.hole >= 0, old.hole - old.start + start, old.hole)
+    return replace(
+        held, region=(0, *ends[:, -1].tolist()),
+        layout=replace(old, start=start, capacity=capacity, hole=hole),
+    )  # fmt: skip
+
+
+def longest(net: Llama, most: int) -> int | None:
+    """The longest prompt, in whole thousands, that a full cache holds beside the weights.
+
+    Tried, not computed: the cache of the length is allocated, with what a prompt needs besides.
+    None on a CPU, which promises memory that it does not have.
+    """
+    if net.device.type != "cuda":
+        return None
+    cached = Cached(net, Choice.read("full", "none"))
+
+    def holds(tokens: int) -> bool:
+        kv, config = cached.engine.kv, net.config
+        room = None
+        try:
+            kv.begin(tokens)
+            numbers = tokens * config.hidden + net.rows * (2 * config.mlp + 4 * config.hidden)
+            room = torch.empty(numbers, dtype=net.dtype, device=net.device)
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            del room
+            kv.rollback()
+            kv.reset()
+            settle(net.device)
+        return True
+
+    low, high = 0, most // 1000
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(1000 * middle) else (low, middle - 1)
+    return 1000 * low
 
 
 def _engine(net: Llama, choice: Choice) -> Engine:

@@ -20,7 +20,7 @@ from minikv.stats import CacheStats
 PEER = "transformers"
 _WARM_STEPS = 3
 _WARM_TOKENS = 512  # of a prompt that is not measured, on a CPU: a GPU is warmed with a whole one
-_TWIN_STEPS = 2  # a cache that was just copied grows once
+_TWIN_STEPS = 2  # of a cache that was just copied, not measured
 _ATTENDED = 2048  # tokens at which a CPU's attention rate is measured; a GPU's: the prompt's own
 
 Progress = Callable[[str, int, int], None]
@@ -53,6 +53,7 @@ class Row:
     """
 
     kind: str
+    model: str
     system: str
     length: int
     times: tuple[float, ...]
@@ -87,7 +88,7 @@ class Row:
     def record(self) -> dict[str, object]:
         """Ready for JSON."""
         return {
-            "kind": self.kind, "system": self.system, "policy": self.policy,
+            "kind": self.kind, "model": self.model, "system": self.system, "policy": self.policy,
             "decode": self.decode, "budget": self.budget, "stride": self.stride,
             "weights": self.weights, "length": self.length, "seconds": self.seconds,
             "tok_s": self.rate, "times": list(self.times), "floor_s": self.floor,
@@ -163,7 +164,7 @@ class Bench:
     # -- decode -----------------------------------------------------------------------------
 
     def decode(self, length: int) -> None:
-        """Steps after a prompt of `length` tokens."""
+        """Steps after a prompt of `length` tokens. Adds a row per system when all are measured."""
         wanted, seats = self.wanted, list[_Seat]()
         with self._seated(seats):
             total = len(seats) * (1 + wanted.repeat)
@@ -182,7 +183,7 @@ class Bench:
                     self._progress(f"decode {length:,}: {seat.label}", done, total)
                     seat.times.append(seat.system.write(wanted.steps))
                     if seat.twin is not None and isinstance(seat.system, models.Cached):
-                        seat.twin.copy(seat.system)
+                        seat.twin.copy(seat.system, _TWIN_STEPS + wanted.steps)
                         seat.twin.write(_TWIN_STEPS)
                         seat.twin_times.append(seat.twin.write(wanted.steps))
                     done += 1
@@ -294,7 +295,7 @@ class Bench:
             elif kind == "prefill" and own is not None and own.evicts:
                 evict = overhead(seat.times, base.times)
             self.rows.append(Row(
-                kind, seat.name, length, tuple(seat.times),
+                kind, self.wanted.model, seat.name, length, tuple(seat.times),
                 policy="-" if own is None else own.policy,
                 decode="-" if own is None else own.decode,
                 budget="-" if own is None or not own.evicts else str(own.budget),

@@ -33,24 +33,23 @@ def header(facts: Mapping[str, object], rates: Rates, model: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Decode and prefill rows, one block each."""
+    """A block for each model's decode and prefill rows."""
     blocks = []
-    for kind in dict.fromkeys(row.kind for row in rows):
-        blocks.append(_columns(_decode if kind == "decode" else _prefill,
-                               [row for row in rows if row.kind == kind]))  # fmt: skip
+    for kind, model in dict.fromkeys((row.kind, row.model) for row in rows):
+        mine = [row for row in rows if (row.kind, row.model) == (kind, model)]
+        blocks.append(f"{kind}, {model}\n{_block(mine)}")
     return "\n\n".join(blocks)
 
 
-_decode = (
-    ("decode", "<"), ("system", "<"), ("tok/s", ">"), ("ms", ">"), ("floor", ">"), ("evict", ">"),
+_HEADS = (
+    ("length", ">"), ("system", "<"), ("tok/s", ">"), ("ms", ">"), ("floor", ">"), ("evict", ">"),
     ("KV held", ">"), ("peak", ">"), ("vs full", ">"),
 )  # fmt: skip
-_prefill = tuple(("prefill" if name == "decode" else name, side) for name, side in _decode)
 
 
-def _columns(heads: Sequence[tuple[str, str]], rows: Sequence[Row]) -> str:
+def _block(rows: Sequence[Row]) -> str:
     peer = any(row.vs_peer is not None for row in rows)
-    titles = [*heads, ("vs HF", ">")] if peer else list(heads)
+    titles = [*_HEADS, ("vs HF", ">")] if peer else list(_HEADS)
     lines = [[name for name, _ in titles]]
     for row in rows:
         cells = [

@@ -137,8 +137,7 @@ class _Desk:
         if message["do"] == "make":
             return self._make(message)
         if message["do"] == "read":
-            with torch.inference_mode():
-                return float(self._system.read(models.prompt(message["tokens"], self._vocab)))
+            return float(self._system.read(models.prompt(message["tokens"], self._vocab)))
         if message["do"] == "write":
             return float(self._system.write(message["steps"]))
         found = machine.peak(torch.device(self._spec.device))
