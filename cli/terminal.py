@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import termios
@@ -35,6 +36,7 @@ _ASCII = str.maketrans(
     {"·": "-", "›": ">", "…": "...", "×": "x", "–": "-", "—": "-", "•": "*", "│": "|", "─": "-"}
     | dict(zip("▁▂▃▄▅▆▇█", ".:-=+*#@", strict=True))
 )
+_NAMED = re.compile(r" *\S+(?: \S+)*? {2,}")  # a row's first cell with the gap after it
 _STYLES = {"dim": "2", "warn": "33", "bad": "31", "head": "1"}
 
 
@@ -257,10 +259,13 @@ def _cut(text: str, cells: int) -> str:
 
 
 def _wrapped(line: str, width: int) -> str:
-    """`line` broken between words, because a terminal breaks inside them."""
+    """`line` broken between words, because a terminal breaks inside them. What follows a name in a
+    narrow first column stays in the second one."""
     if len(line) <= width:
         return line
-    margin = " " * (len(line) - len(line.lstrip()) + 2)
+    name = _NAMED.match(line)
+    column = name.end() if name else width
+    margin = " " * (column if column <= width // 3 else len(line) - len(line.lstrip()) + 2)
     return "\n".join(
         textwrap.wrap(
             line, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False

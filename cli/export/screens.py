@@ -42,7 +42,7 @@ PROMPT = "›"
 _QUIET = 0.4  # seconds without output after which a prompt is taken to wait for a line
 _PATIENCE = 600.0  # seconds for one line of a screen
 _DOCUMENT, _CHARACTERS = "sample.txt", 2_600
-_QUESTION = "Who leads Project Faithful Swallow?"
+_QUESTION, _ANSWER = "Who leads Project Faithful Swallow?", "Henrik Torova"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,10 @@ SCREENS = (
     Screen("answer", _CHAT, (_QUESTION, "Which animal does Anton Thalezzo keep?")),
     Screen("stats", _CHAT, (_QUESTION, "/stats"), since=1),
     Screen("kept", _CHAT, (_QUESTION, "/kept"), since=1),
+    Screen("find", _CHAT, (_QUESTION, "/kept top 5", f'/kept find "{_ANSWER}"'), since=1),
+    Screen("compare", _CHAT, (_QUESTION, "/compare adakv streaming"), since=1),
     Screen("policies", "minikv policies"),
+    Screen("plan", "minikv plan --tokens 8000 --budget 256"),
 )
 
 
