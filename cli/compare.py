@@ -6,6 +6,7 @@ greedy, one cache after the other. The running chat is never touched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 NARROWEST = 80
 """Columns below which the runs stand one below the other."""
+ENOUGH = 16
+"""Tokens of an answer from which on its speed is compared."""
 _COLUMN = 24  # columns that a run needs to stand beside others
 _LABEL = 12  # columns of the names of the rows
 _USAGE = "/compare POLICY [POLICY ...] [budget=N], for example /compare streaming h2o budget=256"
@@ -109,6 +112,7 @@ def _live(terminal: Terminal, name: str) -> Callable[[int, int, int], None]:
 
 def _put(context: Context, question: Question, runs: Sequence[Run]) -> None:
     """Write the table, the full cache last, and the warnings that not every run had."""
+    runs = measured(runs)
     runs = [*runs[1:], runs[0]]
     screen = Screen.of(context.terminal)
     context.terminal.page(table(question, runs, screen))
@@ -241,6 +245,23 @@ def run(
     return Run(name, "".join(pieces), tokens, report)
 
 
+def measured(runs: Sequence[Run]) -> list[Run]:
+    """The runs with the first one's speed of writing in their records: the full cache's, which was
+    really run, just now and here. None if its answer was too short to say."""
+    baseline = speed(runs[0])
+    return [
+        replace(one, report=replace(
+            one.report, rate=replace(one.report.rate, baseline_decode_tok_s=baseline)
+        ))
+        for one in runs
+    ]  # fmt: skip
+
+
+def speed(one: Run) -> float | None:
+    """Tokens per second that a run wrote; None if it wrote so few that chance would decide."""
+    return one.report.rate.decode_tok_s if one.report.tokens.generated >= ENOUGH else None
+
+
 # -- the table ------------------------------------------------------------------------------
 
 
@@ -272,13 +293,21 @@ def facts(one: Run, full: Run) -> dict[str, str]:
             f"{tokens.kept_min:,} to {tokens.kept_max:,}"
         ),
         "read": _rate(rate.prefill_tok_s),
-        "write": _rate(rate.decode_tok_s),
+        "write": _rate(rate.decode_tok_s) + ("" if one is full else times(one)),
         "lost": lost_is,
     }
 
 
 def _rate(value: float | None) -> str:
     return "not measured" if value is None else f"{value:,.1f} tok/s"
+
+
+def times(one: Run) -> str:
+    """", x1.04 of full": how much faster than the full cache it wrote, rounded down."""
+    own, baseline = speed(one), one.report.rate.baseline_decode_tok_s
+    if own is None or not baseline:
+        return ""
+    return f", x{math.floor(100 * own / baseline + 1e-9) / 100:.2f} of full"
 
 
 def table(question: Question, runs: Sequence[Run], screen: Screen) -> list[str]:

@@ -314,6 +314,46 @@ def test_warnings_of_single_runs_are_shown(capsys: pytest.CaptureFixture[str]) -
     assert "! full:" not in err
 
 
+def test_the_full_caches_speed_is_in_every_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = asked("Who?")
+    tables: list[list[Run]] = []
+
+    def table(question: Question, runs: list[Run], screen: Screen) -> list[str]:
+        tables.append(runs)
+        return []
+
+    monkeypatch.setattr(compare, "table", table)
+    for length, measured in ((compare.ENOUGH - 1, False), (compare.ENOUGH, True)):
+        one = context(session)
+        one.limits = replace(one.limits, max_tokens=length)
+        compare._compare(one, ["streaming"])
+        streaming, full = tables.pop()
+        rate = full.report.rate.decode_tok_s if measured else None
+        assert streaming.report.rate.baseline_decode_tok_s == rate
+        assert full.report.rate.baseline_decode_tok_s == rate
+        assert streaming.report.rate.decode_tok_s != rate
+
+
+@pytest.mark.parametrize(
+    ("own", "baseline", "tokens", "said"),
+    [
+        (41.79, 40.0, 16, ", x1.04 of full"), (39.9, 40.0, 16, ", x0.99 of full"),
+        (40.0, 40.0, 99, ", x1.00 of full"), (41.8, 40.0, 15, ""), (41.8, None, 16, ""),
+        (None, 40.0, 16, ""),
+    ],
+)  # fmt: skip
+def test_how_much_faster_than_full(
+    own: float | None, baseline: float | None, tokens: int, said: str
+) -> None:
+    one, full = runs_of(["a", "b"])
+    rate = replace(one.report.rate, decode_tok_s=own, baseline_decode_tok_s=baseline)
+    wrote = replace(one.report.tokens, generated=tokens)
+    one = replace(one, report=replace(one.report, rate=rate, tokens=wrote))
+    assert compare.times(one) == said
+    assert compare.facts(one, full)["write"].endswith(said)
+    assert "of full" not in compare.facts(one, one)["write"]
+
+
 def test_a_network_with_windows_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     net = network((None, 40, None))
     session = chat(choice=Choice.read("adakv", "roco", BUDGET), budget=BUDGET, net=net)
