@@ -133,9 +133,10 @@ def legend(wanted: Wanted) -> str:
         f"{wanted.spec.dtype}",
         "floor: share of what bandwidth and products measured in this run allow",
         "evict: a step over the same cache without a policy; a prompt over full's",
+        "x full: times as fast as the full cache",
     ]
     if wanted.peer:
-        lines.append("vs HF: times as fast as transformers (sdpa), forward by forward")
+        lines.append("x HF: times as fast as transformers (sdpa), forward by forward")
     return "\n".join(lines)
 
 

@@ -33,41 +33,47 @@ def header(facts: Mapping[str, object], rates: Rates, model: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A block for each model's decode and prefill rows."""
+    """A block for every length of a model, with the full cache first."""
     blocks = []
-    for kind, model in dict.fromkeys((row.kind, row.model) for row in rows):
-        mine = [row for row in rows if (row.kind, row.model) == (kind, model)]
-        blocks.append(f"{kind}, {model}\n{_block(mine)}")
+    for kind, model, length in dict.fromkeys((r.kind, r.model, r.length) for r in rows):
+        mine = [r for r in rows if (r.kind, r.model, r.length) == (kind, model, length)]
+        blocks.append(f"{kind}, {model}, {length:,} tokens\n{_block(mine)}")
     return "\n\n".join(blocks)
 
 
-_HEADS = (
-    ("length", ">"), ("system", "<"), ("tok/s", ">"), ("ms", ">"), ("floor", ">"), ("evict", ">"),
-    ("KV held", ">"), ("peak", ">"), ("vs full", ">"),
-)  # fmt: skip
+_HEADS = ("system", "tok/s", "ms", "floor", "evict", "held", "peak", "x full")
 
 
 def _block(rows: Sequence[Row]) -> str:
     peer = any(row.vs_peer is not None for row in rows)
-    titles = [*_HEADS, ("vs HF", ">")] if peer else list(_HEADS)
-    lines = [[name for name, _ in titles]]
+    lines = [[*_HEADS, "x HF"] if peer else list(_HEADS)]
     for row in rows:
         cells = [
-            f"{row.length:,}", name(row), _number(row.rate), _number(1e3 * row.seconds),
+            name(row), _number(row.rate), _number(1e3 * row.seconds),
             "-" if row.share is None else f"{row.share:.0%}",
             "-" if row.evict is None else f"{row.evict:+.1%}",
-            size(int(row.kv["held"])).replace("iB", "") if row.kv else "-",
-            "-" if row.peak is None else size(row.peak).replace("iB", ""),
-            "-" if row.vs_full is None else f"x{row.vs_full:.2f}",
+            _short(row.kv["held"]) if row.kv else "-",
+            "-" if row.peak is None else _short(row.peak), _times(row.vs_full),
         ]  # fmt: skip
-        if peer:
-            cells.append("-" if row.vs_peer is None else f"x{row.vs_peer:.2f}")
-        lines.append(cells)
-    return grid(lines, [side for _, side in titles])
+        lines.append([*cells, _times(row.vs_peer)] if peer else cells)
+    return grid(lines, "<" + ">" * (len(lines[0]) - 1))
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _short(count: float) -> str:
+    """Bytes in at most five characters: "986M", "1.2G"."""
+    for unit in "BKMG":
+        if count < 999.5 or unit == "G":
+            break
+        count /= 1024
+    return f"{count:.1f}{unit}" if count < 9.95 and unit != "B" else f"{count:.0f}{unit}"
 
 
 def name(row: Row) -> str:
-    """A system in at most 21 characters where its names allow it."""
+    """A system and what it runs under, in a few words."""
     if row.system != "minikv":
         return row.system
     parts = [row.policy]

@@ -163,6 +163,8 @@ class _Desk:
         if message["system"] == "transformers":
             made = peer.Transformers(spec)
             self._system, self._vocab = made, made.vocab
+        elif message["choice"] is None:
+            raise ValueError(f"{message['system']} is no system that can be measured")
         else:
             policy, decode, budget, stride = message["choice"]
             choice = Choice.read(policy, decode, budget, stride=stride)

@@ -1,0 +1,652 @@
+"""`minikv bench`: floors and ratios by hand, small runs of every command, and runs that end early.
+
+Nothing here looks at how long something took: only at what is made of times.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from minikv.choice import Choice
+from minikv.cli.bench import (
+    command,
+    everything,
+    floors,
+    kernels,
+    machine,
+    models,
+    on_cpu,
+    on_gpu,
+    peer,
+    run,
+    shapes,
+    show,
+    worker,
+)
+from minikv.cli.bench.asked import Asked
+from minikv.cli.main import _resume_alone, app
+from minikv.errors import ContextError, MemoryShortError, UsageError
+from minikv.models.config import ModelConfig
+
+TINY = shapes.find("tiny")
+CPU = torch.device("cpu")
+RATES = floors.Rates(5e9, 1e10, 8e9, 2e11, 1e11, on_gpu=False)
+GPU_RATES = floors.Rates(None, 4e12, 4e12, 8e14, 5e13, on_gpu=True)
+
+
+def bench(*args: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *args])
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates from small buffers, kernels on few inputs: figures of no use, in no time."""
+    monkeypatch.setattr(kernels, "_CPU_CACHE", 0)
+    monkeypatch.setattr(kernels, "_SECONDS", 1e-5)
+    measure = machine.measure
+    monkeypatch.setattr(machine, "measure", lambda device: measure(device, 1, small=True))
+
+
+# -- floors and ratios ----------------------------------------------------------------------
+
+
+def test_sizes_are_those_of_the_network() -> None:
+    for name in ("tiny", "s", "llama-3.2-1b"):
+        sizes = shapes.find(name)
+        config = models.config_of(sizes)
+        assert sizes.parameters == config.parameters
+        assert models.sizes_of(config) == sizes
+    # 4,096 x (2 x 4,096 + 2 x 1,024) of attention and 3 x 4,096 x 14,336 of MLP, 32 times.
+    assert shapes.find("LLAMA-3-8B").matrices == 32 * (4096 * 10_240 + 3 * 4096 * 14_336)
+    assert round(shapes.SHAPES["llama-3-8b"].parameters / 1e9, 2) == 8.03
+    assert round(shapes.SHAPES["s"].parameters / 1e6) == 150
+
+
+def test_flops_of_a_prompt() -> None:
+    one = shapes.Sizes(1, 8, 2, 1, 4, 16, 32)
+    assert one.matrices == 8 * (2 * 8 + 2 * 4 + 3 * 16)
+    # Three tokens: every matrix thrice, the head once.
+    assert one.linear_flops(3) == 2 * (3 * 576 + 32 * 8)
+    # Query 0 sees one row, 1 two, 2 three: six pairs, each with two products of size 4, two heads.
+    assert one.attention_flops(3) == 6 * 2 * 2 * (4 + 4)
+
+
+def test_a_steps_floor_is_its_bytes_over_what_the_machine_reads() -> None:
+    assert RATES.stream == 1e10
+    assert GPU_RATES.stream == 4e12
+    assert floors.decode_floor(8 * 10**9, 2e9, RATES.stream) == 1.0
+    # Llama-3-8B at 1k on 4.3 TB/s, as the reference has it: 15.01 GB of weights, 128 KiB a token.
+    sizes = shapes.SHAPES["llama-3-8b"]
+    weights = 2 * (sizes.parameters - sizes.head)
+    assert floors.decode_floor(weights, 1024 * 131_072, 4.3e12) == pytest.approx(3.52e-3, rel=2e-3)
+
+
+def test_a_prompts_floor_is_its_flops_over_their_rates() -> None:
+    assert floors.prefill_floor(4 * 10**11, RATES.product("bfloat16"), 10**11, 5e10) == 2.0 + 2.0
+    assert RATES.product("float32") == 1e11
+
+
+def test_medians_and_ratios() -> None:
+    assert floors.middle([3.0, 1.0, 2.0]) == 2.0
+    assert floors.middle([4.0, 1.0, 2.0, 3.0]) == 2.5
+    assert floors.ratio([4.0, 8.0, 6.0], [2.0, 3.0, 9.0]) == 2.0
+    # A machine that grew slower in the second round slowed both down: the share stays 10 %.
+    assert floors.overhead([1.1, 2.2, 1.1], [1.0, 2.0, 1.0]) == pytest.approx(0.1)
+    with pytest.raises(ValueError):
+        floors.overhead([1.0, 2.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("measured", "at_least", "state"),
+    [(0.9, True, "met"), (0.8, True, "met"), (0.7, True, "milestone"), (0.5, True, "missed"),
+     (None, True, "not measured"), (0.5, False, "met"), (0.85, False, "missed")],
+)  # fmt: skip
+def test_goals(measured: float | None, at_least: bool, state: str) -> None:
+    first = 0.65 if at_least else 0.82
+    goal = floors.Goal("g", measured, 0.8, first, at_least)
+    assert goal.state == state
+    assert goal.record()["state"] == state
+
+
+def test_step_bytes_leave_the_input_embedding_out_unless_it_is_the_head() -> None:
+    spec = models.Spec(TINY)
+    net = models.network(spec)
+    assert net.weight_bytes == 2 * TINY.parameters
+    assert models.step_bytes(net) == 2 * (TINY.parameters - TINY.head)
+    tied = shapes.Sizes(1, 64, 4, 2, 16, 128, 256, tied=True)
+    net = models.network(models.Spec(tied))
+    assert models.step_bytes(net) == net.weight_bytes == 2 * tied.parameters
+
+
+def test_a_rows_figures() -> None:
+    row = run.Row("prefill", "m", "minikv", 100, (2.0, 4.0, 3.0), floor=1.5)
+    assert (row.seconds, row.rate, row.share) == (3.0, 100 / 3, 0.5)
+    step = run.Row("decode", "m", "minikv", 100, (0.5,))
+    assert (step.rate, step.share) == (2.0, None)
+
+
+# -- networks and caches --------------------------------------------------------------------
+
+
+def test_random_weights_are_finite_and_no_two_heads_are_alike() -> None:
+    net = models.network(models.Spec(TINY, dtype="float32"))
+    for name, tensor in net.tensors():
+        assert bool(tensor.isfinite().all())
+        if name.endswith("norm.weight"):
+            assert bool((tensor == 1).all())
+        else:
+            assert 0.015 < float(tensor.std()) < 0.025
+    named = dict(net.tensors())
+    first, second = (named[f"model.layers.{i}.self_attn.q_proj.weight"] for i in (0, 1))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[:16], first[16:32])
+
+
+def test_a_block_that_is_smaller_than_a_matrix_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_BLOCK", 97)
+    net = models.plain(models.Spec(TINY, dtype="float32"))
+    flat = dict(net.tensors())["lm_head.weight"].view(-1)
+    assert torch.equal(flat[:97], flat[97:194])
+    assert torch.equal(flat[: len(flat) % 97], flat[-(len(flat) % 97) :])
+    assert bool((flat != 0).any())
+
+
+def test_the_twin_holds_the_same_rows_and_judges_none() -> None:
+    net = models.network(models.Spec(TINY, dtype="float32"))
+    cached = models.Cached(net, Choice.read("adakv", "roco", "64"))
+    ids = models.prompt(128, TINY.vocab)
+    cached.read(ids)
+    cached.write(5)
+    other = cached.twin()
+    other.copy(cached, 3)
+    assert other.engine.kv.step_policy is None
+
+    def rows(of: models.Cached, layer: int, head: int) -> torch.Tensor:
+        """Keys that a head holds, by position."""
+        arena = of.engine.kv.arena
+        begin, count = int(arena.start[layer, head]), int(arena.length[layer, head])
+        pos = arena.columns["pos"][begin : begin + count]
+        hole = int(arena.hole[layer, head]) - begin
+        live = torch.arange(count) != hole
+        order = pos[live].argsort()
+        return arena.columns["k"][begin : begin + count][live][order]
+
+    for layer in range(TINY.layers):
+        for head in range(TINY.kv_heads):
+            assert torch.equal(rows(other, layer, head), rows(cached, layer, head))
+            kept = (of.engine.kv.kept(layer, head) for of in (other, cached))
+            assert torch.equal(*kept)
+    # The next token attends to the same rows in both.
+    assert torch.allclose(other.engine.step(7), cached.engine.step(7), atol=1e-6)
+    before = other.engine.kv.arena.rows
+    other.write(2)
+    assert other.engine.kv.arena.rows == before  # as much room as was asked for, and no more
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(models, "free_memory", lambda device: 3 << 30)
+    made: list[object] = []
+    monkeypatch.setattr(models, "Llama", lambda *a, **k: made.append(a))
+    with pytest.raises(MemoryShortError, match=r"need 15\.0 GiB, and 3\.0 GiB are free"):
+        models.network(models.Spec(shapes.SHAPES["llama-3-8b"]))
+    assert made == []
+    out = bench("decode", "--shape", "llama-3-8b", "--no-peer")
+    assert out.exit_code == 4
+    assert "15.0 GiB" in out.stderr
+
+
+# -- decode and prefill ---------------------------------------------------------------------
+
+FLAGS = ("--shape", "tiny", "--length", "128,64", "--budget", "64", "--repeat", "2")
+
+
+def test_decode_as_json_on_stdout() -> None:
+    out = bench("decode", *FLAGS, "--steps", "2", "--no-peer", "--json", "-",
+                "--policy", "snapkv,streaming", "--decode", "auto,tova")  # fmt: skip
+    assert out.exit_code == 0, out.stderr
+    made = json.loads(out.stdout)
+    assert made["complete"] is True
+    assert {"command", "machine", "versions", "rates", "wanted", "rows", "notes"} <= made.keys()
+    assert made["rates"]["read"] > 0
+    assert made["rates"]["matmul_fp32"] > 0
+    assert made["machine"]["cores"] >= 1
+    assert made["versions"]["torch"] == torch.__version__
+    assert made["wanted"]["dtype"] == "bfloat16"
+    rows = made["rows"]
+    for length in (128, 64):
+        mine = [row for row in rows if row["length"] == length]
+        assert [row["policy"] for row in mine] == ["full", *["snapkv"] * 2, *["streaming"] * 2]
+        full = mine[0]
+        assert full["vs_full"] == 1.0
+        assert full["evict_share"] is None
+        assert full["budget"] == "-"
+        for row in mine:
+            check(row, made["rates"]["read"])
+            assert row["vs_full"] == pytest.approx(full["seconds"] / row["seconds"])
+            assert row["kv_bytes"]["full"] == length * 2 * TINY.kv_heads * 2 * 16 * 2
+            if row["decode"] != "none":
+                assert isinstance(row["evict_share"], float)
+        # 128 rows under a budget of 64; of a prompt of 64 all stay.
+        assert mine[1]["kv_bytes"]["kept_mean"] == 64
+        assert mine[1]["step_bytes"]["kv"] < full["step_bytes"]["kv"] or length == 64
+    assert [row["length"] for row in rows[:5]] == [128] * 5  # in the order asked for
+
+
+def check(row: dict[str, Any], read: float) -> None:
+    """A decode row agrees with itself."""
+    assert len(row["times"]) == 2
+    assert row["seconds"] == pytest.approx(sum(row["times"]) / 2)
+    assert row["tok_s"] == pytest.approx(1 / row["seconds"])
+    moved = row["step_bytes"]
+    assert moved["weights"] == 2 * (TINY.parameters - TINY.head)
+    assert row["floor_s"] == pytest.approx((moved["weights"] + moved["kv"]) / read)
+    assert row["share_of_floor"] == pytest.approx(row["floor_s"] / row["seconds"])
+    assert row["peak_bytes"] > 1 << 20
+
+
+def test_full_rows_hold_what_a_step_reads() -> None:
+    wanted = run.Wanted(
+        models.Spec(TINY), "tiny", (Choice.read("full", "none"),), (96,), steps=2, peer=False
+    )
+    made = run.Bench(wanted, RATES)
+    made.decode(96)
+    made.close()
+    [row] = made.rows
+    # The prompt and the three steps of the warm-up; 2 layers of 2 heads, keys and values of 16.
+    assert row.step_bytes["kv"] == (96 + 3) * 2 * 2 * 2 * 16 * 2
+    assert row.floor == (row.step_bytes["weights"] + row.step_bytes["kv"]) / 1e10
+
+
+def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    write = models.Cached.write
+
+    def noted(self: models.Cached, steps: int) -> float:
+        if steps == 4:
+            order.append(f"{self.choice.policy} {self.choice.decode}")
+        return write(self, steps)
+
+    monkeypatch.setattr(models.Cached, "write", noted)
+    choices = Asked(policy="snapkv,h2o", budget="64").choices()
+    wanted = run.Wanted(models.Spec(TINY), "tiny", choices, (64,), repeat=2, steps=4, peer=False)
+    made = run.Bench(wanted, RATES)
+    made.decode(64)
+    made.close()
+    # A policy that judges is followed by the same cache without one.
+    turn = ["full none", "snapkv roco", "snapkv none", "h2o h2o", "h2o none"]
+    assert order == turn * 2
+
+
+def test_prefill_writes_a_file_and_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    out = bench("prefill", *FLAGS, "--no-peer", "--policy", "snapkv", "--json", str(path))
+    assert out.exit_code == 0, out.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["length"], row["policy"]) for row in rows] == [
+        (128, "full"), (128, "snapkv"), (64, "full"), (64, "snapkv"),
+    ]  # fmt: skip
+    assert all(row["tok_s"] == pytest.approx(row["length"] / row["seconds"]) for row in rows)
+    added = [b / a - 1 for a, b in zip(rows[0]["times"], rows[1]["times"], strict=True)]
+    assert rows[1]["evict_share"] == pytest.approx(sum(added) / 2)
+    text = out.stdout
+    assert max(map(len, text.splitlines())) <= 80
+    lines = text.splitlines()
+    begin = lines.index("prefill, tiny, 128 tokens")
+    assert [line.split()[0] for line in lines[begin + 2 : begin + 4]] == ["full", "snapkv+roco"]
+    assert "prefill, tiny, 64 tokens" in lines
+    assert "\x1b" not in text
+
+
+def test_the_widest_row_has_eighty_columns() -> None:
+    row = run.Row(
+        "prefill", "llama-3-8b", "minikv", 131_072, (99.9,), "adakv", "scissorhands", "1024",
+        weights="auto", floor=4.0, evict=-0.012, vs_full=12.34, vs_peer=12.34,
+        kv={"held": 1023 << 20}, peak=1023 << 20,
+    )  # fmt: skip
+    assert max(map(len, show.table([row]).splitlines())) <= 80
+
+
+def test_a_real_model_takes_the_place_of_a_shape() -> None:
+    folder = Path(models.__file__).parents[2] / "models" / "bundled"
+    config = ModelConfig.from_folder(folder)
+    out = bench("prefill", "--model", str(folder), "--length", "64", "--repeat", "1", "--budget",
+                "48", "--no-peer", "--json", "-")  # fmt: skip
+    assert out.exit_code == 0, out.stderr
+    made = json.loads(out.stdout)
+    assert made["wanted"]["random_weights"] is False
+    assert made["rows"][0]["kv_bytes"]["full"] == 64 * config.kv_row_bytes(
+        torch.float32.itemsize if made["wanted"]["dtype"] == "float32" else 2
+    )
+    long = bench("decode", "--model", str(folder), "--length", str(config.max_context), "--no-peer")
+    assert long.exit_code == ContextError.exit_code
+    assert "smaller --length" in long.stderr
+
+
+@pytest.mark.skipif(not peer.installed(), reason="transformers is not there")
+def test_transformers_takes_its_turns_in_a_process_of_its_own() -> None:
+    out = bench("decode", *FLAGS[:2], "--length", "64", "--repeat", "1", "--steps", "2",
+                "--json", "-")  # fmt: skip
+    assert out.exit_code == 0, out.stderr
+    rows = json.loads(out.stdout)["rows"]
+    assert [row["system"] for row in rows] == ["minikv", "minikv", "transformers"]
+    theirs = rows[-1]
+    assert theirs["vs_transformers"] == 1.0
+    assert theirs["peak_bytes"] > 100 << 20
+    assert rows[0]["vs_transformers"] == pytest.approx(theirs["seconds"] / rows[0]["seconds"])
+    assert "transformers" not in sys.modules or "transformers.models.llama" not in sys.modules
+
+
+@pytest.mark.skipif(not peer.installed(), reason="transformers is not there")
+def test_transformers_computes_with_the_same_weights() -> None:
+    spec = models.Spec(TINY, dtype="float32")
+    theirs = peer.Transformers(spec)
+    ours = models.Cached(models.network(spec), Choice.read("full", "none"))
+    ids = models.prompt(70, TINY.vocab)
+    with torch.inference_mode():
+        logits = theirs.model(torch.tensor([ids])).logits[0, -1]
+    assert torch.allclose(ours.engine.prompt(ids), logits, atol=1e-5)
+    theirs.read(ids)
+    theirs.write(3)
+    assert theirs._cache.get_seq_length() == 73
+
+
+# -- what is refused, and what ends early -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("decode", "--shape", "lama-3-8b"), "did you mean llama-3-8b?"),
+        (("decode", "--model", "/nowhere"), "is not a directory"),
+        (("decode", "--policy", "snapkw"), "snapkw"),
+        (("decode", "--policy", ","), "--policy names nothing"),
+        (("decode", "--decode", "snapkv"), "snapkv"),
+        (("prefill", "--length", "63"), "at least 64"),
+        (("prefill", "--length", "long"), "number of tokens"),
+        (("decode", "--budget", "many"), "budget"),
+        (("decode", "--repeat", "0"), "--repeat must be 1 to"),
+        (("decode", "--steps", "-3"), "--steps must be 1 to"),
+        (("decode", "--threads", "4096"), "--threads must be 1 to"),
+        (("decode", "--device", "tpu"), "unknown device"),
+        (("decode", "--device", "cuda:99"), "no CUDA device"),
+        (("decode", "--json", "/nowhere/x.json"), "there is no directory"),
+        (("decode", "--json", "/"), "is a directory"),
+        (("decode", "--weights", "int3", "--shape", "tiny"), "int3"),
+        (("kernels", "--shape", "none"), "unknown shape"),
+        (("kernels", "--length", "1"), "at least 64"),
+        (("all", "--repeat", "0"), "--repeat must be 1 to"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(flags: tuple[str, ...], says: str) -> None:
+    out = bench(*flags)
+    assert out.exit_code == 2, out.output
+    assert says in out.stderr
+    assert len(out.stderr.strip().splitlines()) <= 2
+    assert "Traceback" not in out.output
+
+
+def test_a_budget_too_small_for_a_policy_is_refused() -> None:
+    out = bench("decode", *FLAGS[:4], "--budget", "2", "--no-peer")
+    assert out.exit_code == 2
+    assert "smallest useful budget" in out.stderr
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_what_was_measured_is_shown_when_a_run_ends_early(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read = models.Cached.read
+
+    def stops(self: models.Cached, ids: list[int], room: int = 256) -> float:
+        if len(ids) == 64:
+            raise error
+        return read(self, ids, room)
+
+    monkeypatch.setattr(models.Cached, "read", stops)
+    path = tmp_path / "part.json"
+    out = bench("decode", *FLAGS, "--steps", "2", "--no-peer", "--json", str(path))
+    assert out.exit_code == (130 if error is KeyboardInterrupt else 4)
+    made = json.loads(path.read_text())
+    assert made["complete"] is False
+    assert {row["length"] for row in made["rows"]} == {128}
+    assert "decode, tiny, 128 tokens" in out.stdout
+    early = bench("decode", *FLAGS[:2], "--length", "64", "--no-peer", "--json", "-")
+    assert early.exit_code == out.exit_code
+    assert early.stdout.count("rows") <= 1  # nothing but, at most, an object without rows
+
+
+def test_json_alone_means_stdout() -> None:
+    assert _resume_alone(["bench", "decode", "--json"]) == ["bench", "decode", "--json=-"]
+    assert _resume_alone(["bench", "decode", "--json", "--no-peer"])[2] == "--json=-"
+    named = ["bench", "decode", "--json", "out.json"]
+    assert _resume_alone(named) == named
+    assert _resume_alone(["ask", "q", "--json"]) == ["ask", "q", "--json"]
+
+
+def test_a_worker_measures_minikv_as_well_and_says_what_went_wrong() -> None:
+    made = worker.Worker("minikv", models.Spec(TINY), 1, Choice.read("snapkv", "none", "64"))
+    try:
+        assert made.read(range(128)) > 0
+        assert made.write(2) > 0
+        assert made.peak() > 50 << 20
+        spec = worker._plain(models.Spec(TINY))
+        with pytest.raises(worker.PeerError, match="another is no system"):
+            made._ask(do="make", system="another", threads=1, spec=spec, choice=None)
+        assert made.write(1) > 0  # and goes on
+        made._process.kill()
+        with pytest.raises(MemoryShortError, match="killed"):
+            made.read(range(128))
+    finally:
+        made.close()
+    assert made._process.returncode is not None
+
+
+# -- kernels --------------------------------------------------------------------------------
+
+
+def test_kernels_without_cuda_say_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for wanted in ((), ("--kernels", "triton")):
+        out = bench("kernels", *wanted)
+        assert out.exit_code == 2
+        assert "need a CUDA device" in out.stderr
+        assert "--kernels torch" in out.stderr
+
+
+def test_kernels_as_torch_twins() -> None:
+    out = bench("kernels", "--kernels", "torch", "--shape", "tiny", "--length", "64", "--repeat",
+                "1", "--json", "-")  # fmt: skip
+    assert out.exit_code == 0, out.stderr
+    made = json.loads(out.stdout)
+    assert made["notes"] == []
+    rows = made["kernels"]
+    assert {row["kernel"] for row in rows} >= {
+        "ragged attention", "append", "hash append", "h2o_step".replace("_", " "), "tova step",
+        "roco step", "scissorhands step", "observe", "column sums", "sdpa decode",
+    }  # fmt: skip
+    read, product = made["rates"]["read"], made["rates"]["matmul"]
+    for row in rows:
+        assert row["kernels"] == "torch"
+        assert row["floor_s"] == max(row["bytes"] / read, row["flops"] / product)
+        assert row["share_of_floor"] == pytest.approx(row["floor_s"] / row["seconds"])
+    attention = next(row for row in rows if row["kernel"] == "ragged attention")
+    assert attention["bytes"] == 64 * 2 * 2 * 16 * 2  # rows, heads, k and v of 16 in bfloat16
+
+
+def test_uneven_heads_have_the_mean_and_one_has_four_times_it() -> None:
+    for heads, mean in ((8, 1024), (8, 100), (32, 333), (5, 64)):
+        rows = kernels.uneven(heads, mean)
+        assert len(rows) == heads
+        assert sum(rows) == heads * mean
+        assert max(rows) == 4 * mean
+        assert min(rows) > 0
+    assert kernels.uneven(1, 64) == [64]
+    assert sum(kernels.uneven(2, 64)) == 128
+
+
+@pytest.mark.parametrize("case", list(kernels.cases(TINY, torch.float32, [64])),
+                         ids=lambda case: f"{case.name}, {case.case}")  # fmt: skip
+def test_every_case_does_what_it_says(case: kernels.Case) -> None:
+    """It runs twice on the same inputs, and what it writes is finite."""
+    operations = kernels.reference
+    inputs = case.make(CPU, 0)
+    case.run(operations, inputs)
+    out = case.run(operations, inputs)
+    tensors = [out] if isinstance(out, torch.Tensor) else list(out) if out is not None else []
+    tensors += [inputs[name] for name in ("mass", "squares", "k", "v") if name in inputs]
+    assert all(bool(t.isfinite().all()) for t in tensors)
+    if "rows" in inputs:  # all heads were over, so every one has given up a row
+        assert bool((inputs["hole"] >= 0).all())
+    if case.name == "hash append":
+        assert bool((inputs["hole"] >= 0).all())
+        assert case.nbytes >= inputs["code"].nbytes
+    if case.name in ("ragged attention", "sdpa decode"):
+        assert case.nbytes >= inputs["k"].nbytes // 2 + inputs["v"].nbytes // 2
+
+
+def test_a_kernel_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(kernels.reference, "tova_step")
+    out = bench("kernels", "--kernels", "torch", "--shape", "tiny", "--length", "64", "--repeat",
+                "1", "--json", "-")  # fmt: skip
+    made = json.loads(out.stdout)
+    assert made["notes"] == ["tova step: no tova_step in this version"]
+    assert not [row for row in made["kernels"] if row["kernel"] == "tova step"]
+
+
+# -- the whole list -------------------------------------------------------------------------
+
+
+def tried(parts: tuple[everything.Part, ...], *names: str) -> everything.Everything:
+    """Some parts with tiny networks."""
+    made = everything.Everything(CPU, RATES, lambda *a: None, repeat=1, peer=False, small=True)
+    made.go([part for part in parts if part.name in names], 10, True)
+    return made
+
+
+class Box:
+    """A process that is none."""
+
+    def __init__(self, name: str, spec: models.Spec, threads: int, choice: Choice | None) -> None:
+        self.bytes = 100 if choice and choice.evicts else 200
+
+    def read(self, ids: range) -> None:
+        assert len(ids) == 512
+
+    def write(self, steps: int) -> None: ...
+
+    def peak(self) -> int:
+        return self.bytes
+
+    def close(self) -> None: ...
+
+
+def test_parts_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_cpu, "Worker", Box)
+    made = tried(on_cpu.PARTS, "s at 2,048", "flat", "memory at 32,768")
+    states = {goal.name: goal.state for goal in made.goals}
+    assert states["decode, s at 2,048, adakv 512"] == "not measured"
+    assert states["decode at 32k over decode at 2k, same budget"] in ("met", "missed")
+    flat: Any = made.figures["flat"]
+    assert flat["turn"] * flat["turns"] == 1024
+    peaks: Any = made.figures["peak_resident_32768"]
+    assert peaks == {"minikv full": 200, "minikv adakv 512": 100}
+    assert {(row.kind, row.policy) for row in made.rows} == {
+        (kind, policy) for kind in ("prefill", "decode") for policy in ("full", "adakv")
+    }
+
+
+def test_parts_of_a_gpu_run_anywhere() -> None:
+    made = tried(on_gpu.PARTS, *(part.name for part in on_gpu.PARTS))
+    assert made.notes == []
+    names = [goal.name for goal in made.goals]
+    assert len(names) == 3 + 8 + 2 + 4 + 2
+    assert sum(name.startswith("eviction per step") for name in names) == 8
+    unmeasured = {goal.name for goal in made.goals if goal.measured is None}
+    assert unmeasured == {  # a CPU has no allocator that counts
+        "peak over weights at 32k, over its parts", "cache reported, off the allocator's figure by"
+    }
+    long: Any = made.figures["long_prompt"]
+    assert long["full_would_hold"] == (long["tokens"] + 4) * 2 * 2 * 2 * 16 * 2
+    assert long["held"] < long["full_would_hold"]
+
+
+def test_no_part_begins_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    parts = [everything.Part(name, lambda e, name=name: ran.append(name), slow)
+             for name, slow in (("one", False), ("two", True), ("three", False))]  # fmt: skip
+    made = everything.Everything(CPU, RATES, lambda *a: None)
+    made.go(parts, 1, False)
+    assert ran == ["one", "three"]
+    assert made.notes == ["two: only with --full"]
+    made.go(parts, -1, True)
+    assert ran == ["one", "three"]
+    assert made.notes[1:] == [f"{name}: no time left of -1 minutes"
+                              for name in ("one", "two", "three")]  # fmt: skip
+
+
+def test_all_prints_goals_and_goes_on_after_a_part_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def good(every: everything.Everything) -> None:
+        every.want("something", 2.0, 1.5)
+
+    def bad(every: everything.Everything) -> None:
+        raise MemoryShortError("too little of it")
+
+    parts = (everything.Part("bad", bad), everything.Part("good", good))
+    monkeypatch.setattr(on_cpu, "PARTS", parts)
+    monkeypatch.setattr(on_gpu, "PARTS", parts)
+    out = bench("all")
+    assert out.exit_code == 0, out.output
+    assert "something     x2.00   x1.50      -  met" in out.stdout
+    assert "bad: too little of it" in out.stderr
+    made = json.loads(bench("all", "--json", "-").stdout)
+    assert made["goals"][0]["state"] == "met"
+    assert made["notes"] == ["bad: too little of it"]
+
+
+# -- the machine ----------------------------------------------------------------------------
+
+
+def test_rates_of_a_cpu() -> None:
+    threads = torch.get_num_threads()
+    rates = machine.measure(CPU)
+    assert torch.get_num_threads() == threads
+    assert rates.read_1 is not None
+    assert rates.read >= rates.read_1
+    assert machine.attention_rate(CPU, torch.float32, 4, 2, 16, 64, rounds=1) > 0
+
+
+def test_a_record_is_written_after_an_error_in_the_table(tmp_path: Path) -> None:
+    terminal = command.Terminal(quiet=True)
+    terminal.out = io.StringIO()
+    record = command.Record(["minikv", "bench"], terminal, str(tmp_path / "x.json"))
+    record.tables.append("one")
+    record.show()
+    record.show()
+    record.made["rows"] = []
+    record.finish()
+    assert terminal.out.getvalue() == "one\n\n"  # once
+    assert json.loads((tmp_path / "x.json").read_text()) == {
+        "command": "minikv bench", "rows": [],
+    }  # fmt: skip
+
+
+def test_what_needs_no_torch_is_refused_without_it() -> None:
+    with pytest.raises(UsageError):
+        Asked(policy="full,nothing").choices()
+    only = Asked(policy="full").choices()
+    assert [choice.policy for choice in only] == ["full"]
+    twice = Asked(policy="adakv,adakv", budget="64,64,128").choices()
+    assert [str(choice.budget) for choice in twice[1:]] == ["64", "128"]
