@@ -19,8 +19,11 @@ class Attend(Protocol):
     everything seen before it and causally to itself. `advance(T)` ends the forward.
     """
 
-    position: int
-    """Tokens already seen, which is the rotary position of the next one."""
+    @property
+    def position(self) -> int | Tensor:
+        """Tokens already seen, which is the rotary position of the next one. Where no value may be
+        asked of the device, it is there, int64 []."""
+        ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Rotated q [t, H*G, D], rotated k [t, H, D], v [t, H, D] -> mixed values [t, H*G, D]."""

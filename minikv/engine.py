@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from minikv.attend import Attend
 from minikv.errors import ContextError, NumericsError
+from minikv.graph import Capture, CudaGraphs, Writer
+from minikv.sampling import Sampling, pick
 from minikv.scheduler import Scheduler
 
 
@@ -22,10 +24,23 @@ class Network(Protocol):
 
 
 class Engine:
-    """Feeds a network over its cache. Rows exist for exactly the tokens that were fed."""
+    """Feeds a network over its cache. Rows exist for exactly the tokens that were fed.
 
-    def __init__(self, network: Network, kv: Scheduler) -> None:
+    `notices`: lines for the user about what is slower than it could be.
+    """
+
+    def __init__(
+        self, network: Network, kv: Scheduler, capture: Capture | Literal["auto"] | None = "auto"
+    ) -> None:
+        """`capture` is how `next` runs steps without waiting for the device; None: one after the
+        other, as `step`. By default CUDA graphs on CUDA, None elsewhere."""
         self.network, self.kv = network, kv
+        self.notices: list[str] = []
+        self._writer: Writer | None = None
+        if capture == "auto":
+            capture = CudaGraphs(kv.device) if kv.device.type == "cuda" else None
+        if capture is not None:
+            self._writer = Writer(network, kv, capture)
 
     def prompt(
         self,
@@ -70,11 +85,7 @@ class Engine:
         On an error the token is not in the cache. Raises ContextError and NumericsError.
         """
         kv = self.kv
-        if kv.position >= kv.shape.max_context:
-            raise ContextError(
-                f"all {kv.shape.max_context:,} positions are used",
-                "eviction frees memory, not positions; start anew with /reset",
-            )
+        self._refuse_full()
         try:
             logits = self.network.forward(self._tensor([token]), _Withheld(kv))
             _check(logits, "writing the answer")
@@ -83,6 +94,40 @@ class Engine:
             raise
         kv.advance(1)
         return logits
+
+    def next(
+        self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool = True
+    ) -> int:
+        """`step` and `sampling.pick`: feed a token of an answer, return the next.
+
+        On CUDA the step after it is under way when this returns, unless not `ahead`; it counts
+        only if the token returned is what is fed next. Raises as `step`; on an error `kv.position`
+        says whether the token is in the cache.
+        """
+        self._refuse_full()
+        if self._writer is not None and self._writer.takes():
+            before = self.kv.position
+            try:
+                return self._writer.feed(token, vocab, sampling, seed, ahead=ahead)
+            except NumericsError:
+                raise
+            except Exception as error:
+                if self.kv.position != before:
+                    raise
+                self._writer.settle()
+                self._writer = None
+                why = str(error).strip().partition("\n")[0] or type(error).__name__
+                self.notices.append(f"steps are not captured in a CUDA graph and slower: {why}")
+        logits = self.step(token)
+        return pick(logits, vocab, sampling, seed, self.kv.position)
+
+    def _refuse_full(self) -> None:
+        most = self.kv.shape.max_context
+        if self.kv.position >= most:
+            raise ContextError(
+                f"all {most:,} positions are used",
+                "eviction frees memory, not positions; start anew with /reset",
+            )
 
     def reset(self) -> None:
         """Forget the conversation."""

@@ -49,23 +49,40 @@ def pick(logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: in
         )
     if sampling.temperature == 0.0:
         return int(logits.argmax())
+    point = torch.tensor(draw(seed, position), dtype=torch.float64)
+    return int(choose(logits.cpu(), sampling, point))
+
+
+def draw(seed: int, position: int) -> float:
+    """A number in [0, 1), keyed by (seed, position), that decides the token to stand there."""
+    generator = torch.Generator("cpu").manual_seed(_mix(seed, position))
+    return float(torch.rand((), generator=generator, dtype=torch.float64))
+
+
+def choose(logits: Tensor, sampling: Sampling, point: Tensor) -> Tensor:
+    """int64 []: a token from the finite float32 logits [V], without asking the device for a value.
+
+    point float64 []: where in [0, 1) of the chances, best token first, the drawn one lies. If a
+    logit is not finite the token is any of the V.
+    """
+    if sampling.temperature == 0.0:
+        return logits.argmax()
     # Shifting by the maximum first keeps a tiny temperature from overflowing to inf - inf.
-    scaled = (logits.cpu().double() - float(logits.max())) / sampling.temperature
-    ranked, ids = torch.sort(scaled, descending=True, stable=True)
+    ranked, ids = torch.sort(logits, descending=True, stable=True)
+    ranked = (ranked.double() - ranked[0].double()) / sampling.temperature
     if sampling.top_k:
         ranked = ranked[: sampling.top_k]
     chances = torch.softmax(ranked, 0)
     before = chances.cumsum(0) - chances
     # The best token always stays, also with top_p 0.
-    keep = (before < sampling.top_p) & (chances >= sampling.min_p * chances[0])
-    keep[0] = True
+    first = torch.arange(len(chances), device=chances.device)
+    keep = (before < sampling.top_p) & (chances >= sampling.min_p * chances[0]) | (first == 0)
     chances = torch.where(keep, chances, 0.0)
     edges = chances.cumsum(0)
-    generator = torch.Generator("cpu").manual_seed(_mix(seed, position))
-    point = torch.rand((), generator=generator, dtype=torch.float64) * edges[-1]
     # right=True: a token of chance 0 owns no interval and cannot be drawn.
-    rank = int(torch.searchsorted(edges, point, right=True))
-    return int(ids[min(rank, int(keep.nonzero().max()))])
+    rank = torch.searchsorted(edges, (point * edges[-1])[None], right=True)
+    rank = torch.minimum(rank, (first * keep).max())
+    return ids.gather(0, rank)[0]
 
 
 def _mix(seed: int, position: int) -> int:

@@ -63,7 +63,9 @@ class Scheduler:
         self.budget: Budget | None
         self._rows: int | None
         self._open: bool
-        self.arena: Arena
+        self._arena: Arena
+        self._back: Callable[[], None] | None = None  # ends a loan, see `lend`
+        self.beside = 0  # bytes of what the borrower works with
         self.progress: Callable[[int, int], None] | None = None
         self.output, self.rotary = output, rotary
         self._poison = poison
@@ -145,10 +147,11 @@ class Scheduler:
 
     def reset(self) -> None:
         """Forget the conversation and give its memory back."""
+        self._end_loan()
         self.position = 0
         self._turns: list[tuple[int, int]] = []
         self._pinned = 0
-        self.arena = self._empty(self.step_policy)
+        self._arena = self._empty(self.step_policy)
         if self.budget and self.budget.unit == "share":
             self._open, self._rows = True, None
         self._reading: Reading | Strided | None = None
@@ -308,6 +311,48 @@ class Scheduler:
             self.arena.hole = torch.where(self._taken, self._slot, self.arena.hole)
         self._relaid()
 
+    # -- steps elsewhere ----------------------------------------------------------------------
+
+    @property
+    def arena(self) -> Arena:
+        """The rows. If they are lent, this ends the loan."""
+        self._end_loan()
+        return self._arena
+
+    def lend(self, back: Callable[[], None]) -> Arena:
+        """Let someone else make the steps. Between steps only.
+
+        `back` is called before anyone looks at the arena again: it brings length and hole up to
+        date. The borrower keeps `position` itself. Without a step policy every head has room for
+        a row at least.
+        """
+        assert self._reading is None
+        assert self._slot is None, "a step is under way"
+        arena = self.arena
+        if self.step_policy is None and bool(
+            ((arena.length >= arena.capacity) & (arena.hole < 0)).any()
+        ):
+            self._grow()
+        self._relaid()  # what was derived from the rows will not hold
+        self._back = back
+        return arena
+
+    def _end_loan(self) -> None:
+        if self._back is not None:
+            back, self._back = self._back, None
+            back()
+
+    @property
+    def pinned(self) -> int:
+        """Positions below it never leave."""
+        return self._pinned
+
+    def lasting(self) -> Tensor | None:
+        """bool [R]: rows that leave after all others; None if the prompt policy prefers none."""
+        if self.prompt_policy is None or self.prompt_policy.prefer is None:
+            return None
+        return self.prompt_policy.prefer(self.arena.columns["pos"].to(torch.int64), self._turns)
+
     # -- set aside ----------------------------------------------------------------------------
 
     def snapshot(self) -> Held:
@@ -345,7 +390,8 @@ class Scheduler:
             raise ValueError("the cache is not one of this network and policy")
         arena.unpack(held.layout, held.region, held.columns)
         self._set(prompt, step, budget, stride)
-        self.arena, self.position, self._turns = arena, held.position, list(held.turns)
+        self._end_loan()
+        self._arena, self.position, self._turns = arena, held.position, list(held.turns)
         self._pinned, self._rows, self._open = held.pinned, held.rows, held.open
         self._peak, self._evict_s, self._last = held.peak, held.evict_s, held.outcome
         self._relaid()
@@ -608,7 +654,7 @@ class Scheduler:
     def _allocated(self) -> int:
         """Bytes of the arena and of what the steps work with."""
         seen = sum(mask.nbytes for mask in self._seen.values())
-        return self.arena.nbytes + self._mean.nbytes + seen
+        return self.arena.nbytes + self._mean.nbytes + seen + self.beside
 
     def stats(self) -> CacheStats:
         """Counted from the tensors; see `CacheStats`."""

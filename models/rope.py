@@ -92,14 +92,29 @@ class Rotary:
     """Rotates queries and keys by their position. `inverse` [D/2] is the angle per position; there
     is no table of positions."""
 
-    __slots__ = ("_scale", "inverse")
+    __slots__ = ("_scale", "_sign", "_twice", "inverse")
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu") -> None:
         inverse, self._scale = frequencies(rope, head_dim)
         self.inverse = inverse.to(device)
+        self._twice = torch.cat((self.inverse, self.inverse))[None, None]
+        self._sign = torch.ones_like(self._twice)
+        self._sign[..., : head_dim // 2] = -1.0
 
-    def table(self, start: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine of positions start .. start+count-1, each [count, 1, D]."""
+    def table(
+        self, start: int | Tensor, count: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine of positions start .. start+count-1, each [count, 1, D].
+
+        A start that is on the device, int64 [], is not asked for; the count is 1 then.
+        """
+        if isinstance(start, Tensor):  # few operations: this one is made at every step
+            assert count == 1
+            angle = start.to(torch.float32) * self._twice
+            cos, sin = angle.cos(), angle.sin().mul_(self._sign)
+            if self._scale != 1.0:
+                cos, sin = cos * self._scale, sin * self._scale
+            return cos.to(dtype), sin.to(dtype)
         position = torch.arange(
             start, start + count, dtype=torch.float32, device=self.inverse.device
         )
