@@ -55,7 +55,11 @@ def _pick(values, at, index):
     return tl.sum(tl.where(at == index, values, 0), 0)
 
 
-@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["pos", "logits"])
+# A layer's slice of what all layers share begins anywhere; one build serves all layers.
+@triton.jit(
+    do_not_specialize=["width"],
+    do_not_specialize_on_alignment=["start", "length", "pos", "oldest", "logits"],
+)
 def split(
     q, k, v, k_scale, v_scale, start, length, pos, oldest, logits, width, scale, part, part_lse,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
@@ -141,7 +145,7 @@ def split(
                          mask=(g < G)[:, None] & real[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["length", "lse"])
 def join(
     part, part_lse, length, out, lse,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
@@ -286,8 +290,8 @@ _TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8"
 }  # fmt: skip
 _USES = (  # window, logits, int8: what policies and models ask for
-    (False, False, False), (False, True, False), (True, False, False), (True, True, False),
-    (False, True, True),
+    (True, True, False), (False, True, True), (False, False, False), (False, True, False),
+    (True, False, False),
 )  # fmt: skip
 
 
@@ -297,14 +301,16 @@ def variants(
     sizes: Sequence[int] = (64, 80, 96, 128, 256),
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
 ) -> list[Variant]:
-    """Every build of this file's kernels for a model of H KV heads of G queries of size D."""
+    """Builds of this file's kernels for models of H KV heads of G queries of size D: all for
+    bfloat16 with heads of 128 and 256, else those that need most."""
     found = []
     for size, dtype in product(sizes, dtypes):
-        if dtype == torch.float32 and size > WIDE:
+        main = dtype == torch.bfloat16
+        if not main and size not in (64, 128):
             continue
         kind = _TYPES[dtype]
-        for window, logits, scaled in _USES:
-            if scaled and dtype == torch.float32:
+        for window, logits, scaled in _USES if size >= 128 else _USES[:2]:
+            if (scaled or not logits) and not main:
                 continue
             stored = torch.int8 if scaled else dtype
             config = configure(size, stored, torch.device("cpu"), (9, 0))

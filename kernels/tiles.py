@@ -56,10 +56,10 @@ def row_stride(t: Tensor, dim: int) -> int:
 
 
 def typed(
-    fn: object, kinds: Mapping[str, str], constants: Mapping[str, object]
-) -> dict[str, str]:
+    fn: object, kinds: Mapping[str, str | tuple[str, ...]], constants: Mapping[str, object]
+) -> dict[str, str | tuple[str, ...]]:
     """A kernel's signature in its own order: pointers as given, "constexpr", fp32 for the scale,
     32-bit integers for all else."""
     names: list[str] = fn.arg_names  # type: ignore[attr-defined]
     rest = {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
-    return {name: kinds.get(name) or rest.get(name, "i32") for name in names}
+    return {name: kinds[name] if name in kinds else rest.get(name, "i32") for name in names}

@@ -11,14 +11,14 @@ class Variant:
     """One build of one kernel.
 
     fn: the `triton.jit` function; signature: the type of every argument in order, as Triton writes
-    types ("*bf16", "i64", "constexpr"); constants: the value of every "constexpr"; warps and
-    stages: how it is launched; mma: it must use matrix instructions; vector: it must read rows 16
-    bytes at a time. At a launch every pointer is 16-byte aligned; integers are not specialised.
+    types ("*bf16", "i64", "constexpr"; a tuple of types for a tuple); constants: the value of every
+    "constexpr"; warps and stages: how it is launched; mma: it must use matrix instructions; vector:
+    it must read rows 16 bytes at a time. Integers are not specialised at a launch.
     """
 
     name: str
     fn: object
-    signature: Mapping[str, str]
+    signature: Mapping[str, str | tuple[str, ...]]
     constants: Mapping[str, object] = field(default_factory=dict)
     warps: int = 4
     stages: int = 2
@@ -27,5 +27,9 @@ class Variant:
 
     @property
     def aligned(self) -> tuple[int, ...]:
-        """Places of the arguments that are pointers."""
-        return tuple(i for i, kind in enumerate(self.signature.values()) if kind.startswith("*"))
+        """Places of the pointers of which a launch knows that they are 16-byte aligned."""
+        free = [p.do_not_specialize_on_alignment for p in self.fn.params]  # type: ignore[attr-defined]
+        kinds = enumerate(self.signature.values())
+        return tuple(
+            i for i, kind in kinds if isinstance(kind, str) and kind.startswith("*") and not free[i]
+        )

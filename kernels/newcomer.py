@@ -1,0 +1,192 @@
+"""The newcomer's row in every column of the arena, in one launch for a layer, in Triton.
+
+`append` writes to a row that is known. `hash_append` is HashEvict's whole step before attention: it
+hashes the queries and the new key, finds the row least like the queries by the Hamming distance of
+packed codes, sets that row aside and writes the newcomer over it. Specifications: the functions of
+these names in `reference`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minikv.kernels.evict import NONE, free_rows, lower, lowest, ones
+from minikv.kernels.tiles import power, typed
+from minikv.kernels.variants import Variant
+
+_BLOCK, _WARPS = 1024, 8  # of `hash_append`
+
+
+@triton.jit(
+    do_not_specialize=["key_row", "value_row"],
+    do_not_specialize_on_alignment=["key", "value", "slot", "position"],
+)
+def _append(
+    key, value, slot, position, k, v, pos, blank, key_row, value_row,
+    D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    d = tl.arange(0, DP)
+    at = tl.load(slot + head)
+    tl.store(k + at * D + d, tl.load(key + head * key_row + d, mask=d < D), mask=d < D)
+    tl.store(v + at * D + d, tl.load(value + head * value_row + d, mask=d < D), mask=d < D)
+    tl.store(pos + at, tl.load(position).to(tl.int32))
+    for i in tl.static_range(len(blank)):
+        tl.store(blank[i] + at, tl.zeros((), tl.int32).to(blank[i].dtype.element_ty))
+
+
+@triton.jit
+def _code(x, matrix, d, B: tl.constexpr, BP: tl.constexpr, D: tl.constexpr):
+    """int64: the signs of x [DP] @ matrix [D, B], bit b for column b; zero is positive."""
+    b = tl.arange(0, BP)
+    inside = (d < D)[:, None] & (b < B)[None, :]
+    columns = tl.load(matrix + d[:, None] * B + b[None, :], mask=inside, other=0.0)
+    along = tl.sum(columns * x.to(tl.float32)[:, None], 0)
+    return tl.sum(((along >= 0) & (b < B)).to(tl.int64) << b, 0)
+
+
+@triton.jit(
+    do_not_specialize=["key_row", "value_row", "probe_head", "probe_row", "sinks", "recent",
+                       "pinned"],
+    do_not_specialize_on_alignment=["probe", "key", "value", "matrix", "start", "length", "cap",
+                                    "hole", "position", "spare_k", "spare_v", "spare_pos",
+                                    "spare_code"],
+)
+def _hash_append(
+    probe, key, value, matrix, start, length, cap, hole, position, k, v, pos, code,
+    spare_k, spare_v, spare_pos, spare_code, probe_head, probe_row, key_row, value_row,
+    sinks, recent, pinned,
+    P: tl.constexpr, PP: tl.constexpr, B: tl.constexpr, BP: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    d = tl.arange(0, DP)
+    count = tl.load(length + head).to(tl.int32)
+    begin = tl.load(start + head)
+    now = tl.load(position)
+    slot = tl.load(hole + head)
+    new_key = tl.load(key + head * key_row + d, mask=d < D, other=0.0)
+    if slot < 0:
+        slot = begin + count
+        if count >= tl.load(cap + head):
+            probes = tl.arange(0, PP)
+            codes = tl.zeros((PP,), tl.int64)
+            for p in tl.static_range(P):
+                x = tl.load(probe + head * probe_head + p * probe_row + d, mask=d < D, other=0.0)
+                codes = tl.where(probes == p, _code(x, matrix, d, B, BP, D), codes)
+            n = tl.arange(0, BN)
+            best = tl.full((BN,), NONE, tl.int64)
+            row = tl.zeros((BN,), tl.int32)
+            rest = best
+            other = row
+            for s in tl.range(0, count, BN):
+                j = s + n
+                ok = j < count
+                stored = tl.load(code + begin + j, mask=ok, other=0).to(tl.int64)
+                apart = tl.zeros((BN,), tl.int32)
+                for p in tl.static_range(P):
+                    differ = tl.sum(tl.where(probes == p, codes, 0), 0) ^ stored
+                    apart += ones(differ.to(tl.uint32)).to(tl.int32)
+                    if B > 32:
+                        apart += ones((differ >> 32).to(tl.uint32)).to(tl.int32)
+                at = tl.load(pos + begin + j, mask=ok, other=-1)
+                shown = ok & (at >= pinned)
+                # The largest distance leaves, of equal ones the oldest row.
+                rank = ((P * B - apart).to(tl.int64) << 32) | at.to(tl.int64)
+                best, row = lower(best, row, rank, j,
+                                  free_rows(at, shown, now - 1, sinks, recent, True))
+                rest, other = lower(rest, other, rank, j,
+                                    free_rows(at, shown, now - 1, sinks, recent, False))
+            least, found = lowest(best, row)
+            if least == NONE:
+                least, found = lowest(rest, other)
+            slot = begin + found
+            old_k = tl.load(k + slot * D + d, mask=d < D)
+            old_v = tl.load(v + slot * D + d, mask=d < D)
+            tl.store(spare_k + head * D + d, old_k, mask=d < D)
+            tl.store(spare_v + head * D + d, old_v, mask=d < D)
+            tl.store(spare_pos + head, tl.load(pos + slot))
+            tl.store(spare_code + head, tl.load(code + slot))
+            tl.store(hole + head, slot)
+            tl.debug_barrier()  # the row is read before any thread overwrites it
+    tl.store(k + slot * D + d, new_key, mask=d < D)
+    tl.store(v + slot * D + d, tl.load(value + head * value_row + d, mask=d < D), mask=d < D)
+    tl.store(pos + slot, now.to(tl.int32))
+    mine = _code(new_key, matrix, d, B, BP, D)
+    tl.store(code + slot, mine.to(code.dtype.element_ty))
+
+
+def append(
+    key: Tensor, value: Tensor, slot: Tensor, position: Tensor, k: Tensor, v: Tensor, pos: Tensor,
+    blank: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """`reference.append` on the device."""
+    assert key.stride(1) == value.stride(1) == 1
+    size = key.shape[1]
+    _append[(len(key),)](
+        key, value, slot, position, k, v, pos, tuple(blank), key.stride(0), value.stride(0),
+        D=size, DP=power(size), num_warps=1,
+    )  # fmt: skip
+
+
+def hash_append(
+    probe: Tensor, key: Tensor, value: Tensor, matrix: Tensor, start: Tensor, length: Tensor,
+    cap: Tensor, hole: Tensor, position: Tensor, k: Tensor, v: Tensor, pos: Tensor, code: Tensor,
+    spare: tuple[Tensor, Tensor, Tensor, Tensor], *, width: int, sinks: int, recent: int,
+    pinned: int, block: int = _BLOCK,
+) -> None:  # fmt: skip
+    """`reference.hash_append` on the device; `width` is not needed, `block` rows at once."""
+    heads, probes, size = probe.shape
+    bits = matrix.shape[1]
+    assert probe.stride(2) == key.stride(1) == value.stride(1) == 1
+    assert all(t.is_contiguous() for t in (matrix, start, length, cap, hole, k, v, *spare))
+    _hash_append[(heads,)](
+        probe, key, value, matrix, start, length, cap, hole, position, k, v, pos, code, *spare,
+        probe.stride(0), probe.stride(1), key.stride(0), value.stride(0), sinks, recent, pinned,
+        P=probes, PP=power(probes), B=bits, BP=power(bits), D=size, DP=power(size), BN=block,
+        num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def variants(
+    group: int = 4,
+    sizes: Sequence[int] = (80, 128, 256),
+    bits: Sequence[int] = (8, 24, 64),
+) -> list[Variant]:
+    """Builds of this file's kernels for models with groups of G queries of size D; columns as
+    policies declare them."""
+    found = []
+    kinds: dict[str, str | tuple[str, ...]] = {
+        "key": "*bf16", "value": "*bf16", "slot": "*i64", "position": "*i64", "k": "*bf16",
+        "v": "*bf16", "pos": "*i32", "probe": "*bf16", "matrix": "*fp32", "start": "*i64",
+        "length": "*i64", "cap": "*i64", "hole": "*i64", "spare_k": "*bf16", "spare_v": "*bf16",
+        "spare_pos": "*i32",
+    }  # fmt: skip
+    blanks: dict[str, tuple[str, ...]] = {
+        "none": (), "h2o": ("*fp32",), "roco": ("*fp32",) * 3,
+        "scissorhands": (*("*i64",) * 13, "*fp32"),
+    }  # fmt: skip
+    for size in sizes:
+        constants: dict[str, object] = {"D": size, "DP": power(size)}
+        for name, blank in blanks.items():
+            signature = typed(_append, kinds | {"blank": blank}, constants)
+            found.append(
+                Variant(f"append-{name}-{size}", _append, signature, constants, 1, vector=False)
+            )
+        for count, probes in zip(bits, (group, 1, group), strict=True):
+            kind = "*i16" if count < 16 else "*i32" if count < 32 else "*i64"
+            more = constants | {
+                "P": probes, "PP": power(probes), "B": count, "BP": power(count), "BN": _BLOCK
+            }  # fmt: skip
+            signature = typed(_hash_append, kinds | {"code": kind, "spare_code": kind}, more)
+            found.append(Variant(
+                f"hash-append-{size}-{count}x{probes}", _hash_append, signature, more, _WARPS,
+                vector=False,
+            ))  # fmt: skip
+    return found
