@@ -33,6 +33,12 @@ class ModelTooLarge(ModelError):
     exit_code = 4
 
 
+class UnusableSetting(ModelError):
+    """A setting that this machine, or this build of torch, cannot have."""
+
+    exit_code = 2
+
+
 def quote(value: object, limit: int = 80) -> str:
     """`value` from an untrusted file, safe to show: ASCII only, escaped, at most `limit` long."""
     try:

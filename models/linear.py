@@ -1,12 +1,42 @@
-"""The matrices of a network: `Linear` is one of them, however its weights are kept."""
+"""The matrices of a network: `Linear` is one of them, however its weights are kept.
+
+What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
+
+- one row in bfloat16: torch's own product of a matrix and a vector reads memory at the rate of a
+  plain sum. oneDNN, which torch prefers, needs twice the time, and with weights prepacked for it
+  still a third more, so nothing is prepacked: there is one copy, and a tied head is fast too.
+- many rows in bfloat16: oneDNN where the processor multiplies bfloat16; where it does not, the
+  same in float32, a block of the weights at a time.
+- int8 and int4: torch's packed kernels for a few rows; many rows unpack a block at a time.
+
+float32 and a CUDA device do what `F.linear` does.
+"""
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Iterator
+from functools import cache
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+FORMS = ("auto", "plain", "int8", "int4")
+"""How weights may be kept. "auto" and "plain" are as the checkpoint has them."""
+
+GROUPS = (128, 64, 32)
+"""Columns that share a scale in int4: the first that divides a row."""
+
+FEW = 16
+"""Rows up to which the packed kernels are faster than unpacking for a matrix product."""
+
+BLOCK = 1 << 22
+"""Weights that are unpacked at a time: 8 MiB of bfloat16, which stays in the caches."""
+
+_TILE = 64  # rows of a tile of the packed int4 layout
+_STEP = 16  # columns that torch's int8 kernel reads at a time, beyond the end of a row if it must
 
 
 class Linear(Protocol):
@@ -27,7 +57,7 @@ class Linear(Protocol):
 
 
 class Plain:
-    """The weights as a checkpoint has them: what training, float32 and CUDA use."""
+    """The weights as a checkpoint has them: all that training, float32 and CUDA know."""
 
     __slots__ = ("bias", "weight")
 
@@ -36,16 +66,260 @@ class Plain:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
+        weight = self.weight
+        if weight.dtype is torch.bfloat16 and weight.is_cpu and not torch.is_grad_enabled():
+            if x.shape[0] == 1:
+                return _biased(_own_product(x, weight), self.bias)
+            if not bf16_products():
+                return _biased(_by_blocks(x, self, out), self.bias)
         if out is None:
-            return F.linear(x, self.weight, self.bias)
-        out = torch.mm(x, self.weight.t(), out=out[: x.shape[0]])
-        return out if self.bias is None else out.add_(self.bias)
+            return F.linear(x, weight, self.bias)
+        return _biased(torch.mm(x, weight.t(), out=out[: x.shape[0]]), self.bias)
 
     def dense(self) -> Tensor:
         """See `Linear`; the weights themselves."""
         return self.weight
 
     @property
+    def shape(self) -> torch.Size:
+        """[out, in]."""
+        return self.weight.shape
+
+    def columns(self, start: int, end: int) -> Tensor:
+        """Rows start to end of the weights, transposed: [in, end - start]."""
+        return self.weight[start:end].t()
+
+    @property
     def nbytes(self) -> int:
         """See `Linear`."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return self.weight.nbytes + _bytes(self.bias)
+
+
+class Int8:
+    """Eight bits a weight and one bfloat16 scale a row; activations are bfloat16. CPU only.
+
+    A row's largest magnitude is 127 steps. `in` must be a multiple of 16: the kernel reads whole
+    vectors.
+    """
+
+    __slots__ = ("bias", "quantised", "scale")
+
+    def __init__(self, plain: Plain) -> None:
+        weight, self.bias = plain.weight, plain.bias
+        assert fits_int8(weight.shape[1])
+        self.quantised = torch.empty(weight.shape, dtype=torch.int8)
+        self.scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
+        for start, end in blocks(weight.shape):
+            part = weight[start:end].float()
+            scale = (part.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+            scale = scale.to(torch.bfloat16)
+            self.scale[start:end] = scale
+            part.div_(scale.float()[:, None]).round_().clamp_(-127, 127)
+            self.quantised[start:end] = part
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Linear`."""
+        if x.shape[0] > FEW:
+            return _biased(_by_blocks(x, self, out), self.bias)
+        made = torch._weight_int8pack_mm(x.contiguous(), self.quantised, self.scale)
+        return _biased(made, self.bias)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[out, in]."""
+        return self.quantised.shape
+
+    def columns(self, start: int, end: int) -> Tensor:
+        """Rows start to end of the weights, transposed: [in, end - start]."""
+        return torch.mul(self.quantised[start:end], self.scale[start:end, None]).t()
+
+    def dense(self) -> Tensor:
+        """See `Linear`; unpacked anew."""
+        return self.columns(0, self.shape[0]).t()
+
+    @property
+    def nbytes(self) -> int:
+        """See `Linear`."""
+        return self.quantised.nbytes + self.scale.nbytes + _bytes(self.bias)
+
+
+class Int4:
+    """Four bits a weight, and a bfloat16 scale and offset for each group of a row. CPU only.
+
+    A group's smallest and largest value are the first and the last of 16 steps; `group` columns
+    (128, or 64 or 32 where those divide a row) make one. Activations are bfloat16.
+    """
+
+    __slots__ = ("bias", "group", "packed", "scales", "shape")
+
+    def __init__(self, plain: Plain) -> None:
+        weight, self.bias = plain.weight, plain.bias
+        self.shape = weight.shape
+        rows, columns = weight.shape
+        group = group_of(columns)
+        assert group is not None
+        self.group = group
+        padded = -(-rows // _TILE) * _TILE  # a short last tile would have a layout of its own
+        self.packed = torch.zeros(padded, columns // 2, dtype=torch.uint8)
+        self.scales = torch.zeros(columns // group, padded, 2, dtype=torch.bfloat16)
+        for start, end in blocks(weight.shape):
+            part = weight[start:end].float().view(-1, columns // group, group)
+            least, most = part.amin(2), part.amax(2)
+            scale = ((most - least) / 15).clamp_(min=torch.finfo(torch.float32).tiny)
+            scale = scale.to(torch.bfloat16)
+            middle = (least + 8 * scale.float()).to(torch.bfloat16)
+            self.scales[:, start:end, 0] = scale.t()
+            self.scales[:, start:end, 1] = middle.t()
+            part = (part - middle.float()[..., None]).div_(scale.float()[..., None])
+            steps = part.round_().add_(8).clamp_(0, 15).view(-1, columns).to(torch.int32)
+            tiles = -(-end // _TILE) * _TILE
+            steps = F.pad(steps, (0, 0, 0, tiles - end))
+            self.packed[start:tiles] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps, 1)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Linear`."""
+        if x.shape[0] > FEW and half_tile() is not None:
+            return _biased(_by_blocks(x, self, out), self.bias)
+        made: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x.contiguous(), self.packed, self.group, self.scales
+        )
+        return _biased(made[:, : self.shape[0]], self.bias)
+
+    def columns(self, start: int, end: int) -> Tensor:
+        """Rows start to end of the weights, transposed: [in, end - start]; start is a tile's."""
+        half = half_tile()
+        inside, size = self.shape[1], -(-(end - start) // _TILE) * _TILE
+        if half is None:
+            eye = torch.eye(inside, dtype=torch.bfloat16)
+            return self(eye)[:, start:end]  # exact: one product a weight, nothing is summed
+        bytes_ = self.packed[start : start + size].view(size // (2 * half), inside, half)
+        steps = torch.cat((bytes_ & 15, bytes_ >> 4), 2)  # [tiles, in, 2 * half]
+        steps = steps.transpose(0, 1).reshape(inside // self.group, self.group, size)
+        scale, middle = self.scales[:, None, start : start + size].unbind(-1)
+        made = steps.to(torch.bfloat16).sub_(8).mul_(scale).add_(middle)
+        return made.view(inside, size)[:, : end - start]
+
+    def dense(self) -> Tensor:
+        """See `Linear`; unpacked anew."""
+        return self.columns(0, self.shape[0]).t()
+
+    @property
+    def nbytes(self) -> int:
+        """See `Linear`."""
+        return self.packed.nbytes + self.scales.nbytes + _bytes(self.bias)
+
+
+def kept(plain: Plain, form: str) -> Linear:
+    """`plain` in one of `FORMS`; as it is where `form` does not suit its size."""
+    if form == "int8" and fits_int8(plain.shape[1]):
+        return Int8(plain)
+    if form == "int4" and group_of(plain.shape[1]) is not None:
+        return Int4(plain)
+    return plain
+
+
+def kept_bytes(rows: int, columns: int, form: str, itemsize: int) -> int:
+    """Bytes of a matrix [rows, columns] in `form`, without its bias. Needs no tensors."""
+    if form == "int8" and fits_int8(columns):
+        return rows * columns + 2 * rows
+    if form == "int4" and (group := group_of(columns)) is not None:
+        return -(-rows // _TILE) * _TILE * (columns // 2 + 4 * (columns // group))
+    return rows * columns * itemsize
+
+
+def fits_int8(columns: int) -> bool:
+    """May a row of so many columns be kept as int8?"""
+    return columns % _STEP == 0
+
+
+def group_of(columns: int) -> int | None:
+    """Columns that share a scale in int4; None where no group divides a row."""
+    return next((group for group in GROUPS if columns % group == 0), None)
+
+
+def blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
+    """Ranges of rows, whole tiles but for the last, with about `BLOCK` weights each."""
+    step = max(_TILE, BLOCK // shape[1] // _TILE * _TILE)
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
+
+
+@cache
+def bf16_products() -> bool:
+    """Does this processor multiply bfloat16? Elsewhere torch takes four times float32's time."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
+        return False
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@cache
+def lacks(form: str) -> str:
+    """Why this build or processor cannot do `form`, or "". A kernel is tried on a small matrix."""
+    if form not in ("int8", "int4"):
+        return ""
+    try:
+        matrix = kept(Plain(torch.ones(_TILE, GROUPS[0], dtype=torch.bfloat16)), form)
+        one = matrix(torch.ones(1, GROUPS[0], dtype=torch.bfloat16))
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return f"this build of torch has no {form} kernel for this processor"
+    right = bool(((one - GROUPS[0]).abs() <= 1).all())
+    return "" if right else f"torch's {form} kernel computes wrongly on this processor"
+
+
+@cache
+def half_tile() -> int | None:
+    """The packed int4 layout, which depends on the processor: in a tile of 2n rows, the bytes of a
+    column hold row i below and row n + i above. n, or None where it is not so."""
+    steps = torch.arange(_TILE * 32, dtype=torch.int32).mul_(7).remainder_(16).view(_TILE, 32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps, 1)
+    for half in (32, 16):
+        bytes_ = packed.view(_TILE // (2 * half), 32, half)
+        rows = torch.cat((bytes_ & 15, bytes_ >> 4), 2).transpose(1, 2).reshape(_TILE, 32)
+        if torch.equal(rows.to(torch.int32), steps):
+            return half
+    return None
+
+
+class _Blocked(Protocol):
+    """Weights that can be had a few rows at a time."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def columns(self, start: int, end: int) -> Tensor: ...
+
+
+def _by_blocks(x: Tensor, matrix: _Blocked, out: Tensor | None) -> Tensor:
+    """x [t, in] -> [t, out]: a matrix product in bfloat16, or in float32 where that is faster."""
+    rows = matrix.shape[0]
+    made = x.new_empty(x.shape[0], rows) if out is None else out[: x.shape[0]]
+    native = bf16_products()
+    if not native:
+        x = x.float()
+    for start, end in blocks(matrix.shape):
+        part = matrix.columns(start, end)
+        if native and end - start == rows:
+            torch.mm(x, part, out=made)
+        else:
+            made[:, start:end] = x @ part.to(x.dtype)
+    return made
+
+
+def _own_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [1, in] @ weight.T without oneDNN, which torch would ask for a single row too."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return F.linear(x, weight)
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def _biased(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y.add_(bias)
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes

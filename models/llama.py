@@ -7,6 +7,7 @@ rows. The residual stream [T, hidden] is the only tensor of full length; keys an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,12 +37,39 @@ class Layer:
     down: Linear  # [hidden, mlp]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint's tensor belongs: `rows` of `slot` of `owner`, the network or a layer.
+
+    `kind` is "weight" or "bias" of a matrix, "" where the slot is a tensor.
+    """
+
+    owner: Llama | Layer
+    slot: str
+    kind: str
+    rows: slice
+
+    def whole(self) -> Tensor:
+        """The tensor that this is a part of."""
+        part: object = getattr(self.owner, self.slot)
+        if self.kind:
+            assert isinstance(part, Plain), "packed weights have no places"
+            part = part.weight if self.kind == "weight" else part.bias
+        assert isinstance(part, Tensor)
+        return part
+
+    def tensor(self) -> Tensor:
+        """The part, a contiguous view."""
+        return self.whole()[self.rows]
+
+
 class Llama:
     """A decoder. Token ids and an `Attend` in, logits out; it keeps no state of its own.
 
-    Born with uninitialised weights: fill them through `tensors()` or `randomise()`. `rows` is the
-    chunk of rows inside a layer. With gradients enabled nothing is written in place and a forward
-    is one chunk, so that the same code trains.
+    Born with uninitialised weights: fill them through `tensors()` or `randomise()`. Without
+    `allocate` they have only sizes, and the loader makes them one by one. `rows` is the chunk of
+    rows inside a layer. With gradients enabled nothing is written in place and a forward is one
+    chunk, so that the same code trains.
     """
 
     def __init__(
@@ -51,6 +79,7 @@ class Llama:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         rows: int | None = None,
+        allocate: bool = True,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
@@ -60,7 +89,7 @@ class Llama:
         )
 
         def new(*shape: int) -> Tensor:
-            return torch.empty(shape, device=self.device, dtype=dtype)
+            return torch.empty(shape, device=self.device if allocate else "meta", dtype=dtype)
 
         def matrix(rows: int, columns: int, bias: bool) -> Linear:
             return Plain(new(rows, columns), new(rows) if bias else None)
@@ -83,53 +112,55 @@ class Llama:
         self.head: Linear = Plain(self.embedding if c.tied else new(c.vocab, c.hidden))
         self.rotary = Rotary(c.rope, c.head_dim, self.device)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its name in a Hugging Face checkpoint, as a contiguous view.
+    def places(self) -> Iterator[tuple[str, Place]]:
+        """Where each tensor of a Hugging Face checkpoint belongs. A tied head is not listed twice.
 
-        The loader fills these, an exporter saves them. A tied head is not listed twice. Plain
-        matrices only.
+        Plain matrices only.
         """
         c = self.config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        yield "model.embed_tokens.weight", self.embedding
+        whole = slice(None)
+        queries, keys, values = slice(0, q), slice(q, q + kv), slice(q + kv, None)
+        gate, up = slice(0, c.mlp), slice(c.mlp, None)
+        yield "model.embed_tokens.weight", Place(self, "embedding", "", whole)
         for i, layer in enumerate(self.layers):
             at = f"model.layers.{i}."
-            yield at + "input_layernorm.weight", layer.attention_norm
-            for kind, fused in _parts(layer.qkv):
-                yield f"{at}self_attn.q_proj.{kind}", fused[:q]
-                yield f"{at}self_attn.k_proj.{kind}", fused[q : q + kv]
-                yield f"{at}self_attn.v_proj.{kind}", fused[q + kv :]
-            for kind, tensor in _parts(layer.out):
-                yield f"{at}self_attn.o_proj.{kind}", tensor
-            yield at + "post_attention_layernorm.weight", layer.mlp_norm
-            for kind, fused in _parts(layer.gate_up):
-                yield f"{at}mlp.gate_proj.{kind}", fused[: c.mlp]
-                yield f"{at}mlp.up_proj.{kind}", fused[c.mlp :]
-            for kind, tensor in _parts(layer.down):
-                yield f"{at}mlp.down_proj.{kind}", tensor
-        yield "model.norm.weight", self.norm
+            yield at + "input_layernorm.weight", Place(layer, "attention_norm", "", whole)
+            for kind in _kinds(layer.qkv):
+                yield f"{at}self_attn.q_proj.{kind}", Place(layer, "qkv", kind, queries)
+                yield f"{at}self_attn.k_proj.{kind}", Place(layer, "qkv", kind, keys)
+                yield f"{at}self_attn.v_proj.{kind}", Place(layer, "qkv", kind, values)
+            for kind in _kinds(layer.out):
+                yield f"{at}self_attn.o_proj.{kind}", Place(layer, "out", kind, whole)
+            yield at + "post_attention_layernorm.weight", Place(layer, "mlp_norm", "", whole)
+            for kind in _kinds(layer.gate_up):
+                yield f"{at}mlp.gate_proj.{kind}", Place(layer, "gate_up", kind, gate)
+                yield f"{at}mlp.up_proj.{kind}", Place(layer, "gate_up", kind, up)
+            for kind in _kinds(layer.down):
+                yield f"{at}mlp.down_proj.{kind}", Place(layer, "down", kind, whole)
+        yield "model.norm.weight", Place(self, "norm", "", whole)
         if not c.tied:
-            yield from ((f"lm_head.{kind}", tensor) for kind, tensor in _parts(self.head))
+            yield "lm_head.weight", Place(self, "head", "weight", whole)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its name in a Hugging Face checkpoint, as a contiguous view: what
+        trains, and what an exporter saves. See `places`."""
+        yield from ((name, place.tensor()) for name, place in self.places())
 
     def parameters(self) -> Iterator[Tensor]:
         """The tensors themselves, fused as they are stored: what an optimiser wants."""
-        yield self.embedding
-        for layer in self.layers:
-            for name in Layer.__slots__:
-                part = getattr(layer, name)
-                if isinstance(part, Tensor):
-                    yield part
-                else:
-                    yield from (tensor for _, tensor in _parts(part))
-        yield self.norm
-        if not self.config.tied:
-            yield from (tensor for _, tensor in _parts(self.head))
+        seen: set[tuple[int, str, str]] = set()
+        for _, place in self.places():
+            part = (id(place.owner), place.slot, place.kind)
+            if part not in seen:
+                seen.add(part)
+                yield place.whole()
 
     @property
     def weight_bytes(self) -> int:
         """Bytes that the weights take on the device."""
         parts = [getattr(layer, name) for layer in self.layers for name in Layer.__slots__]
-        if not (isinstance(self.head, Plain) and self.head.weight is self.embedding):
+        if not self.config.tied:
             parts.append(self.head)
         return sum(part.nbytes for part in (self.embedding, self.norm, *parts))
 
@@ -147,14 +178,14 @@ class Llama:
     @torch.inference_mode()
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
         """Feed ids [T] (int64, T >= 1); logits of the last one, [V] float32."""
-        return self.logits(self._stream(ids, kv, last=True)[0])
+        return self.logits(self._stream(ids, kv, last=True))[0]
 
     def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
         """Feed ids [T]; the state of every token after the final norm, [T, hidden]."""
         return self._stream(ids, kv, last=False)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] after the final norm -> [..., V] float32."""
+        """[t, hidden] after the final norm -> [t, V] float32."""
         return self.head(hidden).float()
 
     def _stream(self, ids: Tensor, kv: Attend, *, last: bool) -> Tensor:
@@ -222,12 +253,12 @@ class Llama:
         return _add(x, mixed, layer.down, wide is None)
 
 
-def _parts(matrix: Linear) -> Iterator[tuple[str, Tensor]]:
+def _kinds(matrix: Linear) -> Iterator[str]:
     """ "weight" and, if there is one, "bias"."""
     assert isinstance(matrix, Plain), "packed weights cannot be had one by one"
-    yield "weight", matrix.weight
+    yield "weight"
     if matrix.bias is not None:
-        yield "bias", matrix.bias
+        yield "bias"
 
 
 def _add(x: Tensor, y: Tensor, matrix: Linear, grad: bool) -> Tensor:
@@ -239,4 +270,9 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm in float32, cast back before the weight is applied (the order matters in bf16)."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
+    if x.shape[0] == 1 and x.is_cpu and not torch.is_grad_enabled():
+        # A step of decoding: five small operators instead of ten.
+        row = x[0].float()
+        mean = torch.dot(row, row).item() / row.numel()
+        return torch.mul(x, 1 / math.sqrt(mean + eps)).mul_(weight)
     return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight

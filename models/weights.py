@@ -1,9 +1,10 @@
 """From safetensors files to a network's tensors: every tensor exactly once, no map kept open.
 
 The header of each file is checked here before a byte of data is read; then each tensor is read
-straight into its place, so the peak is one copy of the weights plus a small staging buffer. Both
-layouts: Hugging Face's names, and the original `consolidated` one, whose query and key rows come
-in rotary pairs.
+straight into its place, so the peak is one copy of the weights plus a small staging buffer. A
+matrix that is to be kept in fewer bits is packed when its last part has been read. Both layouts:
+Hugging Face's names, and the original `consolidated` one, whose query and key rows come in rotary
+pairs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from minikv.models.errors import (
     ModelTooLarge,
     ModelUnavailable,
     UnsupportedModel,
+    UnusableSetting,
     quote,
 )
 from minikv.models.hub import (
@@ -38,7 +40,8 @@ from minikv.models.hub import (
     parse_json,
     weight_map,
 )
-from minikv.models.llama import Llama
+from minikv.models.linear import BLOCK, FORMS, Plain, kept, kept_bytes, lacks
+from minikv.models.llama import Layer, Llama, Place
 
 HEADER_LIMIT = 16 * 2**20  # bytes
 TENSOR_LIMIT = 100_000
@@ -308,20 +311,27 @@ def load_network(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    form: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Llama:
     """A network with the checkpoint's weights; `dtype` None keeps the storage dtype.
+
+    `form`, one of `linear.FORMS`, is how the matrices of the layers are kept; int8 and int4 need
+    bfloat16 and a CPU, and embedding and head stay as they are. Where rows are too odd for it, the
+    result's `config.notes` say which matrices stay plain.
 
     `progress(done, total)` is called with the bytes read from the files, first with 0; what it
     raises ends the loading.
 
     The result's `config.tied` and `config.notes` tell how the head was resolved: tied only if the
     file asks for it and `lm_head` is absent or equal. Raises CorruptModel, UnsupportedModel, and
-    ModelTooLarge before anything is allocated.
+    UnusableSetting and ModelTooLarge before anything is allocated.
     """
     assert sys.byteorder == "little", "safetensors are little-endian"
     entries = {n: e for n, e in checkpoint.entries.items() if not _IGNORED.fullmatch(n)}
     dtype = dtype or checkpoint.dtype
+    device = torch.device(device)
+    check_form(form, device, dtype)
     head = entries.get("lm_head.weight")
     if config.tied and head is not None:
         embedding = entries.get("model.embed_tokens.weight")
@@ -330,11 +340,11 @@ def load_network(
         else:
             note = "tie_word_embeddings is set, but lm_head differs from the embedding: not tied"
             config = replace(config, tied=False, notes=(*config.notes, note))
-    _check_room(config, torch.device(device), dtype)
-    # No page is touched before the tensors are filled, so a refusal below costs nothing.
+    _check_room(config, device, dtype, form)
+    config = replace(config, notes=(*config.notes, *form_notes(config, form)))
     with torch.inference_mode(False):
-        network = Llama(config, device=device, dtype=dtype)
-    places = dict(network.tensors())
+        network = Llama(config, device=device, dtype=dtype, allocate=False)
+    places = dict(network.places())
     _account(entries, places)
     done = 0
     total = sum(entries[name].end - entries[name].start for name in places)
@@ -346,19 +356,91 @@ def load_network(
             progress(done, total)
 
     tell(0)
-    with torch.no_grad():
-        files: dict[Path, list[str]] = {}
-        for name in places:
-            files.setdefault(entries[name].path, []).append(name)
-        for path, names in files.items():
-            with open_regular(path) as file:
-                for name in sorted(names, key=lambda n: entries[n].start):
+    with torch.inference_mode(False), torch.no_grad():
+        for names in _together_read(entries, places):
+            owner, slot = places[names[0]].owner, places[names[0]].slot
+            _allocate(owner, slot, device)
+            for name in names:
+                with open_regular(entries[name].path) as file:
                     heads = _pairs(name, config) if checkpoint.original else 0
-                    _fill(file, entries[name], places[name], heads, tell)
+                    _fill(file, entries[name], places[name].tensor(), heads, tell)
+            if isinstance(owner, Layer) and isinstance(part := getattr(owner, slot), Plain):
+                setattr(owner, slot, kept(part, form))
+        if config.tied:
+            network.head = Plain(network.embedding)
     return network
 
 
-def _account(entries: dict[str, Entry], places: dict[str, Tensor]) -> None:
+def _together_read(entries: dict[str, Entry], places: dict[str, Place]) -> list[list[str]]:
+    """Names by the tensor of the network that they fill, in the order of the files: one such
+    tensor is plain at a time, wherever its parts lie."""
+    groups: dict[tuple[int, str], list[str]] = {}
+    for name in sorted(places, key=lambda name: (entries[name].path, entries[name].start)):
+        groups.setdefault((id(places[name].owner), places[name].slot), []).append(name)
+    return list(groups.values())
+
+
+def _allocate(owner: Llama | Layer, slot: str, device: torch.device) -> None:
+    """Memory for a tensor or a matrix that had none."""
+    part = getattr(owner, slot)
+    if isinstance(part, Plain):
+        bias = None if part.bias is None else torch.empty_like(part.bias, device=device)
+        setattr(owner, slot, Plain(torch.empty_like(part.weight, device=device), bias))
+    else:
+        setattr(owner, slot, torch.empty_like(part, device=device))
+
+
+def check_form(form: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise UnusableSetting where weights cannot be kept so."""
+    if form not in FORMS:
+        raise UnusableSetting(f"unknown weights {form!r}", f"use {', '.join(FORMS)}")
+    if form not in ("int8", "int4"):
+        return
+    if device.type != "cpu":
+        raise UnusableSetting(
+            f"--weights {form} runs on a CPU only", "use --weights auto, or --device cpu"
+        )
+    if dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise UnusableSetting(
+            f"--weights {form} needs bfloat16 beside it, not {name}",
+            "use --dtype auto, or --weights auto",
+        )
+    if missing := lacks(form):
+        raise UnusableSetting(f"--weights {form}: {missing}", "use --weights auto")
+
+
+def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the matrices of a layer, as the network keeps them."""
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return {
+        "q, k, v": (q + 2 * kv, config.hidden), "o": (config.hidden, q),
+        "gate, up": (2 * config.mlp, config.hidden), "down": (config.hidden, config.mlp),
+    }  # fmt: skip
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
+    """Bytes that the weights take on the device."""
+    saved = sum(
+        rows * columns * dtype.itemsize - kept_bytes(rows, columns, form, dtype.itemsize)
+        for rows, columns in matrices(config).values()
+    )
+    return config.parameters * dtype.itemsize - config.layers * saved
+
+
+def form_notes(config: ModelConfig, form: str) -> list[str]:
+    """Which matrices `form` does not suit, in one line."""
+    if form not in ("int8", "int4"):
+        return []
+    odd = [
+        f"{name} (rows of {columns})" for name, (rows, columns) in matrices(config).items()
+        if kept_bytes(rows, columns, form, 2) == 2 * rows * columns
+    ]  # fmt: skip
+    unit = "a multiple of 16" if form == "int8" else "a multiple of 32"
+    return [f"{form} needs rows of {unit}: {', '.join(odd)} stay in bfloat16"] if odd else []
+
+
+def _account(entries: dict[str, Entry], places: dict[str, Place]) -> None:
     """Every tensor exactly once, with the expected shape and an allowed dtype."""
     missing = [name for name in places if name not in entries]
     if missing:
@@ -373,7 +455,7 @@ def _account(entries: dict[str, Entry], places: dict[str, Tensor]) -> None:
                 f"{entry.path.name}: {quote(entry.name)} is stored as {entry.dtype}",
                 "use a bfloat16, float16 or float32 repository",
             )
-        wants = tuple(places[name].shape)
+        wants = tuple(places[name].tensor().shape)
         if entry.shape != wants:
             raise CorruptModel(
                 f"{entry.path.name}: {quote(entry.name)} has shape {list(entry.shape)}, "
@@ -436,18 +518,38 @@ def _same(one: Entry, two: Entry) -> bool:
     return True
 
 
-def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    needs = config.parameters * dtype.itemsize
+def _check_room(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, form: str
+) -> None:
+    """Refuse what does not fit, and name the flags that would."""
+    needs = _needs(config, dtype, form)
     free = free_memory(device)
-    if free is not None and needs + STAGING > free:
-        gib = 2**30
-        where = "GPU memory" if device.type == "cuda" else "memory"
-        raise ModelTooLarge(
-            f"the weights need {needs / gib:.1f} GiB of {where}, {free / gib:.1f} GiB are free",
-            "use a smaller model, or free memory"
-            if dtype != torch.float32
-            else "use --dtype bfloat16, a smaller model, or free memory",
-        )
+    if free is None or needs <= free:
+        return
+    gib = 2**30
+    options = [("--dtype bfloat16", torch.bfloat16, "auto")] * (dtype == torch.float32)
+    if device.type == "cpu":
+        options += [(f"--weights {name}", torch.bfloat16, name) for name in ("int8", "int4")]
+    fitting = [
+        f"{flag} would need {size / gib:.1f} GiB" for flag, kind, name in options
+        if (size := _needs(config, kind, name)) < needs and size <= free and not lacks(name)
+    ]  # fmt: skip
+    where = "GPU memory" if device.type == "cuda" else "memory"
+    raise ModelTooLarge(
+        f"the weights need {needs / gib:.1f} GiB of {where}, {free / gib:.1f} GiB are free",
+        "; ".join([*fitting, "or a smaller model"]) if fitting
+        else "use a smaller model, or free memory",
+    )  # fmt: skip
+
+
+def _needs(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
+    """The most that loading holds at once: the weights, a staging buffer, and where they are
+    packed the matrix being packed."""
+    plain = 0
+    if form in ("int8", "int4"):
+        plain = max(rows * columns for rows, columns in matrices(config).values()) * dtype.itemsize
+        plain += 12 * BLOCK  # a block of it in float32, and what is made of it
+    return weight_bytes(config, dtype, form) + STAGING + plain
 
 
 def free_memory(device: torch.device) -> int | None:
