@@ -6,12 +6,15 @@ Every function takes plain tensors and knows nothing of caches or policies.
 from __future__ import annotations
 
 from minikv.kernels.reference import (
+    Part,
     Rows,
     add_columns,
     append,
     below_uniform,
     decode_attention,
     from_codes,
+    gather_column,
+    gather_rows,
     h2o_step,
     hash_append,
     joint_attention,
@@ -21,6 +24,8 @@ from minikv.kernels.reference import (
     roco_step,
     rows_attention,
     scissorhands_step,
+    segments_attention,
+    survivors,
     to_codes,
     total,
     tova_step,
@@ -28,12 +33,15 @@ from minikv.kernels.reference import (
 )
 
 __all__ = [
+    "Part",
     "Rows",
     "add_columns",
     "append",
     "below_uniform",
     "decode_attention",
     "from_codes",
+    "gather_column",
+    "gather_rows",
     "h2o_step",
     "hash_append",
     "joint_attention",
@@ -43,6 +51,8 @@ __all__ = [
     "roco_step",
     "rows_attention",
     "scissorhands_step",
+    "segments_attention",
+    "survivors",
     "to_codes",
     "total",
     "tova_step",

@@ -6,7 +6,7 @@ then stay inside a warp. Log-sum-exps of the observed rows, where nobody has the
 their own over the keys, in spans side by side.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 

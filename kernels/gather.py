@@ -4,7 +4,7 @@ The grid covers the most rows that a head may keep; a program beyond a head's co
 Rows of earlier turns are read from a copy, since others may go where they lay.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 

@@ -180,11 +180,11 @@ def observe(
     the W rows [H, G, N], and the sum over the rows of the squared mean over G [H, N].
     """
     _, heads, group, _ = q.shape
-    parts = [_placed(part) for part in parts]
-    total = sum(k.shape[1] for k, _ in parts)
+    placed = [_placed(part) for part in parts]
+    total = sum(k.shape[1] for k, _ in placed)
     mass = q.new_empty((heads, group, total), dtype=torch.float32)
     squares = q.new_empty((heads, total), dtype=torch.float32)
-    for h, begin, _, p in _looks(q, q_pos, parts, window):
+    for h, begin, _, p in _looks(q, q_pos, placed, window):
         end = begin + p.shape[-1]
         mass[h, :, begin:end] = p.sum(1)
         squares[h, begin:end] = p.mean(0).square_().sum(0)
@@ -200,13 +200,13 @@ def below_uniform(
     could see the row and gave it, in the mean over G, less than 1 / (rows that it saw).
     """
     rows, heads = q.shape[:2]
-    parts = [_placed(part) for part in parts]
-    bits = q.new_zeros((heads, sum(k.shape[1] for k, _ in parts)), dtype=torch.int64)
+    placed = [_placed(part) for part in parts]
+    bits = q.new_zeros((heads, sum(k.shape[1] for k, _ in placed)), dtype=torch.int64)
     seen = torch.zeros((heads, rows), device=q.device)
-    for _, k_pos in parts:
+    for _, k_pos in placed:
         seen += _visible(q_pos, k_pos, window).sum(-1)
     place = 1 << torch.arange(rows - 1, -1, -1, device=q.device)
-    for h, begin, at, p in _looks(q, q_pos, parts, window):
+    for h, begin, at, p in _looks(q, q_pos, placed, window):
         low = (p.mean(0) < 1.0 / seen[h, :, None]) & _visible(q_pos, at[None], window)[0]
         bits[h, begin : begin + p.shape[-1]] = (low * place[:, None]).sum(0)
     return bits

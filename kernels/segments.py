@@ -6,7 +6,7 @@ joined by its log-sum-exp (`merge`). Where few queries would leave the device id
 cut into spans, whose results are joined in the same way.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class StepView:
     [F, t, D].
     """
 
-    position: int
+    position: int | Tensor
     pos: Tensor
     cap: Tensor
     layer: Tensor
@@ -131,6 +131,14 @@ Selector = Callable[[PromptView, Tensor, Tensor, Sequence[int]], Tensor]
 """(view, scores [H, N], free bool [H, N], counts [H]) -> bool [H, N]: the chosen free rows."""
 
 
+DeviceHeads = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+"""As `Heads` where the scores are, without asking the device: (scores, pos, free, total int64 [],
+most >= total) -> int64 [H]."""
+
+DeviceSelector = Callable[[PromptView, Tensor, Tensor, Tensor, int], Tensor]
+"""As `Selector`: (view, scores, free, counts int64 [H], most >= counts) -> bool [H, N]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What a row is worth and which rows must stay: the first two of the four answers.
@@ -159,7 +167,8 @@ class PromptPolicy:
     """A one-shot method: it fires at the end of every prompt.
 
     `drift` is how many rows per KV head `heads` may exceed its total by; rows that `prefer` marks
-    leave after all others, at the prompt and while an answer is written.
+    leave after all others, at the prompt and while an answer is written. device_heads and
+    device_select: the same answers as `heads` and `select`, without asking the device.
     """
 
     name: str
@@ -169,6 +178,8 @@ class PromptPolicy:
     select: Selector
     drift: int = 0
     prefer: Prefer | None = None
+    device_heads: DeviceHeads | None = None
+    device_select: DeviceSelector | None = None
 
 
 class StepPolicy(ABC):
@@ -332,7 +343,7 @@ def spread(counts: Sequence[int], sure: Sequence[int], free: Sequence[int]) -> l
     for h, count in enumerate(given):
         if count + sure[h] == 0 and free[h]:
             richest = max(range(len(given)), key=lambda i: given[i] + sure[i] if given[i] else -1)
-            if given[richest] + sure[richest] > 1:
+            if given[richest] and given[richest] + sure[richest] > 1:
                 given[richest] -= 1
                 given[h] = 1
     return given

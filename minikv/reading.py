@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
+from minikv.allocate import fill as fill_there
 from minikv.arena import Arena
+from minikv.landing import Landing, choose, far
 from minikv.policy import ALL, Moments, PromptPolicy, PromptView, StepPolicy, fill, spread
 from minikv.stats import Shape
 
@@ -92,11 +94,14 @@ class Reading:
         self._value = torch.empty(wide, dtype=dtype, device=arena.device)
         self._tail = torch.empty(tail, dtype=dtype, device=arena.device)
         self._old: tuple[Tensor, Tensor, Tensor] | None = None
+        self._listed: Tensor | None = None  # its rows [H, N], where k and v are all of the arena
         self._copied: tuple[Tensor, ...] = ()  # what of it is not a view of the arena
         self._done = plan.tokens
         self._layout = arena.layout()
         self._saved: dict[int, dict[str, Tensor]] = {}
-        self.lost: list[float | None] = [None] * shape.layers
+        self._landing = Landing(arena) if far(arena.device) else None
+        self._lost: list[float | None] = [None] * shape.layers
+        self._visible = self._count_visible()
         self.shaped = False
         self.peak = 0
         self._note_peak()
@@ -109,8 +114,36 @@ class Reading:
         """The prompt is done: give the staging buffers and the backup back, keep what was told."""
         self._key = self._value = self._tail = self._key.new_empty(0)
         self._mass = self._squares = None
-        self._old, self._copied = None, ()
+        self._settle()
+        self._old, self._listed, self._copied = None, None, ()
         self._saved = {}
+
+    @property
+    def lost(self) -> list[float | None]:
+        """Per layer, the share of the observed attention that was evicted; None: not known."""
+        self._settle()
+        return self._lost
+
+    def _settle(self) -> None:
+        if self._landing is not None:
+            for layer, share in self._landing.settle().items():
+                self._lost[layer] = share
+
+    def _count_visible(self) -> list[int]:
+        """Rows of each layer, over its heads, that exist after the prompt and can still be seen."""
+        arena, plan, heads = self.arena, self.plan, self.shape.kv_heads
+        counts = []
+        for layer, window in enumerate(self.shape.windows):
+            before, new = int(arena.held[layer].sum()), plan.tokens
+            end = plan.position + plan.tokens
+            if window is not None and end > window:
+                new = min(new, window)
+                if before:  # before the layers begin: it may ask the device
+                    index, live = arena.index(layer)
+                    pos = arena.columns["pos"][index]
+                    before = int((live & (pos > end - window)).sum())
+            counts.append(before + heads * new)
+        return counts
 
     @property
     def needs(self) -> tuple[bool, int, int | None]:
@@ -133,7 +166,7 @@ class Reading:
         """Take in a chunk of rows and mix it: shapes as in `Attend.attend`."""
         tokens = self.plan.tokens
         if self._done == tokens:
-            self._done, self._old, self._copied = 0, None, ()
+            self._done, self._old, self._listed, self._copied = 0, None, None, ()
             self._old = self._old_rows(layer)
             if self._all:
                 self._clear_sums()
@@ -168,7 +201,14 @@ class Reading:
         k, v, pos = (arena.whole(layer, name) for name in ("k", "v", "pos"))
         if k is not None and v is not None and pos is not None and not arena.coded:
             return k, v, pos.to(torch.int64)
-        index, live = arena.index(layer)
+        if self._landing is not None:
+            index, live = self._landing.index(layer)
+            pos = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, -1)
+            if not arena.coded:
+                self._listed = index
+                return arena.columns["k"], arena.columns["v"], pos
+        else:
+            index, live = arena.index(layer)
         pos = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, -1)
         self._copied = old = (arena.read("k", index), arena.read("v", index), pos)
         self._note_peak()
@@ -183,14 +223,22 @@ class Reading:
         query = q.view(len(q), shape.kv_heads, -1, shape.head_dim).permute(1, 2, 0, 3)
         at = torch.arange(base + lo, base + hi, device=q.device)
         if self._moments is not None:
-            self._add_moments(query, at)
+            self._add_moments(query, at, base + lo)
         parts = []
-        if self._old is not None:
+        if self._old is not None and self._listed is not None:
+            assert self._landing is not None
+            k, v, _ = self._old
+            there = self._landing
+            parts.append(kernels.segments_attention(
+                query, k, v, there.start[layer], there.length[layer], there.hole[layer],
+                there.most(layer), pos=self.arena.columns["pos"], q_pos=at, window=window,
+            ))  # fmt: skip
+        elif self._old is not None:
             k, v, pos = self._old
             counts = self.arena.held[layer].tolist()
-            if window is None and min(counts) == max(counts):
+            if window is None and min(counts) == k.shape[1]:
                 parts.append(kernels.rows_attention(query, k, v))
-            elif window is None and min(counts) > 0:
+            elif window is None and min(counts) > 0 and self._landing is None:
                 each = [
                     kernels.rows_attention(query[h : h + 1], k[h : h + 1, :n], v[h : h + 1, :n])
                     for h, n in enumerate(counts)  # a head's padding comes last
@@ -210,7 +258,7 @@ class Reading:
             seen = self._key[:, begin:hi], self._value[:, begin:hi]
             parts.append(kernels.visible_attention(query, *seen, at, pos, window))
         if self._all:
-            self._add_sums(query, kernels.total(parts), at, window)
+            self._add_sums(query, kernels.total(parts), at, hi, window)
         return kernels.merge(parts).permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
 
     def _clear_sums(self) -> None:
@@ -221,30 +269,34 @@ class Reading:
         self._squares = torch.zeros((heads, rows), device=self._key.device)
         self._note_peak()
 
-    def _add_moments(self, query: Tensor, at: Tensor) -> None:
-        """Count the chunk's queries, those of the very first rows aside if there are others."""
+    def _add_moments(self, query: Tensor, at: Tensor, begin: int) -> None:
+        """Count the chunk's queries, from position `begin` on, those of the very first rows aside
+        if there are others."""
         assert self._moments is not None
         assert self._from is not None
         assert self.plan.rotary is not None, "the network's rotary frequencies are not known"
         first = self._from if self.plan.position + self.plan.tokens > self._from else 0
-        wanted = at >= first
-        angle = at[wanted, None].to(torch.float64) * self.plan.rotary.to(torch.float64)
-        self._moments.add(query[:, :, wanted], angle)
+        skipped = min(len(at), max(0, first - begin))
+        angle = at[skipped:, None].to(torch.float64) * self.plan.rotary.to(torch.float64)
+        self._moments.add(query[:, :, skipped:], angle)
 
-    def _add_sums(self, query: Tensor, lse: Tensor, at: Tensor, window: int | None) -> None:
-        """Add what the chunk of queries at positions `at` gave every row that it saw."""
+    def _add_sums(
+        self, query: Tensor, lse: Tensor, at: Tensor, hi: int, window: int | None
+    ) -> None:
+        """Add what the queries at positions `at`, the prompt's up to row `hi`, gave every row that
+        they saw."""
         assert self._mass is not None
         assert self._squares is not None
-        hi, begin = int(at[-1]) + 1 - self.plan.position, 0
+        begin = 0
         own = torch.arange(self.plan.position, self.plan.position + hi, device=at.device)[None]
-        sources = [(self._key[:, :hi], own)]
+        sources: list[tuple[Tensor, Tensor, Tensor | None]] = [(self._key[:, :hi], own, None)]
         if self._old is not None:
-            sources.insert(0, (self._old[0], self._old[2]))
-        for key, pos in sources:
-            end = begin + key.shape[1]
+            sources.insert(0, (self._old[0], self._old[2], self._listed))
+        for key, pos, index in sources:
+            end = begin + pos.shape[1]
             kernels.add_columns(
                 self._mass[:, :, begin:end], self._squares[:, begin:end],
-                query, lse, at, key, pos, window,
+                query, lse, at, key, pos, window, index,
             )  # fmt: skip
             begin = end
 
@@ -261,7 +313,7 @@ class Reading:
             pos = pos.masked_fill(pos <= end - window, -1)
         live = pos >= 0
         total = plan.totals[layer] if plan.totals is not None else None
-        evicts = total is not None and int(live.sum()) > total
+        evicts = total is not None and self._visible[layer] > total
         view = self._view(layer, pos, new, total if evicts else None, self._carried(layer, pos))
         keep = live
         if evicts:
@@ -270,6 +322,9 @@ class Reading:
             keep = self._choose(prompt, view, total)
             self.shaped = self.shaped or prompt.evidence.asks
         extra = self.step.prompt(view, view.carried) if self.step is not None else {}
+        if self._landing is not None:
+            self._store_there(self._landing, layer, pos, keep, extra, total, evicts)
+            return
         kept = [int(n) for n in keep.sum(1)]
         if total is None:
             caps = [max(n, plan.floor) for n in kept]
@@ -285,9 +340,11 @@ class Reading:
         mass, squares = self._mass, self._squares
         observed, old = self._observed, self._old
         window = self.shape.windows[layer]
-        sources = [(self._key, new[None])]
+        sources: list[kernels.Part] = [(self._key, new[None])]
         if old is not None:
-            sources.insert(0, (old[0], old[2]))
+            listed = self._listed
+            early = (old[0], old[2]) if listed is None else (old[0], old[2], listed)
+            sources.insert(0, early)
         group = self.shape.heads // self.shape.kv_heads
         tail = self._tail.view(-1, self.shape.kv_heads, group, self.shape.head_dim)
         if self._all:
@@ -306,7 +363,11 @@ class Reading:
             return kernels.below_uniform(queries, at, sources, window)
 
         def fetch(which: int, staged: Tensor) -> Callable[[], Tensor]:
-            return lambda: staged if old is None else torch.cat((old[which], staged), 1)
+            if old is None:
+                return lambda: staged
+            if listed is None:
+                return lambda: torch.cat((old[which], staged), 1)
+            return lambda: torch.cat((old[which][listed], staged), 1)
 
         end = self.plan.position + self.plan.tokens
         each = 0 if total is None else total // self.shape.kv_heads
@@ -322,6 +383,12 @@ class Reading:
     def _choose(self, prompt: PromptPolicy, view: PromptView, total: int) -> Tensor:
         """bool [H, N]: the rows that stay, `total` over the layer's heads."""
         pinned = (prompt.evidence.scope(view) | (view.pos < self.plan.pinned)) & view.live
+        if self._landing is not None:
+            keep = choose(prompt, view, pinned, total)
+            if prompt.evidence.observe and view.mass is not None:
+                mass = view.mass.mean(1) * view.live
+                self._landing.note_lost(view.layer, ((mass * keep).sum(1) / mass.sum(1)).mean())
+            return keep
         free = view.live & ~pinned
         scores = prompt.evidence.scorer(view)
         left = max(0, total - int(pinned.sum()))
@@ -337,7 +404,7 @@ class Reading:
         keep = pinned | prompt.select(view, scores, free, counts)
         if prompt.evidence.observe and view.mass is not None:
             mass = view.mass.mean(1) * view.live  # what slid out of the window was not evicted
-            self.lost[view.layer] = 1.0 - float(((mass * keep).sum(1) / mass.sum(1)).mean())
+            self._lost[view.layer] = 1.0 - float(((mass * keep).sum(1) / mass.sum(1)).mean())
         return keep
 
     def _carried(self, layer: int, pos: Tensor) -> dict[str, Tensor]:
@@ -346,7 +413,8 @@ class Reading:
             return {}
         before = pos.shape[1] - self.plan.tokens
         old: dict[str, Tensor] = {}
-        index, live = self.arena.index(layer)
+        source = self.arena if self._landing is None else self._landing
+        index, live = source.index(layer) if before else (pos, pos)
         for name, dtype in self.step.columns.items():
             old[name] = torch.zeros(pos.shape, dtype=dtype, device=pos.device)
             if before:
@@ -399,6 +467,73 @@ class Reading:
             arena.lay(layer, sizes)
             for h, taken in enumerate(moved):
                 arena.append(layer, h, taken)
+        arena.cap[layer] = torch.tensor(caps)
+
+    def _store_there(
+        self, landing: Landing, layer: int, pos: Tensor, keep: Tensor, extra: Mapping[str, Tensor],
+        total: int | None, evicts: bool,
+    ) -> None:  # fmt: skip
+        """`_store` without asking the device who stays."""
+        arena, plan = self.arena, self.plan
+        before = pos.shape[1] - plan.tokens
+        caps = self._untouched(layer, before, total, evicts)
+        if caps is not None:
+            self._store_behind(layer, pos, extra, caps)
+            return
+        kept = keep.sum(1)
+        if total is None:
+            counts = kept.clamp(min=plan.floor)
+        else:
+            counts = kept if evicts else fill_there(kept, total)
+        sizes = counts + plan.spare
+        if self.step is None:  # an answer may grow into all of it
+            room = min(plan.needed[layer], arena.region[layer + 1] - arena.region[layer])
+            sizes = fill_there(sizes, room)
+        old = None
+        if before:
+            saved = self._saved[layer] = arena.save(layer, arena.columns)
+            rows = landing.index(layer)[0] - arena.region[layer]
+            old = saved, rows.clamp(0, len(saved["pos"]) - 1)
+        fresh = arena.stored(self._key, self._value)
+        self._note_peak(*(fresh.values() if arena.coded else ()))
+        landing.land(layer, keep, pos, counts, sizes, fresh, old, extra)
+
+    def _untouched(
+        self, layer: int, before: int, total: int | None, evicts: bool
+    ) -> list[int] | None:
+        """The heads' caps, if all rows stay and the new ones fit behind the old; else None."""
+        arena, plan, window = self.arena, self.plan, self.shape.windows[layer]
+        held = arena.held[layer].tolist()
+        hides = window is not None and plan.position + plan.tokens > window
+        alike = min(held) == max(held) and not bool((arena.hole[layer] >= 0).any())
+        if not before or evicts or hides or not alike or plan.shrinks:
+            return None
+        kept = [n + plan.tokens for n in held]
+        caps = [max(n, plan.floor) for n in kept] if total is None else fill(kept, total)
+        sizes = [cap + plan.spare for cap in caps]
+        room = min(plan.needed[layer], arena.region[layer + 1] - arena.region[layer])
+        if self.step is None:
+            sizes = fill(sizes, room)
+        owned = arena.capacity[layer].tolist()
+        return caps if all(a >= b for a, b in zip(owned, sizes, strict=True)) else None
+
+    def _store_behind(
+        self, layer: int, pos: Tensor, extra: Mapping[str, Tensor], caps: list[int]
+    ) -> None:
+        """The new rows go behind the old ones, which stay where they are."""
+        arena = self.arena
+        before = pos.shape[1] - self.plan.tokens
+        if extra:
+            self._saved[layer] = arena.save(layer, extra)
+            self._note_peak()
+        for h in range(arena.heads):
+            for name, values in extra.items():
+                arena.segment(name, layer, h)[:] = values[h, :before]
+            taken = arena.stored(self._key[h], self._value[h])
+            taken["pos"] = pos[h, before:].to(torch.int32)
+            arena.append(
+                layer, h, taken | {name: values[h, before:] for name, values in extra.items()}
+            )
         arena.cap[layer] = torch.tensor(caps)
 
     def _take(
