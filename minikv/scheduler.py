@@ -543,7 +543,7 @@ class Scheduler:
         if bool(self._grows.any()):
             self._padded = None
         arena.hole = torch.full_like(arena.hole, -1)
-        self._slot = None
+        entered, self._slot = self._slot, None
         self.position += 1
         full = torch.zeros_like(self._taken)
         if step is not None and not step.before:
@@ -554,7 +554,9 @@ class Scheduler:
         full = full & (slid < 0)
         arena.hole = torch.where(slid >= 0, slid, arena.hole)
         if bool(full.any()):
-            arena.hole[full] = self._victims(full).cpu()
+            arena.hole[full] = self._victims(full, entered=entered).cpu()
+        else:
+            self._padded = None
 
     def _visible(self) -> Tensor:
         """float32 [R]: rows that the step's query saw in each row's head, 0 in unused rows."""
@@ -581,25 +583,40 @@ class Scheduler:
         return slid
 
     def _victims(
-        self, heads: Tensor, query: Tensor | None = None, key: Tensor | None = None
+        self,
+        heads: Tensor,
+        query: Tensor | None = None,
+        key: Tensor | None = None,
+        entered: Tensor | None = None,
     ) -> Tensor:
-        """Indices into the columns [F] of the rows that the F marked heads [L, H] give up."""
+        """Indices into the columns [F] of the rows that the F marked heads [L, H] give up.
+
+        entered [L, H]: where the newcomer of the step went, if it is over.
+        """
         arena, step = self.arena, self.step_policy
         assert step is not None
-        if self._padded is None or not torch.equal(self._padded[0], heads):
+        known = False
+        if entered is not None and self._padded is not None:
+            known = torch.equal(self._padded[0], heads)
+        if not known:
             count = arena.length[heads]
             reach = torch.arange(int(count.max()))
             index = arena.start[heads][:, None] + torch.minimum(reach, count[:, None] - 1)
-            live = reach < count[:, None]
-            self._padded = (heads.clone(), index.to(self.device), live.to(self.device))
-        _, index, live = self._padded
+            index, live = index.to(self.device), (reach < count[:, None]).to(self.device)
+            pos = arena.columns["pos"][index].to(torch.int64)
+            pos = pos.masked_fill(~live | (pos < self._pinned), -1)  # pinned rows are not shown
+            self._padded = (heads.clone(), index, pos)
+        assert self._padded is not None
+        _, index, pos = self._padded
+        if known:  # since then a row entered each head, and no other
+            assert entered is not None
+            where = (entered[heads] - arena.start[heads]).to(self.device)
+            pos.scatter_(1, where[:, None], self.position - 1)
         rows = index.view(-1)
 
         def at_rows(column: Tensor) -> Tensor:
             return column.index_select(0, rows).view(index.shape)
 
-        pos = at_rows(arena.columns["pos"]).to(torch.int64)
-        pos = pos.masked_fill(~live | (pos < self._pinned), -1)  # pinned rows are not shown
         if self.prompt_policy is not None and self.prompt_policy.prefer is not None:
             shown = pos.masked_fill(self.prompt_policy.prefer(pos, self._turns), -1)
             enough = (shown >= 0).sum(1, keepdim=True) > step.sinks + step.recent
