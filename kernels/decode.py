@@ -27,8 +27,6 @@ from minikv.kernels.tiles import power, typed, upcast
 from minikv.kernels.tiles import width as columns
 from minikv.kernels.variants import Variant
 
-SIZES = range(16, 257, 8)  # head sizes D: rows are whole 16-byte reads
-WIDE = 128  # the largest of float32 heads: a query's halves stay in registers
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MERGED = 16  # parts that a merging program reads at once
 

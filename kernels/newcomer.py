@@ -23,19 +23,39 @@ from minikv.kernels.variants import Variant
 _BLOCK, _WARPS = 1024, 8  # of `hash_append`
 
 
+@triton.jit
+def _coded(x):
+    """A row as int8, and its scale: `reference.to_codes`."""
+    x = x.to(tl.float32)
+    most = tl.max(tl.abs(x), 0)
+    scale = tl.where(most == 0, 1.0, tl.div_rn(most, 127.0))
+    scale = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), scale)
+    code = tl.div_rn(x, scale) + 12582912.0  # 1.5 * 2^23: rounds to a whole number, half to even
+    return tl.minimum(tl.maximum(code - 12582912.0, -127.0), 127.0), scale
+
+
 @triton.jit(
     do_not_specialize=["key_row", "value_row"],
     do_not_specialize_on_alignment=["key", "value", "slot", "position"],
 )
 def _append(
-    key, value, slot, position, k, v, pos, blank, key_row, value_row,
-    D: tl.constexpr, DP: tl.constexpr,
+    key, value, slot, position, k, v, pos, blank, k_scale, v_scale, key_row, value_row,
+    D: tl.constexpr, DP: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     d = tl.arange(0, DP)
     at = tl.load(slot + head)
-    tl.store(k + at * D + d, tl.load(key + head * key_row + d, mask=d < D), mask=d < D)
-    tl.store(v + at * D + d, tl.load(value + head * value_row + d, mask=d < D), mask=d < D)
+    new_key = tl.load(key + head * key_row + d, mask=d < D, other=0.0)
+    new_value = tl.load(value + head * value_row + d, mask=d < D, other=0.0)
+    if CODED:
+        new_key, scale = _coded(new_key)
+        tl.store(k_scale + at, scale)
+        new_value, scale = _coded(new_value)
+        tl.store(v_scale + at, scale)
+        new_key = new_key.to(tl.int8)
+        new_value = new_value.to(tl.int8)
+    tl.store(k + at * D + d, new_key, mask=d < D)
+    tl.store(v + at * D + d, new_value, mask=d < D)
     tl.store(pos + at, tl.load(position).to(tl.int32))
     for i in tl.static_range(len(blank)):
         tl.store(blank[i] + at, tl.zeros((), tl.int32).to(blank[i].dtype.element_ty))
@@ -124,14 +144,14 @@ def _hash_append(
 
 def append(
     key: Tensor, value: Tensor, slot: Tensor, position: Tensor, k: Tensor, v: Tensor, pos: Tensor,
-    blank: Sequence[Tensor],
+    blank: Sequence[Tensor], k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`reference.append` on the device."""
     assert key.stride(1) == value.stride(1) == 1
     size = key.shape[1]
     _append[(len(key),)](
-        key, value, slot, position, k, v, pos, tuple(blank), key.stride(0), value.stride(0),
-        D=size, DP=power(size), num_warps=1,
+        key, value, slot, position, k, v, pos, tuple(blank), k_scale, v_scale, key.stride(0),
+        value.stride(0), D=size, DP=power(size), CODED=k_scale is not None, num_warps=1,
     )  # fmt: skip
 
 
@@ -169,15 +189,23 @@ def variants(
         "spare_pos": "*i32",
     }  # fmt: skip
     blanks: dict[str, tuple[str, ...]] = {
-        "none": (), "h2o": ("*fp32",), "roco": ("*fp32",) * 3,
+        "none": (), "int8": (), "h2o": ("*fp32",), "roco": ("*fp32",) * 3,
         "scissorhands": (*("*i64",) * 13, "*fp32"),
     }  # fmt: skip
     for size in sizes:
         constants: dict[str, object] = {"D": size, "DP": power(size)}
         for name, blank in blanks.items():
-            signature = typed(_append, kinds | {"blank": blank}, constants)
+            coded = name == "int8"
+            more = constants | {"CODED": coded}
+            scales: dict[str, str | tuple[str, ...]] = {"k_scale": "*fp32", "v_scale": "*fp32"}
+            if coded:
+                scales |= {"k": "*i8", "v": "*i8"}
+            else:
+                more |= dict.fromkeys(scales)
+            own = {n: t for n, t in scales.items() if n not in more} | {"blank": blank}
+            signature = typed(_append, kinds | own, more)
             found.append(
-                Variant(f"append-{name}-{size}", _append, signature, constants, 1, vector=False)
+                Variant(f"append-{name}-{size}", _append, signature, more, 1, vector=False)
             )
         for count, probes in zip(bits, (group, 1, group), strict=True):
             kind = "*i16" if count < 16 else "*i32" if count < 32 else "*i64"

@@ -1,0 +1,97 @@
+"""Who computes: the torch twins, or the Triton kernels where the device takes them.
+
+Chosen once, for a device and a head size, and handed on; nothing here is remembered.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module, metadata
+
+import torch
+
+from minikv.kernels import reference
+
+_OLDEST = (3, 6)  # the oldest Triton that the kernels were built with
+_CAPABILITY = (8, 0)
+_SIZES = range(16, 257, 8)  # head sizes: rows that are read 16 bytes at a time
+_WIDEST = 128  # of float32 heads, whose halves would not stay in registers
+
+
+class Kernels:
+    """Every operation that has a Triton kernel, by its torch twin."""
+
+    name = "torch"
+    ragged_attention = staticmethod(reference.ragged_attention)
+    append = staticmethod(reference.append)
+    hash_append = staticmethod(reference.hash_append)
+    h2o_step = staticmethod(reference.h2o_step)
+    tova_step = staticmethod(reference.tova_step)
+    roco_step = staticmethod(reference.roco_step)
+    scissorhands_step = staticmethod(reference.scissorhands_step)
+    observe = staticmethod(reference.observe)
+    add_columns = staticmethod(reference.add_columns)
+    rows_lse = staticmethod(reference.rows_lse)
+    segments_attention = staticmethod(reference.segments_attention)
+    gather_rows = staticmethod(reference.gather_rows)
+    gather_column = staticmethod(reference.gather_column)
+
+
+def choose(
+    device: torch.device, name: str, head_dim: int, dtype: torch.dtype
+) -> tuple[Kernels, str | None]:
+    """The kernels for heads of `head_dim` numbers of `dtype`, and a line that says why they are
+    not Triton's where those were to be expected.
+
+    name: "auto" and "triton" take Triton's wherever they can run, "torch" never. Without CUDA,
+    "auto" says nothing.
+    """
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        return Kernels(), None
+    reason = unfit(device, head_dim, dtype)
+    if reason is not None:
+        return Kernels(), f"the Triton kernels are not used: {reason}"
+    # By name: a module that imports Triton is loaded only where it is used.
+    found = import_module("minikv.kernels.on_gpu").Triton()
+    assert isinstance(found, Kernels)
+    return found, None
+
+
+def unfit(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernels cannot serve such heads on this device, or None."""
+    if device.type != "cuda":
+        return f"they need a CUDA device, and this is {device.type}"
+    if torch.version.hip is not None:
+        return "they are made for NVIDIA's GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _CAPABILITY:
+        return "they need compute capability {}.{}, this GPU has {}.{}".format(
+            *_CAPABILITY, *capability
+        )
+    return _triton() or _rows(head_dim, dtype)
+
+
+def _triton() -> str | None:
+    """What is wrong with the Triton that is here, if anything."""
+    try:
+        version = metadata.version("triton")
+        import_module("triton.language")
+    except metadata.PackageNotFoundError:
+        return "triton is not installed"
+    except Exception as error:  # a broken one may raise anything
+        return f"triton cannot be imported ({type(error).__name__})"
+    number = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if number < _OLDEST:
+        return "triton {} is too old, they need {}.{}".format(version, *_OLDEST)
+    return None
+
+
+def _rows(head_dim: int, dtype: torch.dtype) -> str | None:
+    """What is wrong with the rows, if anything."""
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"they take no {str(dtype).removeprefix('torch.')}"
+    if head_dim not in _SIZES:
+        return f"they take heads of {_SIZES[0]} to {_SIZES[-1]} in steps of 8, not {head_dim}"
+    if dtype == torch.float32 and head_dim > _WIDEST:
+        return f"they take float32 heads of {_WIDEST} at most, not {head_dim}"
+    return None
