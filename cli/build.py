@@ -31,6 +31,7 @@ class Settings:
     decode: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
+    weights: str = "auto"
     kernels: str = "auto"
     seed: int = 0
     options: Mapping[str, object] = field(default_factory=dict)
@@ -52,6 +53,10 @@ class Settings:
             raise UsageError(f"keys and values cannot be kept in {self.kv!r}", "use auto or int8")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise UsageError(f"unknown device {self.device!r}", "use auto, cpu, cuda or cuda:N")
+        if self.weights not in ("auto", "plain", "int8", "int4"):
+            raise UsageError(
+                f"unknown weights {self.weights!r}", "use --weights auto, plain, int8 or int4"
+            )
         if self.kernels not in ("auto", "torch"):
             raise UsageError(
                 f"no {self.kernels} kernels in this version", "use --kernels auto or torch"
@@ -91,6 +96,7 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
         offline=settings.offline,
         device=settings.device,
         dtype=settings.dtype,
+        weights=settings.weights,
         progress=progress,
     )
     load_s = perf_counter() - began
@@ -133,5 +139,7 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
             kernels="torch",
             load_s=load_s,
             weight_bytes=loaded.weight_bytes,
+            weights=settings.weights,
+            notes=config.notes,
         ),
     )

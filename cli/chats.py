@@ -642,7 +642,7 @@ def _run(session: ChatSession) -> dict[str, object]:
     return {
         "model": model or None, "revision": facts.revision or None, "dtype": facts.dtype,
         "seed": session.seed, "system": session.system, "pin_system": session.pin_system,
-        "kv": "int8" if facts.kv == "int8" else "auto",
+        "kv": "int8" if facts.kv == "int8" else "auto", "weights": facts.weights,
     }  # fmt: skip
 
 

@@ -65,6 +65,8 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("dtype", "auto", "number format of the weights and the cache",
                 choices=("auto", "float32", "bfloat16", "float16")),
         Setting("threads", 0, "threads on a CPU; 0: as many as the process may use", _CHAT),
+        Setting("weights", "auto", "how weights are kept: plain, or int8 or int4 on a CPU",
+                choices=("auto", "plain", "int8", "int4")),
         Setting("kernels", "auto", "who computes attention", choices=("auto", "triton", "torch")),
         Setting("policy", DEFAULT_PROMPT, "what evicts when a prompt was read", _CHAT),
         Setting("budget", DEFAULT_BUDGET, "rows per head (512), a share (20%) or bytes (64MiB)",

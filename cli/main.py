@@ -75,6 +75,14 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     typer.Option(help="number format of the weights and the cache", rich_help_panel=_MODEL),
 ]
+Weights = Annotated[
+    Literal["auto", "plain", "int8", "int4"],
+    typer.Option(
+        help="what the matrices of the layers are kept in: auto and plain is the number format of "
+        "--dtype, int8 and int4 take a half and a quarter of bfloat16's bytes, on a CPU",
+        rich_help_panel=_MODEL,
+    ),
+]
 Kernels = Annotated[
     Literal["auto", "triton", "torch"],
     typer.Option(help="who computes attention", rich_help_panel=_ADVANCED),
@@ -239,6 +247,7 @@ def ask(
     offline: Offline = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
     threads: Threads = 0,
     policy: Policy = DEFAULT_PROMPT,
     budget: Budget = DEFAULT_BUDGET,
@@ -275,9 +284,9 @@ def ask(
             files or [],
             Settings(
                 model=context.obj.model(model), policy=policy, budget=budget, decode=decode,
-                device=device, dtype=dtype, threads=threads, kernels=kernels, seed=seed,
-                options=_pairs(options), stride=stride, kv=kv, revision=revision, offline=offline,
-                system=_system(system), pin_system=pin_system, reuse=reuse,
+                device=device, dtype=dtype, weights=weights, threads=threads, kernels=kernels,
+                seed=seed, options=_pairs(options), stride=stride, kv=kv, revision=revision,
+                offline=offline, system=_system(system), pin_system=pin_system, reuse=reuse,
             ),
             Limits(max_tokens, temperature, top_k, top_p, min_p),
             terminal,
@@ -302,6 +311,7 @@ def chat(
     offline: Offline = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
     threads: Threads = 0,
     policy: Policy = DEFAULT_PROMPT,
     budget: Budget = DEFAULT_BUDGET,
@@ -353,9 +363,9 @@ def chat(
             files or [],
             Settings(
                 model=context.obj.model(model), policy=policy, budget=budget, decode=decode,
-                device=device, dtype=dtype, threads=threads, kernels=kernels, seed=seed,
-                options=_pairs(options), stride=stride, kv=kv, revision=revision, offline=offline,
-                system=_system(system), pin_system=pin_system, reuse=reuse,
+                device=device, dtype=dtype, weights=weights, threads=threads, kernels=kernels,
+                seed=seed, options=_pairs(options), stride=stride, kv=kv, revision=revision,
+                offline=offline, system=_system(system), pin_system=pin_system, reuse=reuse,
             ),
             Limits(max_tokens, temperature, top_k, top_p, min_p),
             terminal,
@@ -389,6 +399,7 @@ def evaluate(
     offline: Offline = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
     threads: Threads = 0,
     policy: Annotated[
         str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
@@ -432,7 +443,7 @@ def evaluate(
             tasks or ("" if files else "facts"),
             files or [], policy, budget, length, count,
             Settings(model=context.obj.model(model), decode=decode, device=device, dtype=dtype,
-                     threads=threads, seed=seed, stride=stride, kv=kv,
+                     weights=weights, threads=threads, seed=seed, stride=stride, kv=kv,
                      options=_pairs(options), revision=revision, offline=offline),
             [path for path in (as_json, csv, *(heat or [])) if path],
             terminal,
@@ -453,6 +464,7 @@ def plan(
     offline: Offline = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
     threads: Threads = 0,
     policy: Annotated[
         str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
@@ -474,8 +486,8 @@ def plan(
         _quiet_hub(terminal)
         run_plan(
             context.obj.model(model), tokens, terminal, policy=policy, budget=budget,
-            decode=decode, stride=stride, options=_pairs(options), dtype=dtype, device=device,
-            memory=memory, max_tokens=max_tokens, revision=revision, offline=offline,
+            decode=decode, stride=stride, options=_pairs(options), dtype=dtype, weights=weights,
+            device=device, memory=memory, max_tokens=max_tokens, revision=revision, offline=offline,
             as_json=as_json,
         )  # fmt: skip
 

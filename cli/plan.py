@@ -68,12 +68,14 @@ class Row:
 class Forecast:
     """A model, a prompt of `tokens` tokens and an answer of `answer`. Bytes.
 
+    kept: what the matrices of the layers are kept in, as --weights has it.
     workspace: an estimate of what the network itself needs at once, beside weights and cache.
     """
 
     model: str
     family: str
     dtype: str
+    kept: str
     parameters: int
     weights: int
     positions: int
@@ -101,6 +103,7 @@ def plan(
     stride: int = 0,
     options: Mapping[str, object] | None = None,
     dtype: str = "auto",
+    weights: str = "auto",
     device: str = "auto",
     memory: str = "",
     max_tokens: int = 512,
@@ -133,8 +136,8 @@ def plan(
                 raise
             choices.append(error)  # one of the selection that the other flags do not suit
     made = forecast(
-        model, count, cases, choices, budget=budget, dtype=dtype, device=device, room=room,
-        answer=max_tokens, revision=revision, offline=offline,
+        model, count, cases, choices, budget=budget, dtype=dtype, form=weights, device=device,
+        room=room, answer=max_tokens, revision=revision, offline=offline,
     )  # fmt: skip
     failed = [row for row in made.rows if row.error]
     if len(failed) == len(made.rows):
@@ -183,6 +186,7 @@ def forecast(
     *,
     budget: str,
     dtype: str = "auto",
+    form: str = "auto",
     device: str = "auto",
     room: int | None = None,
     answer: int = 512,
@@ -190,18 +194,21 @@ def forecast(
     offline: bool = False,
 ) -> Forecast:
     """The figures. `cases` are names and strides, `choices` what they were read to; an error
-    among them becomes a row without figures. Raises ModelError."""
+    among them becomes a row without figures. `form` is --weights. Raises ModelError."""
     import torch
 
     from minikv.models.config import ModelConfig
-    from minikv.models.weights import free_memory
+    from minikv.models.weights import check_form, form_notes, free_memory, weight_bytes
 
     folder = config_folder(model, revision=revision, offline=offline)
     config = ModelConfig.from_folder(folder)
     notes = list(config.notes)
     where = _device(device, here=room is None)
-    kind = _dtype(folder, dtype, where, notes)
-    weights = config.parameters * kind.itemsize
+    packed = form in ("int8", "int4")
+    kind = _dtype(folder, "bfloat16" if packed and dtype == "auto" else dtype, where, notes)
+    check_form(form, where, kind)
+    notes += form_notes(config, form)
+    weights = weight_bytes(config, kind, form)
     space = workspace(config, tokens, kind.itemsize, cuda=where.type == "cuda")
     if room is None:
         free = free_memory(where)
@@ -218,6 +225,7 @@ def forecast(
         model=model or "bundled",
         family=config.family,
         dtype=str(kind).removeprefix("torch."),
+        kept=form if packed else "plain",
         parameters=config.parameters,
         weights=weights,
         positions=config.max_context,
@@ -452,7 +460,8 @@ def shown(made: Forecast, width: int) -> str:
     free = "not known" if made.free is None else f"{size(made.free)} free"
     facts = [
         ("model", f"{made.model} · {made.family} · {_billions(made.parameters)} parameters"),
-        ("weights", f"{size(made.weights)} in {made.dtype}"),
+        ("weights", f"{size(made.weights)} in {made.dtype}"
+                    + (f", the layers in {made.kept}" if made.kept != "plain" else "")),
         ("context", context),
         ("cache", f"{size(made.token_bytes)} a token, {size(made.full)} for {made.tokens:,} "
                   "without eviction"),

@@ -51,6 +51,8 @@ def open_chat(
             session = build(settings, loading)
     finally:
         loading.finish()
+    for note in session.facts.notes:
+        terminal.warn(note)
     for text in distinct(texts):
         if text.note:
             terminal.warn(text.note)

@@ -25,6 +25,7 @@ def load(
     seed: int = 0,
     stride: int = 0,
     kv: str = "auto",
+    weights: str = "auto",
     **policy_options: object,
 ) -> ChatSession:
     """A chat with `model` (a directory or a hub id; None is the bundled model).
@@ -32,7 +33,8 @@ def load(
     `budget` is the mean number of rows per KV head and layer (512), a share of the first prompt
     ("20%") or bytes over all layers ("64MiB"). With a `stride`, `policy` is a step policy that also
     reads prompts, in blocks of so many rows. `kv` "int8" keeps keys and values in about half of
-    bfloat16's bytes. `policy_options` are checked against `minikv.policies.POLICIES`. Raises
+    bfloat16's bytes. `weights` "int8" or "int4" packs the matrices of the layers, on a CPU.
+    `policy_options` are checked against `minikv.policies.POLICIES`. Raises
     MinikvError or ModelError, both with `exit_code`.
     """
     # The one place where the core reaches up: the assembly lives in cli, beside its other caller.
@@ -41,7 +43,7 @@ def load(
     return build(
         Settings(
             model=model, policy=policy, budget=str(budget), decode=decode, device=device,
-            dtype=dtype, kernels=kernels, seed=seed, stride=stride, kv=kv,
+            dtype=dtype, kernels=kernels, seed=seed, stride=stride, kv=kv, weights=weights,
             options=dict(policy_options),
         )
     )

@@ -134,6 +134,8 @@ class Facts:
     kernels: str = "torch"
     load_s: float = 0.0
     weight_bytes: int = 0
+    weights: str = "auto"
+    notes: tuple[str, ...] = ()
 
 
 class ChatSession:

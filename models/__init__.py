@@ -43,15 +43,20 @@ def load(
     offline: bool = False,
     device: str = "cpu",
     dtype: str = "auto",
+    weights: str = "auto",
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a directory or a hub id; None is the bundled model.
 
     `device`: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N". `dtype`: "auto",
     "float32", "bfloat16" or "float16"; "auto" is the storage dtype, except that float16 becomes
-    float32 on a CPU, which computes in it no faster and overflows earlier. `progress` is told of a
+    float32 on a CPU, which computes in it no faster and overflows earlier. bfloat16 stays: a CPU
+    that does not multiply it reads prompts in float32, a block of the weights at a time, which
+    config.notes say. `weights`: "auto" and "plain" (as they are stored), "int8" or "int4" (layers
+    only, CPU only, with bfloat16 beside them, which "auto" then is). `progress` is told of a
     download and of the weights as they are read.
-    Raises ModelError: not found, gated or unsupported (exit code 3), too large (4), corrupt (6).
+    Raises ModelError: a setting that this machine cannot have (exit code 2), not found, gated or
+    unsupported (3), too large (4), corrupt (6).
     """
     from minikv.models.config import ModelConfig
     from minikv.models.hub import Source, resolve
@@ -70,7 +75,8 @@ def load(
     tokenizer = Tokenizer.from_folder(source.folder, stop_ids=config.stop_ids)
     template = ChatTemplate.from_folder(source.folder, tokenizer)
     network = load_network(
-        checkpoint, config, device=where, dtype=_dtype(dtype, checkpoint.dtype, where),
+        checkpoint, config, device=where, form=weights,
+        dtype=_dtype(dtype, checkpoint.dtype, where, weights),
         progress=None if progress is None else progress.weights,
     )  # fmt: skip
     return Loaded(
@@ -102,11 +108,15 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+def _dtype(
+    name: str, stored: torch.dtype, device: torch.device, weights: str = "auto"
+) -> torch.dtype:
     import torch
 
     from minikv.models.errors import UnsupportedModel
 
+    if name == "auto" and weights in ("int8", "int4"):
+        return torch.bfloat16
     if name == "auto":
         half = stored == torch.float16 and device.type == "cpu"
         return torch.float32 if half else stored

@@ -40,7 +40,7 @@ from minikv.models.hub import (
     parse_json,
     weight_map,
 )
-from minikv.models.linear import BLOCK, FORMS, Plain, kept, kept_bytes, lacks
+from minikv.models.linear import BLOCK, FORMS, Plain, bf16_products, kept, kept_bytes, lacks
 from minikv.models.llama import Layer, Llama, Place
 
 HEADER_LIMIT = 16 * 2**20  # bytes
@@ -341,7 +341,8 @@ def load_network(
             note = "tie_word_embeddings is set, but lm_head differs from the embedding: not tied"
             config = replace(config, tied=False, notes=(*config.notes, note))
     _check_room(config, device, dtype, form)
-    config = replace(config, notes=(*config.notes, *form_notes(config, form)))
+    notes = (*config.notes, *slow_notes(device, dtype), *form_notes(config, form))
+    config = replace(config, notes=notes)
     with torch.inference_mode(False):
         network = Llama(config, device=device, dtype=dtype, allocate=False)
     places = dict(network.places())
@@ -426,6 +427,16 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
         for rows, columns in matrices(config).values()
     )
     return config.parameters * dtype.itemsize - config.layers * saved
+
+
+def slow_notes(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Says so where bfloat16 is not what the processor multiplies."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or bf16_products():
+        return []
+    return [
+        "this processor does not multiply bfloat16: prompts are read in float32, a block of the "
+        "weights at a time"
+    ]
 
 
 def form_notes(config: ModelConfig, form: str) -> list[str]:
