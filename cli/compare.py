@@ -288,8 +288,8 @@ def facts(one: Run, full: Run) -> dict[str, str]:
         "answer": one.text.strip() or "(empty)",
         "same as full": "-" if one is full else same_as(one.tokens, full.tokens),
         "KV held": f"{of_full(kv.held, kv.full)}, {percent_saved(kv.saved)} saved",
-        "kept": (
-            f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,} per head, "
+        "kept a head": (
+            f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,}, "
             f"{tokens.kept_min:,} to {tokens.kept_max:,}"
         ),
         "read": _rate(rate.prefill_tok_s),

@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from exports import HEADS, HOSTILE, LAYERS, chat, large
 import minikv
 from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
-from minikv.cli.export import command, html, markdown
+from minikv.cli.export import command, figures, html, markdown
 from minikv.cli.export.facts import ChatFacts, gather
 from minikv.cli.export.read import parse, read_file
 from minikv.cli.export.safe import visible
@@ -32,7 +33,7 @@ from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import Limits
 from minikv.errors import UsageError
-from minikv.report import percent_saved
+from minikv.report import DeviceMemory, KvBytes, Loss, percent_saved
 from minikv.session import ChatSession
 
 
@@ -334,6 +335,40 @@ def test_the_transcript_has_the_words_and_the_figures(facts: ChatFacts) -> None:
     assert "With story.txt, 12 characters." in text
     assert text.count("\n## Question") == 2
     assert visible(text) == text
+
+
+def test_the_figures_of_a_turn_in_words(facts: ChatFacts) -> None:
+    report = facts.last
+    assert report is not None
+    report = replace(
+        report, rate=replace(report.rate, decode_tok_s=None, prefill_tok_s=1234.56),
+        loss=Loss(0.0312, 0.5, 3, "window"), shaped_by_turn=2,
+        time_s=replace(report.time_s, prefill=1.5, decode=0.25, evict=0.0314, first_token=1.625),
+        kv_bytes=KvBytes(full=1 << 20, held=1 << 18, allocated=1 << 19, peak_prefill=3 << 20,
+                         policy_state=1 << 10),
+        device_mem=DeviceMemory(5 << 20, None),
+    )  # fmt: skip
+    rows = dict(figures.rows(report))
+    assert rows.pop("Tokens read").endswith(" before")
+    assert rows.pop("Tokens written").endswith("stopped by end of turn")
+    assert rows.pop("Rows kept per head")
+    assert rows == {
+        "Policy": "adakv, then roco, budget 64 rows per head",
+        "KV held": "0.2 of 1.0 MiB (75.0% saved)", "of it, kept about rows": "1.0 KiB",
+        "KV allocated": "512.0 KiB, the pool", "KV at the most": "3.0 MiB, while reading",
+        "Reading": "1.50 s (1,234.6 tok/s)", "Evicting": "31 ms", "First token after": "1.62 s",
+        "Writing": "0.25 s",
+        "Attention lost": "~3.1%, worst layer 3: 50.0% (an estimate from the last window)",
+        "Cache shaped by": "question 2", "Memory of the process": "5.0 MiB at most",
+    }  # fmt: skip
+    on_gpu = replace(report, device_mem=DeviceMemory(5 << 20, 8 << 20), shaped_by_turn=None)
+    rows = dict(figures.rows(on_gpu))
+    assert rows["Memory of the GPU"] == "5.0 MiB at most"
+    assert "Cache shaped by" not in rows
+    bare = replace(report, loss=Loss(None, None, None, None), device_mem=DeviceMemory(None, None))
+    rows = dict(figures.rows(bare))
+    assert rows["Attention lost"] == "not estimated"
+    assert not any(name.startswith("Memory") for name in rows)
 
 
 def test_an_answer_cannot_leave_its_quotation() -> None:

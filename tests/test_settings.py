@@ -27,6 +27,7 @@ from minikv.cli.main import app
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import Limits
 from minikv.errors import UsageError
+from minikv.policies import POLICIES
 from minikv.session import ChatSession
 
 
@@ -486,6 +487,17 @@ def test_show_has_a_view_of_everything(bundled: ChatSession) -> None:
         do(context, "show", "weather")
 
 
+def test_show_policy_has_every_option_of_a_composition(bundled: ChatSession) -> None:
+    before = bundled.choice
+    bundled.configure(Choice.read("adakv+pyramid", "h2o", 96, {"window": 16}))
+    text = do(traced(bundled), "show", "policy")
+    bundled.configure(before)
+    assert row(text, "adakv+pyramid.window") == ["adakv+pyramid.window", "16"]
+    assert row(text, "h2o.sinks")
+    assert row(text, "h2o") == ["h2o", *POLICIES["h2o"].summary.split()]
+    assert not [line for line in text.splitlines() if line.split()[:1] == ["adakv+pyramid"]]
+
+
 def test_the_system_prompt_holds_at_once_before_the_first_question(
     context: Context, tmp_path: Path
 ) -> None:
@@ -532,6 +544,17 @@ def test_tokens_adds_up_to_the_context(context: Context) -> None:
     assert rows["questions"] == len("What is it?") + len("And then?")
     assert rows["answers"] == 10
     assert rows["room left"] == session.room
+    frees = {name: how for name, _, how in settings_commands.usage(session)}
+    assert frees["system prompt"] == '/system "", then /clear'
+    assert (frees["questions"], frees["answers"]) == ("/clear", "/clear")
+    assert (frees["turn markers"], frees["room left"]) == ("", "")
+    assert (frees["document 2: piped text"], frees["waiting: c.txt"]) == ("/drop 2", "/reset")
+    session.system = ""
+    session.reset()
+    frees = {name: how for name, _, how in settings_commands.usage(session)}
+    assert set(frees.values()) == {""}, "nothing is there to be freed"
+    session.attach("A first text.", "a.txt")
+    "".join(session.ask("What is it?", max_tokens=5))
     text = do(context, "tokens")
     assert "/drop 1" in text
     assert "of 4,096 positions" in text
