@@ -218,13 +218,14 @@ def _looks(
     """Head, first row, positions [n] and probabilities [G, W, n] of one block of rows after the
     other; arguments as `observe` takes them."""
     rows, heads, group, size = q.shape
-    earliest = int(q_pos[0])
+    # Elsewhere than on the host it costs more to ask whether all is seen than to mask.
+    earliest = int(q_pos[0]) if window is None and q.device.type == "cpu" else -1
     for h in range(heads):
         query = q[:, h].float().transpose(0, 1) * (1.0 / math.sqrt(size))  # [G, W, D]
 
         def logits(k: Tensor, at: Tensor, h: int = h, query: Tensor = query) -> Tensor:
             found = torch.matmul(query, k[h].float().T)  # [G, W, n]
-            if window is None and int(at.min()) >= 0 and int(at.max()) <= earliest:
+            if earliest >= 0 and int(at.min()) >= 0 and int(at.max()) <= earliest:
                 return found  # every query sees every row
             return found.masked_fill_(~_visible(q_pos, at[None], window), -math.inf)
 
@@ -459,6 +460,34 @@ def append(
     pos.index_copy_(0, slot, position.to(pos.dtype).expand(len(slot)))
     for column in blank:
         column.index_fill_(0, slot, 0)
+
+
+def advance(
+    go: Tensor, start: Tensor, length: Tensor, cap: Tensor, hole: Tensor, position: Tensor,
+    count: Tensor, slot: Tensor, taken: Tensor, *, before: bool,
+) -> None:  # fmt: skip
+    """Make the last step final, then decide where the next one's newcomers go. In place, all heads.
+
+    go bool []; start, length, cap, hole, count, slot int64 [L, H]; taken bool [L, H]; position
+    int64 [].
+
+    If go: length = count, position += 1, taken = false, go = false. Then, whatever go was: a head
+    with hole >= 0 does not grow; with `before` (victims leave before attention) one without a hole
+    and with length >= cap does not either, and is taken = true (others keep taken). count = length,
+    one more where a head grows; slot = hole if that is >= 0, else start + length, which means
+    nothing for a head whose victim is still to be chosen.
+    """
+    length.copy_(torch.where(go, count, length))
+    position.add_(go)
+    taken.logical_and_(~go)
+    go.zero_()
+    still = hole >= 0
+    slot.copy_(torch.where(still, hole, start + length))
+    if before:
+        asked = ~still & (length >= cap)
+        taken.logical_or_(asked)
+        still = still | asked
+    torch.add(length, ~still, out=count)
 
 
 def hash_append(

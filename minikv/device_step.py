@@ -16,7 +16,8 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.arena import Arena
-from minikv.fused import Fused, Step, fused, hashes
+from minikv.fused import Fused, Step, averages, fused, hashes
+from minikv.kernels.dispatch import Kernels
 from minikv.policy import StepPolicy, StepView, oldest_of_lowest
 from minikv.stats import Shape
 
@@ -33,8 +34,8 @@ class DeviceStep:
     whose newcomer stands where a row stood that was not a hole, and which `spare` has.
     """
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        self.shape, self.device = shape, device
+    def __init__(self, shape: Shape, device: torch.device, ops: Kernels | None = None) -> None:
+        self.shape, self.device, self._ops = shape, device, ops or Kernels()
         sides = (shape.layers, shape.kv_heads)
 
         def whole(value: int = 0) -> Tensor:
@@ -70,10 +71,13 @@ class DeviceStep:
     def takes(arena: Arena, step: StepPolicy | None, later: Tensor | None) -> bool:
         """Whether steps over this arena under this policy can be made here.
 
-        Not: HashEvict beside rows that leave last or in int8, whose kernel knows neither; heads
-        that hold more than they may, as a changed policy leaves them until the next prompt.
+        Not: HashEvict beside rows that leave last or in int8, and layer-wise TOVA beside the
+        former, as their kernels know neither; heads that hold more than they may, as a changed
+        policy leaves them until the next prompt.
         """
         if hashes(step) is not None and (later is not None or arena.coded):
+            return False
+        if averages(step) and later is not None:
             return False
         if step is None:
             return True
@@ -160,23 +164,16 @@ class DeviceStep:
     def start(self) -> None:
         """Make the last step final if it may be, and decide where the newcomers go."""
         self.commit()
-        full = self.hole >= 0  # heads that do not grow
-        if self.policy is not None and self.policy.before:
-            asked = ~full & (self.length >= self.cap)
-            # If the last step is not final, the spare rows it left are still those to put back.
-            self.taken.logical_or_(asked)
-            full |= asked
         if self._slides:
             torch.sub(self.position + 1, self.window, out=self.oldest)
-        torch.add(self.length, ~full, out=self.count)
-        torch.where(self.hole >= 0, self.hole, self.start_row + self.length, out=self.slot)
 
     def finish(self, good: Tensor) -> None:
         """The newcomer is in every layer. good bool []: the step may become final."""
         self.go.copy_(good)
 
     def commit(self) -> None:
-        """Make the last step final, unless `go` is false: learn from it, evict, count it."""
+        """Make the last step final, unless `go` is false: learn from it, evict, count it. Then
+        decide where the newcomers of the next one go."""
         go = self.go
         if self.policy is None or self.policy.before:
             self.hole.masked_fill_(go, -1)
@@ -186,24 +183,25 @@ class DeviceStep:
             self._judge(self.policy)
         if self._slides:
             self._slide()
-        self.length.copy_(torch.where(go, self.count, self.length))
-        if self.policy is not None and self.policy.before:
-            self.taken.logical_and_(~go)
-        self.position.add_(go)
-        go.zero_()
+        kernels.advance(
+            go, self.start_row, self.length, self.cap, self.hole, self.position, self.count,
+            self.slot, self.taken, before=self.policy is not None and self.policy.before,
+        )  # fmt: skip
 
     def drop(self) -> None:
         """Undo the last step; nothing happens if it is final."""
         self.go.zero_()
         if not self._spare:
             return
-        taken = self.taken.flatten()
+        # Where the step did not come to a layer, no row of it gave way.
+        gone = self.taken & (self.hole >= 0)
+        taken = gone.flatten()
         place = torch.where(taken, self.hole.flatten(), self.start_row.flatten())
         for name, saved in self._spare.items():
             column = self.columns[name]
             chosen = taken.view(-1, *[1] * (column.dim() - 1))
             column.index_copy_(0, place, torch.where(chosen, saved, column[place]))
-        self.hole.masked_fill_(self.taken, -1)
+        self.hole.masked_fill_(gone, -1)
         self.taken.zero_()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -214,7 +212,7 @@ class DeviceStep:
         policy = self.policy
         hashing = hashes(policy)
         if hashing is not None:
-            kernels.hash_append(
+            self._ops.hash_append(
                 k[0][:, None] if hashing.with_key else query, k[0], v[0],
                 hashing.matrix(layer, k), self.start_row[layer], self.length[layer],
                 self.cap[layer], self.hole[layer], self.position, columns["k"], columns["v"],
@@ -227,14 +225,14 @@ class DeviceStep:
                 slot = self._make_room(policy, layer, query, k[0])
             extra = [columns[name] for name in self._extra]
             blank = extra if self._later is None else [*extra, self._later]
-            kernels.append(
+            self._ops.append(
                 k[0], v[0], slot, self.position, columns["k"], columns["v"], columns["pos"], blank,
                 columns.get("k_scale"), columns.get("v_scale"),
             )  # fmt: skip
             for name, values in (policy.admit(layer, k[0]) if policy else {}).items():
                 columns[name].index_copy_(0, slot, values)
         window, reads = self.shape.windows[layer], len(self.logits) > 0
-        mixed, _ = kernels.ragged_attention(
+        mixed, _ = self._ops.ragged_attention(
             query, columns["k"], columns["v"], self.start_row[layer], self.count[layer],
             width=self.width,
             pos=None if window is None else columns["pos"],
@@ -338,7 +336,7 @@ class DeviceStep:
             policy.sinks, policy.recent, self.pinned,
         )  # fmt: skip
         mine = {name: self.columns[name] for name in self._extra}
-        return Step(self.logits, self.lse, rows, self.go, mine, self.quota, self.window)
+        return Step(self._ops, self.logits, self.lse, rows, self.go, mine, self.quota, self.window)
 
     def _spares(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Where the rows of a layer that give way are kept."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from minikv.attend import Attend
 from minikv.errors import ContextError, NumericsError
 from minikv.graph import Capture, CudaGraphs, Writer
+from minikv.kernels.dispatch import Kernels
 from minikv.sampling import Sampling, pick
 from minikv.scheduler import Scheduler
 
@@ -30,17 +31,22 @@ class Engine:
     """
 
     def __init__(
-        self, network: Network, kv: Scheduler, capture: Capture | Literal["auto"] | None = "auto"
+        self,
+        network: Network,
+        kv: Scheduler,
+        capture: Capture | Literal["auto"] | None = "auto",
+        ops: Kernels | None = None,
     ) -> None:
         """`capture` is how `next` runs steps without waiting for the device; None: one after the
-        other, as `step`. By default CUDA graphs on CUDA, None elsewhere."""
+        other, as `step`. By default CUDA graphs on CUDA, None elsewhere. `ops`: what they are made
+        of, the torch twins by default."""
         self.network, self.kv = network, kv
         self.notices: list[str] = []
         self._writer: Writer | None = None
         if capture == "auto":
             capture = CudaGraphs(kv.device) if kv.device.type == "cuda" else None
         if capture is not None:
-            self._writer = Writer(network, kv, capture)
+            self._writer = Writer(network, kv, capture, ops)
 
     def prompt(
         self,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
+from minikv.kernels.dispatch import Kernels
 from minikv.policies.h2o import H2O
 from minikv.policies.hashevict import HashEvict
 from minikv.policies.roco import RoCo
@@ -25,6 +26,7 @@ class Step:
     """What the end of a step reads: see `kernels.h2o_step`. quota int64 [L, H]: what `Fused.quota`
     made of the caps; window int64 [L]: rows that a layer's query sees at most."""
 
+    ops: Kernels
     logits: Tensor
     lse: Tensor
     rows: kernels.Rows
@@ -52,7 +54,7 @@ def fused(policy: StepPolicy) -> Fused | None:
         return Fused(lambda cap: cap - _share(cap, policy.scope), _roco)
     if type(policy) is Tova:
         layerwise = not policy.per_head
-        return Fused(torch.zeros_like, lambda s, hole: kernels.tova_step(
+        return Fused(torch.zeros_like, lambda s, hole: s.ops.tova_step(
             s.logits, s.lse, s.rows, s.go, hole, layerwise=layerwise,
         ))  # fmt: skip
     if type(policy) is ScissorHands:
@@ -60,12 +62,17 @@ def fused(policy: StepPolicy) -> Fused | None:
 
         def scissorhands(s: Step, hole: Tensor) -> None:
             words = [column for name, column in s.columns.items() if name != "queries"]
-            kernels.scissorhands_step(
+            s.ops.scissorhands_step(
                 s.logits, s.lse, s.rows, s.go, hole, words, s.columns["queries"], history, s.window
             )
 
         return Fused(torch.zeros_like, scissorhands)
     return None
+
+
+def averages(policy: StepPolicy | None) -> bool:
+    """Whether the policy judges by a mean over layers, which without its kernel asks for values."""
+    return isinstance(policy, Tova) and not policy.per_head
 
 
 def hashes(policy: StepPolicy | None) -> HashEvict | None:
@@ -74,12 +81,12 @@ def hashes(policy: StepPolicy | None) -> HashEvict | None:
 
 
 def _h2o(s: Step, hole: Tensor) -> None:
-    kernels.h2o_step(s.logits, s.lse, s.rows, s.go, hole, s.columns["sum"], s.quota)
+    s.ops.h2o_step(s.logits, s.lse, s.rows, s.go, hole, s.columns["sum"], s.quota)
 
 
 def _roco(s: Step, hole: Tensor) -> None:
     c = s.columns
-    kernels.roco_step(
+    s.ops.roco_step(
         s.logits, s.lse, s.rows, s.go, hole, c["sum"], c["squares"], c["count"], s.quota
     )
 

@@ -18,6 +18,7 @@ from minikv.arena import Arena
 from minikv.attend import Attend
 from minikv.device_step import DeviceStep
 from minikv.errors import NumericsError
+from minikv.kernels.dispatch import Kernels
 from minikv.sampling import Sampling, choose, draw
 from minikv.scheduler import Scheduler
 
@@ -108,9 +109,11 @@ class CudaGraphs:
 class Writer:
     """Steps of an answer over a `Scheduler`'s cache, drawn as `sampling.pick` draws."""
 
-    def __init__(self, network: Network, kv: Scheduler, capture: Capture) -> None:
+    def __init__(
+        self, network: Network, kv: Scheduler, capture: Capture, ops: Kernels | None = None
+    ) -> None:
         self._network, self._kv, self._capture = network, kv, capture
-        self._state = DeviceStep(kv.shape, kv.device)
+        self._state = DeviceStep(kv.shape, kv.device, ops)
         with torch.inference_mode(False):
             self._token = torch.zeros(1, dtype=torch.int64, device=kv.device)
             self._told = torch.zeros(2, dtype=torch.int64, device=kv.device)
