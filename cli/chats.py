@@ -48,7 +48,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PART = re.compile(r"(cache-[0-9a-f]{16}\.safetensors|document-[0-9a-f]{16}\.txt)")
 _POLICY = ("policy", "policy_options", "decode", "decode_options", "budget", "stride")
 _RUN = ("model", "revision", "dtype", "seed", "system", "pin_system")
-_LATER = ("kv",)  # chats of before there was a choice lack it
+_LATER = ("kv", "weights")  # chats of before there was a choice lack it
 _FLAGS = {"options": ("policy_options", "decode_options")}
 _SAMPLED = 16 << 20  # bytes of weights in a file above which only samples of it are hashed
 
