@@ -333,6 +333,9 @@ def test_the_transcript_has_the_words_and_the_figures(facts: ChatFacts) -> None:
     assert f"| Rows kept per head | {report.tokens.kept_mean:,.1f} of" in text
     assert f"({100 * report.kv_bytes.saved:.1f}% saved)" in text
     assert "With story.txt, 12 characters." in text
+    page = html.render(facts)
+    assert "document 2" in page, "the nameless one"
+    assert "document 3" not in page
     assert text.count("\n## Question") == 2
     assert visible(text) == text
 

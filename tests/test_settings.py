@@ -508,6 +508,10 @@ def test_the_system_prompt_holds_at_once_before_the_first_question(
     assert [m.role for m in session.messages] == ["system"]
     assert [d.name for d in session.pending] == ["a.txt"]
     assert row(do(context, "set"), "system") == ["system", "Be", "brief.", "/system"]
+    assert "(9 tokens; its rows may leave)" in do(context, "system")
+    session.pin_system = True
+    assert "(9 tokens; its rows never leave)" in do(context, "system")
+    session.pin_system = False
     (tmp_path / "s.txt").write_text("From a file.\n")
     do(context, "system", f"@{tmp_path / 's.txt'}")
     assert session.system == "From a file."
