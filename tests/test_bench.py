@@ -35,6 +35,7 @@ from minikv.cli.bench.asked import Asked
 from minikv.cli.main import _resume_alone, app
 from minikv.errors import ContextError, MemoryShortError, UsageError
 from minikv.models.config import ModelConfig
+from minikv.models.errors import UnusableSetting
 
 TINY = shapes.find("tiny")
 CPU = torch.device("cpu")
@@ -267,6 +268,26 @@ def test_full_rows_hold_what_a_step_reads() -> None:
     assert row.floor == (row.step_bytes["weights"] + row.step_bytes["kv"]) / 1e10
 
 
+def test_int8_weights_stand_beside_plain_ones() -> None:
+    choices = (Choice.read("full", "none"),)
+    wanted = run.Wanted(
+        models.Spec(TINY), "tiny", choices, (64,), ("auto", "int8"), 1, 2, peer=False
+    )
+    made = run.Bench(wanted, RATES)
+    try:
+        made.decode(64)
+    except UnusableSetting:
+        pytest.skip("no int8 kernel here")
+    finally:
+        made.close()
+    plain, small = made.rows
+    assert (plain.weights, small.weights) == ("auto", "int8")
+    # A byte a weight in the layers' matrices, with a scale a row; the head stays as it is.
+    assert small.step_bytes["weights"] < plain.step_bytes["weights"] - TINY.matrices // 2
+    assert small.vs_full == pytest.approx(plain.seconds / small.seconds)
+    assert show.name(small) == "full int8"
+
+
 def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     write = models.Cached.write
@@ -358,6 +379,11 @@ def test_transformers_computes_with_the_same_weights() -> None:
     theirs.read(ids)
     theirs.write(3)
     assert theirs._cache.get_seq_length() == 73
+    # Greedy both: the token that is fed next is the same.
+    ours.go_on([1, 2])  # not from the beginning, and still a prompt
+    ours.read(ids)
+    ours.write(3)
+    assert ours._token == int(theirs._token)
 
 
 # -- what is refused, and what ends early -----------------------------------------------------
@@ -473,7 +499,8 @@ def test_kernels_as_torch_twins() -> None:
     rows = made["kernels"]
     assert {row["kernel"] for row in rows} >= {
         "ragged attention", "append", "hash append", "h2o_step".replace("_", " "), "tova step",
-        "roco step", "scissorhands step", "observe", "column sums", "sdpa decode",
+        "roco step", "scissorhands step", "observe", "column sums", "sdpa decode", "gather rows",
+        "segments attention",
     }  # fmt: skip
     read, product = made["rates"]["read"], made["rates"]["matmul"]
     for row in rows:
@@ -499,7 +526,7 @@ def test_uneven_heads_have_the_mean_and_one_has_four_times_it() -> None:
                          ids=lambda case: f"{case.name}, {case.case}")  # fmt: skip
 def test_every_case_does_what_it_says(case: kernels.Case) -> None:
     """It runs twice on the same inputs, and what it writes is finite."""
-    operations = kernels.reference
+    operations = kernels.Kernels()
     inputs = case.make(CPU, 0)
     case.run(operations, inputs)
     out = case.run(operations, inputs)
@@ -508,6 +535,10 @@ def test_every_case_does_what_it_says(case: kernels.Case) -> None:
     assert all(bool(t.isfinite().all()) for t in tensors)
     if "rows" in inputs:  # all heads were over, so every one has given up a row
         assert bool((inputs["hole"] >= 0).all())
+    if case.name == "gather rows":
+        kept, fresh = inputs["index"][1], inputs["fresh"][1]
+        assert torch.equal(inputs["into"][1][len(kept) :], fresh[1, kept])
+        assert case.nbytes == 2 * 2 * inputs["into"][0].nbytes + inputs["index"].nbytes
     if case.name == "hash append":
         assert bool((inputs["hole"] >= 0).all())
         assert case.nbytes >= inputs["code"].nbytes
@@ -516,7 +547,7 @@ def test_every_case_does_what_it_says(case: kernels.Case) -> None:
 
 
 def test_a_kernel_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(kernels.reference, "tova_step")
+    monkeypatch.delattr(kernels.Kernels, "tova_step")
     out = bench("kernels", "--kernels", "torch", "--shape", "tiny", "--length", "64", "--repeat",
                 "1", "--json", "-")  # fmt: skip
     made = json.loads(out.stdout)

@@ -35,8 +35,9 @@ Dtype = Annotated[
 ]  # fmt: skip
 Weights = Annotated[
     str,
-    typer.Option(help="how matrices are kept, a list with commas", rich_help_panel=_MODEL),
-]
+    typer.Option(help="how matrices are kept, a list with commas: auto, int8, int4",
+                 rich_help_panel=_MODEL),
+]  # fmt: skip
 Policy = Annotated[str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)]
 Decode = Annotated[str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)]
 Budget = Annotated[str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)]
@@ -61,7 +62,8 @@ Kernels = Annotated[
     typer.Option(help="who computes attention", rich_help_panel=_ADVANCED),
 ]
 Threads = Annotated[
-    int, typer.Option(help="of the processor; 0: as torch has it", rich_help_panel=_ADVANCED)
+    int,
+    typer.Option(help="on a CPU; 0: as many as the process may use", rich_help_panel=_ADVANCED),
 ]
 Json = Annotated[
     str | None,

@@ -15,6 +15,9 @@ from minikv.errors import UsageError
 LEAST = 64
 """Fewest tokens of a prompt: shorter ones say nothing about a policy."""
 
+FORMS = ("auto", "plain", "int8", "int4")
+"""Values of --weights, as `models.linear` knows them."""
+
 MOST_REPEAT, MOST_STEPS = 1000, 100_000
 
 
@@ -55,6 +58,14 @@ class Asked:
             if not 1 <= value <= most:
                 raise UsageError(f"{flag} must be 1 to {most:,}, got {value}")
         place.check_threads(self.threads)
+
+    def formats(self) -> tuple[str, ...]:
+        """How matrices are kept, each in turn. Raises UsageError."""
+        found = read_list(self.weights, "--weights")
+        for name in found:
+            if name not in FORMS:
+                raise UsageError(f"unknown weights {name!r}", f"use {', '.join(FORMS)}")
+        return found
 
     def choices(self) -> tuple[Choice, ...]:
         """The full cache first, then every policy with every decode policy and budget. Raises

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from minikv.cli.bench import place, shapes, show
-from minikv.cli.bench.asked import Asked, read_list
+from minikv.cli.bench.asked import Asked
 from minikv.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def measure(
     asked.check()
     show.check(target)
     choices, lengths = asked.choices(), asked.lengths()
-    formats = read_list(asked.weights, "--weights")
+    formats = asked.formats()
     terminal.status("starting")
     device = place.prepare(asked.device, asked.threads)
     from minikv.cli.bench import run
@@ -174,9 +174,9 @@ def measure_kernels(
 
     from minikv.cli.bench import kernels as bench
 
-    name, operations = bench.who(device, kernels)
+    operations = bench.who(device, kernels, sizes.head_dim)
     record = Record(command, terminal, target)
-    rates = start(record, device, f"{name} kernels, heads of {shape}", terminal)
+    rates = start(record, device, f"{operations.name} kernels, heads of {shape},", terminal)
     timings, notes, done = list[bench.Timing](), list[str](), False
     pace = Pace(terminal)
     try:
@@ -187,7 +187,7 @@ def measure_kernels(
             if lacks:
                 notes.append(f"{case.name}: no {', '.join(lacks)} in this version")
                 continue
-            timings.append(bench.timed(case, operations, name, device, rates, repeat))
+            timings.append(bench.timed(case, operations, device, rates, repeat))
         done = True
     finally:
         for note in dict.fromkeys(notes):

@@ -15,7 +15,8 @@ import torch
 from minikv.choice import Choice
 from minikv.cli.bench import kernels, models, run, shapes
 from minikv.cli.bench.floors import Goal, Rates
-from minikv.errors import MinikvError, UsageError
+from minikv.errors import MinikvError
+from minikv.models.errors import ModelError
 
 Progress = Callable[[str, int, int], None]
 
@@ -61,9 +62,7 @@ class Everything:
             else:
                 try:
                     part.run(self)
-                except (MinikvError, torch.OutOfMemoryError) as error:
-                    if isinstance(error, UsageError):
-                        raise
+                except (MinikvError, ModelError, torch.OutOfMemoryError) as error:
                     self.notes.append(f"{part.name}: {' '.join(str(error).split())[:200]}")
                 finally:
                     models.settle(self.device)

@@ -1,7 +1,7 @@
 """`minikv bench kernels`: each operation against the bytes it must move or the flops it must do.
 
-One table of cases, a row per kernel. What runs is what the cache would call: the dispatching
-functions of `minikv.kernels`, or their torch twins with `--kernels torch`. On a GPU calls are
+One table of cases, a row per kernel. What runs is what the cache would call (`dispatch`): Triton's
+kernels, or their torch twins with `--kernels torch`. On a GPU calls are
 captured in a graph and rotate over inputs that its cache cannot hold, so neither the launch nor
 the last call's data is measured.
 """
@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv import kernels
 from minikv.cli.bench import machine
 from minikv.cli.bench.floors import Rates, middle
 from minikv.cli.bench.shapes import Sizes
 from minikv.errors import UsageError
-from minikv.kernels import reference
+from minikv.kernels import Rows
+from minikv.kernels.dispatch import Kernels, choose
 
 Inputs = dict[str, Any]
 
@@ -35,9 +34,9 @@ _CALLS, _SECONDS = 16, 0.02  # in one measurement, at least: calls on a GPU, tim
 class Case:
     """One operation on one size of inputs.
 
-    make(device, seed): fresh inputs. run(operations, inputs): the call, on `minikv.kernels` or its
-    reference. nbytes: read and written at the least; flops: of its products, 0 where the floor is
-    that of the bytes. needs: names of functions without which there is nothing to run.
+    make(device, seed): fresh inputs. run(operations, inputs): the call. nbytes: read and written
+    at the least; flops: of its products, 0 where the floor is that of the bytes. needs: names of
+    operations without which there is nothing to run.
     """
 
     name: str
@@ -81,25 +80,21 @@ class Timing:
         }  # fmt: skip
 
 
-def who(device: torch.device, wanted: str) -> tuple[str, ModuleType]:
-    """Which kernels run, and where they are. Raises UsageError where there is no device for them.
-
-    wanted: the value of --kernels.
-    """
-    if wanted == "torch":
-        return "torch", reference
-    if device.type != "cuda":
+def who(device: torch.device, wanted: str, head_dim: int) -> Kernels:
+    """The kernels that run for bfloat16 heads of this size. Raises UsageError where Triton's are
+    meant and cannot. `wanted`: the value of --kernels."""
+    found, reason = choose(device, wanted, head_dim, torch.bfloat16)
+    if wanted != "torch" and found.name == "torch":
         raise UsageError(
-            "the Triton kernels need a CUDA device, and there is none",
-            "--kernels torch measures their torch twins on the CPU",
+            reason or "the Triton kernels need a CUDA device, and torch sees none",
+            "--kernels torch measures their torch twins",
         )
-    return "triton", kernels
+    return found
 
 
 def timed(
-    case: Case, operations: ModuleType, name: str, device: torch.device, rates: Rates,
-    rounds: int,
-) -> Timing:  # fmt: skip
+    case: Case, operations: Kernels, device: torch.device, rates: Rates, rounds: int
+) -> Timing:
     """Median seconds of a call."""
     gpu = device.type == "cuda"
     cache = 2 * machine.l2_bytes(device) if gpu else _CPU_CACHE
@@ -129,8 +124,8 @@ def timed(
     moved = case.nbytes / rates.stream
     done = case.flops / rates.product("bfloat16") if case.flops else 0.0
     return Timing(
-        case.name, case.case, name, tuple(t / count for t in times), case.nbytes, case.flops,
-        max(moved, done), replay is not None,
+        case.name, case.case, operations.name, tuple(t / count for t in times), case.nbytes,
+        case.flops, max(moved, done), replay is not None,
     )  # fmt: skip
 
 
@@ -146,7 +141,7 @@ def _captured(run: Callable[[], None], device: torch.device) -> Callable[[], Non
     return graph.replay
 
 
-def missing(case: Case, operations: ModuleType) -> list[str]:
+def missing(case: Case, operations: Kernels) -> list[str]:
     """Functions that this version does not have."""
     return [name for name in case.needs if not hasattr(operations, name)]
 
@@ -207,6 +202,18 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
         )  # fmt: skip
 
 
+    for n in lengths:
+        yield Case(
+            "segments attention", f"{min(256, n)} new, {n:,} rows",
+            _segments(sizes, dtype, uneven(heads, n), min(256, n)), _over, heads * n * row,
+            4 * sizes.heads * sizes.head_dim * n * min(256, n), needs=("segments_attention",),
+        )  # fmt: skip
+        yield Case(
+            "gather rows", f"{n // 8:,} of {n:,} rows", _kept(sizes, dtype, n), _gather,
+            heads * (n // 8) * (2 * row + 8), needs=("gather_rows",),
+        )  # fmt: skip
+
+
 _STEPS: dict[str, tuple[torch.dtype, ...]] = {
     "h2o_step": (torch.float32,),
     "tova_step": (),
@@ -246,7 +253,7 @@ def _dense(sizes: Sizes, dtype: torch.dtype, n: int) -> Callable[[torch.device, 
     return make
 
 
-def _sdpa(operations: ModuleType, i: Inputs) -> Tensor:
+def _sdpa(operations: Any, i: Inputs) -> Tensor:
     """What torch offers where all heads are alike: a line to compare with, not a kernel of ours."""
     return F.scaled_dot_product_attention(i["q"], i["k"], i["v"], enable_gqa=True)
 
@@ -335,7 +342,7 @@ def _judged(
         logits = _random(device, seed, torch.float32, layers, heads, group, n)
         total = layers * heads * n
         full = torch.full((layers, heads), n, device=device)
-        rows = kernels.Rows(
+        rows = Rows(
             (torch.arange(layers * heads, device=device) * n).view(layers, heads), full, full - 1,
             torch.arange(n, device=device, dtype=torch.int32).repeat(layers * heads),
             torch.tensor(n - 1, device=device), 4, 10, 0,
@@ -394,4 +401,50 @@ def _observe(operations: Any, i: Inputs) -> object:
 def _columns(operations: Any, i: Inputs) -> None:
     operations.add_columns(
         i["mass"], i["squares"], i["head_first"], i["lse"], i["q_pos"], i["k"], i["k_pos"], None
+    )
+
+
+def _segments(
+    sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int], rows: int
+) -> Callable[[torch.device, int], Inputs]:
+    """New rows of a later prompt over what earlier ones left."""
+    ragged, heads = _ragged(sizes, dtype, lengths), sizes.kv_heads
+
+    def make(device: torch.device, seed: int) -> Inputs:
+        wide = (heads, sizes.heads // heads, rows, sizes.head_dim)
+        hole = torch.full((heads,), -1, device=device)
+        return ragged(device, seed) | {"new": _random(device, seed + 3, dtype, *wide), "hole": hole}
+
+    return make
+
+
+def _over(operations: Any, i: Inputs) -> object:
+    return operations.segments_attention(
+        i["new"], i["k"], i["v"], i["start"], i["length"], i["hole"], i["width"]
+    )
+
+
+def _kept(sizes: Sizes, dtype: torch.dtype, n: int) -> Callable[[torch.device, int], Inputs]:
+    """An eighth of a prompt's rows goes into the arena."""
+    heads, stays = sizes.kv_heads, n // 8
+
+    def make(device: torch.device, seed: int) -> Inputs:
+        fresh = (heads, n, sizes.head_dim)
+        generator = torch.Generator(device).manual_seed(seed)
+        order = torch.rand((heads, n), generator=generator, device=device).argsort(1)
+        into = (heads * stays, sizes.head_dim)
+        return {
+            "index": order[:, :stays].sort(1).values, "most": stays,
+            "count": torch.full((heads,), stays, device=device),
+            "start": torch.arange(heads, device=device) * stays,
+            "fresh": tuple(_random(device, seed + i, dtype, *fresh) for i in range(2)),
+            "into": tuple(torch.zeros(into, dtype=dtype, device=device) for _ in range(2)),
+        }  # fmt: skip
+
+    return make
+
+
+def _gather(operations: Any, i: Inputs) -> None:
+    operations.gather_rows(
+        i["index"], i["count"], i["start"], i["fresh"], None, i["into"], i["most"]
     )

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minikv
-from minikv.cli.bench import place
+from minikv.cli import threads
 from minikv.cli.bench.floors import Rates, middle
 
 _MIB = 1 << 20
@@ -56,7 +56,7 @@ class Clock:
 def facts(device: torch.device) -> dict[str, object]:
     """What the machine is; nothing in it names a person or a folder."""
     found: dict[str, object] = {
-        "system": platform.system(), "processor": _processor(), "cores": place.cores(),
+        "system": platform.system(), "processor": _processor(), "cores": threads.allowed(),
         "threads": torch.get_num_threads(), "memory": _memory(), "device": str(device),
     }  # fmt: skip
     if device.type == "cuda":
@@ -115,13 +115,13 @@ def measure(device: torch.device, rounds: int = 5, small: bool = False) -> Rates
         side = 512 if small else 8192
         half, full = (product_rate(device, d, side, rounds) for d in _DTYPES)
         return Rates(None, copied, copied, half, full, True)
-    threads = torch.get_num_threads()
+    count = torch.get_num_threads()
     size, side = (_MIB, 128) if small else (256 * _MIB, 1536)
     try:
         torch.set_num_threads(1)
         alone = read_rate(size, rounds)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(count)
     # Threads that share a busy machine may read slower than one alone.
     read = max(alone, read_rate(size, rounds))
     half, full = (product_rate(device, d, side, rounds) for d in _DTYPES)

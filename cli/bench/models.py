@@ -19,12 +19,14 @@ from minikv.choice import Choice
 from minikv.cli.bench import machine
 from minikv.cli.bench.shapes import Sizes
 from minikv.engine import Engine
-from minikv.errors import MemoryShortError, UsageError
+from minikv.errors import MemoryShortError
 from minikv.models.config import ModelConfig
+from minikv.models.linear import Plain, kept
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
-from minikv.models.weights import free_memory
+from minikv.models.weights import check_form, free_memory
 from minikv.report import size
+from minikv.sampling import Sampling
 from minikv.scheduler import Scheduler
 from minikv.snapshot import Held
 from minikv.stats import CacheStats, Shape
@@ -34,6 +36,7 @@ POSITIONS = 1 << 20
 
 _BLOCK = 1_048_573  # a prime: no row of a matrix falls on the same place in the block twice
 _STD = 0.02
+_GREEDY = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +75,21 @@ def network(spec: Spec) -> Llama:
     if spec.folder is not None:
         from minikv.models import load
 
-        net = load(spec.folder, device=spec.device, dtype=spec.dtype, offline=True).network
-    else:
-        net = plain(spec)
-    return _kept(net, spec.weights)
+        return load(
+            spec.folder, device=spec.device, dtype=spec.dtype, weights=spec.weights, offline=True
+        ).network
+    return _kept(plain(spec), spec.weights)
 
 
-def _kept(net: Llama, weights: str) -> Llama:
-    """With its matrices kept as --weights says. Raises UsageError."""
-    if weights != "auto":
-        raise UsageError(f"no {weights} weights in this version", "use --weights auto")
+def _kept(net: Llama, form: str) -> Llama:
+    """With the matrices of its layers kept as --weights says. Raises ModelError for a form that
+    this machine, or this dtype, cannot have."""
+    check_form(form, net.device, net.dtype)
+    for layer in net.layers:
+        for name in ("qkv", "out", "gate_up", "down"):
+            matrix = getattr(layer, name)
+            if isinstance(matrix, Plain):
+                setattr(layer, name, kept(matrix, form))
     return net
 
 
@@ -144,25 +152,26 @@ class Cached:
         self.net, self.choice = net, choice
         self.clock = machine.Clock(net.device)
         self.engine = _engine(net, choice)
-        self._fed = 0
+        self._token = 0
 
     def read(self, ids: list[int], room: int = 256) -> float:
         """Seconds for a conversation that begins with this prompt."""
         self.engine.reset()
-        self._fed = 0
         return self.go_on(ids, room)
 
     def go_on(self, ids: list[int], room: int = 256) -> float:
         """Seconds for a further prompt of the same conversation."""
-        return self.clock(lambda: self.engine.prompt(ids, room=room))
+        def run() -> None:
+            self._token = int(self.engine.prompt(ids, room=room).argmax())
+
+        return self.clock(run)
 
     def write(self, steps: int) -> float:
-        """Seconds for a step, mean over so many. The tokens fed are fixed: every policy and every
-        round pays for the same work."""
+        """Seconds for a step, mean over so many: greedy, each fed what the one before returned, as
+        an answer is written. With random weights one token costs what another does."""
         def run() -> None:
             for _ in range(steps):
-                self._fed += 1
-                self.engine.step(self._fed % self.net.config.vocab)
+                self._token = self.engine.next(self._token, self.net.config.vocab, _GREEDY, 0)
 
         return self.clock(run) / steps
 

@@ -15,7 +15,7 @@ from minikv.cli.bench.everything import FULL, OURS, Everything, Part
 from minikv.cli.bench.floors import middle
 from minikv.cli.bench.peer import installed
 from minikv.cli.bench.worker import PeerError, Worker
-from minikv.errors import UsageError
+from minikv.models.errors import ModelError
 
 _ALONE = "transformers is not there to compare with"
 _LONG, _TURN = 32_768, 2048  # tokens of a long conversation, and of each prompt in it
@@ -55,7 +55,7 @@ def _against_peer(
         bench = every.bench(shape, (FULL, OURS), formats, peer=True)
         try:
             bench.networks()
-        except UsageError as error:
+        except ModelError as error:  # no such kernel in this build, or on this processor
             bench.close()
             every.notes.append(str(error))
             continue

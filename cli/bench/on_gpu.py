@@ -14,10 +14,10 @@ _SHAPE = "llama-3-8b"
 
 def _kernels(every: Everything) -> None:
     """Every kernel against its floor."""
-    name, operations = kernels.who(every.device, "torch" if every.small else "auto")
+    sizes = every.spec(_SHAPE).sizes or shapes.SHAPES[_SHAPE]
+    operations = kernels.who(every.device, "torch" if every.small else "auto", sizes.head_dim)
     lengths = tuple(every.tokens(n) for n in (1024, 8192, 32_768))
-    table = list(kernels.cases(every.spec(_SHAPE).sizes or shapes.SHAPES[_SHAPE], torch.bfloat16,
-                               lengths))  # fmt: skip
+    table = list(kernels.cases(sizes, torch.bfloat16, lengths))
     for done, case in enumerate(table):
         every.progress(f"kernels: {case.name}, {case.case}", done, len(table))
         if kernels.missing(case, operations):
@@ -25,7 +25,7 @@ def _kernels(every: Everything) -> None:
             continue
         try:
             every.timings.append(
-                kernels.timed(case, operations, name, every.device, every.rates, every.repeat)
+                kernels.timed(case, operations, every.device, every.rates, every.repeat)
             )
         except torch.OutOfMemoryError:
             every.notes.append(f"{case.name}, {case.case}: out of memory")

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
+from minikv.cli import threads
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def check_threads(threads: int) -> None:
-    """Raise UsageError for more threads than cores, or fewer than none; 0 leaves it to torch."""
-    if threads and not 1 <= threads <= cores():
+def check_threads(count: int) -> None:
+    """Raise UsageError for more threads than cores, or fewer than none; 0 is as many as allowed."""
+    most = threads.allowed()
+    if count and not 1 <= count <= most:
         raise UsageError(
-            f"--threads must be 1 to {cores()}, the cores that this process may use, got {threads}"
+            f"--threads must be 1 to {most}, the cores that this process may use, got {count}"
         )
 
 
-def prepare(device: str, threads: int) -> torch.device:
-    """The device of a flag, with so many threads at work. Raises ModelError for one that is not
+def prepare(device: str, count: int) -> torch.device:
+    """The device of a flag, with so many threads at work. Raises UsageError for one that is not
     there."""
     import torch
 
-    if threads:
-        torch.set_num_threads(threads)
+    threads.use(count)
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = torch.device(device)

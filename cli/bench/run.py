@@ -284,6 +284,10 @@ class Bench:
         self, kind: str, length: int, seats: Sequence[_Seat], step_rows: Sequence[float]
     ) -> None:
         """Rows of all seats, the first of which is the full cache."""
+        for seat in seats:
+            if isinstance(seat.system, models.Cached):
+                news = (note for note in seat.system.engine.notices if note not in self.notes)
+                self.notes += news
         full = seats[0]
         peers = [seat for seat in seats if seat.name == PEER]
         for seat, read in zip(seats, step_rows, strict=True):

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,12 +36,14 @@ class Worker:
     """The system `name` ("transformers", or "minikv" under a choice) in another process."""
 
     def __init__(
-        self, name: str, spec: Spec, threads: int, choice: Choice | None = None
-    ) -> None:
+        self, name: str, spec: Spec, threads: int, choice: Choice | None = None,
+        command: Sequence[str] = ("-m", "minikv.cli.bench.worker"),
+    ) -> None:  # fmt: skip
+        """`command`: what this Python is to run, if not this module; it answers by `serve`."""
         self.name = name
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long-lived as the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "minikv.cli.bench.worker"],
+            [sys.executable, *command],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
             start_new_session=True,  # Ctrl-C is for the process that shows results
         )  # fmt: skip
@@ -173,15 +175,14 @@ class _Desk:
         return 0.0
 
 
-def main() -> None:
-    """Answer until standard input ends."""
+def serve(answer: Callable[[dict[str, Any]], float]) -> None:
+    """Answer every line until standard input ends."""
     # What libraries print must not come between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    desk = _Desk()
     for line in sys.stdin:
         try:
-            reply: dict[str, object] = {"value": desk.answer(json.loads(line))}
+            reply: dict[str, object] = {"value": answer(json.loads(line))}
         except Exception as error:
             from minikv.cli.failures import explain
 
@@ -193,4 +194,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(_Desk().answer)

@@ -1,0 +1,260 @@
+"""minikv beside other systems on the same random weights, in turns within one run.
+
+    python docs/measurements/peers.py --shape s --tokens 2048 --json docs/measurements/peers.json
+
+transformers runs where it is installed. llama.cpp (llama-cpp-python) and OpenVINO GenAI run where
+they are installed and have been given the weights in their own format: `--export DIR` writes the
+random model as a Hugging Face folder, from which their own converters make it (`--gguf FILE`,
+`--openvino DIR`). Every system runs in a process of its own; medians of `--repeat` rounds, greedy.
+Reading is a prompt from nothing, writing the steps after it, peak the process's resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minikv.choice import Choice
+from minikv.cli.bench import asked, machine, models, place, shapes, show
+from minikv.cli.bench.floors import middle
+from minikv.cli.bench.worker import PeerError, Worker, serve
+
+BUNDLED = Path(models.__file__).resolve().parents[2] / "models" / "bundled"
+MODULES = {
+    "transformers": "transformers", "llama.cpp": "llama_cpp", "openvino": "openvino_genai",
+}  # fmt: skip
+
+
+# -- the systems that minikv's own worker does not know ---------------------------------------
+
+
+class LlamaCpp:
+    """A GGUF file through llama-cpp-python."""
+
+    def __init__(self, path: str, threads: int, context: int) -> None:
+        import llama_cpp
+
+        self._model = llama_cpp.Llama(
+            path, n_ctx=context, n_threads=threads, n_threads_batch=threads, n_gpu_layers=0,
+            verbose=False,
+        )  # fmt: skip
+
+    def read(self, ids: list[int]) -> float:
+        self._model.reset()
+        began = time.perf_counter()
+        self._model.eval(ids)
+        return time.perf_counter() - began
+
+    def write(self, steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._model.eval([self._model.sample(temp=0.0)])
+        return (time.perf_counter() - began) / steps
+
+
+class OpenVino:
+    """A folder that OpenVINO's exporter wrote, through openvino_genai. Its pipeline reads and
+    writes in one call, and says how long each took."""
+
+    def __init__(self, folder: str, threads: int) -> None:
+        import openvino_genai
+
+        self._pipeline = openvino_genai.LLMPipeline(folder, "CPU", INFERENCE_NUM_THREADS=threads)
+        self._ids: list[int] = []
+
+    def read(self, ids: list[int]) -> float:
+        self._ids = ids
+        return float(self._run(2).get_ttft().mean) / 1e3
+
+    def write(self, steps: int) -> float:
+        return float(self._run(steps + 1).get_tpot().mean) / 1e3
+
+    def _run(self, count: int) -> Any:
+        import numpy
+        import openvino
+        import openvino_genai
+
+        given = numpy.array([self._ids], dtype=numpy.int64)
+        inputs = openvino_genai.TokenizedInputs(
+            openvino.Tensor(given), openvino.Tensor(numpy.ones_like(given))
+        )
+        made = self._pipeline.generate(
+            inputs, max_new_tokens=count, ignore_eos=True, do_sample=False
+        )
+        return made.perf_metrics
+
+
+def answering(args: argparse.Namespace) -> None:
+    """The other end of a `Worker` for one of them."""
+    vocab = shapes.find(args.shape).vocab
+    system: LlamaCpp | OpenVino = (
+        LlamaCpp(args.source, args.threads, args.tokens + args.new)
+        if args.serve == "llama.cpp" else OpenVino(args.source, args.threads)
+    )  # fmt: skip
+
+    def answer(message: dict[str, Any]) -> float:
+        if message["do"] == "read":
+            return system.read(models.prompt(message["tokens"], vocab))
+        if message["do"] == "write":
+            return system.write(message["steps"])
+        return float(machine.peak(torch.device("cpu")) or 0) if message["do"] == "peak" else 0.0
+
+    serve(answer)
+
+
+# -- the run ----------------------------------------------------------------------------------
+
+
+def export(spec: models.Spec, folder: Path) -> None:
+    """The random model as others read it: config.json, weights and a tokenizer.
+
+    The tokenizer is the bundled model's, whose words mean nothing here: converters ask for one.
+    """
+    from safetensors.torch import save_file
+
+    sizes = spec.sizes
+    assert sizes is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: t.contiguous() for name, t in models.plain(spec).tensors()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "hidden_size": sizes.hidden, "intermediate_size": sizes.mlp, "head_dim": sizes.head_dim,
+        "num_hidden_layers": sizes.layers, "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads, "vocab_size": sizes.vocab, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1 << 17, "rope_theta": sizes.theta, "torch_dtype": spec.dtype,
+        "tie_word_embeddings": sizes.tied, "attention_bias": False, "mlp_bias": False,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    for path in BUNDLED.glob("tokenizer*"):
+        shutil.copy(path, folder / path.name)
+    print(f"{folder}: config.json, model.safetensors, tokenizer")
+
+
+def systems(args: argparse.Namespace, spec: models.Spec) -> dict[str, Callable[[], Worker]]:
+    """What can be measured here, by name; a line for what cannot."""
+    threads = args.threads or torch.get_num_threads()
+    found: dict[str, Callable[[], Worker]] = {}
+    pairs = [("full", "none", "512"), (args.policy, "auto", args.budget)]
+    for form in args.weights.split(","):
+        for pair in pairs:
+            choice = Choice.read(*pair)
+            name = " ".join(["minikv", choice.policy, *([args.budget] * choice.evicts),
+                             *([form] * (form != "auto"))])  # fmt: skip
+            one = models.Spec(spec.sizes, None, spec.dtype, "cpu", form)
+            found[name] = lambda one=one, choice=choice: Worker("minikv", one, threads, choice)
+    sources = {"llama.cpp": args.gguf, "openvino": args.openvino}
+    for name, module in MODULES.items():
+        if util.find_spec(module) is None:
+            print(f"{name}: not installed, left out", file=sys.stderr)
+        elif name == "transformers":
+            found[name] = lambda: Worker("transformers", spec, threads)
+        elif sources[name] is None:
+            flag = "--gguf" if name == "llama.cpp" else "--openvino"
+            print(f"{name}: no {flag}, left out (--export writes the model)", file=sys.stderr)
+        else:
+            command = [__file__, "--serve", name, "--source", str(sources[name]), "--shape",
+                       args.shape, "--threads", str(threads), "--tokens", str(args.tokens),
+                       "--new", str(args.new * (args.repeat + 1))]  # fmt: skip
+            found[name] = lambda name=name, command=command: Worker(
+                name, spec, threads, command=command
+            )
+    return found
+
+
+def measured(args: argparse.Namespace, spec: models.Spec) -> list[dict[str, Any]]:
+    """A row per system: medians, and every round."""
+    ids = range(args.tokens)
+    workers: dict[str, Worker] = {}
+    runs: dict[str, dict[str, list[float]]] = {}
+    try:
+        for name, make in systems(args, spec).items():
+            print(f"starting {name}", file=sys.stderr)
+            try:
+                workers[name] = make()
+                workers[name].read(range(min(args.tokens, 256)))
+                workers[name].write(2)
+                runs[name] = {"read": [], "write": []}
+            except PeerError as error:
+                print(f"left out: {error}", file=sys.stderr)
+                if name in workers:
+                    workers.pop(name).close()
+        for number in range(args.repeat):
+            for name, worker in workers.items():
+                print(f"round {number + 1}: {name}", file=sys.stderr)
+                runs[name]["read"].append(worker.read(ids))
+                runs[name]["write"].append(worker.write(args.new))
+        return [
+            {
+                "system": name, "read_tok_s": args.tokens / middle(runs[name]["read"]),
+                "write_tok_s": 1 / middle(runs[name]["write"]), "peak_rss": worker.peak(),
+                "rounds": runs[name],
+            }
+            for name, worker in workers.items()
+        ]  # fmt: skip
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="s", help=", ".join(shapes.SHAPES))
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--new", type=int, default=32, help="steps of a round")
+    parser.add_argument("--policy", default="adakv")
+    parser.add_argument("--budget", default="512")
+    parser.add_argument("--weights", default="auto", help="minikv's, with commas: auto, int8")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--gguf", type=Path, help="the exported model, converted for llama.cpp")
+    parser.add_argument("--openvino", type=Path, help="the same, converted for OpenVINO")
+    parser.add_argument("--export", type=Path, help="write the random model there and stop")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--source", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        answering(args)
+        return
+    spec = models.Spec(shapes.find(args.shape), None, args.dtype, "cpu")
+    if args.export:
+        export(spec, args.export)
+        return
+    assert args.tokens >= asked.LEAST
+    device = place.prepare("cpu", args.threads)
+    rates = machine.measure(device)
+    rows = measured(args, spec)
+    base = next((row for row in rows if row["system"] == "transformers"), rows[0])
+    lines = [["system", "read tok/s", "", "write tok/s", "", "peak"]]
+    for row in rows:
+        read, write = row["read_tok_s"], row["write_tok_s"]
+        lines.append([
+            row["system"], f"{read:,.0f}", f"{read / base['read_tok_s']:.2f}", f"{write:.1f}",
+            f"{write / base['write_tok_s']:.2f}", f"{row['peak_rss'] / 2**20:,.0f} MiB",
+        ])  # fmt: skip
+    facts = machine.facts(device)
+    print(show.header(facts, rates, f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,"))
+    print(show.grid(lines, "<>>>>>"))
+    if args.json:
+        record = {
+            "command": " ".join(["python", "docs/measurements/peers.py", *sys.argv[1:]]),
+            "machine": facts, "versions": machine.versions(), "read_bytes_s": rates.read,
+            "rows": rows,
+        }  # fmt: skip
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
