@@ -207,7 +207,7 @@ def beside(session: ChatSession, choice: Choice) -> ChatSession:
     return ChatSession(
         Engine(session.engine.network, own), session.tokenizer, session.template,
         max_context=session.max_context, choice=choice, seed=session.seed, system=session.system,
-        facts=session.facts, pin_system=session.pin_system,
+        facts=session.facts, pin_system=session.pin_system, reuse=session.reuse,
     )  # fmt: skip
 
 

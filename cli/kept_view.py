@@ -444,7 +444,7 @@ def _verdict(found: Sequence[tuple[bool, float, float]]) -> str:
     """One line about the best-kept occurrence, in a document if it is in one."""
     documents = [place for place in found if place[0]]
     _, whole, some = max(documents or found, key=lambda place: place[1:])
-    again = "/clear reads the documents again with your next question"
+    again = "/refresh reads the documents again for your next question"
     if some == 0:
         return f"gone from this cache; {again}"
     if whole < LIKELY_LOST:

@@ -26,6 +26,7 @@ def load(
     stride: int = 0,
     kv: str = "auto",
     weights: str = "auto",
+    reuse: str = "once",
     **policy_options: object,
 ) -> ChatSession:
     """A chat with `model` (a directory or a hub id; None is the bundled model).
@@ -34,8 +35,9 @@ def load(
     ("20%") or bytes over all layers ("64MiB"). With a `stride`, `policy` is a step policy that also
     reads prompts, in blocks of so many rows. `kv` "int8" keeps keys and values in about half of
     bfloat16's bytes. `weights` "int8" or "int4" packs the matrices of the layers, on a CPU.
-    `policy_options` are checked against `minikv.policies.POLICIES`. Raises
-    MinikvError or ModelError, both with `exit_code`.
+    `reuse` says what later questions find: "once", "refresh", "blind" or "auto" (`minikv.reuse`).
+    `policy_options` are checked against `minikv.policies.POLICIES`. Raises MinikvError or
+    ModelError, both with `exit_code`.
     """
     # The one place where the core reaches up: the assembly lives in cli, beside its other caller.
     from minikv.cli.build import Settings, build
@@ -44,6 +46,6 @@ def load(
         Settings(
             model=model, policy=policy, budget=str(budget), decode=decode, device=device,
             dtype=dtype, kernels=kernels, seed=seed, stride=stride, kv=kv, weights=weights,
-            options=dict(policy_options),
+            reuse=reuse, options=dict(policy_options),
         )
     )

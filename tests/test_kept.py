@@ -345,7 +345,7 @@ def test_find_counts_heads_that_hold_all_of_a_phrase() -> None:
 def test_find_says_what_is_likely_lost() -> None:
     text = "the fact and the question"
     held = torch.zeros(4, 5, 1 + len(text), dtype=torch.bool)
-    again = "/clear reads the documents again with your next question"
+    again = "/refresh reads the documents again for your next question"
 
     def verdict(names: tuple[str, ...] = ("doc",)) -> str:
         found = facts(text, held, names)

@@ -51,8 +51,9 @@ def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
         ("Writing", f"{time.decode:.2f} s{_rate(rate.decode_tok_s)}"),
         ("Attention lost", _lost(report)),
     ]
-    if report.shaped_by_turn is not None:
-        table.append(("Cache shaped by", f"question {report.shaped_by_turn}"))
+    by = report.shaped_by_turn
+    if by is not None:
+        table.append(("Cache shaped by", f"question {by}" if by else "no question"))
     if report.device_mem.peak_bytes is not None:
         where = "GPU" if report.device_mem.reserved_bytes is not None else "process"
         table.append((f"Memory of the {where}", f"{size(report.device_mem.peak_bytes)} at most"))

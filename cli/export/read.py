@@ -148,8 +148,14 @@ def _fields(kind: Callable[..., _T], value: object, where: str) -> _T:
     """A dataclass from its record, with the types that it declares."""
     record = _mapping(value, where)
     hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    return kind(*(_typed(hints[n], _key(record, n, where), f"{where}.{n}") for n in names))
+    names = [
+        field.name
+        for field in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if field.name in record or field.default is dataclasses.MISSING  # keys that came later
+    ]
+    return kind(
+        **{n: _typed(hints[n], _key(record, n, where), f"{where}.{n}") for n in names}
+    )
 
 
 def _typed(hint: Any, value: object, where: str) -> object:
