@@ -1,0 +1,78 @@
+"""Where the Triton kernels are tested: in the interpreter, in a process of its own, or on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+SEED = 5 if INTERPRETED else int.from_bytes(os.urandom(4))
+
+
+def interpret(file: str) -> None:
+    """Run the tests of a file in Triton's interpreter, which is chosen at the first import."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-6000:]
+    assert " passed" in ran.stdout
+
+
+def on_device(test: object) -> object:
+    """Run in the interpreter, and on a GPU where there is one."""
+    if INTERPRETED:
+        return test
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(skip(test))  # type: ignore[arg-type]
+
+
+def kernel(name: str) -> ModuleType:
+    """A module of kernels; what they allocate on a GPU was NaN before."""
+    if DEVICE == "cuda":
+        memory = torch.full((1 << 24,), math.nan, device=DEVICE)
+        del memory
+    return importlib.import_module(f"minikv.kernels.{name}")
+
+
+def randoms(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(SEED + seed)
+
+
+def guarded(t: Tensor) -> Tensor:
+    """A copy on the device between NaN (integers: absurd) numbers, beginning at 16 bytes."""
+    edge = 16 * 64
+    if t.dtype == torch.bool:
+        bad: float = True
+    else:
+        bad = math.nan if t.is_floating_point() else torch.iinfo(t.dtype).max // 2
+    memory = torch.full((t.numel() + 2 * edge,), bad, dtype=t.dtype, device=DEVICE)
+    middle = memory[edge : edge + t.numel()].view(t.shape)
+    middle.copy_(t)
+    return middle
+
+
+def untouched(t: Tensor) -> bool:
+    """Whether what `guarded` laid around a tensor is still there."""
+    edge = 16 * 64
+    memory = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
+    around = torch.cat((memory[:edge], memory[edge + t.numel() :]))
+    return bool((around != around).all() if t.is_floating_point() else (around == around[0]).all())
+
+
+def draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, generator=randoms(seed)) * scale).to(dtype)
+
+
+def close(got: Tensor, want: Tensor, loose: float = 1e-5) -> None:
+    torch.testing.assert_close(
+        got.cpu().double(), want.cpu().double(), rtol=loose, atol=loose, equal_nan=True
+    )
