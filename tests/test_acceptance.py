@@ -609,6 +609,8 @@ def test_10_forty_columns(screens: Callable[..., str]) -> None:
     lines = [line for line in lines if "\x1b" not in line]
     # A path stays in one piece, for those who copy it.
     assert [line for line in lines if cell_len(line) > 40 and " " in line.strip()] == []
+    held = next(i for i, line in enumerate(lines) if line.startswith("KV held    "))
+    assert re.match(r" {11}\S", lines[held + 1]), "a row goes on in its second column"
     text = " ".join(" ".join(lines).split())
     for screen in ("KV held", "share of the heads that hold a token", "put documents before"):
         assert screen in text, screen
