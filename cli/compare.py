@@ -6,7 +6,6 @@ greedy, one cache after the other. The running chat is never touched.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -20,7 +19,7 @@ from minikv.cli.strips import clipped, folded
 from minikv.cli.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step
-from minikv.report import TurnReport, of_full, percent_saved
+from minikv.report import TurnReport, of_full, percent_saved, ratio
 
 if TYPE_CHECKING:
     from minikv.session import ChatSession, Document
@@ -92,6 +91,7 @@ def _compare(context: Context, arguments: list[str]) -> None:
         raise
     finally:
         terminal.clear_status()
+    session.baseline_tok_s = speed(runs[0])  # for the records of later turns
     _put(context, question, runs)
 
 
@@ -304,10 +304,8 @@ def _rate(value: float | None) -> str:
 
 def times(one: Run) -> str:
     """", x1.04 of full": how much faster than the full cache it wrote, rounded down."""
-    own, baseline = speed(one), one.report.rate.baseline_decode_tok_s
-    if own is None or not baseline:
-        return ""
-    return f", x{math.floor(100 * own / baseline + 1e-9) / 100:.2f} of full"
+    faster = ratio(speed(one), one.report.rate.baseline_decode_tok_s)
+    return faster and f", {faster} of full"
 
 
 def table(question: Question, runs: Sequence[Run], screen: Screen) -> list[str]:

@@ -17,7 +17,7 @@ from minikv.policies import (
     prompt_names,
     step_names,
 )
-from minikv.report import TurnReport, of_full, percent_saved, size
+from minikv.report import TurnReport, of_full, percent_saved, ratio, size
 
 if TYPE_CHECKING:
     from minikv.session import ChatSession
@@ -89,7 +89,7 @@ def stats(report: TurnReport) -> str:
             f"evict {1000 * time.evict:.0f} ms · first token {time.first_token:.2f} s · "
             f"write {time.decode:.2f} s{_rate(rate.decode_tok_s)}",
         ),
-        ("speed", "vs a full cache: not measured"),
+        ("speed", _beside_full(report)),
         ("loss", lost),
     ]
     if report.reuse != "once" or report.turn > 1:
@@ -268,6 +268,14 @@ def _budget(budget: Mapping[str, object]) -> str:
     if unit == "share":
         return f"budget {100 * float(str(value)):g}% of the prompt"
     return f"budget {size(int(float(str(value))))}"
+
+
+def _beside_full(report: TurnReport) -> str:
+    rate = report.rate
+    faster = ratio(rate.decode_tok_s, rate.baseline_decode_tok_s)
+    if not faster:
+        return "vs a full cache: not measured"
+    return f"{faster} of a full cache{_rate(rate.baseline_decode_tok_s)}, run by /compare"
 
 
 def _rate(value: float | None) -> str:

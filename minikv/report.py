@@ -163,6 +163,11 @@ def of_full(held: int, full: int) -> str:
     return f"{size(held, unit).removesuffix(unit).rstrip()} of {size(full, unit)}"
 
 
+def ratio(own: float | None, full: float | None) -> str:
+    """ "x1.04": how much faster than a full cache, rounded down; "" if one was not measured."""
+    return f"x{math.floor(100 * own / full + 1e-9) / 100:.2f}" if own and full else ""
+
+
 def percent_saved(share: float) -> str:
     """Rounded down to a tenth of a percent, so that the figure never flatters."""
     # The tiny term undoes binary noise: 1 - 64/1024 must stay 93.7%, 0.9 must not become 89.9%.

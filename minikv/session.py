@@ -149,7 +149,8 @@ class ChatSession:
     `shaped_by`: the question that decided what stayed, 0 if that was before there was one.
     `turns` and `reports` are those of the conversation so far, `undone` what the last `undo` took
     back, until something is asked. `curve`: (tokens seen, bytes held, bytes of a full cache) at the
-    end of every reading and every answer. `conversation` counts the resets.
+    end of every reading and every answer. `conversation` counts the resets. `baseline_tok_s`:
+    how fast a full cache wrote, None until one was run beside this chat; later records carry it.
     """
 
     def __init__(
@@ -198,6 +199,7 @@ class ChatSession:
         self.turns: list[Turn] = []
         self.undone: list[Turn] = []
         self.curve: list[tuple[int, int, int]] = []
+        self.baseline_tok_s: float | None = None  # what a full cache wrote, once one was run beside
         self._before: dict[int, Snapshot] = {}  # by turns that had been finished
         self.rereads = False
         self._told: object = None  # what was said last about whose cache this is
@@ -288,7 +290,7 @@ class ChatSession:
         self.turns, self.curve = list(snapshot.turns), list(snapshot.curve)
         self.turn = len(self.turns)
         self.report = self.turns[-1].report if self.turns else None
-        self.undone, self._before = [], {}
+        self.undone, self._before, self.baseline_tok_s = [], {}, None
         self.rereads = self._cancelled = False
 
     def undo(self, turns: int = 1) -> list[Turn]:
@@ -300,11 +302,11 @@ class ChatSession:
         self.undoable(turns)
         finished = len(self.turns) - turns
         choice, seed, pending, before = self.choice, self.seed, self.pending, self._before
-        taken = self.turns[finished:]
+        taken, baseline = self.turns[finished:], self.baseline_tok_s
         rereads = self.rereads or taken[0].report.reuse == "refresh"
         self.restore(before[finished])
         self.rereads = rereads and bool(self.fed)
-        self.undone, self.seed = taken, seed
+        self.undone, self.seed, self.baseline_tok_s = taken, seed, baseline
         self.pending += [d for d in pending if d not in self.pending]
         self._before = {n: snapshot for n, snapshot in before.items() if n < finished}
         if choice != self.choice:
@@ -497,7 +499,7 @@ class ChatSession:
                 Rates(
                     prefill_tok_s=len(ids) / prefill_s if prefill_s else None,
                     decode_tok_s=steps / decode_s if steps and decode_s else None,
-                    baseline_decode_tok_s=None,
+                    baseline_decode_tok_s=self.baseline_tok_s,
                 ),
             )
             self.turns.append(Turn(question, answer, attached, self.report))

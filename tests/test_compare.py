@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from test_kept import HOSTILE, STORY, chat, context, network
 
 from minikv.choice import Choice, read_budget
-from minikv.cli import compare
+from minikv.cli import compare, render
 from minikv.cli.compare import Question, Run, Stop
 from minikv.cli.kept_view import Screen
 from minikv.errors import ContextError, Interrupted, UsageError
@@ -332,6 +332,28 @@ def test_the_full_caches_speed_is_in_every_record(monkeypatch: pytest.MonkeyPatc
         assert streaming.report.rate.baseline_decode_tok_s == rate
         assert full.report.rate.baseline_decode_tok_s == rate
         assert streaming.report.rate.decode_tok_s != rate
+        assert session.baseline_tok_s == rate
+        list(session.ask("Next?", 3))
+        assert session.report is not None
+        assert session.report.rate.baseline_decode_tok_s == rate
+        told = "vs a full cache: not measured"
+        if rate:
+            told = f"of a full cache ({rate:,.1f} tok/s), run"
+        assert told in render.stats(session.report)
+    before = session.snapshot()
+    session.restore(before)
+    assert session.baseline_tok_s is None, "another chat's cache is another baseline"
+
+
+def test_undo_keeps_the_full_caches_speed_and_reset_forgets_it() -> None:
+    session = asked("Who?")
+    session.undo_turns = 2
+    list(session.ask("Why?", 3))
+    session.baseline_tok_s = 40.0
+    session.undo()
+    assert session.baseline_tok_s == 40.0
+    session.reset()
+    assert session.baseline_tok_s is None
 
 
 @pytest.mark.parametrize(
