@@ -57,10 +57,10 @@ class Settings:
             raise UsageError(
                 f"unknown weights {self.weights!r}", "use --weights auto, plain, int8 or int4"
             )
-        if self.kernels not in ("auto", "torch"):
-            raise UsageError(
-                f"no {self.kernels} kernels in this version", "use --kernels auto or torch"
-            )
+        if self.kernels not in ("auto", "triton", "torch"):
+            raise UsageError(f"unknown kernels {self.kernels!r}", "use auto, triton or torch")
+        if self.kernels == "triton" and self.device == "cpu":
+            raise _no_cuda()
 
     def choice(self) -> Choice:
         """The eviction settings, checked without torch. Raises UsageError."""
@@ -86,6 +86,8 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
     from minikv.session import ChatSession, Facts
     from minikv.stats import Shape
 
+    if settings.kernels == "triton" and not torch.cuda.is_available():
+        raise _no_cuda()
     if settings.threads is not None:
         threads.use(settings.threads)
     prompt, step, budget, stride = choice.policies()
@@ -118,7 +120,7 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
     kv = Scheduler(
         shape, prompt, step, budget, dtype=network.dtype, device=network.device, stride=stride,
         kv=torch.int8 if settings.kv == "int8" else None, output=output,
-        rotary=network.rotary.inverse,
+        rotary=network.rotary.inverse, kernels=settings.kernels,
     )  # fmt: skip
     return ChatSession(
         Engine(network, kv),
@@ -136,10 +138,14 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
             device=str(network.device),
             dtype=str(network.dtype).removeprefix("torch."),
             kv=str(kv.kv).removeprefix("torch."),
-            kernels="torch",
+            kernels=kv.ops.name,
             load_s=load_s,
             weight_bytes=loaded.weight_bytes,
             weights=settings.weights,
             notes=config.notes,
         ),
     )
+
+
+def _no_cuda() -> UsageError:
+    return UsageError("no triton kernels without a CUDA device", "use --kernels auto or torch")

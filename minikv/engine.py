@@ -39,14 +39,14 @@ class Engine:
     ) -> None:
         """`capture` is how `next` runs steps without waiting for the device; None: one after the
         other, as `step`. By default CUDA graphs on CUDA, None elsewhere. `ops`: what they are made
-        of, the torch twins by default."""
+        of, by default what the cache is."""
         self.network, self.kv = network, kv
-        self.notices: list[str] = []
+        self.notices: list[str] = [kv.notice] if kv.notice else []
         self._writer: Writer | None = None
         if capture == "auto":
             capture = CudaGraphs(kv.device) if kv.device.type == "cuda" else None
         if capture is not None:
-            self._writer = Writer(network, kv, capture, ops)
+            self._writer = Writer(network, kv, capture, ops or kv.ops)
 
     def prompt(
         self,

@@ -18,6 +18,7 @@ from minikv import kernels
 from minikv.arena import Arena
 from minikv.budget import Budget
 from minikv.errors import UsageError
+from minikv.kernels.dispatch import choose
 from minikv.policy import PromptPolicy, StepPolicy, StepView, smallest_budget
 from minikv.reading import Plan, Reading
 from minikv.snapshot import Held, Outcome
@@ -49,15 +50,18 @@ class Scheduler:
         kv: torch.dtype | None = None,
         output: Callable[[int], Tensor] | None = None,
         rotary: Tensor | None = None,
+        kernels: str = "auto",
         poison: bool = False,
     ) -> None:
         """`kv` is what keys and values are kept in: the network's dtype (None), or int8 with a
         float32 scale per row. With a `stride` the step policy also reads prompts, in blocks of so
         many rows (see `Strided`). `output`(layer) is the network's output projection
         [H, G, D, hidden], for policies that weigh values by what becomes of them; `rotary` [D / 2]
-        its angles per position, for policies that look at queries before rotation."""
+        its angles per position, for policies that look at queries before rotation. `kernels`, as
+        `dispatch.choose` takes it, decides who computes: `ops`; `notice` says why not Triton."""
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self.kv = kv or dtype
+        self.ops, self.notice = choose(self.device, kernels, shape.head_dim, dtype)
         self.prompt_policy: PromptPolicy | None
         self.step_policy: StepPolicy | None
         self.budget: Budget | None
