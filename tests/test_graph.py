@@ -1,0 +1,314 @@
+"""An answer written ahead of what the host has read: the tokens and the cache of one that is not,
+whatever ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from small import VOCAB, ids, network
+from stepping import GREEDY, STEPS, Pair, engine, pair
+from tape import Tape
+
+from minikv import device_step, graph
+from minikv.attend import Attend
+from minikv.errors import ContextError, NumericsError
+from minikv.graph import Eager
+from minikv.models.llama import Llama
+from minikv.sampling import Sampling
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_step, "_WIDE", 16)
+
+
+class Faulty:
+    """A network that fails, or whose logits are NaN, at chosen calls counted from 0."""
+
+    def __init__(self, net: Llama) -> None:
+        self.net, self.calls = net, 0
+        self.at: dict[int, Callable[[], None] | None] = {}
+
+    def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+        call, self.calls = self.calls, self.calls + 1
+        logits = self.net.forward(tokens, kv)
+        if call not in self.at:
+            return logits
+        fault = self.at[call]
+        if fault is not None:
+            fault()
+        return torch.full_like(logits, float("nan"))
+
+
+def _raise(error: BaseException) -> Callable[[], None]:
+    def fault() -> None:
+        raise error
+
+    return fault
+
+
+def faulty(step: str = "hashevict", prompt: int = 30) -> tuple[Pair, Faulty]:
+    """A pair whose `there` runs on a network that can be told to fail, just after a prompt."""
+    run = pair(Eager(), "full", step, 24)
+    net = Faulty(run.there.network)  # type: ignore[arg-type]
+    run.there.network = net
+    run.there._writer._network = net  # type: ignore[union-attr]
+    run.prompt(ids(prompt))
+    return run, net
+
+
+@pytest.mark.parametrize("sampling", [
+    Sampling(0.8), Sampling(1.5, top_k=5), Sampling(1.0, top_p=0.7, min_p=0.02),
+])  # fmt: skip
+def test_draws_are_those_of_pick(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_DRAWS", 4)  # so that numbers run out on the way
+    tape = Tape()
+    run = pair(tape, "full", "h2o", 24, sampling=sampling)
+    run.prompt(ids(30))
+    run.write(11)
+    run.agree()
+    assert tape.replayed > 6
+    assert len(set(run.drawn)) > 2
+    run.seed += 1
+    run.write(3)
+    assert tape.recorded == 1  # the settling in between and another seed change no address
+
+
+def test_one_recording_serves_turns_and_another_sampling_takes_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_step, "_WIDE", 64)  # the caps change from turn to turn
+    tape = Tape()
+    run = pair(tape, "adakv", "roco", 44)
+    for turn in range(3):
+        run.prompt(ids(50 if turn == 0 else 6, turn))
+        run.write(6)
+        run.agree()
+    assert (tape.warmed, tape.recorded) == (2, 1)
+    run.sampling = Sampling(0.7)
+    run.write(4)
+    run.agree()
+    assert (tape.warmed, tape.recorded) == (4, 2)
+
+
+@pytest.mark.parametrize("step", ["none", *STEPS])
+def test_a_stop_leaves_the_cache_as_if_nothing_had_been_begun(step: str) -> None:
+    """The step after the last one is under way when the answer ends: it must not count."""
+    run = pair(Eager(), "full", step, None if step == "none" else 24)
+    run.prompt(ids(40))
+    for turn in range(2):
+        run.write(3 + turn)
+        assert run.there._writer._early is not None  # type: ignore[union-attr]
+        run.agree()
+        run.prompt(ids(4, turn))  # it would differ if a row were missing
+    run.write(3)
+    run.there.kv.reset()
+    assert run.there.kv.position == 0
+    assert int(run.there.kv.arena.length.sum()) == 0
+
+
+def test_the_last_step_counts_without_one_after_it() -> None:
+    run = pair(Eager(), "full", "roco", 24)
+    run.prompt(ids(30))
+    run.write(4, ahead=False)
+    assert run.there._writer._early is None  # type: ignore[union-attr]
+    run.agree()
+    run.write(1, ahead=False)
+    run.write(2)
+    run.agree()
+
+
+def test_another_token_than_the_one_drawn_undoes_the_step_that_had_it() -> None:
+    run = pair(Eager(), "full", "l2", 24)
+    run.prompt(ids(30))
+    run.write(6, forced=4)
+    run.agree()
+    assert run.drawn != ids(6, 4)
+
+
+def test_nothing_is_launched_beyond_the_context() -> None:
+    run = pair(Eager(), "full", "roco", 24, net=network(layers=2, max_context=40))
+    run.prompt(ids(36))
+    run.write(4)
+    run.agree()
+    assert run.there.kv.position == 40
+    with pytest.raises(ContextError):
+        run.there.next(1, VOCAB, GREEDY, 0)
+    run.agree()
+
+
+def test_a_chat_is_set_aside_and_taken_up_with_a_step_under_way() -> None:
+    run = pair(Eager(), "full", "scissorhands", 24)
+    run.prompt(ids(30))
+    run.write(3)
+    kv = run.there.kv
+    token, drawn = run.token, list(run.drawn)
+    held = kv.snapshot()
+    run.write(4)
+    kv.restore(held, kv.prompt_policy, kv.step_policy, kv.budget)
+    one = run.there.next(token, VOCAB, GREEDY, run.seed)
+    assert [one] == run.drawn[len(drawn) :][:1]
+    kv.configure(None, None, None)
+    assert run.there.next(one, VOCAB, GREEDY, run.seed) >= 0
+
+
+@pytest.mark.parametrize("step", ["roco", "hashevict", "l2"])
+@pytest.mark.parametrize("call", [0, 2])
+def test_nan_ends_the_answer_before_the_token_that_gave_it(step: str, call: int) -> None:
+    run, net = faulty(step)
+    net.calls, net.at = 0, {call: None}
+    run.write(call)
+    with pytest.raises(NumericsError):
+        run.there.next(run.token, VOCAB, GREEDY, run.seed)
+    run.agree()
+    net.at = {}
+    run.write(3)
+    run.agree()
+
+
+@pytest.mark.parametrize("step", ["roco", "hashevict", "none"])
+@pytest.mark.parametrize("call", [0, 1, 2])
+def test_an_interrupt_leaves_rows_for_exactly_the_tokens_that_count(step: str, call: int) -> None:
+    run, net = faulty(step)
+    net.calls, net.at = 0, {call: _raise(KeyboardInterrupt())}
+    fed, token = 0, run.token
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(5):
+            token = run.there.next(token, VOCAB, GREEDY, run.seed)
+            fed += 1
+    # The step that was asked for may have become final before the one after it was stopped.
+    taken = run.there.kv.position - 30
+    assert fed <= taken <= fed + 1
+    net.at = {}
+    for _ in range(taken):
+        run.token = run.here.next(run.token, VOCAB, GREEDY, run.seed)
+    run.agree()
+    run.write(3)
+    run.agree()
+
+
+@pytest.mark.parametrize("call", [0, 1, 3])
+def test_a_step_that_cannot_be_run_leaves_it_to_the_host(call: int) -> None:
+    run, net = faulty("h2o")
+    net.calls, net.at = 0, {call: _raise(RuntimeError("no such\nthing"))}
+    token, drawn = run.token, []
+    for _ in range(5):
+        token = run.there.next(token, VOCAB, GREEDY, run.seed)
+        drawn.append(token)
+    assert run.there.notices == [
+        "steps are not captured in a CUDA graph and slower: no such"
+    ]
+    run.there.notices.clear()
+    for want in drawn:
+        run.token = run.here.next(run.token, VOCAB, GREEDY, run.seed)
+        assert run.token == want
+    run.agree()
+
+
+class Unable(Eager):
+    """A device that captures nothing."""
+
+    def record(self, body: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_capture_that_fails_leaves_it_to_the_host() -> None:
+    run = pair(Unable(), "adakv", "roco", 44)
+    run.prompt(ids(50))
+    run.write(2, ahead=False)  # warm
+    for _ in range(3):
+        how = (run.token, VOCAB, GREEDY, run.seed)
+        run.token = run.here.next(*how)
+        assert run.there.next(*how) == run.token
+    assert len(run.there.notices) == 1
+    assert "\n" not in run.there.notices[0]
+    run.agree()
+
+
+def test_what_the_steps_work_with_is_counted() -> None:
+    run = pair(Eager(), "full", "roco", 24)
+    run.prompt(ids(30))
+    before = run.there.kv.stats().allocated_bytes
+    run.write(2)
+    writer = run.there._writer
+    assert writer is not None
+    scratch = 2 * 6 * 32 * 4 + 2 * 6 * 4  # logits [L, H * G, C] and log-sum-exps, float32
+    assert writer._state.nbytes == scratch
+    assert run.there.kv.stats().allocated_bytes == before + scratch
+
+
+def test_on_a_cpu_steps_are_the_hosts() -> None:
+    made = engine(network(layers=2), None)
+    assert type(made)(made.network, made.kv)._writer is None
+
+
+# -- on a GPU -------------------------------------------------------------------------------------
+
+
+def _on_cuda(net: Llama) -> Llama:
+    """The same weights there."""
+    moved = Llama(net.config, rows=net.rows, device="cuda")
+    for (_, mine), (_, theirs) in zip(moved.tensors(), net.tensors(), strict=True):
+        mine.copy_(theirs)
+    return moved
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+@pytest.mark.parametrize("step", ["none", *STEPS])
+def test_a_captured_step_writes_what_the_host_writes(step: str) -> None:
+    from minikv.engine import Engine
+    from minikv.graph import CudaGraphs
+    from minikv.scheduler import Scheduler
+
+    net = _on_cuda(network(layers=2))
+    made = [
+        engine(net, None, "adakv", step, 44).kv for _ in range(2)
+    ]
+    caches = [
+        Scheduler(
+            kv.shape, kv.prompt_policy, kv.step_policy, kv.budget, device="cuda", poison=True,
+            output=kv.output, rotary=net.rotary.inverse,
+        )
+        for kv in made
+    ]  # fmt: skip
+    one, two = Engine(net, caches[0], None), Engine(net, caches[1])
+    run = Pair(one, two)
+    for turn in range(3):
+        run.prompt(ids(60 if turn == 0 else 7, turn))
+        run.write(12)
+        run.agree()
+        run.write(4, forced=turn)
+        run.agree()
+    writer = two._writer
+    assert isinstance(writer, graph.Writer)
+    assert isinstance(writer._capture, CudaGraphs)
+    assert writer._replay is not None
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_a_replay_waits_for_nothing() -> None:
+    from minikv.engine import Engine
+    from minikv.scheduler import Scheduler
+
+    net = _on_cuda(network(layers=2))
+    kv = Scheduler(
+        engine(net, None).kv.shape, None, None, None, device="cuda", rotary=net.rotary.inverse
+    )
+    made = Engine(net, kv)
+    made.prompt(ids(20))
+    token = 1
+    for _ in range(5):
+        token = made.next(token, VOCAB, GREEDY, 0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            token = made.next(token, VOCAB, GREEDY, 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert made.notices == []
