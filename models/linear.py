@@ -180,10 +180,13 @@ class Int4:
         """See `Linear`."""
         if x.shape[0] > FEW and half_tile() is not None:
             return _biased(_by_blocks(x, self, out), self.bias)
+        return _biased(self._product(x), self.bias)
+
+    def _product(self, x: Tensor) -> Tensor:
         made: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
             x.contiguous(), self.packed, self.group, self.scales
         )
-        return _biased(made[:, : self.shape[0]], self.bias)
+        return made[:, : self.shape[0]]
 
     def columns(self, start: int, end: int) -> Tensor:
         """Rows start to end of the weights, transposed: [in, end - start]; start is a tile's."""
@@ -191,12 +194,13 @@ class Int4:
         inside, size = self.shape[1], -(-(end - start) // _TILE) * _TILE
         if half is None:
             eye = torch.eye(inside, dtype=torch.bfloat16)
-            return self(eye)[:, start:end]  # exact: one product a weight, nothing is summed
+            return self._product(eye)[:, start:end]  # exact: nothing is summed
         bytes_ = self.packed[start : start + size].view(size // (2 * half), inside, half)
         steps = torch.cat((bytes_ & 15, bytes_ >> 4), 2)  # [tiles, in, 2 * half]
         steps = steps.transpose(0, 1).reshape(inside // self.group, self.group, size)
-        scale, middle = self.scales[:, None, start : start + size].unbind(-1)
-        made = steps.to(torch.bfloat16).sub_(8).mul_(scale).add_(middle)
+        pairs = self.scales[:, None, start : start + size].unbind(-1)
+        scale, middle = (part.contiguous() for part in pairs)  # interleaved, thirty times as slow
+        made = torch.addcmul(middle, steps.to(torch.bfloat16).sub_(8), scale)  # rounded once
         return made.view(inside, size)[:, : end - start]
 
     def dense(self) -> Tensor:

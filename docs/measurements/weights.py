@@ -1,0 +1,174 @@
+"""What int8 and int4 weights cost and gain: errors, perplexity, answers, bytes, and products' time.
+
+    python docs/measurements/weights.py --json docs/measurements/weights.json
+
+The loss is the bundled model's, on fresh documents: each form beside bfloat16 and float32. The
+products are those of a random Llama of 160 million parameters (S) and of TinyLlama's shape (M):
+each form, torch's `F.linear` and oneDNN's prepacked product take turns within one run, and beside
+them stands a plain sum over the same weights, which is what reading them costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import minikv.models as models
+from minikv.attend import DenseAttend
+from minikv.models.bundled import exam, world
+from minikv.models.bundled.train import ASSISTANT, BOS, END, USER
+from minikv.models.linear import Plain, kept
+from minikv.models.weights import Checkpoint, load_network
+
+FORMS = (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("bfloat16", "int4"))
+SHAPES = {
+    "S q, k, v": (1280, 768), "S o": (768, 768), "S gate, up": (4096, 768), "S down": (768, 2048),
+    "S head": (32000, 768), "M q, k, v": (2560, 2048), "M gate, up": (11264, 2048),
+    "M down": (2048, 5632),
+}  # fmt: skip
+READ = 60e6  # bytes of different weights that a round goes through, beyond the caches
+
+
+def loss(chats: int, context: int) -> list[dict[str, Any]]:
+    """Each form on the same documents, answers and logits."""
+    cases = documents(chats, context)
+    checkpoint = Checkpoint.open(models.BUNDLED)
+    config = models.load(None).config
+    rows, exact = [], None
+    for dtype, form in FORMS:
+        net = load_network(checkpoint, config, dtype=getattr(torch, dtype), form=form)
+        off, surprise, same, right, tokens, chosen = [], 0.0, 0, 0, 0, []
+        for number, (ids, answer) in enumerate(cases):
+            with torch.inference_mode():
+                states = net.hidden(torch.tensor(ids[:-1]), DenseAttend(config.windows))
+                logits = net.logits(states[-len(answer) :])
+            target = torch.tensor(ids[-len(answer) :])
+            surprise += float(F.cross_entropy(logits, target, reduction="sum"))
+            tokens += len(answer)
+            right += bool((logits.argmax(-1) == target).all())
+            chosen.append(logits)
+            if exact is not None:
+                first = exact[number]
+                off.append(float((logits - first).square().mean().sqrt() / first.std()))
+                same += int((logits.argmax(-1) == first.argmax(-1)).sum())
+        exact = exact or chosen
+        rows.append({
+            "dtype": dtype, "weights": form, "weight_bytes": net.weight_bytes,
+            "notes": list(net.config.notes), "chats": len(cases), "tokens": tokens,
+            "logit_error": statistics.mean(off) if off else 0.0,
+            "same_token": same / tokens if off else 1.0,
+            "perplexity_of_answers": math.exp(surprise / tokens), "exact_answers": right / chats,
+        })  # fmt: skip
+    return rows
+
+
+def documents(chats: int, context: int) -> list[tuple[list[int], list[int]]]:
+    """Ids of a chat that ends with the answer to its one question, and the ids of that answer."""
+    tokenizer, made = models.load(None).tokenizer, []
+    for i in range(chats):
+        doc = exam.fresh(tokenizer, context, 888_000_000 + i)
+        question, answer = next(world.questions(random.Random(i), doc, 1))
+        right = [*tokenizer.encode(answer), END]
+        asked = [BOS, USER, *tokenizer.encode(f"{doc.text}\n\n{question}"), END, ASSISTANT]
+        made.append((asked + right, right))
+    return made
+
+
+def products(
+    names: list[str], counts: list[int], seconds: float, repeat: int
+) -> list[dict[str, Any]]:
+    """Microseconds of one product, the best of all rounds of a turn, and medians over turns."""
+    rows = []
+    for name in names:
+        out, inside = SHAPES[name]
+        copies = max(2, min(24, int(READ / (2 * out * inside))))
+        plain = [Plain(torch.randn(out, inside).mul_(0.02).bfloat16()) for _ in range(copies)]
+        packed = [torch.ops.mkldnn._reorder_linear_weight(p.weight, 1) for p in plain]
+        forms: dict[str, list[Callable[[Tensor], object]]] = {
+            "minikv": list(plain),
+            **{form: [kept(p, form) for p in plain] for form in ("int8", "int4")},
+        }
+        for count in counts:
+            x = torch.randn(count, inside).bfloat16()
+            turns: dict[str, list[Callable[[Tensor], object]]] = {
+                "read": [lambda x, p=p: p.weight.view(torch.int64).sum() for p in plain],
+                "F.linear": [lambda x, p=p: F.linear(x, p.weight) for p in plain],
+                "oneDNN prepacked": [
+                    lambda x, p=p: torch.ops.mkldnn._linear_pointwise(x, p, None, "none", [], "")
+                    for p in packed
+                ],
+                **forms,
+            }
+            taken: dict[str, list[float]] = {key: [] for key in turns}
+            with torch.inference_mode():
+                for _ in range(repeat):
+                    for key, calls in turns.items():
+                        taken[key].append(best(calls, x, seconds))
+            micros = {key: 1e6 * statistics.median(times) for key, times in taken.items()}
+            rows.append({"matrix": name, "rows": count, "microseconds": micros})
+    return rows
+
+
+def best(calls: list[Callable[[Tensor], object]], x: Tensor, seconds: float) -> float:
+    """The shortest single call of rounds over all copies of the weights."""
+    shortest, end = math.inf, time.perf_counter() + seconds
+    while True:
+        for call in calls:
+            began = time.perf_counter()
+            call(x)
+            shortest = min(shortest, time.perf_counter() - began)
+        if time.perf_counter() > end:
+            return shortest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chats", type=int, default=160)
+    parser.add_argument("--context", type=int, default=2000)
+    parser.add_argument("--matrices", default=",".join(n.replace(", ", "-") for n in SHAPES))
+    parser.add_argument("--rows", default="1,16,128,1024")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of each product and turn")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    losses = loss(args.chats, args.context)
+    for row in losses:
+        print(
+            f"{row['dtype']:9}{row['weights']:6}{row['weight_bytes'] / 1e6:6.1f} MB  logits off by "
+            f"{row['logit_error']:.2%}  same token {row['same_token']:.1%}  perplexity "
+            f"{row['perplexity_of_answers']:.4f}  exact {row['exact_answers']:.1%}"
+        )
+        for note in row["notes"]:
+            print(f"    {note}")
+    names = [name.replace("-", ", ") for name in args.matrices.split(",")]
+    counts = [int(count) for count in args.rows.split(",")]
+    speeds = products(names, counts, args.seconds, args.repeat)
+    for row in speeds:
+        base = row["microseconds"]["F.linear"]
+        ratios = "  ".join(f"{k} {base / v:.2f}" for k, v in row["microseconds"].items())
+        print(f"{row['matrix']:11}{row['rows']:5} rows  F.linear {base:8.0f} us = 1; {ratios}")
+    if args.json:
+        facts = {
+            "machine": platform.machine(), "python": platform.python_version(),
+            "torch": torch.__version__, "threads": torch.get_num_threads(),
+            "load_average": os.getloadavg()[0], "chats": args.chats, "context": args.context,
+        }  # fmt: skip
+        made = {"facts": facts, "loss": losses, "products": speeds}
+        args.json.write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""The matrices of a network in every form, against the values that they say they multiply by."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Spec, edit_tensors, write
+from dense import DenseCache
+from torch import Tensor
+
+import minikv.models as models
+from minikv.models import linear, weights
+from minikv.models.config import ModelConfig
+from minikv.models.errors import ModelError
+from minikv.models.linear import Int4, Int8, Linear, Plain, kept, kept_bytes
+from minikv.models.llama import Llama
+from minikv.models.weights import Checkpoint, load_network
+
+SHAPES = [(67, 48), (130, 192), (1, 128), (64, 32), (200, 384), (33, 50), (5, 7)]
+ROWS = [1, 2, linear.FEW, linear.FEW + 1, 40]
+PACKED = {"int8": Int8, "int4": Int4}
+
+
+def matrix(rows: int, columns: int, form: str = "auto", bias: bool = True) -> Linear:
+    generator = torch.Generator().manual_seed(rows + columns)
+    weight = torch.randn(rows, columns, generator=generator).bfloat16()
+    added = torch.randn(rows, generator=generator).bfloat16() if bias else None
+    return kept(Plain(weight, added), form)
+
+
+def right(made: Linear, x: Tensor, got: Tensor) -> bool:
+    """Is `got` x @ dense.T + bias within the rounding of bfloat16: of the result, before and after
+    the bias, and of each weight?"""
+    bias, dense, x = made.bias, made.dense().float(), x.float()  # type: ignore[attr-defined]
+    want, added = x @ dense.T, 0 if bias is None else bias.float()
+    room = 2**-8 * (2 * want.abs() + (want + added).abs()) + 2**-9 * (x.abs() @ dense.abs().T)
+    return bool(((got.float() - want - added).abs() <= room).all())
+
+
+@pytest.fixture(params=[True, False], ids=["bf16 processor", "older processor"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "bf16_products", lambda: request.param)
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@torch.no_grad()
+def test_products_are_those_of_the_dense_values(shape: tuple[int, int], form: str) -> None:
+    for bias in (True, False):
+        made = matrix(*shape, form, bias)
+        assert made.dense().shape == shape
+        assert made.nbytes == kept_bytes(*shape, form, 2) + 2 * shape[0] * bias
+        for rows in ROWS:
+            x = torch.randn(rows, 2 * shape[1]).bfloat16()[:, : shape[1]]  # not contiguous
+            got = made(x)
+            assert got.shape == (rows, shape[0])
+            assert got.dtype == torch.bfloat16
+            assert right(made, x, got)
+            room = torch.full((rows + 3, shape[0]), 7.0, dtype=torch.bfloat16)
+            assert right(made, x, made(x, room))
+            assert (room[rows:] == 7).all()
+
+
+def test_small_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for form in ("auto", "int8", "int4"):
+        x = torch.randn(40, 192).bfloat16()
+        monkeypatch.undo()
+        monkeypatch.setattr(linear, "bf16_products", lambda: False)
+        with torch.no_grad():
+            whole = matrix(200, 192, form)
+            monkeypatch.setattr(linear, "BLOCK", 192 * 64)
+            assert len(list(linear.blocks(torch.Size((200, 192))))) == 4
+            assert torch.equal(matrix(200, 192, form).dense(), whole.dense())
+            assert right(whole, x, whole(x))
+
+
+@pytest.mark.parametrize(("form", "steps"), [("int8", 254), ("int4", 15)])
+def test_a_value_is_at_most_half_a_step_off(form: str, steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(96, 256, generator=generator).mul_(0.02).bfloat16()
+    made = kept(Plain(weight), form)
+    values = weight.float().view(96, 2 if form == "int4" else 1, -1)
+    if form == "int8":
+        step = 2 * values.abs().amax(2, keepdim=True) / steps
+    else:
+        step = (values.amax(2, keepdim=True) - values.amin(2, keepdim=True)) / steps
+    off = (made.dense().float().view_as(values) - values).abs()
+    # Scale, offset and value are rounded to bfloat16 as well.
+    slack = 2**-7 * values.abs().amax(2, keepdim=True)
+    assert (off <= step / 2 + slack).all()
+    assert off.max() > step.min() / 8  # it is not just a copy
+
+
+def test_rows_of_zeros_and_extremes_survive() -> None:
+    weight = torch.zeros(64, 128, dtype=torch.bfloat16)
+    weight[1], weight[2, 5], weight[3] = 3e38, -1.0, 1e-38
+    for form in ("int8", "int4"):
+        values = kept(Plain(weight), form).dense().float()
+        assert values.isfinite().all()
+        assert not values[0].any()
+        assert values[2, 5] == -1
+
+
+def test_which_sizes_stay_plain() -> None:
+    assert isinstance(matrix(64, 50, "int8"), Plain)  # torch's kernel would read beyond the row
+    assert isinstance(matrix(64, 48, "int8"), Int8)
+    assert isinstance(matrix(64, 48, "int4"), Plain)
+    for columns, group in ((256, 128), (192, 64), (96, 32)):
+        made = matrix(64, columns, "int4")
+        assert isinstance(made, Int4)
+        assert made.group == group
+    assert isinstance(matrix(64, 128, "plain"), Plain)
+
+
+@torch.no_grad()
+def test_int4_without_a_known_layout_still_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = matrix(70, 128, "int4")
+    before = made.dense()
+    monkeypatch.setattr(linear, "half_tile", lambda: None)
+    assert torch.equal(made.dense(), before)
+    x = torch.randn(40, 128).bfloat16()
+    assert right(made, x, made(x))
+
+
+@torch.no_grad()
+def test_one_row_does_not_go_through_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    honest = linear.F.linear
+
+    def spy(*args: Tensor) -> Tensor:
+        seen.append(torch._C._get_mkldnn_enabled())
+        return honest(*args)
+
+    monkeypatch.setattr(linear.F, "linear", spy)
+    made = matrix(64, 64)
+    made(torch.randn(1, 64).bfloat16())
+    made(torch.randn(2, 64).bfloat16())
+    assert seen[0] is False
+    assert torch._C._get_mkldnn_enabled() is True
+    Plain(torch.ones(4, 4))(torch.ones(1, 4))  # float32 is left to torch
+    assert seen[-1] is True
+
+
+def test_bfloat16_trains_through_the_ordinary_path() -> None:
+    weight = torch.randn(8, 16).bfloat16().requires_grad_()
+    Plain(weight)(torch.randn(1, 16).bfloat16()).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.any()
+
+
+# -- loading --------------------------------------------------------------------------------
+
+
+def stored(folder: Path, spec: Spec) -> tuple[Checkpoint, ModelConfig]:
+    """A checkpoint in bfloat16."""
+    write(spec, folder)
+    for path in folder.glob("*.safetensors"):
+        edit_tensors(path, lambda t: {name: value.bfloat16() for name, value in t.items()})
+    return Checkpoint.open(folder), ModelConfig.from_folder(folder)
+
+
+def logits(net: Llama, count: int = 24) -> Tensor:
+    ids = torch.arange(count) % net.config.vocab
+    kv = DenseCache(net.config.layers)
+    net.forward(ids, kv)
+    return net.forward(ids[:1], kv)
+
+
+WIDE = Spec(hidden=64, heads=4, kv_heads=2, head_dim=16, extra={"intermediate_size": 96})
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded", "original"])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_packed_as_read_is_packed_afterwards(form: str, layout: str, tmp_path: Path) -> None:
+    checkpoint, config = stored(tmp_path, replace(WIDE, layout=layout))
+    plain = load_network(checkpoint, config)
+    made = load_network(checkpoint, config, form=form)
+    assert made.config.notes == config.notes
+    for one, two in zip(plain.layers, made.layers, strict=True):
+        for slot in ("qkv", "out", "gate_up", "down"):
+            whole = getattr(one, slot)
+            assert isinstance(getattr(two, slot), PACKED[form])
+            assert torch.equal(getattr(two, slot).dense(), kept(whole, form).dense())
+            setattr(one, slot, Plain(getattr(two, slot).dense(), whole.bias))
+    assert torch.equal(made.head.dense(), plain.head.dense())
+    assert made.weight_bytes < plain.weight_bytes
+    assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, form)
+    want, got = logits(plain), logits(made)  # by the same values
+    assert (got - want).abs().max() <= 0.03 * want.abs().max()
+
+
+def test_biases_and_a_tied_head_stay(tmp_path: Path) -> None:
+    checkpoint, config = stored(tmp_path, replace(WIDE, bias=True, mlp_bias=True, tied=True))
+    made, plain = load_network(checkpoint, config, form="int8"), load_network(checkpoint, config)
+    assert made.head.dense() is made.embedding
+    assert torch.equal(made.layers[1].qkv.bias, plain.layers[1].qkv.bias)  # type: ignore[attr-defined]
+    assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, "int8")
+
+
+def test_odd_rows_stay_plain_and_it_is_said(tmp_path: Path) -> None:
+    checkpoint, config = stored(tmp_path, Spec())
+    made = load_network(checkpoint, config, form="int4")
+    assert "q, k, v (rows of 48)" in made.config.notes[-1]
+    assert isinstance(made.layers[0].qkv, Plain)
+    assert torch.equal(logits(made), logits(load_network(checkpoint, config)))
+
+
+def test_what_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    cases = [("int2", cpu, bf16), ("int8", torch.device("cuda"), bf16),
+             ("int4", cpu, torch.float32)]  # fmt: skip
+    for form, device, dtype in cases:
+        with pytest.raises(ModelError) as caught:
+            weights.check_form(form, device, dtype)
+        assert caught.value.exit_code == 2
+        assert "\n" not in str(caught.value)
+        assert caught.value.hint
+    monkeypatch.setattr(weights, "lacks", lambda form: "no kernel" if form == "int4" else "")
+    weights.check_form("int8", cpu, bf16)
+    with pytest.raises(ModelError, match="no kernel"):
+        weights.check_form("int4", cpu, bf16)
+    assert models._dtype("auto", torch.float32, cpu, "int8") == bf16
+
+
+def test_a_missing_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert linear.lacks("auto") == ""
+    ask = linear.lacks.__wrapped__
+    for broken, word in ((RuntimeError("no"), "has no"), (None, "wrongly")):
+        def act(*args: object, broken: Exception | None = broken) -> Tensor:
+            if broken is not None:
+                raise broken
+            return torch.full((1, 64), float("nan"), dtype=torch.bfloat16)
+
+        monkeypatch.setattr(torch, "_weight_int8pack_mm", act)
+        assert word in ask("int8")
+
+
+def test_room_is_counted_in_the_form_and_the_hint_names_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, config = stored(tmp_path, WIDE)
+    config = replace(config, layers=20_000, windows=(None,) * 20_000)
+    sizes = {form: weights._needs(config, torch.bfloat16, form) for form in linear.FORMS}
+    assert sizes["int4"] < sizes["int8"] < sizes["plain"] == sizes["auto"]
+    monkeypatch.setattr(weights, "free_memory", lambda device: sizes["int8"])
+    with pytest.raises(ModelError) as caught:
+        weights._check_room(config, torch.device("cpu"), torch.bfloat16, "auto")
+    assert caught.value.exit_code == 4
+    assert "--weights int8 would need" in caught.value.hint
+    assert "--weights int4 would need" in caught.value.hint
+    weights._check_room(config, torch.device("cpu"), torch.bfloat16, "int8")
+    monkeypatch.setattr(weights, "free_memory", lambda device: sizes["int4"])
+    with pytest.raises(ModelError) as caught:
+        weights._check_room(config, torch.device("cpu"), torch.bfloat16, "int8")
+    assert "int8" not in caught.value.hint
+    assert "--weights int4 would need" in caught.value.hint
+
+
+PROBE = """
+import resource, sys, torch
+from minikv.models.config import ModelConfig
+from minikv.models.weights import Checkpoint, load_network, lacks
+folder, form = sys.argv[1:]
+checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
+lacks(form)
+torch.ones(8, 8) @ torch.ones(8, 8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+network = load_network(checkpoint, config, form=form)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024, network.weight_bytes)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads ru_maxrss in KiB")
+def test_packing_never_holds_a_second_copy(tmp_path: Path) -> None:
+    """230 MB of bfloat16 in layers, int4: the peak is the packed weights and one matrix's work."""
+    from safetensors.torch import save_file
+
+    config = {
+        "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1000,
+        "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = Llama(ModelConfig.from_folder(tmp_path), dtype=torch.bfloat16)
+    state = {name: tensor.fill_(0.5).clone() for name, tensor in made.tensors()}
+    save_file(state, tmp_path / "model.safetensors")
+    del state
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(tmp_path), "int4"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    grown, size = map(int, done.stdout.split())
+    assert size < made.weight_bytes / 3
+    needs = weights._needs(made.config, torch.bfloat16, "int4")
+    assert grown < needs + weights.STAGING
+    assert needs + weights.STAGING < made.weight_bytes  # else this would say nothing
