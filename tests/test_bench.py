@@ -337,17 +337,25 @@ def test_the_widest_row_has_eighty_columns() -> None:
     assert max(map(len, show.table([row]).splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(40, "40B"), (1000, "1.0K"), (900 << 20, "900M"), (1023 << 20, "1.0G"), (15 << 30, "15G"),
+     (2000 << 30, "2000G")],
+)  # fmt: skip
+def test_bytes_in_a_cell(count: int, text: str) -> None:
+    assert show._short(count) == text
+
+
 def test_a_real_model_takes_the_place_of_a_shape() -> None:
     folder = Path(models.__file__).parents[2] / "models" / "bundled"
     config = ModelConfig.from_folder(folder)
     out = bench("prefill", "--model", str(folder), "--length", "64", "--repeat", "1", "--budget",
-                "48", "--no-peer", "--json", "-")  # fmt: skip
+                "48", "--no-peer", "--dtype", "float32", "--json", "-")  # fmt: skip
     assert out.exit_code == 0, out.stderr
     made = json.loads(out.stdout)
     assert made["wanted"]["random_weights"] is False
-    assert made["rows"][0]["kv_bytes"]["full"] == 64 * config.kv_row_bytes(
-        torch.float32.itemsize if made["wanted"]["dtype"] == "float32" else 2
-    )
+    assert made["wanted"]["dtype"] == "float32"
+    assert made["rows"][0]["kv_bytes"]["full"] == 64 * config.kv_row_bytes(4)
     long = bench("decode", "--model", str(folder), "--length", str(config.max_context), "--no-peer")
     assert long.exit_code == ContextError.exit_code
     assert "smaller --length" in long.stderr
@@ -526,7 +534,7 @@ def test_uneven_heads_have_the_mean_and_one_has_four_times_it() -> None:
                          ids=lambda case: f"{case.name}, {case.case}")  # fmt: skip
 def test_every_case_does_what_it_says(case: kernels.Case) -> None:
     """It runs twice on the same inputs, and what it writes is finite."""
-    operations = kernels.Kernels()
+    operations = kernels.dispatch.Kernels()
     inputs = case.make(CPU, 0)
     case.run(operations, inputs)
     out = case.run(operations, inputs)
@@ -547,7 +555,7 @@ def test_every_case_does_what_it_says(case: kernels.Case) -> None:
 
 
 def test_a_kernel_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(kernels.Kernels, "tova_step")
+    monkeypatch.delattr(kernels.dispatch.Kernels, "tova_step")
     out = bench("kernels", "--kernels", "torch", "--shape", "tiny", "--length", "64", "--repeat",
                 "1", "--json", "-")  # fmt: skip
     made = json.loads(out.stdout)

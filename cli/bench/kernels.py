@@ -20,8 +20,7 @@ from minikv.cli.bench import machine
 from minikv.cli.bench.floors import Rates, middle
 from minikv.cli.bench.shapes import Sizes
 from minikv.errors import UsageError
-from minikv.kernels import Rows
-from minikv.kernels.dispatch import Kernels, choose
+from minikv.kernels import Rows, dispatch
 
 Inputs = dict[str, Any]
 
@@ -80,10 +79,10 @@ class Timing:
         }  # fmt: skip
 
 
-def who(device: torch.device, wanted: str, head_dim: int) -> Kernels:
+def who(device: torch.device, wanted: str, head_dim: int) -> dispatch.Kernels:
     """The kernels that run for bfloat16 heads of this size. Raises UsageError where Triton's are
     meant and cannot. `wanted`: the value of --kernels."""
-    found, reason = choose(device, wanted, head_dim, torch.bfloat16)
+    found, reason = dispatch.choose(device, wanted, head_dim, torch.bfloat16)
     if wanted != "torch" and found.name == "torch":
         raise UsageError(
             reason or "the Triton kernels need a CUDA device, and torch sees none",
@@ -93,7 +92,7 @@ def who(device: torch.device, wanted: str, head_dim: int) -> Kernels:
 
 
 def timed(
-    case: Case, operations: Kernels, device: torch.device, rates: Rates, rounds: int
+    case: Case, operations: dispatch.Kernels, device: torch.device, rates: Rates, rounds: int
 ) -> Timing:
     """Median seconds of a call."""
     gpu = device.type == "cuda"
@@ -141,7 +140,7 @@ def _captured(run: Callable[[], None], device: torch.device) -> Callable[[], Non
     return graph.replay
 
 
-def missing(case: Case, operations: Kernels) -> list[str]:
+def missing(case: Case, operations: dispatch.Kernels) -> list[str]:
     """Functions that this version does not have."""
     return [name for name in case.needs if not hasattr(operations, name)]
 

@@ -49,7 +49,7 @@ class Row:
     they could be, in seconds. evict: what the policy adds to a step over the same cache without
     one, as a share, or to a prompt over the full cache's. vs_full, vs_peer: how many times as
     fast, by medians. step_bytes: read per step, weights and rows. peak: bytes at the high-water
-    mark, other systems' caches not counted. None: not measured.
+    mark, other systems' weights and caches not counted. None: not measured.
     """
 
     kind: str
@@ -271,6 +271,8 @@ class Bench:
         seat.stats = seat.system.stats()
         peak = machine.peak(self._device)
         if peak is not None:
+            nets = (net for net in self._nets.values() if net is not seat.system.net)
+            peak -= sum(net.weight_bytes for net in nets)
             for other in others:
                 for cache in (other.system, other.twin):
                     if isinstance(cache, models.Cached):
