@@ -23,6 +23,7 @@ class Kernels:
 
     name = "torch"
     ragged_attention = staticmethod(reference.ragged_attention)
+    advance = staticmethod(reference.advance)
     append = staticmethod(reference.append)
     hash_append = staticmethod(reference.hash_append)
     h2o_step = staticmethod(reference.h2o_step)

@@ -1,9 +1,9 @@
 """The newcomer's row in every column of the arena, in one launch for a layer, in Triton.
 
-`append` writes to a row that is known. `hash_append` is HashEvict's whole step before attention: it
-hashes the queries and the new key, finds the row least like the queries by the Hamming distance of
-packed codes, sets that row aside and writes the newcomer over it. Specifications: the functions of
-these names in `reference`.
+`append` writes to a row that is known, `advance` says for all layers where that is. `hash_append`
+is HashEvict's whole step before attention: it hashes the queries and the new key, finds the row
+least like the queries by the Hamming distance of packed codes, sets that row aside and writes the
+newcomer over it. Specifications: the functions of these names in `reference`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -142,6 +142,34 @@ def _hash_append(
     tl.store(code + slot, mine.to(code.dtype.element_ty))
 
 
+@triton.jit
+def _advance(
+    go, start, length, cap, hole, position, count, slot, taken,
+    N: tl.constexpr, NP: tl.constexpr, BEFORE: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, NP)
+    ok = i < N
+    final = tl.load(go)
+    rows = tl.where(
+        final, tl.load(count + i, mask=ok, other=0), tl.load(length + i, mask=ok, other=0)
+    )
+    tl.store(length + i, rows, mask=ok)
+    gap = tl.load(hole + i, mask=ok, other=-1)
+    still = gap >= 0
+    tl.store(slot + i, tl.where(still, gap, tl.load(start + i, mask=ok, other=0) + rows), mask=ok)
+    left = (tl.load(taken + i, mask=ok, other=0) != 0) & (final == 0)
+    if BEFORE:
+        asked = (gap < 0) & (rows >= tl.load(cap + i, mask=ok, other=0))
+        left = left | asked
+        still = still | asked
+    tl.store(taken + i, left, mask=ok)
+    tl.store(count + i, tl.where(still, rows, rows + 1), mask=ok)
+    told = tl.load(position)
+    tl.debug_barrier()  # every thread has read them
+    tl.store(position, told + final.to(tl.int64))
+    tl.store(go, final & (final == 0))
+
+
 def append(
     key: Tensor, value: Tensor, slot: Tensor, position: Tensor, k: Tensor, v: Tensor, pos: Tensor,
     blank: Sequence[Tensor], k_scale: Tensor | None = None, v_scale: Tensor | None = None,
@@ -152,6 +180,20 @@ def append(
     _append[(len(key),)](
         key, value, slot, position, k, v, pos, tuple(blank), k_scale, v_scale, key.stride(0),
         value.stride(0), D=size, DP=power(size), CODED=k_scale is not None, num_warps=1,
+    )  # fmt: skip
+
+
+def advance(
+    go: Tensor, start: Tensor, length: Tensor, cap: Tensor, hole: Tensor, position: Tensor,
+    count: Tensor, slot: Tensor, taken: Tensor, *, before: bool,
+) -> None:  # fmt: skip
+    """`reference.advance` on the device."""
+    given = (start, length, cap, hole, count, slot, taken)
+    assert all(t.is_contiguous() for t in given)
+    heads = length.numel()
+    _advance[(1,)](
+        go, start, length, cap, hole, position, count, slot, taken, N=heads, NP=power(heads),
+        BEFORE=before, num_warps=4,
     )  # fmt: skip
 
 
@@ -192,6 +234,12 @@ def variants(
         "none": (), "int8": (), "h2o": ("*fp32",), "roco": ("*fp32",) * 3,
         "scissorhands": (*("*i64",) * 13, "*fp32"),
     }  # fmt: skip
+    sides = dict.fromkeys(("start", "length", "cap", "hole", "position", "count", "slot"), "*i64")
+    for before in (False, True):
+        fixed: dict[str, object] = {"N": 256, "NP": 256, "BEFORE": before}
+        signature = typed(_advance, sides | {"go": "*i1", "taken": "*i1"}, fixed)
+        name = "advance" + "-before" * before
+        found.append(Variant(name, _advance, signature, fixed, vector=False))
     for size in sizes:
         constants: dict[str, object] = {"D": size, "DP": power(size)}
         for name, blank in blanks.items():

@@ -11,6 +11,7 @@ class Triton(Kernels):
 
     name = "triton"
     ragged_attention = staticmethod(decode.ragged_attention)
+    advance = staticmethod(newcomer.advance)
     append = staticmethod(newcomer.append)
     hash_append = staticmethod(newcomer.hash_append)
     h2o_step = staticmethod(evict.h2o_step)

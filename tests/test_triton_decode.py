@@ -291,6 +291,29 @@ def test_a_step_that_is_not_final_changes_nothing(policy: str) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("final", [False, True])
+def test_advance(final: bool, before: bool) -> None:
+    sides = (3, 5)
+    start, length, cap = (
+        torch.randint(0, 9, sides, generator=randoms(i)) for i in range(3)
+    )
+    hole = torch.randint(-4, 5, sides, generator=randoms(3)).clamp(min=-1)
+    taken = torch.rand(sides, generator=randoms(4)) < 0.5
+    outcomes = []
+    for advance in (reference.advance, kernel("newcomer").advance):
+        mine = [guarded(t) for t in (
+            torch.tensor(final), start, length, cap, hole, torch.tensor(40), length + 1,
+            torch.full(sides, 77), taken,
+        )]  # fmt: skip
+        advance(*mine, before=before)
+        assert all(untouched(t) for t in mine)
+        outcomes.append(mine)
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert not bool(outcomes[1][0])
+
+
+@on_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "size", "coded"), [(1, 64, False), (5, 80, True), (9, 256, False)]
@@ -315,7 +338,7 @@ def test_append(heads: int, size: int, coded: bool, dtype: torch.dtype) -> None:
             wide[:, :size], wide[:, size:], slot.to(DEVICE), torch.tensor(41, device=DEVICE), k, v,
             pos, blank, *scales,
         )  # fmt: skip
-        assert all(untouched(t) for t in (k, v, pos, *blank, *scales) if t.dtype != torch.bool)
+        assert all(untouched(t) for t in (k, v, pos, *blank, *scales))
         outcomes.append([k, v, pos, *blank, *scales])
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
     assert bool((outcomes[1][2][slot.to(DEVICE)] == 41).all())
