@@ -103,17 +103,13 @@ def variants() -> list[Variant]:
     """Builds for the compile gate."""
     found = []
     lists = {"index": "*i64", "count": "*i64", "start": "*i64"}
-    for size, kind, old in ((128, "bf16", True), (128, "fp32", False), (80, "fp16", True)):
+    for size, kind, old in ((128, "bf16", True), (80, "fp32", False)):
         data = dict.fromkeys(("k", "v", "old_k", "old_v", "into_k", "into_v"), f"*{kind}")
         constants: dict[str, object] = {"D": size, "DP": power(size), "BN": _ROWS, "OLD": old}
         found.append(Variant(
             f"rows-{kind}-d{size}" + "-old" * old, _rows,
             typed(_rows, lists | {"at": "*i64"} | data, constants), constants,
         ))  # fmt: skip
-    for source, target in (("i64", "i32"), ("fp32", "fp32")):
-        kinds = lists | {"values": f"*{source}", "into": f"*{target}"}
-        found.append(Variant(
-            f"column-{source}-{target}", _column, typed(_column, kinds, {"BN": _VALUES}),
-            {"BN": _VALUES}, vector=False,
-        ))  # fmt: skip
-    return found
+    kinds, constants = lists | {"values": "*i64", "into": "*i32"}, {"BN": _VALUES}
+    signature = typed(_column, kinds, constants)
+    return [*found, Variant("column", _column, signature, constants, vector=False)]

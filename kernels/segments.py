@@ -154,7 +154,6 @@ def variants() -> list[Variant]:
 
 _BUILDS = [
     (128, "bf16", 4, 4096, False), (128, "bf16", 4, 40, False), (128, "fp16", 1, 4096, True),
-    (64, "bf16", 3, 4096, False), (80, "bf16", 1, 16, False), (256, "bf16", 2, 4096, False),
-    (128, "fp32", 4, 4096, False), (256, "fp32", 1, 40, True),
+    (80, "bf16", 1, 16, False), (256, "bf16", 2, 4096, False), (128, "fp32", 4, 4096, False),
 ]  # fmt: skip
 """Head size, dtype, G, queries of all heads of a group, sliding window."""

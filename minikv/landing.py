@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minikv import allocate, kernels
 from minikv.arena import Arena
+from minikv.kernels.dispatch import Kernels
 from minikv.policy import PromptPolicy, PromptView, even_heads, top
 
 
@@ -25,8 +26,8 @@ def far(device: torch.device) -> bool:
 class Landing:
     """Segments of an arena as the device knows them, while a prompt is read."""
 
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
+    def __init__(self, arena: Arena, ops: Kernels) -> None:
+        self.arena, self._ops = arena, ops
         layout = torch.stack((arena.start, arena.length, arena.hole))
         if far(arena.device):
             layout = layout.pin_memory()
@@ -70,16 +71,15 @@ class Landing:
         start = begin + sizes.cumsum(0) - sizes
         source = None if old is None else (old[0]["k"], old[0]["v"], old[1])
         into = arena.columns["k"], arena.columns["v"]
-        kernels.gather_rows(
-            index, count, start, (fresh["k"], fresh["v"]), source, into, most
-        )
+        staged = fresh["k"], fresh["v"]
+        self._ops.gather_rows(index, count, start, staged, source, into, most)
         columns = {"pos": pos, **extra}
         for name in arena.scales:
             columns[name] = fresh[name]
             if old is not None:
                 columns[name] = torch.cat((old[0][name][old[1]], fresh[name]), 1)
         for name, values in columns.items():
-            kernels.gather_column(index, count, start, values, arena.columns[name], most)
+            self._ops.gather_column(index, count, start, values, arena.columns[name], most)
         self._landed[layer] = torch.stack((start, count, sizes, caps))
 
     def note_lost(self, layer: int, share: Tensor) -> None:

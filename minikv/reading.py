@@ -15,6 +15,7 @@ from torch import Tensor
 from minikv import kernels
 from minikv.allocate import fill as fill_there
 from minikv.arena import Arena
+from minikv.kernels.dispatch import Kernels
 from minikv.landing import Landing, choose, far
 from minikv.policy import ALL, Moments, PromptPolicy, PromptView, StepPolicy, fill, spread
 from minikv.stats import Shape
@@ -71,7 +72,10 @@ class Reading:
         step: StepPolicy | None,
         plan: Plan,
         dtype: torch.dtype,
+        ops: Kernels | None = None,
     ) -> None:
+        """`ops`: who computes; the torch twins by default."""
+        self._ops = ops or Kernels()
         self.shape, self.arena, self.prompt, self.step = shape, arena, prompt, step
         self.plan = plan
         evidence = prompt.evidence if prompt else None
@@ -99,7 +103,7 @@ class Reading:
         self._done = plan.tokens
         self._layout = arena.layout()
         self._saved: dict[int, dict[str, Tensor]] = {}
-        self._landing = Landing(arena) if far(arena.device) else None
+        self._landing = Landing(arena, self._ops) if far(arena.device) else None
         self._lost: list[float | None] = [None] * shape.layers
         self._visible = self._count_visible()
         self.shaped = False
@@ -229,7 +233,7 @@ class Reading:
             assert self._landing is not None
             k, v, _ = self._old
             there = self._landing
-            parts.append(kernels.segments_attention(
+            parts.append(self._ops.segments_attention(
                 query, k, v, there.start[layer], there.length[layer], there.hole[layer],
                 there.most(layer), pos=self.arena.columns["pos"], q_pos=at, window=window,
             ))  # fmt: skip
@@ -294,7 +298,7 @@ class Reading:
             sources.insert(0, (self._old[0], self._old[2], self._listed))
         for key, pos, index in sources:
             end = begin + pos.shape[1]
-            kernels.add_columns(
+            self._ops.add_columns(
                 self._mass[:, :, begin:end], self._squares[:, begin:end],
                 query, lse, at, key, pos, window, index,
             )  # fmt: skip
@@ -350,7 +354,7 @@ class Reading:
         if self._all:
             observed = len(new)
         elif observed and (total is not None or (self.step is not None and self.step.observe > 0)):
-            mass, squares = kernels.observe(
+            mass, squares = self._ops.observe(
                 tail[len(tail) - observed :],
                 new[-observed:] if self._causal else new[-1:].expand(observed), sources, window,
             )  # fmt: skip
