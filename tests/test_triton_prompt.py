@@ -6,70 +6,24 @@ of its own; where there is a CUDA device, the same tests also run on it (marker 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
-import os
-import subprocess
-import sys
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
+from triton_device import INTERPRETED, close, draw, guarded, interpret, kernel, on_device, randoms
 
 from minikv.kernels import reference
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("no Triton on this system", allow_module_level=True)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-SEED = 5 if INTERPRETED else int.from_bytes(os.urandom(4))
-
 
 def test_in_the_interpreter() -> None:
     if INTERPRETED:
         pytest.skip("this is the interpreter")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    ran = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout[-6000:]
-    assert " passed" in ran.stdout
-
-
-def on_device(test: object) -> object:
-    """Run in the interpreter, and on a GPU where there is one."""
-    if INTERPRETED:
-        return test
-    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    return pytest.mark.gpu(skip(test))  # type: ignore[arg-type]
-
-
-def kernel(name: str) -> ModuleType:
-    """A module of kernels; what they allocate on a GPU was NaN before."""
-    if DEVICE == "cuda":
-        memory = torch.full((1 << 24,), math.nan, device=DEVICE)
-        del memory
-    return importlib.import_module(f"minikv.kernels.{name}")
-
-
-def randoms(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(SEED + seed)
-
-
-def guarded(t: Tensor) -> Tensor:
-    """A copy on the device between NaN (integers: absurd) numbers, beginning at 16 bytes."""
-    edge = 16 * 64
-    bad = math.nan if t.is_floating_point() else torch.iinfo(t.dtype).max // 2
-    memory = torch.full((t.numel() + 2 * edge,), bad, dtype=t.dtype, device=DEVICE)
-    middle = memory[edge : edge + t.numel()].view(t.shape)
-    middle.copy_(t)
-    return middle
-
-
-def draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape, generator=randoms(seed)) * scale).to(dtype)
+    interpret(__file__)
 
 
 def weights(
@@ -83,10 +37,6 @@ def weights(
         seen &= distance < window
     logits = (logits / math.sqrt(q.shape[-1])).masked_fill(~seen[:, None], -math.inf)
     return logits.softmax(-1).nan_to_num(0.0), logits.logsumexp(-1)
-
-
-def close(got: Tensor, want: Tensor, loose: float = 1e-5) -> None:
-    torch.testing.assert_close(got.cpu().double(), want.double(), rtol=loose, atol=loose)
 
 
 ODD = [
