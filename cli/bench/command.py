@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from minikv.cli.bench import place, shapes, show
 from minikv.cli.bench.asked import Asked
 from minikv.cli.terminal import Terminal
+from minikv.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,8 @@ def measure(
     formats = asked.formats()
     terminal.status("starting")
     device = place.prepare(asked.device, asked.threads)
+    if asked.kernels == "triton" and device.type != "cuda":
+        raise UsageError("no Triton kernels without a CUDA device", "use --kernels auto or torch")
     from minikv.cli.bench import run
 
     wanted = run.Wanted(

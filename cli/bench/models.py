@@ -148,10 +148,10 @@ def settle(device: torch.device) -> None:
 class Cached:
     """A network under one policy: reads a prompt, writes tokens, tells what it holds."""
 
-    def __init__(self, net: Llama, choice: Choice) -> None:
-        self.net, self.choice = net, choice
+    def __init__(self, net: Llama, choice: Choice, kernels: str = "auto") -> None:
+        self.net, self.choice, self.kernels = net, choice, kernels
         self.clock = machine.Clock(net.device)
-        self.engine = _engine(net, choice)
+        self.engine = _engine(net, choice, kernels)
         self._token = 0
 
     def read(self, ids: list[int], room: int = 256) -> float:
@@ -177,7 +177,14 @@ class Cached:
 
     def twin(self) -> Cached:
         """Another one that evicts nothing while it writes; it is empty (see `copy`)."""
-        return Cached(self.net, replace(self.choice, decode="none", decode_options={}, stride=0))
+        none = replace(self.choice, decode="none", decode_options={}, stride=0)
+        return Cached(self.net, none, self.kernels)
+
+    @property
+    def notices(self) -> list[str]:
+        """Why something is slower than it could be."""
+        said = self.engine.kv.notice
+        return [*([said] if said else []), *self.engine.notices]
 
     def copy(self, of: Cached, room: int) -> None:
         """Hold the rows that `of` holds, without what its policy notes about them, and with room
@@ -247,7 +254,7 @@ def longest(net: Llama, most: int) -> int | None:
     return 1000 * low
 
 
-def _engine(net: Llama, choice: Choice) -> Engine:
+def _engine(net: Llama, choice: Choice, kernels: str) -> Engine:
     config = net.config
 
     def output(layer: int) -> Tensor:
@@ -260,6 +267,6 @@ def _engine(net: Llama, choice: Choice) -> Engine:
         Shape(config.layers, config.kv_heads, config.heads, config.head_dim, config.windows,
               config.max_context),
         prompt, step, budget, dtype=net.dtype, device=net.device, stride=stride, output=output,
-        rotary=net.rotary.inverse,
+        rotary=net.rotary.inverse, kernels=kernels,
     )  # fmt: skip
     return Engine(net, kv)

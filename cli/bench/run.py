@@ -217,7 +217,7 @@ class Bench:
         try:
             for weights, net in self.networks().items():
                 seats += [
-                    _Seat(models.Cached(net, choice), "minikv", weights)
+                    _Seat(models.Cached(net, choice, self.wanted.spec.kernels), "minikv", weights)
                     for choice in self.wanted.choices
                 ]
             worker = self._peer()
@@ -288,7 +288,7 @@ class Bench:
         """Rows of all seats, the first of which is the full cache."""
         for seat in seats:
             if isinstance(seat.system, models.Cached):
-                news = (note for note in seat.system.engine.notices if note not in self.notes)
+                news = (note for note in seat.system.notices if note not in self.notes)
                 self.notes += news
         full = seats[0]
         peers = [seat for seat in seats if seat.name == PEER]

@@ -170,7 +170,7 @@ class _Desk:
         else:
             policy, decode, budget, stride = message["choice"]
             choice = Choice.read(policy, decode, budget, stride=stride)
-            cached = models.Cached(models.network(spec), choice)
+            cached = models.Cached(models.network(spec), choice, spec.kernels)
             self._system, self._vocab = cached, cached.net.config.vocab
         return 0.0
 
