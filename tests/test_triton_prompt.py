@@ -10,11 +10,15 @@ import importlib.util
 import math
 
 import pytest
+import small
 import torch
 from torch import Tensor
 from triton_device import INTERPRETED, close, draw, guarded, interpret, kernel, on_device, randoms
 
+from minikv import reading
+from minikv.engine import Engine
 from minikv.kernels import reference
+from minikv.kernels.dispatch import Kernels
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("no Triton on this system", allow_module_level=True)
@@ -221,3 +225,28 @@ def test_survivors_move_into_segments(size: int, dtype: torch.dtype, before: int
         for r, row in enumerate(rows):
             assert torch.equal(want[0][begin + r], row)
     assert bool((want[0][: int(start[0])] == 7).all())
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+def test_prompts_read_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts and an answer between them: uneven heads, a sliding window, columns of a step
+    policy. The same rows stay as with the twins."""
+    from minikv.kernels.on_gpu import Triton
+
+    net = small.network(layers=2, heads=4, kv_heads=2, head_dim=16, windows=(None, 60))
+    logits, kept = {}, {}
+    for triton in (False, True):
+        monkeypatch.setattr(reading, "far", lambda _, triton=triton: triton)
+        kv = small.scheduler(net, "h2o+ada", "roco", 40)
+        engine, found, rows = Engine(net, kv), [], []
+        for turn, count in enumerate((50, 30)):
+            ops = Triton() if triton else Kernels()
+            with monkeypatch.context() as patch:
+                patch.setattr(reading, "Kernels", lambda ops=ops: ops)
+                patch.setattr(kv, "ops", ops)
+                found.append(engine.prompt(small.ids(count, turn)))
+            rows.append([kv.kept(layer, h).tolist() for layer in (0, 1) for h in (0, 1)])
+            found += [engine.step(token) for token in small.ids(2, 7)]
+        logits[triton], kept[triton] = torch.stack(found), rows
+    assert kept[True] == kept[False]
+    close(logits[True], logits[False], 1e-4)
