@@ -413,7 +413,7 @@ def test_transformers_computes_with_the_same_weights() -> None:
         (("decode", "--threads", "4096"), "--threads must be 1 to"),
         (("decode", "--device", "tpu"), "unknown device"),
         (("decode", "--device", "cuda:99"), "no CUDA device"),
-        (("prefill", "--device", "cpu", "--kernels", "triton"), "no Triton kernels"),
+        (("prefill", "--device", "cpu", "--kernels", "triton"), "riton kernels"),
         (("decode", "--json", "/nowhere/x.json"), "there is no directory"),
         (("decode", "--json", "/"), "is a directory"),
         (("decode", "--weights", "int3", "--shape", "tiny"), "int3"),
