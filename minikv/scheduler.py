@@ -244,7 +244,9 @@ class Scheduler:
         if self.stride and step is not None and each is not None:
             self._reading = Strided(self.shape, arena, step, plan, each, self.stride, self.dtype)
         else:
-            self._reading = Reading(self.shape, arena, self.prompt_policy, step, plan, self.dtype)
+            self._reading = Reading(
+                self.shape, arena, self.prompt_policy, step, plan, self.dtype, self.ops
+            )
         self._reading.peak = max(self._reading.peak, moving)
 
     def _totals(self, each: int | None, tokens: int) -> list[int] | None:

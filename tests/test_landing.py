@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import small
 import torch
 from torch import Tensor
 
-from minikv import allocate, policies, reading
+from minikv import policies, reading
 from minikv.arena import Arena
 from minikv.engine import Engine
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.adakv import adaptive_heads
 from minikv.reading import Plan, Reading
 from minikv.scheduler import Scheduler
 from minikv.stats import Shape
@@ -84,7 +81,9 @@ class Silent(Kernels):
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("before", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("name", "step"), [("h2o", "roco"), ("h2o", None), ("streaming", "roco"), ("full", "h2o")]
+    ("name", "step"),
+    [("h2o", "roco"), ("h2o+ada", None), ("streaming", "roco"), ("full", "h2o"), ("snapkv", None),
+     ("adakv", "roco"), ("nacl", "h2o"), ("adakv+pyramid+turns", None)],
 )
 def test_no_layer_asks_the_device(
     name: str, step: str | None, before: int, window: int | None, monkeypatch: pytest.MonkeyPatch
@@ -96,10 +95,6 @@ def test_no_layer_asks_the_device(
     ops = Silent()
     monkeypatch.setattr(reading, "far", lambda _: True)
     chosen = policies.prompt_policy(name)
-    if chosen is not None and name == "h2o":
-        chosen = replace(
-            chosen, heads=adaptive_heads(0.2), device_heads=allocate.adaptive_heads(0.2)
-        )
     stepper = policies.step_policy(step) if step else None
     arena = Arena(2, 3, 8, torch.float32, torch.device("meta"), stepper.columns if stepper else {})
     arena.resize([400, 400])

@@ -531,6 +531,12 @@ def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> Pro
         # A head is rounded up by half a row at most.
         drift=int("heads" in made and values["rounding"] == "official"),
         prefer=made["prefer"].prefer(values) if "prefer" in made else None,
+        device_heads=made["heads"].device_heads(values) if "heads" in made else None,
+        device_select=(
+            made["select"].device_select(values, evidence)
+            if hasattr(made.get("select"), "device_select") and "weigh" not in made
+            else None
+        ),
     )
 
 

@@ -13,8 +13,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from minikv import allocate
 from minikv.errors import UsageError
-from minikv.policy import Evidence, Heads, best, share
+from minikv.policy import DeviceHeads, Evidence, Heads, best, share
 
 
 def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
@@ -98,3 +99,12 @@ def heads(options: Mapping[str, object], evidence: Evidence) -> Heads:
             "ada: normalize needs scores that add up, as attention does", "leave it out here"
         )
     return adaptive_heads(alpha, str(options["rounding"]), bool(options["normalize"]))
+
+
+def device_heads(options: Mapping[str, object]) -> DeviceHeads | None:
+    """`heads` where the scores are; None for what is only counted on the host."""
+    alpha = options["alpha"]
+    assert isinstance(alpha, float)
+    if options["alloc"] == "floor" or options["normalize"]:
+        return None
+    return allocate.adaptive_heads(alpha, str(options["rounding"]))

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from minikv import allocate
 from minikv.noise import gumbel
-from minikv.policy import Evidence, PromptView, Selector, best, ends, ranked
+from minikv.policy import DeviceSelector, Evidence, PromptView, Selector, best, ends, ranked
 
 
 def scorer(options: Mapping[str, object]) -> Evidence:
@@ -57,5 +58,27 @@ def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
             )
             chosen[h] = sure | best(key, view.pos[h], rest, drawn)
         return chosen
+
+    return choose
+
+
+def device_select(options: Mapping[str, object], evidence: Evidence) -> DeviceSelector:
+    """`select` where the scores are."""
+    random, temperature, seed = options["random"], options["temperature"], options["seed"]
+    assert isinstance(random, float)
+    assert isinstance(temperature, float)
+    assert isinstance(seed, int)
+    softmax = options["draw"] == "softmax"
+
+    def choose(
+        view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int
+    ) -> Tensor:
+        worth = scores if evidence.weighs else ranked(scores, view.pos, free)
+        drawn = (counts.to(torch.float64) * random).to(torch.int64)
+        sure = allocate.best(scores, view.pos, free, counts - drawn, most)
+        weight = worth if softmax else worth.clamp(min=1e-30).log()
+        heads = torch.arange(len(free), device=free.device)[:, None]
+        key = weight / temperature + gumbel(seed, view.layer, heads, view.position, view.pos)
+        return sure | allocate.best(key, view.pos, free & ~sure, drawn, most)
 
     return choose

@@ -26,20 +26,15 @@ def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Te
     """
     if kernel == 1:
         return scores.masked_fill(~free, -torch.inf)
-    pooled = torch.full_like(scores, -torch.inf)
-    for h in range(len(scores)):
-        rows = free[h].nonzero().squeeze(1)
-        if not len(rows):
-            continue
-        # Overwriting in place leaves old rows in any order; neighbours are meant in the text.
-        rows = rows[torch.argsort(pos[h, rows], stable=True)]
-        line = scores[h, rows][None, None]
-        if how == "max":
-            line = F.max_pool1d(line, kernel, stride=1, padding=kernel // 2)
-        else:
-            line = F.avg_pool1d(line, kernel, stride=1, padding=kernel // 2)
-        pooled[h, rows] = line[0, 0]
-    return pooled
+    # Overwriting in place leaves old rows in any order; neighbours are meant in the text. Rows that
+    # are not free come last, where they pool like what is beyond the end.
+    order = pos.masked_fill(~free, torch.iinfo(pos.dtype).max).argsort(dim=1, stable=True)
+    line, real = scores.gather(1, order), free.gather(1, order)
+    if how == "max":
+        line = F.max_pool1d(line.masked_fill(~real, -torch.inf), kernel, 1, kernel // 2)
+    else:
+        line = F.avg_pool1d(line.masked_fill(~real, 0.0), kernel, 1, kernel // 2)
+    return torch.empty_like(scores).scatter_(1, order, line).masked_fill(~free, -torch.inf)
 
 
 def window_scorer(window: int, kernel: int, pooling: str, how: str, sinks: int = 0) -> Scorer:

@@ -46,7 +46,7 @@ def scorer(options: Mapping[str, object]) -> Evidence:
         mean = view.mass.mean(1)
         if alone:
             return mean
-        return layer_mean(mean, view.pos, torch.zeros(len(mean), dtype=torch.int64))
+        return layer_mean(mean, view.pos, torch.zeros_like(view.pos[:, 0]))
 
     return Evidence(score, last_rows(newest), observe=1, asks=True, window=newest)
 
