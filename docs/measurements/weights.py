@@ -50,14 +50,15 @@ def loss(chats: int, context: int) -> list[dict[str, Any]]:
     rows, exact = [], None
     for dtype, form in FORMS:
         net = load_network(checkpoint, config, dtype=getattr(torch, dtype), form=form)
-        off, surprise, same, right, tokens, chosen = [], 0.0, 0, 0, 0, []
+        off, surprise, same, right, read, tokens, chosen = [], 0.0, 0, 0, 0, 0, []
         for number, (ids, answer) in enumerate(cases):
             with torch.inference_mode():
                 states = net.hidden(torch.tensor(ids[:-1]), DenseAttend(config.windows))
-                logits = net.logits(states[-len(answer) :])
-            target = torch.tensor(ids[-len(answer) :])
-            surprise += float(F.cross_entropy(logits, target, reduction="sum"))
+                logits = net.logits(states)
+            surprise += float(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
+            read += len(ids) - 1
             tokens += len(answer)
+            logits, target = logits[-len(answer) :].clone(), torch.tensor(answer)
             right += bool((logits.argmax(-1) == target).all())
             chosen.append(logits)
             if exact is not None:
@@ -70,7 +71,7 @@ def loss(chats: int, context: int) -> list[dict[str, Any]]:
             "notes": list(net.config.notes), "chats": len(cases), "tokens": tokens,
             "logit_error": statistics.mean(off) if off else 0.0,
             "same_token": same / tokens if off else 1.0,
-            "perplexity_of_answers": math.exp(surprise / tokens), "exact_answers": right / chats,
+            "perplexity": math.exp(surprise / read), "exact_answers": right / chats,
         })  # fmt: skip
     return rows
 
@@ -149,7 +150,7 @@ def main() -> None:
         print(
             f"{row['dtype']:9}{row['weights']:6}{row['weight_bytes'] / 1e6:6.1f} MB  logits off by "
             f"{row['logit_error']:.2%}  same token {row['same_token']:.1%}  perplexity "
-            f"{row['perplexity_of_answers']:.4f}  exact {row['exact_answers']:.1%}"
+            f"{row['perplexity']:.3f}  exact {row['exact_answers']:.1%}"
         )
         for note in row["notes"]:
             print(f"    {note}")
