@@ -29,7 +29,7 @@ FORMS = ("auto", "plain", "int8", "int4")
 GROUPS = (128, 64, 32)
 """Columns that share a scale in int4: the first that divides a row."""
 
-FEW = 16
+FEW = {"int8": 8, "int4": 16}
 """Rows up to which the packed kernels are faster than unpacking for a matrix product."""
 
 BLOCK = 1 << 22
@@ -119,7 +119,7 @@ class Int8:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        if x.shape[0] > FEW:
+        if x.shape[0] > FEW["int8"]:
             return _biased(_by_blocks(x, self, out), self.bias)
         made = torch._weight_int8pack_mm(x.contiguous(), self.quantised, self.scale)
         return _biased(made, self.bias)
@@ -178,7 +178,7 @@ class Int4:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        if x.shape[0] > FEW and half_tile() is not None:
+        if x.shape[0] > FEW["int4"] and half_tile() is not None:
             return _biased(_by_blocks(x, self, out), self.bias)
         return _biased(self._product(x), self.bias)
 
