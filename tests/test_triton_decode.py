@@ -264,6 +264,60 @@ def test_statistics_and_victims(policy: str, scene: int) -> None:
             assert untouched(mine)
 
 
+def one_layer(
+    positions: list[list[int]], weights: list[list[float]]
+) -> tuple[Rows, Tensor, Tensor]:
+    """Heads of one layer by hand, all one row over their cap; logits [1, H, 1, C] and lse 0."""
+    start, length, count = segments([len(p) for p in positions])
+    pos = torch.zeros(count, dtype=torch.int32)
+    logits = torch.full((1, len(positions), 1, max(map(len, positions))), math.nan)
+    for h, (at, given) in enumerate(zip(positions, weights, strict=True)):
+        pos[int(start[h]) : int(start[h]) + len(at)] = torch.tensor(at, dtype=torch.int32)
+        logits[0, h, 0, : len(at)] = torch.tensor(given).log()
+    rows = Rows(
+        *(guarded(t) for t in (start[None], length[None], length[None] - 1, pos)),
+        guarded(torch.tensor(max(map(max, positions)))), 0, 1, 0,
+    )  # fmt: skip
+    return rows, guarded(logits), guarded(torch.zeros(1, len(positions), 1))
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("missing", "lowest", "left"),
+    [
+        (99, 6, 6), (99, 7, 3), (8, 7, 3), (8, 6, 3), (8, 5, 5), (1, 7, 3), (1, 6, 6),
+    ],
+)  # fmt: skip
+def test_the_newest_rows_of_h2o_by_hand(missing: int, lowest: int, left: int) -> None:
+    """The four newest of rows 0 to 10 stay: 7 to 10, or 6 to 10 without 8; row 3 is the next."""
+    held = [i for i in (3, 0, 9, 5, 1, 8, 10, 2, 7, 4, 6) if i != missing]
+    given = [0.01 if i == lowest else 0.02 if i == 3 else 0.1 for i in held]
+    rows, logits, lse = one_layer([held], [given])
+    hole = guarded(torch.zeros((1, 1), dtype=torch.int64))
+    sums = guarded(torch.zeros(len(rows.pos)))
+    kernel("evict").h2o_step(
+        logits, lse, rows, guarded(torch.tensor(True)), hole, sums, guarded(torch.tensor([[4]])),
+        block=16,
+    )  # fmt: skip
+    begin = int(rows.start)
+    assert held[int(hole) - begin] == left
+    close(sums[begin : begin + len(held)], torch.tensor(given))
+
+
+@on_device
+def test_the_mean_over_a_layers_heads_by_hand() -> None:
+    """Position 5 gets 0.2 and 0.3 in two heads, position 3 gets 0.26 in the one that has it."""
+    rows, logits, lse = one_layer(
+        [[5, 3, 9, 4], [4, 9, 5, 7, 8]], [[0.2, 0.26, 0.9, 0.5], [0.5, 0.9, 0.3, 0.4, 0.4]]
+    )
+    hole = guarded(torch.zeros((1, 2), dtype=torch.int64))
+    kernel("evict").tova_step(
+        logits, lse, rows, guarded(torch.tensor(True)), hole, layerwise=True, block=16
+    )
+    start = rows.start.flatten()
+    assert (hole.flatten() - start).tolist() == [0, 2]
+
+
 @on_device
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_that_is_not_final_changes_nothing(policy: str) -> None:
@@ -348,8 +402,8 @@ def test_append(heads: int, size: int, coded: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("heads", "probes", "size", "bits", "dtype", "sinks", "pinned"),
     [
-        (1, 1, 64, 8, torch.float32, 2, 0), (3, 4, 80, 15, torch.bfloat16, 0, 20),
-        (5, 3, 96, 31, torch.float32, 4, 0), (2, 7, 128, 64, torch.bfloat16, 1, 5),
+        (1, 1, 64, 8, torch.float32, 8, 0), (3, 4, 80, 15, torch.bfloat16, 0, 20),
+        (5, 3, 96, 31, torch.float32, 25, 0), (2, 7, 128, 64, torch.bfloat16, 1, 5),
         (4, 2, 256, 3, torch.float16, 10**6, 0),
     ],
 )  # fmt: skip
@@ -377,14 +431,35 @@ def test_hash_append(
         holes = guarded(hole)
         function(
             *(guarded(t) for t in (*given, start, length, cap)), holes,
-            torch.tensor(900, device=DEVICE), *mine, spare, width=max(lengths), sinks=sinks,
-            recent=2, pinned=pinned, **more,
+            torch.tensor(rows, device=DEVICE), *mine, spare, width=max(lengths), sinks=sinks,
+            recent=rows // 3, pinned=pinned, **more,
         )  # fmt: skip
         assert all(untouched(t) for t in (*mine, *spare, holes))
         outcomes.append([*mine, *spare, holes])
     for got, want in zip(outcomes[1], outcomes[0], strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     assert int(outcomes[1][-1][0]) >= 0  # the first head was full
+
+
+@on_device
+@pytest.mark.parametrize(("unlike", "left"), [(2, 3), (3, 3), (7, 7), (8, 3)])
+def test_the_ends_that_hashevict_keeps_by_hand(unlike: int, left: int) -> None:
+    """Of rows 0 to 9 the first three and the last two stay; the other rows are like the query."""
+    pos = torch.tensor([4, 9, 1, 7, 3, 0, 8, 2, 6, 5], dtype=torch.int32)
+    code = torch.where(pos == unlike, 0, 255)
+    one = torch.ones((1, 1, 64))
+    mine = [guarded(t) for t in (torch.zeros(10, 64), torch.zeros(10, 64), pos, code)]
+    spare = tuple(guarded(torch.zeros((1, *t.shape[1:]), dtype=t.dtype)) for t in mine)
+    hole = guarded(torch.tensor([-1]))
+    ten = torch.tensor([10])
+    kernel("newcomer").hash_append(
+        *(guarded(t) for t in (one, one[0], one[0], torch.ones(64, 8), ten - 10, ten, ten)), hole,
+        guarded(ten[0]), *mine, spare, width=10, sinks=3, recent=2, pinned=0, block=16,
+    )  # fmt: skip
+    assert pos[int(hole)] == left
+    assert int(spare[2]) == left
+    assert int(mine[2][int(hole)]) == 10
+    assert int(mine[3][int(hole)]) == 255
 
 
 # -- who computes -------------------------------------------------------------------------------
