@@ -85,6 +85,7 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
     from minikv.scheduler import Scheduler
     from minikv.session import ChatSession, Facts
     from minikv.stats import Shape
+    from minikv.warm import warm
 
     if settings.kernels == "triton" and not torch.cuda.is_available():
         raise _no_cuda()
@@ -122,6 +123,8 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
         kv=torch.int8 if settings.kv == "int8" else None, output=output,
         rotary=network.rotary.inverse, kernels=settings.kernels,
     )  # fmt: skip
+    if kv.ops.name == "triton":
+        warm(kv)
     return ChatSession(
         Engine(network, kv),
         loaded.tokenizer,

@@ -6,17 +6,30 @@ import torch
 
 from minikv.arena import Arena
 from minikv.device_step import DeviceStep
+from minikv.kernels.dispatch import Kernels
 from minikv.scheduler import Scheduler
 
 _ROWS = 4  # of a head; no build of a kernel depends on how many there are
 
 
 def warm(kv: Scheduler) -> None:
-    """Make two steps over a tiny cache of the same network, policy and kernels; `kv` is only read.
+    """Make two steps over a tiny cache of the same network, policy and kernels.
 
     Two, so that heads also give up a row. What a prompt launches depends on its length and is not
-    among it.
+    among it. If the kernels cannot be built (Triton needs a C compiler), the torch twins take their
+    place and `kv.notice` says why.
     """
+    try:
+        _steps(kv)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # what a compiler may raise is its own affair
+        why = next(iter(str(error).splitlines()), "")[:200]
+        kv.ops = Kernels()
+        kv.notice = f"the Triton kernels are not used: {type(error).__name__}: {why}"
+
+
+def _steps(kv: Scheduler) -> None:
     shape, step = kv.shape, kv.step_policy
     arena = Arena(
         shape.layers, shape.kv_heads, shape.head_dim, kv.dtype, kv.device,

@@ -60,3 +60,20 @@ def test_layers_with_and_without_a_window_and_rows_in_int8() -> None:
     given = [keys for name, keys in recorder.calls if name == "ragged_attention"]
     assert all("k_scale" in keys for keys in given)
     assert {"oldest" in keys for keys in given} == {True, False}
+
+
+def test_kernels_that_cannot_be_built_are_replaced_and_a_line_says_so() -> None:
+    class Broken(Kernels):
+        name = "triton"
+
+        @staticmethod
+        def ragged_attention(*args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    kv = small.scheduler(small.network(), "full", "h2o")
+    kv.ops = Broken()
+    warm(kv)
+    assert kv.ops.name == "torch"
+    assert kv.notice is not None
+    assert "C compiler" in kv.notice
+    assert "\n" not in kv.notice
