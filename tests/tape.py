@@ -24,8 +24,9 @@ class NoWaiting(TorchDispatchMode):
     """Refuses every operation that a capture would."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: Any, args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
         self.check(func, args)
         return func(*args, **(kwargs or {}))
 
@@ -45,8 +46,9 @@ class _Recording(NoWaiting):
         self.done: list[tuple[Any, Sequence[Any], Mapping[str, Any], Any]] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: Any, args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.done.append((func, args, kwargs or {}, out))
         return out

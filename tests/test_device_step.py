@@ -14,7 +14,9 @@ from torch import Tensor
 
 from minikv import device_step, kernels, policies
 from minikv.device_step import DeviceStep
+from minikv.fused import fused
 from minikv.graph import Eager
+from minikv.policies.tova import Tova
 from minikv.policy import StepPolicy, StepView
 
 LAYERS, HEADS, GROUP, SIZE, WIDE = 2, 3, 2, 8, 24
@@ -254,6 +256,29 @@ def test_hashing_evicts_what_the_policy_evicts(bits: int, with_key: bool) -> Non
     assert torch.equal(pos[others], heads.pos[others])
 
 
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("go", [False, True])
+def test_the_next_newcomers_go_to_holes_or_behind_the_last_row(before: bool, go: bool) -> None:
+    start = torch.tensor([[100, 200, 300, 400]])
+    length, cap = torch.tensor([[7, 9, 9, 4]]), torch.tensor([[9, 9, 9, 9]])
+    count, hole = length + 1, torch.tensor([[-1, -1, 304, -1]])
+    position, slot = torch.tensor(50), torch.zeros_like(start)
+    taken = torch.tensor([[False, False, True, True]])
+    flag = torch.tensor(go)
+    kernels.advance(
+        flag, start, length, cap, hole, position, count, slot, taken, before=before
+    )
+    assert not flag
+    assert int(position) == 50 + go
+    assert length.tolist() == [[8, 10, 10, 5] if go else [7, 9, 9, 4]]
+    grows = [1, not before, 0, 1]
+    assert (count - length).tolist() == [grows]
+    assert slot[0, 2] == 304
+    assert slot[0, [0, 3]].tolist() == [100 + 7 + go, 400 + 4 + go]
+    assert before or slot[0, 1] == 200 + 9 + go
+    assert taken.tolist() == [[False, before, not go, not go]]
+
+
 # -- whole steps ----------------------------------------------------------------------------------
 
 
@@ -271,8 +296,8 @@ def test_slots_and_victims_are_those_of_the_host(step: str) -> None:
     assert tape.replayed > 4
 
     grown = pair(Eager(), "full", step, 40)
-    grown.there.kv.pin(3)
-    grown.here.kv.pin(3)
+    grown.there.kv.pin(8)
+    grown.here.kv.pin(8)
     grown.prompt(ids(36, 2))
     assert int((grown.there.kv.arena.length < grown.there.kv.arena.cap).sum()) > 0
     grown.write(12)
@@ -311,9 +336,27 @@ def test_tova_per_head_and_an_answer_that_outgrows_its_segments() -> None:
     grown.agree()
 
 
+class Own(Tova):
+    """A policy without a kernel that compares the heads which give up a row."""
+
+
+def test_a_policy_without_a_kernel_sees_the_heads_that_give_up_a_row() -> None:
+    run = pair(Eager(), "full", "tova", 44)
+    own = Own(per_head=False, sinks=4, recent=1)
+    for made in (run.here, run.there):
+        made.kv.configure(made.kv.prompt_policy, own, made.kv.budget)
+    run.prompt(ids(36))
+    for made in (run.here, run.there):
+        made.kv.arena.cap[:, 1] = 37  # full while the others of its layer grow
+    run.write(10)
+    run.agree()
+    assert fused(own) is None
+
+
 @pytest.mark.parametrize("step", ["none", *STEPS])
 def test_a_step_asks_the_device_for_nothing(step: str) -> None:
-    made = engine(network(layers=2), None, "full", step, None if step == "none" else 24)
+    net = network(layers=2, windows=(None, 16))
+    made = engine(net, None, "full", step, None if step == "none" else 24)
     made.prompt(ids(22))
     kv = made.kv
     state = DeviceStep(kv.shape, kv.device)

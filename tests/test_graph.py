@@ -134,6 +134,7 @@ def test_nothing_is_launched_beyond_the_context() -> None:
     run = pair(Eager(), "full", "roco", 24, net=network(layers=2, max_context=40))
     run.prompt(ids(36))
     run.write(4)
+    assert run.there._writer._early is None  # type: ignore[union-attr]
     run.agree()
     assert run.there.kv.position == 40
     with pytest.raises(ContextError):
@@ -175,11 +176,15 @@ def test_nan_ends_the_answer_before_the_token_that_gave_it(step: str, call: int)
 def test_an_interrupt_leaves_rows_for_exactly_the_tokens_that_count(step: str, call: int) -> None:
     run, net = faulty(step)
     net.calls, net.at = 0, {call: _raise(KeyboardInterrupt())}
-    fed, token = 0, run.token
-    with pytest.raises(KeyboardInterrupt):
+    tokens = [run.token]
+
+    def write() -> None:
         for _ in range(5):
-            token = run.there.next(token, VOCAB, GREEDY, run.seed)
-            fed += 1
+            tokens.append(run.there.next(tokens[-1], VOCAB, GREEDY, run.seed))
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    fed = len(tokens) - 1
     # The step that was asked for may have become final before the one after it was stopped.
     taken = run.there.kv.position - 30
     assert fed <= taken <= fed + 1
