@@ -183,7 +183,7 @@ class DeviceStep:
             self._judge(self.policy)
         if self._slides:
             self._slide()
-        kernels.advance(
+        self._ops.advance(
             go, self.start_row, self.length, self.cap, self.hole, self.position, self.count,
             self.slot, self.taken, before=self.policy is not None and self.policy.before,
         )  # fmt: skip
