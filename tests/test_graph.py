@@ -13,10 +13,12 @@ from tape import Tape
 
 from minikv import device_step, graph
 from minikv.attend import Attend
+from minikv.engine import Engine
 from minikv.errors import ContextError, NumericsError
-from minikv.graph import Eager
+from minikv.graph import CudaGraphs, Eager
 from minikv.models.llama import Llama
 from minikv.sampling import Sampling
+from minikv.scheduler import Scheduler
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -262,26 +264,23 @@ def _on_cuda(net: Llama) -> Llama:
     return moved
 
 
+def _there(net: Llama, kernels: str, prompt: str = "full", step: str = "none") -> Scheduler:
+    """A cache beside those weights."""
+    kv = engine(net, None, prompt, step, 44).kv
+    return Scheduler(
+        kv.shape, kv.prompt_policy, kv.step_policy, kv.budget, device="cuda", poison=True,
+        output=kv.output, rotary=net.rotary.inverse, kernels=kernels,
+    )  # fmt: skip
+
+
 @pytest.mark.gpu
 @NEEDS_CUDA
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("step", ["none", *STEPS])
-def test_a_captured_step_writes_what_the_host_writes(step: str) -> None:
-    from minikv.engine import Engine
-    from minikv.graph import CudaGraphs
-    from minikv.scheduler import Scheduler
-
-    net = _on_cuda(network(layers=2))
-    made = [
-        engine(net, None, "adakv", step, 44).kv for _ in range(2)
-    ]
-    caches = [
-        Scheduler(
-            kv.shape, kv.prompt_policy, kv.step_policy, kv.budget, device="cuda", poison=True,
-            output=kv.output, rotary=net.rotary.inverse,
-        )
-        for kv in made
-    ]  # fmt: skip
-    one, two = Engine(net, caches[0], None), Engine(net, caches[1])
+def test_a_captured_step_writes_what_the_host_writes(step: str, kernels: str) -> None:
+    net = _on_cuda(network(layers=2, head_dim=16))
+    one = Engine(net, _there(net, kernels, "adakv", step), None)
+    two = Engine(net, _there(net, kernels, "adakv", step))
     run = Pair(one, two)
     for turn in range(3):
         run.prompt(ids(60 if turn == 0 else 7, turn))
@@ -290,22 +289,17 @@ def test_a_captured_step_writes_what_the_host_writes(step: str) -> None:
         run.write(4, forced=turn)
         run.agree()
     writer = two._writer
-    assert isinstance(writer, graph.Writer)
+    assert writer is not None
     assert isinstance(writer._capture, CudaGraphs)
     assert writer._replay is not None
 
 
 @pytest.mark.gpu
 @NEEDS_CUDA
-def test_a_replay_waits_for_nothing() -> None:
-    from minikv.engine import Engine
-    from minikv.scheduler import Scheduler
-
-    net = _on_cuda(network(layers=2))
-    kv = Scheduler(
-        engine(net, None).kv.shape, None, None, None, device="cuda", rotary=net.rotary.inverse
-    )
-    made = Engine(net, kv)
+@pytest.mark.parametrize("step", ["none", "roco", "hashevict"])
+def test_a_replay_waits_for_nothing(step: str) -> None:
+    net = _on_cuda(network(layers=2, head_dim=16))
+    made = Engine(net, _there(net, "auto", step=step))
     made.prompt(ids(20))
     token = 1
     for _ in range(5):
