@@ -177,6 +177,7 @@ class ChatSession:
         self.system = system
         self.pin_system = pin_system
         self.facts = facts or Facts()
+        self._noticed = 0  # notices of the engine that the user has seen
         self.undo_turns = undo_turns
         self.reuse = reuse
         self.undo_bytes = UNDO_BYTES
@@ -406,12 +407,12 @@ class ChatSession:
         if len(ids) + 1 > self.max_context - reused:
             raise self._does_not_fit(len(ids), "needs", reused)
         self._warn_before(question, feed, decision, warn)
+        self._tell(warn)
 
         before = self._set_aside()
         reading = perf_counter()
         read = self._read(feed, before, max_tokens, progress)
         prefill_s = perf_counter() - reading
-        logits = read.logits
 
         # The prompt is in the cache: from here on the turn counts, whatever happens.
         self._remember(before)
@@ -442,10 +443,12 @@ class ChatSession:
                     reason = "user"
                     break
                 started = perf_counter()
-                if self.owed is not None:
-                    logits = self._step(self.owed)
+                if self.owed is None:
+                    vocab = self.tokenizer.vocab
+                    token = pick(read.logits, vocab, sampling, self.seed, len(self.fed))
+                else:
+                    token = self._next(self.owed, sampling, ahead=generated + 1 < max_tokens)
                     steps += 1
-                token = pick(logits, self.tokenizer.vocab, sampling, self.seed, len(self.fed))
                 if first_s is None:
                     first_s = perf_counter() - began
                 else:
@@ -475,6 +478,7 @@ class ChatSession:
         finally:
             answer = "".join(pieces)
             self.messages = [*messages, Message("assistant", answer)]
+            self._tell(warn)
             stats = self.engine.kv.stats()
             self._mark(stats)
             total_s = perf_counter() - began
@@ -592,14 +596,21 @@ class ChatSession:
                 self.fed, self.owed, self.shaped_by, self.rereads = [], None, None, False
             raise
 
-    def _step(self, token: int) -> Tensor:
-        """Feed the owed token. If the engine fails, the cache says whether it was taken."""
+    def _next(self, token: int, sampling: Sampling, *, ahead: bool) -> int:
+        """Feed the owed token, pick the next one. If the engine fails, the cache says whether the
+        token was taken."""
         try:
-            return self.engine.step(token)
+            return self.engine.next(token, self.tokenizer.vocab, sampling, self.seed, ahead=ahead)
         finally:
             if self.engine.kv.position > len(self.fed):
                 self.fed.append(token)
                 self.owed = None
+
+    def _tell(self, warn: Callable[[str], None]) -> None:
+        """What the engine has to say about itself, once."""
+        for line in self.engine.notices[self._noticed :]:
+            warn(line)
+        self._noticed = len(self.engine.notices)
 
     def _refuse_by_bytes(self, content: str) -> None:
         """Refuse what cannot fit however it is tokenized, without tokenizing it."""

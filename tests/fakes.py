@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minikv.arena import Layout
 from minikv.errors import NumericsError, UsageError
+from minikv.sampling import Sampling, pick
 from minikv.snapshot import Held, Outcome
 
 BOS, END, USER, ASSISTANT, SYSTEM = range(256, 261)
@@ -157,6 +158,7 @@ class FakeEngine:
         self.chunk = chunk
         self.nan_at: int | None = None
         self.script: list[int] | None = None
+        self.notices: list[str] = []
         self.hook: Callable[[list[int]], None] = lambda fed: None
 
     @property
@@ -194,6 +196,11 @@ class FakeEngine:
             raise
         self.kv.position = len(self.fed)
         return logits
+
+    def next(
+        self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool = True
+    ) -> int:
+        return pick(self.step(token), vocab, sampling, seed, self.kv.position)
 
     def reset(self) -> None:
         self.fed = []
