@@ -11,7 +11,7 @@ from small import VOCAB, ids, network
 from stepping import GREEDY, STEPS, Pair, engine, pair
 from tape import Tape
 
-from minikv import device_step, graph
+from minikv import device_step, graph, policies
 from minikv.attend import Attend
 from minikv.engine import Engine
 from minikv.errors import ContextError, NumericsError
@@ -95,6 +95,20 @@ def test_one_recording_serves_turns_and_another_sampling_takes_a_new_one(
     run.write(4)
     run.agree()
     assert (tape.warmed, tape.recorded) == (4, 2)
+
+
+def test_an_equal_policy_is_configured_and_nothing_is_recorded_anew() -> None:
+    tape = Tape()
+    run = pair(tape, "full", "hashevict", 24)
+    run.prompt(ids(40))
+    run.write(5)
+    for _ in range(2):
+        for each in (run.here.kv, run.there.kv):
+            each.configure(None, policies.step_policy("hashevict"), each.budget)
+        run.write(3)
+        run.agree()
+    assert run.there.notices == []
+    assert (tape.warmed, tape.recorded) == (2, 1)
 
 
 @pytest.mark.parametrize("step", ["none", *STEPS])

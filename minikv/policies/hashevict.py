@@ -52,7 +52,7 @@ class HashEvict(StepPolicy):
     seed: int
     name: str = "hashevict"
     before: bool = True
-    matrices: dict[int, Tensor] = field(default_factory=dict)  # by layer
+    matrices: dict[int, Tensor] = field(default_factory=dict, compare=False)  # by layer
 
     @property
     def columns(self) -> dict[str, torch.dtype]:
