@@ -33,7 +33,9 @@ from minikv.cli.bench import (
 )
 from minikv.cli.bench.asked import Asked
 from minikv.cli.main import _resume_alone, app
+from minikv.engine import Engine
 from minikv.errors import ContextError, MemoryShortError, UsageError
+from minikv.graph import Eager
 from minikv.models.config import ModelConfig
 from minikv.models.errors import UnusableSetting
 
@@ -293,8 +295,7 @@ def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     write = models.Cached.write
 
     def noted(self: models.Cached, steps: int) -> float:
-        if steps == 4:
-            order.append(f"{self.choice.policy} {self.choice.decode}")
+        order.append(f"{self.choice.policy} {self.choice.decode} {steps}")
         return write(self, steps)
 
     monkeypatch.setattr(models.Cached, "write", noted)
@@ -303,9 +304,22 @@ def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     made = run.Bench(wanted, RATES)
     made.decode(64)
     made.close()
-    # A policy that judges is followed by the same cache without one.
+    # A policy that judges is followed by the same cache without one; copying takes the cache from
+    # the device, so that three steps that are not measured come before those that are.
     turn = ["full none", "snapkv roco", "snapkv none", "h2o h2o", "h2o none"]
-    assert order == turn * 2
+    warmed = [f"{name} 3" for name in (turn[0], turn[1], turn[3])]
+    assert order == warmed + [f"{name} {steps}" for name in turn for steps in (3, 4)] * 2
+
+
+def test_no_step_is_launched_beyond_those_that_are_timed() -> None:
+    cached = models.Cached(models.network(models.Spec(TINY)), Choice.read("full", "none"))
+    cached.engine = Engine(cached.net, cached.engine.kv, Eager())
+    cached.read(models.prompt(16, TINY.vocab))
+    cached.write(3)
+    writer = cached.engine._writer
+    assert writer is not None
+    assert writer._at == cached.engine.kv.position == 16 + 3
+    assert writer._early is None
 
 
 def test_prefill_writes_a_file_and_a_table(tmp_path: Path) -> None:

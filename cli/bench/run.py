@@ -20,7 +20,7 @@ from minikv.stats import CacheStats
 PEER = "transformers"
 _WARM_STEPS = 3
 _WARM_TOKENS = 512  # of a prompt that is not measured, on a CPU: a GPU is warmed with a whole one
-_TWIN_STEPS = 2  # of a cache that was just copied, not measured
+_TWIN_STEPS = 3  # before a round: the cache goes to the device, two steps run, one is captured
 _ATTENDED = 2048  # tokens at which a CPU's attention rate is measured; a GPU's: the prompt's own
 
 Progress = Callable[[str, int, int], None]
@@ -159,7 +159,7 @@ class Bench:
     @property
     def _extra(self) -> int:
         """Steps that a decode run writes after a prompt."""
-        return _WARM_STEPS + self.wanted.repeat * self.wanted.steps
+        return _WARM_STEPS + self.wanted.repeat * (_TWIN_STEPS + self.wanted.steps)
 
     # -- decode -----------------------------------------------------------------------------
 
@@ -181,6 +181,7 @@ class Bench:
             for _ in range(wanted.repeat):
                 for seat in seats:
                     self._progress(f"decode {length:,}: {seat.label}", done, total)
+                    seat.system.write(_TWIN_STEPS)
                     seat.times.append(seat.system.write(wanted.steps))
                     if seat.twin is not None and isinstance(seat.system, models.Cached):
                         seat.twin.copy(seat.system, _TWIN_STEPS + wanted.steps)
