@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import minikv.models as models
 import minikv.models.weights as weights
+from minikv.cli.bench import place
 from minikv.cli.doctor import one_thread
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
@@ -480,6 +481,20 @@ def test_unknown_dtypes_and_devices_are_refused() -> None:
         assert refused(lambda name=name: models._device(name)).exit_code == 3
     assert models._device("cpu") == torch.device("cpu")
     assert models._device("auto").type in ("cpu", "cuda")
+
+
+def test_a_second_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, whatever the tensors are on."""
+    now = [0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", now.append)
+    assert models._device("cuda") == torch.device("cuda")
+    assert models._device("cuda:1") == torch.device("cuda:1")
+    assert now == [0, 1]
+    assert place.prepare("cuda:0", 0) == torch.device("cuda:0")
+    assert place.prepare("cpu", 0) == torch.device("cpu")
+    assert now == [0, 1, 0]
 
 
 def test_the_package_and_its_errors_import_without_torch() -> None:

@@ -31,4 +31,13 @@ def prepare(device: str, count: int) -> torch.device:
     made = torch.device(device)
     if made.type == "cuda" and (made.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"no CUDA device for {device!r}", "use --device cpu")
+    enter(made)
     return made
+
+
+def enter(device: torch.device) -> None:
+    """Make a CUDA device the current one: Triton launches there."""
+    import torch
+
+    if device.type == "cuda" and (device.index or 0) != torch.cuda.current_device():
+        torch.cuda.set_device(device.index or 0)

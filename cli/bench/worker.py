@@ -151,7 +151,7 @@ class _Desk:
         import torch
 
         from minikv.choice import Choice
-        from minikv.cli.bench import models, peer
+        from minikv.cli.bench import models, peer, place
         from minikv.cli.bench.shapes import Sizes
 
         raw = message["spec"]
@@ -161,6 +161,7 @@ class _Desk:
             folder=None if raw["folder"] is None else Path(raw["folder"]),
         )  # fmt: skip
         torch.set_num_threads(message["threads"])
+        place.enter(torch.device(spec.device))
         self._spec = spec
         if message["system"] == "transformers":
             made = peer.Transformers(spec)
