@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -40,13 +41,15 @@ def chat(
     given: Collection[str] = (),
     config: Config | None = None,
     history: bool = True,
+    debug: bool = False,
 ) -> None:
     """Talk until /exit or Ctrl-D. Without a terminal, each line of standard input is a question;
     the exit code is then that of the first turn that failed.
 
     `resume` takes a saved chat up, "" the newest, with `reread` without its cache; `given` are the
     settings that the user stated, which it must then have been saved under; `config` is where the
-    others come from; with `history` what is typed is remembered for later chats.
+    others come from; with `history` what is typed is remembered for later chats; with `debug` an
+    error shows where it happened.
     """
     config = config or Config()
     typed = sys.stdin.isatty()
@@ -68,9 +71,11 @@ def chat(
     interrupts = Interrupts()
     session = open_chat(settings, [] if resume is not None else texts, terminal, interrupts)
     session.undo_turns = UNDO_TURNS
+    origins = config.origins(given)
     if resume is not None:
         began = perf_counter()
         saved = keeper.load(session, resume, reread=reread, given=given)
+        origins |= saving.origins(saved, given, reread=reread)
         terminal.note(saving.opened(session, saved, perf_counter() - began))
         for text in documents.distinct(texts, [document.name for document in session.documents]):
             if text.note:
@@ -83,8 +88,8 @@ def chat(
         )
     try:
         context = Context(
-            session, terminal, errors, limits, interrupts, keeper, config.loaders,
-            config.origins(given),
+            session, terminal, errors, limits, interrupts, keeper, config.loaders, origins,
+            offline=settings.offline, debug=debug,
         )  # fmt: skip
         read_line = _piped
         if typed:
@@ -121,7 +126,8 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
         with interrupts.stopping(lambda: None):
             try:
                 if command:
-                    commands.execute(context, line)
+                    with terminal.silent():
+                        commands.execute(context, line)
                 else:
                     literal = commands.literal(line)
                     run_turn(session, literal, context.limits, terminal, interrupts)
@@ -133,11 +139,14 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 terminal.say(f"{stopped}; {stopped.hint}")
             except Exception as error:
                 # The session is as it was, or holds what was written; the chat goes on.
+                if context.debug:
+                    terminal.say("".join(traceback.format_exception(error)))
                 code = show(terminal, error)
                 first_failure = first_failure or code
                 if isinstance(error, ContextError) and session.pending:
                     terminal.say(
-                        "  the documents still wait for your next question; /reset drops them"
+                        "  the documents still wait for your next question; /docs numbers them, "
+                        "/drop NUMBER takes one out"
                     )
             # A command that asks (/retry) has shown its own.
             if not command and session.turn > before and session.report is not None:

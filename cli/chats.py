@@ -277,8 +277,10 @@ class Keeper:
             raise
         if "reuse" not in given:  # chats of before there was a choice go on as this one does
             session.reuse = saved.header.get("reuse", session.reuse)
-        session.system = str(saved.header["system"])
-        session.pin_system = bool(saved.header["pin_system"])
+        if "system" not in given:
+            session.system = str(saved.header["system"])
+        if "pin_system" not in given:
+            session.pin_system = bool(saved.header["pin_system"])
         if name != self.name:
             self.close()
             self._lock = lock

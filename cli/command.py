@@ -23,7 +23,8 @@ class Leave(Exception):
 class Context:
     """What a command may touch. `errors`: how documents are decoded; `limits`: how the next
     answers are written; `keeper`: what saves the chat; `loaders`: a command per file extension;
-    `origins`: where each setting's value came from."""
+    `origins`: where each setting's value came from; `offline`: whether the network was ruled out;
+    `debug`: show where an error happened."""
 
     session: ChatSession
     terminal: Terminal
@@ -33,6 +34,8 @@ class Context:
     keeper: Keeper
     loaders: Mapping[str, str] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    offline: bool = False
+    debug: bool = False
 
 
 @dataclass(frozen=True, slots=True)

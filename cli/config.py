@@ -8,6 +8,7 @@ that silently has no effect.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import stat
 import textwrap
@@ -17,9 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minikv.choice import MOST_STRIDE, read_budget
+from minikv.cli.build import Settings
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import UsageError
-from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
+from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, find, step_names
 from minikv.reuse import REUSES
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ class Setting:
     """A flag that a file or a variable may set. `name` is the flag's parameter and the key.
 
     The default's type is the value's. `commands`: those it is for; empty for every one that has
-    such a flag.
+    such a flag. `low`, `high`: the smallest and largest number.
     """
 
     name: str
@@ -48,6 +51,8 @@ class Setting:
     help: str
     commands: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
 
     @property
     def flag(self) -> str:
@@ -64,7 +69,8 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("device", "auto", "auto, cpu, cuda or cuda:N"),
         Setting("dtype", "auto", "number format of the weights and the cache",
                 choices=("auto", "float32", "bfloat16", "float16")),
-        Setting("threads", 0, "threads on a CPU; 0: as many as the process may use", _CHAT),
+        Setting("threads", 0, "threads on a CPU; 0: as many as the process may use", _CHAT,
+                low=0, high=4096),
         Setting("weights", "auto", "how weights are kept: plain, or int8 or int4 on a CPU",
                 choices=("auto", "plain", "int8", "int4")),
         Setting("kernels", "auto", "who computes attention", choices=("auto", "triton", "torch")),
@@ -72,7 +78,8 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("budget", DEFAULT_BUDGET, "rows per head (512), a share (20%) or bytes (64MiB)",
                 (*_CHAT, "plan")),
         Setting("decode", "auto", "what evicts while the answer is written", _CHAT),
-        Setting("stride", 0, "read prompts in blocks of so many rows; 0: whole", _CHAT),
+        Setting("stride", 0, "read prompts in blocks of so many rows; 0: whole", _CHAT,
+                low=0, high=MOST_STRIDE),
         Setting("kv", "auto", "what keys and values are kept in", _CHAT, ("auto", "int8")),
         Setting("reuse", "auto", "what a later question finds: read again, or the same cache",
                 _CHAT, REUSES),
@@ -80,11 +87,14 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("pin_system", False, "rows of the system prompt never leave", _CHAT),
         Setting("encoding_errors", "strict", "what invalid bytes in a document do", _CHAT,
                 ("strict", "replace")),
-        Setting("max_tokens", 512, "longest answer", _CHAT),
-        Setting("temperature", 0.0, "0 always takes the likeliest token", _CHAT),
-        Setting("top_k", 0, "draw from the k likeliest; 0: off", _CHAT),
-        Setting("top_p", 1.0, "draw from the likeliest that make up this mass; 1: off", _CHAT),
-        Setting("min_p", 0.0, "draw from those at least this share as likely as the best", _CHAT),
+        Setting("max_tokens", 512, "longest answer", _CHAT, low=1),
+        Setting("temperature", 0.0, "0 always takes the likeliest token", _CHAT,
+                low=0, high=100),
+        Setting("top_k", 0, "draw from the k likeliest; 0: off", _CHAT, low=0, high=1 << 31),
+        Setting("top_p", 1.0, "draw from the likeliest that make up this mass; 1: off", _CHAT,
+                low=0, high=1),
+        Setting("min_p", 0.0, "draw from those at least this share as likely as the best", _CHAT,
+                low=0, high=1),
         Setting("seed", 0, "every draw follows from it", _CHAT),
         Setting("stats", False, "print what the turn cost", ("ask",)),
         Setting("quiet", False, "answers and errors only", _CHAT),
@@ -267,7 +277,7 @@ def _checked(setting: Setting, value: object, where: str) -> Plain:
         value = float(value)
     if type(value) is not kind or not isinstance(value, Plain):
         raise UsageError(f"{where} must be {_KINDS[kind]}, got {_quoted(value)}")
-    return _one_of(setting, value, where)
+    return _possible(setting, value, where)
 
 
 def _parsed(setting: Setting, text: str, variable: str) -> Plain:
@@ -281,15 +291,37 @@ def _parsed(setting: Setting, text: str, variable: str) -> Plain:
         made: Plain = kind(value)
     except ValueError:
         raise UsageError(f"{variable} must be {_KINDS[kind]}, got {_quoted(text)}") from None
-    return _one_of(setting, made, variable)
+    return _possible(setting, made, variable)
 
 
-def _one_of(setting: Setting, value: Plain, where: str) -> Plain:
+def _possible(setting: Setting, value: Plain, where: str) -> Plain:
+    """The value, if there is such a one. Refused here, where it is known who said it."""
     if setting.choices and value not in setting.choices:
         raise UsageError(
             f"{where} must be one of {', '.join(setting.choices)}, got {_quoted(value)}"
         )
+    if not isinstance(value, str):
+        if not setting.low <= value <= setting.high:
+            most = f" and at most {setting.high:,.0f}" if setting.high < math.inf else ""
+            raise UsageError(f"{where} must be at least {setting.low:g}{most}, got {value}")
+        return value
+    try:
+        _known(setting.name, value)
+    except UsageError as error:
+        raise UsageError(f"{where}: {clean(str(error))}", clean(error.hint)) from None
     return value
+
+
+def _known(name: str, value: str) -> None:
+    """Raise the UsageError that a flag of this value would raise; an empty one says nothing."""
+    if name == "budget" and value:
+        read_budget(value)
+    elif name == "policy" and value and value not in step_names():  # those go with a stride
+        find(value)
+    elif name == "decode" and value not in ("", "auto"):
+        find(value, step=True)
+    elif name == "device" and value:
+        Settings(device=value)
 
 
 _KINDS: Mapping[type, str] = {

@@ -376,6 +376,7 @@ def chat(
             given=config.given(context),
             config=context.obj,
             history=not no_history,
+            debug=debug,
         )  # fmt: skip
 
 
@@ -465,7 +466,6 @@ def plan(
     device: Device = "auto",
     dtype: Dtype = "auto",
     weights: Weights = "auto",
-    threads: Threads = 0,
     policy: Annotated[
         str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
     ] = "",
@@ -487,8 +487,8 @@ def plan(
         run_plan(
             context.obj.model(model), tokens, terminal, policy=policy, budget=budget,
             decode=decode, stride=stride, options=_pairs(options), dtype=dtype, weights=weights,
-            device=device, memory=memory, max_tokens=max_tokens, revision=revision, offline=offline,
-            as_json=as_json,
+            kv=kv, device=device, memory=memory, max_tokens=max_tokens, revision=revision,
+            offline=offline, as_json=as_json,
         )  # fmt: skip
 
 
@@ -530,7 +530,10 @@ def show_config(as_json: Json = False) -> None:
     with guard(terminal, debug=False):
         from minikv.cli import config
 
-        config.show(config.load(), terminal, as_json=as_json)
+        made = config.load()
+        for note in made.notes:
+            terminal.warn(note)
+        config.show(made, terminal, as_json=as_json)
 
 
 @app.command(

@@ -94,6 +94,8 @@ def stats(report: TurnReport) -> str:
     ]
     if report.reuse != "once" or report.turn > 1:
         rows.insert(2, ("reuse", f"{report.reuse}: {_READ[report.reuse]}"))
+    if report.weights not in ("", "plain"):  # of chats from before it was kept, or as usual
+        rows.append(("weights", report.weights))
     if memory.peak_bytes is not None:
         where = "GPU" if memory.reserved_bytes is not None else "process"
         rows.append(("memory", f"{size(memory.peak_bytes)} at the most in this {where}"))
@@ -125,8 +127,17 @@ def policy_line(session: ChatSession) -> str:
     """The eviction settings in force."""
     choice = session.choice
     if not choice.evicts:
-        return "full: nothing is evicted"
+        return f"full: nothing {'more ' * _gaps(session)}is evicted"
     return f"{choice.policy}, then {choice.decode} · budget {choice.budget}"
+
+
+def _gaps(session: ChatSession) -> bool:
+    """Whether rows are gone, other than those that windows of the layers have left behind."""
+    if not session.fed or session.report is None:
+        return False
+    windows = [w for w in session.engine.kv.shape.windows if w is not None]
+    tokens = session.report.tokens
+    return tokens.kept_min < min([tokens.seen_total, *windows])
 
 
 def toolbar(session: ChatSession) -> str:

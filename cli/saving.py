@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _RETRY = ("policy", "budget", "seed")
 _MOST_SEED = (1 << 31) - 1
+_CACHED = ("policy", "decode", "budget", "stride")
 
 
 def _undo(context: Context, arguments: list[str]) -> None:
@@ -42,7 +44,8 @@ def _undo(context: Context, arguments: list[str]) -> None:
 
 def _retry(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
-    choice, seed = _settings(session, _flags(arguments))
+    flags = _flags(arguments)
+    choice, seed = _settings(session, flags)
     session.check(choice)  # before anything is taken back
     if not session.undone:
         session.undo()
@@ -50,6 +53,8 @@ def _retry(context: Context, arguments: list[str]) -> None:
     if choice != session.choice or seed != session.seed:
         session.configure(choice)
         session.seed = seed
+        changed = [*flags, *(("decode", "stride") if "policy" in flags else ())]
+        context.origins |= dict.fromkeys(changed, "/retry")
         terminal.say(f"from now on: {render.policy_line(session)} · seed {seed}")
     terminal.say(f"asking again: {_line(question)}", "dim")
     before = session.turn
@@ -125,7 +130,24 @@ def _load(context: Context, arguments: list[str]) -> None:
         context.terminal.note("the conversation so far was not saved")
     began = perf_counter()
     saved = keeper.load(session, names[0], reread=len(arguments) > 1)
+    context.origins |= origins(saved)
     context.terminal.say(opened(session, saved, perf_counter() - began))
+
+
+def origins(
+    saved: chats.Saved, given: Collection[str] | None = None, *, reread: bool = False
+) -> dict[str, str]:
+    """Where the settings come from that a chat brought along. `given` are those that the user
+    stated for a run that began with it, `reread` as there; None: the run was there before."""
+    names = {*_CACHED, "seed", "system", "pin_system"} | {"reuse"} & set(saved.header)
+    if given is not None:
+        names |= set(saved.header["run"])  # the model, and how it is kept
+        if reread and {*_CACHED, "options"} & set(given):
+            names -= set(_CACHED)
+        if "model" in given:
+            names.discard("revision")
+        names -= set(given)
+    return dict.fromkeys(names, f"chat {saved.name}")
 
 
 def opened(session: ChatSession, saved: chats.Saved, seconds: float) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from minikv.choice import Choice, read_budget
@@ -175,8 +176,8 @@ def _values(context: Context) -> dict[str, str]:
     choice = session.choice
     values = {
         "model": facts.model or "bundled", "revision": facts.revision, "device": facts.device,
-        "dtype": facts.dtype, "kernels": facts.kernels,
-        "offline": "", "policy": choice.policy, "budget": str(choice.budget),
+        "dtype": facts.dtype, "weights": facts.form, "kernels": facts.kernels,
+        "offline": text(context.offline), "policy": choice.policy, "budget": str(choice.budget),
         "decode": choice.decode, "stride": str(choice.stride), "reuse": session.reuse,
         "kv": facts.kv, "threads": str(torch.get_num_threads()),
         "system": session.system,
@@ -243,8 +244,19 @@ def _show_template(context: Context) -> None:
     messages = [Message("system", session.system)] if session.system else []
     ids = session.template.opening([*messages, Message("user", "QUESTION")])
     context.terminal.say("an example as the model sees it, markers included:")
-    context.terminal.say(session.tokenizer.decode(ids))
+    context.terminal.say(_spelled(session, ids))
     context.terminal.say(f"({len(ids):,} tokens)")
+
+
+def _spelled(session: ChatSession, ids: Sequence[int]) -> str:
+    """The text of ids, with the names of those that stand for no text."""
+    control: Mapping[str, int] = getattr(session.tokenizer, "control", {})
+    names = {id: name for name, id in control.items()}
+    parts = [
+        "".join(names[id] for id in part) if named else session.tokenizer.decode(part)
+        for named, part in groupby(ids, names.__contains__)
+    ]
+    return "".join(parts)
 
 
 def _show_policy(context: Context) -> None:
@@ -361,9 +373,9 @@ def usage(session: ChatSession) -> list[tuple[str, int, str]]:
         ("turn markers", markers, ""),
         ("room left", session.room, ""),
     ]
-    for pending in session.pending:
+    for i, pending in enumerate(session.pending, len(session.documents) + 1):
         count = _count(session, pending.rendered())
-        rows.append((f"waiting: {_cut(pending.name or 'piped text')}", count, "/reset"))
+        rows.append((f"waiting: {_cut(pending.name or 'piped text')}", count, f"/drop {i}"))
     return rows
 
 

@@ -70,7 +70,8 @@ class Terminal:
         """Around an answer. On a terminal its Markdown is set, and keys pressed meanwhile are not
         echoed: that would move what is written. They wait for the next prompt."""
         if self.plain or not _is_tty(self.out):
-            yield
+            with self.silent():
+                yield
             return
         from minikv.cli.markdown import Answer  # with rich and a parser
 
@@ -84,6 +85,12 @@ class Terminal:
                 yield
         finally:
             self._set = None
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Around work that shows a live line: keys pressed meanwhile are not echoed into it."""
+        with _unechoed(self.err, lambda: None) if self.live else contextlib.nullcontext():
+            yield
 
     def answer(self, piece: str) -> None:
         """A piece of the answer, at once. Trailing newlines wait until more text follows."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,7 +46,7 @@ def open_chat(
     loading = Loading(terminal)
     terminal.status("loading the model")
     try:
-        with (interrupts or Interrupts()).stopping(loading.cancel):
+        with terminal.silent(), (interrupts or Interrupts()).stopping(loading.cancel):
             session = build(settings, loading)
     finally:
         loading.finish()
@@ -72,7 +71,7 @@ def run_turn(
     """Ask, streaming to stdout if `show`. Returns the answer; the session's errors pass through."""
     pieces: list[str] = []
     finished = False
-    setting = terminal.answering() if show else nullcontext()
+    setting = terminal.answering() if show else terminal.silent()
     with setting, interrupts.stopping(session.cancel):
         answer = session.ask(
             question,

@@ -90,7 +90,7 @@ class TurnReport:
     `shaped_by_turn`: the question that decided what the cache holds, 0 if documents were evicted
     before one was seen. `reuse`: what was read, `once` what was new, `refresh` the conversation so
     far again, `blind` documents as prompts of their own. `kv_dtype`: what keys and values were
-    kept in.
+    kept in, `weights` what the matrices of the layers (plain, int8 or int4).
     """
 
     turn: int
@@ -113,6 +113,7 @@ class TurnReport:
     warnings: tuple[str, ...]
     reuse: str = "once"
     kv_dtype: str = ""
+    weights: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """Plain dictionaries, lists and numbers, ready for JSON."""

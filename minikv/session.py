@@ -137,6 +137,11 @@ class Facts:
     weights: str = "auto"
     notes: tuple[str, ...] = ()
 
+    @property
+    def form(self) -> str:
+        """What the matrices of the layers are kept in: plain, int8 or int4."""
+        return "plain" if self.weights == "auto" else self.weights
+
 
 class ChatSession:
     """One conversation over one cache.
@@ -202,6 +207,7 @@ class ChatSession:
         self.curve: list[tuple[int, int, int]] = []
         self.baseline_tok_s: float | None = None  # what a full cache wrote, once one was run beside
         self._before: dict[int, Snapshot] = {}  # by turns that had been finished
+        self._found = 0  # turns that were there when this chat was taken up
         self.rereads = False
         self._told: object = None  # what was said last about whose cache this is
         self._cancelled = False
@@ -292,6 +298,7 @@ class ChatSession:
         self.turn = len(self.turns)
         self.report = self.turns[-1].report if self.turns else None
         self.undone, self._before, self.baseline_tok_s = [], {}, None
+        self._found = self.turn
         self.rereads = self._cancelled = False
 
     def undo(self, turns: int = 1) -> list[Turn]:
@@ -303,11 +310,12 @@ class ChatSession:
         self.undoable(turns)
         finished = len(self.turns) - turns
         choice, seed, pending, before = self.choice, self.seed, self.pending, self._before
-        taken, baseline = self.turns[finished:], self.baseline_tok_s
+        taken, baseline, found = self.turns[finished:], self.baseline_tok_s, self._found
         rereads = self.rereads or taken[0].report.reuse == "refresh"
         self.restore(before[finished])
         self.rereads = rereads and bool(self.fed)
         self.undone, self.seed, self.baseline_tok_s = taken, seed, baseline
+        self._found = found
         self.pending += [d for d in pending if d not in self.pending]
         self._before = {n: snapshot for n, snapshot in before.items() if n < finished}
         if choice != self.choice:
@@ -328,16 +336,17 @@ class ChatSession:
             most = max((count - n for n in self._before if n > count - turns), default=0)
             more = min((count - n for n in self._before if n < count - turns), default=0)
             reach = [f"{n:,}" for n in (most, more) if n]
-            kept = (
-                f"/undo {' or '.join(reach)} works"
-                if reach
-                else "/clear starts anew with the documents"
-            )
+            works = f"/undo {' or '.join(reach)} works" if reach else ""
+            if count - turns < self._found:
+                raise UsageError(
+                    f"question {count - turns + 1:,} was asked before this chat was taken up",
+                    works or "/load NAME --reread, then ask it anew",
+                )
             raise UsageError(
                 f"the cache as it was before question {count - turns + 1:,} is not kept: at most "
-                f"{self.undo_turns:,} are, {size(self.undo_bytes)} in all, none from before a "
-                "saved chat was taken up",
-                f"{kept}; a smaller budget makes them smaller",
+                f"{self.undo_turns:,} are, {size(self.undo_bytes)} in all",
+                f"{works or '/clear starts anew with the documents'}; a smaller budget makes them "
+                "smaller",
             )
 
     def cancel(self) -> None:
@@ -706,6 +715,7 @@ class ChatSession:
             kernels=self.facts.kernels,
             dtype=self.facts.dtype,
             kv_dtype=self.facts.kv,
+            weights=self.facts.form,
             device=self.facts.device,
             tokens=Tokens(
                 prompt_new=feed.tokens,

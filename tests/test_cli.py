@@ -28,13 +28,13 @@ from minikv.cli.main import app
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import ContextError, Interrupted, MemoryShortError, NumericsError, UsageError
 from minikv.models.errors import CorruptModel, ModelUnavailable
-from minikv.session import ChatSession
+from minikv.session import ChatSession, Facts
 
 HERE = Path(__file__).parent
 KEYS = {
     "turn", "policy", "policy_options", "budget", "kernels", "dtype", "device", "tokens",
     "kv_bytes", "time_s", "rate", "loss", "shaped_by_turn", "stop_reason", "seed", "sampling",
-    "device_mem", "warnings", "reuse", "kv_dtype",
+    "device_mem", "warnings", "reuse", "kv_dtype", "weights",
 }  # fmt: skip
 
 
@@ -56,6 +56,7 @@ class World:
         self.session = ChatSession(
             self.engine, tokenizer, ChatML(tokenizer), max_context=self.max_context,
             choice=settings.choice(), seed=settings.seed, system=settings.system,
+            pin_system=settings.pin_system, facts=Facts(weights=settings.weights),
         )  # type: ignore[arg-type]  # fmt: skip
         return self.session
 
@@ -156,6 +157,13 @@ def test_stats_go_to_stderr(world: World, document: str) -> None:
     assert "peak" in result.stderr
 
 
+def test_the_form_of_the_weights_is_in_the_record(world: World, document: str) -> None:
+    for flag, form in (("auto", "plain"), ("int4", "int4")):
+        result = world.run("ask", "q", document, "--weights", flag, "--json", "--stats")
+        assert json.loads(result.stdout)["weights"] == form
+        assert ("weights    int4\n" in result.stderr) == (form == "int4")
+
+
 def test_an_answer_cut_by_its_limit_says_so(world: World, document: str) -> None:
     result = world.run("ask", "q", document, "-n", "3")
     assert len(result.stdout) == 4
@@ -184,7 +192,7 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
     assert world.settings == Settings(
         model="some/model", policy="snapkv", budget="20%", decode="none", device="cpu",
         dtype="bfloat16", kernels="torch", seed=7, options={"window": "16"}, revision="abc",
-        offline=True, system="be brief", reuse="blind",
+        offline=True, system="be brief", reuse="blind", threads=0,
     )  # fmt: skip
     record = json.loads(result.stdout)
     assert record["policy"] == "snapkv"
@@ -264,6 +272,18 @@ def test_debug_shows_where(world: World, document: str) -> None:
     assert "Traceback" in result.stderr
     assert "error: ZeroDivisionError: inside" in result.stderr
     assert result.exit_code == 1
+
+
+def test_debug_shows_where_in_a_chat_too(world: World, document: str) -> None:
+    def fail(fed: list[int]) -> None:
+        raise ZeroDivisionError("inside")
+
+    world.engine.hook = fail
+    plain = world.run("chat", document, input="q\n")
+    assert "Traceback" not in plain.stderr
+    result = world.run("chat", document, "--debug", input="q\n")
+    assert re.search(r'Traceback(.|\n)+, in fail\n(.|\n)+error: ZeroDivisionError: inside',
+                     result.stderr)  # fmt: skip
 
 
 def test_an_error_text_of_many_lines_becomes_one() -> None:
@@ -397,6 +417,34 @@ def test_chat_without_terminal_and_document_is_a_usage_error(world: World) -> No
     assert world.session is None
 
 
+def test_a_resumed_chat_says_which_settings_are_its_own(
+    world: World, document: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.run("chat", document, "--budget", "64", "-S", "be brief", input="q\n/save x\n")
+    monkeypatch.setenv("MINIKV_BUDGET", "128")
+    monkeypatch.setenv("MINIKV_SEED", "9")
+    monkeypatch.setenv("MINIKV_TOP_K", "5")
+
+    def shown(*flags: str) -> dict[str, list[str]]:
+        world.engine = FakeEngine()
+        result = world.run("chat", "--resume", "x", *flags, input="/set\n")
+        assert result.exit_code == 0, result.stderr
+        return {line.split()[0]: line.split()[1:] for line in result.stderr.splitlines()}
+
+    rows = shown()
+    assert rows["budget"] == ["64", "chat", "x"]
+    assert rows["seed"] == ["0", "chat", "x"]
+    assert rows["system"] == ["be", "brief", "chat", "x"]
+    assert rows["dtype"][1:] == ["chat", "x"]
+    assert rows["top_k"] == ["5", "MINIKV_TOP_K"]
+    assert rows["offline"] == ["false", "default"]
+    rows = shown("--seed", "3", "-S", "be long", "--pin-system", "--offline")
+    assert rows["seed"] == ["3", "--seed"]
+    assert rows["system"] == ["be", "long", "--system"]
+    assert rows["pin_system"] == ["true", "--pin-system"]
+    assert rows["offline"] == ["true", "--offline"]
+
+
 def test_slash_commands(world: World, document: str, tmp_path: Path) -> None:
     other = tmp_path / "other file.txt"
     other.write_text("more")
@@ -474,7 +522,7 @@ def test_a_turn_that_fails_leaves_the_chat_intact(world: World, document: str) -
     world.max_context = 120
     result = world.run("chat", document, input=f"{'long ' * 30}\nshort?\n")
     assert result.exit_code == 5
-    assert "/reset drops them" in result.stderr
+    assert "/drop NUMBER takes one out" in result.stderr
     assert result.stdout == answer_of("The mill is run by Ada.", "short?") + "\n"
 
 
@@ -631,6 +679,62 @@ def test_a_piped_chat_that_waits_for_a_line_ends_with_ctrl_c(document: str) -> N
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     process.stdin.close()
+
+
+_ECHO = """
+import os, sys, termios
+from fakes import ByteTokenizer, ChatML, FakeEngine
+import minikv.cli.turn
+from minikv.cli.main import run
+from minikv.session import ChatSession
+
+def note(where):
+    with open(os.environ["NOTES"], "a") as file:
+        echoed = termios.tcgetattr(2)[3] & termios.ECHO
+        print(where, "echoed" if echoed else "silent", file=file)
+
+class Tokenizer(ByteTokenizer):
+    def encode(self, text):
+        note("encoding")
+        return super().encode(text)
+
+def build(settings, progress=None):
+    note("loading")
+    engine, tokenizer = FakeEngine(), Tokenizer()
+    engine.hook = lambda fed: note("reading")
+    return ChatSession(engine, tokenizer, ChatML(tokenizer), max_context=4096,
+                       choice=settings.choice())
+
+minikv.cli.turn.build = build
+run()
+"""
+
+
+@pytest.mark.parametrize("out", ["/dev/stdout", "/dev/null"])
+def test_keys_pressed_while_something_runs_are_not_echoed(
+    document: str, tmp_path: Path, out: str
+) -> None:
+    """While the model loads, under a command and around an answer, wherever that goes."""
+    notes = tmp_path / "notes"
+    terminal = Terminals(
+        ["sh", "-c", f'exec "$@" >{out}', "sh", sys.executable, "-c", _ECHO, "chat", document],
+        {"TERM": "xterm", "COLUMNS": "100", "NOTES": str(notes), "PYTHONPATH": str(HERE)},
+    )  # fmt: skip
+    terminal.prompt = "\x1b[?25h"
+    try:
+        terminal.until("Ctrl-D leaves.")
+        for line, end in (("/docs", "waits for"), ("q", "tok/head")):
+            terminal.ready()
+            terminal.type(f"{line}\r")
+            terminal.until(end)
+        terminal.ready()
+        terminal.type("/exit\r")
+        assert terminal.code() == 0
+    finally:
+        terminal.close()
+    assert set(notes.read_text().splitlines()) == {
+        "loading silent", "encoding silent", "reading silent",
+    }  # fmt: skip
 
 
 @pytest.fixture(params=["dumb", "xterm"])

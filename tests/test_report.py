@@ -86,6 +86,7 @@ def test_the_record_has_exactly_the_documented_keys() -> None:
             "warnings",
             "reuse",
             "kv_dtype",
+            "weights",
         }
     assert json.loads(json.dumps(record)) == record
 

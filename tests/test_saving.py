@@ -11,9 +11,10 @@ import pytest
 from fakes import ByteTokenizer, ChatML
 from test_snapshot import FakeEngineWithMemory, chat
 
-from minikv.cli import saving
+from minikv.cli import chats, saving
 from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
+from minikv.cli.config import SETTINGS
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal, clean
 from minikv.cli.turn import Limits, run_turn
@@ -113,6 +114,14 @@ def test_undo_says_what_it_took_back(talk: Talk) -> None:
     assert "there is no turn to take back" in talk.refused("undo")
 
 
+def test_what_undo_kept_no_copy_of_was_not_asked_before_the_chat(talk: Talk) -> None:
+    talk.session.undo_turns = 1
+    for question in ("one", "two", "three"):
+        talk.ask(question)
+    talk.run("undo")
+    assert "the cache as it was before question 2 is not kept" in talk.refused("undo")
+
+
 @pytest.mark.parametrize("line", ["undo x", "undo 1 2", "undo -1", "undo ²"])
 def test_undo_takes_a_number(talk: Talk, line: str) -> None:
     talk.ask("one")
@@ -165,6 +174,60 @@ def test_retry_with_other_settings_keeps_them(real: Talk) -> None:
     _, err = real.run("retry --seed 5")
     assert err.splitlines()[0].endswith("seed 5")
     assert real.session.seed == real.session.reports[-1].seed == 5
+
+
+def test_where_settings_come_from_after_a_retry_and_a_load(real: Talk) -> None:
+    origins = real.context.origins
+    origins |= dict.fromkeys(SETTINGS, "default")
+    real.ask("Who?")
+    real.run("save mine")
+    real.run("retry --budget 40")
+    assert changed(origins) == {"budget": "/retry"}
+    real.run("retry --policy streaming --seed 3")
+    assert changed(origins) == dict.fromkeys(
+        ("policy", "decode", "stride", "budget", "seed"), "/retry"
+    )
+    origins["temperature"] = "--temperature"
+    real.run("load mine")
+    chat = dict.fromkeys(
+        ("policy", "decode", "budget", "stride", "seed", "reuse", "system", "pin_system"),
+        "chat mine",
+    )
+    assert changed(origins) == {**chat, "temperature": "--temperature"}
+
+
+def test_what_a_run_took_from_the_chat_that_it_resumed(real: Talk) -> None:
+    real.ask("Who?")
+    real.run("save mine")
+    saved = chats.read("mine")
+    held = {"policy", "decode", "budget", "stride"}
+    own = {"seed", "system", "pin_system", "reuse"}
+    run = {"model", "revision", "dtype", "kv", "weights"}
+    assert saving.origins(saved, ()) == dict.fromkeys(held | own | run, "chat mine")
+    stated = set(saving.origins(saved, {"seed", "model"}))
+    assert stated == (held | own | run) - {"seed", "model", "revision"}
+    assert set(saving.origins(saved, {"budget"})) == (held | own | run) - {"budget"}
+    assert set(saving.origins(saved, {"budget"}, reread=True)) == own | run
+
+
+def changed(origins: dict[str, str]) -> dict[str, str]:
+    return {name: origin for name, origin in origins.items() if origin != "default"}
+
+
+def test_full_after_an_eviction_does_not_say_that_nothing_was(real: Talk) -> None:
+    from minikv.choice import Choice
+    from minikv.cli import render
+
+    real.session.configure(Choice.read("full"))
+    real.ask("Who?")
+    assert render.policy_line(real.session) == "full: nothing is evicted"
+    real.session.configure(Choice.read("streaming", budget=40))
+    real.run("retry")
+    real.session.configure(Choice.read("full"))
+    assert render.policy_line(real.session) == "full: nothing more is evicted"
+    assert render.toolbar(real.session).startswith("full: nothing more is evicted · ")
+    real.session.reset()
+    assert render.policy_line(real.session) == "full: nothing is evicted"
 
 
 def test_retry_after_policy_uses_it(real: Talk) -> None:
@@ -274,7 +337,14 @@ def test_save_and_load(real: Talk, home: Path, capsys: pytest.CaptureFixture[str
     assert len(err.splitlines()) == 2
     assert err.splitlines()[1].startswith("mine ")
     assert err.splitlines()[1].endswith("Who?")
-    assert "/clear starts anew" in real.refused("undo")
+    refused = real.refused("undo")
+    assert "question 2 was asked before this chat was taken up; /load NAME --reread" in refused
+    real.run("load mine")
+    real.ask("And now?")
+    assert "question 2 was asked before" in (refused := real.refused("undo 2"))
+    assert refused.endswith("/undo 1 works")
+    real.run("undo")
+    assert "question 2 was asked before" in real.refused("undo")
 
 
 def test_without_saving(capsys: pytest.CaptureFixture[str], home: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -28,7 +29,7 @@ from minikv.cli.terminal import Terminal
 from minikv.cli.turn import Limits
 from minikv.errors import UsageError
 from minikv.policies import POLICIES
-from minikv.session import ChatSession
+from minikv.session import ChatSession, Facts
 
 
 @pytest.fixture
@@ -149,6 +150,53 @@ def test_a_bad_variable_is_refused_by_name(home: Path) -> None:
     for variable, text in (("TOP_K", "x"), ("OFFLINE", "maybe"), ("KERNELS", "cuda")):
         with pytest.raises(UsageError, match=f"MINIKV_{variable} must be"):
             read(home, **{f"MINIKV_{variable}": text})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("budget", "abc", "cannot read the budget 'abc'"),
+        ("policy", "nope", "unknown policy 'nope'"),
+        ("decode", "snapkv", "snapkv works only as --policy"),
+        ("device", "gpu", "unknown device 'gpu'"),
+        ("max_tokens", 0, "must be at least 1, got 0"),
+        ("threads", 9999, "must be at least 0 and at most 4,096, got 9999"),
+        ("stride", 512, "must be at least 0 and at most 256"),
+        ("top_k", -1, "must be at least 0"),
+        ("top_p", 1.5, "must be at least 0 and at most 1, got 1.5"),
+        ("temperature", float("nan"), "must be at least 0 and at most 100, got nan"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_where_it_was_said(
+    home: Path, key: str, value: object, message: str
+) -> None:
+    shown = f'"{value}"' if isinstance(value, str) else value
+    with pytest.raises(UsageError) as caught:
+        read(home, local=f"{key} = {shown}")
+    assert re.match(rf"\./minikv\.toml: {key}:? {message}", str(caught.value))
+    (home / "here/minikv.toml").unlink()
+    with pytest.raises(UsageError) as caught:
+        read(home, **{f"MINIKV_{key.upper()}": str(value)})
+    assert re.match(rf"MINIKV_{key.upper()}:? {message}", str(caught.value))
+
+
+def test_a_step_policy_and_auto_may_be_said(home: Path) -> None:
+    made = read(home, 'policy = "roco"\ndecode = "auto"\nstride = 32\nsystem = ""\nbudget = ""')
+    assert made.values["policy"].value == "roco"
+
+
+def test_config_show_has_the_warnings_too(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home / "here")
+    monkeypatch.setenv("MINIKV_BUGET", "3")
+    done = CliRunner().invoke(app, ["config", "show"])
+    assert "MINIKV_BUGET sets nothing; did you mean MINIKV_BUDGET?" in done.stderr
+    assert "MINIKV_BUGET" not in done.stdout
+    monkeypatch.setenv("MINIKV_BUDGET", "abc")
+    done = CliRunner().invoke(app, ["config", "show"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: MINIKV_BUDGET: cannot read the budget 'abc'")
 
 
 def test_a_variable_that_sets_nothing_is_told(home: Path) -> None:
@@ -464,6 +512,16 @@ def test_a_refused_value_changes_nothing(
     assert do(context, "set") == before
 
 
+def test_set_has_what_the_model_was_loaded_with(context: Context) -> None:
+    context.session.facts = Facts(weights="int8")
+    context.offline = True
+    text = do(context, "set")
+    assert row(text, "weights") == ["weights", "int8", "default"]
+    assert row(text, "offline") == ["offline", "true", "default"]
+    context.session.facts = Facts()
+    assert row(do(context, "set"), "weights") == ["weights", "plain", "default"]
+
+
 def test_an_unknown_setting_names_the_nearest(context: Context) -> None:
     with pytest.raises(UsageError) as caught:
         do(context, "set", "temprature", "1")
@@ -481,7 +539,8 @@ def test_show_has_a_view_of_everything(bundled: ChatSession) -> None:
     assert "adakv, then roco" in policy
     assert row(policy, "adakv.window") == ["adakv.window", "32"]
     assert "no system prompt" in do(context, "show", "system")
-    assert "QUESTION" in do(context, "show", "template")
+    template = do(context, "show", "template")
+    assert re.search(r"<\|user\|>\s*QUESTION(.|\n)*<\|assistant\|>", template)
     assert do(context, "show", "settings") == do(context, "set")
     with pytest.raises(UsageError, match="does not know 'weather'"):
         do(context, "show", "weather")
@@ -552,7 +611,7 @@ def test_tokens_adds_up_to_the_context(context: Context) -> None:
     assert frees["system prompt"] == '/system "", then /clear'
     assert (frees["questions"], frees["answers"]) == ("/clear", "/clear")
     assert (frees["turn markers"], frees["room left"]) == ("", "")
-    assert (frees["document 2: piped text"], frees["waiting: c.txt"]) == ("/drop 2", "/reset")
+    assert (frees["document 2: piped text"], frees["waiting: c.txt"]) == ("/drop 2", "/drop 3")
     session.system = ""
     session.reset()
     frees = {name: how for name, _, how in settings_commands.usage(session)}
