@@ -86,6 +86,7 @@ class Forecast:
     token_bytes: int
     full: int
     workspace: int
+    loading: int  # the most that loading the weights holds at once
     memory: str
     free: int | None
     rows: tuple[Row, ...]
@@ -104,6 +105,7 @@ def plan(
     options: Mapping[str, object] | None = None,
     dtype: str = "auto",
     weights: str = "auto",
+    kv: str = "auto",
     device: str = "auto",
     memory: str = "",
     max_tokens: int = 512,
@@ -136,8 +138,8 @@ def plan(
                 raise
             choices.append(error)  # one of the selection that the other flags do not suit
     made = forecast(
-        model, count, cases, choices, budget=budget, dtype=dtype, form=weights, device=device,
-        room=room, answer=max_tokens, revision=revision, offline=offline,
+        model, count, cases, choices, budget=budget, dtype=dtype, form=weights, kv=kv,
+        device=device, room=room, answer=max_tokens, revision=revision, offline=offline,
     )  # fmt: skip
     failed = [row for row in made.rows if row.error]
     if len(failed) == len(made.rows):
@@ -187,6 +189,7 @@ def forecast(
     budget: str,
     dtype: str = "auto",
     form: str = "auto",
+    kv: str = "auto",
     device: str = "auto",
     room: int | None = None,
     answer: int = 512,
@@ -194,11 +197,17 @@ def forecast(
     offline: bool = False,
 ) -> Forecast:
     """The figures. `cases` are names and strides, `choices` what they were read to; an error
-    among them becomes a row without figures. `form` is --weights. Raises ModelError."""
+    among them becomes a row without figures. `form` is --weights, `kv` --kv. Raises ModelError."""
     import torch
 
     from minikv.models.config import ModelConfig
-    from minikv.models.weights import check_form, form_notes, free_memory, weight_bytes
+    from minikv.models.weights import (
+        check_form,
+        form_notes,
+        free_memory,
+        loading_bytes,
+        weight_bytes,
+    )
 
     folder = config_folder(model, revision=revision, offline=offline)
     config = ModelConfig.from_folder(folder)
@@ -209,14 +218,16 @@ def forecast(
     check_form(form, where, kind)
     notes += form_notes(config, form)
     weights = weight_bytes(config, kind, form)
+    load = loading_bytes(config, kind, form)
     space = workspace(config, tokens, kind.itemsize, cuda=where.type == "cuda")
     if room is None:
         free = free_memory(where)
         place = torch.cuda.get_device_name(where) if where.type == "cuda" else "this machine"
     else:
         free, place = room, "as given"
+    beside = weights + space, load
     rows = [
-        _row(name, stride, choice, config, kind, tokens, answer, weights + space, free)
+        _row(name, stride, choice, config, (kind, kv), tokens, answer, beside, free)
         for (name, stride), choice in zip(cases, choices, strict=True)
     ]
     each = config.kv_row_bytes(kind.itemsize)
@@ -236,6 +247,7 @@ def forecast(
         token_bytes=each,
         full=sum(windows) * each // config.layers,
         workspace=space,
+        loading=load,
         memory=place,
         free=free,
         rows=tuple(rows),
@@ -244,18 +256,20 @@ def forecast(
 
 
 def _row(
-    name: str, stride: int, choice: Choice | UsageError, config: ModelConfig, dtype: torch.dtype,
-    tokens: int, answer: int, beside: int, free: int | None,
+    name: str, stride: int, choice: Choice | UsageError, config: ModelConfig,
+    kinds: tuple[torch.dtype, str], tokens: int, answer: int, beside: tuple[int, int],
+    free: int | None,
 ) -> Row:  # fmt: skip
+    """kinds: dtype and --kv; beside: bytes while it runs besides the cache, and at loading."""
     if isinstance(choice, UsageError):
         return Row(name, "", stride, error=f"{choice}; {choice.hint}")
     try:
-        kv = begun(choice, config, dtype, tokens, answer)
+        kv = begun(choice, config, kinds[0], tokens, answer, kinds[1])
     except UsageError as error:
         return Row(name, choice.decode, stride, error=f"{error}; {error.hint}")
     reading, held = peak(kv, choice, tokens), held_bytes(kv, choice, tokens, answer)
     writing = kv.stats().allocated_bytes
-    needs = beside + max(reading, writing)
+    needs = max(beside[0] + max(reading, writing), beside[1])
     return Row(
         name, choice.decode, stride, kv.stats().budget_rows, reading, writing, held, needs,
         None if free is None else needs <= free,
@@ -263,9 +277,13 @@ def _row(
 
 
 def begun(
-    choice: Choice, config: ModelConfig, dtype: torch.dtype, tokens: int, answer: int
-) -> Scheduler:
-    """The engine's cache at the beginning of a first prompt, without memory. Raises UsageError."""
+    choice: Choice, config: ModelConfig, dtype: torch.dtype, tokens: int, answer: int,
+    kept: str = "auto",
+) -> Scheduler:  # fmt: skip
+    """The engine's cache at the beginning of a first prompt, without memory. `kept` is --kv.
+    Raises UsageError."""
+    import torch
+
     from minikv.scheduler import Scheduler
     from minikv.stats import Shape
 
@@ -274,7 +292,10 @@ def begun(
         config.max_context,
     )  # fmt: skip
     prompt, step, budget, stride = choice.policies()
-    kv = Scheduler(shape, prompt, step, budget, dtype=dtype, device="meta", stride=stride)
+    kv = Scheduler(
+        shape, prompt, step, budget, dtype=dtype, device="meta", stride=stride,
+        kv=torch.int8 if kept == "int8" else None,
+    )  # fmt: skip
     kv.begin(tokens, min(answer, max(1, config.max_context - tokens)))
     return kv
 
@@ -291,7 +312,7 @@ def peak(kv: Scheduler, choice: Choice, tokens: int) -> int:
         # One layer at cap + stride rows, whose positions are counted in 64 bits.
         rows = kv.stats().budget_rows
         assert rows is not None
-        wide = arena.row_nbytes(["k", "v"]) + 8 + state
+        wide = 2 * shape.head_dim * kv.dtype.itemsize + 8 + state
         return arena.nbytes + heads * (rows + choice.stride) * wide + scores
     assert reading is not None
     totals = reading.plan.totals

@@ -101,8 +101,9 @@ def decode_attention(
     each, where they are int8 (`to_codes`). Returns the mixed values [H, G, D] and the probabilities
     [H, G, N] in float32.
     """
+    kind = q.dtype
     if scales is not None:
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        q, k, v = _with_codes(q, k, v)
     if q.dtype == torch.float32:
         logits = torch.matmul(q, k.transpose(1, 2))
     else:  # on a CPU about 15 times as fast in bfloat16 as the product above
@@ -114,7 +115,7 @@ def decode_attention(
         logits = logits.masked_fill(~seen[:, None], -math.inf)
     probabilities = logits.softmax(-1)
     weights = probabilities if scales is None else probabilities * scales[1][:, None]
-    return torch.matmul(weights.to(v.dtype), v), probabilities
+    return torch.matmul(weights.to(v.dtype), v).to(kind), probabilities
 
 
 def joint_attention(
@@ -133,9 +134,10 @@ def joint_attention(
     long as H * G * n is small.
     """
     heads, group, size = q.shape
+    kind = q.dtype
+    if scales is not None:
+        q, k, v = _with_codes(q, k, v)
     query = q.reshape(heads * group, size)
-    if scales is not None:  # an int8 is exact in bfloat16; scales are applied to sums
-        k, v = k.to(q.dtype), v.to(q.dtype)
     if q.dtype == torch.float32:
         logits = torch.matmul(query, k.T)
     else:  # see `decode_attention`
@@ -146,7 +148,14 @@ def joint_attention(
     p = torch.where(seen, logits, -math.inf).softmax(-1)
     weights = p if scales is None else p * scales[1]
     mixed = torch.matmul(weights.to(v.dtype), v).view(heads, group, size)
-    return mixed, p.sum(0).mul_(1.0 / group)
+    return mixed.to(kind), p.sum(0).mul_(1.0 / group)
+
+
+def _with_codes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, and the codes of keys and values as numbers that can be multiplied with them. An
+    int8 is exact in bfloat16; scales come later, to sums that float16 would not hold."""
+    kind = torch.float32 if q.dtype == torch.float16 else q.dtype
+    return q.to(kind), k.to(kind), v.to(kind)
 
 
 def to_codes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,13 +165,14 @@ def to_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     most = x.abs().amax(-1).to(torch.float32)
     scale = torch.where(most == 0, 1.0, most / 127.0)  # NaN stays NaN
-    codes = (x.to(torch.float32) / scale[..., None]).round_().clamp_(-127, 127)
+    codes = (x / scale[..., None]).round_().clamp_(-127, 127)
     return codes.to(torch.int8), scale
 
 
 def from_codes(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """What `to_codes` made of rows, as numbers [..., D] again."""
-    return (codes.to(torch.float32) * scale[..., None]).to(dtype)
+    into = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    return torch.mul(codes, scale[..., None], out=into)  # without a copy in float32
 
 
 Part = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]

@@ -26,7 +26,7 @@ from minikv.stats import CacheStats, Shape
 from minikv.strided import Strided
 
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
-_JOINT = 1 << 18  # logits up to which one product for all heads beats a loop over uneven ones
+_JOINT = 1 << 19  # logits up to which one product for all heads beats a loop over uneven ones
 
 
 class Scheduler:
@@ -676,8 +676,14 @@ class Scheduler:
     @property
     def _allocated(self) -> int:
         """Bytes of the arena and of what the steps work with."""
+        return self.arena.nbytes + self._mean.nbytes + self.derived + self.beside
+
+    @property
+    def derived(self) -> int:
+        """Bytes that steps keep between them beside the rows: which rows a head's queries see, and
+        where the rows are that are judged."""
         seen = sum(mask.nbytes for mask in self._seen.values())
-        return self.arena.nbytes + self._mean.nbytes + seen + self.beside
+        return seen + sum(t.nbytes for t in self._padded or ())
 
     def stats(self) -> CacheStats:
         """Counted from the tensors; see `CacheStats`."""
@@ -697,7 +703,7 @@ class Scheduler:
             full_bytes=seen * shape.kv_heads * row_bytes,
             held_bytes=rows * arena.row_nbytes(),
             allocated_bytes=self._allocated,
-            peak_bytes=max(self._peak, self._allocated),
+            peak_bytes=max(self._peak, self._allocated - self.derived),
             state_bytes=rows * arena.row_nbytes(arena.extra),
             evicted=round(self.position - mean),
             lost_mean=sum(s for s, _ in lost) / len(lost) if lost else None,

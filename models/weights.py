@@ -533,17 +533,20 @@ def _check_room(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, form: str
 ) -> None:
     """Refuse what does not fit, and name the flags that would."""
-    needs = _needs(config, dtype, form)
+    needs = loading_bytes(config, dtype, form)
     free = free_memory(device)
     if free is None or needs <= free:
         return
     gib = 2**30
     options = [("--dtype bfloat16", torch.bfloat16, "auto")] * (dtype == torch.float32)
     if device.type == "cpu":
-        options += [(f"--weights {name}", torch.bfloat16, name) for name in ("int8", "int4")]
+        other = "--dtype auto " if dtype == torch.float32 else ""  # packed weights are bfloat16's
+        options += [
+            (f"{other}--weights {name}", torch.bfloat16, name) for name in ("int8", "int4")
+        ]
     fitting = [
         f"{flag} would need {size / gib:.1f} GiB" for flag, kind, name in options
-        if (size := _needs(config, kind, name)) < needs and size <= free and not lacks(name)
+        if (size := loading_bytes(config, kind, name)) < needs and size <= free and not lacks(name)
     ]  # fmt: skip
     where = "GPU memory" if device.type == "cuda" else "memory"
     raise ModelTooLarge(
@@ -553,7 +556,7 @@ def _check_room(
     )  # fmt: skip
 
 
-def _needs(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
+def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
     """The most that loading holds at once: the weights, a staging buffer, and where they are
     packed the matrix being packed."""
     plain = 0

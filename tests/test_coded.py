@@ -52,6 +52,20 @@ def test_no_entry_is_off_by_more_than_half_a_step(seed: int, size: float, wide: 
     assert bool((codes.abs().amax(-1) == 127).all())
 
 
+@pytest.mark.parametrize("even", [True, False])
+def test_float16_does_not_overflow_before_the_scale(even: bool) -> None:
+    q, k = torch.full((1, 1, 128), 5.0).half(), torch.ones(1, 3, 128).half()
+    codes, scale = kernels.to_codes(k)  # 127 x 5 x 128 is more than float16 holds
+    if even:
+        got, p = kernels.decode_attention(q, codes, codes, None, (scale, scale))
+    else:
+        seen = torch.ones(1, 3, dtype=torch.bool)
+        got, p = kernels.joint_attention(q, codes[0], codes[0], seen, (scale[0], scale[0]))
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got, torch.ones(1, 1, 128).half(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(p.flatten(), torch.full((3,), 1 / 3))
+
+
 def test_a_row_of_zeros_stays_zero_and_nan_stays_nan() -> None:
     x = torch.tensor([[0.0, 0.0], [float("nan"), 1.0]])
     back = kernels.from_codes(*kernels.to_codes(x), torch.float32)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,7 +238,7 @@ def test_a_missing_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
         def act(*args: object, broken: Exception | None = broken) -> Tensor:
             if broken is not None:
                 raise broken
-            return torch.full((1, 64), float("nan"), dtype=torch.bfloat16)
+            return torch.full((1, 128), float("nan"), dtype=torch.bfloat16)
 
         monkeypatch.setattr(torch, "_weight_int8pack_mm", act)
         assert word in ask("int8")
@@ -247,7 +249,7 @@ def test_room_is_counted_in_the_form_and_the_hint_names_what_fits(
 ) -> None:
     _, config = stored(tmp_path, WIDE)
     config = replace(config, layers=20_000, windows=(None,) * 20_000)
-    sizes = {form: weights._needs(config, torch.bfloat16, form) for form in linear.FORMS}
+    sizes = {form: weights.loading_bytes(config, torch.bfloat16, form) for form in linear.FORMS}
     assert sizes["int4"] < sizes["int8"] < sizes["plain"] == sizes["auto"]
     monkeypatch.setattr(weights, "free_memory", lambda device: sizes["int8"])
     with pytest.raises(ModelError) as caught:
@@ -298,6 +300,47 @@ def test_packing_never_holds_a_second_copy(tmp_path: Path) -> None:
     )  # fmt: skip
     grown, size = map(int, done.stdout.split())
     assert size < made.weight_bytes / 3
-    needs = weights._needs(made.config, torch.bfloat16, "int4")
+    needs = weights.loading_bytes(made.config, torch.bfloat16, "int4")
     assert grown < needs + weights.STAGING
     assert needs + weights.STAGING < made.weight_bytes  # else this would say nothing
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", ""])
+def test_int4_is_right_or_refused_whatever_the_processor_can(capability: str) -> None:
+    """The packed layout differs; a wrong guess about it gave garbage from 17 rows on."""
+    script = """
+import torch
+from minikv.models import linear
+made = torch.Generator().manual_seed(1)
+weight = torch.randn(192, 128, generator=made)
+matrix = linear.kept(linear.Plain(weight.bfloat16()), "int4")
+for rows in (1, 4, 40):
+    x = torch.randn(rows, 128, generator=made)
+    got, want = matrix(x.bfloat16()).float(), x @ weight.T
+    assert float((got - want).norm() / want.norm()) < 0.2, rows
+assert float((matrix.dense().float() - weight).norm() / weight.norm()) < 0.2
+assert linear.lacks("int4") == "" == linear.lacks("int8")
+"""
+    chosen = {"ATEN_CPU_CAPABILITY": capability} if capability else {}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | chosen, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_two_threads_leave_the_products_of_torch_as_they_were() -> None:
+    before = torch._C._get_mkldnn_enabled()
+    matrix = linear.Plain(torch.randn(512, 256).bfloat16())
+    x = torch.randn(1, 256).bfloat16()
+
+    def work() -> None:
+        with torch.inference_mode():
+            for _ in range(300):
+                matrix(x)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch._C._get_mkldnn_enabled() == before

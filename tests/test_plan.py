@@ -158,7 +158,8 @@ def sliding() -> ChatSession:
 def measured_and_planned(
     session: ChatSession, config: ModelConfig, choice: Choice, text: str, answer: int
 ) -> list[tuple[int, int]]:
-    """Of one turn: peak, allocated and held, as the turn record has them and as planned."""
+    """Of one turn: peak, allocated and held, as the turn record has them and as planned. What steps
+    derive from the rows is not planned; it depends on which heads hold how much."""
     session.configure(choice)
     session.reset()
     session.attach(text)
@@ -167,11 +168,12 @@ def measured_and_planned(
     report = session.report
     assert report is not None
     tokens, kv_bytes = report.tokens, report.kv_bytes
+    assert session.engine.kv.derived <= 0.4 * kv_bytes.allocated
     kv = planning.begun(choice, config, torch.float32, tokens.prompt_new, answer)
     steps = len(session.fed) - tokens.prompt_new
     return [
         (kv_bytes.peak_prefill, planning.peak(kv, choice, tokens.prompt_new)),
-        (kv_bytes.allocated, kv.stats().allocated_bytes),
+        (kv_bytes.allocated - session.engine.kv.derived, kv.stats().allocated_bytes),
         (kv_bytes.held, planning.held_bytes(kv, choice, tokens.prompt_new, steps)),
         (kv_bytes.full, sum(
             min(session.engine.kv.position, w or 1 << 40) for w in config.windows
@@ -229,9 +231,10 @@ def test_the_screen_has_what_the_json_has() -> None:
     assert by_name["roco", 32]["reading"] < ada["reading"]
     assert ada["rows"] == 256
     for row in record["rows"]:
-        assert row["needs"] == record["weights"] + record["workspace"] + max(
+        running = record["weights"] + record["workspace"] + max(
             row["reading"], row["writing"]
         )
+        assert row["needs"] == max(running, record["loading"])
         assert row["fits"] is True
     for line in ("2.46 M parameters", "9.4 MiB in float32", "8,192 positions, enough for 2,000"):
         assert line in text
@@ -416,3 +419,28 @@ def test_importing_it_loads_no_torch() -> None:
     code = "import sys, minikv.cli.plan; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_codes_are_planned_as_they_are_kept(bundled: ChatSession) -> None:
+    """With --kv int8 a row takes less, a budget of bytes is more rows, and a real run agrees."""
+    config = bundled.engine.network.config  # type: ignore[attr-defined]
+    session = minikv.load(device="cpu", kv="int8")
+    text = "The mill on the river is run by Ada, who came from Velgate. " * 20
+    rows = {}
+    for budget in ("72", "600KiB"):
+        choice = Choice.read("adakv", "roco", budget)
+        session.configure(choice)
+        session.reset()
+        session.attach(text)
+        for _ in session.ask("Who?", max_tokens=5):
+            pass
+        report = session.report
+        assert report is not None
+        prompt = report.tokens.prompt_new
+        kv = planning.begun(choice, config, torch.float32, prompt, 5, "int8")
+        wide = planning.begun(choice, config, torch.float32, prompt, 5)
+        rows[budget] = kv.stats().budget_rows, wide.stats().budget_rows
+        held = report.kv_bytes.allocated - session.engine.kv.derived
+        assert held == kv.stats().allocated_bytes < wide.stats().allocated_bytes * 1.1
+    assert rows["72"] == (72, 72)
+    assert rows["600KiB"][0] > 2 * rows["600KiB"][1]
