@@ -336,7 +336,10 @@ def _library(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
     ops = torch.ops.aten
     if (size * q.element_size()) % 16 or size > 256 or q.dtype == torch.float64:
         return None
-    if q.dtype != torch.float32 and torch.cuda.get_device_capability(q.device) >= (8, 0):
+    modern = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if q.dtype == torch.bfloat16 and not modern:
+        return None
+    if q.dtype != torch.float32 and modern:
         # It knows grouped heads: query head i goes with KV head i // G.
         out = ops._scaled_dot_product_flash_attention(
             q.flatten(0, 1)[None], k[None], v[None], 0.0, causal

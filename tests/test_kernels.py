@@ -142,3 +142,21 @@ def test_observation(window: int | None, keys: int) -> None:
     torch.testing.assert_close(mass.double(), p.sum(2), rtol=1e-5, atol=1e-6)
     want = p.mean(1).square().sum(1)
     torch.testing.assert_close(squares.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "capability", "kernel"), [
+    (torch.bfloat16, (7, 5), None), (torch.float16, (7, 5), "efficient"),
+    (torch.bfloat16, (8, 0), "flash"), (torch.float32, (9, 0), "efficient"),
+])  # fmt: skip
+def test_which_of_the_librarys_kernels_a_gpu_takes(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: tuple[int, int],
+    kernel: str | None,
+) -> None:  # fmt: skip
+    """There is none for bfloat16 on a GPU that does not multiply it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    q, k, v = (t.to(dtype) for t in make(2, 2, 4, 8, 16))
+    if kernel is None:
+        assert reference._library(q, k, v, False) is None
+        return
+    with pytest.raises(NotImplementedError, match=f"_dot_product_{kernel}_attention"):
+        reference._library(q, k, v, False)
