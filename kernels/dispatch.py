@@ -6,7 +6,7 @@ Chosen once, for a device and a head size, and handed on; nothing here is rememb
 from __future__ import annotations
 
 import re
-from importlib import import_module, metadata
+from importlib import import_module
 
 import torch
 
@@ -75,10 +75,13 @@ def unfit(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None
 def _triton() -> str | None:
     """What is wrong with the Triton that is here, if anything."""
     try:
-        version = metadata.version("triton")
+        # Not the distribution's: a nightly build is called something else there.
+        version = str(import_module("triton").__version__)
         import_module("triton.language")
-    except metadata.PackageNotFoundError:
-        return "triton is not installed"
+    except ModuleNotFoundError as error:
+        if error.name == "triton":
+            return "triton is not installed"
+        return f"triton cannot be imported (no {error.name})"
     except Exception as error:  # a broken one may raise anything
         return f"triton cannot be imported ({type(error).__name__})"
     number = tuple(int(n) for n in re.findall(r"\d+", version)[:2])

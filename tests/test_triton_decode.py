@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -479,6 +478,7 @@ def test_nobody_expects_triton_on_a_cpu() -> None:
         ({"capability": (7, 5)}, 128, torch.bfloat16, "8.0"),
         ({"version": "3.2.0"}, 128, torch.bfloat16, "too old"),
         ({"version": None}, 128, torch.bfloat16, "not installed"),
+        ({"version": "3.8.0+git5c8f3d2e"}, 128, torch.bfloat16, None),
         ({"broken": True}, 128, torch.bfloat16, "OSError"),
         ({"hip": "6.0"}, 128, torch.bfloat16, "NVIDIA"),
         ({}, 100, torch.bfloat16, "not 100"),
@@ -491,15 +491,12 @@ def test_a_reason_is_one_line_and_never_an_error(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, object], head_dim: int, dtype: torch.dtype,
     line: str | None,
 ) -> None:  # fmt: skip
-    def version(name: str) -> object:
-        if changed.get("version", "") is None:
-            raise metadata.PackageNotFoundError(name)
-        return changed.get("version", "3.6.0")
-
     def load(name: str) -> object:
+        if changed.get("version", "") is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         if changed.get("broken"):
             raise OSError("a library is missing")
-        return SimpleNamespace(Triton=Fake)
+        return SimpleNamespace(Triton=Fake, __version__=changed.get("version", "3.6.0"))
 
     class Fake(dispatch.Kernels):
         name = "triton"
@@ -508,9 +505,6 @@ def test_a_reason_is_one_line_and_never_an_error(
         torch.cuda, "get_device_capability", lambda device: changed.get("capability", (9, 0))
     )
     monkeypatch.setattr(torch.version, "hip", changed.get("hip"))
-    monkeypatch.setattr(dispatch, "metadata", SimpleNamespace(
-        version=version, PackageNotFoundError=metadata.PackageNotFoundError
-    ))  # fmt: skip
     monkeypatch.setattr(dispatch, "import_module", load)
     for name in ("auto", "triton"):
         chosen, notice = dispatch.choose(torch.device("cuda"), name, head_dim, dtype)
