@@ -89,7 +89,7 @@ def test_a_policy_that_breaks_is_named(quick: None, monkeypatch: pytest.MonkeyPa
     def broken(*arguments: object) -> Any:
         raise ZeroDivisionError("by\nzero")
 
-    monkeypatch.setattr(RoCo, "judge", broken)
+    monkeypatch.setattr(RoCo, "_evidence", broken)
     found = policies(lambda text: None)
     assert {check.state for check in found} == {FAILED}
     text = " / ".join(check.detail for check in found)
