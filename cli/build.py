@@ -124,7 +124,7 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
         rotary=network.rotary.inverse, kernels=settings.kernels,
     )  # fmt: skip
     if kv.ops.name == "triton":
-        warm(kv)
+        warm(kv, network)
     return ChatSession(
         Engine(network, kv),
         loaded.tokenizer,

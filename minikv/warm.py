@@ -1,28 +1,42 @@
-"""Compile at load what the steps of an answer will launch, so that none of it waits in a turn."""
+"""Compile at load what steps and prompts will launch, so that none of it waits in a turn."""
 
 from __future__ import annotations
+
+from fractions import Fraction
 
 import torch
 
 from minikv.arena import Arena
+from minikv.budget import Budget
 from minikv.device_step import DeviceStep
+from minikv.errors import NumericsError, UsageError
+from minikv.graph import Eager, Network, Writer
 from minikv.kernels.dispatch import Kernels
+from minikv.policy import smallest_budget
+from minikv.sampling import Sampling
 from minikv.scheduler import Scheduler
 
 _ROWS = 4  # of a head; no build of a kernel depends on how many there are
+_LATER = (72, 24, 8, 3)  # tokens of later prompts: the tiles of 16, 32, 64 and of more queries
+_IDS = 16  # tokens that every vocabulary has
 
 
-def warm(kv: Scheduler) -> None:
-    """Make two steps over a tiny cache of the same network, policy and kernels.
+def warm(kv: Scheduler, network: Network) -> None:
+    """Make two steps over a tiny cache of the same network, policy and kernels, and lead a short
+    conversation over another one.
 
-    Two, so that heads also give up a row. What a prompt launches depends on its length and is not
-    among it. If the kernels cannot be built (Triton needs a C compiler), the torch twins take their
-    place and `kv.notice` says why.
+    Two steps, so that heads also give up a row; prompts that evict, and shorter ones after them, as
+    the tiles depend on how many queries there are. `kv` itself stays as it is. If the kernels
+    cannot be built (Triton needs a C compiler), the torch twins take their place and `kv.notice`
+    says why.
     """
     try:
         _steps(kv)
+        _talk(kv, network)
     except torch.OutOfMemoryError:
         raise
+    except NumericsError:  # the first turn will say so
+        pass
     except Exception as error:  # what a compiler may raise is its own affair
         why = next(iter(str(error).splitlines()), "")[:200]
         kv.ops = Kernels()
@@ -51,3 +65,43 @@ def _steps(kv: Scheduler) -> None:
                 state.attend(layer, heads, rows, rows)
             state.finish(torch.ones((), dtype=torch.bool, device=kv.device))
         state.commit()
+
+
+def _talk(kv: Scheduler, network: Network) -> None:
+    """A prompt that evicts, some steps, and later prompts."""
+    rows = smallest_budget(kv.prompt_policy, kv.step_policy) + kv.stride
+    small, tokens = None, 0
+    while small is None:  # a policy that shares rows out unevenly needs more of them
+        tokens = 3 * rows + sum(_LATER)
+        if tokens + sum(_LATER) + 3 > kv.shape.max_context:
+            return
+        try:
+            small = _like(kv, rows)
+            small.begin(tokens)
+        except UsageError:
+            small, rows = None, 2 * rows
+    found = network.forward(_ids(tokens, kv.device), small)
+    writer = Writer(network, small, Eager(), kv.ops)
+    for token in range(3):
+        if writer.takes():
+            writer.feed(token, len(found), Sampling(), 0, ahead=False)
+    for tokens in _LATER:
+        small.begin(tokens)
+        network.forward(_ids(tokens, kv.device), small)
+    small.reset()
+
+
+def _ids(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device) % _IDS
+
+
+def _like(kv: Scheduler, rows: int) -> Scheduler:
+    """An empty cache that differs in its budget only."""
+    evicts = kv.prompt_policy is not None or kv.step_policy is not None
+    small = Scheduler(
+        kv.shape, kv.prompt_policy, kv.step_policy,
+        Budget("rows", Fraction(rows)) if evicts else None, dtype=kv.dtype, device=kv.device,
+        stride=kv.stride, kv=kv.kv, output=kv.output, rotary=kv.rotary, kernels="torch",
+    )  # fmt: skip
+    small.ops = kv.ops
+    return small

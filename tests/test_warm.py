@@ -1,4 +1,4 @@
-"""At load everything is launched once that the steps of an answer will launch."""
+"""At load everything is launched once that prompts and the steps of an answer will launch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 import small
 import torch
 
+from minikv import reading
+from minikv.kernels import reference
 from minikv.kernels.dispatch import Kernels
 from minikv.warm import warm
 
@@ -45,34 +47,89 @@ def test_what_a_policy_launches(step: str, expected: set[str]) -> None:
     net = small.network()
     kv = small.scheduler(net, "full", step, 64 if step != "none" else None)
     recorder = kv.ops = Recorder()
-    warm(kv)
+    warm(kv, net)
+    assert kv.notice is None
     names = {name for name, _ in recorder.calls}
-    assert names - {"advance"} == expected | {"ragged_attention"}
+    assert names - {"advance", "observe", "add_columns"} == expected | {"ragged_attention"}
     assert kv.position == 0
     assert kv.arena.rows == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "step", "expected"),
+    [
+        ("adakv", "roco", {"observe", "segments_attention", "roco_step"}),
+        ("h2o", "none", {"add_columns", "append"}),
+        ("snapkv+pyramid", "h2o", {"observe", "segments_attention", "h2o_step"}),
+    ],
+)
+def test_what_prompts_launch(
+    monkeypatch: pytest.MonkeyPatch, prompt: str, step: str, expected: set[str]
+) -> None:
+    """As on a GPU: a layer ends without asking the device, and later prompts find its rows. The
+    chat's own cache is left as it was."""
+    monkeypatch.setattr(reading, "far", lambda _: True)
+    net = small.network()
+    kv = small.scheduler(net, prompt, step, 512)
+    recorder = kv.ops = Recorder()
+    warm(kv, net)
+    assert kv.notice is None
+    names = {name for name, _ in recorder.calls}
+    assert names >= expected | {"gather_rows", "gather_column", "ragged_attention"}
+    assert kv.ops is recorder
+    assert (kv.position, kv.arena.rows, kv.beside) == (0, 0, 0)
+
+
+def test_the_tiles_of_few_queries_are_among_them() -> None:
+    """Kernels are built for 16, 32 and 64 queries, or all heads' queries of a group."""
+    seen: list[int] = []
+
+    class Counting(Kernels):
+        @staticmethod
+        def observe(
+            q: torch.Tensor, *args: object
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(len(q))
+            return reference.observe(q, *args)  # type: ignore[arg-type]
+
+    net = small.network()
+    kv = small.scheduler(net, "snapkv", "none", 512, prompt_options={"window": 64})
+    kv.ops = Counting()
+    warm(kv, net)
+    assert kv.notice is None
+    assert sorted({min(64, max(16, 1 << (n - 1).bit_length())) for n in seen}) == [16, 32, 64]
+
+
+def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:
+    net = small.network(max_context=100)
+    kv = small.scheduler(net, "snapkv", "none", 64)
+    recorder = kv.ops = Recorder()
+    warm(kv, net)
+    assert kv.notice is None
+    assert "observe" not in {name for name, _ in recorder.calls}
 
 
 def test_layers_with_and_without_a_window_and_rows_in_int8() -> None:
     net = small.network(windows=(None, 3, None))
     kv = small.over(net, None, None, None, kv=torch.int8)
     recorder = kv.ops = Recorder()
-    warm(kv)
+    warm(kv, net)
     given = [keys for name, keys in recorder.calls if name == "ragged_attention"]
     assert all("k_scale" in keys for keys in given)
     assert {"oldest" in keys for keys in given} == {True, False}
 
 
-def test_kernels_that_cannot_be_built_are_replaced_and_a_line_says_so() -> None:
-    class Broken(Kernels):
-        name = "triton"
+@pytest.mark.parametrize("broken", ["ragged_attention", "observe"])
+def test_kernels_that_cannot_be_built_are_replaced_and_a_line_says_so(broken: str) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
-        @staticmethod
-        def ragged_attention(*args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
-            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
-
-    kv = small.scheduler(small.network(), "full", "h2o")
-    kv.ops = Broken()
-    warm(kv)
+    net = small.network()
+    kv = small.scheduler(net, "snapkv", "h2o")
+    kv.ops = Kernels()
+    kv.ops.name = "triton"
+    setattr(kv.ops, broken, fail)
+    warm(kv, net)
     assert kv.ops.name == "torch"
     assert kv.notice is not None
     assert "C compiler" in kv.notice
