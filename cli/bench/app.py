@@ -187,13 +187,14 @@ def kernels_(
     "all", short_help="every figure that this machine can show, beside what it should be",
     help="minikv bench all --json figures.json\n\n"
     "Every figure that this machine can show, beside its goal. On a GPU: kernels, steps and "
-    "prompts of Llama-3-8B's shape, a prompt of 128k tokens. On a CPU: a model of 160 million "
-    "parameters beside transformers, with --full also one of 1.1 billion.",
+    "prompts of Llama-3-8B's shape, a prompt of 128k tokens, with --full also one of 512k. On a "
+    "CPU: a model of 160 million parameters beside transformers, with --full also one of 1.1 "
+    "billion.",
 )  # fmt: skip
 def all_(
     device: Device = "auto",
     minutes: Annotated[float, typer.Option(help="after so many nothing new is begun")] = 8.0,
-    full: Annotated[bool, typer.Option("--full", help="what takes long on a CPU, too")] = False,
+    full: Annotated[bool, typer.Option("--full", help="what takes long, too")] = False,
     repeat: Repeat = 3,
     peer: Peer = True,
     threads: Threads = 0,

@@ -131,27 +131,41 @@ def _peak(every: Everything) -> None:
     )  # fmt: skip
 
 
-def _long(every: Everything) -> None:
-    """A prompt of 128k and then an answer at budget 1,024; the longest that a full cache holds."""
+def _long(every: Everything, thousands: int) -> dict[str, object]:
+    """A prompt of so many thousand (1,024) tokens and then an answer at budget 1,024."""
     net = models.network(every.spec(_SHAPE))
     budget, steps = str(every.tokens(1024)), 4 if every.small else 512
     cached = models.Cached(net, Choice.read("adakv", "roco", budget))
-    tokens = every.tokens(131_072)
-    every.progress("128k tokens: reads", 0, 0)
+    tokens = every.tokens(1024 * thousands)
+    every.progress(f"{thousands}k tokens: reads", 0, 0)
     machine.forget_peak(every.device)
     read = cached.read(models.prompt(tokens, net.config.vocab), steps)
     highest = machine.peak(every.device)
-    every.progress("128k tokens: writes", 0, 0)
+    every.progress(f"{thousands}k tokens: writes", 0, 0)
     step = cached.write(steps)
     stats = cached.stats()
     cached.close()
-    every.progress("the longest prompt that a full cache holds", 0, 0)
-    every.figures["long_prompt"] = {
+    found: dict[str, object] = {
         "tokens": tokens, "budget": int(budget), "steps": steps, "read_s": read, "step_s": step,
         "weights": net.weight_bytes, "peak": highest, "held": stats.held_bytes,
         "full_would_hold": stats.full_bytes,
-        "longest_full_prompt": models.longest(net, models.POSITIONS),
     }  # fmt: skip
+    every.figures[f"prompt_{thousands}k"] = found
+    return found
+
+
+def _long_128k(every: Everything) -> None:
+    """128k tokens, beside the longest prompt that a full cache holds."""
+    found = _long(every, 128)
+    every.progress("the longest prompt that a full cache holds", 0, 0)
+    models.settle(every.device)
+    net = models.network(every.spec(_SHAPE))
+    found["longest_full_prompt"] = models.longest(net, models.POSITIONS)
+
+
+def _long_512k(every: Everything) -> None:
+    """512k tokens."""
+    _long(every, 512)
 
 
 PARTS: tuple[Part, ...] = (
@@ -160,5 +174,6 @@ PARTS: tuple[Part, ...] = (
     Part("eviction", _eviction),
     Part("scoring", _scoring),
     Part("peak", _peak),
-    Part("128k tokens", _long),
+    Part("128k tokens", _long_128k),
+    Part("512k tokens", _long_512k, slow=True),
 )
