@@ -8,7 +8,6 @@ than its cap between two steps.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 
 import torch
@@ -23,6 +22,7 @@ from minikv.policy import PromptPolicy, StepPolicy, StepView, smallest_budget
 from minikv.reading import Plan, Reading
 from minikv.snapshot import Held, Outcome
 from minikv.stats import CacheStats, Shape
+from minikv.stopwatch import Stopwatch
 from minikv.strided import Strided
 
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
@@ -240,7 +240,7 @@ class Scheduler:
             self.position, tokens, totals, floor, spare, needed, shrinks, turns, self.output,
             self.rotary, self._pinned,
         )  # fmt: skip
-        self._evict_s = 0.0
+        self._evicting = Stopwatch(self.device)
         if self.stride and step is not None and each is not None:
             self._reading = Strided(self.shape, arena, step, plan, each, self.stride, self.dtype)
         else:
@@ -278,9 +278,8 @@ class Scheduler:
             return self._step(layer, q, k, v)
         out = reading.stage(layer, q, k, v)
         if reading.layer_complete:
-            began = time.perf_counter()
-            reading.finish(layer)
-            self._evict_s += time.perf_counter() - began
+            with self._evicting.running():
+                reading.finish(layer)
         if self.progress is not None:
             self.progress(reading.done(layer), reading.plan.tokens)
         return out
@@ -298,6 +297,7 @@ class Scheduler:
         self._turns.append((self.position, self.position + tokens))
         self.position += tokens
         reading.release()
+        self._evict_s = self._evicting.total()
         self._peak = reading.peak + self._mean.nbytes
         if reading.plan.shrinks:
             # The prompt is in: memory that cannot be given back now does not undo it.
