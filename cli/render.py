@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minikv.cli import refresh
+from minikv.cli.config import text
 from minikv.policies import (
     PARTS,
     POLICIES,
     Option,
     Part,
     PolicyInfo,
-    Value,
     prompt_names,
     step_names,
 )
@@ -85,9 +85,9 @@ def stats(report: TurnReport) -> str:
         ("peak", f"{size(kv.peak_prefill)} while reading, before eviction"),
         (
             "time",
-            f"load {time.load:.1f} s · read {time.prefill:.2f} s{_rate(rate.prefill_tok_s)} · "
+            f"load {time.load:.1f} s · read {time.prefill:.2f} s{per_second(rate.prefill_tok_s)} · "
             f"evict {1000 * time.evict:.0f} ms · first token {time.first_token:.2f} s · "
-            f"write {time.decode:.2f} s{_rate(rate.decode_tok_s)}",
+            f"write {time.decode:.2f} s{per_second(rate.decode_tok_s)}",
         ),
         ("speed", _beside_full(report)),
         ("loss", lost),
@@ -210,16 +210,11 @@ def _options(options: Sequence[Option]) -> str:
         return "no options"
     lines = []
     for option in options:
-        lines.append(f"-o {option.name}={_value(option.default)}")
+        lines.append(f"-o {option.name}={text(option.default)}")
         lines += textwrap.wrap(
             f"{option.help}{_limits(option)}", 80, initial_indent="    ", subsequent_indent="    "
         )
     return "\n".join(lines)
-
-
-def _value(value: Value) -> str:
-    """A default as `-o` takes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def policy_record(info: PolicyInfo) -> dict[str, object]:
@@ -286,10 +281,11 @@ def _beside_full(report: TurnReport) -> str:
     faster = ratio(rate.decode_tok_s, rate.baseline_decode_tok_s)
     if not faster:
         return "vs a full cache: not measured"
-    return f"{faster} of a full cache{_rate(rate.baseline_decode_tok_s)}, run by /compare"
+    return f"{faster} of a full cache{per_second(rate.baseline_decode_tok_s)}, run by /compare"
 
 
-def _rate(value: float | None) -> str:
+def per_second(value: float | None) -> str:
+    """ " (41.7 tok/s)", or nothing where it was not measured."""
     return "" if value is None else f" ({value:,.1f} tok/s)"
 
 

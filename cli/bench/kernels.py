@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minikv.cli.bench import machine
 from minikv.cli.bench.floors import Rates, middle
+from minikv.cli.bench.machine import normal
 from minikv.cli.bench.shapes import Sizes
 from minikv.errors import UsageError
 from minikv.kernels import Rows, dispatch
@@ -233,20 +234,13 @@ def uneven(heads: int, mean: int) -> list[int]:
     return [*each[: others // 2], most, *each[others // 2 :]]
 
 
-def _random(
-    device: torch.device, seed: int, dtype: torch.dtype, *shape: int
-) -> Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-
 def _dense(sizes: Sizes, dtype: torch.dtype, n: int) -> Callable[[torch.device, int], Inputs]:
     def make(device: torch.device, seed: int) -> Inputs:
         wide = (1, sizes.kv_heads, n, sizes.head_dim)
         return {
-            "q": _random(device, seed, dtype, 1, sizes.heads, 1, sizes.head_dim),
-            "k": _random(device, seed + 1, dtype, *wide),
-            "v": _random(device, seed + 2, dtype, *wide),
+            "q": normal(device, seed, dtype, 1, sizes.heads, 1, sizes.head_dim),
+            "k": normal(device, seed + 1, dtype, *wide),
+            "v": normal(device, seed + 2, dtype, *wide),
         }
 
     return make
@@ -266,9 +260,9 @@ def _ragged(
         length = torch.tensor(lengths, device=device)
         total, width = sum(lengths), max(lengths)
         made: Inputs = {
-            "q": _random(device, seed, dtype, heads, group, sizes.head_dim),
-            "k": _random(device, seed + 1, dtype, total, sizes.head_dim),
-            "v": _random(device, seed + 2, dtype, total, sizes.head_dim),
+            "q": normal(device, seed, dtype, heads, group, sizes.head_dim),
+            "k": normal(device, seed + 1, dtype, total, sizes.head_dim),
+            "v": normal(device, seed + 2, dtype, total, sizes.head_dim),
             "start": length.cumsum(0) - length, "length": length, "width": width, "logits": None,
         }  # fmt: skip
         if logits:
@@ -293,12 +287,12 @@ def _newcomer(sizes: Sizes, dtype: torch.dtype, n: int) -> Callable[[torch.devic
         cached = (heads * n, sizes.head_dim)
         code = torch.randint(-(1 << 15), 1 << 15, (heads * n,), device=device)
         return {
-            "probe": _random(device, seed, dtype, heads, group, sizes.head_dim),
-            "key": _random(device, seed + 1, dtype, *wide),
-            "value": _random(device, seed + 2, dtype, *wide),
-            "matrix": _random(device, seed + 3, torch.float32, sizes.head_dim, bits),
-            "k": _random(device, seed + 4, dtype, *cached),
-            "v": _random(device, seed + 5, dtype, *cached),
+            "probe": normal(device, seed, dtype, heads, group, sizes.head_dim),
+            "key": normal(device, seed + 1, dtype, *wide),
+            "value": normal(device, seed + 2, dtype, *wide),
+            "matrix": normal(device, seed + 3, torch.float32, sizes.head_dim, bits),
+            "k": normal(device, seed + 4, dtype, *cached),
+            "v": normal(device, seed + 5, dtype, *cached),
             "pos": torch.arange(n, device=device, dtype=torch.int32).repeat(heads),
             "code": code.to(torch.int16), "start": reach * n,
             "length": torch.full((heads,), n, device=device),
@@ -338,7 +332,7 @@ def _judged(
     layers, heads, group = sizes.layers, sizes.kv_heads, sizes.heads // sizes.kv_heads
 
     def make(device: torch.device, seed: int) -> Inputs:
-        logits = _random(device, seed, torch.float32, layers, heads, group, n)
+        logits = normal(device, seed, torch.float32, layers, heads, group, n)
         total = layers * heads * n
         full = torch.full((layers, heads), n, device=device)
         rows = Rows(
@@ -379,11 +373,11 @@ def _observed(
     heads, group = sizes.kv_heads, sizes.heads // sizes.kv_heads
 
     def make(device: torch.device, seed: int) -> Inputs:
-        q = _random(device, seed, dtype, queries, heads, group, sizes.head_dim)
+        q = normal(device, seed, dtype, queries, heads, group, sizes.head_dim)
         at = torch.arange(n, device=device)
         return {
             "q": q, "head_first": q.permute(1, 2, 0, 3), "q_pos": at[n - queries :],
-            "k": _random(device, seed + 1, dtype, heads, n, sizes.head_dim), "k_pos": at[None],
+            "k": normal(device, seed + 1, dtype, heads, n, sizes.head_dim), "k_pos": at[None],
             # Any sums of exponentials will do for a clock, as long as nothing overflows.
             "lse": torch.full((heads, group, queries), 20.0, device=device),
             "mass": torch.zeros((heads, group, n), device=device),
@@ -412,7 +406,7 @@ def _segments(
     def make(device: torch.device, seed: int) -> Inputs:
         wide = (heads, sizes.heads // heads, rows, sizes.head_dim)
         hole = torch.full((heads,), -1, device=device)
-        return ragged(device, seed) | {"new": _random(device, seed + 3, dtype, *wide), "hole": hole}
+        return ragged(device, seed) | {"new": normal(device, seed + 3, dtype, *wide), "hole": hole}
 
     return make
 
@@ -436,7 +430,7 @@ def _kept(sizes: Sizes, dtype: torch.dtype, n: int) -> Callable[[torch.device, i
             "index": order[:, :stays].sort(1).values, "most": stays,
             "count": torch.full((heads,), stays, device=device),
             "start": torch.arange(heads, device=device) * stays,
-            "fresh": tuple(_random(device, seed + i, dtype, *fresh) for i in range(2)),
+            "fresh": tuple(normal(device, seed + i, dtype, *fresh) for i in range(2)),
             "into": tuple(torch.zeros(into, dtype=dtype, device=device) for _ in range(2)),
         }  # fmt: skip
 

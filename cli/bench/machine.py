@@ -151,7 +151,7 @@ def copy_rate(device: torch.device, size: int, rounds: int) -> float:
 
 def product_rate(device: torch.device, dtype: torch.dtype, side: int, rounds: int) -> float:
     """Flops a second of a product of two square matrices."""
-    a, b = (_numbers((side, side), device, dtype, seed) for seed in (1, 2))
+    a, b = (normal(device, seed, dtype, side, side) for seed in (1, 2))
     out = torch.empty_like(a)
     times = Clock(device).each(lambda: torch.mm(a, b, out=out), rounds)
     return 2 * side**3 / (middle(times) if device.type == "cuda" else min(times))
@@ -166,9 +166,9 @@ def attention_rate(
     On a CPU keys are repeated per query head, which is how its flash kernel takes them.
     """
     gpu = device.type == "cuda"
-    q = _numbers((1, heads, tokens, size), device, dtype, 3)
+    q = normal(device, 3, dtype, 1, heads, tokens, size)
     wide = (1, kv_heads if gpu else heads, tokens, size)
-    k, v = (_numbers(wide, device, dtype, seed) for seed in (4, 5))
+    k, v = (normal(device, seed, dtype, *wide) for seed in (4, 5))
 
     def attend() -> Tensor:
         return F.scaled_dot_product_attention(
@@ -179,9 +179,8 @@ def attention_rate(
     return 4 * heads * size * (tokens * (tokens + 1) // 2) / (middle(times) if gpu else min(times))
 
 
-def _numbers(
-    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int
-) -> Tensor:
+def normal(device: torch.device, seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Normally distributed numbers that follow from `seed`."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device).to(dtype)
 

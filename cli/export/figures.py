@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from minikv.cli.render import STOPS
+from minikv.cli.render import STOPS, per_second
 from minikv.report import TurnReport, of_full, percent_saved, size
 
 
@@ -45,10 +45,10 @@ def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
         ("of it, kept about rows", size(kv.policy_state)),
         ("KV allocated", f"{size(kv.allocated)}, the pool"),
         ("KV at the most", f"{size(kv.peak_prefill)}, while reading"),
-        ("Reading", f"{time.prefill:.2f} s{_rate(rate.prefill_tok_s)}"),
+        ("Reading", f"{time.prefill:.2f} s{per_second(rate.prefill_tok_s)}"),
         ("Evicting", f"{1000 * time.evict:,.0f} ms"),
         ("First token after", f"{time.first_token:.2f} s"),
-        ("Writing", f"{time.decode:.2f} s{_rate(rate.decode_tok_s)}"),
+        ("Writing", f"{time.decode:.2f} s{per_second(rate.decode_tok_s)}"),
         ("Attention lost", _lost(report)),
     ]
     by = report.shaped_by_turn
@@ -69,6 +69,3 @@ def _lost(report: TurnReport) -> str:
         text += f", worst layer {report.loss.est_mass_lost_argmax_layer}: {100 * most:.1f}%"
     return f"{text} (an estimate from the last window)"
 
-
-def _rate(value: float | None) -> str:
-    return "" if value is None else f" ({value:,.1f} tok/s)"
