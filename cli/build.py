@@ -48,7 +48,9 @@ class Settings:
         """Refuse at once, without torch, what no machine could have. Raises UsageError."""
         checked(self.reuse)
         if self.threads is not None and not 0 <= self.threads <= 4096:
-            raise UsageError(f"{self.threads} is no number of threads", "0 uses all there are")
+            raise UsageError(
+                f"--threads must be from 0 to 4,096, got {self.threads}", "0 uses all there are"
+            )
         if self.kv not in ("auto", "int8"):
             raise UsageError(f"keys and values cannot be kept in {self.kv!r}", "use auto or int8")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):

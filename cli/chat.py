@@ -59,6 +59,11 @@ def chat(
             "`minikv chat FILE` takes piped questions, one per line; "
             '`minikv ask "QUESTION" < FILE` takes a piped document',
         )
+    if reread and resume is None:
+        raise UsageError(
+            "--reread takes a saved chat up without its cache, and none was named",
+            "minikv chat --resume NAME --reread",
+        )
     if resume is not None:  # refused, if at all, before the model is loaded
         resume = resume or chats.newest()
         settings = chats.resumed(settings, chats.header(resume), given)

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -341,7 +342,19 @@ class Keeper:
         )  # fmt: skip
 
     def _save(self, session: ChatSession, name: str | None) -> None:
-        self._name(name)
+        before = self.name
+        made = self._name(name)
+        try:
+            self._put(session)
+        except BaseException:
+            if made:  # an empty directory would be no chat
+                assert self.name is not None
+                shutil.rmtree(root() / self.name, ignore_errors=True)
+                self.close()
+                self.name = before
+            raise
+
+    def _put(self, session: ChatSession) -> None:
         assert self.name is not None
         folder = root() / self.name
         texts = list(dict.fromkeys(
@@ -425,10 +438,10 @@ class Keeper:
         _write(folder, file, data)
         return {"file": file, "bytes": len(data), "sha256": mark}, ""
 
-    def _name(self, name: str | None) -> None:
-        """Have a directory: a new one, or the one that there is under another name."""
+    def _name(self, name: str | None) -> bool:
+        """Have a directory: a new one (True), or the one that there is under another name."""
         if name == self.name and name is not None:
-            return
+            return False
         if name is not None and os.path.lexists(root() / name):
             raise UsageError(f"there is a chat {name} already", "choose another name")
         if self.name is not None and name is not None:
@@ -442,6 +455,8 @@ class Keeper:
             wanted = name or self.name or time.strftime("%Y-%m-%d-%H%M%S")
             self.name = _fresh(wanted)
             self._lock = _locked(root() / self.name, self.name)
+            return True
+        return False
 
     def close(self) -> None:
         """Let another process open the chat. Saving again goes on without the lock."""
@@ -455,7 +470,8 @@ def check_name(name: str) -> None:
     if _NAME.fullmatch(name) is None:
         raise UsageError(
             f"{name!r} cannot be the name of a chat",
-            "letters, digits, dots, dashes and underscores, at most 64, the first one no dot",
+            "letters, digits, dots, dashes and underscores, at most 64, beginning with a letter or "
+            "digit",
         )
 
 

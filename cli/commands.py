@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from dataclasses import replace
 
@@ -20,20 +21,24 @@ from minikv.cli.command import Command, Context, Leave
 from minikv.cli.export import command as export
 from minikv.errors import UsageError
 
+_WIDEST = 24
+"""Columns of a command in /help; a longer one has a line of its own."""
+
 
 def is_command(line: str) -> bool:
     """Whether a typed line is a command: a slash, but not two."""
-    return line.startswith("/") and not line.startswith("//")
+    typed = line.lstrip(" \t")
+    return typed.startswith("/") and not typed.startswith("//")
 
 
 def literal(line: str) -> str:
     """The message of a line that is no command: `//x` stands for `/x`."""
-    return line[1:] if line.startswith("//") else line
+    return re.sub(r"\A([ \t]*)//", r"\1/", line)
 
 
 def execute(context: Context, line: str) -> None:
     """Run a command line. Raises UsageError on an unknown command or argument, Leave on /exit."""
-    word, _, rest = line[1:].partition(" ")
+    word, _, rest = re.split(r"(\s+|\Z)", line.strip()[1:], maxsplit=1)
     command = _BY_WORD.get(word)
     if command is None:
         near = difflib.get_close_matches(word, list(_BY_WORD), n=1, cutoff=0.5)
@@ -45,7 +50,8 @@ def execute(context: Context, line: str) -> None:
     try:
         arguments = [rest.strip()] * bool(rest.strip()) if command.raw else shlex.split(rest)
     except ValueError as error:
-        raise UsageError(f"/{word}: {error}") from None
+        hint = "put a text with ' in it in double quotes" if "'" in rest else ""
+        raise UsageError(f"/{word}: {error}", hint) from None
     if arguments and not command.takes:
         raise UsageError(f"/{word} takes nothing, got {rest.strip()!r}")
     command.run(context, arguments)
@@ -57,6 +63,8 @@ def names() -> list[str]:
 
 
 def _help(context: Context, arguments: list[str]) -> None:
+    if len(arguments) > 1:
+        raise UsageError(f"/help takes one command, got {' '.join(arguments)!r}")
     if arguments:
         word = arguments[0].removeprefix("/")
         command = _BY_WORD.get(word)
@@ -65,9 +73,13 @@ def _help(context: Context, arguments: list[str]) -> None:
         shown = [command]
     else:
         shown = list(COMMANDS)
-    width = max(len(_usage(command)) for command in shown)
+    width = max(n for command in COMMANDS if (n := len(_usage(command))) <= _WIDEST)
     for command in shown:
-        context.terminal.say(f"{_usage(command).ljust(width)}  {command.help}")
+        usage = _usage(command)
+        if len(usage) > width:
+            context.terminal.say(usage)
+            usage = ""
+        context.terminal.say(f"{usage.ljust(width)}  {command.help}")
     if not arguments:
         context.terminal.say(
             "Ctrl-C stops an answer, Ctrl-D leaves; //x sends /x as text; Alt-Enter or Ctrl-J is a "

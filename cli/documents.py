@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import difflib
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -122,7 +123,7 @@ def _opened(path: str, shown: str, limit: int | None) -> Iterator[BinaryIO]:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
-        raise UsageError(f"no such file: {shown}") from None
+        raise UsageError(f"no such file: {shown}", _nearest(path)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read {shown}: {reason}") from None
@@ -140,6 +141,18 @@ def _opened(path: str, shown: str, limit: int | None) -> Iterator[BinaryIO]:
         raise UsageError(f"cannot read {shown}: {error.strerror}") from None
     finally:
         os.close(handle)
+
+
+def _nearest(path: str) -> str:
+    """A hint at the file that was meant."""
+    folder, name = os.path.split(path)
+    try:
+        near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.6)
+    except (OSError, ValueError):
+        return f"there is no directory {clean(folder)}"
+    if near:
+        return f"did you mean {clean(os.path.join(folder, near[0]))}?"
+    return f"it is looked for in {clean(os.path.abspath(folder))}"
 
 
 def decode(

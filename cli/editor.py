@@ -84,7 +84,7 @@ def message(text: str) -> str:
     if not stripped.startswith(BLOCK):
         return text
     inner = stripped.removeprefix(BLOCK).removesuffix(BLOCK).strip("\n")
-    return f"/{inner}" if inner.startswith("/") else inner
+    return re.sub(r"\A([ \t]*)/", r"\1//", inner)
 
 
 def unfinished(text: str) -> bool:

@@ -603,7 +603,8 @@ def run() -> None:
         )
     except typer.TyperException as error:
         command = " ".join(["minikv", *_command_words(sys.argv[1:])])
-        Terminal().fail(error.format_message(), f"`{command} --help` shows the usage")
+        message = error.format_message().replace(": Value error, ", ": ")  # from its validation
+        Terminal().fail(message, f"`{command} --help` shows the usage")
         code = error.exit_code
     except typer.Abort:
         code = 130

@@ -152,12 +152,10 @@ def origins(
 
 def opened(session: ChatSession, saved: chats.Saved, seconds: float) -> str:
     """What to say when a chat was taken up again, `seconds` of which were the files."""
-    count = len(saved.turns)
-    turns = "1 turn" if count == 1 else f"{count:,} turns"
     how = f"taken up in {1000 * seconds:.0f} ms, nothing was read again"
     if not session.fed:
         how = "your next question reads it again"
-    lines = [f"{saved.name}: {turns}, {how}", f"  {render.policy_line(session)}"]
+    lines = [f"{saved.name}: {_turns(len(saved.turns))}, {how}", f"  {render.policy_line(session)}"]
     lines += [f"  last: {_line(turn.question)}" for turn in saved.turns[-1:]]
     return "\n".join(lines)
 
@@ -166,12 +164,16 @@ def table(entries: list[chats.Entry]) -> str:
     """The saved chats, one line each."""
     if not entries:
         return f"no saved chat in {chats.root()}"
-    rows = [(e.name, e.saved, f"{e.turns:,} turns", e.model, e.title) for e in entries]
+    rows = [(e.name, e.saved, _turns(e.turns), e.model, e.title) for e in entries]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(
         "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip()
         for row in rows
     )
+
+
+def _turns(count: int) -> str:
+    return "1 turn" if count == 1 else f"{count:,} turns"
 
 
 def _line(text: str) -> str:

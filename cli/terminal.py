@@ -120,7 +120,7 @@ class Terminal:
         if self._set is not None:
             self._set.disturb()
         line = clean(text)
-        if self.live:
+        if _is_tty(self.err):
             line = "\n".join(_wrapped(part, columns(self.err)) for part in line.split("\n"))
         if style and self.colour:
             line = f"\x1b[{_STYLES[style]}m{line}\x1b[0m"

@@ -326,12 +326,15 @@ class ChatSession:
         """Raise the UsageError that `undo` would raise."""
         count = len(self.turns)
         if turns < 1:
-            raise UsageError(f"a number of turns is 1 or more, got {turns:,}")
+            raise UsageError(f"a number of turns is 1 or more, got {turns:,}", "/undo or /undo 2")
         if not count:
             raise UsageError("there is no turn to take back", "ask something first")
         if turns > count:
             have = "1 turn" if count == 1 else f"{count:,} turns"
-            raise UsageError(f"{turns:,} turns cannot be taken back: this chat has {have}")
+            raise UsageError(
+                f"{turns:,} turns cannot be taken back: this chat has {have}",
+                f"/undo {count} takes back all of them",
+            )
         if count - turns not in self._before:
             most = max((count - n for n in self._before if n > count - turns), default=0)
             more = min((count - n for n in self._before if n < count - turns), default=0)
@@ -387,7 +390,7 @@ class ChatSession:
         if max_tokens < 1:
             raise UsageError(f"--max-tokens must be at least 1, got {max_tokens}")
         if not question.strip():
-            raise UsageError("the question is empty")
+            raise UsageError("the question is empty", "ask something in words")
         _check_text(question, "the question")
         self._cancelled = False
         yield from self._turn(question, max_tokens, sampling, progress, notice)
@@ -765,9 +768,11 @@ def _check_text(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{what} is not valid Unicode: a lone surrogate at character {error.start:,}"
-        ) from None
+        code, at = ord(text[error.start]), f"at character {error.start:,}"
+        why = f"a lone surrogate {at}"
+        if 0xDC80 <= code <= 0xDCFF:  # Python's way to hold a byte that it could not decode
+            why = f"byte 0x{code - 0xDC00:02x} {at} is not UTF-8"
+        raise UsageError(f"{what} is not valid Unicode: {why}") from None
 
 
 def _device_memory(device: str) -> DeviceMemory:

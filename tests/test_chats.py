@@ -464,6 +464,24 @@ def test_a_save_that_fails_warns_once_and_the_chat_goes_on(
     assert len(chats.read(one.name).turns) == 5
 
 
+def test_a_first_save_that_fails_leaves_no_directory(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, one = talked(), keeper()
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UsageError, match="No space left"):
+            one.save(session, "x")
+    assert os.listdir(home) == []
+    assert one.name is None
+    one.save(session, "x")
+    assert len(chats.read("x").turns) == 2
+
+
 def test_a_home_that_cannot_be_written_costs_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

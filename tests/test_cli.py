@@ -221,6 +221,10 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
         ([""], "no such file: ''"),
         (["."], "is a directory"),
         (["--device", "foo"], "unknown device 'foo'"),
+        (["--threads", "9999"], "--threads must be from 0 to 4,096, got 9999"),
+        (["cli.text"], "it is looked for in /"),
+        ([str(HERE / "test_cl.py")], f"did you mean {HERE / 'test_cli.py'}?"),
+        (["/nowhere/x"], "there is no directory /nowhere"),
         (["--budget", "9" * 20], "more than any memory holds"),
     ],
 )
@@ -361,19 +365,21 @@ class Screen(io.StringIO):
         return True
 
 
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
 @pytest.mark.parametrize(("columns", "width"), [("40", 40), ("", 80), ("0", 80), ("3", 20)])
 def test_messages_break_between_words_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, columns: str, width: int
+    monkeypatch: pytest.MonkeyPatch, columns: str, width: int, term: str
 ) -> None:
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("NO_COLOR", "1")
     words = "table  of  two " + "and some more words " * 9 + "/a/path" * 12
     Terminal().say(f"  {words}\nnext")
     *lines, last = screen.getvalue().removesuffix("\n").split("\n")
     assert last == "next"
+    assert len(lines) > 2
     assert lines[0].startswith("  table  of  two"[:width])
     assert all(line.startswith("    ") for line in lines[1:])
     assert " ".join(lines).split() == words.split()
@@ -445,6 +451,48 @@ def test_a_resumed_chat_says_which_settings_are_its_own(
     assert rows["offline"] == ["true", "--offline"]
 
 
+def test_blanks_before_and_after_a_command_are_no_part_of_it(
+    world: World, document: str
+) -> None:
+    lines = [" /policy streaming", "/policy\tsnapkv", "  //x"]
+    result = world.run("chat", document, input="\n".join(lines))
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("from the next question on: ") == 2
+    assert "snapkv, then" in result.stderr
+    assert world.session is not None
+    assert world.session.messages[0].content.endswith("\n\n  /x")
+
+
+def test_help_has_a_narrow_first_column(world: World, document: str) -> None:
+    lines = world.run("chat", document, input="/help\n/help kept\n").stderr.splitlines()
+    assert "/stats                    what the last turn cost, measured" in lines
+    shown = [i for i, line in enumerate(lines) if line.startswith("/kept ")]
+    assert len(shown) == 2
+    for i in shown:
+        assert lines[i].endswith("head H]]")
+        assert re.match(r" {26}\S", lines[i + 1])
+
+
+def test_reread_is_for_a_saved_chat(world: World, document: str) -> None:
+    result = world.run("chat", document, "--reread", input="q\n")
+    assert result.exit_code == 2
+    assert "minikv chat --resume NAME --reread" in result.stderr
+    assert world.session is None
+
+
+def test_a_report_of_what_is_no_export_says_how_to_make_one(
+    world: World, document: str
+) -> None:
+    world.run("chat", document, input="q\n/save x\n")
+    result = world.run("report", "x")
+    assert result.exit_code == 2
+    assert "minikv chat --resume x, then /export chat.json" in result.stderr
+    result = world.run("report", "nope")
+    assert result.exit_code == 2
+    assert "cannot read nope: No such file" in result.stderr
+    assert "in a chat, /export chat.json writes one" in result.stderr
+
+
 def test_slash_commands(world: World, document: str, tmp_path: Path) -> None:
     other = tmp_path / "other file.txt"
     other.write_text("more")
@@ -479,6 +527,11 @@ def test_slash_commands(world: World, document: str, tmp_path: Path) -> None:
         ("/add", "/add takes files"),
         ("/add /nonexistent", "no such file"),
         ("/add 'unclosed", "No closing quotation"),
+        ("/kept find it's", "put a text with ' in it in double quotes"),
+        ("/ kept", "unknown command /"),
+        ("/help add docs", "/help takes one command, got 'add docs'"),
+        ("/undo 0", "/undo or /undo 2"),
+        ("/save _x", "beginning with a letter or digit"),
         ("/policy adakb", "did you mean adakv?"),
         ("/budget tiny", "cannot read the budget"),
         ("/budget 99999999999999999999", "more than any memory holds"),
@@ -530,7 +583,7 @@ def test_invalid_bytes_in_a_piped_question_are_refused_and_the_chat_goes_on(
     world: World, document: str
 ) -> None:
     result = world.run("chat", document, input=b"caf\xe9?\nfine?\n")
-    assert "not valid Unicode" in result.stderr
+    assert "not valid Unicode: byte 0xe9 at character 3 is not UTF-8" in result.stderr
     assert len(result.stdout.splitlines()) == 1
     assert result.exit_code == 2
 
@@ -588,6 +641,16 @@ def test_an_unknown_flag_is_one_line(document: str) -> None:
     assert done.returncode == 2
     assert done.stderr == (
         "error: No such option: --xyzzy\n  `minikv ask --help` shows the usage\n"
+    )
+
+
+def test_a_value_that_a_flag_does_not_take_is_one_line(document: str) -> None:
+    done = subprocess.run(
+        spawn("ask", "q", "--kv", "int4", document), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == (
+        "error: Invalid value for '--kv': 'int4' is not one of 'auto', 'int8'."
     )
 
 

@@ -285,6 +285,7 @@ def test_messages_of_blocks() -> None:
     assert editor.message('"""\na\n\nb\n"""') == "a\n\nb"
     assert editor.message('"""a"""') == "a"
     assert editor.message('"""//x"""') == "///x"
+    assert editor.message('""" /x"""') == " //x"  # what is sent is " /x"
     assert editor.message('say """x"""') == 'say """x"""'
     assert editor.unfinished('"""a')
     assert editor.unfinished('"""')

@@ -11,7 +11,7 @@ import pytest
 from fakes import ByteTokenizer, ChatML
 from test_snapshot import FakeEngineWithMemory, chat
 
-from minikv.cli import chats, saving
+from minikv.cli import chats, saving, settings_commands
 from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS
@@ -127,7 +127,7 @@ def test_undo_takes_a_number(talk: Talk, line: str) -> None:
     talk.ask("one")
     assert "/undo takes a number" in talk.refused(line)
     assert "1 or more" in talk.refused("undo 0")
-    assert "this chat has 1 turn" in talk.refused("undo 2")
+    assert talk.refused("undo 2").endswith("this chat has 1 turn; /undo 1 takes back all of them")
 
 
 def test_retry_asks_the_last_question_again(talk: Talk) -> None:
@@ -208,6 +208,25 @@ def test_what_a_run_took_from_the_chat_that_it_resumed(real: Talk) -> None:
     assert stated == (held | own | run) - {"seed", "model", "revision"}
     assert set(saving.origins(saved, {"budget"})) == (held | own | run) - {"budget"}
     assert set(saving.origins(saved, {"budget"}, reread=True)) == own | run
+
+
+def test_blind_after_reading_holds_from_clear_on(real: Talk) -> None:
+    session = real.session
+    session.attach("A mill stands by the river. " * 8, "more.txt")
+    real.ask("Who?")
+    assert session.shaped_by == 1
+    setting = next(c.run for c in settings_commands.COMMANDS if "set" in c.words)
+    notes = {}
+    real.terminal()
+    for value in ("once", "blind"):
+        setting(real.context, ["reuse", value])
+        notes[value] = "/clear reads it again, and blind" in real.capsys.readouterr().err
+    assert notes == {"once": False, "blind": True}
+    session.reset(keep_documents=True)  # which is what /clear does
+    real.ask("Who?")
+    assert (session.reports[-1].reuse, session.shaped_by) == ("blind", 0)
+    setting(real.context, ["reuse", "blind"])
+    assert "/clear" not in real.capsys.readouterr().err
 
 
 def changed(origins: dict[str, str]) -> dict[str, str]:
@@ -335,6 +354,7 @@ def test_save_and_load(real: Talk, home: Path, capsys: pytest.CaptureFixture[str
     assert "your next question reads it again" in err
     _, err = real.run("load")
     assert len(err.splitlines()) == 2
+    assert "  1 turn   " in err.splitlines()[0]
     assert err.splitlines()[1].startswith("mine ")
     assert err.splitlines()[1].endswith("Who?")
     refused = real.refused("undo")

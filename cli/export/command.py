@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minikv.cli import chats
 from minikv.cli.command import Command, Context
 from minikv.cli.export.files import refuse, write
 from minikv.cli.terminal import Terminal, clean
@@ -41,6 +42,11 @@ def export(context: Context, arguments: list[str]) -> None:
 def report(source: str, out: str | None, force: bool, terminal: Terminal) -> None:
     """`minikv report CHAT.json [-o FILE]`: a page or transcript from a JSON export, without a
     model. Without `out` it is the source's name with .html. Raises UsageError."""
+    if not os.path.exists(source) and source in {entry.name for entry in chats.listing()}:
+        raise UsageError(
+            f"{source} is a saved chat, and this takes an exported one",
+            f"minikv chat --resume {source}, then /export chat.json",
+        )
     path = Path(out) if out is not None else Path(source).with_suffix(".html")
     page = _format(path)
     refuse(path, force)

@@ -33,6 +33,7 @@ from minikv.report import TurnReport
 
 MAX_BYTES = 256 << 20
 _MOST = 1 << 63
+_MADE = "in a chat, /export chat.json writes one"
 _T = TypeVar("_T")
 
 
@@ -52,7 +53,7 @@ def read_file(path: str) -> ChatFacts:
                 raise UsageError(f"{shown} is larger than {MAX_BYTES >> 20} MiB")
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"cannot read {shown}: {error.strerror}") from None
+        raise UsageError(f"cannot read {shown}: {error.strerror}", _MADE) from None
     try:
         return parse(data)
     except _Wrong as wrong:
