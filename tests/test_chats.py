@@ -208,6 +208,14 @@ def model(folder: Path, weights: bytes = b"weights", config: str = "{}") -> Fact
             lambda s, f: setattr(s, "facts", replace(s.facts, dtype="bfloat16")),
             "dtype bfloat16 here, float32 there",
         ),
+        (
+            lambda s, f: setattr(s, "facts", replace(s.facts, weights="int8")),
+            "form int8 here, plain there",
+        ),
+        (
+            lambda s, f: setattr(s, "facts", replace(s.facts, kv="int8")),
+            "kv int8 here, float32 there",
+        ),
     ],
 )
 def test_another_model_tokenizer_or_dtype_is_refused_by_name(
