@@ -36,6 +36,9 @@ class Kernels:
     segments_attention = staticmethod(reference.segments_attention)
     gather_rows = staticmethod(reference.gather_rows)
     gather_column = staticmethod(reference.gather_column)
+    add_norm = staticmethod(reference.add_norm)
+    rotate = staticmethod(reference.rotate)
+    silu_mul = staticmethod(reference.silu_mul)
 
 
 def choose(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minikv.kernels import columns, decode, evict, gather, newcomer, segments
+from minikv.kernels import columns, decode, evict, gather, layer, newcomer, segments
 from minikv.kernels.dispatch import Kernels
 
 
@@ -24,3 +24,6 @@ class Triton(Kernels):
     segments_attention = staticmethod(segments.segments_attention)
     gather_rows = staticmethod(gather.gather_rows)
     gather_column = staticmethod(gather.gather_column)
+    add_norm = staticmethod(layer.add_norm)
+    rotate = staticmethod(layer.rotate)
+    silu_mul = staticmethod(layer.silu_mul)

@@ -843,3 +843,32 @@ def gather_column(
     [H, N]."""
     for h, (n, begin) in enumerate(torch.stack((count, start), 1).tolist()):
         into[begin : begin + n] = values[h, index[h, :n]].to(into.dtype)
+
+
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of rows x [t, n] by weight [n], [t, n], after y [t, n] was added to them in place.
+
+    In float32, cast back before the weight is applied.
+    """
+    if y is not None:
+        x.add_(y)
+    wide = x.to(torch.float32)
+    normed = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [t, heads, D] by its positions, half-split: cos and sin [t, 1, D], the sine of the
+    first half negated. A new contiguous tensor."""
+    half = x.shape[-1] // 2
+    turned = x * cos
+    turned[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return turned
+
+
+def silu_mul(both: Tensor) -> Tensor:
+    """silu(gate) * up of rows both [t, 2 * n], gate first: a view [t, n] of it, in gate's place."""
+    size = both.shape[1] // 2
+    gate = both[:, :size]
+    return gate.copy_(torch.nn.functional.silu(gate)).mul_(both[:, size:])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -63,13 +64,30 @@ class Place:
         return self.whole()[self.rows]
 
 
+class Ops(Protocol):
+    """What happens to rows between products, in one launch each."""
+
+    def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of x [t, hidden], after y [t, hidden] was added to it in place."""
+        ...
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As `rope.rotate`."""
+        ...
+
+    def silu_mul(self, both: Tensor) -> Tensor:
+        """silu(gate) * up of [t, 2 * mlp], gate first: [t, mlp], which may lie in it."""
+        ...
+
+
 class Llama:
     """A decoder. Token ids and an `Attend` in, logits out; it keeps no state of its own.
 
     Born with uninitialised weights: fill them through `tensors()` or `randomise()`. Without
     `allocate` they have only sizes, and the loader makes them one by one. `rows` is the chunk of
     rows inside a layer. With gradients enabled nothing is written in place and a forward is one
-    chunk, so that the same code trains.
+    chunk, so that the same code trains. `ops`: kernels of the device that take the place of torch's
+    operators between products, without gradients; none by default.
     """
 
     def __init__(
@@ -111,6 +129,7 @@ class Llama:
         self.norm = new(c.hidden)
         self.head: Linear = Plain(self.embedding if c.tied else new(c.vocab, c.hidden))
         self.rotary = Rotary(c.rope, c.head_dim, self.device)
+        self.ops: Ops | None = None
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """Where each tensor of a Hugging Face checkpoint belongs. A tied head is not listed twice.
@@ -214,8 +233,11 @@ class Llama:
                     if start + rows < count:
                         continue
                     mixed, part = mixed[-1:], part[-1:]
-                part = _add(part, mixed, layer.out, grad)
-                part = self._mlp(layer, part, wide)
+                if self.ops is not None and wide is not None:
+                    part = self._fused(self.ops, layer, part, mixed, wide)
+                else:
+                    part = _add(part, mixed, layer.out, grad)
+                    part = self._mlp(layer, part, wide)
                 if grad or closing:
                     x = part
         kv.advance(count)
@@ -231,12 +253,21 @@ class Llama:
     ) -> Tensor:
         """Rows x [t, hidden] -> mixed values [t, heads * D]."""
         c = self.config
-        qkv = layer.qkv(_norm(x, layer.attention_norm, c.norm_eps))
-        qkv = qkv.view(x.shape[0], c.heads + 2 * c.kv_heads, c.head_dim)
+        ops = None if torch.is_grad_enabled() else self.ops
+        if ops is None:
+            normed = _norm(x, layer.attention_norm, c.norm_eps)
+        else:
+            normed = ops.add_norm(x, None, layer.attention_norm, c.norm_eps)
+        qkv = layer.qkv(normed).view(x.shape[0], c.heads + 2 * c.kv_heads, c.head_dim)
         turning = c.heads + c.kv_heads
-        qk = rotate(qkv[:, :turning], cos, sin)
+        qk = (rotate if ops is None else ops.rotate)(qkv[:, :turning], cos, sin)
         mixed = kv.attend(index, qk[:, : c.heads], qk[:, c.heads :], qkv[:, turning:])
         return mixed.reshape(x.shape[0], c.heads * c.head_dim)
+
+    def _fused(self, ops: Ops, layer: Layer, x: Tensor, mixed: Tensor, wide: Tensor) -> Tensor:
+        """`_add` of the attention's output and `_mlp` by `ops`."""
+        normed = ops.add_norm(x, layer.out(mixed), layer.mlp_norm, self.config.norm_eps)
+        return _add(x, ops.silu_mul(layer.gate_up(normed, wide)), layer.down, False)
 
     def _mlp(self, layer: Layer, x: Tensor, wide: Tensor | None) -> Tensor:
         """x + down(silu(gate) * up) of the normed rows x [t, hidden].

@@ -273,4 +273,5 @@ def _engine(net: Llama, choice: Choice, kernels: str) -> Engine:
         prompt, step, budget, dtype=net.dtype, device=net.device, stride=stride, output=output,
         rotary=net.rotary.inverse, kernels=kernels,
     )  # fmt: skip
+    net.ops = kv.ops if kv.ops.name == "triton" else None
     return Engine(net, kv)
