@@ -126,7 +126,10 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
         rotary=network.rotary.inverse, kernels=settings.kernels,
     )  # fmt: skip
     if kv.ops.name == "triton":
+        network.ops = kv.ops
         warm(kv, network)
+        if kv.ops.name != "triton":
+            network.ops = None
     return ChatSession(
         Engine(network, kv),
         loaded.tokenizer,
