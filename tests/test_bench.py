@@ -523,7 +523,7 @@ def test_kernels_as_torch_twins() -> None:
     assert {row["kernel"] for row in rows} >= {
         "ragged attention", "append", "hash append", "h2o_step".replace("_", " "), "tova step",
         "roco step", "scissorhands step", "observe", "column sums", "sdpa decode", "gather rows",
-        "segments attention",
+        "segments attention", "add norm", "rotate", "silu mul",
     }  # fmt: skip
     read, product = made["rates"]["read"], made["rates"]["matmul"]
     for row in rows:

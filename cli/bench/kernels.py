@@ -200,8 +200,6 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
             heads * n * (sizes.head_dim * dtype.itemsize + 4 * group + 4),
             2 * sizes.heads * sizes.head_dim * (n * (n + 1) // 2), needs=("add_columns",),
         )  # fmt: skip
-
-
     for n in lengths:
         yield Case(
             "segments attention", f"{min(256, n)} new, {n:,} rows",
@@ -212,6 +210,20 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
             "gather rows", f"{n // 8:,} of {n:,} rows", _kept(sizes, dtype, n), _gather,
             heads * (n // 8) * (2 * row + 8), needs=("gather_rows",),
         )  # fmt: skip
+    turned, item = (sizes.heads + heads) * sizes.head_dim, dtype.itemsize
+    for t in (1, min(2048, lengths[-1])):  # a step, and a chunk of a prompt
+        between = _between(sizes, dtype, t)
+        case = f"{t:,} tokens"
+        yield Case(
+            "add norm", case, between, _add_norm, 4 * t * sizes.hidden * item, needs=("add_norm",)
+        )
+        yield Case(
+            "rotate", case, between, _rotate, 2 * t * (turned + sizes.head_dim) * item,
+            needs=("rotate",),
+        )  # fmt: skip
+        yield Case(
+            "silu mul", case, between, _silu_mul, 3 * t * sizes.mlp * item, needs=("silu_mul",)
+        )
 
 
 _STEPS: dict[str, tuple[torch.dtype, ...]] = {
@@ -308,6 +320,39 @@ def _newcomer(sizes: Sizes, dtype: torch.dtype, n: int) -> Callable[[torch.devic
         }  # fmt: skip
 
     return make
+
+
+def _between(sizes: Sizes, dtype: torch.dtype, t: int) -> Callable[[torch.device, int], Inputs]:
+    """What t tokens are between the products of a layer."""
+    turned, size = sizes.heads + sizes.kv_heads, sizes.head_dim
+
+    def make(device: torch.device, seed: int) -> Inputs:
+        return {
+            "x": normal(device, seed, dtype, t, sizes.hidden),
+            "y": normal(device, seed + 1, dtype, t, sizes.hidden),
+            "weight": normal(device, seed + 2, dtype, sizes.hidden),
+            "qkv": normal(device, seed + 3, dtype, t, turned + sizes.kv_heads, size),
+            "turned": turned, "cos": normal(device, seed + 4, dtype, t, 1, size),
+            "sin": normal(device, seed + 5, dtype, t, 1, size),
+            "both": normal(device, seed + 6, dtype, t, 2 * sizes.mlp),
+        }  # fmt: skip
+
+    return make
+
+
+def _add_norm(operations: Any, i: Inputs) -> Tensor:
+    found: Tensor = operations.add_norm(i["x"], i["y"], i["weight"], 1e-5)
+    return found
+
+
+def _rotate(operations: Any, i: Inputs) -> Tensor:
+    found: Tensor = operations.rotate(i["qkv"][:, : i["turned"]], i["cos"], i["sin"])
+    return found
+
+
+def _silu_mul(operations: Any, i: Inputs) -> Tensor:
+    found: Tensor = operations.silu_mul(i["both"])
+    return found
 
 
 def _append(operations: Any, i: Inputs) -> None:
