@@ -319,8 +319,7 @@ def variants() -> list[Variant]:
 
 _BUILDS = [
     (128, "bf16", 4, False, False, 2048), (128, "bf16", 4, True, False, 32),
-    (128, "fp16", 1, False, True, 2048), (64, "bf16", 3, False, False, 2048),
-    (80, "bf16", 1, False, False, 32), (256, "bf16", 2, True, True, 32),
-    (128, "fp32", 4, False, False, 32),
+    (128, "fp16", 1, False, True, 2048), (80, "bf16", 1, False, False, 32),
+    (256, "bf16", 2, True, True, 32), (128, "fp32", 4, False, False, 32),
 ]  # fmt: skip
 """Head size, dtype, G, keys in segments, sliding window, observed rows."""

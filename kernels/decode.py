@@ -14,9 +14,7 @@ that the matrix instructions take. Specification: `reference.ragged_attention`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 import triton
@@ -287,29 +285,22 @@ def ragged_attention(
 _TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8"
 }  # fmt: skip
-_USES = (  # window, logits, int8: what policies and models ask for
-    (True, True, False), (False, True, True), (False, False, False), (False, True, False),
-    (True, False, False),
-)  # fmt: skip
+_BUILDS: list[tuple[int, torch.dtype, tuple[str, ...]]] = [
+    (128, torch.bfloat16, ("window logits", "logits int8", "")),
+    (256, torch.bfloat16, ("window logits", "logits int8")), (80, torch.bfloat16, ("logits",)),
+    (64, torch.float16, ("window logits",)), (128, torch.float32, ("window logits",)),
+]
+"""Head size, dtype of the rows, and what policies and models ask for."""
 
 
-def variants(
-    heads: int = 8,
-    group: int = 4,
-    sizes: Sequence[int] = (64, 80, 96, 128, 256),
-    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32),
-) -> list[Variant]:
-    """Builds of this file's kernels for models of H KV heads of G queries of size D: all for
-    bfloat16 with heads of 128 and 256, else those that need most."""
+def variants(heads: int = 8, group: int = 4) -> list[Variant]:
+    """Builds for the compile gate, for models of H KV heads of G queries: what is asked for with
+    bfloat16, with other sizes and dtypes what needs most."""
     found = []
-    for size, dtype in product(sizes, dtypes):
-        main = dtype == torch.bfloat16
-        if not main and size not in (64, 128):
-            continue
+    for size, dtype, wanted in _BUILDS:
         kind = _TYPES[dtype]
-        for window, logits, scaled in _USES if size >= 128 else _USES[:2]:
-            if (scaled or not logits) and not main:
-                continue
+        for uses in wanted:
+            window, logits, scaled = (w in uses for w in ("window", "logits", "int8"))
             stored = torch.int8 if scaled else dtype
             config = configure(size, stored, torch.device("cpu"), (9, 0))
             constants: dict[str, object] = {
@@ -330,9 +321,8 @@ def variants(
                     kinds |= more
                 else:
                     constants |= dict.fromkeys(more)
-            uses = [name for name, (on, _) in asked.items() if on]
             found.append(Variant(
-                "-".join([f"split-{kind[1:]}-{size}", *uses]), split,
+                "-".join([f"split-{kind[1:]}-{size}", *uses.split()]), split,
                 typed(split, kinds, constants), constants, config.warps, config.stages, mma=True,
             ))  # fmt: skip
         config = configure(size, dtype, torch.device("cpu"), (9, 0))

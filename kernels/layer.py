@@ -8,8 +8,6 @@ functions of these names in `reference`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -124,25 +122,19 @@ def _warps(size: int) -> int:
     return min(16, max(1, power(size) // 512))
 
 
-_TYPES = ("bf16", "fp16", "fp32")
-
-
-def variants(sizes: Sequence[int] = (128, 80)) -> list[Variant]:
-    """Builds for the compile gate: a network of 4,096, or 960, numbers a row."""
+def variants() -> list[Variant]:
+    """Builds for the compile gate."""
     found = []
-    for kind in _TYPES:
-        names = ("x", "y", "weight", "out", "cos", "sin", "both")
-        kinds = dict.fromkeys(names, f"*{kind}")
-        size, hidden = sizes[kind == "fp16"], 960 if kind == "fp16" else 4096
-        for name, fn, more, warps in (
-            ("add-norm", _add_norm, {"N": hidden, "NP": power(hidden), "ADD": True},
-             _warps(hidden)),
-            ("rotate", _rotate, {"D": size, "HALF": size // 2, "HP": power(size // 2),
-                                 "BH": _HEADS}, 2),
-            ("silu-mul", _silu_mul, {"N": 14336, "BN": _PART}, 4),
-        ):  # fmt: skip
-            constants: dict[str, object] = dict(more)
-            found.append(Variant(
-                f"{name}-{kind}", fn, typed(fn, kinds, constants), constants, warps,
-            ))  # fmt: skip
+    for name, fn, kind, fixed, warps in (
+        ("add-norm", _add_norm, "bf16", {"N": 4096, "NP": 4096, "ADD": True}, _warps(4096)),
+        ("add-norm", _add_norm, "fp32", {"N": 960, "NP": 1024, "ADD": True}, _warps(960)),
+        ("rotate", _rotate, "bf16", {"D": 128, "HALF": 64, "HP": 64, "BH": _HEADS}, 2),
+        ("rotate", _rotate, "fp16", {"D": 80, "HALF": 40, "HP": 64, "BH": _HEADS}, 2),
+        ("silu-mul", _silu_mul, "bf16", {"N": 14336, "BN": _PART}, 4),
+    ):
+        kinds = dict.fromkeys(("x", "y", "weight", "out", "cos", "sin", "both"), f"*{kind}")
+        constants: dict[str, object] = dict(fixed)
+        found.append(Variant(
+            f"{name}-{kind}", fn, typed(fn, kinds, constants), constants, warps,
+        ))  # fmt: skip
     return found

@@ -216,13 +216,8 @@ def hash_append(
     )  # fmt: skip
 
 
-def variants(
-    group: int = 4,
-    sizes: Sequence[int] = (80, 128, 256),
-    bits: Sequence[int] = (8, 24, 64),
-) -> list[Variant]:
-    """Builds of this file's kernels for models with groups of G queries of size D; columns as
-    policies declare them."""
+def variants() -> list[Variant]:
+    """Builds for the compile gate, columns as policies declare them."""
     found = []
     kinds: dict[str, str | tuple[str, ...]] = {
         "key": "*bf16", "value": "*bf16", "slot": "*i64", "position": "*i64", "k": "*bf16",
@@ -240,9 +235,9 @@ def variants(
         signature = typed(_advance, sides | {"go": "*i1", "taken": "*i1"}, fixed)
         name = "advance" + "-before" * before
         found.append(Variant(name, _advance, signature, fixed, vector=False))
-    for size in sizes:
+    for size, names, count, probes in _BUILDS:
         constants: dict[str, object] = {"D": size, "DP": power(size)}
-        for name, blank in blanks.items():
+        for name in names:
             coded = name == "int8"
             more = constants | {"CODED": coded}
             scales: dict[str, str | tuple[str, ...]] = {"k_scale": "*fp32", "v_scale": "*fp32"}
@@ -250,19 +245,25 @@ def variants(
                 scales |= {"k": "*i8", "v": "*i8"}
             else:
                 more |= dict.fromkeys(scales)
-            own = {n: t for n, t in scales.items() if n not in more} | {"blank": blank}
+            own = {n: t for n, t in scales.items() if n not in more} | {"blank": blanks[name]}
             signature = typed(_append, kinds | own, more)
             found.append(
                 Variant(f"append-{name}-{size}", _append, signature, more, 1, vector=False)
             )
-        for count, probes in zip(bits, (group, 1, group), strict=True):
-            kind = "*i16" if count < 16 else "*i32" if count < 32 else "*i64"
-            more = constants | {
-                "P": probes, "PP": power(probes), "B": count, "BP": power(count), "BN": _BLOCK
-            }  # fmt: skip
-            signature = typed(_hash_append, kinds | {"code": kind, "spare_code": kind}, more)
-            found.append(Variant(
-                f"hash-append-{size}-{count}x{probes}", _hash_append, signature, more, _WARPS,
-                vector=False,
-            ))  # fmt: skip
+        kind = "*i16" if count < 16 else "*i32" if count < 32 else "*i64"
+        more = constants | {
+            "P": probes, "PP": power(probes), "B": count, "BP": power(count), "BN": _BLOCK
+        }  # fmt: skip
+        signature = typed(_hash_append, kinds | {"code": kind, "spare_code": kind}, more)
+        found.append(Variant(
+            f"hash-append-{size}-{count}x{probes}", _hash_append, signature, more, _WARPS,
+            vector=False,
+        ))  # fmt: skip
     return found
+
+
+_BUILDS = [
+    (80, ("none",), 8, 4), (128, ("int8", "h2o", "scissorhands"), 24, 1),
+    (256, ("int8", "roco"), 64, 4),
+]  # fmt: skip
+"""Head size, what `append` blanks or how it stores, bits of a code, probes."""
