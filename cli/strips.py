@@ -238,13 +238,15 @@ def _letters(line: str, width: int) -> Iterator[tuple[int, int]]:
 def _cells(
     line: str, width: int, cells: Callable[[str], int], joins: str
 ) -> Iterator[tuple[int, int]]:
-    """The rows of any line; none begins with `joins`, which belongs to the sign before it."""
+    """The rows of any line; none begins with `joins`, which belongs to the sign before it, but for
+    a blank, which belongs to nobody."""
     begin = used = 0
     space = -1
     for i, char in enumerate(line):
         wide = cells(char)
         blank = char in " \t"
-        while used + wide > width and i > begin and wide and not blank and char != joins:
+        hangs = blank or (char == joins and line[i - 1] not in " \t")
+        while used + wide > width and i > begin and wide and not hangs:
             cut = space + 1 if space >= begin else i
             yield begin, cut
             begin, used = cut, sum(cells(c) for c in line[cut:i])
