@@ -301,7 +301,7 @@ class Keeper:
             **self._model[1],
             "dtype": session.facts.dtype,
             "kv": session.facts.kv,
-            "form": _form(session.facts.weights),
+            "form": session.facts.form,
             "policy": choice.policy,
             "policy_options": dict(choice.policy_options),
             "decode": choice.decode,
@@ -312,9 +312,11 @@ class Keeper:
 
     def _refuse(self, session: ChatSession, saved: Saved, stated: Collection[str]) -> None:
         """Raise UsageError that names everything in which the chat and this session differ."""
+        from minikv.session import Facts
+
         here, there = self.identity(session), saved.header["identity"]
         # Chats of before there was a choice:
-        form = _form(saved.header["run"].get("weights", "plain"))
+        form = Facts(weights=saved.header["run"].get("weights", "auto")).form
         there = {"kv": there.get("dtype"), "form": form, **there}
         compared = [key for key in here if key not in _POLICY or key in stated]
         different = [key for key in compared if here[key] != there.get(key)]
@@ -665,11 +667,6 @@ def _run(session: ChatSession) -> dict[str, object]:
         "seed": session.seed, "system": session.system, "pin_system": session.pin_system,
         "kv": "int8" if facts.kv == "int8" else "auto", "weights": facts.weights,
     }  # fmt: skip
-
-
-def _form(weights: str) -> str:
-    """How weights are kept, whichever word asked for it."""
-    return "plain" if weights == "auto" else weights
 
 
 def _hashes(documents: Collection[Document]) -> list[str]:
