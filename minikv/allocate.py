@@ -74,19 +74,21 @@ def fill(used: Tensor, total: Tensor | int) -> Tensor:
     return torch.where(lifted > 0, torch.maximum(used, level) + extra, used)
 
 
-def spread(counts: Tensor, sure: Tensor, free: Tensor) -> Tensor:
-    """A head that would keep nothing gets a row from the richest one; see `policy.spread`."""
+def spread(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tensor:
+    """A head that would keep too little gets rows from the richest ones; see `policy.spread`."""
     heads = len(counts)
     rich = counts + sure
-    each = torch.arange(heads, device=counts.device)
     # What heads could give, one row after the other, each from who is richest by then.
+    each = torch.arange(heads * least, device=counts.device)
     left = rich[:, None] - each
-    offers = (each < counts[:, None]) & (left > 1)
-    key = (left * heads + (heads - 1 - each)[:, None]).masked_fill(~offers, -1).flatten()
-    rank = _ranks(key.argsort(descending=True)).view(heads, heads)
-    poor = (rich == 0) & (free > 0)
-    given = (offers & (rank < poor.sum())).sum(1)
-    return counts - given + (poor & (poor.cumsum(0) <= given.sum()))
+    offers = (each < counts[:, None]) & (left > least)
+    first = torch.arange(heads, device=counts.device)[:, None]
+    key = (left * heads + (heads - 1 - first)).masked_fill(~offers, -1)
+    rank = _ranks(key.flatten().argsort(descending=True)).view(key.shape)
+    lack = torch.minimum(least - rich, free - counts).clamp(min=0)
+    given = (offers & (rank < lack.sum())).sum(1)
+    got = (given.sum() - lack.cumsum(0) + lack).clamp(min=0)
+    return counts - given + torch.minimum(got, lack)
 
 
 def even_heads(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) -> Tensor:

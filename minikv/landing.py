@@ -111,12 +111,13 @@ class Landing:
 
 
 def choose(
-    prompt: PromptPolicy, view: PromptView, pinned: Tensor, total: int
+    prompt: PromptPolicy, view: PromptView, pinned: Tensor, total: int, lasting: int, least: int
 ) -> Tensor:
     """bool [H, N]: the rows that stay, as `Reading` chooses them, `total` over the layer's heads.
 
-    pinned [H, N]: rows that stay whatever their score. A policy without a device form is asked as
-    on the host, which waits for the device.
+    pinned [H, N]: rows that stay whatever their score; those below position `lasting` never leave,
+    and a head gets `least` rows beside them. A policy without a device form is asked as on the
+    host, which waits for the device.
     """
     free = view.live & ~pinned
     scores = prompt.evidence.scorer(view)
@@ -134,7 +135,8 @@ def choose(
     else:
         host = prompt.heads(scores, view.pos, free, int(left))
         counts = torch.tensor(host, device=free.device)
-    counts = allocate.spread(counts, pinned.sum(1), free.sum(1))
+    own = pinned & (view.pos >= lasting)
+    counts = allocate.spread(counts, own.sum(1), free.sum(1), least)
     if prompt.select is top:
         return pinned | allocate.best(scores, view.pos, free, counts, total + len(free))
     if prompt.device_select is not None:

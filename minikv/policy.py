@@ -334,18 +334,23 @@ def fill(used: Sequence[int], total: int) -> list[int]:
     return caps
 
 
-def spread(counts: Sequence[int], sure: Sequence[int], free: Sequence[int]) -> list[int]:
-    """`counts` of free rows, but a head that would keep nothing gets a row from the richest one.
+def spread(
+    counts: Sequence[int], sure: Sequence[int], free: Sequence[int], least: int
+) -> list[int]:
+    """`counts` of free rows, but a head that would keep fewer than `least` rows is given some by
+    the richest heads, one after the other.
 
-    sure: rows that a head keeps in any case; free: rows it could choose from.
+    sure: rows that a head keeps in any case, those aside that never leave; free: rows it could
+    choose from. Nobody gives what would leave it with fewer than `least`.
     """
     given = list(counts)
-    for h, count in enumerate(given):
-        if count + sure[h] == 0 and free[h]:
-            richest = max(range(len(given)), key=lambda i: given[i] + sure[i] if given[i] else -1)
-            if given[richest] and given[richest] + sure[richest] > 1:
-                given[richest] -= 1
-                given[h] = 1
+    for h in range(len(given)):
+        while given[h] + sure[h] < least and given[h] < free[h]:
+            rich = [i for i, n in enumerate(given) if n and n + sure[i] > least]
+            if not rich:
+                return given
+            given[max(rich, key=lambda i: given[i] + sure[i])] -= 1
+            given[h] += 1
     return given
 
 

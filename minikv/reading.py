@@ -105,6 +105,9 @@ class Reading:
         self._saved: dict[int, dict[str, Tensor]] = {}
         self._landing = Landing(arena, self._ops) if far(arena.device) else None
         self._lost: list[float | None] = [None] * shape.layers
+        # A head needs a row that an answer may overwrite; before attention
+        # a second one, if the newest is protected.
+        self._least = 2 if step is not None and step.before and step.recent else 1
         self._visible = self._count_visible()
         self.shaped = False
         self.peak = 0
@@ -388,7 +391,7 @@ class Reading:
         """bool [H, N]: the rows that stay, `total` over the layer's heads."""
         pinned = (prompt.evidence.scope(view) | (view.pos < self.plan.pinned)) & view.live
         if self._landing is not None:
-            keep = choose(prompt, view, pinned, total)
+            keep = choose(prompt, view, pinned, total, self.plan.pinned, self._least)
             if prompt.evidence.observe and view.mass is not None:
                 mass = view.mass.mean(1) * view.live
                 self._landing.note_lost(view.layer, ((mass * keep).sum(1) / mass.sum(1)).mean())
@@ -404,7 +407,8 @@ class Reading:
             else:  # there is room for some of them, and for nothing else
                 free = preferred
         counts = prompt.heads(scores, view.pos, free, left)
-        counts = spread(counts, pinned.sum(1).tolist(), free.sum(1).tolist())
+        own = pinned & (view.pos >= self.plan.pinned)
+        counts = spread(counts, own.sum(1).tolist(), free.sum(1).tolist(), self._least)
         keep = pinned | prompt.select(view, scores, free, counts)
         if prompt.evidence.observe and view.mass is not None:
             mass = view.mass.mean(1) * view.live  # what slid out of the window was not evicted

@@ -58,13 +58,19 @@ def test_fill(case: list[list[int]], total: int) -> None:
 
 
 @settings(deadline=None, max_examples=120)
-@given(lists(3))
-def test_spread(case: list[list[int]]) -> None:
-    counts, sure, free = case
-    got = allocate.spread(*(torch.tensor(x) for x in case))
-    assert got.tolist() == policy.spread(counts, sure, free)
-    assert got.sum() == sum(counts)
-    assert got.min() >= 0
+@given(lists(3), st.integers(1, 2))
+def test_spread(case: list[list[int]], least: int) -> None:
+    counts, sure, more = case
+    free = [n + m for n, m in zip(counts, more, strict=True)]
+    host = policy.spread(counts, sure, free, least)
+    got = allocate.spread(*(torch.tensor(x) for x in (counts, sure, free)), least)
+    assert got.tolist() == host
+    assert sum(host) == sum(counts)
+    assert all(0 <= n <= m for n, m in zip(host, free, strict=True))
+    have = [n + m for n, m in zip(host, sure, strict=True)]
+    can = [min(least, n + m) for n, m in zip(sure, free, strict=True)]
+    poor = any(n < m for n, m in zip(have, can, strict=True))
+    assert not poor or all(n == 0 or m <= least for n, m in zip(host, have, strict=True))
 
 
 @settings(deadline=None, max_examples=80)

@@ -156,6 +156,20 @@ def test_the_smallest_budget_is_enough_at_every_extreme(name: str, part: str) ->
                 walk.prompt(ids(100))
 
 
+@pytest.mark.parametrize("step", [name for name in STEPS if name != "none"])
+@pytest.mark.parametrize("name", ["h2o+ada+pyramid", "l2+ada", "tova+ada+turns"])
+def test_pinned_rows_stay_where_heads_have_little_else(name: str, step: str) -> None:
+    """However few rows an adaptive budget gives a head, one beside the pins may be overwritten."""
+    given = {"alpha": 0.0} | ({"recent_share": 0.0} if name.startswith("h2o") else {})
+    rows = least(Choice.read(name, step, 1, given), PINNED)
+    for seed in range(3):
+        walk = Walk(Choice.read(name, step, rows + seed, given), pinned=PINNED)
+        for turn in range(2):
+            walk.prompt(ids(90, seed=10 * seed + turn))
+            for token in ids(9, seed=5 + seed):
+                walk.step(token)
+
+
 OTHERS: list[tuple[str, dict[str, object]]] = [
     *((name, {}) for name in STEPS),
     ("hashevict", {"bits": 8}), ("hashevict", {"seed": 5}), ("scissorhands", {"history": 16}),
