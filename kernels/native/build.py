@@ -1,0 +1,129 @@
+"""Compiling the C sources of this folder with the machine's own compiler, once: the library is kept
+under the user's cache directory, named after the sources, the compiler and the processor.
+
+Nothing here imports torch. Where there is no compiler, `library` says why, and the torch twins
+compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
+         "-shared")  # fmt: skip
+# With threads, with `omp simd` alone, and as plain C: what a compiler takes first.
+WAYS = (("-fopenmp",), ("-fopenmp-simd",), ("-Wno-unknown-pragmas",))
+PATIENCE = 120.0  # seconds for the compiler
+OFF = "MINIKV_NATIVE"
+"""Environment variable: 0 is as if there were no compiler."""
+
+
+@cache
+def library() -> tuple[ctypes.CDLL | None, str]:
+    """(the library, "") or (None, why there is none). Compiles it when it is first needed."""
+    if os.environ.get(OFF) == "0":
+        return None, f"{OFF} is 0"
+    compiler = find()
+    if compiler is None:
+        return None, "there is no C compiler (cc, gcc or clang)"
+    folder = store()
+    path = None if folder is None else folder / f"{key(compiler)}.so"
+    try:
+        if path is not None and _ours(path):
+            return ctypes.CDLL(str(path)), ""
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            found = Path(made, "native.so")
+            why = _compile(compiler, found)
+            if why:
+                return None, why
+            if path is not None:
+                os.replace(found, path)
+            return ctypes.CDLL(str(path or found)), ""
+    except OSError as error:
+        return None, f"the compiled kernels cannot be kept or loaded: {error.strerror or error}"
+
+
+def find() -> str | None:
+    """The compiler: $CC if it is one, or the first of `COMPILERS`."""
+    for name in (os.environ.get("CC", ""), *COMPILERS):
+        found = shutil.which(name) if name else None
+        if found is not None:
+            return found
+    return None
+
+
+def store() -> Path | None:
+    """Where libraries are kept, made if need be: minikv/kernels under $XDG_CACHE_HOME or ~/.cache.
+    None if that cannot be or is not the user's alone: a library is run as it is found."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+        folder = root / "minikv" / "kernels"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if _ours(folder) and os.access(folder, os.W_OK) else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def sources() -> list[Path]:
+    """The C files, in a fixed order."""
+    return sorted(FOLDER.glob("*.c"))
+
+
+def key(compiler: str) -> str:
+    """A name that changes whenever the library would."""
+    found = hashlib.sha256()
+    for path in (*sources(), *sorted(FOLDER.glob("*.h"))):
+        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    about = os.stat(compiler)
+    for fact in (compiler, about.st_size, about.st_mtime_ns, FLAGS, WAYS, _processor()):
+        found.update(repr(fact).encode())
+    return found.hexdigest()[:24]
+
+
+def _processor() -> str:
+    """What -march=native depends on: a home directory may be on machines that differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.platform() + platform.processor()
+    names = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU part")
+    return "\n".join(line for line in lines if line.partition(":")[0].strip() in names)
+
+
+def _compile(compiler: str, target: Path) -> str:
+    """Compile to `target`; why it failed, or ""."""
+    said = ""
+    for way in WAYS:
+        command = [compiler, *FLAGS, *way, *map(str, sources()), "-o", str(target), "-lm"]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{compiler} does not run ({type(error).__name__})"
+        if done.returncode == 0:
+            return ""
+        said = said or done.stderr.decode("utf-8", "replace").strip().partition("\n")[0][:200]
+    return f"{Path(compiler).name} failed: {said}"
+
+
+def _ours(path: Path) -> bool:
+    """It exists, belongs to this user, and nobody else may write to it."""
+    try:
+        about = path.stat()
+    except OSError:
+        return False
+    owner = not hasattr(os, "getuid") or about.st_uid == os.getuid()
+    return owner and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

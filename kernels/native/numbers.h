@@ -1,0 +1,52 @@
+/* Numbers as torch stores them, and how they become float and back. */
+#ifndef MINIKV_NUMBERS_H
+#define MINIKV_NUMBERS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { F32, BF16, F16 };
+
+typedef uint16_t bf16;
+
+static inline float bits_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline uint32_t float_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+static inline float from_bf16(bf16 x) { return bits_float((uint32_t)x << 16); }
+
+/* To the nearest, ties to even, as torch rounds; NaN stays NaN. */
+static inline bf16 to_bf16(float x) {
+    uint32_t bits = float_bits(x);
+    bf16 near = (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    return x != x ? (bf16)0x7fc0 : near;
+}
+
+/* exp for x <= 0, also -inf, to 2 units in the last place; smaller than -87 is 0. NaN stays NaN.
+   Branch-free, so that a loop over it becomes vectors. */
+static inline float exp_negative(float x) {
+    float y = x < -87.0f ? -87.0f : x;
+    float n = rintf(y * 1.44269504088896341f);
+    float r = fmaf(n, -0.693145751953125f, y);
+    r = fmaf(n, -1.42860682030941723212e-6f, r);
+    float p = 1.9875691500e-4f;
+    p = fmaf(p, r, 1.3981999507e-3f);
+    p = fmaf(p, r, 8.3334519073e-3f);
+    p = fmaf(p, r, 4.1665795894e-2f);
+    p = fmaf(p, r, 1.6666665459e-1f);
+    p = fmaf(p, r, 5.0000001201e-1f);
+    p = fmaf(p, r * r, r + 1.0f);
+    float made = p * bits_float((uint32_t)((int32_t)n + 127) << 23);
+    return x < -87.0f ? 0.0f : made;
+}
+
+#endif

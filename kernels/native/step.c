@@ -1,0 +1,319 @@
+/* What happens to one token between the products: attention over segments, newcomers, and the small
+   operators. What each function computes is said by its twin in kernels/reference.py. */
+#include "numbers.h"
+
+#include <stdlib.h>
+
+/* Sixteen numbers at a time; a compiler splits them where its registers are shorter. */
+typedef float v16 __attribute__((vector_size(64)));
+typedef uint32_t u16x32 __attribute__((vector_size(64)));
+typedef uint16_t half_bits __attribute__((vector_size(32)));
+typedef int8_t bytes16 __attribute__((vector_size(16)));
+typedef float v8 __attribute__((vector_size(32)));
+typedef float v4 __attribute__((vector_size(16)));
+
+enum { CODES = 3, WIDEST = 16 /* vectors of a row: heads of 256 */ };
+
+static inline v16 load(const void *row, int kind, int i) {
+    if (kind == BF16) {
+        half_bits x;
+        memcpy(&x, (const char *)row + 32 * i, 32);
+        u16x32 wide = __builtin_convertvector(x, u16x32) << 16;
+        return (v16)wide;
+    }
+    if (kind == CODES) {
+        bytes16 x;
+        memcpy(&x, (const char *)row + 16 * i, 16);
+        return __builtin_convertvector(x, v16);
+    }
+    v16 x;
+    memcpy(&x, (const char *)row + 64 * i, 64);
+    return x;
+}
+
+static inline float sum16(v16 x) {
+    v8 two[2];
+    memcpy(two, &x, 64);
+    two[0] += two[1];
+    v4 four[2];
+    memcpy(four, two, 32);
+    four[0] += four[1];
+    return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
+}
+
+static inline void store(void *row, int kind, long i, float x) {
+    if (kind == BF16)
+        ((bf16 *)row)[i] = to_bf16(x);
+    else
+        ((float *)row)[i] = x;
+}
+
+static inline float number(const void *row, int kind, long i) {
+    return kind == BF16 ? from_bf16(((const bf16 *)row)[i]) : ((const float *)row)[i];
+}
+
+/* One head: G queries over n rows. With W (vectors of a row) and the kinds known, loops unroll. */
+static inline __attribute__((always_inline)) void head_attention(
+    const int W, const int kind, const int stored, int G, long n, const void *q, const char *k,
+    const char *v, const int32_t *pos, int64_t oldest, const float *k_scale, const float *v_scale,
+    float *logits, long pitch, float *lse, void *out, float *p) {
+    const int D = 16 * W;
+    const long wide = (long)D * (stored == CODES ? 1 : stored == BF16 ? 2 : 4);
+    const float scale = 1.0f / sqrtf((float)D);
+    for (int g = 0; g < G; g++) {
+        float *into = logits ? logits + g * pitch : p;
+        v16 query[WIDEST];
+        for (int i = 0; i < W; i++)
+            query[i] = load((const char *)q + (long)g * D * (kind == BF16 ? 2 : 4), kind, i) * scale;
+        float most = -INFINITY;
+        for (long j = 0; j < n; j++) {
+            v16 sum = query[0] * load(k + j * wide, stored, 0);
+            for (int i = 1; i < W; i++)
+                sum += query[i] * load(k + j * wide, stored, i);
+            float x = sum16(sum);
+            if (stored == CODES)
+                x *= k_scale[j];
+            if (pos && pos[j] < oldest)
+                x = -INFINITY;
+            into[j] = x;
+            most = x > most ? x : most;
+        }
+        float total = 0.0f;
+        const float top = most == -INFINITY ? 0.0f : most;
+#pragma omp simd reduction(+ : total)
+        for (long j = 0; j < n; j++) {
+            float e = exp_negative(into[j] - top);
+            total += e;
+            p[j] = e;
+        }
+        lse[g] = total > 0.0f ? top + logf(total) : -INFINITY;
+        if (most != most || total != total)
+            lse[g] = NAN;
+        const float share = total > 0.0f ? 1.0f / total : 0.0f;
+        v16 mixed[WIDEST];
+        for (int i = 0; i < W; i++)
+            mixed[i] = (v16){0};
+        for (long j = 0; j < n; j++) {
+            const float weight = stored == CODES ? p[j] * v_scale[j] : p[j];
+            for (int i = 0; i < W; i++)
+                mixed[i] += load(v + j * wide, stored, i) * weight;
+        }
+        float row[16 * WIDEST];
+        memcpy(row, mixed, sizeof(float) * D);
+        for (int d = 0; d < D; d++)
+            store(out, kind, (long)g * D + d, row[d] * (total != total ? NAN : share));
+    }
+}
+
+#define OF(w, a, b)                                                                              \
+    if (W == w && kind == a && stored == b) {                                                    \
+        head_attention(w, a, b, G, n, q, k, v, pos, oldest, k_scale, v_scale, logits, pitch, lse, \
+                       out, p);                                                                  \
+        return;                                                                                  \
+    }
+
+static void any_head(
+    int W, int kind, int stored, int G, long n, const void *q, const char *k, const char *v,
+    const int32_t *pos, int64_t oldest, const float *k_scale, const float *v_scale, float *logits,
+    long pitch, float *lse, void *out, float *p) {
+    OF(4, BF16, BF16)
+    OF(8, BF16, BF16)
+    OF(4, F32, F32)
+    OF(8, F32, F32)
+    OF(4, BF16, CODES)
+    OF(8, BF16, CODES)
+    head_attention(W, kind, stored, G, n, q, k, v, pos, oldest, k_scale, v_scale, logits, pitch, lse,
+                   out, p);
+}
+
+/* 0, or 1 if there is no memory. kind: of q and out; stored: of k and v (CODES: int8). */
+int minikv_ragged_attention(
+    int kind, int stored, int H, int G, int D, const void *q, const void *k, const void *v,
+    const int64_t *start, const int64_t *length, const int32_t *pos, const int64_t *oldest,
+    const float *k_scale, const float *v_scale, float *logits, int64_t pitch, float *lse, void *out) {
+    const long wide = (long)D * (stored == CODES ? 1 : stored == BF16 ? 2 : 4);
+    const long each = (long)G * D * (kind == BF16 ? 2 : 4);
+    long most = 0, all = 0;
+    for (int h = 0; h < H; h++) {
+        most = length[h] > most ? length[h] : most;
+        all += length[h];
+    }
+    int failed = 0;
+#pragma omp parallel for schedule(dynamic) if (all * G * D > 200000)
+    for (int h = 0; h < H; h++) {
+        float *p = malloc(sizeof(float) * (most ? most : 1));
+        if (!p) {
+#pragma omp atomic write
+            failed = 1;
+            continue;
+        }
+        const int64_t at = start[h];
+        any_head(D / 16, kind, stored, G, length[h], (const char *)q + h * each,
+                 (const char *)k + at * wide, (const char *)v + at * wide, pos ? pos + at : NULL,
+                 pos ? *oldest : 0, k_scale ? k_scale + at : NULL, v_scale ? v_scale + at : NULL,
+                 logits ? logits + (int64_t)h * G * pitch : NULL, pitch, lse + (long)h * G,
+                 (char *)out + h * each, p);
+        free(p);
+    }
+    return failed;
+}
+
+/* A row of numbers as int8 codes; its scale. */
+static float encode(const void *row, int kind, int D, int8_t *codes) {
+    float most = 0.0f;
+    for (int d = 0; d < D; d++) {
+        float x = fabsf(number(row, kind, d));
+        most = x > most || x != x ? x : most;
+    }
+    float scale = most == 0.0f ? 1.0f : most / 127.0f;
+    for (int d = 0; d < D; d++) {
+        float x = rintf(number(row, kind, d) / scale);
+        codes[d] = (int8_t)(x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x);
+    }
+    return scale;
+}
+
+/* blank: `blanks` columns of `sizes` bytes a number. */
+void minikv_append(
+    int kind, int coded, int H, int D, const void *key, int64_t key_pitch, const void *value,
+    int64_t value_pitch, const int64_t *slot, const int64_t *position, void *k, void *v, int32_t *pos,
+    float *k_scale, float *v_scale, int blanks, void *const *blank, const int32_t *sizes) {
+    const long item = kind == BF16 ? 2 : 4;
+    for (int h = 0; h < H; h++) {
+        const int64_t at = slot[h];
+        const char *one = (const char *)key + h * key_pitch * item;
+        const char *two = (const char *)value + h * value_pitch * item;
+        if (coded) {
+            k_scale[at] = encode(one, kind, D, (int8_t *)k + at * D);
+            v_scale[at] = encode(two, kind, D, (int8_t *)v + at * D);
+        } else {
+            memcpy((char *)k + at * D * item, one, D * item);
+            memcpy((char *)v + at * D * item, two, D * item);
+        }
+        pos[at] = (int32_t)*position;
+        for (int i = 0; i < blanks; i++)
+            memset((char *)blank[i] + at * sizes[i], 0, sizes[i]);
+    }
+}
+
+void minikv_advance(
+    int64_t heads, int before, uint8_t *go, const int64_t *start, int64_t *length,
+    const int64_t *cap, const int64_t *hole, int64_t *position, int64_t *count, int64_t *slot,
+    uint8_t *taken) {
+    const int final = *go;
+    *position += final;
+    *go = 0;
+    for (int64_t i = 0; i < heads; i++) {
+        if (final) {
+            length[i] = count[i];
+            taken[i] = 0;
+        }
+        int still = hole[i] >= 0;
+        slot[i] = still ? hole[i] : start[i] + length[i];
+        if (before && !still && length[i] >= cap[i]) {
+            taken[i] = 1;
+            still = 1;
+        }
+        count[i] = length[i] + !still;
+    }
+}
+
+/* RMSNorm of t rows x of n numbers into `out`, after y was added to them in place (NULL: nothing). */
+void minikv_add_norm(
+    int kind, int64_t t, int64_t n, int64_t pitch, void *x, const void *y, const void *weight,
+    double eps, void *out) {
+#pragma omp parallel for schedule(static) if (t * n > 100000)
+    for (int64_t r = 0; r < t; r++) {
+        if (kind == BF16) {
+            bf16 *row = (bf16 *)x + r * pitch, *into = (bf16 *)out + r * n;
+            const bf16 *more = y ? (const bf16 *)y + r * n : NULL, *w = weight;
+            float squares = 0.0f;
+            if (more) {
+#pragma omp simd
+                for (int64_t i = 0; i < n; i++)
+                    row[i] = to_bf16(from_bf16(row[i]) + from_bf16(more[i]));
+            }
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = 0; i < n; i++)
+                squares += from_bf16(row[i]) * from_bf16(row[i]);
+            const float scale = (float)(1.0 / sqrt(squares / (double)n + eps));
+#pragma omp simd
+            for (int64_t i = 0; i < n; i++)
+                into[i] = to_bf16(from_bf16(to_bf16(from_bf16(row[i]) * scale)) * from_bf16(w[i]));
+        } else {
+            float *row = (float *)x + r * pitch, *into = (float *)out + r * n;
+            const float *more = y ? (const float *)y + r * n : NULL, *w = weight;
+            float squares = 0.0f;
+            if (more) {
+#pragma omp simd
+                for (int64_t i = 0; i < n; i++)
+                    row[i] += more[i];
+            }
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = 0; i < n; i++)
+                squares += row[i] * row[i];
+            const float scale = (float)(1.0 / sqrt(squares / (double)n + eps));
+#pragma omp simd
+            for (int64_t i = 0; i < n; i++)
+                into[i] = row[i] * scale * w[i];
+        }
+    }
+}
+
+/* Rotate t rows of `heads` heads; x [t] rows `pitch` apart, cos and sin [t, D], out contiguous. */
+void minikv_rotate(
+    int kind, int64_t t, int64_t heads, int64_t D, int64_t pitch, const void *x, const void *cos,
+    const void *sin, void *out) {
+    const int64_t half = D / 2;
+#pragma omp parallel for schedule(static) if (t * heads * D > 100000)
+    for (int64_t r = 0; r < t; r++)
+        for (int64_t h = 0; h < heads; h++) {
+            if (kind == BF16) {
+                const bf16 *row = (const bf16 *)x + r * pitch + h * D;
+                const bf16 *c = (const bf16 *)cos + r * D, *s = (const bf16 *)sin + r * D;
+                bf16 *into = (bf16 *)out + (r * heads + h) * D;
+#pragma omp simd
+                for (int64_t i = 0; i < half; i++) {
+                    float a = from_bf16(row[i]), b = from_bf16(row[half + i]);
+                    into[i] = to_bf16(fmaf(b, from_bf16(s[i]), a * from_bf16(c[i])));
+                    into[half + i] =
+                        to_bf16(fmaf(a, from_bf16(s[half + i]), b * from_bf16(c[half + i])));
+                }
+            } else {
+                const float *row = (const float *)x + r * pitch + h * D;
+                const float *c = (const float *)cos + r * D, *s = (const float *)sin + r * D;
+                float *into = (float *)out + (r * heads + h) * D;
+#pragma omp simd
+                for (int64_t i = 0; i < half; i++) {
+                    float a = row[i], b = row[half + i];
+                    into[i] = fmaf(b, s[i], a * c[i]);
+                    into[half + i] = fmaf(a, s[half + i], b * c[half + i]);
+                }
+            }
+        }
+}
+
+static inline float silu(float x) {
+    float e = exp_negative(-fabsf(x));
+    return x * (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
+/* silu(gate) * up of t rows [2 n], `pitch` apart, into gate's place. */
+void minikv_silu_mul(int kind, int64_t t, int64_t n, int64_t pitch, void *both) {
+#pragma omp parallel for schedule(static) if (t * n > 50000)
+    for (int64_t r = 0; r < t; r++) {
+        if (kind == BF16) {
+            bf16 *gate = (bf16 *)both + r * pitch;
+            const bf16 *up = gate + n;
+#pragma omp simd
+            for (int64_t i = 0; i < n; i++)
+                gate[i] = to_bf16(from_bf16(to_bf16(silu(from_bf16(gate[i])))) * from_bf16(up[i]));
+        } else {
+            float *gate = (float *)both + r * pitch;
+            const float *up = gate + n;
+#pragma omp simd
+            for (int64_t i = 0; i < n; i++)
+                gate[i] = silu(gate[i]) * up[i];
+        }
+    }
+}
