@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from minikv.policy import DeviceHeads
+from minikv.policy import DeviceHeads, PromptView
 
 _FINEST = 10**7  # denominators up to here leave room in 64 bits for 10^7 rows and 64 heads
 _NONE = torch.iinfo(torch.int64).min
@@ -25,6 +25,11 @@ def best(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor, most: int) -
     found = key.topk(max(1, min(most, key.shape[1])), dim=1).values
     edge = found.gather(1, (count - 1).clamp(min=0))
     return free & (key >= edge) & (count > 0)
+
+
+def top(view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
+    """DeviceSelector: the best rows of each head."""
+    return best(scores, view.pos, free, counts, most)
 
 
 def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) -> Tensor:
@@ -96,14 +101,45 @@ def even_heads(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: i
     return share(total.expand(len(free)), len(free), free.sum(1), total)
 
 
-def adaptive_heads(alpha: float, rounding: str = "exact") -> DeviceHeads | None:
-    """DeviceHeads as `policies.adakv.adaptive_heads`; None for an alpha of too many digits."""
-    a = Fraction(str(alpha))
-    if a.denominator > _FINEST:
-        return None
+def exact(alpha: float) -> Fraction:
+    """The fraction that a decimal stands for, or, of more digits than 64 bits have room for, one
+    less than 10^-7 away."""
+    return Fraction(str(alpha)).limit_denominator(_FINEST)
+
+
+def normalized(scores: Tensor, free: Tensor, each: Tensor, most: int) -> Tensor:
+    """`policies.adakv.normalized`; each int64 [] <= most."""
+    live = scores.masked_fill(~free, 0.0)
+    found = live.topk(min(most, live.shape[1])).values
+    mine = torch.arange(found.shape[1], device=found.device) < each
+    held = found.masked_fill(~mine, 0.0).sum(1, dtype=torch.float64)
+    weight = held / live.sum(1, dtype=torch.float64).clamp(min=1e-30)
+    return scores * weight.to(scores.dtype)[:, None]
+
+
+def floor_heads(alpha: float, window: int = 0) -> DeviceHeads:
+    """DeviceHeads as `policies.adakv.floor_heads`."""
+
+    def spread(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) -> Tensor:
+        each = total // len(free) + window
+        own = ((each.to(torch.float64) * alpha).to(torch.int64) - window).clamp(min=0)
+        sure = best(scores, pos, free, own.expand(len(free)), most // len(free))
+        have = sure.sum(1)
+        return have + wanted(scores, pos, free & ~sure, total - have.sum(), most)
+
+    return spread
+
+
+def adaptive_heads(
+    alpha: float, rounding: str = "exact", normalize: bool = False
+) -> DeviceHeads:
+    """DeviceHeads as `policies.adakv.adaptive_heads`."""
+    a = exact(alpha)
 
     def spread(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) -> Tensor:
         heads, have = len(free), free.sum(1)
+        if normalize:
+            scores = normalized(scores, free, total // heads, most // heads)
         need = wanted(scores, pos, free, total, most)
         if rounding == "official":
             floor = ((total // heads).to(torch.float64) * alpha).to(torch.int64)

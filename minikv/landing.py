@@ -15,7 +15,7 @@ from torch import Tensor
 from minikv import allocate, kernels
 from minikv.arena import Arena
 from minikv.kernels.dispatch import Kernels
-from minikv.policy import PromptPolicy, PromptView, even_heads, top
+from minikv.policy import PromptPolicy, PromptView
 
 
 def far(device: torch.device) -> bool:
@@ -129,16 +129,13 @@ def choose(
         pinned = pinned | (preferred & fits)
         free = torch.where(fits, free & ~preferred, preferred)
         left = left - count * fits
-    heads = allocate.even_heads if prompt.heads is even_heads else prompt.device_heads
-    if heads is not None:
-        counts = heads(scores, view.pos, free, left, total)
+    if prompt.device_heads is not None:
+        counts = prompt.device_heads(scores, view.pos, free, left, total)
     else:
         host = prompt.heads(scores, view.pos, free, int(left))
         counts = torch.tensor(host, device=free.device)
     own = pinned & (view.pos >= lasting)
     counts = allocate.spread(counts, own.sum(1), free.sum(1), least)
-    if prompt.select is top:
-        return pinned | allocate.best(scores, view.pos, free, counts, total + len(free))
     if prompt.device_select is not None:
         return pinned | prompt.device_select(view, scores, free, counts, total + len(free))
     return pinned | prompt.select(view, scores, free, counts.tolist())

@@ -516,27 +516,28 @@ def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> Pro
     values = read_options(info.name, info.prompt_options, options or {})
     if not info.parts:
         return None
+    from minikv import allocate
     from minikv.policy import PromptPolicy, even_heads, even_layers, top
 
     made = {PARTS[part].axis: importlib.import_module(PARTS[part].module) for part in info.parts}
     evidence = made["scorer"].scorer(values)
     kept = evidence.sinks + evidence.window
-    select = made["select"].select(values, evidence) if "select" in made else top
+    chosen, weigh = made.get("select"), made.get("weigh")
+    select = chosen.select(values, evidence) if chosen else top
+    there = chosen.device_select(values, evidence) if chosen else allocate.top
     return PromptPolicy(
         info.name,
         evidence,
         made["heads"].heads(values, evidence) if "heads" in made else even_heads,
         made["layers"].layers(values, kept) if "layers" in made else even_layers,
-        made["weigh"].weigh(values, evidence, select) if "weigh" in made else select,
+        weigh.weigh(values, evidence, select) if weigh else select,
         # A head is rounded up by half a row at most.
         drift=int("heads" in made and values["rounding"] == "official"),
         prefer=made["prefer"].prefer(values) if "prefer" in made else None,
-        device_heads=made["heads"].device_heads(values) if "heads" in made else None,
-        device_select=(
-            made["select"].device_select(values, evidence)
-            if hasattr(made.get("select"), "device_select") and "weigh" not in made
-            else None
+        device_heads=(
+            made["heads"].device_heads(values, evidence) if "heads" in made else allocate.even_heads
         ),
+        device_select=weigh.device_weigh(values, evidence, there) if weigh else there,
     )
 
 

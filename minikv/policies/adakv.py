@@ -41,8 +41,9 @@ def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
 def normalized(scores: Tensor, free: Tensor, each: int) -> Tensor:
     """Weigh each head's scores [H, N] by the share of its mass that its best `each` rows hold."""
     live = scores.masked_fill(~free, 0.0)
-    best = live.topk(min(each, live.shape[1])).values.sum(1)
-    return scores * (best / live.sum(1).clamp(min=1e-30))[:, None]
+    held = live.topk(min(each, live.shape[1])).values.sum(1, dtype=torch.float64)
+    weight = held / live.sum(1, dtype=torch.float64).clamp(min=1e-30)
+    return scores * weight.to(scores.dtype)[:, None]
 
 
 def floor_heads(alpha: float, window: int = 0) -> Heads:
@@ -76,7 +77,7 @@ def adaptive_heads(alpha: float, rounding: str = "exact", normalize: bool = Fals
             floor = int(each * alpha)
             blend = torch.tensor(need, dtype=torch.float32) * (1 - alpha) + floor
             return [min(int(n), m) for n, m in zip(blend.round(), most, strict=True)]
-        a, even = Fraction(str(alpha)), Fraction(total, len(most))
+        a, even = allocate.exact(alpha), Fraction(total, len(most))
         return share([(1 - a) * n + a * even for n in need], most, total)
 
     return spread
@@ -101,10 +102,10 @@ def heads(options: Mapping[str, object], evidence: Evidence) -> Heads:
     return adaptive_heads(alpha, str(options["rounding"]), bool(options["normalize"]))
 
 
-def device_heads(options: Mapping[str, object]) -> DeviceHeads | None:
-    """`heads` where the scores are; None for what is only counted on the host."""
+def device_heads(options: Mapping[str, object], evidence: Evidence) -> DeviceHeads:
+    """`heads` where the scores are."""
     alpha = options["alpha"]
     assert isinstance(alpha, float)
-    if options["alloc"] == "floor" or options["normalize"]:
-        return None
-    return allocate.adaptive_heads(alpha, str(options["rounding"]))
+    if options["alloc"] == "floor":
+        return allocate.floor_heads(alpha, evidence.window)
+    return allocate.adaptive_heads(alpha, str(options["rounding"]), bool(options["normalize"]))

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from minikv.policy import Evidence, PromptView, Selector, best, ranked
+from minikv import allocate
+from minikv.policy import DeviceSelector, Evidence, PromptView, Selector, best, ranked
 
 _ROWS = 4096  # rows projected at once
 
@@ -35,10 +36,8 @@ def weigh(options: Mapping[str, object], evidence: Evidence, select: Selector) -
 
     The window's rows are kept anyway and count in that share.
     """
-    window = evidence.window
-    first, epsilon = options["by_score"], options["epsilon"]
+    window, first = evidence.window, options["by_score"]
     assert isinstance(first, float)
-    assert isinstance(epsilon, float)
 
     def choose(
         view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]
@@ -49,8 +48,36 @@ def weigh(options: Mapping[str, object], evidence: Evidence, select: Selector) -
             sure = min(count, max(0, int((count + window) * first) - window))
             by_score[h] = best(scores[h], view.pos[h], free[h], sure)
             left.append(count - sure)
-        worth = scores if evidence.weighs else ranked(scores, view.pos, free)
-        weighed = (worth + epsilon) * value_norms(view)
+        weighed = _weighed(options, evidence, view, scores, free)
         return by_score | select(view, weighed, free & ~by_score, left)
 
     return choose
+
+
+def device_weigh(
+    options: Mapping[str, object], evidence: Evidence, select: DeviceSelector
+) -> DeviceSelector:
+    """`weigh` where the scores are."""
+    window, first = evidence.window, options["by_score"]
+    assert isinstance(first, float)
+
+    def choose(
+        view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int
+    ) -> Tensor:
+        sure = ((counts + window).to(torch.float64) * first).to(torch.int64) - window
+        sure = torch.minimum(counts, sure.clamp(min=0))
+        by_score = allocate.best(scores, view.pos, free, sure, most)
+        weighed = _weighed(options, evidence, view, scores, free)
+        return by_score | select(view, weighed, free & ~by_score, counts - sure, most)
+
+    return choose
+
+
+def _weighed(
+    options: Mapping[str, object], evidence: Evidence, view: PromptView, scores: Tensor,
+    free: Tensor,
+) -> Tensor:  # fmt: skip
+    epsilon = options["epsilon"]
+    assert isinstance(epsilon, float)
+    worth = scores if evidence.weighs else ranked(scores, view.pos, free)
+    return (worth + epsilon) * value_norms(view)

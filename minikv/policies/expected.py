@@ -34,6 +34,7 @@ def scorer(options: Mapping[str, object]) -> Evidence:
         spread = turn @ spread @ turn.T
         size = mean.shape[-1]
         free = view.live & (view.pos >= sinks)
+        value = view.value() if norm else None
         scores = []
         for h, key in enumerate(view.key()):
             rows = key.float()
@@ -41,8 +42,8 @@ def scorer(options: Mapping[str, object]) -> Evidence:
             if covariance:
                 logits += ((rows @ spread[h]) * rows).sum(-1) / (2 * size)
             worth = logits.masked_fill(~free[h], -torch.inf).softmax(-1).mean(0)
-            if norm:
-                length = torch.linalg.vector_norm(view.value()[h].float(), dim=-1)
+            if value is not None:
+                length = torch.linalg.vector_norm(value[h].float(), dim=-1)
                 worth = (worth + epsilon) * length
             scores.append(worth)
         return torch.stack(scores)

@@ -63,7 +63,8 @@ class HashEvict(StepPolicy):
         """The layer's projection, on the device of `like` [..., D]."""
         made = self.matrices.get(layer)
         if made is None or made.device != like.device:
-            made = projection(self.seed, layer, like.shape[-1], self.bits).to(like.device)
+            made = projection(self.seed, layer, like.shape[-1], self.bits)
+            made = made.to(like.device, non_blocking=True)  # too small for the host to wait
             self.matrices[layer] = made
         return made
 

@@ -15,22 +15,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from minikv import allocate
 from minikv.errors import UsageError
 from minikv.noise import uniform
-from minikv.policy import Evidence, PromptView, Selector, best
+from minikv.policy import DeviceSelector, Evidence, PromptView, Selector, best
 
 
 def anchor(kind: str, marks: Tensor, seed: int, layer: int) -> Tensor:
     """bool [B]: what rows are compared with. marks [B, P]: for each bit, the better half."""
-    heads = torch.arange(len(marks), device=marks.device)
+    return _toward(kind, 2 * marks.sum(1) > marks.shape[1], seed, layer)
+
+
+def _toward(kind: str, major: Tensor, seed: int, layer: int) -> Tensor:
+    """`anchor` by what most rows have: major bool [B]."""
     if kind in ("mean", "inv_mean"):
-        major = marks.float().mean(1) > 0.5
         return major if kind == "mean" else ~major
+    bits = torch.arange(len(major), device=major.device)
     if kind == "alternate":
-        return heads % 2 == 1
+        return bits % 2 == 1
     if kind == "random":
-        return uniform(seed, layer, heads) > 0.5
-    return torch.full_like(heads, kind == "ones", dtype=torch.bool)
+        return uniform(seed, layer, bits) > 0.5
+    return torch.full_like(bits, kind == "ones", dtype=torch.bool)
 
 
 def ranks(rows: int, count: int, how: str) -> list[int]:
@@ -39,6 +44,15 @@ def ranks(rows: int, count: int, how: str) -> list[int]:
     if how == "step":
         return [i * (rows // count) for i in range(count)]
     return [round(i * (rows - 1) / (count - 1)) if count > 1 else 0 for i in range(count)]
+
+
+def device_ranks(rows: Tensor, count: Tensor, how: str, most: int) -> Tensor:
+    """`ranks` of every head, int64 [H, most], of which the first count[h] mean something."""
+    places = torch.arange(most, device=rows.device)
+    if how == "step":
+        return places * (rows // count.clamp(min=1))[:, None]
+    far = (places * (rows - 1)[:, None]).to(torch.float64)
+    return (far / (count - 1).clamp(min=1)[:, None]).round().to(torch.int64)
 
 
 def worths(view: PromptView, scores: Tensor, evidence: Evidence, bits: str) -> list[Tensor]:
@@ -96,3 +110,58 @@ def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
         return chosen
 
     return choose
+
+
+def device_select(options: Mapping[str, object], evidence: Evidence) -> DeviceSelector:
+    """`select` where the scores are."""
+    ratio, how = options["ratio"], str(options["ranks"])
+    assert isinstance(ratio, float)
+
+    def choose(
+        view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int
+    ) -> Tensor:
+        extra = (counts.to(torch.float64) * ratio).round().to(torch.int64)
+        chosen = allocate.best(scores, view.pos, free, counts - extra, most)
+        rest = free & ~chosen
+        left = rest.sum(1)
+        distance = _distances(options, evidence, view, scores, free)
+        key = (distance << 40) | view.pos.clamp(min=0)
+        order = key.masked_fill(~rest, torch.iinfo(torch.int64).max).argsort(dim=1)
+        wide = min(free.shape[1], round(ratio * most))
+        rank = device_ranks(left, extra, how, wide)
+        valid = (torch.arange(wide, device=free.device) < extra[:, None]) & (left > extra)[:, None]
+        row = order.gather(1, rank.clamp(0, free.shape[1] - 1)).masked_fill(~valid, free.shape[1])
+        taken = torch.zeros((len(free), free.shape[1] + 1), dtype=torch.bool, device=free.device)
+        taken.scatter_(1, row, True)
+        return chosen | taken[:, :-1] | (rest & (left <= extra)[:, None])
+
+    return choose
+
+
+def _distances(
+    options: Mapping[str, object], evidence: Evidence, view: PromptView, scores: Tensor,
+    free: Tensor,
+) -> Tensor:  # fmt: skip
+    """int64 [H, N]: the Hamming distance of every free row's bits to the anchor.
+
+    A bit is set on half of a head's free rows, which is all that the majority asks. Bits belong to
+    positions, and a row of another head at the same one brings its own.
+    """
+    seed = options["seed"]
+    assert isinstance(seed, int)
+    heads, half = len(free), free.sum(1) // 2
+    marks = torch.stack([
+        allocate.best(worth, view.pos, free, half, free.shape[1] // 2)
+        for worth in worths(view, scores, evidence, str(options["bits"]))
+    ], 1)  # fmt: skip
+    place = (view.pos + 1).masked_fill(~free, 0)
+    there = torch.zeros(view.position + 1, dtype=torch.bool, device=free.device)
+    there.scatter_(0, place.flatten(), True)
+    rows = there[1:].sum()
+    major = (2 * half > rows)[:, None].expand(heads, marks.shape[1]).flatten()
+    goal = _toward(str(options["anchor"]), major, seed, view.layer).view(heads, -1)
+    # From the distance of a row without bits, each bit that it has is a step.
+    step = torch.where(marks, 1 - 2 * goal[..., None].to(torch.int64), 0).sum(1)
+    steps = torch.zeros(len(there), dtype=torch.int64, device=free.device)
+    steps.scatter_add_(0, place.flatten(), step.flatten())
+    return goal.sum() + steps[place]

@@ -40,16 +40,19 @@ class ScissorHands(StepPolicy):
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert view.below is not None
-        columns = {name: column.clone() for name, column in old.items()}
-        below = view.below()
         begin, end = view.turns[-1]
         told = min(self.history, end - begin)
         able = (end - view.pos.clamp(min=end - told)).clamp(0, told)
-        for i in reversed(range(told)):
-            there = able > i
-            shifted = {name: column.clone() for name, column in columns.items()}
-            self._shift(shifted, (below >> i) & 1 == 1)
-            columns = {n: torch.where(there, shifted[n], columns[n]) for n in columns}
+        # As many steps as there were queries that could see the row, at once.
+        columns: dict[str, Tensor] = {}
+        carry = view.below() & ((1 << able) - 1)
+        words = len(old) - 1
+        for i in range(words):
+            word = old[f"below{i}"]
+            bits = min(_BITS, self.queries - i * _BITS)
+            columns[f"below{i}"] = ((word << able) | carry) & ((1 << bits) - 1)
+            carry = word >> (_BITS - able)
+        columns["queries"] = (old["queries"] + able).clamp(max=float(self.queries))
         return columns
 
     def step(

@@ -37,6 +37,20 @@ def layer_mean(values: Tensor, pos: Tensor, layer: Tensor) -> Tensor:
     return (sums / counts)[index].view(values.shape).to(values.dtype)
 
 
+def heads_mean(values: Tensor, pos: Tensor, end: int) -> Tensor:
+    """`layer_mean` of the heads of one layer whose positions are below `end`, asking for nothing.
+
+    Nothing sensible where pos is -1.
+    """
+    place = pos + 1
+    sums = torch.zeros(end + 1, dtype=torch.float64, device=values.device)
+    counts = torch.zeros_like(sums)
+    for at, row in zip(place, values.to(torch.float64), strict=True):  # in the same order anywhere
+        sums.scatter_add_(0, at, row)
+        counts.scatter_add_(0, at, torch.ones_like(row))
+    return (sums[place] / counts[place]).to(values.dtype)
+
+
 def scorer(options: Mapping[str, object]) -> Evidence:
     """What the last query of the prompt gives each row."""
     alone, newest = bool(options["per_head"]), int(bool(options["protect_newest"]))
@@ -46,7 +60,7 @@ def scorer(options: Mapping[str, object]) -> Evidence:
         mean = view.mass.mean(1)
         if alone:
             return mean
-        return layer_mean(mean, view.pos, torch.zeros_like(view.pos[:, 0]))
+        return heads_mean(mean, view.pos, view.position)
 
     return Evidence(score, last_rows(newest), observe=1, asks=True, window=newest)
 
