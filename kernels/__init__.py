@@ -32,6 +32,7 @@ from minikv.kernels.reference import (
     tova_step,
     visible_attention,
 )
+from minikv.kernels.window import window_attention
 
 __all__ = [
     "Part",
@@ -59,4 +60,5 @@ __all__ = [
     "total",
     "tova_step",
     "visible_attention",
+    "window_attention",
 ]

@@ -260,10 +260,8 @@ class Reading:
             own = self._key[:, lo:hi], self._value[:, lo:hi]
             parts.append(kernels.rows_attention(query, *own, causal=True))
         else:
-            begin = max(0, lo - window + 1)
-            pos = torch.arange(base + begin, base + hi, device=q.device)[None]
-            seen = self._key[:, begin:hi], self._value[:, begin:hi]
-            parts.append(kernels.visible_attention(query, *seen, at, pos, window))
+            new = self._key[:, :hi], self._value[:, :hi]
+            parts.append(kernels.window_attention(query, *new, window))
         if self._all:
             self._add_sums(query, kernels.total(parts), at, hi, window)
         return kernels.merge(parts).permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
