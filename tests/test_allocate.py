@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minikv import allocate, policy
-from minikv.policies import adakv
+from minikv import allocate, policies, policy
+from minikv.policies import adakv, kvcrush, tova
+from minikv.policy import PromptView
 
 few = st.integers(0, 9)
 
@@ -84,7 +85,7 @@ def test_best(case: tuple[Tensor, Tensor, Tensor, int], counts: list[int]) -> No
 
 
 @settings(deadline=None, max_examples=80)
-@given(rows(), st.sampled_from([0.0, 0.2, 0.25, 0.333, 1.0]), st.integers(0, 9))
+@given(rows(), st.sampled_from([0.0, 0.2, 0.25, 0.333, 1 / 3, 0.123456789, 1.0]), st.integers(0, 9))
 def test_heads(case: tuple[Tensor, Tensor, Tensor, int], alpha: float, slack: int) -> None:
     scores, pos, free, total = case
     want = adakv.wanted(scores, pos, free, total)
@@ -93,14 +94,131 @@ def test_heads(case: tuple[Tensor, Tensor, Tensor, int], alpha: float, slack: in
     for rounding in ("exact", "official"):
         host = adakv.adaptive_heads(alpha, rounding)(scores, pos, free, total)
         device = allocate.adaptive_heads(alpha, rounding)
-        assert device is not None
         assert device(scores, pos, free, *some).tolist() == host
     even = allocate.even_heads(scores, pos, free, *some)
     assert even.tolist() == policy.even_heads(scores, pos, free, total)
 
 
-def test_an_alpha_of_many_digits_is_counted_on_the_host() -> None:
-    assert allocate.adaptive_heads(0.123456789) is None
+@settings(deadline=None, max_examples=80)
+@given(rows(), st.sampled_from([0.0, 0.2, 0.25, 0.333, 1.0]), st.integers(0, 9), st.integers(0, 4))
+def test_heads_with_other_rules(
+    case: tuple[Tensor, Tensor, Tensor, int], alpha: float, slack: int, window: int
+) -> None:
+    scores, pos, free, total = case
+    some = torch.tensor(total), total + slack
+    host = adakv.floor_heads(alpha, window)(scores, pos, free, total)
+    assert allocate.floor_heads(alpha, window)(scores, pos, free, *some).tolist() == host
+    scores = scores.abs() * torch.tensor([1.0, 1e4, 1.0, 0.5, 7.0])[: len(scores), None]
+    each = torch.tensor(total // len(scores))
+    weighed = adakv.normalized(scores, free, int(each))
+    assert torch.equal(allocate.normalized(scores, free, each, int(each) + slack), weighed)
+    for rounding in ("exact", "official"):
+        host = adakv.adaptive_heads(alpha, rounding, normalize=True)(scores, pos, free, total)
+        device = allocate.adaptive_heads(alpha, rounding, normalize=True)
+        assert device(scores, pos, free, *some).tolist() == host
+
+
+@pytest.mark.parametrize(
+    ("alpha", "found"),
+    [(0.2, Fraction(1, 5)), (1 / 3, Fraction(1, 3)), (1.0, Fraction(1)), (0.0, Fraction(0)),
+     (0.1234567, Fraction(1234567, 10**7))],
+)  # fmt: skip
+def test_the_fraction_of_a_decimal(alpha: float, found: Fraction) -> None:
+    assert allocate.exact(alpha) == found
+
+
+def test_a_fraction_has_room_in_64_bits() -> None:
+    found = allocate.exact(0.12345678912345)
+    assert found.denominator <= 10**7
+    assert abs(found - Fraction("0.12345678912345")) < Fraction(1, 10**7)
+
+
+# -- who of a head's rows stays -------------------------------------------------------------------
+
+END = 24  # the tokens that were read
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[PromptView, Tensor, list[int]]:
+    """A layer whose heads hold different rows in any order, with many equal values and places
+    without a row; rows that are free; and counts, some beyond what is free."""
+    heads, group, rows = draw(st.integers(1, 4)), 2, draw(st.integers(1, 14))
+    seed = draw(st.integers(0, 1 << 30))
+    random = torch.Generator().manual_seed(seed)
+
+    def some(*size: int) -> Tensor:
+        return torch.randint(0, draw(levels), size, generator=random) / 8
+
+    levels = st.sampled_from([1, 3, 40])
+    pos = torch.stack([torch.randperm(END, generator=random)[:rows] for _ in range(heads)])
+    pos = pos.masked_fill(some(heads, rows) == 0, -1) if draw(st.booleans()) else pos
+    free = (pos >= 0) & (torch.rand((heads, rows), generator=random) < draw(st.sampled_from(
+        [0.0, 0.4, 0.8, 1.0]
+    )))  # fmt: skip
+    free[0] &= draw(st.booleans())  # a head with nothing free
+    counts = draw(st.lists(st.integers(0, rows + 1), min_size=heads, max_size=heads))
+    key, value, matrix = some(heads, rows, 4), some(heads, rows, 4), some(heads, group, 4, 3)
+    view = PromptView(
+        draw(st.integers(0, 5)), END, pos, 1, some(heads, group, rows), some(heads, rows),
+        lambda: key, lambda: value, output=lambda: matrix,
+    )  # fmt: skip
+    return view, free, counts
+
+
+RATIOS = st.sampled_from([0.0, 0.25, 0.5, 0.35, 0.123456789, 1.0])
+SETTINGS = st.fixed_dictionaries({
+    "ratio": RATIOS, "by_score": RATIOS, "random": RATIOS, "seed": st.integers(0, 3),
+    "anchor": st.sampled_from(["mean", "inv_mean", "alternate", "random", "zeros", "ones"]),
+    "ranks": st.sampled_from(["ends", "step"]), "bits": st.sampled_from(["kv", "query"]),
+    "draw": st.sampled_from(["score", "softmax"]),
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tova", "nacl", "kvcrush(tova)", "kvcrush(l2)", "tova+critical", "l2+critical",
+     "nacl+critical", "kvcrush(tova)+critical", "l2+ada+nacl+critical"],
+)  # fmt: skip
+@settings(deadline=None, max_examples=60)
+@given(views(), SETTINGS, st.integers(0, 3))
+def test_who_stays(
+    name: str, case: tuple[PromptView, Tensor, list[int]], setting: dict[str, object], slack: int
+) -> None:
+    view, free, counts = case
+    takes = {option.name for option in policies.find(name).prompt_options}
+    options = {key: value for key, value in setting.items() if key in takes}
+    if name.endswith("(l2)"):
+        options["bits"] = "kv"
+    made = policies.prompt_policy(name, options)
+    assert made is not None
+    assert made.device_select is not None
+    scores = made.evidence.scorer(view)
+    host = made.select(view, scores, free, counts)
+    most = max(counts) + slack
+    got = made.device_select(view, scores, free, torch.tensor(counts), most)
+    assert torch.equal(got, host)
+    assert got.sum(1).tolist() == torch.minimum(torch.tensor(counts), free.sum(1)).tolist()
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5),
+       st.sampled_from(["ends", "step"]))  # fmt: skip
+def test_which_stand_for_all(pairs: list[tuple[int, int]], how: str) -> None:
+    pairs = [(max(pair), min(pair)) for pair in pairs]
+    rows, count = (torch.tensor(x) for x in zip(*pairs, strict=True))
+    got = kvcrush.device_ranks(rows, count, how, 41)
+    for line, (n, m) in zip(got.tolist(), pairs, strict=True):
+        assert line[:m] == kvcrush.ranks(n, m, how)
+
+
+@settings(deadline=None, max_examples=60)
+@given(views())
+def test_a_mean_over_heads(case: tuple[PromptView, Tensor, list[int]]) -> None:
+    view = case[0]
+    values = torch.rand(view.pos.shape, generator=torch.Generator().manual_seed(view.layer)) / 7
+    want = tova.layer_mean(values, view.pos, torch.zeros(len(values), dtype=torch.int64))
+    got = tova.heads_mean(values, view.pos, END)
+    assert torch.equal(got[view.live], want[view.live])
 
 
 @pytest.mark.parametrize("heads", [8, 32])

@@ -20,6 +20,9 @@ CASES = [
     ("adakv", "none", 44, {"rounding": "official"}), ("snapkv", "h2o", 40, {}),
     ("nacl", "tova", 72, {}), ("h2o", "none", 40, {}), ("streaming", "roco", 40, {}),
     ("adakv+pyramid+turns", "none", 48, {}), ("expected", "none", 40, {}),
+    ("adakv", "hashevict", 48, {"alloc": "floor"}), ("adakv", "none", 44, {"normalize": True}),
+    ("kvcrush", "scissorhands", 56, {"bits": "query"}), ("snapkv+critical", "l2", 48, {}),
+    ("kvcrush(tova+ada)+critical+turns", "none", 40, {"alpha": 1 / 3}),
 ]  # fmt: skip
 
 

@@ -124,7 +124,8 @@ def others(option: Option) -> list[Value]:
 
 def case(name: str, options: Mapping[str, object]) -> Any:
     """A policy under the test's eyes; one that is listed must be seen to wait."""
-    parts = () if name in policies.step_names() else policies.find(name).parts
+    info = POLICIES.get(name)
+    parts = policies.find(name).parts if info is None or info.prompt else ()
     why = [WAITS[one] for one in (name, *parts) if one in WAITS]
     marks = [pytest.mark.xfail(reason=why[0], strict=True)] if why else []
     label = "-".join((name, *(f"{k}={v}" for k, v in options.items())))
