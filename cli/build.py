@@ -125,8 +125,9 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
         kv=torch.int8 if settings.kv == "int8" else None, output=output,
         rotary=network.rotary.inverse, kernels=settings.kernels,
     )  # fmt: skip
-    if kv.ops.name == "triton":
+    if kv.ops.name != "torch":
         network.ops = kv.ops
+    if kv.ops.name == "triton":
         warm(kv, network)
         if kv.ops.name != "triton":
             network.ops = None

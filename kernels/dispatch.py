@@ -1,4 +1,5 @@
-"""Who computes: the torch twins, or the Triton kernels where the device takes them.
+"""Who computes: the Triton kernels on a CUDA device, the C kernels on a CPU, the torch twins where
+those cannot.
 
 Chosen once, for a device and a head size, and handed on; nothing here is remembered.
 """
@@ -45,13 +46,15 @@ def choose(
     device: torch.device, name: str, head_dim: int, dtype: torch.dtype
 ) -> tuple[Kernels, str | None]:
     """The kernels for heads of `head_dim` numbers of `dtype`, and a line that says why they are
-    not Triton's where those were to be expected.
+    not those of the device where these were to be expected.
 
-    name: "auto" and "triton" take Triton's wherever they can run, "torch" never. Without CUDA,
-    "auto" says nothing.
+    name: "auto" takes the device's wherever they can run, "triton" expects Triton's, "torch" takes
+    the twins. The first time on a machine this compiles the C kernels, which takes seconds.
     """
-    if name == "torch" or (name == "auto" and device.type != "cuda"):
+    if name == "torch":
         return Kernels(), None
+    if name == "auto" and device.type == "cpu":
+        return _native(head_dim, dtype)
     reason = unfit(device, head_dim, dtype)
     if reason is not None:
         return Kernels(), f"the Triton kernels are not used: {reason}"
@@ -59,6 +62,20 @@ def choose(
     found = import_module("minikv.kernels.on_gpu").Triton()
     assert isinstance(found, Kernels)
     return found, None
+
+
+def _native(head_dim: int, dtype: torch.dtype) -> tuple[Kernels, str | None]:
+    build, step = (import_module(f"minikv.kernels.native.{name}") for name in ("build", "step"))
+    why = step.unfit(dtype, head_dim)
+    if not why:
+        found, why = build.library()
+        if found is not None:
+            made = import_module("minikv.kernels.on_cpu").Native()
+            assert isinstance(made, Kernels)
+            return made, None
+        if build.switched_off():
+            return Kernels(), None
+    return Kernels(), f"the C kernels are not used, and steps are slower: {why}"
 
 
 def unfit(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:

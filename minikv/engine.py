@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minikv.attend import Attend
 from minikv.errors import ContextError, NumericsError
-from minikv.graph import Capture, CudaGraphs, Writer
+from minikv.graph import Capture, CudaGraphs, Eager, Writer
 from minikv.kernels.dispatch import Kernels
 from minikv.sampling import Sampling, pick
 from minikv.scheduler import Scheduler
@@ -37,14 +37,19 @@ class Engine:
         capture: Capture | Literal["auto"] | None = "auto",
         ops: Kernels | None = None,
     ) -> None:
-        """`capture` is how `next` runs steps without waiting for the device; None: one after the
-        other, as `step`. By default CUDA graphs on CUDA, None elsewhere. `ops`: what they are made
-        of, by default what the cache is."""
+        """`capture` is how `next` runs steps that decide everything where the rows are; None: as
+        `step` does. By default CUDA graphs on CUDA, `Eager` where the kernels are in C, None
+        elsewhere. `ops`: what they are made of, by default what the cache is."""
         self.network, self.kv = network, kv
         self.notices: list[str] = [kv.notice] if kv.notice else []
         self._writer: Writer | None = None
+        self._waits = False  # a step is over when it was launched: nothing is gained by being early
         if capture == "auto":
-            capture = CudaGraphs(kv.device) if kv.device.type == "cuda" else None
+            capture = None
+            if kv.device.type == "cuda":
+                capture = CudaGraphs(kv.device)
+            elif kv.ops.name == "native":
+                capture, self._waits = Eager(), True
         if capture is not None:
             self._writer = Writer(network, kv, capture, ops or kv.ops)
 
@@ -114,11 +119,13 @@ class Engine:
         if self._writer is not None and self._writer.takes():
             before = self.kv.position
             try:
-                return self._writer.feed(token, vocab, sampling, seed, ahead=ahead)
+                return self._writer.feed(
+                    token, vocab, sampling, seed, ahead=ahead and not self._waits
+                )
             except NumericsError:
                 raise
             except Exception as error:
-                if self.kv.position != before:
+                if self._waits or self.kv.position != before:
                     raise
                 self._writer.settle()
                 self._writer = None

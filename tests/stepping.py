@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from small import VOCAB, ids, network, shape
+from tape import Tape
 
 from minikv import policies
 from minikv.budget import Budget
@@ -30,6 +31,7 @@ def engine(
         None if budget is None else Budget.parse(budget), dtype=net.dtype, kv=kv, poison=True,
         output=lambda i: net.layers[i].out.dense().T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
         rotary=net.rotary.inverse,
+        kernels="torch" if isinstance(capture, Tape) else "auto",  # a tape hears torch alone
     )  # fmt: skip
     return Engine(net, cache, capture)
 

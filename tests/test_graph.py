@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small import VOCAB, ids, network
+from small import VOCAB, ids, network, shape
 from stepping import GREEDY, STEPS, Pair, engine, pair
 from tape import Tape
 
@@ -262,9 +262,31 @@ def test_what_the_steps_work_with_is_counted() -> None:
     assert run.there.kv.stats().allocated_bytes == before + scratch
 
 
-def test_on_a_cpu_steps_are_the_hosts() -> None:
-    made = engine(network(layers=2), None)
-    assert type(made)(made.network, made.kv)._writer is None
+def test_on_a_cpu_nothing_is_early() -> None:
+    """With C kernels a step decides by itself, too; with the torch twins it is the host's."""
+    net = network(layers=2)
+    c = Scheduler(shape(net), None, None, None, kernels="torch")
+    assert Engine(net, c)._writer is None
+    there = engine(net, None)
+    if there.kv.ops.name != "native":
+        pytest.skip("no C compiler")
+    made = Engine(net, there.kv)
+    made.prompt(ids(20))
+    token = made.next(5, VOCAB, GREEDY, 0)
+    assert made._writer is not None
+    assert made._writer._early is None
+    assert made.kv.position == 21
+    made.next(token, VOCAB, GREEDY, 0)
+    made.network = made._writer._network = Failing()  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="no memory"):
+        made.next(1, VOCAB, GREEDY, 0)
+    assert made.kv.position == 22
+    assert made.notices == []
+
+
+class Failing:
+    def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+        raise RuntimeError("no memory")
 
 
 # -- on a GPU -------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ OFF = "MINIKV_NATIVE"
 @cache
 def library() -> tuple[ctypes.CDLL | None, str]:
     """(the library, "") or (None, why there is none). Compiles it when it is first needed."""
-    if os.environ.get(OFF) == "0":
+    if switched_off():
         return None, f"{OFF} is 0"
     compiler = find()
     if compiler is None:
@@ -52,6 +52,11 @@ def library() -> tuple[ctypes.CDLL | None, str]:
             return ctypes.CDLL(str(path or found)), ""
     except OSError as error:
         return None, f"the compiled kernels cannot be kept or loaded: {error.strerror or error}"
+
+
+def switched_off() -> bool:
+    """Nobody wants the library: see `OFF`."""
+    return os.environ.get(OFF) == "0"
 
 
 def find() -> str | None:

@@ -41,6 +41,8 @@ static inline float sum16(v16 x) {
     return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
 }
 
+static inline long item(int kind) { return kind == CODES ? 1 : kind == BF16 ? 2 : 4; }
+
 static inline void store(void *row, int kind, long i, float x) {
     if (kind == BF16)
         ((bf16 *)row)[i] = to_bf16(x);
@@ -49,81 +51,104 @@ static inline void store(void *row, int kind, long i, float x) {
 }
 
 static inline float number(const void *row, int kind, long i) {
+    if (kind == CODES)
+        return ((const int8_t *)row)[i];
     return kind == BF16 ? from_bf16(((const bf16 *)row)[i]) : ((const float *)row)[i];
 }
 
-/* One head: G queries over n rows. With W (vectors of a row) and the kinds known, loops unroll. */
-static inline __attribute__((always_inline)) void head_attention(
-    const int W, const int kind, const int stored, int G, long n, const void *q, const char *k,
-    const char *v, const int32_t *pos, int64_t oldest, const float *k_scale, const float *v_scale,
-    float *logits, long pitch, float *lse, void *out, float *p) {
-    const int D = 16 * W;
-    const long wide = (long)D * (stored == CODES ? 1 : stored == BF16 ? 2 : 4);
+/* The logits of one query over n rows; the largest. With W (vectors of a row) and the kinds known,
+   loops unroll. */
+static inline __attribute__((always_inline)) float scores(
+    const int W, const int kind, const int stored, int D, long n, const char *q, const char *k,
+    const int32_t *pos, int64_t oldest, const float *k_scale, float *into) {
+    const long wide = (long)D * item(stored);
     const float scale = 1.0f / sqrtf((float)D);
-    for (int g = 0; g < G; g++) {
-        float *into = logits ? logits + g * pitch : p;
-        v16 query[WIDEST];
-        for (int i = 0; i < W; i++)
-            query[i] = load((const char *)q + (long)g * D * (kind == BF16 ? 2 : 4), kind, i) * scale;
-        float most = -INFINITY;
-        for (long j = 0; j < n; j++) {
+    v16 query[WIDEST];
+    float most = -INFINITY;
+    for (int i = 0; i < W; i++)
+        query[i] = load(q, kind, i) * scale;
+    for (long j = 0; j < n; j++) {
+        float x = 0.0f;
+        if (W) {
             v16 sum = query[0] * load(k + j * wide, stored, 0);
             for (int i = 1; i < W; i++)
                 sum += query[i] * load(k + j * wide, stored, i);
-            float x = sum16(sum);
-            if (stored == CODES)
-                x *= k_scale[j];
-            if (pos && pos[j] < oldest)
-                x = -INFINITY;
-            into[j] = x;
-            most = x > most ? x : most;
+            x = sum16(sum);
         }
-        float total = 0.0f;
+        for (int d = 16 * W; d < D; d++)
+            x += number(q, kind, d) * scale * number(k + j * wide, stored, d);
+        if (stored == CODES)
+            x *= k_scale[j];
+        if (pos && pos[j] < oldest)
+            x = -INFINITY;
+        into[j] = x;
+        most = x > most ? x : most;
+    }
+    return most;
+}
+
+/* out = share * sum over rows of p times their values. */
+static inline __attribute__((always_inline)) void mix(
+    const int W, const int kind, const int stored, int D, long n, const char *v, const float *v_scale,
+    const float *p, float share, char *out) {
+    const long wide = (long)D * item(stored);
+    v16 mixed[WIDEST + 1];
+    float *row = (float *)mixed;
+    memset(mixed, 0, sizeof mixed);
+    for (long j = 0; j < n; j++) {
+        const float weight = stored == CODES ? p[j] * v_scale[j] : p[j];
+        for (int i = 0; i < W; i++)
+            mixed[i] += load(v + j * wide, stored, i) * weight;
+        for (int d = 16 * W; d < D; d++)
+            row[d] += number(v + j * wide, stored, d) * weight;
+    }
+    for (int d = 0; d < D; d++)
+        store(out, kind, d, row[d] * share);
+}
+
+/* One head: G queries over n rows. */
+static inline __attribute__((always_inline)) void head_attention(
+    const int W, const int kind, const int stored, int D, int G, long n, const char *q, const char *k,
+    const char *v, const int32_t *pos, int64_t oldest, const float *k_scale, const float *v_scale,
+    float *logits, long pitch, float *lse, char *out, float *p) {
+    const long each = (long)D * item(kind);
+    for (int g = 0; g < G; g++) {
+        float *into = logits ? logits + g * pitch : p;
+        float most =
+            scores(W, kind, stored, D, n, q + g * each, k, pos, oldest, k_scale, into);
         const float top = most == -INFINITY ? 0.0f : most;
+        float total = 0.0f;
 #pragma omp simd reduction(+ : total)
         for (long j = 0; j < n; j++) {
             float e = exp_negative(into[j] - top);
             total += e;
             p[j] = e;
         }
-        lse[g] = total > 0.0f ? top + logf(total) : -INFINITY;
-        if (most != most || total != total)
-            lse[g] = NAN;
-        const float share = total > 0.0f ? 1.0f / total : 0.0f;
-        v16 mixed[WIDEST];
-        for (int i = 0; i < W; i++)
-            mixed[i] = (v16){0};
-        for (long j = 0; j < n; j++) {
-            const float weight = stored == CODES ? p[j] * v_scale[j] : p[j];
-            for (int i = 0; i < W; i++)
-                mixed[i] += load(v + j * wide, stored, i) * weight;
-        }
-        float row[16 * WIDEST];
-        memcpy(row, mixed, sizeof(float) * D);
-        for (int d = 0; d < D; d++)
-            store(out, kind, (long)g * D + d, row[d] * (total != total ? NAN : share));
+        /* NaN among the logits makes the total NaN, and that the answer. */
+        lse[g] = total == 0.0f ? -INFINITY : top + logf(total);
+        mix(W, kind, stored, D, n, v, v_scale, p, total == 0.0f ? 0.0f : 1.0f / total, out + g * each);
     }
 }
 
-#define OF(w, a, b)                                                                              \
-    if (W == w && kind == a && stored == b) {                                                    \
-        head_attention(w, a, b, G, n, q, k, v, pos, oldest, k_scale, v_scale, logits, pitch, lse, \
-                       out, p);                                                                  \
-        return;                                                                                  \
+#define OF(w, a, b)                                                                             \
+    if (D == 16 * w && kind == a && stored == b) {                                              \
+        head_attention(w, a, b, 16 * w, G, n, q, k, v, pos, oldest, k_scale, v_scale, logits,   \
+                       pitch, lse, out, p);                                                     \
+        return;                                                                                 \
     }
 
 static void any_head(
-    int W, int kind, int stored, int G, long n, const void *q, const char *k, const char *v,
+    int D, int kind, int stored, int G, long n, const char *q, const char *k, const char *v,
     const int32_t *pos, int64_t oldest, const float *k_scale, const float *v_scale, float *logits,
-    long pitch, float *lse, void *out, float *p) {
+    long pitch, float *lse, char *out, float *p) {
     OF(4, BF16, BF16)
     OF(8, BF16, BF16)
     OF(4, F32, F32)
     OF(8, F32, F32)
     OF(4, BF16, CODES)
     OF(8, BF16, CODES)
-    head_attention(W, kind, stored, G, n, q, k, v, pos, oldest, k_scale, v_scale, logits, pitch, lse,
-                   out, p);
+    head_attention(D / 16, kind, stored, D, G, n, q, k, v, pos, oldest, k_scale, v_scale, logits,
+                   pitch, lse, out, p);
 }
 
 /* 0, or 1 if there is no memory. kind: of q and out; stored: of k and v (CODES: int8). */
@@ -131,8 +156,8 @@ int minikv_ragged_attention(
     int kind, int stored, int H, int G, int D, const void *q, const void *k, const void *v,
     const int64_t *start, const int64_t *length, const int32_t *pos, const int64_t *oldest,
     const float *k_scale, const float *v_scale, float *logits, int64_t pitch, float *lse, void *out) {
-    const long wide = (long)D * (stored == CODES ? 1 : stored == BF16 ? 2 : 4);
-    const long each = (long)G * D * (kind == BF16 ? 2 : 4);
+    const long wide = (long)D * item(stored);
+    const long each = (long)G * D * item(kind);
     long most = 0, all = 0;
     for (int h = 0; h < H; h++) {
         most = length[h] > most ? length[h] : most;
@@ -148,7 +173,7 @@ int minikv_ragged_attention(
             continue;
         }
         const int64_t at = start[h];
-        any_head(D / 16, kind, stored, G, length[h], (const char *)q + h * each,
+        any_head(D, kind, stored, G, length[h], (const char *)q + h * each,
                  (const char *)k + at * wide, (const char *)v + at * wide, pos ? pos + at : NULL,
                  pos ? *oldest : 0, k_scale ? k_scale + at : NULL, v_scale ? v_scale + at : NULL,
                  logits ? logits + (int64_t)h * G * pitch : NULL, pitch, lse + (long)h * G,

@@ -1,6 +1,6 @@
 """The token's way between the products, in C: `step.c` behind the signatures of the torch twins.
 
-What the C does not take (other dtypes, heads that are no multiple of 16) goes to the twin.
+What the C does not take (other dtypes, heads of more than 256) goes to the twin.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ def _bound() -> ctypes.CDLL:
     return found
 
 
-def takes(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the C attends to such heads."""
-    return dtype in _KINDS and head_dim % 16 == 0 and head_dim <= _WIDEST
+def unfit(dtype: torch.dtype, head_dim: int) -> str:
+    """Why the C does not attend to such heads, or ""."""
+    if dtype not in _KINDS:
+        return f"they take no {str(dtype).removeprefix('torch.')}"
+    return f"they take heads of at most {_WIDEST}, not {head_dim}" if head_dim > _WIDEST else ""
 
 
 def ragged_attention(
@@ -53,7 +55,7 @@ def ragged_attention(
     heads, group, size = q.shape
     stored = _CODES if k_scale is not None else _KINDS.get(k.dtype, -1)
     kind = _KINDS.get(q.dtype, -1)
-    fits = kind >= 0 and stored in (kind, _CODES) and takes(q.dtype, size)
+    fits = kind >= 0 and stored in (kind, _CODES) and size <= _WIDEST
     if not (fits and q.is_contiguous() and (logits is None or logits.is_contiguous())):
         return reference.ragged_attention(
             q, k, v, start, length, width=width, pos=pos, oldest=oldest, logits=logits, lse=lse,
