@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from typer.testing import CliRunner
 from minikv.choice import Choice
 from minikv.cli.bench import (
     command,
+    ending,
     everything,
     floors,
     kernels,
@@ -26,12 +31,14 @@ from minikv.cli.bench import (
     on_cpu,
     on_gpu,
     peer,
+    rows,
     run,
     shapes,
     show,
     worker,
 )
 from minikv.cli.bench.asked import Asked
+from minikv.cli.bench.deadline import Deadline, Guesses, Late
 from minikv.cli.main import _resume_alone, app
 from minikv.engine import Engine
 from minikv.errors import ContextError, MemoryShortError, UsageError
@@ -130,9 +137,9 @@ def test_step_bytes_leave_the_input_embedding_out_unless_it_is_the_head() -> Non
 
 
 def test_a_rows_figures() -> None:
-    row = run.Row("prefill", "m", "minikv", 100, (2.0, 4.0, 3.0), floor=1.5)
+    row = rows.Row("prefill", "m", "minikv", 100, (2.0, 4.0, 3.0), floor=1.5)
     assert (row.seconds, row.rate, row.share) == (3.0, 100 / 3, 0.5)
-    step = run.Row("decode", "m", "minikv", 100, (0.5,))
+    step = rows.Row("decode", "m", "minikv", 100, (0.5,))
     assert (step.rate, step.share) == (2.0, None)
 
 
@@ -343,7 +350,7 @@ def test_prefill_writes_a_file_and_a_table(tmp_path: Path) -> None:
 
 
 def test_the_widest_row_has_eighty_columns() -> None:
-    row = run.Row(
+    row = rows.Row(
         "prefill", "llama-3-8b", "minikv", 131_072, (99.9,), "adakv", "scissorhands", "1024",
         weights="auto", floor=4.0, evict=-0.012, vs_full=12.34, vs_peer=12.34,
         kv={"held": 1023 << 20}, peak=1023 << 20,
@@ -435,6 +442,8 @@ def test_transformers_computes_with_the_same_weights() -> None:
         (("kernels", "--shape", "none"), "unknown shape"),
         (("kernels", "--length", "1"), "at least 64"),
         (("all", "--repeat", "0"), "--repeat must be 1 to"),
+        (("all", "--minutes", "0"), "--minutes must be more than 0"),
+        (("all", "--minutes", "nan"), "--minutes must be more than 0"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags: tuple[str, ...], says: str) -> None:
@@ -504,9 +513,22 @@ def test_a_worker_measures_minikv_as_well_and_says_what_went_wrong() -> None:
 # -- kernels --------------------------------------------------------------------------------
 
 
-def test_kernels_without_cuda_say_so() -> None:
+def test_kernels_in_c_are_measured_on_a_cpu() -> None:
+    found, reason = kernels.dispatch.choose(CPU, "auto", 16, torch.bfloat16)
+    if found.name != "native":
+        pytest.skip(reason or "no kernels in C here")
+    out = bench("kernels", "--device", "cpu", "--shape", "tiny", "--length", "64", "--repeat", "1",
+                "--json", "-")  # fmt: skip
+    assert out.exit_code == 0, out.stderr
+    timings = json.loads(out.stdout)["kernels"]
+    assert {row["kernels"] for row in timings} == {"native"}
+    assert "ragged attention" in {row["kernel"] for row in timings}
+
+
+def test_kernels_without_cuda_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
+    monkeypatch.setattr(kernels.dispatch, "_native", lambda *a: (kernels.dispatch.Kernels(), None))
     for wanted in ((), ("--kernels", "triton")):
         out = bench("kernels", *wanted)
         assert out.exit_code == 2
@@ -585,14 +607,17 @@ def test_a_kernel_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def tried(parts: tuple[everything.Part, ...], *names: str) -> everything.Everything:
     """Some parts with tiny networks."""
     made = everything.Everything(CPU, RATES, lambda *a: None, repeat=1, peer=False, small=True)
-    made.go([part for part in parts if part.name in names], 10, True)
+    made.go([part for part in parts if part.name in names], True)
     return made
 
 
 class Box:
     """A process that is none."""
 
-    def __init__(self, name: str, spec: models.Spec, threads: int, choice: Choice | None) -> None:
+    def __init__(
+        self, name: str, spec: models.Spec, threads: int, choice: Choice | None,
+        deadline: Deadline | None = None,
+    ) -> None:  # fmt: skip
         self.bytes = 100 if choice and choice.evicts else 200
 
     def read(self, ids: range) -> None:
@@ -636,35 +661,122 @@ def test_parts_of_a_gpu_run_anywhere() -> None:
         assert long["tokens"] == tokens
         assert long["full_would_hold"] == (tokens + 4) * 2 * 2 * 2 * 16 * 2
         assert long["held"] < long["full_would_hold"] // 8
-    assert on_gpu.PARTS[-1].slow  # it comes last, if it is asked for and there is time
+    assert on_gpu.PARTS[-1].name == "512k tokens"  # it comes last, if there is time
+    states = {done.name: done.state for done in made.parts}
+    assert states.pop("peak") == "measured in part"
+    assert set(states.values()) == {"measured"}
 
 
-def test_no_part_begins_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+class Time:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def listed(
+    *parts: everything.Part, seconds: float = 100, slow: bool = False, now: Time | None = None
+) -> everything.Everything:
+    """What became of parts in so many seconds."""
+    deadline = Deadline(seconds, now=now or Time())
+    made = everything.Everything(CPU, RATES, lambda *a: None, deadline=deadline)
+    made.go(parts, slow)
+    return made
+
+
+def test_a_part_begins_if_what_it_needs_fits_and_its_goals_are_listed_in_any_case() -> None:
+    clock, ran = Time(), list[str]()
+
+    def part(name: str, cost: float, slow: bool = False) -> everything.Part:
+        def work(every: everything.Everything) -> None:
+            ran.append(name)
+            clock.at += cost
+            every.reach(f"goal of {name}", 2.0)
+
+        goal = floors.Goal(f"goal of {name}", None, 1.0)
+        return everything.Part(name, work, (goal,), slow, lambda every: cost)
+
+    made = listed(part("one", 60), part("slow", 1, True), part("two", 41), part("three", 40),
+                  part("four", 0), now=clock)  # fmt: skip
+    assert ran == ["one", "three"]
+    assert [(goal.state, goal.note) for goal in made.goals] == [
+        ("met", ""), ("not measured", "only with --full"),
+        ("not measured", "needs about 41 s, 40 s are left"), ("met", ""),
+        ("not measured", "no time left"),
+    ]  # fmt: skip
+    assert [(done.name, done.state, done.seconds) for done in made.parts] == [
+        ("one", "measured", 60), ("slow", "left out", 0), ("two", "left out", 0),
+        ("three", "measured", 40), ("four", "left out", 0),
+    ]  # fmt: skip
+    assert "two: needs about 41 s, 40 s are left" in made.notes
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(AssertionError(), "AssertionError"),
+     (RuntimeError("no such\nkernel"), "RuntimeError: no such kernel"),
+     (MemoryShortError("too little of it"), "too little of it")],
+)  # fmt: skip
+def test_whatever_goes_wrong_in_a_part_the_next_one_runs(error: Exception, says: str) -> None:
+    def fails(every: everything.Everything) -> None:
+        every.reach("first", 2.0)
+        raise error
+
+    goals = (floors.Goal("first", None, 1.0), floors.Goal("second", None, 1.0))
+    made = listed(
+        everything.Part("bad", fails, goals),
+        everything.Part("good", lambda every: every.figures.update(good=1)),
+    )
+    assert made.figures == {"good": 1}
+    assert made.notes == [f"bad: {says}"]
+    assert [(goal.measured, goal.note) for goal in made.goals] == [(2.0, ""), (None, says)]
+    assert [done.state for done in made.parts] == ["failed", "measured"]
+
+
+def test_after_an_error_that_breaks_the_gpu_nothing_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ran: list[str] = []
-    parts = [everything.Part(name, lambda e, name=name: ran.append(name), slow)
-             for name, slow in (("one", False), ("two", True), ("three", False))]  # fmt: skip
-    made = everything.Everything(CPU, RATES, lambda *a: None)
-    made.go(parts, 1, False)
-    assert ran == ["one", "three"]
-    assert made.notes == ["two: only with --full"]
-    made.go(parts, -1, True)
-    assert ran == ["one", "three"]
-    assert made.notes[1:] == [f"{name}: no time left of -1 minutes"
-                              for name in ("one", "two", "three")]  # fmt: skip
+
+    def breaks(every: everything.Everything) -> None:
+        ran.append("one")
+        monkeypatch.setattr(machine, "healthy", lambda device: False)
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    goal = floors.Goal("of two", None, 1.0)
+    two = everything.Part("two", lambda every: ran.append("two"), (goal,))
+    made = listed(everything.Part("one", breaks), two)
+    assert ran == ["one"]
+    assert made.broken
+    assert "device-side assert triggered; after this the GPU answers no more" in made.notes[0]
+    assert made.goals[0].note == "the GPU answers no more, see above"
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *parts: everything.Part) -> None:
+    """These are all parts."""
+    for where in (on_cpu, on_gpu):
+        monkeypatch.setattr(where, "PARTS", parts)
+
+
+def good(every: everything.Everything) -> None:
+    every.rows.append(rows.Row("decode", "s", "minikv", 64, (0.5,), "full", "none"))
+    every.reach("something", 2.0)
+
+
+GOOD = everything.Part("good", good, (floors.Goal("something", None, 1.5),))
+
+
+def bad(every: everything.Everything) -> None:
+    raise MemoryShortError("too little of it")
 
 
 def test_all_prints_goals_and_goes_on_after_a_part_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def good(every: everything.Everything) -> None:
-        every.want("something", 2.0, 1.5)
-
-    def bad(every: everything.Everything) -> None:
-        raise MemoryShortError("too little of it")
-
-    parts = (everything.Part("bad", bad), everything.Part("good", good))
-    monkeypatch.setattr(on_cpu, "PARTS", parts)
-    monkeypatch.setattr(on_gpu, "PARTS", parts)
+    only(monkeypatch, everything.Part("bad", bad), GOOD)
     out = bench("all")
     assert out.exit_code == 0, out.output
     assert "something     x2.00   x1.50      -  met" in out.stdout
@@ -672,6 +784,376 @@ def test_all_prints_goals_and_goes_on_after_a_part_that_fails(
     made = json.loads(bench("all", "--json", "-").stdout)
     assert made["goals"][0]["state"] == "met"
     assert made["notes"] == ["bad: too little of it"]
+    assert made["complete"] is True
+    assert [part["state"] for part in made["parts"]] == ["failed", "measured"]
+
+
+def test_all_fails_only_if_nothing_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    only(monkeypatch, everything.Part("bad", bad))
+    path = tmp_path / "none.json"
+    out = bench("all", "--json", str(path))
+    assert out.exit_code == 1
+    assert "nothing could be measured" in out.stderr
+    assert json.loads(path.read_text())["notes"] == ["bad: too little of it"]
+
+
+def test_every_part_is_shown_and_written_when_it_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, seen, shown = tmp_path / "all.json", list[dict[str, Any]](), list[str]()
+    data = command.Terminal.data
+
+    def noted(self: command.Terminal, text: str) -> None:
+        shown.append(text)
+        data(self, text)
+
+    def looks(every: everything.Everything) -> None:
+        seen.append(json.loads(path.read_text()))
+        assert "decode, s, 64 tokens" in shown[-1]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.Terminal, "data", noted)
+    late = everything.Part("late", looks, (floors.Goal("of late", None, 1.0),))
+    only(monkeypatch, GOOD, late)
+    out = bench("all", "--json", str(path))
+    assert out.exit_code == 130, out.output
+    assert seen[0]["complete"] is False
+    assert len(seen[0]["rows"]) == 1
+    assert [goal["state"] for goal in seen[0]["goals"]] == ["met", "not measured"]
+    made = json.loads(path.read_text())
+    assert made["complete"] is False
+    assert made["goals"][1]["note"] == "not reached"
+    assert out.stdout.count("decode, s, 64 tokens") == 1
+    assert "of late" in out.stdout
+    assert [each.name for each in tmp_path.iterdir()] == ["all.json"]  # and nothing half written
+
+
+def test_a_file_is_replaced_as_a_whole_and_stays_who_may_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    with path.open() as held:
+        show.write({"new": 1}, link)
+        assert held.read() == "old"  # whoever reads has the old one to its end
+    assert json.loads(path.read_text()) == {"new": 1}
+    assert link.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o640
+    with pytest.raises(UsageError, match="cannot write"):
+        show.write({}, tmp_path / "none" / "b.json")
+
+
+# -- a run that must end ----------------------------------------------------------------------
+
+
+def test_deadlines_and_guesses() -> None:
+    clock = Time()
+    deadline = Deadline(10, grace=2, now=clock)
+    assert deadline.fits(10)
+    assert not deadline.fits(10.1)
+    clock.at = 11
+    assert (deadline.left, deadline.patience) == (-1, 1)
+    deadline.check()
+    with pytest.raises(Late, match="needs about 5 s, 0 s are left"):
+        deadline.require(5)
+    clock.at = 12.1
+    with pytest.raises(Late):
+        deadline.check()
+    Deadline().check()
+    assert Deadline().fits(1e9)
+
+    guesses = Guesses()
+    assert guesses.say("read", "full", 3.0) == 6.0  # nothing is known
+    guesses.learn("read", "full", 12.0, 3.0)
+    guesses.learn("read", "peer", 24.0, 3.0)
+    assert guesses.say("read", "full", 6.0) == 24.0
+    assert guesses.say("read", "other", 6.0) == 24.0  # as the best
+    assert guesses.say("step", "full", 1.0) == 3.0
+
+
+SYSTEMS = Asked(policy="snapkv,h2o", budget="64").choices()  # with full, three
+
+
+def clocked(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, grace: float = 5
+) -> tuple[run.Bench, Time]:
+    """Three systems that take ten seconds for a prompt and one for steps, by a clock that stands
+    otherwise."""
+    clock = Time()
+    read, write = models.Cached.read, models.Cached.write
+
+    def reads(self: models.Cached, ids: list[int], room: int = 256) -> float:
+        clock.at += 10
+        self.check()
+        read(self, ids, room)
+        return 10.0
+
+    def writes(self: models.Cached, steps: int) -> float:
+        clock.at += 1
+        self.check()
+        write(self, steps)
+        return 1 / steps
+
+    monkeypatch.setattr(models.Cached, "read", reads)
+    monkeypatch.setattr(models.Cached, "write", writes)
+    wanted = run.Wanted(models.Spec(TINY), "tiny", SYSTEMS, (64,), steps=4, peer=False)
+    return run.Bench(wanted, RATES, deadline=Deadline(seconds, grace=grace, now=clock)), clock
+
+
+def rounds(made: run.Bench) -> list[tuple[str, int]]:
+    return [(row.policy, len(row.times)) for row in made.rows]
+
+
+def test_rounds_after_the_first_end_when_the_time_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Warm-ups 30, a round 30: the second fits into 100 seconds, the third does not.
+    made, clock = clocked(monkeypatch, 100)
+    made.prefill(64)
+    made.close()
+    assert rounds(made) == [("full", 2), ("snapkv", 2), ("h2o", 2)]
+    assert made.notes == ["prefill 64: 2 of 3 rounds, for time"]
+    assert clock.at == 90
+    assert made.rows[1].evict == 0.0
+
+
+def test_a_system_that_cannot_be_measured_in_time_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, clock = clocked(monkeypatch, 31)
+    made.decode(64)
+    made.close()
+    # After 22 seconds two have read; a third reading of ten does not fit.
+    assert [name for name, _ in rounds(made)] == ["full", "snapkv"]
+    assert made.rows[1].evict is not None
+    assert made.notes[0].startswith("decode 64, h2o 64: needs about ")
+    assert clock.at <= 36
+
+
+def test_work_that_takes_longer_than_thought_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, clock = clocked(monkeypatch, 95, grace=0)
+    read = models.Cached.read
+
+    def slower(self: models.Cached, ids: list[int], room: int = 256) -> float:
+        if clock.at == 70:  # full has had its second round
+            clock.at += 100
+        return read(self, ids, room)
+
+    monkeypatch.setattr(models.Cached, "read", slower)
+    made.prefill(64)
+    made.close()
+    assert rounds(made) == [("full", 2), ("snapkv", 1), ("h2o", 1)]
+    assert made.notes[0] == "prefill 64, snapkv 64: the time was up in the middle of it"
+    assert clock.at == 180
+
+
+def test_an_interrupted_run_keeps_the_rounds_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, clock = clocked(monkeypatch, 1000)
+    read = models.Cached.read
+
+    def stops(self: models.Cached, ids: list[int], room: int = 256) -> float:
+        if clock.at == 80:
+            raise KeyboardInterrupt
+        return read(self, ids, room)
+
+    monkeypatch.setattr(models.Cached, "read", stops)
+    with pytest.raises(KeyboardInterrupt):
+        made.prefill(64)
+    made.close()
+    assert rounds(made) == [("full", 2), ("snapkv", 2), ("h2o", 1)]
+
+
+def test_readings_before_the_steps_are_a_round_of_the_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, int]] = []
+    read = models.Cached.read
+
+    def noted(self: models.Cached, ids: list[int], room: int = 256) -> float:
+        asked.append((self.choice.policy, len(ids)))
+        return read(self, ids, room)
+
+    monkeypatch.setattr(models.Cached, "read", noted)
+    wanted = run.Wanted(models.Spec(TINY), "tiny", SYSTEMS[:2], (600,), ("auto", "int8"), 3, 2,
+                        peer=False, full_once=True)  # fmt: skip
+    made = run.Bench(wanted, RATES, lenient=True)
+    made.both(600)
+    made.close()
+    int8 = sum(row.weights == "int8" for row in made.rows)  # none where no kernel takes it
+    whole = [name for name, tokens in asked if tokens == 600]
+    assert whole == ["full", "snapkv", *["snapkv"] * int8, *["full", "snapkv"] * 2]
+    kinds = [(row.kind, row.policy, row.weights, len(row.times)) for row in made.rows]
+    assert kinds[:2] == [("decode", "full", "auto", 3), ("decode", "snapkv", "auto", 3)]
+    assert kinds[2 + int8 :] == [("prefill", "full", "auto", 3), ("prefill", "snapkv", "auto", 3)]
+    assert made.rows[-1].peak is not None
+
+
+def test_a_system_that_fails_is_left_out_where_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    twin = models.Cached.twin
+
+    def fails(self: models.Cached) -> models.Cached:
+        if self.choice.policy == "snapkv":
+            raise AssertionError
+        return twin(self)
+
+    monkeypatch.setattr(models.Cached, "twin", fails)
+    wanted = run.Wanted(models.Spec(TINY), "tiny", SYSTEMS, (64,), repeat=1, steps=2, peer=False)
+    made = run.Bench(wanted, RATES, lenient=True)
+    made.decode(64)
+    made.close()
+    assert [row.policy for row in made.rows] == ["full", "h2o"]
+    assert made.notes == ["decode 64, snapkv 64: AssertionError"]
+    with pytest.raises(AssertionError):
+        run.Bench(wanted, RATES).decode(64)
+
+
+def test_rows_say_whether_steps_were_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = models._engine
+
+    def captures(*args: Any) -> Engine:
+        engine = make(*args)
+        return Engine(engine.network, engine.kv, Eager())
+
+    def measured() -> run.Bench:
+        wanted = run.Wanted(
+            models.Spec(TINY), "tiny", SYSTEMS, (64,), repeat=1, steps=4, peer=False
+        )
+        made = run.Bench(wanted, RATES)
+        made.decode(64)
+        made.close()
+        return made
+
+    if not torch.cuda.is_available():
+        assert [row.record()["captured"] for row in measured().rows] == [False] * 3
+    monkeypatch.setattr(models, "_engine", captures)
+    monkeypatch.setattr(models, "CudaGraphs", Eager)
+    graphs = measured()
+    assert [row.record()["captured"] for row in graphs.rows] == [True] * 3
+    assert all(row.evict is not None for row in graphs.rows[1:])
+    # A step that is captured beside one that is not says nothing about eviction.
+    evicts = property(lambda self: self.choice.decode == "none")
+    monkeypatch.setattr(models.Cached, "captured", evicts)
+    uneven = measured()
+    assert all(row.evict is None for row in uneven.rows)
+    assert "steps with eviction were not captured" in uneven.notes[0]
+
+
+def test_keys_and_values_in_int8() -> None:
+    flags = ("decode", *FLAGS[:2], "--length", "128", "--budget", "64", "--repeat", "1", "--steps",
+             "2", "--no-peer", "--json", "-")  # fmt: skip
+    out = bench(*flags, "--kv", "int8")
+    assert out.exit_code == 0, out.stderr
+    made = json.loads(out.stdout)
+    assert made["wanted"]["kv"] == "int8"
+    assert {row["kv"] for row in made["rows"]} == {"int8"}
+    wide = json.loads(bench(*flags).stdout)
+    assert wide["rows"][0]["kv"] == wide["wanted"]["kv"] == "auto"
+    # 128 + 3 rows of two layers' two heads: 16 numbers and a scale, twice; or 16 of two bytes.
+    assert made["rows"][0]["step_bytes"]["kv"] == (128 + 3) * 4 * 2 * (16 + 4)
+    assert wide["rows"][0]["step_bytes"]["kv"] == (128 + 3) * 4 * 2 * 32
+    for kind in ("decode", "prefill"):
+        refused = bench(kind, "--kv", "int4")
+        assert refused.exit_code == 2
+        assert "'--kv'" in refused.stderr
+    row = rows.Row("decode", "m", "minikv", 64, (1.0,), "full", "none", kept_in="int8")
+    assert show.name(row) == "full kv int8"
+
+
+def test_a_watch_ends_what_does_not_end_by_itself() -> None:
+    ended, rung = list[int](), threading.Event()
+
+    def end(status: int) -> None:
+        ended.append(status)
+        rung.set()
+
+    watch = ending.Watch(0.01, lambda: 7, end)
+    assert rung.wait(10)
+    watch.close()
+    assert ended == [7]
+    ending.Watch(0.2, lambda: 8, end).close()
+    time.sleep(0.4)
+    assert ended == [7]
+
+
+_STAYS = """
+import sys, time
+from minikv.cli.bench import everything, machine, models, on_cpu, on_gpu, shapes, worker
+
+measure = machine.measure
+machine.measure = lambda device: measure(device, 1, small=True)
+child = '''import time
+from minikv.cli.bench.worker import serve
+serve(lambda message: 0 if message["do"] == "make" else time.sleep(600))'''
+
+def good(every):
+    every.figures["one"] = 1
+
+def stays(every):
+    spec = models.Spec(shapes.find("tiny"))
+    made = worker.Worker("x", spec, 1, command=("-c", child), deadline=every.deadline)
+    print(made._process.pid, flush=True)
+    try:
+        made.read([1])
+    finally:
+        made.close()
+
+on_cpu.PARTS = on_gpu.PARTS = (everything.Part("good", good), everything.Part("stays", stays))
+from minikv.cli.main import app
+app(["bench", "all", "--json", sys.argv[1], *sys.argv[2:]])
+"""
+"""A run whose second part waits for a process that works for ten minutes."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_has_written_and_leaves_no_process(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    path = tmp_path / "ended.json"
+    with subprocess.Popen(
+        [sys.executable, "-c", _STAYS, str(path)], stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        child = next(int(line) for line in process.stdout if line.strip().isdigit())
+        assert alive(child)
+        process.send_signal(number)
+        assert process.wait(30) == (130 if number == signal.SIGTERM else -number)
+    for _ in range(100):
+        if not alive(child):
+            break
+        time.sleep(0.1)
+    assert not alive(child)
+    made = json.loads(path.read_text())
+    assert made["figures"] == {"one": 1}
+    assert made["complete"] is False
+    states = [part["state"] for part in made["parts"]]
+    assert states == ["measured"]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be asked does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def test_a_worker_without_an_answer_in_time_is_killed() -> None:
+    slow = "import time; from minikv.cli.bench.worker import serve; " \
+           "serve(lambda message: 0 if message['do'] == 'make' else time.sleep(600))"  # fmt: skip
+    clock = Time()
+    made = worker.Worker(
+        "slow", models.Spec(TINY), 1, command=("-c", slow), deadline=Deadline(60, now=clock)
+    )
+    clock.at = 59.8
+    with pytest.raises(Late, match="slow had no answer"):
+        made.write(1)
+    assert not made.alive
+    made.close()
 
 
 # -- the machine ----------------------------------------------------------------------------
@@ -694,10 +1176,10 @@ def test_a_record_is_written_after_an_error_in_the_table(tmp_path: Path) -> None
     record.show()
     record.show()
     record.made["rows"] = []
-    record.finish()
+    record.finish(complete=True)
     assert terminal.out.getvalue() == "one\n\n"  # once
     assert json.loads((tmp_path / "x.json").read_text()) == {
-        "command": "minikv bench", "rows": [],
+        "command": "minikv bench", "complete": True, "rows": [],
     }  # fmt: skip
 
 

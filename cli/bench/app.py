@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from minikv.cli.bench import ending
 from minikv.cli.failures import guard
 from minikv.cli.terminal import Terminal
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
@@ -44,6 +45,11 @@ Budget = Annotated[str, typer.Option(help="a list with commas", rich_help_panel=
 Stride = Annotated[
     int,
     typer.Option(help="read prompts in blocks of so many rows under a step policy; 0: whole",
+                 rich_help_panel=_CACHE),
+]  # fmt: skip
+Kv = Annotated[
+    Literal["auto", "int8"],
+    typer.Option(help="what keys and values are kept in: auto is the number format of --dtype",
                  rich_help_panel=_CACHE),
 ]  # fmt: skip
 Options = Annotated[
@@ -93,6 +99,7 @@ def decode_(
     decode: Decode = "auto",
     budget: Budget = DEFAULT_BUDGET,
     stride: Stride = 0,
+    kv: Kv = "auto",
     options: Options = None,
     length: Length = "2048",
     steps: Steps = 0,
@@ -105,12 +112,12 @@ def decode_(
     debug: Debug = False,
 ) -> None:
     terminal = Terminal(quiet=quiet)
-    with guard(terminal, debug=debug):
+    with guard(terminal, debug=debug), ending.told():
         from minikv.cli.bench.asked import Asked
         from minikv.cli.bench.command import measure
 
         asked = Asked(
-            shape, model, policy, decode, length, budget, device, dtype, weights, kernels,
+            shape, model, policy, decode, length, budget, device, dtype, weights, kv, kernels,
             threads, stride, tuple(options or ()), repeat, steps, peer,
         )  # fmt: skip
         measure("decode", asked, _command(), terminal, as_json)
@@ -131,6 +138,7 @@ def prefill_(
     decode: Decode = "auto",
     budget: Budget = DEFAULT_BUDGET,
     stride: Stride = 0,
+    kv: Kv = "auto",
     options: Options = None,
     length: Length = "2048",
     repeat: Repeat = 3,
@@ -142,12 +150,12 @@ def prefill_(
     debug: Debug = False,
 ) -> None:
     terminal = Terminal(quiet=quiet)
-    with guard(terminal, debug=debug):
+    with guard(terminal, debug=debug), ending.told():
         from minikv.cli.bench.asked import Asked
         from minikv.cli.bench.command import measure
 
         asked = Asked(
-            shape, model, policy, decode, length, budget, device, dtype, weights, kernels,
+            shape, model, policy, decode, length, budget, device, dtype, weights, kv, kernels,
             threads, stride, tuple(options or ()), repeat, 0, peer,
         )  # fmt: skip
         measure("prefill", asked, _command(), terminal, as_json)
@@ -156,8 +164,8 @@ def prefill_(
 @app.command(
     "kernels", short_help="each kernel against its floor",
     help="minikv bench kernels --shape llama-3-8b --length 1024,8k,32k\n\n"
-    "Each Triton kernel against the bytes it must move or the flops it must do. Needs a CUDA "
-    "device; --kernels torch measures the torch twins anywhere.",
+    "Each kernel against the bytes it must move or the flops it must do: Triton's on a GPU, those "
+    "in C on a CPU. --kernels torch measures their torch twins.",
 )  # fmt: skip
 def kernels_(
     shape: Shape = "llama-3-8b",
@@ -171,7 +179,7 @@ def kernels_(
     debug: Debug = False,
 ) -> None:
     terminal = Terminal(quiet=quiet)
-    with guard(terminal, debug=debug):
+    with guard(terminal, debug=debug), ending.told():
         from minikv.cli.bench.asked import Asked
         from minikv.cli.bench.command import measure_kernels
 
@@ -187,13 +195,14 @@ def kernels_(
     "all", short_help="every figure that this machine can show, beside what it should be",
     help="minikv bench all --json figures.json\n\n"
     "Every figure that this machine can show, beside its goal. On a GPU: kernels, steps and "
-    "prompts of Llama-3-8B's shape, a prompt of 128k tokens, with --full also one of 512k. On a "
-    "CPU: a model of 160 million parameters beside transformers, with --full also one of 1.1 "
-    "billion.",
+    "prompts of Llama-3-8B's shape, a prompt of 128k tokens and one of 512k. On a CPU: a model of "
+    "160 million parameters beside transformers, with --full also one of 1.1 billion.\n\n"
+    "It ends in the time that --minutes gives it. What cannot be measured in it is named, with "
+    "what it would take; FILE is written anew after every part.",
 )  # fmt: skip
 def all_(
     device: Device = "auto",
-    minutes: Annotated[float, typer.Option(help="after so many nothing new is begun")] = 8.0,
+    minutes: Annotated[float, typer.Option(help="in which it ends, give or take an eighth")] = 8.0,
     full: Annotated[bool, typer.Option("--full", help="what takes long, too")] = False,
     repeat: Repeat = 3,
     peer: Peer = True,
@@ -203,7 +212,7 @@ def all_(
     debug: Debug = False,
 ) -> None:
     terminal = Terminal(quiet=quiet)
-    with guard(terminal, debug=debug):
+    with guard(terminal, debug=debug), ending.told():
         from minikv.cli.bench.asked import Asked
         from minikv.cli.bench.command import measure_all
 

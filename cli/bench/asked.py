@@ -34,6 +34,7 @@ class Asked:
     device: str = "auto"
     dtype: str = "auto"
     weights: str = "auto"
+    kv: str = "auto"
     kernels: str = "auto"
     threads: int = 0
     stride: int = 0
@@ -44,7 +45,7 @@ class Asked:
 
     def check(self) -> None:
         """Raise UsageError for what no machine could measure."""
-        Settings(device=self.device, kernels=self.kernels)  # which refuses what there is not
+        Settings(device=self.device, kernels=self.kernels, kv=self.kv)  # refuses what is not there
         if self.model is None:
             shapes.find(self.shape)
         elif not Path(self.model).is_dir():

@@ -1,6 +1,7 @@
 """`minikv bench`: what is asked for is checked without torch, measured, shown and written.
 
-Whatever ends a run, what was measured by then is shown and written first.
+What is measured is shown, and the file written anew, as soon as it is there; whatever ends a run,
+what was measured by then is shown and written first.
 """
 
 from __future__ import annotations
@@ -13,22 +14,27 @@ from typing import TYPE_CHECKING
 
 from minikv.cli.bench import place, shapes, show
 from minikv.cli.bench.asked import Asked
+from minikv.cli.bench.deadline import Deadline
+from minikv.cli.bench.ending import Watch
 from minikv.cli.terminal import Terminal
-from minikv.errors import UsageError
+from minikv.errors import MinikvError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
+    from minikv.cli.bench.everything import Done, Everything
     from minikv.cli.bench.floors import Rates
     from minikv.cli.bench.models import Spec
     from minikv.cli.bench.run import Wanted
 
+
 class Record:
-    """What a run is about and what it has measured, as --json writes it."""
+    """What a run is about and what it has measured, as --json writes it: "complete" is false until
+    it has come to its own end."""
 
     def __init__(self, command: Sequence[str], terminal: Terminal, target: str | None) -> None:
         self.terminal, self.target = terminal, target
-        self.made: dict[str, object] = {"command": " ".join(command)}
+        self.made: dict[str, object] = {"command": " ".join(command), "complete": False}
         self.tables: list[str] = []
         self._shown = 0
 
@@ -40,8 +46,19 @@ class Record:
                 self.terminal.data(text + "\n")
         self._shown = len(self.tables)
 
-    def finish(self) -> None:
-        """Print what is left and write the object."""
+    def save(self) -> None:
+        """Print what is new and write what there is so far: a run that is killed loses nothing. A
+        disk that is full now may not be so at the end."""
+        self.show()
+        if self.target is not None and self.target != show.STDOUT:
+            try:
+                show.write(self.made, Path(self.target))
+            except UsageError as error:
+                self.terminal.warn(str(error))
+
+    def finish(self, *, complete: bool) -> None:
+        """Print what is left and write the object. Raises UsageError."""
+        self.made["complete"] = complete
         self.show()
         if self.target == show.STDOUT:
             from minikv.cli.ask import to_json
@@ -74,25 +91,34 @@ def measure(
     record = Record(command, terminal, target)
     rates = start(record, device, wanted.model, terminal)
     bench = run.Bench(wanted, rates, Pace(terminal))
-    done = False
+    shown, done = 0, False
+
+    def so_far() -> None:
+        nonlocal shown
+        if bench.rows[shown:]:
+            record.tables.append(show.table(bench.rows[shown:]))
+            shown = len(bench.rows)
+        record.made |= {
+            "wanted": describe(bench.wanted), "rows": [row.record() for row in bench.rows],
+            "attention_flops_s": bench.attending, "notes": bench.notes,
+        }  # fmt: skip
+
     try:
         bench.check()
         for length in wanted.lengths:
             bench.decode(length) if kind == "decode" else bench.prefill(length)
+            so_far()
+            record.save()
         done = True
     finally:
         bench.close()
         for note in bench.notes:
             terminal.warn(note)
+        so_far()
         if bench.rows:
-            record.tables.append(show.table(bench.rows))
             record.tables.append(legend(bench.wanted))
-        record.made |= {
-            "wanted": describe(bench.wanted), "rows": [row.record() for row in bench.rows],
-            "attention_flops_s": bench.attending, "notes": bench.notes, "complete": done,
-        }  # fmt: skip
         if done or bench.rows:
-            record.finish()
+            record.finish(complete=done)
 
 
 def start(record: Record, device: torch.device, model: str, terminal: Terminal) -> Rates:
@@ -148,8 +174,8 @@ def describe(wanted: Wanted) -> dict[str, object]:
     spec = wanted.spec
     return {
         "model": wanted.model, "random_weights": spec.folder is None, "dtype": spec.dtype,
-        "weights": list(wanted.formats), "kernels": spec.kernels, "repeat": wanted.repeat,
-        "steps": wanted.steps,
+        "weights": list(wanted.formats), "kv": spec.kv, "kernels": spec.kernels,
+        "repeat": wanted.repeat, "steps": wanted.steps,
     }  # fmt: skip
 
 
@@ -158,9 +184,12 @@ def spec_of(asked: Asked, device: torch.device) -> Spec:
     from minikv.cli.bench.models import Spec
 
     if asked.model is not None:
-        return Spec(None, Path(asked.model), asked.dtype, str(device), kernels=asked.kernels)
+        return Spec(
+            None, Path(asked.model), asked.dtype, str(device), kernels=asked.kernels, kv=asked.kv
+        )
     dtype = "bfloat16" if asked.dtype == "auto" else asked.dtype
-    return Spec(shapes.find(asked.shape), None, dtype, str(device), kernels=asked.kernels)
+    sizes = shapes.find(asked.shape)
+    return Spec(sizes, None, dtype, str(device), kernels=asked.kernels, kv=asked.kv)
 
 
 def measure_kernels(
@@ -197,20 +226,29 @@ def measure_kernels(
             terminal.warn(note)
         record.made |= {
             "shape": shape, "kernels": [timing.record() for timing in timings],
-            "notes": notes, "complete": done,
+            "notes": notes,
         }  # fmt: skip
         if timings:
             record.tables.append(show.kernels_table(timings))
-            record.finish()
+            record.finish(complete=done)
+
+
+_MOST_MINUTES = 24 * 60
+_GRACE, _WATCH = 0.10, 0.14  # of the time: what has begun is stopped, and then the process
+_LEAST_WATCH = 15.0  # seconds, however few minutes: loading and giving back take some
 
 
 def measure_all(
     device_flag: str, threads: int, repeat: int, peer: bool, full: bool, minutes: float,
     command: Sequence[str], terminal: Terminal, target: str | None,
 ) -> None:  # fmt: skip
-    """`bench all`: what this machine can show, in about so many minutes."""
+    """`bench all`: what this machine can show, in so many minutes. Raises UsageError, and
+    MinikvError when nothing at all could be measured."""
+    began = perf_counter()
     place.check_threads(threads)
     show.check(target)
+    if not 0 < minutes <= _MOST_MINUTES:
+        raise UsageError(f"--minutes must be more than 0, at most {_MOST_MINUTES:,}")
     terminal.status("starting")
     device = place.prepare(device_flag, threads)
     from minikv.cli.bench import on_cpu, on_gpu
@@ -219,25 +257,75 @@ def measure_all(
     parts = on_gpu.PARTS if device.type == "cuda" else on_cpu.PARTS
     record = Record(command, terminal, target)
     rates = start(record, device, "the whole list", terminal)
-    everything = Everything(device, rates, Pace(terminal), repeat=repeat, peer=peer)
+    seconds = 60 * minutes
+    deadline = Deadline(seconds - (perf_counter() - began), grace=_GRACE * seconds)
+    everything = Everything(
+        device, rates, Pace(terminal), repeat=repeat, peer=peer, deadline=deadline
+    )
+    listing = Listing(record, everything, began, minutes)
+    watch = Watch(
+        seconds - (perf_counter() - began) + max(_WATCH * seconds, _LEAST_WATCH), listing.cut
+    )
     done = False
     try:
-        everything.go(parts, minutes, full)
-        done = True
+        everything.go(parts, full, listing.after)
+        done = not everything.broken
     finally:
-        for note in everything.notes:
-            terminal.warn(note)
-        record.made |= {
-            "rows": [row.record() for row in everything.rows],
-            "kernels": [timing.record() for timing in everything.timings],
-            "goals": [goal.record() for goal in everything.goals],
-            "figures": everything.figures, "notes": everything.notes, "complete": done,
-        }  # fmt: skip
-        if everything.rows:
-            record.tables.append(show.table(everything.rows))
-        if everything.timings:
-            record.tables.append(show.kernels_table(everything.timings))
-        if everything.goals:
-            record.tables.append(show.goals_table(everything.goals))
-        if done or everything.rows or everything.goals:
-            record.finish()
+        watch.close()
+        listing.close(complete=done)
+    if not everything.measured:
+        raise MinikvError("nothing could be measured", "the lines above say why")
+
+
+class Listing:
+    """Shows and writes `bench all` part by part."""
+
+    def __init__(
+        self, record: Record, everything: Everything, began: float, minutes: float
+    ) -> None:
+        self._record, self._every = record, everything
+        self._began, self._minutes = began, minutes
+        self._rows = self._timings = self._notes = 0  # that are shown
+
+    def after(self, done: Done) -> None:
+        """A part is done."""
+        self._gather()
+        self._record.save()
+        self._warn()
+        if done.state != "left out":
+            self._record.terminal.note(f"{done.name}: {done.seconds:.0f} s")
+
+    def close(self, *, complete: bool) -> None:
+        """The end: the goals, whatever became of them."""
+        self._gather()
+        if self._every.goals and self._every.measured:
+            self._record.tables.append(show.goals_table(self._every.goals))
+        self._warn()
+        if complete or self._every.measured:
+            self._record.finish(complete=complete)
+
+    def cut(self) -> int:
+        """Time is over and something does not end. The status to end with."""
+        self._every.notes.append(
+            f"{self._every.now or 'the end'}: did not end in time, and the process was ended"
+        )
+        self.close(complete=False)
+        return 0 if self._every.measured else 1
+
+    def _gather(self) -> None:
+        """What is new as tables, and everything for JSON."""
+        every, record = self._every, self._record
+        rows, timings = every.rows[self._rows :], every.timings[self._timings :]
+        if rows:
+            record.tables.append(show.table(rows))
+        if timings:
+            record.tables.append(show.kernels_table(timings))
+        self._rows, self._timings = len(every.rows), len(every.timings)
+        record.made |= every.record() | {
+            "minutes": self._minutes, "seconds": perf_counter() - self._began
+        }
+
+    def _warn(self) -> None:
+        for note in self._every.notes[self._notes :]:
+            self._record.terminal.warn(note)
+        self._notes = len(self._every.notes)

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from minikv.cli.bench.shapes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,14 @@ def decode_floor(weights: int, kv: float, stream: float) -> float:
 def prefill_floor(linear: int, product: float, attention: int, attending: float) -> float:
     """Seconds of a prompt: flops of its matrices and of its attention, each at its rate."""
     return linear / product + attention / attending
+
+
+def read_bound(sizes: Sizes, tokens: int, rates: Rates, dtype: str = "bfloat16") -> float:
+    """Seconds of a prompt at the rate of large products: less than anything takes."""
+    product = rates.product(dtype)
+    return prefill_floor(
+        sizes.linear_flops(tokens), product, sizes.attention_flops(tokens), product
+    )
 
 
 def middle(values: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
 """`minikv bench kernels`: each operation against the bytes it must move or the flops it must do.
 
 One table of cases, a row per kernel. What runs is what the cache would call (`dispatch`): Triton's
-kernels, or their torch twins with `--kernels torch`. On a GPU calls are
+kernels, on a CPU those in C, or their torch twins with `--kernels torch`. On a GPU calls are
 captured in a graph and rotate over inputs that its cache cannot hold, so neither the launch nor
 the last call's data is measured.
 """

@@ -105,6 +105,18 @@ def _memory() -> int | None:
     return None
 
 
+def healthy(device: torch.device) -> bool:
+    """Whether the device still computes. After some errors (a failed assertion in a kernel, an
+    address that is not there) a process can use CUDA no more, and says so in whatever it does."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+        return int((torch.ones(1, device=device) + 1).item()) == 2
+    except RuntimeError:
+        return False
+
+
 # -- rates ----------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ clock; that they are finite and differ does (heads that are alike would share a 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from minikv.cli.bench import machine
 from minikv.cli.bench.shapes import Sizes
 from minikv.engine import Engine
 from minikv.errors import MemoryShortError
+from minikv.graph import CudaGraphs
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Plain, kept
 from minikv.models.llama import Llama
@@ -41,7 +43,8 @@ _GREEDY = Sampling()
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Which network, and how it computes. `folder` is a real model's, instead of sizes."""
+    """Which network, and how it computes. `folder` is a real model's, instead of sizes; `kv`: what
+    keys and values are kept in, auto (the dtype) or int8."""
 
     sizes: Sizes | None
     folder: Path | None = None
@@ -49,6 +52,7 @@ class Spec:
     device: str = "cpu"
     weights: str = "auto"
     kernels: str = "auto"
+    kv: str = "auto"
 
 
 def config_of(sizes: Sizes) -> ModelConfig:
@@ -148,10 +152,15 @@ def settle(device: torch.device) -> None:
 class Cached:
     """A network under one policy: reads a prompt, writes tokens, tells what it holds."""
 
-    def __init__(self, net: Llama, choice: Choice, kernels: str = "auto") -> None:
-        self.net, self.choice, self.kernels = net, choice, kernels
+    def __init__(
+        self, net: Llama, choice: Choice, kernels: str = "auto", kv: str = "auto",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`check()` is called between layers of a prompt and between steps, and may raise."""
+        self.net, self.choice, self.kernels, self.kv = net, choice, kernels, kv
+        self.check = check
         self.clock = machine.Clock(net.device)
-        self.engine = _engine(net, choice, kernels)
+        self.engine = _engine(net, choice, kernels, kv)
         self._token = 0
 
     def read(self, ids: list[int], room: int = 256) -> float:
@@ -162,7 +171,8 @@ class Cached:
     def go_on(self, ids: list[int], room: int = 256) -> float:
         """Seconds for a further prompt of the same conversation."""
         def run() -> None:
-            self._token = int(self.engine.prompt(ids, room=room).argmax())
+            logits = self.engine.prompt(ids, lambda done, total: self.check(), room)
+            self._token = int(logits.argmax())
 
         return self.clock(run)
 
@@ -173,6 +183,7 @@ class Cached:
 
         def run() -> None:
             for i in range(steps):  # none is launched beyond those that are counted
+                self.check()
                 self._token = self.engine.next(
                     self._token, vocab, _GREEDY, 0, ahead=i + 1 < steps
                 )
@@ -182,7 +193,16 @@ class Cached:
     def twin(self) -> Cached:
         """Another one that evicts nothing while it writes; it is empty (see `copy`)."""
         none = replace(self.choice, decode="none", decode_options={}, stride=0)
-        return Cached(self.net, none, self.kernels)
+        return Cached(self.net, none, self.kernels, self.kv, self.check)
+
+    @property
+    def captured(self) -> bool:
+        """Whether the last steps were one CUDA graph each."""
+        writer = self.engine._writer
+        return (
+            writer is not None and writer._replay is not None
+            and isinstance(writer._capture, CudaGraphs)
+        )
 
     @property
     def notices(self) -> list[str]:
@@ -204,8 +224,9 @@ class Cached:
 
     def step_rows(self) -> float:
         """Bytes of keys and values that a step reads."""
-        stats, shape = self.stats(), self.engine.kv.shape
-        return stats.kept_mean * shape.layers * shape.kv_heads * stats.row_bytes
+        arena = self.engine.kv.arena
+        read = [name for name in arena.columns if name != "pos" and name not in arena.extra]
+        return int(arena.held.sum()) * arena.row_nbytes(read)
 
     def close(self) -> None:
         """Give the cache back."""
@@ -258,7 +279,7 @@ def longest(net: Llama, most: int) -> int | None:
     return 1000 * low
 
 
-def _engine(net: Llama, choice: Choice, kernels: str) -> Engine:
+def _engine(net: Llama, choice: Choice, kernels: str, kept_in: str) -> Engine:
     config = net.config
 
     def output(layer: int) -> Tensor:
@@ -270,8 +291,9 @@ def _engine(net: Llama, choice: Choice, kernels: str) -> Engine:
     kv = Scheduler(
         Shape(config.layers, config.kv_heads, config.heads, config.head_dim, config.windows,
               config.max_context),
-        prompt, step, budget, dtype=net.dtype, device=net.device, stride=stride, output=output,
+        prompt, step, budget, dtype=net.dtype, device=net.device, stride=stride,
+        kv=torch.int8 if kept_in == "int8" else None, output=output,
         rotary=net.rotary.inverse, kernels=kernels,
     )  # fmt: skip
-    net.ops = kv.ops if kv.ops.name == "triton" else None
+    net.ops = kv.ops if kv.ops.name != "torch" else None
     return Engine(net, kv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -12,11 +13,12 @@ import torch
 from minikv.choice import Choice
 from minikv.cli.bench import models, run
 from minikv.cli.bench.everything import FULL, OURS, Everything, Part
-from minikv.cli.bench.floors import middle
+from minikv.cli.bench.floors import Goal, middle
 from minikv.cli.bench.peer import installed
 from minikv.cli.bench.worker import PeerError, Worker
-from minikv.models.errors import ModelError
 
+_FIRST = "first token of `minikv ask`, warm"
+_FLAT = "decode at 32k over decode at 2k, same budget"
 _ALONE = "transformers is not there to compare with"
 _LONG, _TURN = 32_768, 2048  # tokens of a long conversation, and of each prompt in it
 
@@ -34,47 +36,54 @@ def _start(every: Everything) -> None:
             assert process.stdout is not None
             process.stdin.write(b"Velgate exports mostly salt.\n")
             process.stdin.close()
-            if not process.stdout.read(1):
-                raise PeerError("minikv ask wrote no answer")
+            try:
+                if not process.stdout.read(1):
+                    raise PeerError("minikv ask wrote no answer")
+            except BaseException:
+                process.kill()
+                raise
             return perf_counter() - began
 
     every.progress("start of minikv ask", 0, 0)
     first()
-    seconds = [first() for _ in range(every.repeat)]
+    seconds = [first()]
+    while len(seconds) < every.repeat and every.deadline.fits(max(seconds)):
+        seconds.append(first())
     every.figures["ask_first_token_s"] = seconds
-    every.want("first token of `minikv ask`, warm", middle(seconds), 4.0, at_least=False, unit="s")
+    every.reach(_FIRST, middle(seconds))
 
 
-def _against_peer(
-    every: Everything, shape: str, length: int, decode: float, decode_int8: float, prefill: float
-) -> None:
-    """Decode and prefill of a shape beside transformers."""
-    tokens = every.tokens(length)
-    note = "" if installed() and every.peer else _ALONE
-    for formats in (("auto",), ("int8",)):
-        bench = every.bench(shape, (FULL, OURS), formats, peer=True)
+def _against(shape: str, length: int, decode: float, decode_int8: float, prefill: float) -> Part:
+    """Decode and prefill of a shape beside transformers, with these goals."""
+    where, ours = f"{shape} at {length:,}, adakv 512", OURS[0]
+    goals = (
+        Goal(f"decode, {where}", None, decode),
+        Goal(f"decode int8, {where}", None, decode_int8),
+        Goal(f"prefill, {where}", None, prefill),
+        Goal(f"eviction per step, {where}", None, 0.02, at_least=False, unit="%"),
+    )
+    asked = (
+        ("vs_peer", "decode", "auto"), ("vs_peer", "decode", "int8"),
+        ("vs_peer", "prefill", "auto"), ("evict", "decode", "auto"),
+    )  # fmt: skip
+
+    def measure(every: Everything) -> None:
+        tokens = every.tokens(length)
+        bench = every.bench(shape, (FULL, OURS), ("auto", "int8", "int4"), peer=True)
         try:
-            bench.networks()
-        except ModelError as error:  # no such kernel in this build, or on this processor
-            bench.close()
-            every.notes.append(str(error))
-            continue
-        try:
-            if formats == ("auto",):
-                bench.prefill(tokens)
-            bench.decode(tokens)
+            bench.both(tokens)
         finally:
             every.taken(bench)
-    where, ours = f"{shape} at {length:,}, adakv 512", OURS[0]
+            for goal, (what, kind, weights) in zip(goals, asked, strict=True):
+                alone = what == "vs_peer" and not (installed() and every.peer)
+                found = every.figure(what, shape, kind, ours, tokens, weights)
+                every.reach(goal.name, found, _ALONE if alone else "")
 
-    def figure(what: str, kind: str, weights: str = "auto") -> float | None:
-        return every.figure(what, shape, kind, ours, tokens, weights)
+    def cost(every: Everything) -> float:
+        """The two that a goal compares must have read."""
+        return (1 + every.peer) * every.reading(shape, length)
 
-    every.want(f"decode, {where}", figure("vs_peer", "decode"), decode, note=note)
-    every.want(f"decode int8, {where}", figure("vs_peer", "decode", "int8"), decode_int8, note=note)
-    every.want(f"prefill, {where}", figure("vs_peer", "prefill"), prefill, note=note)
-    every.want(f"eviction per step, {where}", figure("evict", "decode"), 0.02, at_least=False,
-               unit="%")
+    return Part(f"{shape} at {length:,}", measure, goals, cost=cost)
 
 
 def _flat(every: Everything) -> None:
@@ -84,19 +93,23 @@ def _flat(every: Everything) -> None:
     takes a sixteenth of the attention of one prompt of 32,768, and leaves as many rows.
     """
     net = models.network(every.spec("s"))
-    choice = Choice.read(*OURS)
     turn, turns = every.tokens(_TURN), _LONG // _TURN
-    early, late = models.Cached(net, choice), models.Cached(net, choice)
+    early, late = every.cached(net, OURS), every.cached(net, OURS)
     ids = models.prompt(turn, net.config.vocab)
+    every.has_read("s", turn, early.read(ids))
+    longest = 0.0
     for done in range(turns):
         every.progress("decode at 32,768: reads", done, turns)
-        late.read(ids) if not done else late.go_on(ids)
-    early.read(ids)
+        every.deadline.require((turns - done) * longest)
+        longest = max(longest, late.go_on(ids) if done else late.read(ids))
     steps = 4 if every.small else 32
     for system in (early, late):
         system.write(steps)
     times: tuple[list[float], list[float]] = ([], [])
     for done in range(2 * every.repeat):
+        if done and not every.deadline.fits(steps * (times[0][0] + times[1][0])):
+            every.notes.append(f"decode at 32,768: {done} of {2 * every.repeat} rounds, for time")
+            break
         every.progress("decode at 2,048 and 32,768", done, 2 * every.repeat)
         for taken, system in zip(times, (early, late), strict=True):
             taken.append(system.write(steps))
@@ -104,50 +117,59 @@ def _flat(every: Everything) -> None:
         "turn": turn, "turns": turns, "early_s": times[0], "late_s": times[1],
         "early_rows": early.stats().kept_mean, "late_rows": late.stats().kept_mean,
     }  # fmt: skip
-    every.want(
-        "decode at 32k over decode at 2k, same budget", middle(times[1]) / middle(times[0]), 1.05,
-        at_least=False,
-    )  # fmt: skip
+    every.reach(_FLAT, middle(times[1]) / middle(times[0]))
 
 
-def _resident(every: Everything, length: int, *, peer: bool) -> None:
+def _resident(length: int, *, peer: bool, slow: bool = False) -> Part:
     """Peak resident memory of a prompt and some steps, each system in a process of its own."""
-    tokens = every.tokens(length)
-    systems: list[tuple[str, Choice | None]] = [
-        ("minikv full", Choice.read(*FULL)), ("minikv adakv 512", Choice.read(*OURS)),
-    ]  # fmt: skip
-    if peer and every.peer and installed():
-        systems.append((run.PEER, None))
-    peaks: dict[str, int] = {}
-    for done, (name, choice) in enumerate(systems):
-        every.progress(f"memory at {length:,}: {name}", done, len(systems))
-        worker = Worker(
-            "minikv" if choice else run.PEER, every.spec("s"), torch.get_num_threads(), choice
-        )
-        try:
-            worker.read(range(tokens))
-            worker.write(4)
-            peaks[name] = worker.peak()
-        finally:
-            worker.close()
-    every.figures[f"peak_resident_{length}"] = peaks
-    if peer:
-        base = peaks.get(run.PEER)
-        for name in list(peaks)[:2]:
-            every.want(
-                f"peak memory over transformers', s at {length:,}, {name}",
-                None if base is None else peaks[name] / base, 1.0, at_least=False,
-                note=_ALONE,
-            )  # fmt: skip
+    systems = ("minikv full", "minikv adakv 512")
+    names = {name: f"peak memory over transformers', s at {length:,}, {name}" for name in systems}
+
+    def measure(every: Everything) -> None:
+        tokens, peaks = every.tokens(length), dict[str, int]()
+        asked: list[tuple[str, Choice | None]] = [
+            (systems[0], Choice.read(*FULL)), (systems[1], Choice.read(*OURS)),
+        ]  # fmt: skip
+        if peer and every.peer and installed():
+            asked.insert(0, (run.PEER, None))
+        every.figures[f"peak_resident_{length}"] = peaks
+        for done, (name, choice) in enumerate(asked):
+            every.progress(f"memory at {length:,}: {name}", done, len(asked))
+            every.deadline.require(every.reading("s", length))
+            worker = Worker(
+                "minikv" if choice else run.PEER, every.spec("s"), torch.get_num_threads(), choice,
+                deadline=every.deadline,
+            )
+            try:
+                worker.read(range(tokens))
+                worker.write(4)
+                peaks[name] = worker.peak()
+            finally:
+                worker.close()
+            if name in peaks and run.PEER in peaks and name != run.PEER:
+                every.reach(names[name], peaks[name] / peaks[run.PEER])
+        if peer and run.PEER not in peaks:
+            for name in names.values():
+                every.reach(name, None, _ALONE)
+
+    def cost(every: Everything) -> float:
+        return 2 * every.reading("s", length)
+
+    goals = tuple(Goal(name, None, 1.0, at_least=False) for name in names.values())
+    return Part(f"memory at {length:,}", measure, goals if peer else (), slow, cost)
+
+
+def _flat_cost(every: Everything) -> float:
+    return (1 + _LONG // _TURN) * every.reading("s", _TURN)
 
 
 PARTS: tuple[Part, ...] = (
-    Part("start", _start),
-    Part("s at 2,048", lambda a: _against_peer(a, "s", 2048, 4.5, 6.0, 1.4)),
-    Part("flat", _flat),
-    Part("memory at 8,192", lambda a: _resident(a, 8192, peer=True)),
-    Part("s at 8,192", lambda a: _against_peer(a, "s", 8192, 9.0, 12.0, 1.6)),
-    Part("tinyllama at 1,024", lambda a: _against_peer(a, "tinyllama", 1024, 4.0, 6.0, 1.2), True),
-    Part("tinyllama at 4,096", lambda a: _against_peer(a, "tinyllama", 4096, 6.0, 9.0, 1.3), True),
-    Part("memory at 32,768", lambda a: _resident(a, 32_768, peer=False), True),
+    _against("s", 2048, 4.5, 6.0, 1.4),
+    Part("start", _start, (Goal(_FIRST, None, 4.0, at_least=False, unit="s"),)),
+    Part("flat", _flat, (Goal(_FLAT, None, 1.05, at_least=False),), cost=_flat_cost),
+    _against("s", 8192, 9.0, 12.0, 1.6),
+    _resident(8192, peer=True),
+    replace(_against("tinyllama", 1024, 4.0, 6.0, 1.2), slow=True),
+    replace(_against("tinyllama", 4096, 6.0, 9.0, 1.3), slow=True),
+    _resident(32_768, peer=False, slow=True),
 )

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from minikv.choice import Choice
-from minikv.cli.bench import kernels, machine, models, shapes
+from minikv.cli.bench import kernels, machine, models, run, shapes
 from minikv.cli.bench.everything import FULL, OURS, Everything, Part
+from minikv.cli.bench.floors import Goal
 
 _CHECKED = ("h2o", "tova", "roco", "hashevict")  # step policies whose share of a step is a goal
+_PAIRS = tuple((step, budget) for step in _CHECKED for budget in (1024, 4096))
+_PROMPTS = (8192, 32_768)
+_JUDGES = (
+    ("snapkv", "window", 0.01, 0.02), ("nacl", "NaCl's proxies", 0.07, 0.10),
+    ("h2o", "all column sums", 0.35, 0.50),
+    ("streaming", "selection and compaction alone", 0.01, 0.02),
+)  # fmt: skip
+"""Prompt policies: what they stand for, and what they may add to a prompt: goal, first."""
+
 _SHAPE = "llama-3-8b"
+_ATTENTION = "decode attention at 32k rows, of copy"
+_UNEVEN = "uneven heads (4x) over even ones"
+_STEP = "decode step at 1k, of bytes over copy"
+_PEAK = "peak over weights at 32k, over its parts"
+_HELD = "cache reported, off the allocator's figure by"
 
 
 def _kernels(every: Everything) -> None:
@@ -20,6 +36,9 @@ def _kernels(every: Everything) -> None:
     table = list(kernels.cases(sizes, torch.bfloat16, lengths))
     for done, case in enumerate(table):
         every.progress(f"kernels: {case.name}, {case.case}", done, len(table))
+        if every.deadline.left <= 0:
+            every.notes.append(f"kernels: {done} of {len(table)} cases, for time")
+            break
         if kernels.missing(case, operations):
             every.notes.append(f"{case.name}: not in this version")
             continue
@@ -27,19 +46,16 @@ def _kernels(every: Everything) -> None:
             every.timings.append(
                 kernels.timed(case, operations, every.device, every.rates, every.repeat)
             )
-        except torch.OutOfMemoryError:
-            every.notes.append(f"{case.name}, {case.case}: out of memory")
+        except Exception as error:  # one that does not compile says nothing about the others
+            if not machine.healthy(every.device):
+                raise
+            every.notes.append(f"{case.name}, {case.case}: {run.one_line(error)}")
     longest = f"{lengths[-1]:,}"
     mine = [t for t in every.timings if t.name == "ragged attention" and longest in t.case]
     even = next((t for t in mine if t.case == f"{longest} rows"), None)
     odd = next((t for t in mine if "most" in t.case), None)
-    every.want(
-        "decode attention at 32k rows, of copy", even.share if even else None, 0.80, 0.65, unit="%"
-    )
-    every.want(
-        "uneven heads (4x) over even ones",
-        odd.seconds / even.seconds if odd and even else None, 1.05, 1.15, at_least=False,
-    )  # fmt: skip
+    every.reach(_ATTENTION, even.share if even else None)
+    every.reach(_UNEVEN, odd.seconds / even.seconds if odd and even else None)
 
 
 def _step(every: Everything) -> None:
@@ -49,54 +65,53 @@ def _step(every: Everything) -> None:
         bench.decode(every.tokens(1024))
     finally:
         every.taken(bench)
-    share = every.figure("share", _SHAPE, "decode", "full", every.tokens(1024))
-    every.want("decode step at 1k, of bytes over copy", share, 0.85, 0.75, unit="%")
+    every.reach(_STEP, every.figure("share", _SHAPE, "decode", "full", every.tokens(1024)))
 
 
 def _eviction(every: Everything) -> None:
     """What step policies add to a step."""
-    budgets = [str(every.tokens(n)) for n in (1024, 4096)]
-    pairs = [FULL, *(("adakv", step, budget) for step in _CHECKED for budget in budgets)]
+    pairs = [FULL, *(("adakv", step, str(every.tokens(n))) for step, n in _PAIRS)]
     bench = every.bench(_SHAPE, pairs)
+    rows = bench.rows
     try:
         bench.decode(every.tokens(8192))
     finally:
-        rows = every.taken(bench)
-    for row in rows:
-        if row.decode in _CHECKED:
-            every.want(
-                f"eviction per step, {row.decode} {row.budget}", row.evict,
-                0.015 if row.decode == "hashevict" else 0.01, 0.03, at_least=False, unit="%",
-            )  # fmt: skip
+        every.taken(bench)
+        for step, n in _PAIRS:
+            mine = (row for row in rows if (row.decode, row.budget) == (step, str(every.tokens(n))))
+            row = next(mine, None)
+            every.reach(_evicts(step, n), row.evict if row else None)
+
+
+def _evicts(step: str, budget: int) -> str:
+    return f"eviction per step, {step} {budget}"
 
 
 def _scoring(every: Everything) -> None:
     """Prompts at 8k and 32k, and what judging their rows adds."""
-    judges = (("snapkv", 0.01, 0.02), ("nacl", 0.07, 0.10), ("h2o", 0.35, 0.50),
-              ("streaming", 0.01, 0.02))  # fmt: skip
-    names = {"snapkv": "window", "nacl": "NaCl's proxies", "h2o": "all column sums",
-             "streaming": "selection and compaction alone"}  # fmt: skip
     budget = str(every.tokens(1024))
-    bench = every.bench(_SHAPE, [FULL, *((name, "none", budget) for name, _, _ in judges)])
+    bench = every.bench(_SHAPE, [FULL, *((name, "none", budget) for name, *_ in _JUDGES)])
     try:
-        for length in (8192, 32_768):
+        for length in _PROMPTS:
             bench.prefill(every.tokens(length))
     finally:
         every.taken(bench)
-    for length in (8192, 32_768):
-        share = every.figure("share", _SHAPE, "prefill", "full", every.tokens(length))
-        every.want(f"prefill at {length:,}, of its floor", share, 0.80, 0.70, unit="%")
-    for name, goal, first in judges:
-        added = every.figure("evict", _SHAPE, "prefill", name, every.tokens(32_768))
-        every.want(
-            f"scoring at 32k: {names[name]}", added, goal, first, at_least=False, unit="%"
-        )
+        for length in _PROMPTS:
+            share = every.figure("share", _SHAPE, "prefill", "full", every.tokens(length))
+            every.reach(_prompt(length), share)
+        for name, what, *_ in _JUDGES:
+            added = every.figure("evict", _SHAPE, "prefill", name, every.tokens(_PROMPTS[-1]))
+            every.reach(f"scoring at 32k: {what}", added)
+
+
+def _prompt(length: int) -> str:
+    return f"prefill at {length:,}, of its floor"
 
 
 def _peak(every: Everything) -> None:
     """What a prompt of 32k needs over the weights, beside the parts that it has to have."""
     net = models.network(every.spec(_SHAPE))
-    cached = models.Cached(net, Choice.read("adakv", "roco", str(every.tokens(1024))))
+    cached = every.cached(net, ("adakv", "roco", str(every.tokens(1024))))
     tokens, c = every.tokens(32_768), net.config
     ids = models.prompt(tokens, c.vocab)
     cached.read(ids)  # what is made once, as compiled kernels, is no part of a prompt
@@ -120,26 +135,21 @@ def _peak(every: Everything) -> None:
         "tokens": tokens, "peak_over_weights": measured, "bound": sum(parts.values()),
         "parts": parts, "reported": stats.allocated_bytes, "allocator": held,
     }  # fmt: skip
-    every.want(
-        "peak over weights at 32k, over its parts",
-        None if measured is None else measured / sum(parts.values()), 1.05, at_least=False,
-    )  # fmt: skip
-    every.want(
-        "cache reported, off the allocator's figure by",
-        None if not held else abs(stats.allocated_bytes - held) / held, 0.01, at_least=False,
-        unit="%",
-    )  # fmt: skip
+    none = "" if measured is not None else "no allocator that counts"
+    every.reach(_PEAK, None if measured is None else measured / sum(parts.values()), none)
+    every.reach(_HELD, abs(stats.allocated_bytes - held) / held if held else None, none)
 
 
 def _long(every: Everything, thousands: int) -> dict[str, object]:
     """A prompt of so many thousand (1,024) tokens and then an answer at budget 1,024."""
     net = models.network(every.spec(_SHAPE))
     budget, steps = str(every.tokens(1024)), 4 if every.small else 512
-    cached = models.Cached(net, Choice.read("adakv", "roco", budget))
+    cached = every.cached(net, ("adakv", "roco", budget))
     tokens = every.tokens(1024 * thousands)
     every.progress(f"{thousands}k tokens: reads", 0, 0)
     machine.forget_peak(every.device)
     read = cached.read(models.prompt(tokens, net.config.vocab), steps)
+    every.has_read(_SHAPE, tokens, read)
     highest = machine.peak(every.device)
     every.progress(f"{thousands}k tokens: writes", 0, 0)
     step = cached.write(steps)
@@ -168,12 +178,41 @@ def _long_512k(every: Everything) -> None:
     _long(every, 512)
 
 
+def _reads(length: int, times: int) -> Callable[[Everything], float]:
+    """What a part costs that reads a prompt so often."""
+    return lambda every: times * every.reading(_SHAPE, length)
+
+
+def _most(name: str, goal: float, first: float, unit: str = "%") -> Goal:
+    """A figure that should be small."""
+    return Goal(name, None, goal, first, False, unit)
+
+
 PARTS: tuple[Part, ...] = (
-    Part("decode step", _step),
-    Part("kernels", _kernels),
-    Part("eviction", _eviction),
-    Part("scoring", _scoring),
-    Part("peak", _peak),
-    Part("128k tokens", _long_128k),
-    Part("512k tokens", _long_512k, slow=True),
-)
+    Part(
+        "decode step", _step, (Goal(_STEP, None, 0.85, 0.75, unit="%"),), cost=_reads(1024, 2)
+    ),
+    Part(
+        "kernels", _kernels,
+        (Goal(_ATTENTION, None, 0.80, 0.65, unit="%"), _most(_UNEVEN, 1.05, 1.15, "x")),
+    ),
+    Part(
+        "eviction", _eviction,
+        tuple(_most(_evicts(step, n), 0.015 if step == "hashevict" else 0.01, 0.03)
+              for step, n in _PAIRS),
+        cost=_reads(8192, 2),
+    ),
+    Part(
+        "scoring", _scoring,
+        (*(Goal(_prompt(length), None, 0.80, 0.70, unit="%") for length in _PROMPTS),
+         *(_most(f"scoring at 32k: {what}", goal, first) for _, what, goal, first in _JUDGES)),
+        cost=_reads(8192, 4),
+    ),
+    Part(
+        "peak", _peak,
+        (Goal(_PEAK, None, 1.05, at_least=False), Goal(_HELD, None, 0.01, None, False, "%")),
+        cost=_reads(32_768, 2),
+    ),
+    Part("128k tokens", _long_128k, cost=_reads(128 << 10, 1)),
+    Part("512k tokens", _long_512k, cost=_reads(512 << 10, 1)),
+)  # fmt: skip

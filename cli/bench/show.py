@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +16,7 @@ from minikv.report import size
 
 if TYPE_CHECKING:
     from minikv.cli.bench.kernels import Timing
-    from minikv.cli.bench.run import Row
+    from minikv.cli.bench.rows import Row
 
 STDOUT = "-"
 """What --json is without a file."""
@@ -85,6 +88,8 @@ def name(row: Row) -> str:
         parts.append(row.budget)
     if row.weights not in ("auto", "-"):
         parts.append(row.weights)
+    if row.kept_in != "auto":
+        parts.append(f"kv {row.kept_in}")
     return " ".join(parts)
 
 
@@ -166,8 +171,32 @@ def check(target: str | None) -> None:
 
 
 def write(record: Mapping[str, object], path: Path) -> None:
-    """One object, indented. Raises UsageError."""
+    """One object, indented; whoever reads the file finds the old one or the new one, whole. Raises
+    UsageError."""
+    text = json.dumps(record, indent=1) + "\n"
     try:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        if path.exists() and not path.is_file():  # a pipe, a terminal: nothing to replace
+            path.write_text(text)
+            return
+        real = path.resolve()
+        made, name = tempfile.mkstemp(prefix=f".{real.name}.", dir=real.parent)
+        try:
+            with os.fdopen(made, "w") as file:
+                file.write(text)
+            os.chmod(name, _mode(real))
+            os.replace(name, real)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _mode(path: Path) -> int:
+    """Who may read and write a file: as before, or as any new one."""
+    if path.exists():
+        return path.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask

@@ -3,22 +3,28 @@
     python -m minikv.cli.bench.worker
 
 reads one JSON object per line from standard input and answers each with one: make, read, write,
-peak. `Worker` is the other end. A process that is not asked anything waits and costs no time.
+peak. `Worker` is the other end. A process that is not asked anything waits and costs no time. It
+ends when its standard input does, in the midst of work, too: whoever started it may be killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import queue
+import select
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minikv.cli.bench.deadline import Deadline, Late
 from minikv.errors import MemoryShortError, MinikvError
 
 if TYPE_CHECKING:
@@ -38,9 +44,12 @@ class Worker:
     def __init__(
         self, name: str, spec: Spec, threads: int, choice: Choice | None = None,
         command: Sequence[str] = ("-m", "minikv.cli.bench.worker"),
+        deadline: Deadline | None = None,
     ) -> None:  # fmt: skip
-        """`command`: what this Python is to run, if not this module; it answers by `serve`."""
-        self.name = name
+        """`command`: what this Python is to run, if not this module; it answers by `serve`. A
+        process that has no answer at the end of the deadline's patience is killed, and what was
+        asked of it raises Late."""
+        self.name, self._deadline = name, deadline
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long-lived as the process
         self._process = subprocess.Popen(
             [sys.executable, *command],
@@ -70,6 +79,11 @@ class Worker:
         """Bytes at the high-water mark of the process (on a GPU: of its allocator)."""
         return int(self._ask(do="peak"))
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process can still be asked."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """End the process."""
         process = self._process
@@ -86,13 +100,19 @@ class Worker:
         self._said.close()
 
     def _ask(self, **message: object) -> float:
-        """One question, one answer: a number. Raises PeerError, MemoryShortError."""
+        """One question, one answer: a number. Raises PeerError, MemoryShortError, Late."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         with contextlib.suppress(BrokenPipeError):
             stdin.write(json.dumps(message).encode() + b"\n")
             stdin.flush()
+        patience = math.inf if self._deadline is None else self._deadline.patience
+        # An answer is one short line: nothing of it waits in Python's buffer.
+        if patience < math.inf and not select.select([stdout], [], [], patience)[0]:
+            self._process.kill()
+            self._process.wait()
+            raise Late(f"{self.name} had no answer when the time was up")
         line = stdout.readline()
         if not line:
             code = self._process.wait()
@@ -171,17 +191,26 @@ class _Desk:
         else:
             policy, decode, budget, stride = message["choice"]
             choice = Choice.read(policy, decode, budget, stride=stride)
-            cached = models.Cached(models.network(spec), choice, spec.kernels)
+            cached = models.Cached(models.network(spec), choice, spec.kernels, spec.kv)
             self._system, self._vocab = cached, cached.net.config.vocab
         return 0.0
 
 
 def serve(answer: Callable[[dict[str, Any]], float]) -> None:
-    """Answer every line until standard input ends."""
+    """Answer every line until standard input ends, which ends the process at once."""
     # What libraries print must not come between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    for line in sys.stdin:
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)  # nobody waits for an answer any more
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        line = lines.get()
         try:
             reply: dict[str, object] = {"value": answer(json.loads(line))}
         except Exception as error:
