@@ -24,6 +24,12 @@ static inline uint32_t float_bits(float x) {
 
 static inline float from_bf16(bf16 x) { return bits_float((uint32_t)x << 16); }
 
+static inline float from_f16(uint16_t x) {
+    uint32_t bits = (uint32_t)(x & 0x7fff) << 13;
+    bits = (x & 0x7c00) == 0x7c00 ? bits | 0x7f800000 : float_bits(bits_float(bits) * 0x1p112f);
+    return bits_float(bits | (uint32_t)(x & 0x8000) << 16);
+}
+
 /* To the nearest, ties to even, as torch rounds; NaN stays NaN. */
 static inline bf16 to_bf16(float x) {
     uint32_t bits = float_bits(x);
