@@ -144,24 +144,21 @@ def _distances(
 ) -> Tensor:  # fmt: skip
     """int64 [H, N]: the Hamming distance of every free row's bits to the anchor.
 
-    A bit is set on half of a head's free rows, which is all that the majority asks. Bits belong to
-    positions, and a row of another head at the same one brings its own.
+    Bits belong to positions: a row of another head at the same one brings its own. None is the
+    majority's, since half of a head's free rows have it, of as many positions or more.
     """
     seed = options["seed"]
     assert isinstance(seed, int)
-    heads, half = len(free), free.sum(1) // 2
+    half = free.sum(1) // 2
     marks = torch.stack([
         allocate.best(worth, view.pos, free, half, free.shape[1] // 2)
         for worth in worths(view, scores, evidence, str(options["bits"]))
     ], 1)  # fmt: skip
     place = (view.pos + 1).masked_fill(~free, 0)
-    there = torch.zeros(view.position + 1, dtype=torch.bool, device=free.device)
-    there.scatter_(0, place.flatten(), True)
-    rows = there[1:].sum()
-    major = (2 * half > rows)[:, None].expand(heads, marks.shape[1]).flatten()
-    goal = _toward(str(options["anchor"]), major, seed, view.layer).view(heads, -1)
+    major = torch.zeros_like(marks[..., 0])
+    goal = _toward(str(options["anchor"]), major.flatten(), seed, view.layer).view_as(major)
     # From the distance of a row without bits, each bit that it has is a step.
     step = torch.where(marks, 1 - 2 * goal[..., None].to(torch.int64), 0).sum(1)
-    steps = torch.zeros(len(there), dtype=torch.int64, device=free.device)
+    steps = torch.zeros(view.position + 1, dtype=torch.int64, device=free.device)
     steps.scatter_add_(0, place.flatten(), step.flatten())
     return goal.sum() + steps[place]
