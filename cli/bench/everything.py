@@ -75,7 +75,7 @@ class Everything:
     @property
     def measured(self) -> bool:
         """Whether there is anything to show."""
-        return bool(self.rows or self.timings or self.figures) or any(
+        return bool(self.rows or self.timings) or any(self.figures.values()) or any(
             goal.measured is not None for goal in self.goals
         )
 

@@ -110,9 +110,14 @@ def goals_table(goals: Sequence[Goal]) -> str:
         lines.append([
             goal.name, "-" if goal.measured is None else _figure(goal, goal.measured),
             _figure(goal, goal.goal), "-" if goal.first is None else _figure(goal, goal.first),
-            goal.state + (f": {goal.note}" if goal.measured is None and goal.note else ""),
+            goal.state + (f": {_cut(goal.note)}" if goal.measured is None and goal.note else ""),
         ])  # fmt: skip
     return grid(lines, "<>>><")
+
+
+def _cut(why: str, most: int = 24) -> str:
+    """The beginning of a reason, which a note or JSON has whole."""
+    return why if len(why) <= most else f"{why[: most - 1].rstrip()}…"
 
 
 def grid(lines: Sequence[Sequence[str]], sides: Sequence[str]) -> str:

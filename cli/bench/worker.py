@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from minikv.cli.bench.models import Spec
 
 _PATIENCE = 2.0  # seconds that a process may take to end when it is told to
+_START = 120.0  # and to be ready, where there is a deadline
 
 
 class PeerError(MinikvError):
@@ -108,11 +109,13 @@ class Worker:
             stdin.write(json.dumps(message).encode() + b"\n")
             stdin.flush()
         patience = math.inf if self._deadline is None else self._deadline.patience
+        if message["do"] == "make" and patience < math.inf:
+            patience = min(patience, _START)
         # An answer is one short line: nothing of it waits in Python's buffer.
         if patience < math.inf and not select.select([stdout], [], [], patience)[0]:
             self._process.kill()
             self._process.wait()
-            raise Late(f"{self.name} had no answer when the time was up")
+            raise Late(f"{self.name} had no answer when its time was up")
         line = stdout.readline()
         if not line:
             code = self._process.wait()
