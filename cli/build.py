@@ -126,7 +126,7 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
         rotary=network.rotary.inverse, kernels=settings.kernels,
     )  # fmt: skip
     if kv.ops.name != "torch":
-        network.ops = kv.ops
+        network.use(kv.ops)
     if kv.ops.name == "triton":
         warm(kv, network)
         if kv.ops.name != "triton":

@@ -40,6 +40,7 @@ class Kernels:
     add_norm = staticmethod(reference.add_norm)
     rotate = staticmethod(reference.rotate)
     silu_mul = staticmethod(reference.silu_mul)
+    int8_product = staticmethod(reference.int8_product)
 
 
 def choose(

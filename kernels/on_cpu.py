@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.native import step
+from minikv.kernels.native import product, step
 
 
 class Native(Kernels):
@@ -16,3 +16,4 @@ class Native(Kernels):
     add_norm = staticmethod(step.add_norm)
     rotate = staticmethod(step.rotate)
     silu_mul = staticmethod(step.silu_mul)
+    int8_product = staticmethod(product.int8_product)

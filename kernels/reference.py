@@ -867,6 +867,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned
 
 
+def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """x [t, n] times the transpose of scale [m] * codes int8 [m, n]: [t, m]; bfloat16, few rows."""
+    return torch._weight_int8pack_mm(x.contiguous(), codes, scale)
+
+
 def silu_mul(both: Tensor) -> Tensor:
     """silu(gate) * up of rows both [t, 2 * n], gate first: a view [t, n] of it, in gate's place."""
     size = both.shape[1] // 2

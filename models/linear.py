@@ -7,7 +7,8 @@ What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
   still a third more, so nothing is prepacked: there is one copy, and a tied head is fast too.
 - many rows in bfloat16: oneDNN where the processor multiplies bfloat16; where it does not, the
   same in float32, a block of the weights at a time.
-- int8 and int4: torch's packed kernels for a few rows; many rows unpack a block at a time.
+- int8 and int4: packed kernels for a few rows, torch's or better ones; many rows unpack a block at
+  a time.
 
 float32 and a CUDA device do what `F.linear` does.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Protocol
 
@@ -56,6 +57,10 @@ class Linear(Protocol):
     def nbytes(self) -> int:
         """Bytes held, bias included."""
         ...
+
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x bfloat16 [t, in], codes int8 [out, in], scale bfloat16 [out]) -> bfloat16 [t, out]."""
 
 
 class Plain:
@@ -100,14 +105,15 @@ class Plain:
 class Int8:
     """Eight bits a weight and one bfloat16 scale a row; activations are bfloat16. CPU only.
 
-    A row's largest magnitude is 127 steps. `in` must be a multiple of 16: the kernel reads whole
-    vectors.
+    A row's largest magnitude is 127 steps. `in` must be a multiple of 16: torch's kernel reads
+    whole vectors. `product` computes few rows: torch's kernel, until `Llama.use` names another.
     """
 
-    __slots__ = ("bias", "quantised", "scale")
+    __slots__ = ("bias", "product", "quantised", "scale")
 
     def __init__(self, plain: Plain) -> None:
         weight, self.bias = plain.weight, plain.bias
+        self.product: Product = torch._weight_int8pack_mm
         assert fits_int8(weight.shape[1])
         self.quantised = torch.empty(weight.shape, dtype=torch.int8)
         self.scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
@@ -123,8 +129,7 @@ class Int8:
         """See `Linear`."""
         if x.shape[0] > FEW["int8"]:
             return _biased(_by_blocks(x, self, out), self.bias)
-        made = torch._weight_int8pack_mm(x.contiguous(), self.quantised, self.scale)
-        return _biased(made, self.bias)
+        return _biased(self.product(x.contiguous(), self.quantised, self.scale), self.bias)
 
     @property
     def shape(self) -> torch.Size:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minikv.attend import Attend
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Linear, Plain
+from minikv.models.linear import Int8, Linear, Plain
 from minikv.models.rope import Rotary, rotate
 
 # On a CPU a chunk is bounded in bytes: 512 rows of float32, 1,024 of bfloat16 (from 768 rows on,
@@ -79,6 +79,10 @@ class Ops(Protocol):
         """silu(gate) * up of [t, 2 * mlp], gate first: [t, mlp], which may lie in it."""
         ...
 
+    def int8_product(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        """As `linear.Product`."""
+        ...
+
 
 class Llama:
     """A decoder. Token ids and an `Attend` in, logits out; it keeps no state of its own.
@@ -130,6 +134,14 @@ class Llama:
         self.head: Linear = Plain(self.embedding if c.tied else new(c.vocab, c.hidden))
         self.rotary = Rotary(c.rope, c.head_dim, self.device)
         self.ops: Ops | None = None
+
+    def use(self, ops: Ops) -> None:
+        """Let `ops` compute what they can, from now on."""
+        self.ops = ops
+        for layer in self.layers:
+            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                if isinstance(matrix, Int8):
+                    matrix.product = ops.int8_product
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """Where each tensor of a Hugging Face checkpoint belongs. A tied head is not listed twice.

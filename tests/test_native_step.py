@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minikv.kernels import dispatch, reference
-from minikv.kernels.native import build
+from minikv.kernels.native import build, product
 from minikv.kernels.native import step as native
 
 needs_compiler = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
@@ -301,3 +301,25 @@ def test_without_threads_it_compiles_too(tmp_path: Path) -> None:
             env={**os.environ},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr.decode()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (7, 255), (33, 256), (64, 768), (5, 5632)])
+@pytest.mark.parametrize("few", [1, 3])
+def test_products_in_eight_bits(rows: int, columns: int, few: int) -> None:
+    """As exact as bfloat16 lets a result be, also where one activation dwarfs the others."""
+    x = randoms(1, few, columns, dtype=torch.bfloat16)
+    x[0, columns // 2] = 900.0
+    codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+    scale = randoms(2, rows, dtype=torch.bfloat16).abs() + 0.1
+    got = product.int8_product(x, codes, scale)
+    want = (x.double() @ codes.double().T) * scale.double()
+    assert float((got.double() - want).norm() / want.norm()) < 3e-3
+    most = codes.new_full((rows, columns), 127)  # nothing overflows
+    got = product.int8_product(torch.full_like(x, 7.0), most, scale)
+    torch.testing.assert_close(
+        got.double(), (7.0 * 127 * columns * scale.double()).expand(few, rows), rtol=1e-2, atol=0.0
+    )
+    for bad in (math.nan, math.inf):
+        x[0, 0] = bad
+        assert not bool(product.int8_product(x, codes, scale)[0].isfinite().any())

@@ -516,6 +516,10 @@ def test_a_reason_is_one_line_and_never_an_error(
     assert dispatch.choose(torch.device("cuda"), "torch", head_dim, dtype)[1] is None
 
 
+LIBRARY = {"int8_product"}
+"""What torch does best on a GPU."""
+
+
 def test_every_operation_has_a_kernel_and_a_twin() -> None:
     triton = kernel("on_gpu").Triton if INTERPRETED else pytest.importorskip(
         "minikv.kernels.on_gpu"
@@ -524,4 +528,5 @@ def test_every_operation_has_a_kernel_and_a_twin() -> None:
     assert len(names) > 10
     for name in names:
         assert getattr(dispatch.Kernels, name) is getattr(reference, name)
-        assert getattr(triton, name) is not getattr(reference, name)
+        own = getattr(triton, name) is not getattr(reference, name)
+        assert own == (name not in LIBRARY), name
