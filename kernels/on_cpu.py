@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.native import product, step
+from minikv.kernels.native import evict, product, step
 
 
 class Native(Kernels):
@@ -13,6 +13,11 @@ class Native(Kernels):
     ragged_attention = staticmethod(step.ragged_attention)
     advance = staticmethod(step.advance)
     append = staticmethod(step.append)
+    hash_append = staticmethod(evict.hash_append)
+    h2o_step = staticmethod(evict.h2o_step)
+    tova_step = staticmethod(evict.tova_step)
+    roco_step = staticmethod(evict.roco_step)
+    scissorhands_step = staticmethod(evict.scissorhands_step)
     add_norm = staticmethod(step.add_norm)
     rotate = staticmethod(step.rotate)
     silu_mul = staticmethod(step.silu_mul)
