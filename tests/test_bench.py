@@ -1073,8 +1073,10 @@ def test_a_watch_ends_what_does_not_end_by_itself() -> None:
     assert rung.wait(10)
     watch.close()
     assert ended == [7]
-    ending.Watch(0.2, lambda: 8, end).close()
+    watch = ending.Watch(0.2, lambda: 8, end)
+    watch.close()
     time.sleep(0.4)
+    watch._ring()  # as if the time had been up just before
     assert ended == [7]
 
 
