@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import COMPOSITIONS
+from small import COMPOSITIONS, PAIRS, ids, network, scheduler
 from tape import NoWaiting
 from test_landing import Silent
 from torch import Tensor
@@ -22,8 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from minikv import policies, reading
 from minikv.arena import Arena
+from minikv.engine import Engine
+from minikv.models.llama import Llama
 from minikv.policies import PARTS, POLICIES, Option, Value
 from minikv.reading import Plan, Reading
+from minikv.scheduler import Scheduler
 from minikv.stats import Shape
 
 FAR = torch.device("meta")
@@ -217,3 +220,47 @@ def test_every_composition_has_both_forms() -> None:
         if made is not None:
             assert made.device_heads is not None
             assert made.device_select is not None
+
+
+# -- on a GPU ---------------------------------------------------------------------------------
+
+
+def strictly(method: Callable[..., object]) -> Callable[..., object]:
+    """A method during which whatever makes the host wait is an error."""
+
+    def run(*args: object) -> object:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return method(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("prompt", "step"), PAIRS)
+def test_three_prompts_on_a_gpu(prompt: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk(prompt, step, "cuda", monkeypatch)
+
+
+def talk(prompt: str, step: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts into an empty cache, behind an answer, and behind another."""
+    here = network(layers=2, head_dim=16)
+    net = Llama(here.config, rows=here.rows, device=device)
+    for (_, mine), (_, theirs) in zip(net.tensors(), here.tensors(), strict=True):
+        mine.copy_(theirs)
+    like = scheduler(net, prompt, step, None if prompt == "full" and step == "none" else 72)
+    kv = Scheduler(
+        like.shape, like.prompt_policy, like.step_policy, like.budget, device=device, poison=True,
+        output=like.output, rotary=net.rotary.inverse,
+    )  # fmt: skip
+    made = Engine(net, kv, None)
+    for method in ("stage", "finish"):
+        monkeypatch.setattr(Reading, method, strictly(getattr(Reading, method)))
+    for turn in range(3):
+        made.prompt(ids(70, turn))
+        for token in ids(5, 9 + turn):
+            made.step(token)
+    assert kv.position == 3 * 75
