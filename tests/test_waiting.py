@@ -242,18 +242,14 @@ def strictly(method: Callable[..., object]) -> Callable[..., object]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("prompt", "step"), PAIRS)
 def test_three_prompts_on_a_gpu(prompt: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    talk(prompt, step, "cuda", monkeypatch)
-
-
-def talk(prompt: str, step: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts into an empty cache, behind an answer, and behind another."""
     here = network(layers=2, head_dim=16)
-    net = Llama(here.config, rows=here.rows, device=device)
+    net = Llama(here.config, rows=here.rows, device="cuda")
     for (_, mine), (_, theirs) in zip(net.tensors(), here.tensors(), strict=True):
         mine.copy_(theirs)
     like = scheduler(net, prompt, step, None if prompt == "full" and step == "none" else 72)
     kv = Scheduler(
-        like.shape, like.prompt_policy, like.step_policy, like.budget, device=device, poison=True,
+        like.shape, like.prompt_policy, like.step_policy, like.budget, device="cuda", poison=True,
         output=like.output, rotary=net.rotary.inverse,
     )  # fmt: skip
     made = Engine(net, kv, None)
