@@ -56,8 +56,8 @@ def doctor(terminal: Terminal, *, offline: bool = False, as_json: bool = False) 
         os.environ["HF_HUB_OFFLINE"] = "1"
     made: list[Check] = []
     looks: tuple[tuple[str, Callable[[], list[Check]]], ...] = (
-        ("versions", versions), ("cpu", cpu), ("gpu", gpu), ("memory", memory), ("models", disk),
-        ("token", token), ("hub", lambda: login(offline)),
+        ("versions", versions), ("cpu", cpu), ("gpu", gpu), ("kernels", kernels),
+        ("memory", memory), ("models", disk), ("token", token), ("hub", lambda: login(offline)),
         ("terminal", lambda: screen(terminal)), ("settings", settings),
         ("policies", lambda: policies(terminal.status)),
     )  # fmt: skip
@@ -170,6 +170,25 @@ def gpu() -> list[Check]:
             f"free, compute capability {major}.{minor}",
         ))  # fmt: skip
     return made
+
+
+def kernels() -> list[Check]:
+    """Who computes a chat's steps. The first time, this compiles the C kernels of a CPU."""
+    import torch
+
+    from minikv.scheduler import Scheduler
+    from minikv.stats import Shape
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made = Scheduler(
+        Shape(1, 1, 1, 64, (None,), 64), None, None, None, dtype=torch.bfloat16, device=device
+    )
+    who = {"triton": "Triton's", "native": "in C, compiled on this machine"}
+    found = who.get(made.ops.name, "plain torch")
+    if made.notice is None:
+        return [Check("kernels", OK, found)]
+    hint = "install gcc or clang" if "compiler" in made.notice else ""
+    return [Check("kernels", WARNING, f"{found}: {made.notice}", hint)]
 
 
 def memory() -> list[Check]:
@@ -339,6 +358,7 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
     from minikv.attend import DenseAttend
     from minikv.engine import Engine
     from minikv.policy import smallest_budget
+    from minikv.sampling import Sampling
     from minikv.scheduler import Scheduler
     from minikv.stats import Shape
 
@@ -363,16 +383,16 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
             exact = net.forward(torch.tensor(ids[:count]), dense)
             if not torch.allclose(logits, exact, rtol=1e-3, atol=1e-3):
                 return "the prompt was not read exactly"
-        most = kv.position if prompt is None and not stride else 0
+        if not bool(torch.isfinite(logits).all()):
+            return "logits are not finite"
+        most, token = kv.position if prompt is None and not stride else 0, int(logits.argmax())
         for fed in range(steps + 1):
-            if not bool(torch.isfinite(logits).all()):
-                return "logits are not finite"
             bound = (max(most, rows) if budget else most) + (fed if step is None else 0)
             wrong = _held(kv, bound)
             if wrong:
                 return f"{wrong} (turn {turn + 1}, {fed} tokens written)"
             if fed < steps:
-                logits = engine.step(int(logits.argmax()))
+                token = engine.next(token, c.vocab, Sampling(), 0, ahead=False)
     return ""
 
 

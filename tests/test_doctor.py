@@ -89,7 +89,8 @@ def test_a_policy_that_breaks_is_named(quick: None, monkeypatch: pytest.MonkeyPa
     def broken(*arguments: object) -> Any:
         raise ZeroDivisionError("by\nzero")
 
-    monkeypatch.setattr(RoCo, "_evidence", broken)
+    for method in ("prompt", "_evidence"):  # after a prompt, and while one is read in blocks
+        monkeypatch.setattr(RoCo, method, broken)
     found = policies(lambda text: None)
     assert {check.state for check in found} == {FAILED}
     text = " / ".join(check.detail for check in found)
@@ -191,8 +192,8 @@ def test_the_json_has_what_the_screen_has(quick: None) -> None:
     assert record["ok"] is True
     names = [check["name"] for check in record["checks"]]
     assert names == [
-        "versions", "cpu", "gpu", "memory", "models", "token", "hub", "terminal", "settings",
-        "policies",
+        "versions", "cpu", "gpu", "kernels", "memory", "models", "token", "hub", "terminal",
+        "settings", "policies",
     ]  # fmt: skip
     assert torch.__version__ in record["checks"][0]["detail"]
     _, screen = run(offline=True)
