@@ -830,6 +830,20 @@ def test_every_part_is_shown_and_written_when_it_is_done(
     assert [each.name for each in tmp_path.iterdir()] == ["all.json"]  # and nothing half written
 
 
+def test_a_run_that_does_not_end_is_written_before_it_is_ended(tmp_path: Path) -> None:
+    made = listed(GOOD)
+    made.now = "hangs"
+    path = tmp_path / "cut.json"
+    record = command.Record(["minikv"], command.Terminal(quiet=True), str(path))
+    assert command.Listing(record, made, 0.0, 8).cut() == 0
+    found = json.loads(path.read_text())
+    assert found["complete"] is False
+    assert found["notes"] == ["hangs: did not end in time, and the process was ended"]
+    assert found["rows"][0]["seconds"] == 0.5
+    nothing = listed(everything.Part("bad", bad))
+    assert command.Listing(record, nothing, 0.0, 8).cut() == 1
+
+
 def test_a_file_is_replaced_as_a_whole_and_stays_who_may_read_it(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("old")
@@ -1008,6 +1022,42 @@ def test_a_system_that_fails_is_left_out_where_others_go_on(
     assert made.notes == ["decode 64, snapkv 64: AssertionError"]
     with pytest.raises(AssertionError):
         run.Bench(wanted, RATES).decode(64)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_peer_that_fails_costs_only_its_own_row(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails:
+        alive = True
+
+        def __init__(self, *args: object, **more: object) -> None: ...
+
+        def read(self, ids: list[int]) -> float:
+            if len(ids) == 128:
+                self.alive = not ends
+                raise worker.PeerError("no such head")
+            return 1.0
+
+        def write(self, steps: int) -> float:
+            return 1.0
+
+        def peak(self) -> int:
+            return 1
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(run, "Worker", Fails)
+    monkeypatch.setattr(run, "installed", lambda: True)
+    wanted = run.Wanted(models.Spec(TINY), "tiny", SYSTEMS[:2], (64,), repeat=2, steps=2)
+    made = run.Bench(wanted, RATES)
+    made.decode(128)
+    made.prefill(64)
+    made.close()
+    systems = [(row.kind, row.system) for row in made.rows]
+    after = [("prefill", "transformers")] * (not ends)
+    assert systems == [("decode", "minikv")] * 2 + [("prefill", "minikv")] * 2 + after
+    assert made.notes == ["decode 128, transformers: no such head"]
 
 
 def test_rows_say_whether_steps_were_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,11 +160,19 @@ def legend(wanted: Wanted) -> str:
     lines = [
         f"medians of {wanted.repeat} rounds in turns; {wanted.steps} steps a decode round; "
         f"{wanted.spec.dtype}",
+        columns(wanted.peer),
+    ]
+    return "\n".join(lines)
+
+
+def columns(peer: bool) -> str:
+    """What the columns of rows mean."""
+    lines = [
         "floor: share of what bandwidth and products measured in this run allow",
         "evict: a step over the same cache without a policy; a prompt over full's",
         "x full: times as fast as the full cache",
     ]
-    if wanted.peer:
+    if peer:
         lines.append("x HF: times as fast as transformers (sdpa), forward by forward")
     return "\n".join(lines)
 
@@ -298,6 +306,9 @@ class Listing:
     def close(self, *, complete: bool) -> None:
         """The end: the goals, whatever became of them."""
         self._gather()
+        if self._every.rows:
+            peer = any(row.vs_peer is not None for row in self._every.rows)
+            self._record.tables.append(columns(peer))
         if self._every.goals and self._every.measured:
             self._record.tables.append(show.goals_table(self._every.goals))
         self._warn()
