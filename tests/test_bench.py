@@ -1058,6 +1058,7 @@ def test_a_peer_that_fails_costs_only_its_own_row(
     after = [("prefill", "transformers")] * (not ends)
     assert systems == [("decode", "minikv")] * 2 + [("prefill", "minikv")] * 2 + after
     assert made.notes == ["decode 128, transformers: no such head"]
+    assert made.wanted.peer is not ends
 
 
 def test_rows_say_whether_steps_were_captured(monkeypatch: pytest.MonkeyPatch) -> None:
