@@ -171,7 +171,7 @@ typedef struct {
     Strip strips[STRIPS];
     uint32_t *v; /* [D / 8][keys / 2][8] pairs along the keys */
     uint32_t *p; /* [keys / 2][lanes] pairs along the keys */
-    bf16 *tail;  /* [8][D]: the last keys, and zeros */
+    bf16 *tail;  /* [8][D]: the last keys, and anything: it is not seen */
 } Room;
 
 static void *take(char **at, int64_t bytes) {
@@ -446,7 +446,6 @@ static void block(
         most = strip->limit[strip->wide * LANES - 1];
     }
     int64_t rest = s->keys % TILE, last = s->keys - rest;
-    memset(r->tail, 0, (size_t)(2 * TILE * size));
     for (int64_t i = 0; i < rest; i++)
         memcpy(r->tail + i * size, k + (last + i) * s->k_row, (size_t)(2 * size));
     float scale = (float)(1.44269504088896341 / sqrt((double)size));
