@@ -376,10 +376,13 @@ def test_hash_append_as_the_twin(dtype: torch.dtype, bits: int, exact: bool) -> 
         assert all(same(a, b) for a, b in zip(got, want, strict=True)), seed
 
 
-def test_hash_append_of_other_strides_goes_to_the_twin() -> None:
+def test_hash_append_of_other_strides_and_dtypes_goes_to_the_twin() -> None:
     given, numbers = hashed(1, torch.float32, 8, exact=True)
     want = run_hash(reference.hash_append, (given, numbers))
-    mine = [guarded(t) for t in given]
-    mine[3] = mine[3].T.contiguous().T  # the matrix
-    evict.hash_append(*mine[:13], tuple(mine[13:]), **numbers)  # type: ignore[call-arg, arg-type, misc]
-    assert all(same(a, b.contiguous()) for a, b in zip(want, mine, strict=True))
+    for at, other in ((3, given[3].T.contiguous().T), (8, given[8].to(torch.int32))):
+        mine = [guarded(t) for t in given]
+        mine[at] = other  # the matrix, the newcomer's position
+        evict.hash_append(*mine[:13], tuple(mine[13:]), **numbers)  # type: ignore[call-arg, arg-type, misc]
+        results = [t for i, t in enumerate(mine) if i != at]
+        wanted = [t for i, t in enumerate(want) if i != at]
+        assert all(same(a, b) for a, b in zip(results, wanted, strict=True))

@@ -20,8 +20,9 @@
 #include <omp.h>
 #endif
 
-/* Weights of a call from which on threads pay: about 50 us of one. */
-enum { MANY = 200000, BLOCK = 256 };
+/* Weights of a call from which on threads pay: about 50 us of one. Rows that are looked at at once,
+   where columns of words or doubles beside them should stay near. */
+enum { MANY = 100000, BLOCK = 256 };
 
 typedef struct {
     int64_t L, H, G, C;
@@ -137,7 +138,8 @@ static inline int64_t left(const Heads *a, int64_t i, int found) {
     return a->start[i] + (found < 0 ? 0 : found);
 }
 
-/* Threads for this many heads' weights. */
+/* Threads for this many heads' weights: one, or as many as torch's own loops take, as OpenMP ends
+   those that a smaller team leaves over. */
 static int team(const Heads *a) {
 #ifdef _OPENMP
     int64_t weights = 0;
@@ -283,7 +285,7 @@ static void average(const Heads *a, int64_t first, int64_t end, float *p, int32_
         const int64_t mine = (i - first) * a->C;
         for (int64_t j = 0; j < a->length[i]; j++) {
             if (pos[j] < a->pinned)
-                continue;
+                continue; /* it does not leave, whatever it got */
             uint32_t s = (uint32_t)pos[j] * 2654435769u >> shift;
             while (table[s].count && table[s].at != pos[j])
                 s = (s + 1) & (uint32_t)(size - 1);
