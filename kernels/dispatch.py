@@ -31,6 +31,8 @@ class Kernels:
     tova_step = staticmethod(reference.tova_step)
     roco_step = staticmethod(reference.roco_step)
     scissorhands_step = staticmethod(reference.scissorhands_step)
+    rows_attention = staticmethod(reference.rows_attention)
+    last_rows_attention = staticmethod(reference.last_rows_attention)
     observe = staticmethod(reference.observe)
     add_columns = staticmethod(reference.add_columns)
     rows_lse = staticmethod(reference.rows_lse)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.native import evict, product, step
+from minikv.kernels.native import evict, prefill, product, step
 
 
 class Native(Kernels):
@@ -18,6 +18,8 @@ class Native(Kernels):
     tova_step = staticmethod(evict.tova_step)
     roco_step = staticmethod(evict.roco_step)
     scissorhands_step = staticmethod(evict.scissorhands_step)
+    rows_attention = staticmethod(prefill.rows_attention)
+    last_rows_attention = staticmethod(prefill.last_rows_attention)
     add_norm = staticmethod(step.add_norm)
     rotate = staticmethod(step.rotate)
     silu_mul = staticmethod(step.silu_mul)

@@ -44,6 +44,18 @@ def rows_attention(
     return torch.cat(mixed, 2), torch.cat(sums, 2)
 
 
+def last_rows_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of the last T of N rows over all of them: query i sees rows 0 .. N - T + i.
+
+    Shapes and results as in `rows_attention`.
+    """
+    earlier = k.shape[1] - q.shape[2]
+    parts = [rows_attention(q, k[:, earlier:], v[:, earlier:], causal=True)]
+    if earlier:
+        parts.append(rows_attention(q, k[:, :earlier], v[:, :earlier]))
+    return merge(parts), total(parts)
+
+
 def visible_attention(
     q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor]:

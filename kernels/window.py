@@ -9,23 +9,28 @@ too. Every row sees some of each set, and the sets are joined by their log-sum-e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.reference import merge, rows_attention, total
 
+Attend = Callable[..., tuple[Tensor, Tensor]]
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend = rows_attention
+) -> tuple[Tensor, Tensor]:
     """Attention of the last T of N rows: row i sees rows max(0, i - window + 1) .. i.
 
-    q [H, G, T, D], k and v [H, N, D], N >= T, strides free except the last. Returns as
-    `rows_attention`. Beside the results it holds copies of at most T rows, never a mask.
+    q [H, G, T, D], k and v [H, N, D], N >= T, strides free except the last. `attend` is
+    `rows_attention` by whoever computes; returns as it does. Beside the results it holds copies of
+    at most T rows, never a mask.
     """
     first = k.shape[1] - q.shape[2]
     parts = [
-        _stretch(q[:, :, lo:hi], k[:, : first + hi], v[:, : first + hi], window)
+        _stretch(q[:, :, lo:hi], k[:, : first + hi], v[:, : first + hi], window, attend)
         for lo, hi in _stretches(first, q.shape[2], window)
     ]
     if len(parts) == 1:
@@ -46,16 +51,18 @@ def _stretches(first: int, rows: int, window: int) -> Iterator[tuple[int, int]]:
             yield begin, min(begin + size, rows)
 
 
-def _stretch(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
+def _stretch(
+    q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend
+) -> tuple[Tensor, Tensor]:
     """`window_attention` of one stretch."""
     hi = k.shape[1]
     lo = hi - q.shape[2]
     begin = hi - window + 1 if hi > window else 0  # from here on all see all
-    parts = [rows_attention(q, k[:, lo:], v[:, lo:], causal=True)]
+    parts = [attend(q, k[:, lo:], v[:, lo:], causal=True)]
     if begin < lo:
-        parts.append(rows_attention(q, k[:, begin:lo], v[:, begin:lo]))
+        parts.append(attend(q, k[:, begin:lo], v[:, begin:lo]))
     if 0 < begin <= lo:  # a window of 1 has no such rows
         early = slice(lo - window + 1, begin)
-        out, lse = rows_attention(q.flip(2), k[:, early].flip(1), v[:, early].flip(1), causal=True)
+        out, lse = attend(q.flip(2), k[:, early].flip(1), v[:, early].flip(1), causal=True)
         parts.append((out.flip(2), lse.flip(2)))
     return merge(parts), total(parts)

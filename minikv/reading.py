@@ -244,24 +244,22 @@ class Reading:
             k, v, pos = self._old
             counts = self.arena.held[layer].tolist()
             if window is None and min(counts) == k.shape[1]:
-                parts.append(kernels.rows_attention(query, k, v))
+                parts.append(self._ops.rows_attention(query, k, v))
             elif window is None and min(counts) > 0 and self._landing is None:
                 each = [
-                    kernels.rows_attention(query[h : h + 1], k[h : h + 1, :n], v[h : h + 1, :n])
+                    self._ops.rows_attention(query[h : h + 1], k[h : h + 1, :n], v[h : h + 1, :n])
                     for h, n in enumerate(counts)  # a head's padding comes last
                 ]
                 parts.append((torch.cat([o for o, _ in each]), torch.cat([s for _, s in each])))
             else:
                 parts.append(kernels.visible_attention(query, k, v, at, pos, window))
+        new = self._key[:, :hi], self._value[:, :hi]
         if window is None:
-            if lo:
-                earlier = self._key[:, :lo], self._value[:, :lo]
-                parts.append(kernels.rows_attention(query, *earlier))
-            own = self._key[:, lo:hi], self._value[:, lo:hi]
-            parts.append(kernels.rows_attention(query, *own, causal=True))
+            parts.append(self._ops.last_rows_attention(query, *new))
         else:
-            new = self._key[:, :hi], self._value[:, :hi]
-            parts.append(kernels.window_attention(query, *new, window))
+            parts.append(
+                kernels.window_attention(query, *new, window, self._ops.rows_attention)
+            )
         if self._all:
             self._add_sums(query, kernels.total(parts), at, hi, window)
         return kernels.merge(parts).permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)

@@ -15,13 +15,13 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
-         "-shared")  # fmt: skip
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 # With threads, with `omp simd` alone, and as plain C: what a compiler takes first.
 WAYS = (("-fopenmp",), ("-fopenmp-simd",), ("-Wno-unknown-pragmas",))
 PATIENCE = 120.0  # seconds for the compiler
@@ -108,20 +108,34 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, target: Path) -> str:
-    """Compile to `target`; why it failed, or ""."""
+    """Compile to `target`, all files at once; why it failed, or ""."""
     said = ""
     for way in WAYS:
-        command = [compiler, *FLAGS, *way, *map(str, sources()), "-o", str(target), "-lm"]
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"{compiler} does not run ({type(error).__name__})"
-        if done.returncode == 0:
+        with ThreadPoolExecutor() as pool:
+            commands = [
+                [compiler, *FLAGS, *way, "-c", str(path), "-o", str(target.with_name(path.stem))]
+                for path in sources()
+            ]
+            made = [command[-1] for command in commands]
+            found = [*pool.map(_run, commands)]
+        if not any(found):
+            found = [_run([compiler, *FLAGS, *way, "-shared", *made, "-o", str(target), "-lm"])]
+        if not any(found):
             return ""
-        said = said or done.stderr.decode("utf-8", "replace").strip().partition("\n")[0][:200]
+        said = said or next(filter(None, found))
     return f"{Path(compiler).name} failed: {said}"
+
+
+def _run(command: list[str]) -> str:
+    """What the compiler complained of, one line; "" if it was content."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return type(error).__name__
+    said = done.stderr.decode("utf-8", "replace").strip().partition("\n")[0][:200]
+    return (said or f"status {done.returncode}") if done.returncode else ""
 
 
 def _ours(path: Path) -> bool:

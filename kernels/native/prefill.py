@@ -52,19 +52,9 @@ def rows_attention(
 
 
 def last_rows_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of the last T of N rows over all of them: query i sees rows 0..N - T + i.
-
-    Shapes and results as in `rows_attention`. At once, it needs no `merge` of the earlier rows with
-    the queries' own.
-    """
-    earlier = k.shape[1] - q.shape[2]
-    found = _attend(q, k, v, earlier + 1)
-    if found is not None:
-        return found
-    parts = [reference.rows_attention(q, k[:, earlier:], v[:, earlier:], causal=True)]
-    if earlier:
-        parts.append(reference.rows_attention(q, k[:, :earlier], v[:, :earlier]))
-    return reference.merge(parts), reference.total(parts)
+    """See `reference.last_rows_attention`. At once: there is nothing to merge."""
+    found = _attend(q, k, v, k.shape[1] - q.shape[2] + 1)
+    return reference.last_rows_attention(q, k, v) if found is None else found
 
 
 def scratch(rows: int, keys: int, heads: int, group: int, size: int) -> int:

@@ -12,6 +12,13 @@ typedef int8_t bytes16 __attribute__((vector_size(16)));
 typedef float v8 __attribute__((vector_size(32)));
 typedef float v4 __attribute__((vector_size(16)));
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t i4 __attribute__((vector_size(16)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i4){__VA_ARGS__})
+#endif
+
 enum { CODES = 3, WIDEST = 16 /* vectors of a row: heads of 256 */ };
 
 static inline v16 load(const void *row, int kind, int i) {
@@ -56,99 +63,167 @@ static inline float number(const void *row, int kind, long i) {
     return kind == BF16 ? from_bf16(((const bf16 *)row)[i]) : ((const float *)row)[i];
 }
 
-/* The logits of one query over n rows; the largest. With W (vectors of a row) and the kinds known,
-   loops unroll. */
-static inline __attribute__((always_inline)) float scores(
-    const int W, const int kind, const int stored, int D, long n, const char *q, const char *k,
-    const int32_t *pos, int64_t oldest, const float *k_scale, float *into) {
-    const long wide = (long)D * item(stored);
+/* The rows of a head and what is known of each; stored: what k and v are. */
+typedef struct {
+    int D, stored;
+    long n;
+    const char *k, *v;
+    const int32_t *pos; /* NULL: all are seen */
+    int64_t oldest;
+    const float *k_scale, *v_scale;
+} rows_t;
+
+enum { FOUR = 4 /* rows, queries and vectors that are worked on together: they stay in registers */ };
+
+static inline float shown(const rows_t *r, long j, float x) {
+    if (r->stored == CODES)
+        x *= r->k_scale[j];
+    return r->pos && r->pos[j] < r->oldest ? -INFINITY : x;
+}
+
+/* Sums of four vectors, as one. */
+static inline v4 sums(v16 a, v16 b, v16 c, v16 d) {
+    v16 all[FOUR] = {a, b, c, d};
+    v4 part[FOUR];
+    for (int i = 0; i < FOUR; i++) {
+        v8 two[2];
+        memcpy(two, all + i, 64);
+        two[0] += two[1];
+        v4 four[2];
+        memcpy(four, two, 32);
+        part[i] = four[0] + four[1];
+    }
+    v4 low = SHUFFLE(part[0], part[1], 0, 4, 1, 5) + SHUFFLE(part[0], part[1], 2, 6, 3, 7);
+    v4 high = SHUFFLE(part[2], part[3], 0, 4, 1, 5) + SHUFFLE(part[2], part[3], 2, 6, 3, 7);
+    return SHUFFLE(low, high, 0, 1, 4, 5) + SHUFFLE(low, high, 2, 3, 6, 7);
+}
+
+/* The logits of B queries, n of them each, `pitch` apart. W: whole vectors of a row. */
+static inline __attribute__((always_inline)) void scores(
+    const int B, const int W, const int kind, const int stored, const rows_t *r, const char *q,
+    float *into, long pitch) {
+    const int D = r->D;
+    const long wide = (long)D * item(stored), each = (long)D * item(kind);
     const float scale = 1.0f / sqrtf((float)D);
-    v16 query[WIDEST];
-    float most = -INFINITY;
-    for (int i = 0; i < W; i++)
-        query[i] = load(q, kind, i) * scale;
-    for (long j = 0; j < n; j++) {
-        float x = 0.0f;
-        if (W) {
-            v16 sum = query[0] * load(k + j * wide, stored, 0);
-            for (int i = 1; i < W; i++)
-                sum += query[i] * load(k + j * wide, stored, i);
-            x = sum16(sum);
-        }
-        for (int d = 16 * W; d < D; d++)
-            x += number(q, kind, d) * scale * number(k + j * wide, stored, d);
-        if (stored == CODES)
-            x *= k_scale[j];
-        if (pos && pos[j] < oldest)
-            x = -INFINITY;
-        into[j] = x;
-        most = x > most ? x : most;
-    }
-    return most;
-}
-
-/* out = share * sum over rows of p times their values. */
-static inline __attribute__((always_inline)) void mix(
-    const int W, const int kind, const int stored, int D, long n, const char *v, const float *v_scale,
-    const float *p, float share, char *out) {
-    const long wide = (long)D * item(stored);
-    v16 mixed[WIDEST + 1];
-    float *row = (float *)mixed;
-    memset(mixed, 0, sizeof mixed);
-    for (long j = 0; j < n; j++) {
-        const float weight = stored == CODES ? p[j] * v_scale[j] : p[j];
+    v16 query[FOUR][WIDEST];
+    for (int b = 0; b < B; b++)
         for (int i = 0; i < W; i++)
-            mixed[i] += load(v + j * wide, stored, i) * weight;
-        for (int d = 16 * W; d < D; d++)
-            row[d] += number(v + j * wide, stored, d) * weight;
-    }
-    for (int d = 0; d < D; d++)
-        store(out, kind, d, row[d] * share);
-}
-
-/* One head: G queries over n rows. */
-static inline __attribute__((always_inline)) void head_attention(
-    const int W, const int kind, const int stored, int D, int G, long n, const char *q, const char *k,
-    const char *v, const int32_t *pos, int64_t oldest, const float *k_scale, const float *v_scale,
-    float *logits, long pitch, float *lse, char *out, float *p) {
-    const long each = (long)D * item(kind);
-    for (int g = 0; g < G; g++) {
-        float *into = logits ? logits + g * pitch : p;
-        float most =
-            scores(W, kind, stored, D, n, q + g * each, k, pos, oldest, k_scale, into);
-        const float top = most == -INFINITY ? 0.0f : most;
-        float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-        for (long j = 0; j < n; j++) {
-            float e = exp_negative(into[j] - top);
-            total += e;
-            p[j] = e;
+            query[b][i] = load(q + b * each, kind, i) * scale;
+    long j = 0;
+    for (; j + FOUR <= r->n; j += FOUR) {
+        const char *k = r->k + j * wide;
+        v16 sum[FOUR][FOUR] = {0};
+#pragma GCC unroll 1
+        for (int i = 0; i < W; i++)
+            for (int c = 0; c < FOUR; c++) {
+                v16 key = load(k + c * wide, stored, i);
+                for (int b = 0; b < B; b++)
+                    sum[b][c] += key * query[b][i];
+            }
+        for (int b = 0; b < B; b++) {
+            v4 x = sums(sum[b][0], sum[b][1], sum[b][2], sum[b][3]);
+            for (int c = 0; c < FOUR; c++) {
+                float y = x[c];
+                for (int d = 16 * W; d < D; d++)
+                    y += number(q + b * each, kind, d) * scale * number(k + c * wide, stored, d);
+                into[b * pitch + j + c] = shown(r, j + c, y);
+            }
         }
-        /* NaN among the logits makes the total NaN, and that the answer. */
-        lse[g] = total == 0.0f ? -INFINITY : top + logf(total);
-        mix(W, kind, stored, D, n, v, v_scale, p, total == 0.0f ? 0.0f : 1.0f / total, out + g * each);
     }
+    for (; j < r->n; j++)
+        for (int b = 0; b < B; b++) {
+            const char *k = r->k + j * wide;
+            v16 sum = {0};
+            for (int i = 0; i < W; i++)
+                sum += query[b][i] * load(k, stored, i);
+            float x = sum16(sum);
+            for (int d = 16 * W; d < D; d++)
+                x += number(q + b * each, kind, d) * scale * number(k, stored, d);
+            into[b * pitch + j] = shown(r, j, x);
+        }
 }
 
-#define OF(w, a, b)                                                                             \
-    if (D == 16 * w && kind == a && stored == b) {                                              \
-        head_attention(w, a, b, 16 * w, G, n, q, k, v, pos, oldest, k_scale, v_scale, logits,   \
-                       pitch, lse, out, p);                                                     \
-        return;                                                                                 \
+/* out[b] = share[b] * sum over rows of p[b] times their values; p [B, n]. */
+static inline __attribute__((always_inline)) void mix(
+    const int B, const int W, const int kind, const int stored, const rows_t *r, const float *p,
+    const float *share, char *out) {
+    const int D = r->D;
+    const long wide = (long)D * item(stored);
+    for (int from = 0; from < W; from += FOUR) {
+        v16 mixed[FOUR][FOUR] = {0};
+        const int many = W - from < FOUR ? W - from : FOUR;
+        for (long j = 0; j < r->n; j++) {
+            const float by = stored == CODES ? r->v_scale[j] : 1.0f;
+            v16 value[FOUR];
+            for (int i = 0; i < many; i++)
+                value[i] = load(r->v + j * wide, stored, from + i);
+            for (int b = 0; b < B; b++)
+                for (int i = 0; i < many; i++)
+                    mixed[b][i] += value[i] * (p[b * r->n + j] * by);
+        }
+        for (int b = 0; b < B; b++)
+#pragma GCC unroll 1
+            for (int i = 0; i < 16 * many; i++)
+                store(out, kind, (long)b * D + 16 * from + i, ((float *)mixed[b])[i] * share[b]);
     }
+    for (int d = 16 * W; d < D; d++)
+        for (int b = 0; b < B; b++) {
+            float sum = 0.0f;
+            for (long j = 0; j < r->n; j++)
+                sum += p[b * r->n + j] * number(r->v + j * wide, stored, d) *
+                       (stored == CODES ? r->v_scale[j] : 1.0f);
+            store(out, kind, (long)b * D + d, sum * share[b]);
+        }
+}
 
-static void any_head(
-    int D, int kind, int stored, int G, long n, const char *q, const char *k, const char *v,
-    const int32_t *pos, int64_t oldest, const float *k_scale, const float *v_scale, float *logits,
-    long pitch, float *lse, char *out, float *p) {
-    OF(4, BF16, BF16)
-    OF(8, BF16, BF16)
-    OF(4, F32, F32)
-    OF(8, F32, F32)
-    OF(4, BF16, CODES)
-    OF(8, BF16, CODES)
-    head_attention(D / 16, kind, stored, D, G, n, q, k, v, pos, oldest, k_scale, v_scale, logits,
-                   pitch, lse, out, p);
+/* e = exp(x - the largest x), of n; one over their sum. NaN among x makes the sum NaN, and that the
+   answer. */
+static __attribute__((noinline)) float soften(const float *x, float *e, long n, float *lse) {
+    float most = -INFINITY, total = 0.0f;
+#pragma omp simd reduction(max : most)
+    for (long j = 0; j < n; j++)
+        most = x[j] > most ? x[j] : most;
+    const float top = most == -INFINITY ? 0.0f : most;
+#pragma omp simd reduction(+ : total)
+    for (long j = 0; j < n; j++) {
+        float y = exp_negative(x[j] - top);
+        total += y;
+        e[j] = y;
+    }
+    *lse = total == 0.0f ? -INFINITY : top + logf(total);
+    return total == 0.0f ? 0.0f : 1.0f / total;
+}
+
+/* B <= FOUR queries over the rows of their head; p [B, n] is room. */
+static inline __attribute__((always_inline)) void few_queries(
+    const int B, const int W, const int kind, const int stored, const rows_t *r, const char *q,
+    float *logits, long pitch, float *lse, char *out, float *p) {
+    float share[FOUR];
+    if (!logits)
+        pitch = r->n;
+    float *found = logits ? logits : p;
+    scores(B, W, kind, stored, r, q, found, pitch);
+    for (int b = 0; b < B; b++)
+        share[b] = soften(found + b * pitch, p + b * r->n, r->n, lse + b);
+    mix(B, W, kind, stored, r, p, share, out);
+}
+
+/* With all sizes known, loops unroll and sums stay in registers. */
+#define OF(B, W, KIND, STORED)                                                         \
+    if (queries == B && r->D == 16 * W && kind == KIND && r->stored == STORED) {       \
+        few_queries(B, W, KIND, STORED, r, q, logits, pitch, lse, out, p);             \
+        return;                                                                        \
+    }
+#define EACH(W, STORED) OF(1, W, BF16, STORED) OF(3, W, BF16, STORED) OF(4, W, BF16, STORED)
+
+static void some_queries(
+    int queries, int kind, const rows_t *r, const char *q, float *logits, long pitch, float *lse,
+    char *out, float *p) {
+    EACH(4, BF16)
+    EACH(8, BF16)
+    EACH(4, CODES)
+    EACH(8, CODES)
+    few_queries(queries, r->D / 16, kind, r->stored, r, q, logits, pitch, lse, out, p);
 }
 
 /* 0, or 1 if there is no memory. kind: of q and out; stored: of k and v (CODES: int8). */
@@ -157,7 +232,7 @@ int minikv_ragged_attention(
     const int64_t *start, const int64_t *length, const int32_t *pos, const int64_t *oldest,
     const float *k_scale, const float *v_scale, float *logits, int64_t pitch, float *lse, void *out) {
     const long wide = (long)D * item(stored);
-    const long each = (long)G * D * item(kind);
+    const long each = (long)D * item(kind);
     long most = 0, all = 0;
     for (int h = 0; h < H; h++) {
         most = length[h] > most ? length[h] : most;
@@ -166,18 +241,25 @@ int minikv_ragged_attention(
     int failed = 0;
 #pragma omp parallel for schedule(dynamic) if (all * G * D > 200000)
     for (int h = 0; h < H; h++) {
-        float *p = malloc(sizeof(float) * (most ? most : 1));
+        float *p = malloc(sizeof(float) * FOUR * (most ? most : 1));
         if (!p) {
 #pragma omp atomic write
             failed = 1;
             continue;
         }
         const int64_t at = start[h];
-        any_head(D, kind, stored, G, length[h], (const char *)q + h * each,
-                 (const char *)k + at * wide, (const char *)v + at * wide, pos ? pos + at : NULL,
-                 pos ? *oldest : 0, k_scale ? k_scale + at : NULL, v_scale ? v_scale + at : NULL,
-                 logits ? logits + (int64_t)h * G * pitch : NULL, pitch, lse + (long)h * G,
-                 (char *)out + h * each, p);
+        const rows_t rows = {
+            D, stored, length[h], (const char *)k + at * wide, (const char *)v + at * wide,
+            pos ? pos + at : NULL, pos ? *oldest : 0, k_scale ? k_scale + at : NULL,
+            v_scale ? v_scale + at : NULL,
+        };
+        for (int g = 0, queries; g < G; g += queries) {
+            queries = G - g < FOUR ? G - g == 3 ? 3 : 1 : FOUR;
+            const long first = (long)h * G + g;
+            some_queries(queries, kind, &rows, (const char *)q + first * each,
+                         logits ? logits + first * pitch : NULL, pitch, lse + first,
+                         (char *)out + first * each, p);
+        }
         free(p);
     }
     return failed;
