@@ -5,7 +5,8 @@
 The loss is the bundled model's, on fresh documents: each form beside bfloat16 and float32. The
 products are those of a random Llama of 160 million parameters (S) and of TinyLlama's shape (M):
 each form, torch's `F.linear` and oneDNN's prepacked product take turns within one run, and beside
-them stands a plain sum over the same weights, which is what reading them costs.
+them stands a plain sum over the same weights, which is what reading them costs. `--compile` adds
+torch.compile's C++ micro-GEMM, with the time that it takes to choose and compile one.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from torch import Tensor
 
 import minikv.models as models
 from minikv.attend import DenseAttend
+from minikv.kernels.dispatch import choose
 from minikv.models.bundled import exam, world
 from minikv.models.bundled.train import ASSISTANT, BOS, END, USER
-from minikv.models.linear import Plain, kept
+from minikv.models.linear import Int8, Plain, kept
 from minikv.models.weights import Checkpoint, load_network
 
 FORMS = (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("bfloat16", "int4"))
@@ -102,6 +104,10 @@ def products(
             "minikv": list(plain),
             **{form: [kept(p, form) for p in plain] for form in ("int8", "int4")},
         }
+        ours = choose(torch.device("cpu"), "auto", 64, torch.bfloat16)[0]
+        for matrix in forms["int8"]:
+            assert isinstance(matrix, Int8)
+            matrix.product = ours.int8_product
         for count in counts:
             x = torch.randn(count, inside).bfloat16()
             turns: dict[str, list[Callable[[Tensor], object]]] = {
@@ -120,6 +126,41 @@ def products(
                         taken[key].append(best(calls, x, seconds))
             micros = {key: 1e6 * statistics.median(times) for key, times in taken.items()}
             rows.append({"matrix": name, "rows": count, "microseconds": micros})
+    return rows
+
+
+def compiled(names: list[str], repeat: int) -> list[dict[str, Any]]:
+    """One row times matrices too large for the caches: torch.compile with frozen weights and every
+    template tried, beside minikv's product, `F.linear` and a plain read; medians."""
+    from torch._inductor import config
+
+    config.freezing = config.max_autotune = True
+    config.max_autotune_gemm_backends = "CPP,ATEN"
+    rows = []
+    for name in names:
+        out, inside = SHAPES[name]
+        linear = torch.nn.Linear(inside, out, bias=False, dtype=torch.bfloat16)
+        linear.eval().requires_grad_(False)
+        x, plain = torch.randn(1, inside).bfloat16(), Plain(linear.weight.detach())
+        with torch.no_grad():
+            made = torch.compile(linear)
+            began = time.perf_counter()
+            made(x)
+            seconds = time.perf_counter() - began
+            calls: dict[str, Callable[[], object]] = {
+                "compiled": lambda f=made, x=x: f(x),
+                "minikv": lambda p=plain, x=x: p(x),
+                "F.linear": lambda p=plain, x=x: F.linear(x, p.weight),
+                "read": lambda p=plain: p.weight.view(torch.int64).sum(),
+            }
+            taken: dict[str, list[float]] = {key: [] for key in calls}
+            for _ in range(20 * repeat):
+                for key, call in calls.items():
+                    began = time.perf_counter()
+                    call()
+                    taken[key].append(time.perf_counter() - began)
+        micros = {key: 1e6 * statistics.median(times) for key, times in taken.items()}
+        rows.append({"matrix": name, "compile_s": seconds, "microseconds": micros})
     return rows
 
 
@@ -143,6 +184,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,128,1024")
     parser.add_argument("--seconds", type=float, default=0.3, help="of each product and turn")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help="torch.compile's products, too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     losses = loss(args.chats, args.context)
@@ -161,13 +203,17 @@ def main() -> None:
         base = row["microseconds"]["F.linear"]
         ratios = "  ".join(f"{k} {base / v:.2f}" for k, v in row["microseconds"].items())
         print(f"{row['matrix']:11}{row['rows']:5} rows  F.linear {base:8.0f} us = 1; {ratios}")
+    tried = compiled(["S head", "M gate, up", "M down"], args.repeat) if args.compile else []
+    for row in tried:
+        times = "  ".join(f"{key} {value:.0f} us" for key, value in row["microseconds"].items())
+        print(f"{row['matrix']:11} compiled in {row['compile_s']:.1f} s: {times}")
     if args.json:
         facts = {
             "machine": platform.machine(), "python": platform.python_version(),
             "torch": torch.__version__, "threads": torch.get_num_threads(),
             "load_average": os.getloadavg()[0], "chats": args.chats, "context": args.context,
         }  # fmt: skip
-        made = {"facts": facts, "loss": losses, "products": speeds}
+        made = {"facts": facts, "loss": losses, "products": speeds, "compiled": tried}
         args.json.write_text(json.dumps(made, indent=1) + "\n")
 
 
