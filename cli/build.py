@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from minikv.session import ChatSession
 
 
+WEIGHTS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
+"""Values of --weights, as `models.linear` knows them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """All that decides what a chat computes, and `threads` to do it on (0: all that the process may
@@ -55,10 +59,8 @@ class Settings:
             raise UsageError(f"keys and values cannot be kept in {self.kv!r}", "use auto or int8")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise UsageError(f"unknown device {self.device!r}", "use auto, cpu, cuda or cuda:N")
-        if self.weights not in ("auto", "plain", "int8", "int4"):
-            raise UsageError(
-                f"unknown weights {self.weights!r}", "use --weights auto, plain, int8 or int4"
-            )
+        if self.weights not in WEIGHTS:
+            raise UsageError(f"unknown weights {self.weights!r}", f"use {', '.join(WEIGHTS)}")
         if self.kernels not in ("auto", "triton", "torch"):
             raise UsageError(f"unknown kernels {self.kernels!r}", "use auto, triton or torch")
         if self.kernels == "triton" and self.device == "cpu":

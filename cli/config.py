@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minikv.choice import MOST_STRIDE, read_budget
-from minikv.cli.build import Settings
+from minikv.cli.build import WEIGHTS, Settings
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, find, step_names
@@ -71,8 +71,8 @@ SETTINGS: Mapping[str, Setting] = {
                 choices=("auto", "float32", "bfloat16", "float16")),
         Setting("threads", 0, "threads on a CPU; 0: as many as the process may use", _CHAT,
                 low=0, high=4096),
-        Setting("weights", "auto", "how weights are kept: plain, or int8 or int4 on a CPU",
-                choices=("auto", "plain", "int8", "int4")),
+        Setting("weights", "auto", "how weights are kept: plain, or on a CPU int8 or int4, and "
+                "with +head what makes logits in int8", choices=WEIGHTS),
         Setting("kernels", "auto", "who computes attention", choices=("auto", "triton", "torch")),
         Setting("policy", DEFAULT_PROMPT, "what evicts when a prompt was read", _CHAT),
         Setting("budget", DEFAULT_BUDGET, "rows per head (512), a share (20%) or bytes (64MiB)",

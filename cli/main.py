@@ -76,10 +76,12 @@ Dtype = Annotated[
     typer.Option(help="number format of the weights and the cache", rich_help_panel=_MODEL),
 ]
 Weights = Annotated[
-    Literal["auto", "plain", "int8", "int4"],
+    Literal["auto", "plain", "int8", "int4", "int8+head", "int4+head"],
     typer.Option(
         help="what the matrices of the layers are kept in: auto and plain is the number format of "
-        "--dtype, int8 and int4 take a half and a quarter of bfloat16's bytes, on a CPU",
+        "--dtype, int8 and int4 take a half and a quarter of bfloat16's bytes, on a CPU; with "
+        "+head what makes logits (a tied embedding, too) takes eight bits, as four lose too much "
+        "there",
         rich_help_panel=_MODEL,
     ),
 ]

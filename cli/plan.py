@@ -68,7 +68,7 @@ class Row:
 class Forecast:
     """A model, a prompt of `tokens` tokens and an answer of `answer`. Bytes.
 
-    kept: what the matrices of the layers are kept in, as --weights has it.
+    kept: what matrices are kept in, as --weights has it, or plain.
     workspace: an estimate of what the network itself needs at once, beside weights and cache.
     """
 
@@ -213,7 +213,7 @@ def forecast(
     config = ModelConfig.from_folder(folder)
     notes = list(config.notes)
     where = _device(device, here=room is None)
-    packed = form in ("int8", "int4")
+    packed = form not in ("auto", "plain")
     kind = _dtype(folder, "bfloat16" if packed and dtype == "auto" else dtype, where, notes)
     check_form(form, where, kind)
     notes += form_notes(config, form)
@@ -482,7 +482,7 @@ def shown(made: Forecast, width: int) -> str:
     facts = [
         ("model", f"{made.model} · {made.family} · {_billions(made.parameters)} parameters"),
         ("weights", f"{size(made.weights)} in {made.dtype}"
-                    + (f", the layers in {made.kept}" if made.kept != "plain" else "")),
+                    + _kept(made.kept)),
         ("context", context),
         ("cache", f"{size(made.token_bytes)} a token, {size(made.full)} for {made.tokens:,} "
                   "without eviction"),
@@ -532,6 +532,16 @@ def _fits(row: Row, context: bool) -> str:
     if not context:
         return "no, context"
     return "unknown" if row.fits is None else "yes" if row.fits else "no"
+
+
+def _kept(form: str) -> str:
+    """What --weights says, after the number format of the rest."""
+    layers, _, head = form.partition("+")
+    if layers == "plain":
+        return ""
+    if layers == "int8":
+        return ", the layers and the head in int8" if head else ", the layers in int8"
+    return f", the layers in {layers}" + (", the head in int8" if head else "")
 
 
 def _billions(count: int) -> str:

@@ -53,8 +53,9 @@ def load(
     float32 on a CPU, which computes in it no faster and overflows earlier. bfloat16 stays: a CPU
     that does not multiply it reads prompts in float32, a block of the weights at a time, which
     config.notes say. `weights`: "auto" and "plain" (as they are stored), "int8" or "int4" (layers
-    only, CPU only, with bfloat16 beside them, which "auto" then is). `progress` is told of a
-    download and of the weights as they are read.
+    only, CPU only, with bfloat16 beside them, which "auto" then is), "int8+head" or "int4+head"
+    (what makes logits in eight bits, too). `progress` is told of a download and of the weights as
+    they are read.
     Raises ModelError: a setting that this machine cannot have (exit code 2), not found, gated or
     unsupported (3), too large (4), corrupt (6).
     """
@@ -117,7 +118,7 @@ def _dtype(
 
     from minikv.models.errors import UnsupportedModel
 
-    if name == "auto" and weights in ("int8", "int4"):
+    if name == "auto" and weights not in ("auto", "plain"):
         return torch.bfloat16
     if name == "auto":
         half = stored == torch.float16 and device.type == "cpu"

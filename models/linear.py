@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FORMS = ("auto", "plain", "int8", "int4")
-"""How weights may be kept. "auto" and "plain" are as the checkpoint has them."""
+FORMS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
+"""How weights may be kept. "auto" and "plain" are as the checkpoint has them; "+head" packs what
+makes logits as well, always to eight bits (docs/measurements/README.md, "Weights")."""
 
 GROUPS = (128, 64, 32)
 """Columns that share a scale in int4: the first that divides a row."""
@@ -107,6 +108,7 @@ class Int8:
 
     A row's largest magnitude is 127 steps. `in` must be a multiple of 16: torch's kernel reads
     whole vectors. `product` computes few rows: torch's kernel, until `Llama.use` names another.
+    Made of weights without memory (on torch's meta device) it is empty, and `pack` brings the rows.
     """
 
     __slots__ = ("bias", "product", "quantised", "scale")
@@ -117,13 +119,18 @@ class Int8:
         assert fits_int8(weight.shape[1])
         self.quantised = torch.empty(weight.shape, dtype=torch.int8)
         self.scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
-        for start, end in blocks(weight.shape):
-            part = weight[start:end].float()
-            scale = (part.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-            scale = scale.to(torch.bfloat16)
-            self.scale[start:end] = scale
-            part.div_(scale.float()[:, None]).round_().clamp_(-127, 127)
-            self.quantised[start:end] = part
+        if not weight.is_meta:
+            for start, end in blocks(weight.shape):
+                self.pack(start, weight[start:end])
+
+    def pack(self, start: int, weight: Tensor) -> None:
+        """Keep weight [n, in] as rows start to start + n."""
+        part = weight.float()
+        scale = (part.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+        scale = scale.to(torch.bfloat16)
+        self.scale[start : start + len(part)] = scale
+        steps = part.div(scale.float()[:, None]).round_().clamp_(-127, 127)
+        self.quantised[start : start + len(part)] = steps
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
@@ -139,6 +146,10 @@ class Int8:
     def columns(self, start: int, end: int) -> Tensor:
         """Rows start to end of the weights, transposed: [in, end - start]."""
         return torch.mul(self.quantised[start:end], self.scale[start:end, None]).t()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ids [t] of the weights, bfloat16 [t, in]: an embedding's look-up."""
+        return torch.mul(self.quantised[ids], self.scale[ids, None])
 
     def dense(self) -> Tensor:
         """See `Linear`; unpacked anew."""
@@ -220,8 +231,19 @@ class Int4:
         return self.packed.nbytes + self.scales.nbytes + _bytes(self.bias)
 
 
+def split(form: str) -> tuple[str, str]:
+    """Of one of `FORMS`: how the matrices of the layers are kept, and how what makes logits is."""
+    layers, _, head = form.partition("+")
+    return layers, "int8" if head else "auto"
+
+
+def packs(form: str) -> tuple[str, ...]:
+    """The packed forms among those of `split`, each once."""
+    return tuple(name for name in dict.fromkeys(split(form)) if name in ("int8", "int4"))
+
+
 def kept(plain: Plain, form: str) -> Linear:
-    """`plain` in one of `FORMS`; as it is where `form` does not suit its size."""
+    """`plain` as int8 or int4; as it is where that does not suit its size, or is not asked for."""
     if form == "int8" and fits_int8(plain.shape[1]):
         return Int8(plain)
     if form == "int4" and group_of(plain.shape[1]) is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -118,7 +119,7 @@ class Llama:
 
         c = config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        self.embedding = new(c.vocab, c.hidden)
+        self.embedding: Tensor | Int8 = new(c.vocab, c.hidden)
         self.layers = [
             Layer(
                 attention_norm=new(c.hidden),
@@ -138,10 +139,17 @@ class Llama:
     def use(self, ops: Ops) -> None:
         """Let `ops` compute what they can, from now on."""
         self.ops = ops
-        for layer in self.layers:
-            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                if isinstance(matrix, Int8):
-                    matrix.product = ops.int8_product
+        inside = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)
+        for matrix in (self.head, *chain.from_iterable(inside)):
+            if isinstance(matrix, Int8):
+                matrix.product = ops.int8_product
+
+    def keep_head(self, made: Int8) -> None:
+        """Make logits with `made` from now on; a tied embedding is looked up in it, too."""
+        assert made.shape == (self.config.vocab, self.config.hidden)
+        self.head = made
+        if self.config.tied:
+            self.embedding = made
 
     def places(self) -> Iterator[tuple[str, Place]]:
         """Where each tensor of a Hugging Face checkpoint belongs. A tied head is not listed twice.
@@ -229,7 +237,7 @@ class Llama:
         table = None
         if len(starts) == 1:  # one table serves all layers; otherwise one per chunk, to save memory
             table = self.rotary.table(kv.position, count, self.dtype)
-        x = F.embedding(ids.to(self.device), self.embedding)
+        x = self._embed(ids.to(self.device))
         # One buffer for the widest intermediate: freed and asked for again per chunk, it would
         # leave holes in the heap that count as resident memory.
         wide = None if grad else x.new_empty(min(rows, count), 2 * self.config.mlp)
@@ -259,6 +267,12 @@ class Llama:
             part = x[start : start + rows]
             part.copy_(_norm(part, self.norm, self.config.norm_eps))
         return x
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Token ids [T] -> rows [T, hidden]."""
+        if isinstance(self.embedding, Int8):
+            return self.embedding.rows(ids)
+        return F.embedding(ids, self.embedding)
 
     def _attend(
         self, index: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, kv: Attend

@@ -40,7 +40,20 @@ from minikv.models.hub import (
     parse_json,
     weight_map,
 )
-from minikv.models.linear import BLOCK, FORMS, Plain, bf16_products, kept, kept_bytes, lacks
+from minikv.models.linear import (
+    BLOCK,
+    FORMS,
+    Int8,
+    Plain,
+    bf16_products,
+    blocks,
+    fits_int8,
+    kept,
+    kept_bytes,
+    lacks,
+    packs,
+    split,
+)
 from minikv.models.llama import Layer, Llama, Place
 
 HEADER_LIMIT = 16 * 2**20  # bytes
@@ -317,8 +330,9 @@ def load_network(
     """A network with the checkpoint's weights; `dtype` None keeps the storage dtype.
 
     `form`, one of `linear.FORMS`, is how the matrices of the layers are kept; int8 and int4 need
-    bfloat16 and a CPU, and embedding and head stay as they are. Where rows are too odd for it, the
-    result's `config.notes` say which matrices stay plain.
+    bfloat16 and a CPU. Embedding and head stay as they are, unless the form ends in "+head": then
+    the head is packed a block at a time as it is read, and where it is tied the embedding is the
+    same packed matrix. Where rows are too odd, the result's `config.notes` say what stays plain.
 
     `progress(done, total)` is called with the bytes read from the files, first with 0; what it
     raises ends the loading.
@@ -357,17 +371,24 @@ def load_network(
             progress(done, total)
 
     tell(0)
+    layers, logits = split(form)
+    small = "" if logits == "auto" or not fits_int8(config.hidden) else (
+        "embedding" if config.tied else "head"
+    )
     with torch.inference_mode(False), torch.no_grad():
         for names in _together_read(entries, places):
             owner, slot = places[names[0]].owner, places[names[0]].slot
+            if owner is network and slot == small:
+                network.keep_head(_packed(entries[names[0]], dtype, tell))
+                continue
             _allocate(owner, slot, device)
             for name in names:
                 with open_regular(entries[name].path) as file:
                     heads = _pairs(name, config) if checkpoint.original else 0
                     _fill(file, entries[name], places[name].tensor(), heads, tell)
             if isinstance(owner, Layer) and isinstance(part := getattr(owner, slot), Plain):
-                setattr(owner, slot, kept(part, form))
-        if config.tied:
+                setattr(owner, slot, kept(part, layers))
+        if config.tied and isinstance(network.embedding, Tensor):
             network.head = Plain(network.embedding)
     return network
 
@@ -395,7 +416,7 @@ def check_form(form: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raise UnusableSetting where weights cannot be kept so."""
     if form not in FORMS:
         raise UnusableSetting(f"unknown weights {form!r}", f"use {', '.join(FORMS)}")
-    if form not in ("int8", "int4"):
+    if not packs(form):
         return
     if device.type != "cpu":
         raise UnusableSetting(
@@ -407,7 +428,7 @@ def check_form(form: str, device: torch.device, dtype: torch.dtype) -> None:
             f"--weights {form} needs bfloat16 beside it, not {name}",
             "use --dtype auto, or --weights auto",
         )
-    if missing := lacks(form):
+    if missing := next(filter(None, map(lacks, packs(form))), ""):
         raise UnusableSetting(f"--weights {form}: {missing}", "use --weights auto")
 
 
@@ -421,12 +442,15 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
-    """Bytes that the weights take on the device."""
-    saved = sum(
-        rows * columns * dtype.itemsize - kept_bytes(rows, columns, form, dtype.itemsize)
-        for rows, columns in matrices(config).values()
-    )
-    return config.parameters * dtype.itemsize - config.layers * saved
+    """Bytes that the weights take on the device; a tied head is counted once."""
+    layers, logits = split(form)
+
+    def saved(rows: int, columns: int, name: str) -> int:
+        return rows * columns * dtype.itemsize - kept_bytes(rows, columns, name, dtype.itemsize)
+
+    inside = sum(saved(*shape, layers) for shape in matrices(config).values())
+    head = saved(config.vocab, config.hidden, logits)
+    return config.parameters * dtype.itemsize - config.layers * inside - head
 
 
 def slow_notes(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -440,15 +464,21 @@ def slow_notes(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def form_notes(config: ModelConfig, form: str) -> list[str]:
-    """Which matrices `form` does not suit, in one line."""
-    if form not in ("int8", "int4"):
-        return []
-    odd = [
-        f"{name} (rows of {columns})" for name, (rows, columns) in matrices(config).items()
-        if kept_bytes(rows, columns, form, 2) == 2 * rows * columns
-    ]  # fmt: skip
-    unit = "a multiple of 16" if form == "int8" else "a multiple of 32"
-    return [f"{form} needs rows of {unit}: {', '.join(odd)} stay in bfloat16"] if odd else []
+    """Which matrices `form` does not suit, in a line for each number of bits."""
+    layers, logits = split(form)
+    notes = []
+    for kind in packs(form):
+        asked = matrices(config) if kind == layers else {}
+        if kind == logits:
+            asked |= {"head": (config.vocab, config.hidden)}
+        odd = [
+            f"{name} (rows of {columns})" for name, (rows, columns) in asked.items()
+            if kept_bytes(rows, columns, kind, 2) == 2 * rows * columns
+        ]  # fmt: skip
+        unit = "a multiple of 16" if kind == "int8" else "a multiple of 32"
+        if odd:
+            notes.append(f"{kind} needs rows of {unit}: {', '.join(odd)} stay in bfloat16")
+    return notes
 
 
 def _account(entries: dict[str, Entry], places: dict[str, Place]) -> None:
@@ -513,6 +543,18 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+def _packed(entry: Entry, dtype: torch.dtype, tell: Callable[[int], None]) -> Int8:
+    """Read a matrix into eight bits, a block of rows at a time: it is never there in `dtype`."""
+    made = Int8(Plain(torch.empty(entry.shape, device="meta")))
+    with open_regular(entry.path) as file:
+        file.seek(entry.start)
+        for start, end in blocks(made.shape):
+            part = torch.empty(end - start, made.shape[1], dtype=DTYPES[entry.dtype])
+            _read_into(file, _bytes(part), entry.path, tell)
+            made.pack(start, part.to(dtype))
+    return made
+
+
 def _same(one: Entry, two: Entry) -> bool:
     """Are two stored tensors equal, bit for bit? Reads both in pieces."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
@@ -541,12 +583,15 @@ def _check_room(
     options = [("--dtype bfloat16", torch.bfloat16, "auto")] * (dtype == torch.float32)
     if device.type == "cpu":
         other = "--dtype auto " if dtype == torch.float32 else ""  # packed weights are bfloat16's
-        options += [
-            (f"{other}--weights {name}", torch.bfloat16, name) for name in ("int8", "int4")
-        ]
+        for name in ("int8", "int4"):
+            # The head loses its bits too only where nothing else fits.
+            fits = loading_bytes(config, torch.bfloat16, name) <= min(free, needs - 1)
+            name += "" if fits else "+head"
+            options.append((f"{other}--weights {name}", torch.bfloat16, name))
     fitting = [
         f"{flag} would need {size / gib:.1f} GiB" for flag, kind, name in options
-        if (size := loading_bytes(config, kind, name)) < needs and size <= free and not lacks(name)
+        if (size := loading_bytes(config, kind, name)) < needs and size <= free
+        and not any(map(lacks, packs(name)))
     ]  # fmt: skip
     where = "GPU memory" if device.type == "cuda" else "memory"
     raise ModelTooLarge(
@@ -558,9 +603,9 @@ def _check_room(
 
 def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
     """The most that loading holds at once: the weights, a staging buffer, and where they are
-    packed the matrix being packed."""
+    packed the matrix being packed (of the head a block)."""
     plain = 0
-    if form in ("int8", "int4"):
+    if packs(form):
         plain = max(rows * columns for rows, columns in matrices(config).values()) * dtype.itemsize
         plain += 12 * BLOCK  # a block of it in float32, and what is made of it
     return weight_bytes(config, dtype, form) + STAGING + plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -9,14 +10,22 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import checkpoints
 import pytest
 import torch
 from checkpoints import Spec, edit_tensors, write
 from dense import DenseCache
 from torch import Tensor
 
+import minikv
 import minikv.models as models
+from minikv.cli import build
+from minikv.cli.bench import models as random_models
+from minikv.cli.bench.shapes import Sizes
+from minikv.cli.plan import plan
+from minikv.cli.terminal import Terminal
 from minikv.models import linear, weights
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
@@ -206,6 +215,121 @@ def test_biases_and_a_tied_head_stay(tmp_path: Path) -> None:
     assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, "int8")
 
 
+HEADS = ["int8+head", "int4+head"]
+
+
+def near(got: Tensor, x: Tensor, values: Tensor) -> bool:
+    """Is `got` x @ values.T of float32, but for the rounding of the result to bfloat16?"""
+    x, values = x.float(), values.float()
+    want = x @ values.T
+    room = 2**-8 * want.abs() + 1e-5 * (x.abs() @ values.abs().T)
+    return bool(((got - want).abs() <= room).all())
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded", "original"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("form", HEADS)
+@torch.inference_mode()
+def test_logits_of_a_packed_head_are_those_of_its_values(
+    form: str, tied: bool, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "BLOCK", 64 * 64)  # read and packed in three blocks
+    checkpoint, config = stored(tmp_path, replace(WIDE, tied=tied, layout=layout, vocab=131))
+    told: list[int] = []
+    made = load_network(
+        checkpoint, config, form=form, progress=lambda done, total: told.append(total - done)
+    )
+    plain = load_network(checkpoint, config, form=form.removesuffix("+head"))
+    assert isinstance(made.layers[0].qkv, PACKED[form.removesuffix("+head")])
+    head = made.head
+    assert isinstance(head, Int8)
+    assert torch.equal(head.dense(), kept(Plain(plain.head.dense()), "int8").dense())
+    assert told[-1] == 0
+    assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, form)
+    saved = head.dense().nbytes - head.nbytes
+    assert made.weight_bytes == plain.weight_bytes - saved < plain.weight_bytes
+    if tied:
+        assert made.embedding is head
+        plain.embedding = head.dense().contiguous()
+    else:
+        assert torch.equal(made.embedding, plain.embedding)  # type: ignore[arg-type]
+    ids = torch.arange(24) * 5
+    states = made.hidden(ids, DenseCache(2))
+    assert torch.equal(states, plain.hidden(ids, DenseCache(2)))
+    assert near(made.logits(states), states, head.dense())
+    exact = head.quantised.float() * head.scale.float()[:, None]
+    plain.head = Plain(torch.eye(64, dtype=torch.bfloat16))  # its logits: the last token's state
+    one, two = DenseCache(2), DenseCache(2)
+    for part in (ids, ids[3:4], ids[7:8]):  # a prompt, and steps
+        assert near(made.forward(part, one)[None], plain.forward(part, two)[None], exact)
+
+
+def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> None:
+    checkpoint, config = stored(tmp_path, WIDE)
+    made = load_network(checkpoint, config, form="int8+head")
+    made.use(SimpleNamespace(int8_product=lambda x, codes, scale: x[:, :1] + codes.shape[0]))  # type: ignore[arg-type]
+    assert made.logits(torch.ones(1, 64, dtype=torch.bfloat16)) == 1 + config.vocab
+
+
+def test_a_head_that_is_stored_wider_is_packed_as_bfloat16(tmp_path: Path) -> None:
+    write(replace(WIDE, tied=True), tmp_path)
+    checkpoint, config = Checkpoint.open(tmp_path), ModelConfig.from_folder(tmp_path)
+    made = load_network(checkpoint, config, dtype=torch.bfloat16, form="int4+head")
+    plain = load_network(checkpoint, config, dtype=torch.bfloat16)
+    assert torch.equal(made.head.dense(), kept(Plain(plain.head.dense()), "int8").dense())
+    assert not torch.equal(made.head.dense(), plain.head.dense())
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_head_with_odd_rows_stays_plain(tied: bool, tmp_path: Path) -> None:
+    spec = Spec(tied=tied, hidden=40, heads=4, kv_heads=2, head_dim=16)
+    checkpoint, config = stored(tmp_path, spec)
+    made = load_network(checkpoint, config, form="int4+head")
+    assert made.config.notes[-2:] == (
+        "int4 needs rows of a multiple of 32: q, k, v (rows of 40), gate, up (rows of 40), down "
+        "(rows of 56) stay in bfloat16",
+        "int8 needs rows of a multiple of 16: head (rows of 40) stay in bfloat16",
+    )
+    assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, "int4+head")
+    assert torch.equal(made.head.dense(), load_network(checkpoint, config).head.dense())
+    assert (made.head.dense() is made.embedding) == tied
+
+
+def test_a_random_network_of_the_bench_has_a_packed_head_too() -> None:
+    for tied in (True, False):
+        sizes = Sizes(1, 64, 4, 2, 16, 128, 256, tied=tied)
+        net = random_models.network(random_models.Spec(sizes, weights="int8+head"))
+        assert isinstance(net.head, Int8)
+        assert (net.embedding is net.head) == tied
+        assert net.weight_bytes == weights.weight_bytes(net.config, torch.bfloat16, "int8+head")
+        # A byte a weight and two a row: the matrices of the layer, then the head; three norms.
+        layer = sizes.matrices + 2 * (128 + 64 + 256 + 64)
+        assert random_models.step_bytes(net) == layer + 256 * 64 + 2 * 256 + 2 * 3 * 64
+
+
+def test_the_bundled_model_answers_with_a_head_of_eight_bits() -> None:
+    chat = minikv.load(policy="full", weights="int8+head", device="cpu")
+    net = chat.engine.network
+    assert isinstance(net, Llama)
+    assert net.embedding is net.head
+    chat.attach((models.BUNDLED / "sample.txt").read_text())
+    asked = json.loads((models.BUNDLED / "questions.json").read_text())[0]
+    assert "".join(chat.ask(asked["question"], max_tokens=8)) == asked["answer"]
+    assert chat.report is not None
+    assert chat.report.weights == "int8+head"
+
+
+def test_the_flag_takes_the_forms_that_there_are() -> None:
+    assert build.WEIGHTS == linear.FORMS
+    assert [linear.split(form) for form in linear.FORMS] == [
+        ("auto", "auto"), ("plain", "auto"), ("int8", "auto"), ("int4", "auto"),
+        ("int8", "int8"), ("int4", "int8"),
+    ]  # fmt: skip
+    assert [linear.packs(form) for form in linear.FORMS[1:]] == [
+        (), ("int8",), ("int4",), ("int8",), ("int4", "int8"),
+    ]  # fmt: skip
+
+
 def test_odd_rows_stay_plain_and_it_is_said(tmp_path: Path) -> None:
     checkpoint, config = stored(tmp_path, Spec())
     made = load_network(checkpoint, config, form="int4")
@@ -216,19 +340,29 @@ def test_odd_rows_stay_plain_and_it_is_said(tmp_path: Path) -> None:
 
 def test_what_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    cases = [("int2", cpu, bf16), ("int8", torch.device("cuda"), bf16),
-             ("int4", cpu, torch.float32)]  # fmt: skip
+    cuda, fp32 = torch.device("cuda"), torch.float32
+    cases = [("int2", cpu, bf16), ("auto+head", cpu, bf16), ("int8+", cpu, bf16),
+             ("int8", cuda, bf16), ("int4", cpu, fp32), ("int4+head", cuda, bf16),
+             ("int8+head", cpu, fp32), ("int4+head", cpu, fp32)]  # fmt: skip
     for form, device, dtype in cases:
         with pytest.raises(ModelError) as caught:
             weights.check_form(form, device, dtype)
         assert caught.value.exit_code == 2
+        assert form in str(caught.value)
         assert "\n" not in str(caught.value)
         assert caught.value.hint
     monkeypatch.setattr(weights, "lacks", lambda form: "no kernel" if form == "int4" else "")
     weights.check_form("int8", cpu, bf16)
-    with pytest.raises(ModelError, match="no kernel"):
-        weights.check_form("int4", cpu, bf16)
-    assert models._dtype("auto", torch.float32, cpu, "int8") == bf16
+    weights.check_form("int8+head", cpu, bf16)
+    for form in ("int4", "int4+head"):
+        with pytest.raises(ModelError, match="no kernel"):
+            weights.check_form(form, cpu, bf16)
+    monkeypatch.setattr(weights, "lacks", lambda form: "no kernel" if form == "int8" else "")
+    weights.check_form("int4", cpu, bf16)
+    with pytest.raises(ModelError, match=r"int4\+head: no kernel"):  # the head is in eight bits
+        weights.check_form("int4+head", cpu, bf16)
+    for form in ("int8", "int8+head", "int4+head"):
+        assert models._dtype("auto", torch.float32, cpu, form) == bf16
 
 
 def test_a_missing_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,18 +399,47 @@ def test_room_is_counted_in_the_form_and_the_hint_names_what_fits(
     assert "--weights int4 would need" in caught.value.hint
 
 
+def test_where_a_large_vocabulary_does_not_fit_the_hint_packs_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, config = stored(tmp_path, WIDE)
+    config = replace(config, vocab=20_000_000)
+    sizes = {form: weights.loading_bytes(config, torch.bfloat16, form) for form in linear.FORMS}
+    assert sizes["int8+head"] < sizes["int4"] < sizes["int8"]
+
+    def hint(free: int, form: str = "auto") -> str:
+        monkeypatch.setattr(weights, "free_memory", lambda device: free)
+        with pytest.raises(ModelError) as caught:
+            weights._check_room(config, torch.device("cpu"), torch.bfloat16, form)
+        assert caught.value.exit_code == 4
+        return caught.value.hint
+
+    both = hint(sizes["int8+head"])
+    assert "--weights int8+head would need" in both
+    assert "--weights int4+head would need" in both
+    one = hint(sizes["int8+head"] - 1)
+    assert "int8" not in one
+    assert "--weights int4+head would need" in one
+    assert "--weights int4+head" in hint(sizes["int4+head"], "int8+head")
+    assert "--weights" not in hint(sizes["int4+head"] - 1)
+
+
 PROBE = """
 import resource, sys, torch
+from minikv.models import linear, weights
 from minikv.models.config import ModelConfig
-from minikv.models.weights import Checkpoint, load_network, lacks
-folder, form = sys.argv[1:]
+from minikv.models.weights import Checkpoint, load_network
+folder, form, *small = sys.argv[1:]
+if small:
+    linear.BLOCK = weights.BLOCK = weights.STAGING = int(small[0])
 checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
-lacks(form)
+weights.check_form(form, torch.device("cpu"), torch.bfloat16)
 torch.ones(8, 8) @ torch.ones(8, 8)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 network = load_network(checkpoint, config, form=form)
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print((after - before) * 1024, network.weight_bytes)
+needs = weights.loading_bytes(config, torch.bfloat16, form)
+print((after - before) * 1024, network.weight_bytes, needs)
 """
 
 
@@ -298,11 +461,35 @@ def test_packing_never_holds_a_second_copy(tmp_path: Path) -> None:
         [sys.executable, "-c", PROBE, str(tmp_path), "int4"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    grown, size = map(int, done.stdout.split())
+    grown, size, needs = map(int, done.stdout.split())
     assert size < made.weight_bytes / 3
-    needs = weights.loading_bytes(made.config, torch.bfloat16, "int4")
     assert grown < needs + weights.STAGING
     assert needs + weights.STAGING < made.weight_bytes  # else this would say nothing
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads ru_maxrss in KiB")
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_packed_head_is_never_beside_its_bfloat16(tied: bool, tmp_path: Path) -> None:
+    """A vocabulary of 38 MB in bfloat16, saved by transformers and read in blocks of a MB."""
+    spec = replace(WIDE, tied=tied, hidden=256, head_dim=64, vocab=75_000)
+    model = checkpoints.build(spec).bfloat16()
+    checkpoints.save(model, spec, tmp_path)
+    del model
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(tmp_path), "int8+head", str(1 << 18)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    grown, size, needs = map(int, done.stdout.split())
+    head = 75_000 * 256
+    assert size < (1.1 if tied else 3.1) * head
+    terminal = Terminal()
+    terminal.out = io.StringIO()
+    plan(str(tmp_path), "100", terminal, weights="int8+head", device="cpu", as_json=True)
+    planned = json.loads(terminal.out.getvalue())
+    assert (planned["weights"], planned["kept"]) == (size, "int8+head")
+    slack = 8 << 20
+    assert grown < needs + slack
+    assert needs + slack < size + 2 * head  # else this would say nothing
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", ""])

@@ -81,6 +81,36 @@ def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("int8", "bfloat16, the layers in int8\n"),
+        ("int4", "bfloat16, the layers in int4\n"),
+        ("int8+head", "bfloat16, the layers and the head in int8\n"),
+        ("int4+head", "bfloat16, the layers in int4, the head in int8\n"),
+    ],
+)
+def test_packed_weights_are_counted_to_the_byte(form: str, words: str) -> None:
+    made = of(Choice.read(), None, 1000, form=form, device="cpu")
+    there = minikv.load(weights=form, device="cpu")
+    assert made.weights == there.facts.weight_bytes
+    assert made.kept == form == there.facts.form
+    text = run(None, "1000", weights=form, device="cpu")
+    assert f"weights  {made.weights / 2**20:.1f} MiB in {words}" in text
+    assert json.loads(run(None, "1000", weights=form, device="cpu", as_json=True))["kept"] == form
+
+
+@pytest.mark.parametrize("form", ["int8+head", "int4+head"])
+def test_packed_weights_are_planned_where_they_run(form: str) -> None:
+    for named in ({"device": "cuda", "memory": "24GiB"}, {"dtype": "float32", "device": "cpu"}):
+        with pytest.raises(ModelError, match=f"--weights {form.replace('+', '.')}") as caught:
+            run(None, "1000", weights=form, **named)
+        assert caught.value.exit_code == 2
+    with pytest.raises(ModelError, match=r"unknown weights 'int2\+head'") as caught:
+        run(None, "1000", weights="int2+head", device="cpu")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
     "raw",
     [
         {"model_type": "llama"},
@@ -159,7 +189,7 @@ def measured_and_planned(
     session: ChatSession, config: ModelConfig, choice: Choice, text: str, answer: int
 ) -> list[tuple[int, int]]:
     """Of one turn: peak, allocated and held, as the turn record has them and as planned. What steps
-    derive from the rows is not planned; it depends on which heads hold how much."""
+    derive from the rows, or work with, is not planned; it depends on which heads hold how much."""
     session.configure(choice)
     session.reset()
     session.attach(text)
@@ -168,12 +198,13 @@ def measured_and_planned(
     report = session.report
     assert report is not None
     tokens, kv_bytes = report.tokens, report.kv_bytes
-    assert session.engine.kv.derived <= 0.4 * kv_bytes.allocated
+    beside = session.engine.kv.derived + session.engine.kv.beside
+    assert beside <= 0.4 * kv_bytes.allocated
     kv = planning.begun(choice, config, torch.float32, tokens.prompt_new, answer)
     steps = len(session.fed) - tokens.prompt_new
     return [
         (kv_bytes.peak_prefill, planning.peak(kv, choice, tokens.prompt_new)),
-        (kv_bytes.allocated - session.engine.kv.derived, kv.stats().allocated_bytes),
+        (kv_bytes.allocated - beside, kv.stats().allocated_bytes),
         (kv_bytes.held, planning.held_bytes(kv, choice, tokens.prompt_new, steps)),
         (kv_bytes.full, sum(
             min(session.engine.kv.position, w or 1 << 40) for w in config.windows

@@ -7,16 +7,13 @@ from pathlib import Path
 
 from minikv.choice import Choice
 from minikv.cli.bench import place, shapes
-from minikv.cli.build import Settings
+from minikv.cli.build import WEIGHTS, Settings
 from minikv.cli.commands import read_pairs
 from minikv.cli.plan import read_count
 from minikv.errors import UsageError
 
 LEAST = 64
 """Fewest tokens of a prompt: shorter ones say nothing about a policy."""
-
-FORMS = ("auto", "plain", "int8", "int4")
-"""Values of --weights, as `models.linear` knows them."""
 
 MOST_REPEAT, MOST_STEPS = 1000, 100_000
 
@@ -64,8 +61,8 @@ class Asked:
         """How matrices are kept, each in turn. Raises UsageError."""
         found = read_list(self.weights, "--weights")
         for name in found:
-            if name not in FORMS:
-                raise UsageError(f"unknown weights {name!r}", f"use {', '.join(FORMS)}")
+            if name not in WEIGHTS:
+                raise UsageError(f"unknown weights {name!r}", f"use {', '.join(WEIGHTS)}")
         return found
 
     def choices(self) -> tuple[Choice, ...]:

@@ -23,7 +23,7 @@ from minikv.engine import Engine
 from minikv.errors import MemoryShortError
 from minikv.graph import CudaGraphs
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Plain, kept
+from minikv.models.linear import Int8, Plain, kept, split
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 from minikv.models.weights import check_form, free_memory
@@ -86,14 +86,17 @@ def network(spec: Spec) -> Llama:
 
 
 def _kept(net: Llama, form: str) -> Llama:
-    """With the matrices of its layers kept as --weights says. Raises ModelError for a form that
-    this machine, or this dtype, cannot have."""
+    """With its matrices kept as --weights says. Raises ModelError for a form that this machine, or
+    this dtype, cannot have."""
     check_form(form, net.device, net.dtype)
+    layers, logits = split(form)
     for layer in net.layers:
         for name in ("qkv", "out", "gate_up", "down"):
             matrix = getattr(layer, name)
             if isinstance(matrix, Plain):
-                setattr(layer, name, kept(matrix, form))
+                setattr(layer, name, kept(matrix, layers))
+    if isinstance(net.head, Plain) and isinstance(made := kept(net.head, logits), Int8):
+        net.keep_head(made)
     return net
 
 
