@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -78,11 +77,10 @@ class DenseAttend:
                 query, keys, values, pos[first:], pos[None], window
             )
         else:
-            cuts = sorted({0, self.position, first, end})
-            parts = [
-                kernels.rows_attention(query, keys[:, a:b], values[:, a:b], causal=a == first)
-                for a, b in pairwise(cuts)
-            ]
+            before, parts = self.position, []
+            if before:
+                parts.append(kernels.rows_attention(query, keys[:, :before], values[:, :before]))
+            parts.append(kernels.last_rows_attention(query, keys[:, before:], values[:, before:]))
             mixed = kernels.merge(parts)
         return mixed.permute(2, 0, 1, 3).reshape(rows, q.shape[1], -1)
 

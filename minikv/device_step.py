@@ -153,6 +153,11 @@ class DeviceStep:
         arena.hole.copy_(self.hole)
         self.columns = {}
 
+    def release(self) -> None:
+        """Give back the memory that steps work with."""
+        self.logits = self.lse = self._none
+        self.width, self._later, self._spare = 0, None, {}
+
     @property
     def nbytes(self) -> int:
         """Bytes held beside the arena."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -33,7 +34,10 @@ class Network(Protocol):
 
 
 class Capture(Protocol):
-    """How a step that runs over and over is launched."""
+    """How a step that runs over and over is launched. `fixed`: what was recorded needs the memory
+    that it worked with to stay where it was."""
+
+    fixed: bool
 
     def warm(self, body: Callable[[], None]) -> None:
         """Run it as it is, as often as it takes until all is compiled and allocated."""
@@ -51,6 +55,8 @@ class Capture(Protocol):
 class Eager:
     """`Capture` that runs every step as it is: for a CPU, and for tests."""
 
+    fixed = False
+
     def warm(self, body: Callable[[], None]) -> None:
         """See `Capture`."""
         body()
@@ -67,6 +73,8 @@ class Eager:
 
 class CudaGraphs:
     """`Capture` in a CUDA graph; warmed on a stream of its own, as capturing demands."""
+
+    fixed = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -189,6 +197,9 @@ class Writer:
             state.drop()
         assert int(state.position) == self._kv.position
         state.unload(arena)
+        if not self._capture.fixed:
+            state.release()
+            self._kv.beside = 0
 
     def _prepare(self, vocab: int, sampling: Sampling, seed: int) -> None:
         """Have the cache on the device, with room for a step, and know what to run."""
@@ -218,8 +229,12 @@ class Writer:
         vocab, sampling, seed = self._how
         self._draw(sampling, seed)
 
+        me = ref(self)  # what is recorded must not keep this, and with it the cache, alive
+
         def body() -> None:
-            self._step(vocab, sampling)
+            writer = me()
+            assert writer is not None
+            writer._step(vocab, sampling)
 
         if self._replay is not None:
             self._replay()

@@ -144,7 +144,7 @@ def _press_at(presses: Presses) -> None:
     from minikv.engine import Engine
 
     seen: Counter[str] = Counter()
-    prompt, step, weights = Engine.prompt, Engine.step, Loading.weights
+    prompt, step, weights = Engine.prompt, Engine.next, Loading.weights
 
     def press(moment: str) -> None:
         seen[moment] += 1
@@ -158,13 +158,13 @@ def _press_at(presses: Presses) -> None:
 
         return prompt(self, ids, told, room)
 
-    def writing(self: Engine, token: int) -> Any:
+    def writing(self: Engine, *how: Any, **more: Any) -> Any:
         press("token")
-        return step(self, token)
+        return step(self, *how, **more)
 
     def loading(self: Loading, done: int, total: int) -> None:
         press("load")
         weights(self, done, total)
 
-    Engine.prompt, Engine.step = reading, writing  # type: ignore[method-assign]
+    Engine.prompt, Engine.next = reading, writing  # type: ignore[method-assign]
     Loading.weights = loading  # type: ignore[method-assign]

@@ -26,6 +26,8 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024}
 
 def _modules() -> Iterator[str]:
     for module in pkgutil.iter_modules(kernels.__path__):
+        if module.ispkg:  # C, which has no GPU
+            continue
         source = Path(kernels.__path__[0], f"{module.name}.py").read_text()
         if "\ndef variants(" in source:
             yield f"{kernels.__name__}.{module.name}"
