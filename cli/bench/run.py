@@ -35,7 +35,6 @@ PEER = "transformers"
 _WARM_STEPS = 3
 _WARM_TOKENS = 512  # of a prompt that is not measured, on a CPU: a GPU is warmed with a whole one
 _TWIN_STEPS = 3  # before a round: the cache goes to the device, two steps run, one is captured
-_ATTENDED = 2048  # tokens at which a CPU's attention rate is measured; a GPU's: the prompt's own
 
 Progress = Callable[[str, int, int], None]
 """(what, done, total) before every measured piece of work."""
@@ -455,14 +454,16 @@ class Bench:
         )  # fmt: skip
 
     def _attending(self, net: Llama, length: int) -> float:
-        """Flops a second of torch's own attention at this length, measured once."""
-        tokens = length if self._device.type == "cuda" else min(length, _ATTENDED)
-        if tokens not in self.attending:
+        """Flops a second that attention could have: on a GPU those of torch's own at this length,
+        measured once; on a CPU, whose kernels leave torch's behind, those of a large product."""
+        if self._device.type != "cuda":
+            return self.rates.product(str(net.dtype).removeprefix("torch."))
+        if length not in self.attending:
             c = net.config
-            self.attending[tokens] = machine.attention_rate(
-                self._device, net.dtype, c.heads, c.kv_heads, c.head_dim, tokens
+            self.attending[length] = machine.attention_rate(
+                self._device, net.dtype, c.heads, c.kv_heads, c.head_dim, length
             )
-        return self.attending[tokens]
+        return self.attending[length]
 
 
 def one_line(error: BaseException) -> str:
