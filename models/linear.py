@@ -38,6 +38,9 @@ FEW = {"int8": 8, "int4": 16}
 BLOCK = 1 << 22
 """Weights that are unpacked at a time: 8 MiB of bfloat16, which stays in the caches."""
 
+PACKED = 1 << 20
+"""Weights that are packed at a time. Larger ones leave holes in the heap that count as memory."""
+
 _SWITCH = threading.Lock()
 _TILE = 64  # rows of a tile of the packed int4 layout
 _STEP = 16  # columns that torch's int8 kernel reads at a time, beyond the end of a row if it must
@@ -120,7 +123,7 @@ class Int8:
         self.quantised = torch.empty(weight.shape, dtype=torch.int8)
         self.scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
         if not weight.is_meta:
-            for start, end in blocks(weight.shape):
+            for start, end in blocks(weight.shape, PACKED):
                 self.pack(start, weight[start:end])
 
     def pack(self, start: int, weight: Tensor) -> None:
@@ -180,7 +183,7 @@ class Int4:
         padded = -(-rows // _TILE) * _TILE  # a short last tile would have a layout of its own
         self.packed = torch.zeros(padded, columns // 2, dtype=torch.uint8)
         self.scales = torch.zeros(columns // group, padded, 2, dtype=torch.bfloat16)
-        for start, end in blocks(weight.shape):
+        for start, end in blocks(weight.shape, PACKED):
             part = weight[start:end].float().view(-1, columns // group, group)
             least, most = part.amin(2), part.amax(2)
             scale = ((most - least) / 15).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -270,9 +273,9 @@ def group_of(columns: int) -> int | None:
     return next((group for group in GROUPS if columns % group == 0), None)
 
 
-def blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
-    """Ranges of rows, whole tiles but for the last, with about `BLOCK` weights each."""
-    step = max(_TILE, BLOCK // shape[1] // _TILE * _TILE)
+def blocks(shape: torch.Size, most: int = 0) -> Iterator[tuple[int, int]]:
+    """Ranges of rows, whole tiles but for the last, with about `most` weights each, or `BLOCK`."""
+    step = max(_TILE, (most or BLOCK) // shape[1] // _TILE * _TILE)
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])
 

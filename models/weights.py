@@ -41,8 +41,8 @@ from minikv.models.hub import (
     weight_map,
 )
 from minikv.models.linear import (
-    BLOCK,
     FORMS,
+    PACKED,
     Int8,
     Plain,
     bf16_products,
@@ -386,8 +386,8 @@ def load_network(
                 with open_regular(entries[name].path) as file:
                     heads = _pairs(name, config) if checkpoint.original else 0
                     _fill(file, entries[name], places[name].tensor(), heads, tell)
-            if isinstance(owner, Layer) and isinstance(part := getattr(owner, slot), Plain):
-                setattr(owner, slot, kept(part, layers))
+            if isinstance(owner, Layer):
+                _keep(owner, slot, layers)
         if config.tied and isinstance(network.embedding, Tensor):
             network.head = Plain(network.embedding)
     return network
@@ -543,12 +543,18 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+def _keep(owner: Layer, slot: str, form: str) -> None:
+    """Pack a matrix that was read. Nothing else may hold it, or it stays until the next is read."""
+    if isinstance(part := getattr(owner, slot), Plain):
+        setattr(owner, slot, kept(part, form))
+
+
 def _packed(entry: Entry, dtype: torch.dtype, tell: Callable[[int], None]) -> Int8:
     """Read a matrix into eight bits, a block of rows at a time: it is never there in `dtype`."""
     made = Int8(Plain(torch.empty(entry.shape, device="meta")))
     with open_regular(entry.path) as file:
         file.seek(entry.start)
-        for start, end in blocks(made.shape):
+        for start, end in blocks(made.shape, PACKED):
             part = torch.empty(end - start, made.shape[1], dtype=DTYPES[entry.dtype])
             _read_into(file, _bytes(part), entry.path, tell)
             made.pack(start, part.to(dtype))
@@ -607,7 +613,7 @@ def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
     plain = 0
     if packs(form):
         plain = max(rows * columns for rows, columns in matrices(config).values()) * dtype.itemsize
-        plain += 12 * BLOCK  # a block of it in float32, and what is made of it
+        plain += 48 * PACKED  # a block of it in float32, and what is made of it
     return weight_bytes(config, dtype, form) + STAGING + plain
 
 
