@@ -37,20 +37,29 @@ static inline bf16 to_bf16(float x) {
     return x != x ? (bf16)0x7fc0 : near;
 }
 
+/* a * b + c, rounded once where the processor does that; elsewhere a library would, slowly. */
+static inline float mad(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 /* exp for x <= 0, also -inf, to 2 units in the last place; smaller than -87 is 0. NaN stays NaN.
    Branch-free, so that a loop over it becomes vectors. */
 static inline float exp_negative(float x) {
     float y = x < -87.0f ? -87.0f : x;
     float n = rintf(y * 1.44269504088896341f);
-    float r = fmaf(n, -0.693145751953125f, y);
-    r = fmaf(n, -1.42860682030941723212e-6f, r);
+    float r = mad(n, -0.693145751953125f, y);
+    r = mad(n, -1.42860682030941723212e-6f, r);
     float p = 1.9875691500e-4f;
-    p = fmaf(p, r, 1.3981999507e-3f);
-    p = fmaf(p, r, 8.3334519073e-3f);
-    p = fmaf(p, r, 4.1665795894e-2f);
-    p = fmaf(p, r, 1.6666665459e-1f);
-    p = fmaf(p, r, 5.0000001201e-1f);
-    p = fmaf(p, r * r, r + 1.0f);
+    p = mad(p, r, 1.3981999507e-3f);
+    p = mad(p, r, 8.3334519073e-3f);
+    p = mad(p, r, 4.1665795894e-2f);
+    p = mad(p, r, 1.6666665459e-1f);
+    p = mad(p, r, 5.0000001201e-1f);
+    p = mad(p, r * r, r + 1.0f);
     float made = p * bits_float((uint32_t)((int32_t)n + 127) << 23);
     return x < -87.0f ? 0.0f : made;
 }

@@ -382,9 +382,9 @@ void minikv_rotate(
 #pragma omp simd
                 for (int64_t i = 0; i < half; i++) {
                     float a = from_bf16(row[i]), b = from_bf16(row[half + i]);
-                    into[i] = to_bf16(fmaf(b, from_bf16(s[i]), a * from_bf16(c[i])));
+                    into[i] = to_bf16(mad(b, from_bf16(s[i]), a * from_bf16(c[i])));
                     into[half + i] =
-                        to_bf16(fmaf(a, from_bf16(s[half + i]), b * from_bf16(c[half + i])));
+                        to_bf16(mad(a, from_bf16(s[half + i]), b * from_bf16(c[half + i])));
                 }
             } else {
                 const float *row = (const float *)x + r * pitch + h * D;
@@ -393,8 +393,8 @@ void minikv_rotate(
 #pragma omp simd
                 for (int64_t i = 0; i < half; i++) {
                     float a = row[i], b = row[half + i];
-                    into[i] = fmaf(b, s[i], a * c[i]);
-                    into[half + i] = fmaf(a, s[half + i], b * c[half + i]);
+                    into[i] = mad(b, s[i], a * c[i]);
+                    into[half + i] = mad(a, s[half + i], b * c[half + i]);
                 }
             }
         }
