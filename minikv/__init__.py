@@ -34,7 +34,8 @@ def load(
     `budget` is the mean number of rows per KV head and layer (512), a share of the first prompt
     ("20%") or bytes over all layers ("64MiB"). With a `stride`, `policy` is a step policy that also
     reads prompts, in blocks of so many rows. `kv` "int8" keeps keys and values in about half of
-    bfloat16's bytes. `weights` "int8" or "int4" packs the matrices of the layers, on a CPU.
+    bfloat16's bytes. `weights` "int8" or "int4" packs the matrices of the layers, on a CPU;
+    "int8+head" or "int4+head" what makes logits, too, in eight bits.
     `reuse` says what later questions find: "once", "refresh", "blind" or "auto" (`minikv.reuse`).
     `policy_options` are checked against `minikv.policies.POLICIES`. Raises MinikvError or
     ModelError, both with `exit_code`.

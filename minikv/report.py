@@ -90,7 +90,7 @@ class TurnReport:
     `shaped_by_turn`: the question that decided what the cache holds, 0 if documents were evicted
     before one was seen. `reuse`: what was read, `once` what was new, `refresh` the conversation so
     far again, `blind` documents as prompts of their own. `kv_dtype`: what keys and values were
-    kept in, `weights` what the matrices of the layers (plain, int8 or int4).
+    kept in, `weights` what the matrices (plain, or as --weights has it).
     """
 
     turn: int

@@ -139,7 +139,7 @@ class Facts:
 
     @property
     def form(self) -> str:
-        """What the matrices of the layers are kept in: plain, int8 or int4."""
+        """What matrices are kept in: plain, or as --weights has it."""
         return "plain" if self.weights == "auto" else self.weights
 
 

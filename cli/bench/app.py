@@ -36,7 +36,7 @@ Dtype = Annotated[
 ]  # fmt: skip
 Weights = Annotated[
     str,
-    typer.Option(help="how matrices are kept, a list with commas: auto, int8, int4",
+    typer.Option(help="how matrices are kept, a list with commas: auto, int8, int4, int8+head, ...",
                  rich_help_panel=_MODEL),
 ]  # fmt: skip
 Policy = Annotated[str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)]

@@ -40,6 +40,7 @@ RUNS = {
     " -n 200",
     "stride-32": f"--tasks facts --stride 16 --policy {STEP} --budget 32 --length 1000 -n 200",
     "decode": f"--tasks ppl --policy snapkv --decode none,{STEP} --budget {BUDGETS} -n 10",
+    "decode-32": f"--tasks ppl --policy snapkv --decode none,{STEP} --budget 32 -o window=16 -n 10",
     "needle": f"--tasks needle --policy '{PROMPT}' --budget {BUDGETS} --length 1000 -n 40",
     "needle-32": f"--tasks needle --policy '{PROMPT}' --budget 32 {SMALL} --length 1000 -n 40",
     "ppl": f"--tasks ppl --policy '{PROMPT}' --budget {BUDGETS} -n 10",
@@ -243,7 +244,7 @@ def page() -> str:
         "known. At 32 rows the blocks are of 16.", "", *table("facts", STRIDES.split(",")),
         "## Step policies while writing, after SnapKV at the prompt", "",
         "The last quarter of a document is written under the budget.", "",
-        *table("ppl", ["decode"], decode=True),
+        *table("ppl", ["decode-32", "decode"], decode=True),
         "## The commands", "", "```sh", *commands,
         "python docs/measurements/results.py write   # this page", "```", "",
     ]  # fmt: skip

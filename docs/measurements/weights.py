@@ -35,7 +35,10 @@ from minikv.models.bundled.train import ASSISTANT, BOS, END, USER
 from minikv.models.linear import Int8, Plain, kept
 from minikv.models.weights import Checkpoint, load_network
 
-FORMS = (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("bfloat16", "int4"))
+FORMS = (
+    ("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("bfloat16", "int8+head"),
+    ("bfloat16", "int4"), ("bfloat16", "int4+head"),
+)  # fmt: skip
 SHAPES = {
     "S q, k, v": (1280, 768), "S o": (768, 768), "S gate, up": (4096, 768), "S down": (768, 2048),
     "S head": (32000, 768), "M q, k, v": (2560, 2048), "M gate, up": (11264, 2048),
@@ -190,7 +193,7 @@ def main() -> None:
     losses = loss(args.chats, args.context)
     for row in losses:
         print(
-            f"{row['dtype']:9}{row['weights']:6}{row['weight_bytes'] / 1e6:6.1f} MB  logits off by "
+            f"{row['dtype']:9}{row['weights']:10}{row['weight_bytes'] / 1e6:6.1f} MB  logits off by "
             f"{row['logit_error']:.2%}  same token {row['same_token']:.1%}  perplexity "
             f"{row['perplexity']:.3f}  exact {row['exact_answers']:.1%}"
         )
