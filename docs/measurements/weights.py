@@ -193,8 +193,8 @@ def main() -> None:
     losses = loss(args.chats, args.context)
     for row in losses:
         print(
-            f"{row['dtype']:9}{row['weights']:10}{row['weight_bytes'] / 1e6:6.1f} MB  logits off by "
-            f"{row['logit_error']:.2%}  same token {row['same_token']:.1%}  perplexity "
+            f"{row['dtype']:9}{row['weights']:10}{row['weight_bytes'] / 1e6:6.1f} MB  logits off "
+            f"by {row['logit_error']:.2%}  same token {row['same_token']:.1%}  perplexity "
             f"{row['perplexity']:.3f}  exact {row['exact_answers']:.1%}"
         )
         for note in row["notes"]:
