@@ -84,12 +84,13 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
     import torch
 
     from minikv.cli import threads
+    from minikv.cli.progress import Loading
     from minikv.engine import Engine
     from minikv.models import load
     from minikv.scheduler import Scheduler
     from minikv.session import ChatSession, Facts
     from minikv.stats import Shape
-    from minikv.warm import warm
+    from minikv.warm import compiles, warm
 
     if settings.kernels == "triton" and not torch.cuda.is_available():
         raise _no_cuda()
@@ -122,6 +123,8 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
         matrix = network.layers[layer].out.dense().T
         return matrix.view(config.kv_heads, -1, config.head_dim, config.hidden)
 
+    if isinstance(progress, Loading) and compiles(network.device, settings.kernels):
+        progress.kernels()
     kv = Scheduler(
         shape, prompt, step, budget, dtype=network.dtype, device=network.device, stride=stride,
         kv=torch.int8 if settings.kv == "int8" else None, output=output,

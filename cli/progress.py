@@ -98,6 +98,10 @@ class Loading:
     def weights(self, done: int, total: int) -> None:
         self._report("weights", done, total)
 
+    def kernels(self) -> None:
+        """The kernels are about to be compiled: nobody can say how far that is."""
+        self._terminal.status("compiling kernels, for the first time only")
+
     def cancel(self) -> None:
         self._cancelled = True
 

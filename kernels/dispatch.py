@@ -20,7 +20,7 @@ _WIDEST = 128  # of float32 heads, whose halves would not stay in registers
 
 
 class Kernels:
-    """Every operation that has a Triton kernel, by its torch twin."""
+    """Every operation that has a kernel of its own somewhere, by its torch twin."""
 
     name = "torch"
     ragged_attention = staticmethod(reference.ragged_attention)

@@ -60,6 +60,7 @@ class DeviceStep:
         self._fused: Fused | None = None
         self.width = 0
         self.pinned = 0
+        self._learned = False  # from the last step, which is not final yet
         self.logits = self.lse = self._none
         self._later: Tensor | None = None
         self._spare: dict[str, Tensor] = {}
@@ -101,6 +102,7 @@ class DeviceStep:
         self.position.fill_(position)
         self.go.zero_()
         self.taken.zero_()
+        self._learned = False
         self.count.copy_(self.length)
         self.columns, self._extra = dict(arena.columns), arena.extra
         self.policy, self.pinned = step, pinned
@@ -129,8 +131,9 @@ class DeviceStep:
             self.logits = self.lse = self._none
         elif not len(self.logits):
             with torch.inference_mode(False):
-                self.logits = torch.empty((*sides, self.width), device=self.device)
-                self.lse = torch.empty(sides, device=self.device)
+                exact = torch.float32  # whatever torch's default is
+                self.logits = torch.empty((*sides, self.width), dtype=exact, device=self.device)
+                self.lse = torch.empty(sides, dtype=exact, device=self.device)
 
     def _keep(self, later: Tensor | None, before: bool) -> None:
         """Have room for the marks of `later`, and for rows that newcomers overwrite."""
@@ -182,19 +185,24 @@ class DeviceStep:
         go = self.go
         if self.policy is None or self.policy.before:
             self.hole.masked_fill_(go, -1)
+        elif self._learned:  # it was interrupted right after that
+            pass
         elif self._fused is not None:
             self._fused.finish(self._ended(self.policy), self.hole)
         else:
             self._judge(self.policy)
+        self._learned = True
         if self._slides:
             self._slide()
         self._ops.advance(
             go, self.start_row, self.length, self.cap, self.hole, self.position, self.count,
             self.slot, self.taken, before=self.policy is not None and self.policy.before,
         )  # fmt: skip
+        self._learned = False
 
     def drop(self) -> None:
         """Undo the last step; nothing happens if it is final."""
+        self._learned = False
         self.go.zero_()
         if not self._spare:
             return

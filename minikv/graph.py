@@ -187,7 +187,7 @@ class Writer:
 
     def settle(self) -> None:
         """Give the cache back as of the last token that was fed and taken. Waits."""
-        arena, self._arena, self._early = self._arena, None, None
+        arena, self._early = self._arena, None
         if arena is None:
             return
         state = self._state
@@ -197,6 +197,7 @@ class Writer:
             state.drop()
         assert int(state.position) == self._kv.position
         state.unload(arena)
+        self._arena = None  # not before: what failed on the way is tried again
         if not self._capture.fixed:
             state.release()
             self._kv.beside = 0
@@ -207,6 +208,7 @@ class Writer:
         if kv.position >= self._full:
             self.settle()
         if self._arena is None:
+            torch.get_num_threads()  # has this thread's kernels in C use as many as torch does
             later = kv.lasting()
             arena = kv.lend(self.settle)
             state.load(arena, kv.step_policy, kv.position, kv.pinned, later)

@@ -58,7 +58,8 @@ class Scheduler:
         many rows (see `Strided`). `output`(layer) is the network's output projection
         [H, G, D, hidden], for policies that weigh values by what becomes of them; `rotary` [D / 2]
         its angles per position, for policies that look at queries before rotation. `kernels`, as
-        `dispatch.choose` takes it, decides who computes: `ops`; `notice` says why not Triton."""
+        `dispatch.choose` takes it, decides who computes: `ops`; `notice` says why not the device's
+        own."""
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self.kv = kv or dtype
         self.ops, self.notice = choose(self.device, kernels, shape.head_dim, dtype)
@@ -345,8 +346,8 @@ class Scheduler:
 
     def _end_loan(self) -> None:
         if self._back is not None:
-            back, self._back = self._back, None
-            back()
+            self._back()
+            self._back = None
 
     @property
     def pinned(self) -> int:

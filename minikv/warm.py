@@ -12,6 +12,7 @@ from minikv.device_step import DeviceStep
 from minikv.errors import NumericsError, UsageError
 from minikv.graph import Eager, Network, Writer
 from minikv.kernels.dispatch import Kernels
+from minikv.kernels.native import build
 from minikv.policy import smallest_budget
 from minikv.sampling import Sampling
 from minikv.scheduler import Scheduler
@@ -19,6 +20,12 @@ from minikv.scheduler import Scheduler
 _ROWS = 4  # of a head; no build of a kernel depends on how many there are
 _LATER = (72, 24, 8, 3)  # tokens of later prompts: the tiles of 16, 32, 64 and of more queries
 _IDS = 16  # tokens that every vocabulary has
+
+
+def compiles(device: torch.device, kernels: str) -> bool:
+    """Whether a cache's kernels, as `Scheduler` takes them, must first be compiled in C. That takes
+    seconds, once on a machine."""
+    return device.type == "cpu" and kernels == "auto" and build.compiles()
 
 
 def warm(kv: Scheduler, network: Network) -> None:

@@ -1,4 +1,5 @@
-"""Every test has a home of its own: no chat, history or setting of the user's is touched."""
+"""Every test has a home of its own: no chat, history or setting of the user's is touched. Compiled
+kernels are shared with the user."""
 
 from __future__ import annotations
 

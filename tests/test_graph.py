@@ -288,6 +288,35 @@ def test_on_a_cpu_nothing_is_early() -> None:
     assert made.notices == []
 
 
+@pytest.mark.parametrize("failure", [MemoryError(), KeyboardInterrupt()])
+def test_what_fails_while_a_step_becomes_final_is_done_later(
+    failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row of a token that was fed is there, and no step counts twice."""
+    run = pair(Eager(), "full", "h2o", 24)
+    run.prompt(ids(12))
+    run.write(6, ahead=False)
+    state = run.there._writer._state  # type: ignore[union-attr]
+    name = "h2o_step" if isinstance(failure, MemoryError) else "advance"
+    honest, left = getattr(state._ops, name), [2]
+
+    def fail(*given: object, **more: object) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise failure
+        honest(*given, **more)
+
+    monkeypatch.setattr(state._ops, name, fail, raising=False)
+    how = (run.token, VOCAB, GREEDY, run.seed)
+    run.there._waits = True
+    with pytest.raises((MemoryError, KeyboardInterrupt)):
+        run.there.next(*how, ahead=False)
+    assert run.there.kv.position == run.here.kv.position
+    run.agree()
+    run.write(5, ahead=False)
+    run.agree()
+
+
 class Failing:
     def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
         raise RuntimeError("no memory")

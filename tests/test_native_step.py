@@ -210,26 +210,51 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_compiler
-def test_it_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build.library()[0] is not None
+@pytest.mark.parametrize("umask", [0o022, 0o002])
+def test_it_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        assert build.compiles()
+        assert build.library()[0] is not None
+    finally:
+        os.umask(before)
     made = list(kept.iterdir())
     assert [path.suffix for path in made] == [".so"]
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    assert not build.compiles()
     build.library.cache_clear()
+    assert not build.compiles()
     monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
     assert build.library()[0] is not None
     assert list(kept.iterdir()) == made
 
 
 @needs_compiler
-def test_what_others_may_write_to_is_not_run(kept: Path) -> None:
+@pytest.mark.parametrize("which", ["folder", "parent"])
+def test_what_others_may_write_to_is_not_run(kept: Path, which: str) -> None:
     """A library in a directory that others write to could be theirs: it is compiled anew."""
     kept.mkdir(parents=True)
-    kept.chmod(0o777)
+    open_ = kept if which == "folder" else kept.parent
+    open_.chmod(0o777)
     assert build.store() is None
     found, why = build.library()
     assert found is not None, why
     assert list(kept.iterdir()) == []
+
+
+@needs_compiler
+def test_a_damaged_library_is_made_anew(kept: Path) -> None:
+    compiler = build.find()
+    assert compiler is not None
+    kept.mkdir(parents=True)
+    path = kept / f"{build.key(compiler)}.so"
+    path.write_bytes(b"")
+    old = kept / "old.so"
+    old.write_bytes(b"")
+    os.utime(old, (1e9, 1e9))
+    assert build.library()[0] is not None
+    assert path.stat().st_size > 0
+    assert not old.exists()
 
 
 @needs_compiler
@@ -256,15 +281,22 @@ def test_no_compiler_is_one_line_and_the_twins(kept: Path, monkeypatch: pytest.M
     assert "\n" not in notice
 
 
-@pytest.mark.parametrize("said", ["", "native.c:1: error: nothing works\nmore"])
+@pytest.mark.parametrize(
+    ("said", "status", "ways"),
+    [("", 1, len(build.WAYS)), ("native.c:1: error: nothing works\nmore", 1, len(build.WAYS)),
+     ("", -9, 1)],
+)  # fmt: skip
 def test_a_compiler_that_fails_is_one_line(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, said: str
+    kept: Path, monkeypatch: pytest.MonkeyPatch, said: str, status: int, ways: int
 ) -> None:
+    """One that is killed is not asked for something worse, which would be kept."""
     tried = []
 
     def run(command: list[str], **more: object) -> SimpleNamespace:
+        if command[1:] == ["--version"]:
+            return SimpleNamespace(returncode=0, stdout=b"cc 12", stderr=b"")
         tried.append(command)
-        return SimpleNamespace(returncode=1, stderr=said.encode())
+        return SimpleNamespace(returncode=status, stderr=said.encode())
 
     monkeypatch.setattr(build, "find", lambda: "/usr/bin/env")
     monkeypatch.setattr(build.subprocess, "run", run)
@@ -272,8 +304,41 @@ def test_a_compiler_that_fails_is_one_line(
     assert found is None
     assert "env failed" in why
     assert "\n" not in why
-    assert len(tried) == len(build.WAYS) * len(build.sources())
+    assert len(tried) == ways * len(build.sources())
     assert not [path for path in kept.iterdir() if path.suffix == ".so"]
+
+
+def test_clang_is_asked_for_no_threads(monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
+    tried = []
+
+    def run(command: list[str], **more: object) -> SimpleNamespace:
+        tried.append(command)
+        return SimpleNamespace(returncode=1, stdout=b"Apple clang version 16", stderr=b"no")
+
+    monkeypatch.setattr(build, "find", lambda: "/usr/bin/env")
+    monkeypatch.setattr(build.subprocess, "run", run)
+    assert build.library()[0] is None
+    assert len(tried) == 1 + (len(build.WAYS) - 1) * len(build.sources())
+    assert not any("-fopenmp" in command for command in tried)
+
+
+@needs_compiler
+def test_torchs_defaults_do_not_matter() -> None:
+    """The C writes float32, whatever torch would make."""
+    q, k = randoms(1, 1, 2, 64, dtype=torch.bfloat16), randoms(2, 9, 64, dtype=torch.bfloat16)
+    start, length = torch.tensor([0]), torch.tensor([9])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        _, lse = native.ragged_attention(q, k, k, start, length, width=9)
+        logits = torch.zeros(1, 2, 9)
+        native.ragged_attention(q, k, k, start, length, width=9, logits=logits)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert lse.dtype == torch.float32
+    assert logits.dtype == torch.bfloat16
+    want = (q[0].float() @ k.float().T / 8).logsumexp(-1)
+    close(lse[0], want, 1e-2)
+    close(logits[0].logsumexp(-1), want, 5e-2)
 
 
 def test_it_can_be_switched_off(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

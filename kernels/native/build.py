@@ -7,6 +7,7 @@ compute.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -15,16 +16,22 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
-# With threads, with `omp simd` alone, and as plain C: what a compiler takes first.
-WAYS = (("-fopenmp",), ("-fopenmp-simd",), ("-Wno-unknown-pragmas",))
+FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+# With threads, with `omp simd` alone, and as plain C: what a compiler takes first. clang's threads
+# are another library's than torch's, and two of them in one process do not get on.
+WAYS = (
+    ("-march=native", "-fopenmp"), ("-march=native", "-fopenmp-simd"),
+    ("-march=native", "-Wno-unknown-pragmas"), ("-Wno-unknown-pragmas",),
+)  # fmt: skip
 PATIENCE = 120.0  # seconds for the compiler
+OLD = 30 * 86400.0  # seconds after which a library that something newer has replaced goes
 OFF = "MINIKV_NATIVE"
 """Environment variable: 0 is as if there were no compiler."""
 
@@ -37,21 +44,38 @@ def library() -> tuple[ctypes.CDLL | None, str]:
     compiler = find()
     if compiler is None:
         return None, "there is no C compiler (cc, gcc or clang)"
-    folder = store()
-    path = None if folder is None else folder / f"{key(compiler)}.so"
     try:
+        folder = store()
+        path = None if folder is None else folder / f"{key(compiler)}.so"
         if path is not None and _ours(path):
-            return ctypes.CDLL(str(path)), ""
+            with contextlib.suppress(OSError):  # a damaged one is made anew
+                return ctypes.CDLL(str(path)), ""
+        if folder is not None and not os.access(folder, os.W_OK):
+            folder = path = None
         with tempfile.TemporaryDirectory(dir=folder) as made:
             found = Path(made, "native.so")
             why = _compile(compiler, found)
             if why:
                 return None, why
             if path is not None:
+                found.chmod(0o700)  # whatever the umask says: see `_ours`
                 os.replace(found, path)
+                _forget(path)
             return ctypes.CDLL(str(path or found)), ""
     except OSError as error:
         return None, f"the compiled kernels cannot be kept or loaded: {error.strerror or error}"
+
+
+def compiles() -> bool:
+    """`library` will have to compile, which takes seconds."""
+    compiler = find()
+    if switched_off() or compiler is None or library.cache_info().currsize:
+        return False
+    try:
+        folder = store()
+        return folder is None or not _ours(folder / f"{key(compiler)}.so")
+    except OSError:
+        return False
 
 
 def switched_off() -> bool:
@@ -75,8 +99,10 @@ def store() -> Path | None:
     try:
         root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
         folder = root / "minikv" / "kernels"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder if _ours(folder) and os.access(folder, os.W_OK) else None
+        root.mkdir(parents=True, exist_ok=True)
+        for made in (folder.parent, folder):
+            made.mkdir(mode=0o700, exist_ok=True)
+        return folder if _ours(folder.parent) and _ours(folder) else None
     except (OSError, RuntimeError):
         return None
 
@@ -110,7 +136,7 @@ def _processor() -> str:
 def _compile(compiler: str, target: Path) -> str:
     """Compile to `target`, all files at once; why it failed, or ""."""
     said = ""
-    for way in WAYS:
+    for way in WAYS[1:] if _is_clang(compiler) else WAYS:
         with ThreadPoolExecutor() as pool:
             commands = [
                 [compiler, *FLAGS, *way, "-c", str(path), "-o", str(target.with_name(path.stem))]
@@ -123,7 +149,12 @@ def _compile(compiler: str, target: Path) -> str:
         if not any(found):
             return ""
         said = said or next(filter(None, found))
+        if any(why.startswith(_ENDED) for why in found):
+            break  # it was not the way: another one would only make a worse library
     return f"{Path(compiler).name} failed: {said}"
+
+
+_ENDED = "it ended with "
 
 
 def _run(command: list[str]) -> str:
@@ -133,9 +164,29 @@ def _run(command: list[str]) -> str:
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return type(error).__name__
+        return f"{_ENDED}{type(error).__name__}"
+    if done.returncode < 0:
+        return f"{_ENDED}signal {-done.returncode}"
     said = done.stderr.decode("utf-8", "replace").strip().partition("\n")[0][:200]
     return (said or f"status {done.returncode}") if done.returncode else ""
+
+
+def _is_clang(compiler: str) -> bool:
+    try:
+        said = subprocess.run(
+            [compiler, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return b"clang" in said.stdout.lower()
+
+
+def _forget(kept: Path) -> None:
+    """Remove what has not been made for long, beside the library that was made just now."""
+    with contextlib.suppress(OSError):
+        for path in kept.parent.glob("*.so"):
+            if path.stat().st_mtime < time.time() - OLD:
+                path.unlink()
 
 
 def _ours(path: Path) -> bool:

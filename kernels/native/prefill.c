@@ -62,12 +62,6 @@ static Cut cut(const Shape *s) {
     return c;
 }
 
-/* Bytes that a call holds beside its arguments and results. */
-int64_t minikv_rows_attention_scratch(const Shape *s) {
-    Cut c = cut(s);
-    return c.threads * c.each;
-}
-
 int minikv_rows_attention_available(void) { return AVAILABLE; }
 
 #if AVAILABLE

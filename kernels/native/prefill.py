@@ -33,8 +33,6 @@ def _bound() -> ctypes.CDLL | None:
         return None
     found.minikv_rows_attention.argtypes = [c_void_p] * 5 + [_Shape]
     found.minikv_rows_attention.restype = c_int
-    found.minikv_rows_attention_scratch.argtypes = [_Shape]
-    found.minikv_rows_attention_scratch.restype = c_int64
     return found
 
 
@@ -57,15 +55,6 @@ def last_rows_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return reference.last_rows_attention(q, k, v) if found is None else found
 
 
-def scratch(rows: int, keys: int, heads: int, group: int, size: int) -> int:
-    """Bytes that a call with T, N, H, G, D holds beside its arguments and results; 0: the twin's
-    own, where the C does not compute."""
-    found = _bound()
-    if found is None:
-        return 0
-    return int(found.minikv_rows_attention_scratch(_Shape(heads, group, rows, keys, size)))
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
     """Query i over the rows below first + i; None: the C does not take it."""
     heads, group, rows, size = q.shape
@@ -77,8 +66,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor
     found = _bound() if size % _STEP == 0 and size <= _WIDEST else None
     if found is None:
         return None
-    out = torch.empty((rows, heads, group, size), dtype=q.dtype).permute(1, 2, 0, 3)
-    lse = torch.empty((heads, group, rows))
+    out = torch.empty((rows, heads, group, size), dtype=q.dtype, device=q.device)
+    out = out.permute(1, 2, 0, 3)
+    lse = torch.empty((heads, group, rows), dtype=torch.float32, device=q.device)
     shape = _Shape(
         heads, group, rows, keys, size, first,
         *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *out.stride()[:3],

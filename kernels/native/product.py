@@ -28,7 +28,7 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     plain = x.is_contiguous() and codes.is_contiguous() and scale.is_contiguous()
     if not plain or x.dtype != torch.bfloat16 or scale.dtype != torch.bfloat16:
         return reference.int8_product(x, codes, scale)
-    out = torch.empty((x.shape[0], codes.shape[0]), dtype=x.dtype)
+    out = torch.empty((x.shape[0], codes.shape[0]), dtype=x.dtype, device=x.device)
     failed = _bound().minikv_int8_product(
         x.shape[0], x.shape[1], codes.shape[0], x.data_ptr(), codes.data_ptr(), scale.data_ptr(),
         out.data_ptr(),

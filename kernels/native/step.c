@@ -238,15 +238,12 @@ int minikv_ragged_attention(
         most = length[h] > most ? length[h] : most;
         all += length[h];
     }
-    int failed = 0;
+    float *room = malloc(sizeof(float) * FOUR * H * (most ? most : 1));
+    if (!room)
+        return 1;
 #pragma omp parallel for schedule(dynamic) if (all * G * D > 200000)
     for (int h = 0; h < H; h++) {
-        float *p = malloc(sizeof(float) * FOUR * (most ? most : 1));
-        if (!p) {
-#pragma omp atomic write
-            failed = 1;
-            continue;
-        }
+        float *p = room + FOUR * h * most;
         const int64_t at = start[h];
         const rows_t rows = {
             D, stored, length[h], (const char *)k + at * wide, (const char *)v + at * wide,
@@ -260,9 +257,9 @@ int minikv_ragged_attention(
                          logits ? logits + first * pitch : NULL, pitch, lse + first,
                          (char *)out + first * each, p);
         }
-        free(p);
     }
-    return failed;
+    free(room);
+    return 0;
 }
 
 /* A row of numbers as int8 codes; its scale. */

@@ -55,15 +55,17 @@ def ragged_attention(
     heads, group, size = q.shape
     stored = _CODES if k_scale is not None else _KINDS.get(k.dtype, -1)
     kind = _KINDS.get(q.dtype, -1)
-    fits = kind >= 0 and stored in (kind, _CODES) and size <= _WIDEST
-    if not (fits and q.is_contiguous() and (logits is None or logits.is_contiguous())):
+    fits = kind >= 0 and stored in (kind, _CODES) and size <= _WIDEST and q.is_contiguous()
+    if not (fits and _exact(logits) and _exact(lse)):
         return reference.ragged_attention(
             q, k, v, start, length, width=width, pos=pos, oldest=oldest, logits=logits, lse=lse,
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
     seen = None if pos is None or oldest is None else pos
     out = torch.empty_like(q)
-    sums = torch.empty((heads, group)) if lse is None else lse
+    sums = lse
+    if sums is None:
+        sums = torch.empty((heads, group), dtype=torch.float32, device=q.device)
     failed = _bound().minikv_ragged_attention(
         kind, stored, heads, group, size, q.data_ptr(), k.data_ptr(), v.data_ptr(),
         start.data_ptr(), length.data_ptr(), _at(seen), _at(oldest), _at(k_scale), _at(v_scale),
@@ -112,7 +114,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     dense = x.stride(1) == 1 and (y is None or (y.is_contiguous() and y.dtype == x.dtype))
     if kind < 0 or not dense or weight.dtype != x.dtype:
         return reference.add_norm(x, y, weight, eps)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _bound().minikv_add_norm(
         kind, x.shape[0], x.shape[1], x.stride(0), x.data_ptr(), _at(y), weight.data_ptr(), eps,
         out.data_ptr(),
@@ -127,7 +129,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     dense = x.stride(2) == 1 and x.stride(1) == size and cos.is_contiguous() and sin.is_contiguous()
     if kind < 0 or not dense or not cos.dtype == sin.dtype == x.dtype:
         return reference.rotate(x, cos, sin)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _bound().minikv_rotate(
         kind, rows, heads, size, x.stride(0), x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
         out.data_ptr(),
@@ -142,6 +144,10 @@ def silu_mul(both: Tensor) -> Tensor:
         return reference.silu_mul(both)
     _bound().minikv_silu_mul(kind, both.shape[0], size, both.stride(0), both.data_ptr())
     return both[:, :size]
+
+
+def _exact(tensor: Tensor | None) -> bool:
+    return tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
 
 
 def _at(tensor: Tensor | None) -> int | None:
