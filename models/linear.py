@@ -2,9 +2,9 @@
 
 What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
 
-- one row in bfloat16: torch's own product of a matrix and a vector. oneDNN, which torch prefers, needs
-  twice the time, and with weights prepacked for it about as much, so nothing is prepacked: there is
-  one copy, and a tied head is fast too.
+- one row in bfloat16: torch's own product of a matrix and a vector. oneDNN, which torch prefers,
+  needs twice the time, and with weights prepacked for it about as much, so nothing is prepacked:
+  there is one copy, and a tied head is fast too.
 - many rows in bfloat16: oneDNN where the processor multiplies bfloat16; where it does not, the
   same in float32, a block of the weights at a time.
 - int8 and int4: packed kernels for a few rows, torch's or better ones; many rows unpack a block at
