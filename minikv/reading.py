@@ -105,8 +105,8 @@ class Reading:
         self._saved: dict[int, dict[str, Tensor]] = {}
         self._landing = Landing(arena, self._ops) if far(arena.device) else None
         self._lost: list[float | None] = [None] * shape.layers
-        # A head needs a row that an answer may overwrite; before attention
-        # a second one, if the newest is protected.
+        # A head needs a row that an answer may overwrite; before attention a second one, if the
+        # newest is protected.
         self._least = 2 if step is not None and step.before and step.recent else 1
         self._visible = self._count_visible()
         self.shaped = False

@@ -189,7 +189,7 @@ def measured_and_planned(
     session: ChatSession, config: ModelConfig, choice: Choice, text: str, answer: int
 ) -> list[tuple[int, int]]:
     """Of one turn: peak, allocated and held, as the turn record has them and as planned. What steps
-    derive from the rows, or work with, is not planned; it depends on which heads hold how much."""
+    derive from the rows is not planned; it depends on which heads hold how much."""
     session.configure(choice)
     session.reset()
     session.attach(text)
@@ -198,13 +198,12 @@ def measured_and_planned(
     report = session.report
     assert report is not None
     tokens, kv_bytes = report.tokens, report.kv_bytes
-    beside = session.engine.kv.derived + session.engine.kv.beside
-    assert beside <= 0.4 * kv_bytes.allocated
+    assert session.engine.kv.derived <= 0.4 * kv_bytes.allocated
     kv = planning.begun(choice, config, torch.float32, tokens.prompt_new, answer)
     steps = len(session.fed) - tokens.prompt_new
     return [
         (kv_bytes.peak_prefill, planning.peak(kv, choice, tokens.prompt_new)),
-        (kv_bytes.allocated - beside, kv.stats().allocated_bytes),
+        (kv_bytes.allocated - session.engine.kv.derived, kv.stats().allocated_bytes),
         (kv_bytes.held, planning.held_bytes(kv, choice, tokens.prompt_new, steps)),
         (kv_bytes.full, sum(
             min(session.engine.kv.position, w or 1 << 40) for w in config.windows
