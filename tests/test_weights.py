@@ -523,7 +523,7 @@ import os
 files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
          if os.path.exists(f"/proc/self/fd/{fd}")]
 print(after - before, network.weight_bytes, "safetensors" in maps,
-      any(name.endswith(".safetensors") for name in files))
+      any(name.endswith(".safetensors") for name in files), "sympy" in sys.modules)
 """
 
 
@@ -543,10 +543,11 @@ def test_loading_peaks_at_one_copy_and_keeps_no_file(wanted: str, tmp_path: Path
         [sys.executable, "-c", PROBE, str(tmp_path), wanted],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    grown, size, mapped, held = done.stdout.split()
+    grown, size, mapped, held, slow = done.stdout.split()
     assert int(size) > 150 * 2**20
-    assert int(grown) < int(size) + 2 * weights.STAGING
-    assert (mapped, held) == ("False", "False")
+    staging = weights.STAGING if wanted == "float32" else 0  # what need not change has no use for it
+    assert int(grown) < int(size) + staging + 16 * 2**20
+    assert (mapped, held, slow) == ("False", "False", "False")
 
 
 READING = """
