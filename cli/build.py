@@ -135,7 +135,7 @@ def build(settings: Settings, progress: Progress | None = None) -> ChatSession:
     if kv.ops.name == "triton":
         warm(kv, network)
         if kv.ops.name != "triton":
-            network.ops = None
+            network.use(None)
     return ChatSession(
         Engine(network, kv),
         loaded.tokenizer,

@@ -43,6 +43,7 @@ class Kernels:
     rotate = staticmethod(reference.rotate)
     silu_mul = staticmethod(reference.silu_mul)
     int8_product = staticmethod(reference.int8_product)
+    row_product = staticmethod(reference.row_product)
 
 
 def choose(

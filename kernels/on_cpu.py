@@ -24,3 +24,4 @@ class Native(Kernels):
     rotate = staticmethod(step.rotate)
     silu_mul = staticmethod(step.silu_mul)
     int8_product = staticmethod(product.int8_product)
+    row_product = staticmethod(product.row_product)

@@ -884,6 +884,11 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     return torch._weight_int8pack_mm(x.contiguous(), codes, scale)
 
 
+def row_product(x: Tensor, weight: Tensor) -> Tensor:
+    """One row x [1, n] times the transpose of weight [m, n]: [1, m], of their dtype."""
+    return torch.mm(x, weight.t())
+
+
 def silu_mul(both: Tensor) -> Tensor:
     """silu(gate) * up of rows both [t, 2 * n], gate first: a view [t, n] of it, in gate's place."""
     size = both.shape[1] // 2

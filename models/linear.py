@@ -2,9 +2,9 @@
 
 What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
 
-- one row in bfloat16: torch's own product of a matrix and a vector. oneDNN, which torch prefers,
-  needs twice the time, and with weights prepacked for it about as much, so nothing is prepacked:
-  there is one copy, and a tied head is fast too.
+- one row in bfloat16: a kernel that only reads, or torch's own product of a matrix and a vector.
+  oneDNN, which torch prefers, needs twice the time, and with weights prepacked for it about as much
+  as torch's own, so nothing is prepacked: there is one copy, and a tied head is fast too.
 - many rows in bfloat16: oneDNN where the processor multiplies bfloat16; where it does not, the
   same in float32, a block of the weights at a time.
 - int8 and int4: packed kernels for a few rows, torch's or better ones; many rows unpack a block at
@@ -66,21 +66,45 @@ class Linear(Protocol):
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x bfloat16 [t, in], codes int8 [out, in], scale bfloat16 [out]) -> bfloat16 [t, out]."""
 
+RowProduct = Callable[[Tensor, Tensor], Tensor]
+"""(x bfloat16 [1, in], weight bfloat16 [out, in]) -> bfloat16 [1, out]."""
+
+
+def row_product(x: Tensor, weight: Tensor) -> Tensor:
+    """torch's `RowProduct`: without oneDNN, which torch would ask for a single row too."""
+    # torch has one switch for the whole process: two threads must not put back each other's.
+    with _SWITCH:
+        before = torch._C._get_mkldnn_enabled()
+        try:
+            torch._C._set_mkldnn_enabled(False)
+            return F.linear(x, weight)
+        finally:
+            torch._C._set_mkldnn_enabled(before)
+
+
+def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """torch's `Product`."""
+    return torch._weight_int8pack_mm(x, codes, scale)
+
 
 class Plain:
-    """The weights as a checkpoint has them: all that training, float32 and CUDA know."""
+    """The weights as a checkpoint has them: all that training, float32 and CUDA know.
 
-    __slots__ = ("bias", "weight")
+    `product` computes one row of bfloat16 on a CPU: torch's, until `Llama.use` names another.
+    """
+
+    __slots__ = ("bias", "product", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
+        self.product: RowProduct = row_product
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
         weight = self.weight
         if weight.dtype is torch.bfloat16 and weight.is_cpu and not torch.is_grad_enabled():
             if x.shape[0] == 1:
-                return _biased(_own_product(x, weight), self.bias)
+                return _biased(self.product(x, weight), self.bias)
             if not bf16_products():
                 return _biased(_by_blocks(x, self, out), self.bias)
         if out is None:
@@ -118,7 +142,7 @@ class Int8:
 
     def __init__(self, plain: Plain) -> None:
         weight, self.bias = plain.weight, plain.bias
-        self.product: Product = torch._weight_int8pack_mm
+        self.product: Product = int8_product
         assert fits_int8(weight.shape[1])
         self.quantised = torch.empty(weight.shape, dtype=torch.int8)
         self.scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
@@ -348,18 +372,6 @@ def _by_blocks(x: Tensor, matrix: _Blocked, out: Tensor | None) -> Tensor:
         else:
             made[:, start:end] = x @ part.to(x.dtype)
     return made
-
-
-def _own_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [1, in] @ weight.T without oneDNN, which torch would ask for a single row too."""
-    # torch has one switch for the whole process: two threads must not put back each other's.
-    with _SWITCH:
-        before = torch._C._get_mkldnn_enabled()
-        try:
-            torch._C._set_mkldnn_enabled(False)
-            return F.linear(x, weight)
-        finally:
-            torch._C._set_mkldnn_enabled(before)
 
 
 def _biased(y: Tensor, bias: Tensor | None) -> Tensor:

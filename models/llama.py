@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minikv.attend import Attend
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int8, Linear, Plain
+from minikv.models.linear import Int8, Linear, Plain, int8_product, row_product
 from minikv.models.rope import Rotary, rotate
 
 # On a CPU a chunk is bounded in bytes: 512 rows of float32, 1,024 of bfloat16 (from 768 rows on,
@@ -84,6 +84,10 @@ class Ops(Protocol):
         """As `linear.Product`."""
         ...
 
+    def row_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As `linear.RowProduct`."""
+        ...
+
 
 class Llama:
     """A decoder. Token ids and an `Attend` in, logits out; it keeps no state of its own.
@@ -136,13 +140,15 @@ class Llama:
         self.rotary = Rotary(c.rope, c.head_dim, self.device)
         self.ops: Ops | None = None
 
-    def use(self, ops: Ops) -> None:
-        """Let `ops` compute what they can, from now on."""
+    def use(self, ops: Ops | None) -> None:
+        """Let `ops`, or with None torch, compute what they can, from now on."""
         self.ops = ops
         inside = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)
         for matrix in (self.head, *chain.from_iterable(inside)):
             if isinstance(matrix, Int8):
-                matrix.product = ops.int8_product
+                matrix.product = ops.int8_product if ops else int8_product
+            elif isinstance(matrix, Plain):
+                matrix.product = ops.row_product if ops else row_product
 
     def keep_head(self, made: Int8) -> None:
         """Make logits with `made` from now on; a tied embedding is looked up in it, too."""

@@ -269,8 +269,22 @@ def test_logits_of_a_packed_head_are_those_of_its_values(
 def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> None:
     checkpoint, config = stored(tmp_path, WIDE)
     made = load_network(checkpoint, config, form="int8+head")
-    made.use(SimpleNamespace(int8_product=lambda x, codes, scale: x[:, :1] + codes.shape[0]))  # type: ignore[arg-type]
-    assert made.logits(torch.ones(1, 64, dtype=torch.bfloat16)) == 1 + config.vocab
+    row = torch.ones(1, 64, dtype=torch.bfloat16)
+    before = made.logits(row)
+    plain = Plain(torch.ones(64, 64, dtype=torch.bfloat16))
+    ops = SimpleNamespace(
+        int8_product=lambda x, codes, scale: x[:, :1] + codes.shape[0],
+        row_product=lambda x, weight: x[:, :1] - weight.shape[0],
+    )
+    made.use(ops)  # type: ignore[arg-type]
+    assert made.logits(row) == 1 + config.vocab
+    assert made.layers[0].out(row)[0, 0] == 1 + config.hidden
+    made.layers[0].out = plain
+    made.use(ops)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        assert plain(row)[0, 0] == 1 - 64
+    made.use(None)
+    assert torch.equal(made.logits(row), before)
 
 
 def test_a_head_that_is_stored_wider_is_packed_as_bfloat16(tmp_path: Path) -> None:

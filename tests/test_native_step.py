@@ -373,6 +373,26 @@ def test_without_threads_it_compiles_too(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (3, 31), (7, 255), (33, 256), (300, 768), (5, 5632), (0, 64), (2, 0)]
+)
+def test_products_of_one_row(rows: int, columns: int) -> None:
+    """Rounded once, at the end; what is beside the matrix is not read into it."""
+    guarded = torch.full((rows + 2, columns), math.nan, dtype=torch.bfloat16)
+    guarded[1:-1] = randoms(1, rows, columns, dtype=torch.bfloat16)
+    x, weight = randoms(2, 1, columns, dtype=torch.bfloat16), guarded[1:-1]
+    want = x.double() @ weight.double().T
+    size = (x.double().abs() @ weight.double().abs().T).clamp_min(1e-9)
+    got = product.row_product(x, weight)
+    assert got.shape == (1, rows)
+    assert bool(((got.double() - want).abs() <= want.abs() / 256 + 1e-6 * size).all())
+    for bad in (math.nan, math.inf):
+        if rows and columns:
+            x[0, columns // 2] = bad
+            assert not bool(product.row_product(x, weight).isfinite().any())
+
+
+@needs_compiler
 @pytest.mark.parametrize(("rows", "columns"), [(1, 16), (7, 255), (33, 256), (64, 768), (5, 5632)])
 @pytest.mark.parametrize("few", [1, 3])
 def test_products_in_eight_bits(rows: int, columns: int, few: int) -> None:

@@ -516,7 +516,7 @@ def test_a_reason_is_one_line_and_never_an_error(
     assert dispatch.choose(torch.device("cuda"), "torch", head_dim, dtype)[1] is None
 
 
-LIBRARY = {"int8_product", "rows_attention", "last_rows_attention"}
+LIBRARY = {"int8_product", "row_product", "rows_attention", "last_rows_attention"}
 """What torch does best on a GPU."""
 
 

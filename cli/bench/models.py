@@ -298,8 +298,5 @@ def _engine(net: Llama, choice: Choice, kernels: str, kept_in: str) -> Engine:
         kv=torch.int8 if kept_in == "int8" else None, output=output,
         rotary=net.rotary.inverse, kernels=kernels,
     )  # fmt: skip
-    if kv.ops.name != "torch":
-        net.use(kv.ops)
-    else:
-        net.ops = None
+    net.use(kv.ops if kv.ops.name != "torch" else None)
     return Engine(net, kv)

@@ -111,6 +111,8 @@ def products(
         for matrix in forms["int8"]:
             assert isinstance(matrix, Int8)
             matrix.product = ours.int8_product
+        for matrix in plain:
+            matrix.product = ours.row_product
         for count in counts:
             x = torch.randn(count, inside).bfloat16()
             turns: dict[str, list[Callable[[Tensor], object]]] = {

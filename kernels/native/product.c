@@ -1,10 +1,63 @@
-/* Few rows times a matrix that is kept in eight bits: bound by reading the matrix, so its weights are
-   multiplied as the integers they are. */
+/* Few rows times a matrix: bound by reading the matrix. */
 #include "numbers.h"
 
 #include <stdlib.h>
 
-enum { BLOCK = 256 /* columns whose activations share a scale */ };
+enum {
+    BLOCK = 256, /* columns of eight bits whose activations share a scale */
+    PAIRS = 16,  /* pairs of bf16 in a cache line */
+    AHEAD = 1024 /* columns that are asked for before they are needed: memory is slow to answer */
+};
+
+typedef float floats __attribute__((vector_size(4 * PAIRS)));
+typedef uint32_t words __attribute__((vector_size(4 * PAIRS)));
+
+static inline float total(floats x) {
+    float sums[PAIRS];
+    memcpy(sums, &x, sizeof sums);
+    for (int width = PAIRS / 2; width; width /= 2)
+        for (int i = 0; i < width; i++)
+            sums[i] += sums[i + width];
+    return sums[0];
+}
+
+/* x [n], w [rows, n] -> out [rows], all bf16, summed in float; 1: no memory. A word of w holds two
+   numbers: the one in its upper half is a float once the lower half is gone, the other once it is
+   moved up. So x is split into evens and odds, and nothing in w is moved about. */
+int minikv_row_product(int64_t n, int64_t rows, const bf16 *x, const bf16 *w, bf16 *out) {
+    const int64_t whole = n / (2 * PAIRS) * (2 * PAIRS);
+    float *split = malloc((n ? n : 1) * sizeof *split);
+    if (!split)
+        return 1;
+    for (int64_t b = 0; b < whole; b += 2 * PAIRS)
+        for (int i = 0; i < PAIRS; i++) {
+            split[b + i] = from_bf16(x[b + 2 * i]);
+            split[b + PAIRS + i] = from_bf16(x[b + 2 * i + 1]);
+        }
+    for (int64_t i = whole; i < n; i++)
+        split[i] = from_bf16(x[i]);
+#pragma omp parallel for schedule(static) if (rows * n > 65536)
+    for (int64_t o = 0; o < rows; o++) {
+        const bf16 *row = w + o * n;
+        floats even = {0}, odd = {0};
+        for (int64_t b = 0; b < whole; b += 2 * PAIRS) {
+            floats e, f;
+            words both;
+            memcpy(&e, split + b, sizeof e);
+            memcpy(&f, split + b + PAIRS, sizeof f);
+            memcpy(&both, row + b, sizeof both);
+            even += (floats)(both << 16) * e;
+            odd += (floats)(both & 0xffff0000u) * f;
+            __builtin_prefetch(row + b + AHEAD);
+        }
+        float sum = total(even + odd);
+        for (int64_t i = whole; i < n; i++)
+            sum += split[i] * from_bf16(row[i]);
+        out[o] = to_bf16(sum);
+    }
+    free(split);
+    return 0;
+}
 
 /* A row of activations as 15 bits and a sign, a scale for each block. */
 static void fix(const bf16 *x, int64_t n, int16_t *fixed, float *scales) {
@@ -41,7 +94,7 @@ static inline float dot(const int8_t *w, const int16_t *fixed, const float *scal
     return i < n ? sum + (float)rest * scales[i / BLOCK] : sum;
 }
 
-/* x [t, n] bf16, w int8 [rows, n], scale bf16 [rows] -> out [t, rows] bf16; 1: no memory. */
+/* The weights are multiplied as the integers they are: x [t, n] bf16, w int8 [rows, n], scale bf16 [rows] -> out [t, rows] bf16; 1: no memory. */
 int minikv_int8_product(
     int64_t t, int64_t n, int64_t rows, const bf16 *x, const int8_t *w, const bf16 *scale, bf16 *out) {
     const int64_t blocks = (n + BLOCK - 1) / BLOCK;

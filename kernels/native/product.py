@@ -1,4 +1,4 @@
-"""Products with matrices of eight bits, in C: `product.c` behind the twin's signature."""
+"""Products of few rows and a matrix, in C: `product.c` behind the signatures of the twins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def _bound() -> ctypes.CDLL:
     found, why = library()
     assert found is not None, why
     found.minikv_int8_product.argtypes = [c_int64] * 3 + [c_void_p] * 4
-    found.minikv_int8_product.restype = ctypes.c_int
+    found.minikv_row_product.argtypes = [c_int64] * 2 + [c_void_p] * 3
+    found.minikv_int8_product.restype = found.minikv_row_product.restype = ctypes.c_int
     return found
 
 
@@ -34,5 +35,17 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
         out.data_ptr(),
     )  # fmt: skip
     if failed:
+        raise MemoryError("a product found no memory")
+    return out
+
+
+def row_product(x: Tensor, weight: Tensor) -> Tensor:
+    """See `reference.row_product`. Summed in float32, in another order than torch's."""
+    if not (x.is_contiguous() and weight.is_contiguous()) or weight.dtype != torch.bfloat16:
+        return reference.row_product(x, weight)
+    out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device)
+    if _bound().minikv_row_product(
+        weight.shape[1], weight.shape[0], x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    ):
         raise MemoryError("a product found no memory")
     return out
