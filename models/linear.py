@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minikv.models.pages import Empty, empty
+
 FORMS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
 """How weights may be kept. "auto" and "plain" are as the checkpoint has them; "+head" packs what
 makes logits as well, always to eight bits (docs/measurements/README.md, "Weights")."""
@@ -140,11 +142,11 @@ class Int8:
 
     __slots__ = ("bias", "product", "quantised", "scale")
 
-    def __init__(self, plain: Plain) -> None:
+    def __init__(self, plain: Plain, room: Empty = empty) -> None:
         weight, self.bias = plain.weight, plain.bias
         self.product: Product = int8_product
         assert fits_int8(weight.shape[1])
-        self.quantised = torch.empty(weight.shape, dtype=torch.int8)
+        self.quantised = room(weight.shape, torch.int8)
         self.scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
         if not weight.is_meta:
             for start, end in blocks(weight.shape, PACKED):
@@ -197,7 +199,7 @@ class Int4:
 
     __slots__ = ("bias", "group", "packed", "scales", "shape")
 
-    def __init__(self, plain: Plain) -> None:
+    def __init__(self, plain: Plain, room: Empty = empty) -> None:
         weight, self.bias = plain.weight, plain.bias
         self.shape = weight.shape
         rows, columns = weight.shape
@@ -205,8 +207,8 @@ class Int4:
         assert group is not None
         self.group = group
         padded = -(-rows // _TILE) * _TILE  # a short last tile would have a layout of its own
-        self.packed = torch.zeros(padded, columns // 2, dtype=torch.uint8)
-        self.scales = torch.zeros(columns // group, padded, 2, dtype=torch.bfloat16)
+        self.packed = room((padded, columns // 2), torch.uint8).zero_()
+        self.scales = room((columns // group, padded, 2), torch.bfloat16).zero_()
         for start, end in blocks(weight.shape, PACKED):
             part = weight[start:end].float().view(-1, columns // group, group)
             least, most = part.amin(2), part.amax(2)
@@ -269,12 +271,13 @@ def packs(form: str) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(split(form)) if name in ("int8", "int4"))
 
 
-def kept(plain: Plain, form: str) -> Linear:
-    """`plain` as int8 or int4; as it is where that does not suit its size, or is not asked for."""
+def kept(plain: Plain, form: str, room: Empty = empty) -> Linear:
+    """`plain` as int8 or int4, in memory from `room`; as it is where that does not suit its size,
+    or is not asked for."""
     if form == "int8" and fits_int8(plain.shape[1]):
-        return Int8(plain)
+        return Int8(plain, room)
     if form == "int4" and group_of(plain.shape[1]) is not None:
-        return Int4(plain)
+        return Int4(plain, room)
     return plain
 
 

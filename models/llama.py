@@ -20,6 +20,7 @@ from torch import Tensor
 from minikv.attend import Attend
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8, Linear, Plain, int8_product, row_product
+from minikv.models.pages import Pages
 from minikv.models.rope import Rotary, rotate
 
 # On a CPU a chunk is bounded in bytes: 512 rows of float32, 1,024 of bfloat16 (from 768 rows on,
@@ -93,10 +94,10 @@ class Llama:
     """A decoder. Token ids and an `Attend` in, logits out; it keeps no state of its own.
 
     Born with uninitialised weights: fill them through `tensors()` or `randomise()`. Without
-    `allocate` they have only sizes, and the loader makes them one by one. `rows` is the chunk of
-    rows inside a layer. With gradients enabled nothing is written in place and a forward is one
-    chunk, so that the same code trains. `ops`: kernels of the device that take the place of torch's
-    operators between products, without gradients; none by default.
+    `allocate` they have only sizes, and the loader makes them one by one, in `pages`. `rows` is the
+    chunk of rows inside a layer. With gradients enabled nothing is written in place and a forward
+    is one chunk, so that the same code trains. `ops`: kernels of the device that take the place of
+    torch's operators between products, without gradients; none by default.
     """
 
     def __init__(
@@ -115,8 +116,11 @@ class Llama:
             CUDA_ROWS if self.device.type == "cuda" else CPU_BYTES // dtype.itemsize
         )
 
+        self.pages = Pages(self.device)
+        pages = self.pages if allocate else Pages(torch.device("meta"))
+
         def new(*shape: int) -> Tensor:
-            return torch.empty(shape, device=self.device if allocate else "meta", dtype=dtype)
+            return pages.empty(shape, dtype)
 
         def matrix(rows: int, columns: int, bias: bool) -> Linear:
             return Plain(new(rows, columns), new(rows) if bias else None)

@@ -55,6 +55,7 @@ from minikv.models.linear import (
     split,
 )
 from minikv.models.llama import Layer, Llama, Place
+from minikv.models.pages import Empty, Pages
 
 HEADER_LIMIT = 16 * 2**20  # bytes
 TENSOR_LIMIT = 100_000
@@ -372,6 +373,7 @@ def load_network(
 
     tell(0)
     layers, logits = split(form)
+    room = network.pages.empty
     small = "" if logits == "auto" or not fits_int8(config.hidden) else (
         "embedding" if config.tied else "head"
     )
@@ -381,15 +383,17 @@ def load_network(
         for names in _together_read(entries, places):
             owner, slot = places[names[0]].owner, places[names[0]].slot
             if owner is network and slot == small:
-                network.keep_head(_packed(entries[names[0]], dtype, tell))
+                network.keep_head(_packed(entries[names[0]], dtype, room, tell))
                 continue
-            _allocate(owner, slot, device)
+            # What is there only until it is packed leaves no hole among what stays.
+            short = isinstance(owner, Layer) and layers in packs(form)
+            _allocate(owner, slot, Pages(device).empty if short else room)
             for name in names:
                 with open_regular(entries[name].path) as file:
                     heads = _pairs(name, config) if checkpoint.original else 0
                     _fill(file, entries[name], places[name].tensor(), heads, staging, tell)
             if isinstance(owner, Layer):
-                _keep(owner, slot, layers)
+                _keep(owner, slot, layers, room)
         if config.tied and isinstance(network.embedding, Tensor):
             network.head = Plain(network.embedding)
     return network
@@ -404,18 +408,18 @@ def _together_read(entries: dict[str, Entry], places: dict[str, Place]) -> list[
     return list(groups.values())
 
 
-def _allocate(owner: Llama | Layer, slot: str, device: torch.device) -> None:
+def _allocate(owner: Llama | Layer, slot: str, room: Empty) -> None:
     """Memory for a tensor or a matrix that had none."""
 
-    def room(like: Tensor) -> Tensor:
+    def new(like: Tensor) -> Tensor:
         # Not empty_like: for tensors on the meta device that imports sympy, 35 MB and 0.3 seconds.
-        return torch.empty(like.shape, dtype=like.dtype, device=device)
+        return room(like.shape, like.dtype)
 
     part = getattr(owner, slot)
     if isinstance(part, Plain):
-        setattr(owner, slot, Plain(room(part.weight), None if part.bias is None else room(part.bias)))
+        setattr(owner, slot, Plain(new(part.weight), None if part.bias is None else new(part.bias)))
     else:
-        setattr(owner, slot, room(part))
+        setattr(owner, slot, new(part))
 
 
 def check_form(form: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -550,15 +554,17 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _keep(owner: Layer, slot: str, form: str) -> None:
+def _keep(owner: Layer, slot: str, form: str, room: Empty) -> None:
     """Pack a matrix that was read. Nothing else may hold it, or it stays until the next is read."""
     if isinstance(part := getattr(owner, slot), Plain):
-        setattr(owner, slot, kept(part, form))
+        setattr(owner, slot, kept(part, form, room))
 
 
-def _packed(entry: Entry, dtype: torch.dtype, tell: Callable[[int], None]) -> Int8:
+def _packed(
+    entry: Entry, dtype: torch.dtype, room: Empty, tell: Callable[[int], None]
+) -> Int8:
     """Read a matrix into eight bits, a block of rows at a time: it is never there in `dtype`."""
-    made = Int8(Plain(torch.empty(entry.shape, device="meta")))
+    made = Int8(Plain(torch.empty(entry.shape, device="meta")), room)
     with open_regular(entry.path) as file:
         file.seek(entry.start)
         for start, end in blocks(made.shape, PACKED):

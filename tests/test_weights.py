@@ -545,7 +545,7 @@ def test_loading_peaks_at_one_copy_and_keeps_no_file(wanted: str, tmp_path: Path
     )  # fmt: skip
     grown, size, mapped, held, slow = done.stdout.split()
     assert int(size) > 150 * 2**20
-    staging = weights.STAGING if wanted == "float32" else 0  # what need not change has no use for it
+    staging = weights.STAGING if wanted == "float32" else 0  # what stays as it is needs none
     assert int(grown) < int(size) + staging + 16 * 2**20
     assert (mapped, held, slow) == ("False", "False", "False")
 

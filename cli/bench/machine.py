@@ -18,6 +18,7 @@ from torch import Tensor
 import minikv
 from minikv.cli import threads
 from minikv.cli.bench.floors import Rates, middle
+from minikv.models.pages import Pages
 
 _MIB = 1 << 20
 _event: Any = torch.cuda.Event  # which torch leaves without types
@@ -144,8 +145,9 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def read_rate(size: int, rounds: int) -> float:
-    """Bytes a second that the processor reads: the best of two reductions, as a bound should be."""
-    words = torch.ones(size // 8, dtype=torch.int64)
+    """Bytes a second that the processor reads where weights lie: the best of two reductions, as a
+    bound should be."""
+    words = Pages(torch.device("cpu")).empty((size // 8,), torch.int64).fill_(1)
     numbers = words.view(torch.float32)
     clock = Clock(torch.device("cpu"))
     times = [*clock.each(words.sum, rounds), *clock.each(numbers.amax, rounds)]

@@ -94,8 +94,10 @@ def _kept(net: Llama, form: str) -> Llama:
         for name in ("qkv", "out", "gate_up", "down"):
             matrix = getattr(layer, name)
             if isinstance(matrix, Plain):
-                setattr(layer, name, kept(matrix, layers))
-    if isinstance(net.head, Plain) and isinstance(made := kept(net.head, logits), Int8):
+                setattr(layer, name, kept(matrix, layers, net.pages.empty))
+    if isinstance(net.head, Plain) and isinstance(
+        made := kept(net.head, logits, net.pages.empty), Int8
+    ):
         net.keep_head(made)
     return net
 

@@ -5,8 +5,7 @@
 
 enum {
     BLOCK = 256, /* columns of eight bits whose activations share a scale */
-    PAIRS = 16,  /* pairs of bf16 in a cache line */
-    AHEAD = 1024 /* columns that are asked for before they are needed: memory is slow to answer */
+    PAIRS = 16   /* of bf16 in a cache line */
 };
 
 typedef float floats __attribute__((vector_size(4 * PAIRS)));
@@ -21,42 +20,27 @@ static inline float total(floats x) {
     return sums[0];
 }
 
-/* x [n], w [rows, n] -> out [rows], all bf16, summed in float; 1: no memory. A word of w holds two
-   numbers: the one in its upper half is a float once the lower half is gone, the other once it is
-   moved up. So x is split into evens and odds, and nothing in w is moved about. */
-int minikv_row_product(int64_t n, int64_t rows, const bf16 *x, const bf16 *w, bf16 *out) {
+/* x [n], w [rows, n] -> out [rows], all bf16, summed in float. A word holds two numbers: the one in
+   its upper half is a float once the lower half is gone, the other once it is moved up; so nothing
+   has to be taken apart. A row at a time: what fetches memory ahead follows few streams best. */
+void minikv_row_product(int64_t n, int64_t rows, const bf16 *x, const bf16 *w, bf16 *out) {
     const int64_t whole = n / (2 * PAIRS) * (2 * PAIRS);
-    float *split = malloc((n ? n : 1) * sizeof *split);
-    if (!split)
-        return 1;
-    for (int64_t b = 0; b < whole; b += 2 * PAIRS)
-        for (int i = 0; i < PAIRS; i++) {
-            split[b + i] = from_bf16(x[b + 2 * i]);
-            split[b + PAIRS + i] = from_bf16(x[b + 2 * i + 1]);
-        }
-    for (int64_t i = whole; i < n; i++)
-        split[i] = from_bf16(x[i]);
 #pragma omp parallel for schedule(static) if (rows * n > 65536)
     for (int64_t o = 0; o < rows; o++) {
         const bf16 *row = w + o * n;
-        floats even = {0}, odd = {0};
+        floats low = {0}, high = {0};
         for (int64_t b = 0; b < whole; b += 2 * PAIRS) {
-            floats e, f;
-            words both;
-            memcpy(&e, split + b, sizeof e);
-            memcpy(&f, split + b + PAIRS, sizeof f);
-            memcpy(&both, row + b, sizeof both);
-            even += (floats)(both << 16) * e;
-            odd += (floats)(both & 0xffff0000u) * f;
-            __builtin_prefetch(row + b + AHEAD);
+            words a, c;
+            memcpy(&a, x + b, sizeof a);
+            memcpy(&c, row + b, sizeof c);
+            low += (floats)(a << 16) * (floats)(c << 16);
+            high += (floats)(a & 0xffff0000u) * (floats)(c & 0xffff0000u);
         }
-        float sum = total(even + odd);
+        float sum = total(low + high);
         for (int64_t i = whole; i < n; i++)
-            sum += split[i] * from_bf16(row[i]);
+            sum += from_bf16(x[i]) * from_bf16(row[i]);
         out[o] = to_bf16(sum);
     }
-    free(split);
-    return 0;
 }
 
 /* A row of activations as 15 bits and a sign, a scale for each block. */
