@@ -39,6 +39,7 @@ POSITIONS = 1 << 20
 _BLOCK = 1_048_573  # a prime: no row of a matrix falls on the same place in the block twice
 _STD = 0.02
 _GREEDY = Sampling()
+_MATRICES = ("qkv", "out", "gate_up", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def _kept(net: Llama, form: str) -> Llama:
     check_form(form, net.device, net.dtype)
     layers, logits = split(form)
     for layer in net.layers:
-        for name in ("qkv", "out", "gate_up", "down"):
+        for name in _MATRICES:
             matrix = getattr(layer, name)
             if isinstance(matrix, Plain):
                 setattr(layer, name, kept(matrix, layers, net.pages.empty))
@@ -137,6 +138,19 @@ def step_bytes(net: Llama) -> int:
     """Bytes of weights that a decode step reads: all but the input embedding, unless it is the
     head as well."""
     return net.weight_bytes - (0 if net.config.tied else net.embedding.nbytes)
+
+
+def reading_rate(net: Llama) -> float:
+    """Bytes a second of a plain sum over the matrices that a step reads, on a CPU."""
+    matrices = [getattr(layer, name) for layer in net.layers for name in _MATRICES]
+    stored = [
+        part.weight if isinstance(part, Plain)
+        else part.quantised if isinstance(part, Int8) else part.packed
+        for part in (*matrices, net.head)
+    ]  # fmt: skip
+    words = [tensor.view(-1).view(torch.int64) for tensor in stored if tensor.nbytes % 8 == 0]
+    seconds = machine.Clock(net.device)(lambda: [part.sum() for part in words])
+    return sum(part.nbytes for part in words) / seconds
 
 
 def prompt(tokens: int, vocab: int, seed: int = 1) -> list[int]:

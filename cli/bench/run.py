@@ -78,6 +78,7 @@ class Bench:
         self.rows: list[Row] = []
         self.notes: list[str] = []
         self.attending: dict[int, float] = {}  # tokens -> flops a second of torch's attention
+        self.reading: dict[str, float] = {}  # weights -> bytes a second that they were read with
         self.deadline = deadline or Deadline()
         self.guesses = guesses or Guesses()
         self._lenient = lenient
@@ -223,6 +224,8 @@ class Bench:
                     self._note(f"{what}: {number} of {self.wanted.repeat} rounds, for time")
                     break
                 began = self.deadline.now()
+                if kind == "decode" and self._device.type == "cpu":
+                    self._read_weights(seats)
                 for seat in list(turning):
                     self._progress(f"{what}: {seat.label}", done, total)
                     done += 1
@@ -235,6 +238,14 @@ class Bench:
             self._add(kind, length, seats)
             raise
         self._add(kind, length, seats)
+
+    def _read_weights(self, seats: Sequence[Seat]) -> None:
+        """The rate at which memory gives the weights themselves, the best of all rounds. It depends
+        on where they lie and on what the machine does meanwhile, so that a buffer read before says
+        too little."""
+        for name in dict.fromkeys(seat.weights for seat in seats if seat.name != PEER):
+            rate = models.reading_rate(self._nets[name])
+            self.reading[name] = max(rate, self.reading.get(name, 0.0))
 
     @contextlib.contextmanager
     def _seated(self, formats: Sequence[str]) -> Iterator[list[Seat]]:
@@ -446,7 +457,8 @@ class Bench:
             return None
         net, rates = seat.system.net, self.rates
         if kind == "decode":
-            return decode_floor(models.step_bytes(net), seat.rows, rates.stream)
+            stream = max(rates.stream, self.reading.get(seat.weights, 0.0))
+            return decode_floor(models.step_bytes(net), seat.rows, stream)
         sizes = models.sizes_of(net.config)
         return prefill_floor(
             sizes.linear_flops(length), rates.product(str(net.dtype).removeprefix("torch.")),
