@@ -51,6 +51,7 @@ from minikv.models.linear import (
     kept,
     kept_bytes,
     lacks,
+    packing_bytes,
     packs,
     split,
 )
@@ -625,8 +626,9 @@ def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
     packed the matrix being packed (of the head a block)."""
     plain = 0
     if packs(form):
-        plain = max(rows * columns for rows, columns in matrices(config).values()) * dtype.itemsize
-        plain += 48 * PACKED  # a block of it in float32, and what is made of it
+        sizes = matrices(config).values()
+        plain = max(rows * columns for rows, columns in sizes) * dtype.itemsize
+        plain += packing_bytes(max(columns for _, columns in sizes))
     return weight_bytes(config, dtype, form) + STAGING + plain
 
 

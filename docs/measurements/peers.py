@@ -4,9 +4,12 @@
 
 transformers runs where it is installed. llama.cpp (llama-cpp-python) and OpenVINO GenAI run where
 they are installed and have been given the weights in their own format: `--export DIR` writes the
-random model as a Hugging Face folder, from which their own converters make it (`--gguf FILE`,
-`--openvino DIR`). Every system runs in a process of its own; medians of `--repeat` rounds, greedy.
-Reading is a prompt from nothing, writing the steps after it, peak the process's resident memory.
+random model as a Hugging Face folder, from which `to_gguf.py` (`--gguf FILE`) and optimum-intel
+(`--openvino DIR`) make it; both flags may be given again, for other formats of the weights. With
+`--folder DIR` minikv and transformers load the exported model, as a user's, instead of making it:
+without, the peak of packed weights counts what they were packed from. Every system runs in a
+process of its own; medians of `--repeat` rounds, greedy. Reading is a prompt from nothing, writing
+the steps after it, peak the process's resident memory.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -63,12 +67,17 @@ class LlamaCpp:
 
 class OpenVino:
     """A folder that OpenVINO's exporter wrote, through openvino_genai. Its pipeline reads and
-    writes in one call, and says how long each took."""
+    writes in one call, and says how long each took. It keeps no prompt for the next call."""
 
     def __init__(self, folder: str, threads: int) -> None:
         import openvino_genai
 
-        self._pipeline = openvino_genai.LLMPipeline(folder, "CPU", INFERENCE_NUM_THREADS=threads)
+        plan = openvino_genai.SchedulerConfig()
+        plan.enable_prefix_caching = False
+        plan.max_num_batched_tokens = 1 << 20  # a prompt at once, as its default is
+        self._pipeline = openvino_genai.LLMPipeline(
+            folder, "CPU", scheduler_config=plan, INFERENCE_NUM_THREADS=threads
+        )
         self._ids: list[int] = []
 
     def read(self, ids: list[int]) -> float:
@@ -151,24 +160,25 @@ def systems(args: argparse.Namespace, spec: models.Spec) -> dict[str, Callable[[
             choice = Choice.read(*pair)
             name = " ".join(["minikv", choice.policy, *([args.budget] * choice.evicts),
                              *([form] * (form != "auto"))])  # fmt: skip
-            one = models.Spec(spec.sizes, None, spec.dtype, "cpu", form)
+            one = replace(spec, weights=form)
             found[name] = lambda one=one, choice=choice: Worker("minikv", one, threads, choice)
-    sources = {"llama.cpp": args.gguf, "openvino": args.openvino}
+    sources: dict[str, list[Path]] = {"llama.cpp": args.gguf, "openvino": args.openvino}
     for name, module in MODULES.items():
         if util.find_spec(module) is None:
             print(f"{name}: not installed, left out", file=sys.stderr)
         elif name == "transformers":
             found[name] = lambda: Worker("transformers", spec, threads)
-        elif sources[name] is None:
+        elif not sources[name]:
             flag = "--gguf" if name == "llama.cpp" else "--openvino"
             print(f"{name}: no {flag}, left out (--export writes the model)", file=sys.stderr)
         else:
-            command = [__file__, "--serve", name, "--source", str(sources[name]), "--shape",
-                       args.shape, "--threads", str(threads), "--tokens", str(args.tokens),
-                       "--new", str(args.new * (args.repeat + 1))]  # fmt: skip
-            found[name] = lambda name=name, command=command: Worker(
-                name, spec, threads, command=command
-            )
+            for source in sources[name]:
+                command = [__file__, "--serve", name, "--source", str(source), "--shape",
+                           args.shape, "--threads", str(threads), "--tokens", str(args.tokens),
+                           "--new", str(args.new * (args.repeat + 1))]  # fmt: skip
+                found[f"{name}, {source.name}"] = lambda name=name, command=command: Worker(
+                    name, spec, threads, command=command
+                )
     return found
 
 
@@ -218,8 +228,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--gguf", type=Path, help="the exported model, converted for llama.cpp")
-    parser.add_argument("--openvino", type=Path, help="the same, converted for OpenVINO")
+    parser.add_argument("--folder", type=Path, help="the exported model, to be loaded from there")
+    parser.add_argument("--gguf", type=Path, action="append", default=[],
+                        help="the same, converted for llama.cpp")  # fmt: skip
+    parser.add_argument("--openvino", type=Path, action="append", default=[],
+                        help="the same, converted for OpenVINO")  # fmt: skip
     parser.add_argument("--export", type=Path, help="write the random model there and stop")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -228,7 +241,7 @@ def main() -> None:
     if args.serve:
         answering(args)
         return
-    spec = models.Spec(shapes.find(args.shape), None, args.dtype, "cpu")
+    spec = models.Spec(shapes.find(args.shape), args.folder, args.dtype, "cpu")
     if args.export:
         export(spec, args.export)
         return
