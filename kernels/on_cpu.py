@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.native import evict, prefill, product, step
 
@@ -10,6 +12,10 @@ class Native(Kernels):
     """Operations of `Kernels` by their C kernel."""
 
     name = "native"
+
+    def __init__(self) -> None:
+        # Compiled without threads, they would leave all but one of the processors idle.
+        self.products = product.threads() > 1 or torch.get_num_threads() == 1
     ragged_attention = staticmethod(step.ragged_attention)
     advance = staticmethod(step.advance)
     append = staticmethod(step.append)

@@ -40,9 +40,9 @@ FEW = {"int8": 8, "int4": 16}
 BLOCK = 1 << 22
 """Weights that are unpacked at a time: 8 MiB of bfloat16, which stays in the caches."""
 
-PACKED = 1 << 16
-"""Weights that are packed at a time, or a tile if that is more. Larger blocks leave holes in the
-heap that count as memory: 70 MB beside 160 million weights, of a million at a time."""
+PACKED = 1 << 15
+"""Weights that a thread packs at a time; fewer, and torch would leave it idle. Larger blocks leave
+holes in the heap that count as memory."""
 
 _SWITCH = threading.Lock()
 _TILE = 64  # rows of a tile of the packed int4 layout
@@ -150,7 +150,7 @@ class Int8:
         self.quantised = room(weight.shape, torch.int8)
         self.scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
         if not weight.is_meta:
-            for start, end in blocks(weight.shape, PACKED):
+            for start, end in packed_blocks(weight.shape):
                 self.pack(start, weight[start:end])
 
     def pack(self, start: int, weight: Tensor) -> None:
@@ -210,7 +210,7 @@ class Int4:
         padded = -(-rows // _TILE) * _TILE  # a short last tile would have a layout of its own
         self.packed = room((padded, columns // 2), torch.uint8).zero_()
         self.scales = room((columns // group, padded, 2), torch.bfloat16).zero_()
-        for start, end in blocks(weight.shape, PACKED):
+        for start, end in packed_blocks(weight.shape):
             part = weight[start:end].float().view(-1, columns // group, group)
             least, most = part.amin(2), part.amax(2)
             scale = ((most - least) / 15).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -304,7 +304,12 @@ def group_of(columns: int) -> int | None:
 def packing_bytes(columns: int) -> int:
     """What packing rows of so many columns holds besides: a block in float32, and what is made of
     it."""
-    return 48 * max(PACKED, _TILE * columns)
+    return 48 * max(PACKED * torch.get_num_threads(), _TILE * columns)
+
+
+def packed_blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that are packed together, one after the other."""
+    return blocks(shape, PACKED * torch.get_num_threads())
 
 
 def blocks(shape: torch.Size, most: int = 0) -> Iterator[tuple[int, int]]:

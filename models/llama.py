@@ -20,7 +20,7 @@ from torch import Tensor
 from minikv.attend import Attend
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8, Linear, Plain, int8_product, row_product
-from minikv.models.pages import Pages
+from minikv.models.pages import Empty, Pages
 from minikv.models.rope import Rotary, rotate
 
 # On a CPU a chunk is bounded in bytes: 512 rows of float32, 1,024 of bfloat16 (from 768 rows on,
@@ -67,7 +67,12 @@ class Place:
 
 
 class Ops(Protocol):
-    """What happens to rows between products, in one launch each."""
+    """What happens to rows between products, in one launch each, and products of few rows."""
+
+    @property
+    def products(self) -> bool:
+        """Whether these are quicker than torch's."""
+        ...
 
     def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of x [t, hidden], after y [t, hidden] was added to it in place."""
@@ -93,11 +98,10 @@ class Ops(Protocol):
 class Llama:
     """A decoder. Token ids and an `Attend` in, logits out; it keeps no state of its own.
 
-    Born with uninitialised weights: fill them through `tensors()` or `randomise()`. Without
-    `allocate` they have only sizes, and the loader makes them one by one, in `pages`. `rows` is the
-    chunk of rows inside a layer. With gradients enabled nothing is written in place and a forward
-    is one chunk, so that the same code trains. `ops`: kernels of the device that take the place of
-    torch's operators between products, without gradients; none by default.
+    Born with uninitialised weights, in memory from `room`: fill them through `tensors()` or
+    `randomise()`. `rows` is the chunk of rows inside a layer. With gradients enabled nothing is
+    written in place and a forward is one chunk, so that the same code trains. `ops`: kernels of the
+    device that take the place of torch's operators, without gradients; none by default.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class Llama:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         rows: int | None = None,
-        allocate: bool = True,
+        room: Empty | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
@@ -116,11 +120,10 @@ class Llama:
             CUDA_ROWS if self.device.type == "cuda" else CPU_BYTES // dtype.itemsize
         )
 
-        self.pages = Pages(self.device)
-        pages = self.pages if allocate else Pages(torch.device("meta"))
+        room = room or Pages(self.device).empty
 
         def new(*shape: int) -> Tensor:
-            return pages.empty(shape, dtype)
+            return room(shape, dtype)
 
         def matrix(rows: int, columns: int, bias: bool) -> Linear:
             return Plain(new(rows, columns), new(rows) if bias else None)
@@ -147,12 +150,13 @@ class Llama:
     def use(self, ops: Ops | None) -> None:
         """Let `ops`, or with None torch, compute what they can, from now on."""
         self.ops = ops
+        own = ops if ops is not None and ops.products else None
         inside = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)
         for matrix in (self.head, *chain.from_iterable(inside)):
             if isinstance(matrix, Int8):
-                matrix.product = ops.int8_product if ops else int8_product
+                matrix.product = own.int8_product if own else int8_product
             elif isinstance(matrix, Plain):
-                matrix.product = ops.row_product if ops else row_product
+                matrix.product = own.row_product if own else row_product
 
     def keep_head(self, made: Int8) -> None:
         """Make logits with `made` from now on; a tied embedding is looked up in it, too."""

@@ -42,15 +42,14 @@ from minikv.models.hub import (
 )
 from minikv.models.linear import (
     FORMS,
-    PACKED,
     Int8,
     Plain,
     bf16_products,
-    blocks,
     fits_int8,
     kept,
     kept_bytes,
     lacks,
+    packed_blocks,
     packing_bytes,
     packs,
     split,
@@ -360,7 +359,8 @@ def load_network(
     notes = (*config.notes, *slow_notes(device, dtype), *form_notes(config, form))
     config = replace(config, notes=notes)
     with torch.inference_mode(False):
-        network = Llama(config, device=device, dtype=dtype, allocate=False)
+        # Sizes without memory: that is made for one tensor after the other.
+        network = Llama(config, device=device, dtype=dtype, room=Pages(torch.device("meta")).empty)
     places = dict(network.places())
     _account(entries, places)
     done = 0
@@ -374,7 +374,7 @@ def load_network(
 
     tell(0)
     layers, logits = split(form)
-    room = network.pages.empty
+    room = Pages(device).empty
     small = "" if logits == "auto" or not fits_int8(config.hidden) else (
         "embedding" if config.tied else "head"
     )
@@ -418,7 +418,8 @@ def _allocate(owner: Llama | Layer, slot: str, room: Empty) -> None:
 
     part = getattr(owner, slot)
     if isinstance(part, Plain):
-        setattr(owner, slot, Plain(new(part.weight), None if part.bias is None else new(part.bias)))
+        bias = None if part.bias is None else new(part.bias)
+        setattr(owner, slot, Plain(new(part.weight), bias))
     else:
         setattr(owner, slot, new(part))
 
@@ -561,14 +562,12 @@ def _keep(owner: Layer, slot: str, form: str, room: Empty) -> None:
         setattr(owner, slot, kept(part, form, room))
 
 
-def _packed(
-    entry: Entry, dtype: torch.dtype, room: Empty, tell: Callable[[int], None]
-) -> Int8:
+def _packed(entry: Entry, dtype: torch.dtype, room: Empty, tell: Callable[[int], None]) -> Int8:
     """Read a matrix into eight bits, a block of rows at a time: it is never there in `dtype`."""
     made = Int8(Plain(torch.empty(entry.shape, device="meta")), room)
     with open_regular(entry.path) as file:
         file.seek(entry.start)
-        for start, end in blocks(made.shape, PACKED):
+        for start, end in packed_blocks(made.shape):
             part = torch.empty(end - start, made.shape[1], dtype=DTYPES[entry.dtype])
             _read_into(file, _bytes(part), entry.path, tell)
             made.pack(start, part.to(dtype))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from minikv.errors import ContextError, MemoryShortError, UsageError
 from minikv.graph import Eager
 from minikv.models.config import ModelConfig
 from minikv.models.errors import UnusableSetting
+from minikv.models.linear import lacks
 
 TINY = shapes.find("tiny")
 CPU = torch.device("cpu")
@@ -259,22 +261,44 @@ def check(row: dict[str, Any], read: float) -> None:
     assert row["tok_s"] == pytest.approx(1 / row["seconds"])
     moved = row["step_bytes"]
     assert moved["weights"] == 2 * (TINY.parameters - TINY.head)
-    assert row["floor_s"] == pytest.approx((moved["weights"] + moved["kv"]) / read)
+    assert row["read_bytes_s"] >= read  # of a buffer, or of the weights themselves
+    assert row["floor_s"] == pytest.approx((moved["weights"] + moved["kv"]) / row["read_bytes_s"])
     assert row["share_of_floor"] == pytest.approx(row["floor_s"] / row["seconds"])
     assert row["peak_bytes"] > 1 << 20
 
 
-def test_full_rows_hold_what_a_step_reads() -> None:
+@pytest.mark.parametrize("seen", [[3e9, 2e9], [2e10, 4e10]], ids=["buffer", "weights"])
+def test_full_rows_hold_what_a_step_reads(
+    seen: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = run.Wanted(
-        models.Spec(TINY), "tiny", (Choice.read("full", "none"),), (96,), steps=2, peer=False
-    )
+        models.Spec(TINY), "tiny", (Choice.read("full", "none"),), (96,), steps=2, repeat=2,
+        peer=False,
+    )  # fmt: skip
+    rates = iter(seen)
+    monkeypatch.setattr(models, "reading_rate", lambda net: next(rates))
     made = run.Bench(wanted, RATES)
     made.decode(96)
     made.close()
     [row] = made.rows
     # The prompt and the three steps of the warm-up; 2 layers of 2 heads, keys and values of 16.
     assert row.step_bytes["kv"] == (96 + 3) * 2 * 2 * 2 * 16 * 2
-    assert row.floor == (row.step_bytes["weights"] + row.step_bytes["kv"]) / 1e10
+    assert row.stream == max(1e10, *seen)
+    assert row.floor == (row.step_bytes["weights"] + row.step_bytes["kv"]) / row.stream
+
+
+@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+def test_every_byte_of_the_matrices_is_read(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for scales: those of a step less the norms."""
+    if form != "auto" and lacks(form):
+        pytest.skip(f"no {form} kernel here")
+    net = models.network(models.Spec(replace(TINY, hidden=64, tied=True), weights=form))
+    monkeypatch.setattr(machine.Clock, "each", lambda self, work, rounds, warm: [2.0, 1.0])
+    bits = {"auto": 16, "int8": 8, "int4": 4}[form]
+    inside = sum(-(-m.shape[0] // 64) * 64 * m.shape[1] if form == "int4" else m.shape.numel()
+                 for layer in net.layers
+                 for m in (layer.qkv, layer.out, layer.gate_up, layer.down))  # fmt: skip
+    assert models.reading_rate(net) == inside * bits / 8 + net.embedding.nbytes
 
 
 def test_int8_weights_stand_beside_plain_ones() -> None:

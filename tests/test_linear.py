@@ -87,8 +87,9 @@ def test_small_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.no_grad():
             whole = matrix(200, 192, form)
             monkeypatch.setattr(linear, "BLOCK", 192 * 64)
-            monkeypatch.setattr(linear, "PACKED", 192 * 64)
+            monkeypatch.setattr(linear, "PACKED", 1)  # tiles
             assert len(list(linear.blocks(torch.Size((200, 192))))) == 4
+            assert len(list(linear.packed_blocks(torch.Size((200, 192))))) == 4
             assert torch.equal(matrix(200, 192, form).dense(), whole.dense())
             assert right(whole, x, whole(x))
 
@@ -234,8 +235,7 @@ def near(got: Tensor, x: Tensor, values: Tensor) -> bool:
 def test_logits_of_a_packed_head_are_those_of_its_values(
     form: str, tied: bool, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (linear, weights):
-        monkeypatch.setattr(module, "PACKED", 64 * 64)  # read and packed in three blocks
+    monkeypatch.setattr(linear, "PACKED", 1)  # read and packed in three blocks
     checkpoint, config = stored(tmp_path, replace(WIDE, tied=tied, layout=layout, vocab=131))
     told: list[int] = []
     made = load_network(
@@ -275,6 +275,7 @@ def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> No
     ops = SimpleNamespace(
         int8_product=lambda x, codes, scale: x[:, :1] + codes.shape[0],
         row_product=lambda x, weight: x[:, :1] - weight.shape[0],
+        products=True,
     )
     made.use(ops)  # type: ignore[arg-type]
     assert made.logits(row) == 1 + config.vocab
@@ -283,8 +284,12 @@ def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> No
     made.use(ops)  # type: ignore[arg-type]
     with torch.inference_mode():
         assert plain(row)[0, 0] == 1 - 64
-    made.use(None)
-    assert torch.equal(made.logits(row), before)
+    ops.products = False
+    for unused in (ops, None):
+        made.use(unused)  # type: ignore[arg-type]
+        assert torch.equal(made.logits(row), before)
+        with torch.inference_mode():
+            assert plain(row)[0, 0] == 64
 
 
 def test_a_head_that_is_stored_wider_is_packed_as_bfloat16(tmp_path: Path) -> None:
@@ -452,7 +457,7 @@ def highest():
 
 folder, form, *small = sys.argv[1:]
 if small:
-    linear.PACKED = weights.PACKED = weights.STAGING = int(small[0])
+    linear.PACKED = weights.STAGING = int(small[0])
 checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
 load(None, dtype="bfloat16", weights=form)  # what the code itself takes
 before = highest()

@@ -3,10 +3,13 @@ every row that nobody holds; and how the library comes to be."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import platform
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -370,6 +373,39 @@ def test_without_threads_it_compiles_too(tmp_path: Path) -> None:
             env={**os.environ},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr.decode()
+        made = ctypes.CDLL(str(tmp_path / "made.so"))
+        assert made.minikv_threads() == 1
+        (tmp_path / "made.so").unlink()  # the next is another file, not another state of this one
+
+
+@needs_compiler
+@pytest.mark.parametrize(("threads", "torchs", "ours"), [(4, 4, True), (1, 4, False), (1, 1, True)])
+def test_products_without_threads_are_left_to_torch(
+    threads: int, torchs: int, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product, "threads", lambda: threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: torchs)
+    chosen, _ = dispatch.choose(torch.device("cpu"), "auto", 64, torch.bfloat16)
+    assert (chosen.name, chosen.products) == ("native", ours)
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86's names")
+@pytest.mark.parametrize("processor", ["haswell", "x86-64"])
+def test_processors_with_shorter_vectors(processor: str, tmp_path: Path) -> None:
+    """What one with AVX2, and one without any AVX, would compile passes the same tests."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec "{build.find()}" "$@" -march={processor}\n')
+    compiler.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__,
+         "-k", "attention or not_finite or products_of or products_in"],
+        env={**os.environ, "CC": str(compiler), "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+    assert list((tmp_path / "minikv" / "kernels").glob("*.so"))
 
 
 @needs_compiler
@@ -391,6 +427,28 @@ def test_products_of_one_row(rows: int, columns: int) -> None:
         if rows and columns:
             x[0, columns // 2] = bad
             assert not bool(product.row_product(x, weight).isfinite().any())
+
+
+@needs_compiler
+def test_products_that_do_not_fit_are_refused_as_torch_refuses_them() -> None:
+    """Nothing beside a row is read, and nothing is left unwritten."""
+    x, weight = randoms(1, 1, 64, dtype=torch.bfloat16), randoms(2, 4, 64, dtype=torch.bfloat16)
+    codes, scale = weight.to(torch.int8), torch.ones(4, dtype=torch.bfloat16)
+    for wrong in (x.float(), x[:, :32], x.expand(2, 64)[:, :63]):
+        with pytest.raises(RuntimeError):
+            product.row_product(wrong, weight)
+        with pytest.raises(RuntimeError):
+            product.int8_product(wrong, codes, scale)
+    for matrix, scales in ((codes.short(), scale), (codes, scale.float())):
+        with pytest.raises(RuntimeError):
+            product.int8_product(x, matrix, scales)
+    apart = torch.stack((weight, weight), 2)[..., 0]  # every other number
+    want = product.row_product(x, weight)
+    torch.testing.assert_close(product.row_product(x, apart), want, rtol=1e-2, atol=1e-2)
+    odd = torch.cat((x, x), 1)[:, 1:65]
+    shifted = torch.empty(4 * 64 + 1, dtype=torch.bfloat16)[1:].view(4, 64).copy_(weight)
+    want = (odd.double() @ weight.double().T).bfloat16()
+    torch.testing.assert_close(product.row_product(odd, shifted), want, rtol=1e-2, atol=1e-2)
 
 
 @needs_compiler

@@ -20,7 +20,8 @@ class Row:
     one, as a share, or to a prompt over the full cache's. vs_full, vs_peer: how many times as
     fast, by medians. step_bytes: read per step, weights and rows. peak: bytes at the high-water
     mark, other systems' weights and caches not counted. kept_in: what keys and values are kept in.
-    captured: whether a step was one CUDA graph. None: not measured.
+    captured: whether a step was one CUDA graph. stream: bytes a second, which a step's floor is
+    made with. None: not measured.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Row:
     kv: dict[str, float] = field(default_factory=dict)
     peak: int | None = None
     captured: bool | None = None
+    stream: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -68,7 +70,7 @@ class Row:
             "floor_s": self.floor, "share_of_floor": self.share, "evict_share": self.evict,
             "vs_full": self.vs_full,
             "vs_transformers": self.vs_peer, "step_bytes": self.step_bytes, "kv_bytes": self.kv,
-            "peak_bytes": self.peak, "captured": self.captured,
+            "peak_bytes": self.peak, "captured": self.captured, "read_bytes_s": self.stream,
         }  # fmt: skip
 
 

@@ -443,6 +443,7 @@ class Bench:
                 vs_peer=ratio(peers[0].times, seat.times) if peers else None,
                 step_bytes=self._step_bytes(seat) if kind == "decode" else {},
                 kv=kept(seat.stats), peak=seat.peak,
+                stream=self._stream(seat) if kind == "decode" else None,
                 captured=seat.system.captured
                 if kind == "decode" and isinstance(seat.system, models.Cached) else None,
             ))  # fmt: skip
@@ -452,13 +453,16 @@ class Bench:
             return {}
         return {"weights": models.step_bytes(seat.system.net), "kv": seat.rows}
 
+    def _stream(self, seat: Seat) -> float:
+        """Bytes a second that its steps could have."""
+        return max(self.rates.stream, self.reading.get(seat.weights, 0.0))
+
     def _floor(self, kind: str, length: int, seat: Seat) -> float | None:
         if not isinstance(seat.system, models.Cached):
             return None
         net, rates = seat.system.net, self.rates
         if kind == "decode":
-            stream = max(rates.stream, self.reading.get(seat.weights, 0.0))
-            return decode_floor(models.step_bytes(net), seat.rows, stream)
+            return decode_floor(models.step_bytes(net), seat.rows, self._stream(seat))
         sizes = models.sizes_of(net.config)
         return prefill_floor(
             sizes.linear_flops(length), rates.product(str(net.dtype).removeprefix("torch.")),

@@ -176,7 +176,7 @@ def systems(args: argparse.Namespace, spec: models.Spec) -> dict[str, Callable[[
                 command = [__file__, "--serve", name, "--source", str(source), "--shape",
                            args.shape, "--threads", str(threads), "--tokens", str(args.tokens),
                            "--new", str(args.new * (args.repeat + 1))]  # fmt: skip
-                found[f"{name}, {source.name}"] = lambda name=name, command=command: Worker(
+                found[f"{name}, {source}"] = lambda name=name, command=command: Worker(
                     name, spec, threads, command=command
                 )
     return found
@@ -242,6 +242,9 @@ def main() -> None:
         answering(args)
         return
     spec = models.Spec(shapes.find(args.shape), args.folder, args.dtype, "cpu")
+    if args.folder:
+        told = json.loads((args.folder / "config.json").read_text())
+        assert told["vocab_size"] == shapes.find(args.shape).vocab, "--folder has another --shape"
     if args.export:
         export(spec, args.export)
         return

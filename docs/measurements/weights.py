@@ -32,7 +32,8 @@ from minikv.attend import DenseAttend
 from minikv.kernels.dispatch import choose
 from minikv.models.bundled import exam, world
 from minikv.models.bundled.train import ASSISTANT, BOS, END, USER
-from minikv.models.linear import Int8, Plain, kept
+from minikv.models.linear import Int8, Plain, kept, row_product
+from minikv.models.pages import Pages
 from minikv.models.weights import Checkpoint, load_network
 
 FORMS = (
@@ -101,23 +102,23 @@ def products(
     for name in names:
         out, inside = SHAPES[name]
         copies = max(2, min(24, int(READ / (2 * out * inside))))
-        plain = [Plain(torch.randn(out, inside).mul_(0.02).bfloat16()) for _ in range(copies)]
+        room = Pages(torch.device("cpu")).empty
+        small = [Plain(torch.randn(out, inside).mul_(0.02).bfloat16()) for _ in range(copies)]
+        plain = [Plain(room(p.shape, torch.bfloat16).copy_(p.weight)) for p in small]
         packed = [torch.ops.mkldnn._reorder_linear_weight(p.weight, 1) for p in plain]
         forms: dict[str, list[Callable[[Tensor], object]]] = {
-            "minikv": list(plain),
-            **{form: [kept(p, form) for p in plain] for form in ("int8", "int4")},
+            "minikv": list(plain), "minikv, small pages": list(small),
+            **{form: [kept(p, form, room) for p in plain] for form in ("int8", "int4")},
         }
-        ours = choose(torch.device("cpu"), "auto", 64, torch.bfloat16)[0]
-        for matrix in forms["int8"]:
-            assert isinstance(matrix, Int8)
-            matrix.product = ours.int8_product
-        for matrix in plain:
-            matrix.product = ours.row_product
+        for matrix in (*plain, *small, *forms["int8"]):
+            as_minikv(matrix)
         for count in counts:
             x = torch.randn(count, inside).bfloat16()
             turns: dict[str, list[Callable[[Tensor], object]]] = {
                 "read": [lambda x, p=p: p.weight.view(torch.int64).sum() for p in plain],
-                "F.linear": [lambda x, p=p: F.linear(x, p.weight) for p in plain],
+                "F.linear": [lambda x, p=p: F.linear(x, p.weight) for p in small],
+                **({"torch's own": [lambda x, p=p: row_product(x, p.weight) for p in plain]}
+                   if count == 1 else {}),
                 "oneDNN prepacked": [
                     lambda x, p=p: torch.ops.mkldnn._linear_pointwise(x, p, None, "none", [], "")
                     for p in packed
@@ -134,6 +135,13 @@ def products(
     return rows
 
 
+def as_minikv(matrix: Plain | Int8) -> None:
+    """Let a matrix be multiplied as `Llama.use` would have it."""
+    ours = choose(torch.device("cpu"), "auto", 64, torch.bfloat16)[0]
+    if ours.products:
+        matrix.product = ours.int8_product if isinstance(matrix, Int8) else ours.row_product
+
+
 def compiled(names: list[str], repeat: int) -> list[dict[str, Any]]:
     """One row times matrices too large for the caches: torch.compile with frozen weights and every
     template tried, beside minikv's product, `F.linear` and a plain read; medians."""
@@ -146,7 +154,9 @@ def compiled(names: list[str], repeat: int) -> list[dict[str, Any]]:
         out, inside = SHAPES[name]
         linear = torch.nn.Linear(inside, out, bias=False, dtype=torch.bfloat16)
         linear.eval().requires_grad_(False)
-        x, plain = torch.randn(1, inside).bfloat16(), Plain(linear.weight.detach())
+        x, weight = torch.randn(1, inside).bfloat16(), linear.weight.detach()
+        plain = Plain(Pages(torch.device("cpu")).empty(weight.shape, weight.dtype).copy_(weight))
+        as_minikv(plain)
         with torch.no_grad():
             made = torch.compile(linear)
             began = time.perf_counter()

@@ -10,6 +10,40 @@ enum { F32, BF16, F16 };
 
 typedef uint16_t bf16;
 
+/* Numbers of a vector: as many as a register of this processor holds. Wider ones would compile, but
+   live in memory, where a sum waits for itself. */
+#if defined(__AVX512F__)
+#define VEC 16
+#elif defined(__AVX__)
+#define VEC 8
+#else
+#define VEC 4
+#endif
+
+typedef float vec __attribute__((vector_size(4 * VEC)));
+typedef uint32_t words __attribute__((vector_size(4 * VEC)));
+typedef float v4 __attribute__((vector_size(16)));
+
+/* The sum of every fourth number. */
+static inline v4 by_fours(vec x) {
+#if VEC == 4
+    return x;
+#else
+    v4 part[VEC / 4];
+    memcpy(part, &x, sizeof x);
+#if VEC == 8
+    return part[0] + part[1];
+#else
+    return (part[0] + part[2]) + (part[1] + part[3]);
+#endif
+#endif
+}
+
+static inline float total(vec x) {
+    v4 four = by_fours(x);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
 static inline float bits_float(uint32_t bits) {
     float x;
     memcpy(&x, &bits, 4);

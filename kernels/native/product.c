@@ -3,38 +3,27 @@
 
 #include <stdlib.h>
 
-enum {
-    BLOCK = 256, /* columns of eight bits whose activations share a scale */
-    PAIRS = 16   /* of bf16 in a cache line */
-};
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
-typedef float floats __attribute__((vector_size(4 * PAIRS)));
-typedef uint32_t words __attribute__((vector_size(4 * PAIRS)));
-
-static inline float total(floats x) {
-    float sums[PAIRS];
-    memcpy(sums, &x, sizeof sums);
-    for (int width = PAIRS / 2; width; width /= 2)
-        for (int i = 0; i < width; i++)
-            sums[i] += sums[i + width];
-    return sums[0];
-}
+enum { BLOCK = 256 /* columns whose activations share a scale */ };
 
 /* x [n], w [rows, n] -> out [rows], all bf16, summed in float. A word holds two numbers: the one in
    its upper half is a float once the lower half is gone, the other once it is moved up; so nothing
    has to be taken apart. A row at a time: what fetches memory ahead follows few streams best. */
 void minikv_row_product(int64_t n, int64_t rows, const bf16 *x, const bf16 *w, bf16 *out) {
-    const int64_t whole = n / (2 * PAIRS) * (2 * PAIRS);
+    const int64_t whole = n / (2 * VEC) * (2 * VEC);
 #pragma omp parallel for schedule(static) if (rows * n > 65536)
     for (int64_t o = 0; o < rows; o++) {
         const bf16 *row = w + o * n;
-        floats low = {0}, high = {0};
-        for (int64_t b = 0; b < whole; b += 2 * PAIRS) {
+        vec low = {0}, high = {0};
+        for (int64_t b = 0; b < whole; b += 2 * VEC) {
             words a, c;
             memcpy(&a, x + b, sizeof a);
             memcpy(&c, row + b, sizeof c);
-            low += (floats)(a << 16) * (floats)(c << 16);
-            high += (floats)(a & 0xffff0000u) * (floats)(c & 0xffff0000u);
+            low += (vec)(a << 16) * (vec)(c << 16);
+            high += (vec)(a & 0xffff0000u) * (vec)(c & 0xffff0000u);
         }
         float sum = total(low + high);
         for (int64_t i = whole; i < n; i++)
@@ -78,7 +67,8 @@ static inline float dot(const int8_t *w, const int16_t *fixed, const float *scal
     return i < n ? sum + (float)rest * scales[i / BLOCK] : sum;
 }
 
-/* The weights are multiplied as the integers they are: x [t, n] bf16, w int8 [rows, n], scale bf16 [rows] -> out [t, rows] bf16; 1: no memory. */
+/* The weights are multiplied as the integers they are: x [t, n] bf16, w int8 [rows, n], scale bf16
+   [rows] -> out [t, rows] bf16; 1: no memory. */
 int minikv_int8_product(
     int64_t t, int64_t n, int64_t rows, const bf16 *x, const int8_t *w, const bf16 *scale, bf16 *out) {
     const int64_t blocks = (n + BLOCK - 1) / BLOCK;
@@ -98,4 +88,13 @@ int minikv_int8_product(
     free(fixed);
     free(scales);
     return failed;
+}
+
+/* Threads that a product is shared by. */
+int minikv_threads(void) {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
 }

@@ -4,13 +4,8 @@
 
 #include <stdlib.h>
 
-/* Sixteen numbers at a time; a compiler splits them where its registers are shorter. */
-typedef float v16 __attribute__((vector_size(64)));
-typedef uint32_t u16x32 __attribute__((vector_size(64)));
-typedef uint16_t half_bits __attribute__((vector_size(32)));
-typedef int8_t bytes16 __attribute__((vector_size(16)));
-typedef float v8 __attribute__((vector_size(32)));
-typedef float v4 __attribute__((vector_size(16)));
+typedef uint16_t half_bits __attribute__((vector_size(2 * VEC)));
+typedef int8_t codes __attribute__((vector_size(VEC)));
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -19,33 +14,22 @@ typedef int32_t i4 __attribute__((vector_size(16)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i4){__VA_ARGS__})
 #endif
 
-enum { CODES = 3, WIDEST = 16 /* vectors of a row: heads of 256 */ };
+enum { CODES = 3, WIDEST = 256 / VEC /* vectors of a row: heads of 256 */ };
 
-static inline v16 load(const void *row, int kind, int i) {
+static inline vec load(const void *row, int kind, int i) {
     if (kind == BF16) {
         half_bits x;
-        memcpy(&x, (const char *)row + 32 * i, 32);
-        u16x32 wide = __builtin_convertvector(x, u16x32) << 16;
-        return (v16)wide;
+        memcpy(&x, (const char *)row + sizeof x * i, sizeof x);
+        return (vec)(__builtin_convertvector(x, words) << 16);
     }
     if (kind == CODES) {
-        bytes16 x;
-        memcpy(&x, (const char *)row + 16 * i, 16);
-        return __builtin_convertvector(x, v16);
+        codes x;
+        memcpy(&x, (const char *)row + sizeof x * i, sizeof x);
+        return __builtin_convertvector(x, vec);
     }
-    v16 x;
-    memcpy(&x, (const char *)row + 64 * i, 64);
+    vec x;
+    memcpy(&x, (const char *)row + sizeof x * i, sizeof x);
     return x;
-}
-
-static inline float sum16(v16 x) {
-    v8 two[2];
-    memcpy(two, &x, 64);
-    two[0] += two[1];
-    v4 four[2];
-    memcpy(four, two, 32);
-    four[0] += four[1];
-    return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
 }
 
 static inline long item(int kind) { return kind == CODES ? 1 : kind == BF16 ? 2 : 4; }
@@ -82,17 +66,8 @@ static inline float shown(const rows_t *r, long j, float x) {
 }
 
 /* Sums of four vectors, as one. */
-static inline v4 sums(v16 a, v16 b, v16 c, v16 d) {
-    v16 all[FOUR] = {a, b, c, d};
-    v4 part[FOUR];
-    for (int i = 0; i < FOUR; i++) {
-        v8 two[2];
-        memcpy(two, all + i, 64);
-        two[0] += two[1];
-        v4 four[2];
-        memcpy(four, two, 32);
-        part[i] = four[0] + four[1];
-    }
+static inline v4 sums(vec a, vec b, vec c, vec d) {
+    const v4 part[FOUR] = {by_fours(a), by_fours(b), by_fours(c), by_fours(d)};
     v4 low = SHUFFLE(part[0], part[1], 0, 4, 1, 5) + SHUFFLE(part[0], part[1], 2, 6, 3, 7);
     v4 high = SHUFFLE(part[2], part[3], 0, 4, 1, 5) + SHUFFLE(part[2], part[3], 2, 6, 3, 7);
     return SHUFFLE(low, high, 0, 1, 4, 5) + SHUFFLE(low, high, 2, 3, 6, 7);
@@ -105,18 +80,18 @@ static inline __attribute__((always_inline)) void scores(
     const int D = r->D;
     const long wide = (long)D * item(stored), each = (long)D * item(kind);
     const float scale = 1.0f / sqrtf((float)D);
-    v16 query[FOUR][WIDEST];
+    vec query[FOUR][WIDEST];
     for (int b = 0; b < B; b++)
         for (int i = 0; i < W; i++)
             query[b][i] = load(q + b * each, kind, i) * scale;
     long j = 0;
     for (; j + FOUR <= r->n; j += FOUR) {
         const char *k = r->k + j * wide;
-        v16 sum[FOUR][FOUR] = {0};
+        vec sum[FOUR][FOUR] = {0};
 #pragma GCC unroll 1
         for (int i = 0; i < W; i++)
             for (int c = 0; c < FOUR; c++) {
-                v16 key = load(k + c * wide, stored, i);
+                vec key = load(k + c * wide, stored, i);
                 for (int b = 0; b < B; b++)
                     sum[b][c] += key * query[b][i];
             }
@@ -124,7 +99,7 @@ static inline __attribute__((always_inline)) void scores(
             v4 x = sums(sum[b][0], sum[b][1], sum[b][2], sum[b][3]);
             for (int c = 0; c < FOUR; c++) {
                 float y = x[c];
-                for (int d = 16 * W; d < D; d++)
+                for (int d = VEC * W; d < D; d++)
                     y += number(q + b * each, kind, d) * scale * number(k + c * wide, stored, d);
                 into[b * pitch + j + c] = shown(r, j + c, y);
             }
@@ -133,11 +108,11 @@ static inline __attribute__((always_inline)) void scores(
     for (; j < r->n; j++)
         for (int b = 0; b < B; b++) {
             const char *k = r->k + j * wide;
-            v16 sum = {0};
+            vec sum = {0};
             for (int i = 0; i < W; i++)
                 sum += query[b][i] * load(k, stored, i);
-            float x = sum16(sum);
-            for (int d = 16 * W; d < D; d++)
+            float x = total(sum);
+            for (int d = VEC * W; d < D; d++)
                 x += number(q + b * each, kind, d) * scale * number(k, stored, d);
             into[b * pitch + j] = shown(r, j, x);
         }
@@ -150,11 +125,11 @@ static inline __attribute__((always_inline)) void mix(
     const int D = r->D;
     const long wide = (long)D * item(stored);
     for (int from = 0; from < W; from += FOUR) {
-        v16 mixed[FOUR][FOUR] = {0};
+        vec mixed[FOUR][FOUR] = {0};
         const int many = W - from < FOUR ? W - from : FOUR;
         for (long j = 0; j < r->n; j++) {
             const float by = stored == CODES ? r->v_scale[j] : 1.0f;
-            v16 value[FOUR];
+            vec value[FOUR];
             for (int i = 0; i < many; i++)
                 value[i] = load(r->v + j * wide, stored, from + i);
             for (int b = 0; b < B; b++)
@@ -163,10 +138,10 @@ static inline __attribute__((always_inline)) void mix(
         }
         for (int b = 0; b < B; b++)
 #pragma GCC unroll 1
-            for (int i = 0; i < 16 * many; i++)
-                store(out, kind, (long)b * D + 16 * from + i, ((float *)mixed[b])[i] * share[b]);
+            for (int i = 0; i < VEC * many; i++)
+                store(out, kind, (long)b * D + VEC * from + i, ((float *)mixed[b])[i] * share[b]);
     }
-    for (int d = 16 * W; d < D; d++)
+    for (int d = VEC * W; d < D; d++)
         for (int b = 0; b < B; b++) {
             float sum = 0.0f;
             for (long j = 0; j < r->n; j++)
@@ -210,7 +185,7 @@ static inline __attribute__((always_inline)) void few_queries(
 
 /* With all sizes known, loops unroll and sums stay in registers. */
 #define OF(B, W, KIND, STORED)                                                         \
-    if (queries == B && r->D == 16 * W && kind == KIND && r->stored == STORED) {       \
+    if (queries == B && r->D == VEC * W && kind == KIND && r->stored == STORED) {       \
         few_queries(B, W, KIND, STORED, r, q, logits, pitch, lse, out, p);             \
         return;                                                                        \
     }
@@ -219,11 +194,11 @@ static inline __attribute__((always_inline)) void few_queries(
 static void some_queries(
     int queries, int kind, const rows_t *r, const char *q, float *logits, long pitch, float *lse,
     char *out, float *p) {
-    EACH(4, BF16)
-    EACH(8, BF16)
-    EACH(4, CODES)
-    EACH(8, CODES)
-    few_queries(queries, r->D / 16, kind, r->stored, r, q, logits, pitch, lse, out, p);
+    EACH(64 / VEC, BF16)
+    EACH(128 / VEC, BF16)
+    EACH(64 / VEC, CODES)
+    EACH(128 / VEC, CODES)
+    few_queries(queries, r->D / VEC, kind, r->stored, r, q, logits, pitch, lse, out, p);
 }
 
 /* 0, or 1 if there is no memory. kind: of q and out; stored: of k and v (CODES: int8). */
