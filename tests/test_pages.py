@@ -30,7 +30,7 @@ needs_large = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="ask
 def test_matrices_lie_there_and_what_was_packed_is_gone(
     loaded: bool, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`gate_up` and `down` are large enough for mappings of their own, in bfloat16 all matrices are;
+    """`gate_up` and `down` are large enough for mappings of their own, in bfloat16 all are;
     the rest shares one. Of what was packed none is left, but where it was made at random each plain
     matrix that stays has one alone."""
     sizes = Sizes(layers=2, hidden=2048, mlp=4096, heads=16, kv_heads=4, head_dim=128, vocab=500)
