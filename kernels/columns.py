@@ -42,7 +42,11 @@ def _first(positions, rows, least):
     return lo
 
 
-@triton.jit(do_not_specialize=_INTEGERS[:12] + _INTEGERS[13:])
+# Slices begin where they begin: a build for each alignment would be made in the middle of a turn.
+@triton.jit(
+    do_not_specialize=_INTEGERS[:12] + _INTEGERS[13:],
+    do_not_specialize_on_alignment=["index", "lse", "q_pos", "k_pos", "mass", "squares"],
+)
 def _columns(
     q, k, index, lse, q_pos, k_pos, mass, squares,
     q_head, q_group, q_row, k_head, k_row, index_head, pos_head,
@@ -111,7 +115,9 @@ def _columns(
     tl.store(beside, square, mask=inside)
 
 
-@triton.jit(do_not_specialize=_INTEGERS)
+@triton.jit(
+    do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=["index", "q_pos", "k_pos"]
+)
 def _sums(
     q, k, index, q_pos, k_pos, out,
     q_head, q_group, q_row, k_head, k_row, index_head, pos_head, rows, keys, span, window, scale,
@@ -218,7 +224,7 @@ def observe(
 
 def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None) -> Tensor:
     """As `reference.rows_lse`."""
-    q = in_rows(q)
+    q, q_pos = in_rows(q), q_pos.contiguous()
     heads, group, rows, size = q.shape
     lines = rows * group
     sums = []
@@ -254,7 +260,7 @@ def _launch(
 ) -> None:  # fmt: skip
     """Write, or add, what the queries give the keys of one part."""
     k, k_pos, index = part
-    q, k, lse = in_rows(q), in_rows(k), lse.contiguous()
+    q, k, lse, q_pos = in_rows(q), in_rows(k), lse.contiguous(), q_pos.contiguous()
     heads, group, rows, size = q.shape
     keys = k_pos.shape[1]
     if keys == 0:

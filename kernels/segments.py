@@ -23,7 +23,10 @@ from minikv.kernels.variants import Variant
 _PROGRAMS = 256  # how many are wanted at once
 
 
-@triton.jit(do_not_specialize=["q_head", "q_group", "q_row", "rows", "span", "window"])
+@triton.jit(
+    do_not_specialize=["q_head", "q_group", "q_row", "rows", "span", "window"],
+    do_not_specialize_on_alignment=["start", "length", "hole", "pos", "q_pos"],
+)
 def _segments(
     q, k, v, start, length, hole, pos, q_pos, mixed, lse,
     q_head, q_group, q_row, rows, span, window, scale,
@@ -102,7 +105,7 @@ def segments_attention(
     pos: Tensor | None = None, q_pos: Tensor | None = None, window: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `reference.segments_attention`."""
-    q = in_rows(q)
+    q, q_pos = in_rows(q), None if q_pos is None else q_pos.contiguous()
     heads, group, rows, size = q.shape
     lines = rows * group
     tile = _tile(q.dtype, size, lines)

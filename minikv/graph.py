@@ -8,6 +8,7 @@ tokens that the caller fed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 from weakref import ref
@@ -93,11 +94,7 @@ class CudaGraphs:
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
         """See `Capture`."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: the terminal reads memory figures.
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            body()
-        return graph.replay
+        return captured(body, self._stream)
 
     def post(self, values: Tensor) -> Callable[[], list[int]]:
         """See `Capture`."""
@@ -114,6 +111,33 @@ class CudaGraphs:
         return wait
 
 
+def captured(body: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
+    """What plays again what `body` does on a stream. Raises what torch raises where something in it
+    waits for the device, and leaves torch able to go on.
+
+    Not `torch.cuda.graph`: that waits for the device and gives all cached memory back first, in the
+    middle of an answer, and stays on its stream after an error.
+    """
+    graph, pool, done = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), False
+    with torch.cuda.stream(stream):
+        # Other threads may use the device meanwhile: the terminal reads memory figures.
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            body()
+            graph.capture_end()
+            done = True
+        finally:
+            if not done:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                # Before 2.12 torch's allocator goes on collecting for a capture that could not end,
+                # and frees nothing more. Where it did end, this is refused.
+                with contextlib.suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+                    torch._C._cuda_releasePool(stream.device.index, pool)
+    return graph.replay
+
+
 class Writer:
     """Steps of an answer over a `Scheduler`'s cache, drawn as `sampling.pick` draws."""
 
@@ -127,6 +151,9 @@ class Writer:
             self._told = torch.zeros(2, dtype=torch.int64, device=kv.device)
             self._draws = torch.zeros(_DRAWS, dtype=torch.float64, device=kv.device)
             self._drawn_from = torch.zeros((), dtype=torch.int64, device=kv.device)
+            self._numbers = torch.zeros(
+                _DRAWS, dtype=torch.float64, pin_memory=kv.device.type == "cuda"
+            )
         self._arena: Arena | None = None  # while it is on loan
         self._how: tuple[int, Sampling, int] | None = None  # vocabulary, sampling, seed
         self._drawn = range(0)  # positions whose random numbers are on the device
@@ -268,5 +295,7 @@ class Writer:
             return
         self._drawn = range(self._at + 1, self._at + 1 + _DRAWS)
         numbers = [draw(seed, position) for position in self._drawn]
-        self._draws.copy_(torch.tensor(numbers, dtype=torch.float64))
+        # Through memory that the device copies from by itself; it is filled again 256 steps later.
+        self._numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
+        self._draws.copy_(self._numbers, non_blocking=True)
         self._drawn_from.fill_(self._drawn.start)

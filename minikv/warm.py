@@ -19,6 +19,8 @@ from minikv.scheduler import Scheduler
 
 _ROWS = 4  # of a head; no build of a kernel depends on how many there are
 _LATER = (72, 24, 8, 3)  # tokens of later prompts: the tiles of 16, 32, 64 and of more queries
+_LINES = (16, 32, 64, 128)  # queries of all heads of a group: one for every tile
+_FAR = 1 << 16  # rows of a head that are shared out to several programs
 _IDS = 16  # tokens that every vocabulary has
 
 
@@ -40,6 +42,8 @@ def warm(kv: Scheduler, network: Network) -> None:
     try:
         _steps(kv)
         _talk(kv, network)
+        if kv.prompt_policy is not None or kv.step_policy is not None:
+            _tiles(kv)
     except torch.OutOfMemoryError:
         raise
     except NumericsError:  # the first turn will say so
@@ -96,6 +100,30 @@ def _talk(kv: Scheduler, network: Network) -> None:
         small.begin(tokens)
         network.forward(_ids(tokens, kv.device), small)
     small.reset()
+
+
+def _tiles(kv: Scheduler) -> None:
+    """Old rows under later prompts: every tile that a number of queries may choose, with few rows
+    and with many. What is looked at is one row a head."""
+    shape, device = kv.shape, kv.device
+    heads, group = shape.kv_heads, shape.heads // shape.kv_heads
+    rows = torch.zeros((heads, shape.head_dim), dtype=kv.dtype, device=device)
+    start = torch.arange(heads, device=device)
+    length, hole, index = torch.ones_like(start), torch.full_like(start, -1), start[:, None]
+    pos = torch.zeros(heads, dtype=torch.int32, device=device)
+    seen = torch.zeros_like(index)
+    with torch.inference_mode():
+        for window in dict.fromkeys(shape.windows):
+            for lines in _LINES:
+                count = max(1, lines // group)
+                q = rows.new_zeros((heads, group, count, shape.head_dim))
+                at = torch.ones(count, dtype=torch.int64, device=device)
+                for most in (1, _FAR):
+                    kv.ops.segments_attention(
+                        q, rows, rows, start, length, hole, most, pos=pos, q_pos=at, window=window
+                    )
+                kv.ops.rows_lse(q, at, ((rows[:, None], seen),), window)
+                kv.ops.rows_lse(q, at, ((rows, seen, index),), window)
 
 
 def _ids(count: int, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,9 @@ whatever ends it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from minikv import device_step, graph, policies
 from minikv.attend import Attend
 from minikv.engine import Engine
 from minikv.errors import ContextError, NumericsError
-from minikv.graph import CudaGraphs, Eager
+from minikv.graph import CudaGraphs, Eager, captured
 from minikv.models.llama import Llama
 from minikv.sampling import Sampling
 from minikv.scheduler import Scheduler
@@ -78,6 +80,55 @@ def test_draws_are_those_of_pick(sampling: Sampling, monkeypatch: pytest.MonkeyP
     run.seed += 1
     run.write(3)
     assert tape.recorded == 1  # the settling in between and another seed change no address
+
+
+@pytest.mark.parametrize("fails", ["", "body", "end"])
+def test_a_capture_that_fails_leaves_torch_able_to_go_on(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a device: what torch is asked for, in which order; the first error is told."""
+    asked: list[str] = []
+
+    class Graph:
+        def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+            asked.append(f"begin {pool} {capture_error_mode}")
+
+        def capture_end(self) -> None:
+            asked.append("end")
+            if fails:
+                raise RuntimeError("the capture was invalidated")
+
+        def replay(self) -> None: ...
+
+    @contextlib.contextmanager
+    def on(stream: object) -> Iterator[None]:
+        asked.append("stream")
+        yield
+        asked.append("left")
+
+    def body() -> None:
+        asked.append("body")
+        if fails == "body":
+            raise ValueError("not here")
+
+    def told(name: str) -> Callable[..., None]:
+        return lambda *given: asked.append(f"{name} {given}")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, told(name), raising=False)
+    stream = SimpleNamespace(device=torch.device("cuda", 2))
+    begun = ["stream", "begin (0, 7) thread_local", "body"]
+    if not fails:
+        assert captured(body, stream)  # type: ignore[arg-type]
+        assert asked == [*begun, "end", "left"]
+        return
+    with pytest.raises(ValueError if fails == "body" else RuntimeError):
+        captured(body, stream)  # type: ignore[arg-type]
+    released = ["_cuda_endAllocateToPool (2, (0, 7))", "_cuda_releasePool (2, (0, 7))"]
+    assert asked == [*begun, *["end"] * (2 if fails == "end" else 1), *released]
 
 
 def test_one_recording_serves_turns_and_another_sampling_takes_a_new_one(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import small
@@ -11,7 +13,8 @@ import torch
 from minikv import reading
 from minikv.kernels import reference
 from minikv.kernels.dispatch import Kernels
-from minikv.warm import warm
+from minikv.stats import Shape
+from minikv.warm import _tiles, warm
 
 
 class Recorder(Kernels):
@@ -51,6 +54,7 @@ def test_what_a_policy_launches(step: str, expected: set[str]) -> None:
     assert kv.notice is None
     names = {name for name, _ in recorder.calls}
     names -= {"advance", "observe", "add_columns", "rows_attention", "last_rows_attention"}
+    names -= {"segments_attention", "rows_lse"}  # of later prompts
     assert names == expected | {"ragged_attention"}
     assert kv.position == 0
     assert kv.arena.rows == 0
@@ -99,6 +103,51 @@ def test_the_tiles_of_few_queries_are_among_them() -> None:
     warm(kv, net)
     assert kv.notice is None
     assert sorted({min(64, max(16, 1 << (n - 1).bit_length())) for n in seen}) == [16, 32, 64]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
+def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
+    """Whatever the number of tokens, few or many rows, listed or not, in every kind of layer."""
+    segments = pytest.importorskip("minikv.kernels.segments")
+    columns = pytest.importorskip("minikv.kernels.columns")
+    seen: set[tuple[int, bool, int | None]] = set()
+    sums: set[tuple[int, int, int | None]] = set()
+
+    class Counting(Kernels):
+        @staticmethod
+        def segments_attention(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *place: object,
+            pos: torch.Tensor, q_pos: torch.Tensor, window: int | None,
+        ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+            seen.add((q.shape[2], place[3] == 1, window))
+            return reference.segments_attention(
+                q, k, v, *place, pos=pos, q_pos=q_pos, window=window  # type: ignore[arg-type]
+            )
+
+        @staticmethod
+        def rows_lse(
+            q: torch.Tensor, at: torch.Tensor, parts: Sequence[reference.Part], window: int | None
+        ) -> torch.Tensor:
+            sums.add((q.shape[2], len(parts[0]), window))
+            return reference.rows_lse(q, at, parts, window)
+
+    windows = (None, 40, None)
+    shape = Shape(3, 2, 2 * group, 64, windows, 1000)
+    kv = SimpleNamespace(
+        shape=shape, device=torch.device("cpu"), dtype=torch.bfloat16, ops=Counting()
+    )
+    _tiles(kv)  # type: ignore[arg-type]
+    counts = range(1, 200)
+    for dtype, size in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
+        for window in (None, 40):
+            for few in (True, False):
+                made = {segments._tile(dtype, size, n * group) for n, *how in seen
+                        if how == [few, window]}  # fmt: skip
+                assert made == {segments._tile(dtype, size, n * group) for n in counts}
+            for listed in (2, 3):
+                made = {columns._span_tile(dtype, size, n * group) for n, *how in sums
+                        if how == [listed, window]}  # fmt: skip
+                assert made == {columns._span_tile(dtype, size, n * group) for n in counts}
 
 
 def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:

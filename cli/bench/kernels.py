@@ -21,6 +21,7 @@ from minikv.cli.bench.floors import Rates, middle
 from minikv.cli.bench.machine import normal
 from minikv.cli.bench.shapes import Sizes
 from minikv.errors import UsageError
+from minikv.graph import captured
 from minikv.kernels import Rows, dispatch
 
 Inputs = dict[str, Any]
@@ -131,14 +132,15 @@ def timed(
 
 def _captured(run: Callable[[], None], device: torch.device) -> Callable[[], None] | None:
     """A graph of the calls; None where something in them waits for the device."""
-    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    torch.cuda.synchronize(device)
     try:
-        with torch.cuda.device(device), torch.cuda.graph(graph):
-            run()
+        with torch.cuda.device(device):
+            return captured(run, stream)
     except RuntimeError:
         torch.cuda.synchronize(device)
         return None
-    return graph.replay
 
 
 def missing(case: Case, operations: dispatch.Kernels) -> list[str]:
