@@ -92,6 +92,28 @@ def test_what_the_last_queries_look_at(case: tuple[int, ...]) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("listed", [False, True])
+def test_queries_at_one_position(listed: bool) -> None:
+    """That of the last one, repeated without a copy: what lies behind it in memory is not read."""
+    case = (3, 2, 64, 5, 33, 17, None, torch.float32, listed)
+    q, q_pos, parts, window, k, pos = scene(case)
+    place = guarded(torch.tensor([int(q_pos[-1]), *[-1] * 15]))
+    one = place[:1].expand(len(q_pos))
+    asked = guarded(q.permute(2, 0, 1, 3).contiguous())
+    mass, squares = kernel("columns").observe(asked, one, parts, window)
+    p, lse = weights(q, k, one.cpu(), pos, window)
+    close(mass, p.sum(2))
+    close(squares, p.mean(1).square().sum(1))
+    close(kernel("columns").rows_lse(guarded(q), one, parts, window), lse)
+    if not listed:
+        into = guarded(torch.zeros(3, 2, 33)), guarded(torch.zeros(3, 33))
+        kernel("columns").add_columns(
+            *into, guarded(q), guarded(lse.float()), one, *parts[0], None
+        )
+        close(into[0], p.sum(2)[..., :33])
+
+
+@on_device
 @pytest.mark.parametrize("case", ODD, ids=str)
 def test_log_sums_of_queries(case: tuple[int, ...]) -> None:
     """Of queries that see nothing, too: one is earlier than all rows."""
