@@ -22,7 +22,7 @@
 
 /* Weights of a call from which on threads pay: about 50 us of one. Rows that are looked at at once,
    where columns of words or doubles beside them should stay near. */
-enum { MANY = 100000, BLOCK = 256 };
+enum { MANY = 30000, BLOCK = 256 };
 
 typedef struct {
     int64_t L, H, G, C;
