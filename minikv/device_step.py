@@ -62,6 +62,8 @@ class DeviceStep:
         self.pinned = 0
         self._learned = False  # from the last step, which is not final yet
         self.logits = self.lse = self._none
+        # Layer by layer, as views are not free: starts, counts, slots, oldest, logits, lse.
+        self._views: list[tuple[Tensor, ...]] = []
         self._later: Tensor | None = None
         self._spare: dict[str, Tensor] = {}
         self.key: tuple[object, ...] = ()
@@ -114,6 +116,9 @@ class DeviceStep:
         self._widen(int(most.max()), reads)
         with torch.inference_mode(False):
             self._keep(later, step is not None and step.before)
+            whole = (self.start_row, self.count, self.slot, self.oldest)
+            read = (self.logits, self.lse) if reads else ()
+            self._views = list(zip(*(t.unbind() for t in (*whole, *read)), strict=True))
         buffers = (self.logits, *self._spare.values(), self._later)
         self.key = (
             step, pinned, self.width, arena.rows,
@@ -159,7 +164,7 @@ class DeviceStep:
     def release(self) -> None:
         """Give back the memory that steps work with."""
         self.logits = self.lse = self._none
-        self.width, self._later, self._spare = 0, None, {}
+        self.width, self._later, self._spare, self._views = 0, None, {}, []
 
     @property
     def nbytes(self) -> int:
@@ -221,19 +226,19 @@ class DeviceStep:
         """See `Attend`; one token."""
         assert len(q) == 1
         heads, columns = self.shape.kv_heads, self.columns
+        start, count, slot, oldest, *read = self._views[layer]
         query = q[0].view(heads, -1, self.shape.head_dim)
         policy = self.policy
         hashing = hashes(policy)
         if hashing is not None:
             self._ops.hash_append(
                 k[0][:, None] if hashing.with_key else query, k[0], v[0],
-                hashing.matrix(layer, k), self.start_row[layer], self.length[layer],
+                hashing.matrix(layer, k), start, self.length[layer],
                 self.cap[layer], self.hole[layer], self.position, columns["k"], columns["v"],
                 columns["pos"], columns["code"], self._spares(layer), width=self.width,
                 sinks=hashing.sinks, recent=hashing.recent, pinned=self.pinned,
             )  # fmt: skip
         else:
-            slot = self.slot[layer]
             if policy is not None and policy.before:
                 slot = self._make_room(policy, layer, query, k[0])
             extra = [columns[name] for name in self._extra]
@@ -244,14 +249,12 @@ class DeviceStep:
             )  # fmt: skip
             for name, values in (policy.admit(layer, k[0]) if policy else {}).items():
                 columns[name].index_copy_(0, slot, values)
-        window, reads = self.shape.windows[layer], len(self.logits) > 0
+        window = self.shape.windows[layer]
         mixed, _ = self._ops.ragged_attention(
-            query, columns["k"], columns["v"], self.start_row[layer], self.count[layer],
-            width=self.width,
+            query, columns["k"], columns["v"], start, count, width=self.width,
             pos=None if window is None else columns["pos"],
-            oldest=None if window is None else self.oldest[layer],
-            logits=self.logits[layer] if reads else None,
-            lse=self.lse[layer] if reads else None,
+            oldest=None if window is None else oldest,
+            logits=read[0] if read else None, lse=read[1] if read else None,
             k_scale=columns.get("k_scale"), v_scale=columns.get("v_scale"),
         )  # fmt: skip
         return mixed.reshape(1, self.shape.heads, -1)
