@@ -15,8 +15,11 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from minikv.cli.evaluation import intervals
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "results"
@@ -48,7 +51,9 @@ RUNS = {
 }  # fmt: skip
 
 
-STRIDES, READ = "stride-32,stride,stride-more", ("32", "64", "128", "256", "512")
+STRIDES, EVERY = "stride-32,stride,stride-more", ("32", "64", "128", "256", "512")
+FACTS, FOLLOWUP, DECODE = "facts-32,facts", "followup-32,followup", "decode-32,decode"
+SMALL_BUDGETS = ("32", "64", "128")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +71,23 @@ class Claim:
 
 
 CLAIMS = (
-    Claim("Ada-SnapKV over SnapKV at small budgets", "Ada-KV", "facts", "facts", "adakv", "snapkv",
-          ("64", "128")),
-    Claim("the same, by attention lost", "Ada-KV", "facts", "loss", "adakv", "snapkv",
-          ("64", "128")),
-    Claim("the same, over six questions", "Ada-KV", "followup", "followup", "adakv", "snapkv",
-          ("64", "128", "256", "512")),
-    Claim("RoCo over H2O", "EasyKV", STRIDES, "facts", "roco", "h2o", READ),
-    Claim("H2O over ScissorHands", "EasyKV", STRIDES, "facts", "h2o", "scissorhands", READ),
-    Claim("ScissorHands over TOVA", "EasyKV", STRIDES, "facts", "scissorhands", "tova", READ),
-    Claim("TOVA over streaming", "EasyKV", STRIDES, "facts", "tova", "streaming", READ),
-    Claim("HashEvict over L2", "HashEvict", STRIDES, "facts", "hashevict", "l2", READ),
-    Claim("RoCo over H2O, while writing", "EasyKV", "decode", "ppl", "roco", "h2o", ("64", "128"),
-          True),
-    Claim("HashEvict over L2, while writing", "HashEvict", "decode", "ppl", "hashevict", "l2",
-          ("64", "128"), True),
+    Claim("Ada-SnapKV over SnapKV at small budgets", "Ada-KV", FACTS, "facts", "adakv", "snapkv",
+          SMALL_BUDGETS),
+    Claim("the same, by attention lost", "Ada-KV", FACTS, "loss", "adakv", "snapkv",
+          SMALL_BUDGETS),
+    Claim("the same, over six questions", "Ada-KV", FOLLOWUP, "followup", "adakv", "snapkv",
+          EVERY),
+    Claim("RoCo over H2O", "EasyKV", STRIDES, "facts", "roco", "h2o", EVERY),
+    Claim("H2O over ScissorHands", "EasyKV", STRIDES, "facts", "h2o", "scissorhands", EVERY),
+    Claim("ScissorHands over TOVA", "EasyKV", STRIDES, "facts", "scissorhands", "tova", EVERY),
+    Claim("TOVA over streaming", "EasyKV", STRIDES, "facts", "tova", "streaming", EVERY),
+    Claim("HashEvict over L2", "HashEvict", STRIDES, "facts", "hashevict", "l2", EVERY),
+    Claim("RoCo over H2O, while writing", "EasyKV", DECODE, "ppl", "roco", "h2o", EVERY, True),
+    Claim("HashEvict over L2, while writing", "HashEvict", DECODE, "ppl", "hashevict", "l2",
+          EVERY, True),
     Claim("NaCl over H2O at 20 %", "NaCl", "share", "facts", "nacl", "h2o", ("20%",)),
-    Claim("KVCrush over its base", "KVCrush", "facts", "facts", "kvcrush", "snapkv",
-          ("64", "128")),
-    Claim("KVCrush over its base", "KVCrush", "facts", "facts", "kvcrush(h2o)", "h2o",
-          ("64", "128", "256")),
+    Claim("KVCrush over its base", "KVCrush", FACTS, "facts", "kvcrush", "snapkv", EVERY),
+    Claim("KVCrush over its base", "KVCrush", FACTS, "facts", "kvcrush(h2o)", "h2o", EVERY),
     Claim("4 times smaller within 1 %", "KVCrush", "share", "facts", "kvcrush", "full", ("25%",)),
     Claim("4 times smaller within 1 %", "Ada-KV", "share", "facts", "adakv", "full", ("25%",)),
     Claim("4 times smaller within 1 %", "SnapKV", "share", "facts", "snapkv", "full", ("25%",)),
@@ -137,7 +139,9 @@ def find(cells: Cells, task: str, policy: str, budget: str, decode: bool = False
 def figure(task: str, cell: dict | None) -> str:
     if cell is None:
         return "-"
-    return f"{cell['score']:.2f}" if task == "ppl" else f"{100 * cell['score']:.1f}"
+    if task == "ppl":
+        return f"{cell['score']:.2f}"
+    return f"{round(100 * cell['score'], 1) + 0.0:.1f}"  # never -0.0
 
 
 def table(task: str, runs: list[str], decode: bool = False) -> list[str]:
@@ -145,14 +149,15 @@ def table(task: str, runs: list[str], decode: bool = False) -> list[str]:
     cells = [cell for name in runs for cell in load(name) if cell["task"] == task]
     if not cells:
         return ["Not measured yet.", ""]
-    budgets = sorted({c["budget"] for c in cells if c["budget"] != "-"}, key=lambda b: int(b))
+    budgets = sorted(
+        {c["budget"] for c in cells if c["budget"] != "-"}, key=lambda b: int(b.rstrip("%"))
+    )
     key = "decode" if decode else "policy"
     names = list(dict.fromkeys(c[key] for c in cells if c["policy"] != "full"))
     full = find(cells, task, "full", "-")
-    n = {c["n"] for c in cells}
     what = {"ppl": "perplexity, lower is better", "loss": "% of attention lost, lower is better",
             "agree": "% of answers equal to the full cache's"}.get(task, "% exact answers")
-    lines = [f"{what}; n = {' to '.join(map(str, sorted({min(n), max(n)})))} a cell", ""]
+    lines = [f"{what}; {sample(task, cells)}", ""]
     lines += ["| policy | " + " | ".join(budgets) + " |", "|---" * (len(budgets) + 1) + "|"]
     lines.append(f"| full cache | {' | '.join([figure(task, full)] * len(budgets))} |")
     for name in names:
@@ -161,42 +166,101 @@ def table(task: str, runs: list[str], decode: bool = False) -> list[str]:
     return [*lines, ""]
 
 
-def by_question(runs: list[str], budgets: tuple[str, ...]) -> list[str]:
+def sample(task: str, cells: Cells) -> str:
+    """What a cell is the mean of, and how wide the intervals are that the runs wrote beside it."""
+    counts = {(c["n"], len(c["by_item"])) for c in cells}
+    if len(counts) > 1:
+        raise ValueError(f"{task}: cells of unlike size: {sorted(counts)}")
+    n, items = counts.pop()
+    unit = {"ppl": "tokens", "loss": "answer tokens"}.get(task, "answers")
+    of = f"{n:,} {unit} of {items} documents" if n != items else f"{n} documents, one answer each"
+    scale, digits, points = (1, 2, "") if task == "ppl" else (100, 1, " points")
+    halves = [scale * (c["high"] - c["low"]) / 2 for c in cells if c["policy"] != "full"]
+    few, many = (f"{h:.{digits}f}" for h in (min(halves), max(halves)))
+    wide = f"{few} to {many}{points}"
+    return f"a cell: {of}.\nHalf of a policy's 95 % interval, from cell to cell: {wide}."
+
+
+def by_question(runs: list[str]) -> list[str]:
     cells = [cell for name in runs for cell in load(name) if cell["task"] == "followup"]
     if not cells:
         return ["Not measured yet.", ""]
-    most = max(len(c["by_question"]) for c in cells)
-    lines = ["| policy | budget | " + " | ".join(f"Q{i + 1}" for i in range(most)) + " |",
+    most, chats = max(len(c["by_question"]) for c in cells), len(cells[0]["by_item"])
+    bounds = [(share, *intervals.wilson(share, chats)) for share in (0.0, 0.1, 0.25, 0.5)]
+    ends = [f"{100 * low:.0f} to {100 * high:.0f} at {100 * s:.0f} %" for s, low, high in bounds]
+    lines = [f"A cell is the share of {chats} chats with this question right. Its 95 % interval",
+             f"(Wilson) is {', '.join(ends)};", "above 50 % the same mirrored.", "",
+             "| policy | budget | " + " | ".join(f"Q{i + 1}" for i in range(most)) + " |",
              "|---" * (most + 2) + "|"]  # fmt: skip
-    for cell in cells:
-        if cell["budget"] in ("-", *budgets):
-            row = " | ".join(f"{100 * s:.0f}" for s in cell["by_question"])
-            lines.append(f"| {cell['policy']} | {cell['budget']} | {row} |")
+    names = list(dict.fromkeys(c["policy"] for c in cells))
+    for cell in sorted(cells, key=lambda c: names.index(c["policy"])):  # its budgets together
+        row = " | ".join(f"{100 * s:.0f}" for s in cell["by_question"])
+        line = f"| {cell['policy']} | {cell['budget']} | {row} |"
+        if line not in lines:  # the full cache is in each run
+            lines.append(line)
     return [*lines, ""]
 
 
-def difference(a: dict, b: dict) -> tuple[float, float]:
-    """Mean and half of the 95 % interval of a - b over the same documents."""
-    pairs = [x - y for x, y in zip(a["by_item"], b["by_item"], strict=True)]
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Mean of a - b over the same documents with its 95 % interval; of documents with one answer,
+    how many only a and only b has right."""
+
+    mean: float
+    low: float
+    high: float
+    alone: tuple[int, int] | None
+
+
+def difference(a: Sequence[float], b: Sequence[float], shares: bool) -> Difference:
+    """Tango's interval where each document is right or wrong, Student's t for means otherwise.
+
+    t has no width at all where no document differs, which of a few documents proves little.
+    """
+    pairs = [x - y for x, y in zip(a, b, strict=True)]
     mean = sum(pairs) / len(pairs)
-    spread = sum((x - mean) ** 2 for x in pairs) / max(1, len(pairs) - 1)
-    return mean, 1.96 * math.sqrt(spread / len(pairs))
+    if shares and set(pairs) <= {-1.0, 0.0, 1.0}:
+        more, less = pairs.count(1.0), pairs.count(-1.0)
+        low, high = -_tango(less, more, len(pairs)), _tango(more, less, len(pairs))
+        return Difference(mean, low, high, (more, less))
+    low, high = intervals.of_means([[pair] for pair in pairs])
+    assert low is not None
+    assert high is not None
+    return Difference(mean, low, high, None)
 
 
-def verdict(claim: Claim, mean: float, half: float) -> str:
+def _tango(more: int, less: int, n: int) -> float:
+    """Upper end of the score interval for the difference of two paired shares (Tango, Statistics in
+    Medicine 17, 1998): `more` and `less` of n pairs differ, up and down."""
+    low, high = (more - less) / n, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        b = (2 * n - more + less) * middle - more - less
+        c = -less * middle * (1 - middle)
+        down = (math.sqrt(max(0.0, b * b - 8 * n * c)) - b) / (4 * n)  # likeliest share of `less`
+        variance = n * (2 * down + middle * (1 - middle))
+        if (n * middle - more + less) ** 2 < 1.96**2 * variance:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def verdict(claim: Claim, low: float, high: float) -> str:
     if "within" in claim.text:  # not worse by more than a point
-        if mean - half >= -0.01:
+        if low >= -0.01:
             return "agrees"
-        return "disagrees" if mean + half < -0.01 else "undecided"
-    gain = -mean if claim.task in LOWER else mean
-    if gain - half > 0:
+        return "disagrees" if high < -0.01 else "undecided"
+    if claim.task in LOWER:
+        low, high = -high, -low
+    if low > 0:
         return "agrees"
-    return "disagrees" if gain + half < 0 else "no difference seen"
+    return "disagrees" if high < 0 else "no difference seen"
 
 
 def claims() -> list[str]:
-    lines = ["| claim | from | where | budget | difference, 95 % interval | here |",
-             "|---" * 6 + "|"]  # fmt: skip
+    lines = ["| claim | from | where | budget | difference, 95 % interval | alone right | here |",
+             "|---" * 7 + "|"]  # fmt: skip
     for claim in CLAIMS:
         cells = [cell for name in claim.run.split(",") for cell in load(name)]
         for budget in claim.budgets:
@@ -204,14 +268,16 @@ def claims() -> list[str]:
             b = find(cells, claim.task, claim.worse, budget, claim.decode)
             if a is None or b is None:
                 continue
-            mean, half = difference(a, b)
-            scale, unit = (1, " nats") if claim.task == "ppl" else (100, " points")
-            shown = f"{scale * mean:+.{3 if scale == 1 else 1}f}"
-            about = f"{shown} ± {scale * half:.{3 if scale == 1 else 1}f}{unit}"
+            found = difference(a["by_item"], b["by_item"], claim.task not in LOWER)
+            scale, digits, unit = (1, 3, "nats") if claim.task == "ppl" else (100, 1, "points")
+            ends = (found.mean, found.low, found.high)
+            mean, low, high = (f"{round(scale * x, digits) + 0.0:+.{digits}f}" for x in ends)
+            alone = f"{found.alone[0]} : {found.alone[1]}" if found.alone else ""
             names = f"{claim.better} - {claim.worse}, {claim.task}"
             lines.append(
-                f"| {claim.text} | {claim.source} | {names} | {budget} | {about} "
-                f"| {verdict(claim, mean, half)} |"
+                f"| {claim.text} | {claim.source} | {names} | {budget} "
+                f"| {mean} ({low} to {high}) {unit} | {alone} "
+                f"| {verdict(claim, found.low, found.high)} |"
             )
     return [*lines, ""]
 
@@ -223,14 +289,20 @@ def page() -> str:
         "# Every policy at every budget", "",
         (HERE / "results-notes.md").read_text().strip(), "",
         "## What the papers claim, and what was seen here", "",
-        "Differences are over the same documents, in pairs. `no difference seen` means that the",
-        "interval includes zero, not that there is none.", "", *claims(),
+        "Differences are over the same documents, in pairs; nats are the mean of the documents'",
+        "own means. Intervals are Tango's score interval where a document is one answer (facts,",
+        "200 documents; `alone right` counts those that only the first or only the second policy",
+        "has right) and Student's t elsewhere (followup 34 documents, loss 200, ppl 10).",
+        "`no difference seen` means that the interval includes zero, not that there is none;",
+        "`undecided` that it reaches past the one point that is claimed. Each row stands alone:",
+        "of so many intervals at 95 %, two or three may miss by chance.", "", *claims(),
         "## facts: one question, which comes with its document of 2,000 tokens", "",
         *table("facts", ["facts-32", "facts"]),
+        "The same with budgets that are a share of the document:", "", *table("facts", ["share"]),
         "## followup: six questions about one document, in one chat", "",
         *table("followup", ["followup-32", "followup"]),
         "Exact answers in %, by the question's number:", "",
-        *by_question(["followup-32", "followup"], ("64", "256", "512")),
+        *by_question(["followup-32", "followup"]),
         "## agree: the full cache's answer, word for word", "",
         *table("agree", ["facts-32", "facts"]),
         "## loss: attention that fell on evicted rows while the right answer was written", "",
