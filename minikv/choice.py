@@ -68,8 +68,9 @@ class Choice:
         for name in given:
             if name not in reading and name not in writing:
                 takes = [*reading, *writing]
+                pair = step.name if stride else f"{prompt.name} with {step.name}"
                 raise UsageError(
-                    f"{prompt.name} with {step.name} has no option {name!r}",
+                    f"{pair} has no option {name!r}",
                     f"it takes: {', '.join(dict.fromkeys(takes)) or 'no options'}",
                 )
         given.setdefault("seed", seed)  # goes where there is such an option
@@ -88,6 +89,22 @@ class Choice:
     def evicts(self) -> bool:
         """Whether anything is ever evicted under this choice."""
         return self.policy != "full" or self.decode != "none"
+
+    @property
+    def pair(self) -> str:
+        """The policies' names in a message."""
+        plain = self.stride or self.decode == "none"
+        return self.policy if plain else f"{self.policy} with {self.decode}"
+
+    def least_rows(self) -> int:
+        """Rows per head below which these policies cannot work, where none is pinned. Raises
+        UsageError for options that contradict each other."""
+        from minikv.policy import smallest_budget
+
+        prompt, step, _, stride = self.policies()
+        # A block's rows are inside the cap when a policy that evicts before attention reads it.
+        block = stride - 1 if stride and step is not None and step.before else 0
+        return smallest_budget(prompt, step) + block
 
     def policies(self) -> tuple[PromptPolicy | None, StepPolicy | None, Budget | None, int]:
         """What the scheduler takes."""

@@ -8,8 +8,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from typer.testing import CliRunner
 
 import minikv
 from minikv.attend import Attend, DenseAttend
+from minikv.budget import Budget
 from minikv.choice import Choice
 from minikv.cli.evaluation import command, intervals, metrics, run, show, tasks
 from minikv.cli.evaluation.files import Item
@@ -25,7 +30,7 @@ from minikv.cli.evaluation.measure import Shadow, agreement, negative_log_likeli
 from minikv.cli.evaluation.rereading import Rereading
 from minikv.cli.main import app
 from minikv.engine import Engine
-from minikv.errors import ContextError
+from minikv.errors import ContextError, UsageError
 from minikv.policies import default_step, prompt_names
 from minikv.session import ChatSession, Message
 
@@ -215,6 +220,13 @@ def test_a_small_run(tmp_path: Path) -> None:
         (["-o", "windov=3"], "none of these policies has an option 'windov'"),
         (["--decode", ","], "--decode names nothing"),
         (["--policy", "snapkv", "--stride", "32"], "snapkv cannot read a prompt in blocks"),
+        (["--policy", "full", "--decode", "roco", "--stride", "32"], "full cannot read a prompt"),
+        (["--budget", "64,20"], "budget 20 is too small for adakv with roco"),
+        (["--policy", "streaming", "--budget", "6,4"], "budget 4 is too small for streaming with"),
+        (["--policy", "hashevict", "--stride", "32", "--budget", "45"],
+         "budget 45 is too small for hashevict\n  the smallest useful budget is 46 rows"),
+        (["--policy", "adakv", "-o", "alloc=floor", "-o", "normalize=true"],
+         "alloc=floor and normalize do not go together"),
         (["--json", "/nowhere/out.json"], "there is no directory"),
         (["--json", "out.txt"], "cannot tell what to write"),
         (["--map", "out.svg"], "there is nothing to map"),
@@ -245,15 +257,156 @@ def test_a_map_needs_matplotlib_before_a_model(
 def test_every_policy_with_every_decode_policy() -> None:
     wanted = run.choices(["adakv", "full", "snapkv"], ["64", "20%"], ["none", "roco"], 0)
     assert [(c.policy, c.decode, str(c.budget)) for c in wanted[1:]] == [
-        (p, d, b) for p in ("adakv", "snapkv") for d in ("none", "roco") for b in ("64", "20%")
-    ]
+        (p, d, b) for p, d in (("adakv", "none"), ("adakv", "roco"), ("full", "roco"),
+                               ("snapkv", "none"), ("snapkv", "roco"))
+        for b in ("64", "20%")
+    ]  # fmt: skip
+    for plain in ("auto", "none"):
+        assert len(run.choices(["full"], ["64"], [plain], 0)) == 1
+    assert len(run.choices(["full", "roco"], ["64"], ["auto"], 0, 32)) == 2
     strided = run.choices(["roco", "tova"], ["64"], ["auto"], 0, 32)
     assert [(c.policy, c.decode, c.stride) for c in strided[1:]] == [
         ("roco", "roco", 32), ("tova", "tova", 32)
     ]  # fmt: skip
+    with pytest.raises(UsageError, match=r"^roco has no option 'windov'$"):
+        Choice.read("roco", stride=32, options={"windov": 3})
     few = run.choices(["snapkv", "l2"], ["64"], ["none"], 0, 0, {"window": "16"})
     assert few[1].policy_options["window"] == 16
     assert "window" not in few[2].policy_options
+
+
+def test_a_decode_policy_beside_the_full_cache_is_measured() -> None:
+    """The prompt stays whole; while an answer is written, a row leaves for each that comes."""
+    result = CliRunner().invoke(
+        app,
+        ["eval", "--tasks", "ppl", "--policy", "full", "--decode", "roco", "--budget", "64",
+         "--length", "200", "-n", "1"],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    rows = [line.split() for line in result.stdout.strip().splitlines()[2:]]
+    assert [row[:3] for row in rows] == [["full", "none", "-"], ["full", "roco", "64"]]
+    assert rows[0][3] != rows[1][3]
+    held = [float(row[-1].rstrip("%")) for row in rows]
+    assert held[1] < 0.8 * held[0]
+
+
+def _cell(task: str, policy: str, decode: str, budget: str = "64", **more: Any) -> run.Cell:
+    return run.Cell(task, policy, decode, budget, 0, 4, 0.5, 0.2, 0.8, 0.3, **more)
+
+
+def test_rows_are_told_apart_by_their_decode_policy(tmp_path: Path) -> None:
+    """Questions and maps name it where one was chosen, and not where it goes without saying."""
+    plain = _cell("followup", "full", "none", "-", by_question=[1.0, 1.0])
+    chosen = [_cell("followup", "snapkv", d, by_question=[1.0, 0.0]) for d in ("roco", "none")]
+    assert show.names([plain, *chosen]) == [
+        "full", "snapkv with roco 64", "snapkv with none 64"
+    ]  # fmt: skip
+    text = show.table([plain, *chosen])
+    for name in ("snapkv with roco 64", "snapkv with none 64"):
+        assert f"\n{name} 100.0%   0.0%" in text
+    auto = [_cell("followup", name, default_step(name)) for name in ("snapkv", "streaming")]
+    assert show.names([plain, *auto]) == ["full", "snapkv 64", "streaming 64"]
+    assert show.names([plain, _cell("ppl", "full", "roco")]) == ["full", "full with roco 64"]
+    strided = run.Cell("facts", "tova", "tova", "64", 32, 4, 0.5, 0.2, 0.8, 0.3)
+    assert show.names([plain, strided]) == ["full", "tova /32 64"]
+
+    pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+
+    places = [(0.0, 1000, 0.5, 4)]
+    mapped = [_cell("needle", "snapkv", d, by_place=places) for d in ("roco", "none")]
+    with pyplot.rc_context({"svg.fonttype": "none"}):
+        show.write(mapped, {}, [tmp_path / "map.svg"])
+    drawn = (tmp_path / "map.svg").read_text()
+    for name in ("snapkv with roco 64", "snapkv with none 64"):
+        assert f">{name}<" in drawn
+
+
+def test_agreement_is_shown_in_full() -> None:
+    """Where answers begin to differ and their ROUGE-L, in the table and the CSV."""
+    plain = _cell("agree", "full", "none", "-", more={"rouge_l": 1.0})
+    mine = _cell(
+        "agree", "snapkv", "none", more={"rouge_l": 0.8125, "median_first_difference": 3.0}
+    )
+    other = _cell("facts", "snapkv", "none")
+    head, first, second = show.table([plain, mine]).splitlines()[1:]
+    assert head.endswith("  held  ROUGE-L  words before difference")
+    assert first.split()[-2:] == ["1.000", "-"]
+    assert second.split()[-2:] == ["0.812", "3"]
+    assert "ROUGE-L" not in show.table([other])
+    rows = list(csv.DictReader(io.StringIO(show.as_csv([plain, mine, other]))))
+    assert [(r["rouge_l"], r["median_first_difference"]) for r in rows] == [
+        ("1.000000", ""), ("0.812500", "3.000000"), ("", "")
+    ]  # fmt: skip
+
+
+def test_no_zero_has_a_sign() -> None:
+    cell = run.Cell("loss", "full", "none", "-", 0, 4, -1e-9, -2e-9, 1e-9, 1.0)
+    assert "-0.0" not in show.table([cell])
+    assert "-0.0" not in show.as_csv([cell])
+    assert cell.record()["score"] == -1e-9, "what was measured stays"
+
+
+def test_a_share_too_small_for_the_shortest_document_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """5 % of the longer documents would do; so would what the message says."""
+    arguments = ["eval", "--tasks", "needle", "--length", "1000,400", "-n", "1"]
+
+    def measured(self: run.Run, progress: run.Progress) -> None:
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr(run.Run, "measure", measured)
+    result = CliRunner().invoke(app, [*arguments, "--budget", "5%", "--policy", "adakv"])
+    assert result.exit_code == 2
+    line, hint = result.stderr.strip().splitlines()
+    found = re.fullmatch(
+        r"error: needle, document (\d+), the shortest: budget 5% of (\d+) tokens is (\d+) rows per "
+        r"head, too small for adakv with roco", line
+    )  # fmt: skip
+    assert found is not None, line
+    number, tokens, rows = map(int, found.groups())
+    assert 6 <= number <= 10
+    assert rows == round(0.05 * tokens) < 37
+    told = re.fullmatch(r"  nothing was measured; .* is 37 rows per head, or (\d+)%", hint)
+    assert told is not None, hint
+    result = CliRunner().invoke(app, [*arguments, "--policy", "adakv", "--budget", f"{told[1]}%"])
+    assert "something was measured" in result.stderr
+
+
+@pytest.mark.parametrize("task", ["facts", "ppl", "loss"])
+def test_the_least_share_is_that_of_the_first_prompt(task: str) -> None:
+    """A share one row above what is refused works, and one row below is what the run would refuse,
+    whatever the task feeds first."""
+    chat = minikv.load(policy="full")
+    items = [Item("word " * n, ("What?",), (("word",),), source=f"x.jsonl, line {n}")
+             for n in (90, 60)]  # fmt: skip
+    tokens = run._READS["answers" if task == "facts" else task](chat, items[1])
+    least = Choice.read("adakv").least_rows()
+
+    def share(rows: int) -> Choice:
+        return replace(
+            Choice.read("adakv", budget="50%"), budget=Budget("share", Fraction(rows, tokens))
+        )
+
+    small = run.Run(chat, [task], items, [*full(), share(least - 1)])
+    with pytest.raises(UsageError, match=r"^x.jsonl, line 60, the shortest: budget"):
+        small.check("mine")
+    with pytest.raises(UsageError, match="is too small for adakv with roco"):
+        small.measure(never)
+    assert small.completed == 1
+    enough = run.Run(chat, [task], items, [*full(), share(least)])
+    enough.check("mine")
+    enough.measure(never)
+    assert enough.completed == 2
+
+
+def test_bytes_too_few_are_refused_before_anything_is_measured() -> None:
+    chat = minikv.load(policy="full")
+    item = Item("word " * 90, ("What?",), (("word",),))
+    one = run.Run(chat, ["facts"], [item], [*full(), Choice.read("adakv", budget="1KiB")])
+    with pytest.raises(UsageError, match="budget 1KiB, which is"):
+        one.check("mine")
 
 
 def test_the_bar_says_how_long() -> None:

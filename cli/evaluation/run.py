@@ -51,12 +51,6 @@ class Cell:
     by_place: list[tuple[float, int, float, int]] = field(default_factory=list)
     more: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """Policy and budget in a few words."""
-        stride = f" /{self.stride}" if self.stride else ""
-        return self.policy + stride + (f" {self.budget}" if self.budget != "-" else "")
-
     def record(self) -> dict[str, object]:
         """As JSON has it, which knows no infinity."""
         return {
@@ -71,12 +65,15 @@ def choices(
 ) -> list[Choice]:  # fmt: skip
     """The full cache, then every policy with every decode policy and budget.
 
-    An option goes to each policy that has it. Raises UsageError, also for one that none has.
+    An option goes to each policy that has it. Raises UsageError, also for one that none has, for
+    options that contradict each other and for fewer rows than the policies need.
     """
     given, known = dict(options or {}), set()
     wanted = [Choice.read("full", "none")]
     for policy in policies:
-        for decode in decodes if policy != "full" else ():
+        for decode in decodes:
+            if policy == "full" and not Choice.read(policy, decode).evicts:
+                continue  # the first row
             plain = Choice.read(policy, decode, "512", {}, seed, stride)
             takes = {*plain.policy_options, *plain.decode_options}
             known |= takes
@@ -87,6 +84,13 @@ def choices(
             raise UsageError(
                 f"none of these policies has an option {name!r}",
                 f"they take: {', '.join(sorted(known)) or 'no options'}",
+            )
+    for choice in wanted:
+        least = choice.least_rows()  # also refuses what contradicts itself
+        if choice.evicts and choice.budget.unit == "rows" and choice.budget.value < least:
+            raise UsageError(
+                f"budget {choice.budget} is too small for {choice.pair}",
+                f"the smallest useful budget is {least} rows per head",
             )
     return wanted
 
@@ -123,16 +127,42 @@ class Run:
 
     def check(self, name: str) -> None:
         """Raise ContextError for the first item that might not fit, called by file and line or as a
-        document of the task `name`. Measures nothing, so that one item does not cost the others."""
+        document of the task `name`, and UsageError for a budget that is too small for any of them.
+        Measures nothing, so that one item does not cost the others."""
+        for choice in self.wanted:
+            self.chat.check(choice)  # bytes are rows only beside a model
         most = self.chat.max_context
         for number, item in enumerate(self.items, 1):
             needed = max(_NEEDS[one](self.chat, item) for one in self._passes)
             if needed > most:
                 raise ContextError(
-                    f"{item.source or f'{name}, document {number:,}'}: needs {needed:,} tokens "
+                    f"{_called(item, name, number)}: needs {needed:,} tokens "
                     f"with its answers, and this model was trained for {most:,} positions",
                     "nothing was measured; leave it out, choose a smaller --length or a model with "
                     "a longer context",
+                )
+        self._check_shares(name)
+
+    def _check_shares(self, name: str) -> None:
+        """Raise UsageError where a share of the shortest first prompt is less than is needed."""
+        shares = [c for c in self.wanted if c.evicts and c.budget.unit == "share"]
+        if not shares or not self.items:
+            return
+        tokens, number = min(
+            (_READS[one](self.chat, item), number)
+            for number, item in enumerate(self.items, 1)
+            for one in self._passes
+        )
+        for choice in shares:
+            rows, least = choice.budget.rows(tokens, 1, 1), choice.least_rows()
+            if rows < least:
+                percent = -(-100 * least // tokens)
+                raise UsageError(
+                    f"{_called(self.items[number - 1], name, number)}, the shortest: budget "
+                    f"{choice.budget} of {tokens:,} tokens is {rows} rows per head, too small for "
+                    f"{choice.pair}",
+                    f"nothing was measured; the smallest useful budget there is {least} rows per "
+                    "head" + (f", or {percent}%" if percent <= 100 else ""),
                 )
 
     def measure(self, progress: Progress) -> None:
@@ -241,10 +271,14 @@ def _measured(task: str, choice: Choice, sheet: _Sheet, done: int) -> Cell:
 
 def _perplexity(chat: ChatSession, item: Item) -> list[float]:
     """Nats of each token in the last quarter of the document."""
+    return negative_log_likelihood(chat.engine, *_scored(chat, item))
+
+
+def _scored(chat: ChatSession, item: Item) -> tuple[list[int], int]:
+    """The document's tokens and how many of them are read as a prompt."""
     # Without what a chat begins with, a BOS above all, a real model's perplexity is off by far.
     start, ids = chat.start(), chat.tokenizer.encode(item.document)
-    read = len(start) + max(1, 3 * len(ids) // 4)
-    return negative_log_likelihood(chat.engine, start + ids, read)
+    return start + ids, len(start) + max(1, 3 * len(ids) // 4)
 
 
 def _lost(chat: ChatSession, item: Item) -> list[float]:
@@ -288,6 +322,17 @@ _NEEDS: Mapping[str, Callable[[ChatSession, Item], int]] = {
         len(_opening(chat, item)) + len(chat.tokenizer.encode(item.right[0][0]))
     ),
 }
+
+_READS: Mapping[str, Callable[[ChatSession, Item], int]] = {
+    "answers": lambda chat, item: len(_opening(chat, item)),
+    "ppl": lambda chat, item: _scored(chat, item)[1],
+    "loss": lambda chat, item: len(_opening(chat, item)),
+}
+"""Tokens of the first prompt, which a share is of."""
+
+
+def _called(item: Item, name: str, number: int) -> str:
+    return item.source or f"{name}, document {number:,}"
 
 
 def _budget(choice: Choice) -> str:

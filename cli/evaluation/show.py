@@ -11,9 +11,15 @@ from typing import Any
 
 from minikv.cli.evaluation.run import Cell
 from minikv.errors import UsageError
+from minikv.policies import default_step
 
 _BAR = 30
 _UNIT = {"ppl": "perplexity", "loss": "attention lost", "agree": "same as full"}
+_MORE = {
+    "agree": {"rouge_l": "ROUGE-L", "median_first_difference": "words before difference"}
+}
+"""What else is known of each answer, beside the score: the mean, and the median of those that
+differ."""
 
 
 def bar(done: int, total: int, seconds: float, what: str) -> str:
@@ -26,12 +32,29 @@ def bar(done: int, total: int, seconds: float, what: str) -> str:
     return line
 
 
+def names(cells: Sequence[Cell]) -> list[str]:
+    """Policy and budget of each cell in a few words, and the decode policy in a run where one is
+    not what its policy has by default."""
+    told = any(not c.stride and c.decode != default_step(c.policy) for c in cells)
+    found = []
+    for c in cells:
+        name = c.policy + (f" /{c.stride}" if c.stride else "")
+        if c.budget != "-":
+            name += (f" with {c.decode}" if told and not c.stride else "") + f" {c.budget}"
+        found.append(name)
+    return found
+
+
 def table(cells: Sequence[Cell]) -> str:
     """One block per task, the full cache's row first."""
     blocks = []
     for task in dict.fromkeys(cell.task for cell in cells):
         mine = [cell for cell in cells if cell.task == task]
-        rows = [("policy", "decode", "budget", _UNIT.get(task, "score"), "95 %", "n", "held")]
+        more = _MORE.get(task, {})
+        rows = [(
+            "policy", "decode", "budget", _UNIT.get(task, "score"), "95 %", "n", "held",
+            *more.values(),
+        )]  # fmt: skip
         for c in mine:
             between = "-"
             if c.low is not None and c.high is not None:
@@ -39,6 +62,7 @@ def table(cells: Sequence[Cell]) -> str:
             rows.append((
                 c.policy + (f" /{c.stride}" if c.stride else ""), c.decode, c.budget,
                 _figure(task, c.score), between, str(c.n), f"{c.held:.1%}",
+                *(_extra(c, key) for key in more),
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
@@ -55,16 +79,23 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def _figure(task: str, value: float) -> str:
-    return f"{value:.3f}" if task == "ppl" else f"{100 * value:.1f}%"
+    # z: rounding leaves no -0.0
+    return f"{value:z.3f}" if task == "ppl" else f"{100 * value:z.1f}%"
+
+
+def _extra(cell: Cell, key: str) -> str:
+    if key not in cell.more:
+        return "-"
+    return f"{cell.more[key]:.3f}" if key == "rouge_l" else f"{cell.more[key]:g}"
 
 
 def _by_question(cells: Sequence[Cell]) -> str:
     longest = max(len(c.by_question) for c in cells)
-    names = [c.name for c in cells]
-    width = max(map(len, names))
+    called = names(cells)
+    width = max(len("by question"), *map(len, called))
     head = " ".join(f"{f'Q{i + 1}':>6}" for i in range(longest))
     lines = [f"{'by question':{width}} {head}"]
-    for name, c in zip(names, cells, strict=True):
+    for name, c in zip(called, cells, strict=True):
         lines.append(f"{name:{width}} " + " ".join(f"{100 * s:5.1f}%" for s in c.by_question))
     return "\n".join(lines)
 
@@ -73,14 +104,16 @@ def as_csv(cells: Sequence[Cell]) -> str:
     """A line per cell."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        ["task", "policy", "decode", "budget", "stride", "n", "score", "low", "high", "held"]
-    )
+    more = list(dict.fromkeys(key for keys in _MORE.values() for key in keys))
+    writer.writerow([
+        "task", "policy", "decode", "budget", "stride", "n", "score", "low", "high", "held", *more
+    ])  # fmt: skip
     for c in cells:
         writer.writerow([
-            c.task, c.policy, c.decode, c.budget, c.stride, c.n, f"{c.score:.6f}",
-            "" if c.low is None else f"{c.low:.6f}",
-            "" if c.high is None else f"{c.high:.6f}", f"{c.held:.6f}",
+            c.task, c.policy, c.decode, c.budget, c.stride, c.n, f"{c.score:z.6f}",
+            "" if c.low is None else f"{c.low:z.6f}",
+            "" if c.high is None else f"{c.high:z.6f}", f"{c.held:.6f}",
+            *(f"{c.more[key]:.6f}" if key in c.more else "" for key in more),
         ])  # fmt: skip
     return out.getvalue()
 
@@ -141,7 +174,7 @@ def _map(cells: Sequence[Cell], path: Path) -> None:
         layout="constrained",
     )  # fmt: skip
     image: Any = None
-    for axis, cell in zip(axes.flat, mine, strict=False):
+    for axis, cell, name in zip(axes.flat, mine, names(mine), strict=False):
         found = {(d, n): score for d, n, score, _ in cell.by_place}
         grid = [[100 * found.get((d, n), float("nan")) for n in lengths] for d in depths]
         image = axis.imshow(grid, vmin=0, vmax=100, cmap="cividis", aspect="auto")
@@ -149,13 +182,13 @@ def _map(cells: Sequence[Cell], path: Path) -> None:
             for j, value in enumerate(row):
                 shade = "black" if value > 60 else "white"
                 axis.text(j, i, f"{value:.0f}", ha="center", va="center", color=shade, fontsize=8)
-        axis.set_title(cell.name, fontsize=10)
+        axis.set_title(name, fontsize=10)
         axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=8)
         axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=8)
     for axis in axes.flat[len(mine) :]:
         axis.set_visible(False)
     figure.supxlabel("tokens", fontsize=9)
     figure.supylabel("depth of the fact", fontsize=9)
-    figure.colorbar(image, ax=axes, label="exact answers, %", shrink=0.8)
+    figure.colorbar(image, ax=axes, label="right answers, %", shrink=0.8)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
