@@ -11,7 +11,7 @@ from pathlib import Path
 import minikv
 from minikv.cli.build import Settings, build
 from minikv.cli.evaluation import metrics, run, show, tasks
-from minikv.cli.evaluation.files import Item, read_items
+from minikv.cli.evaluation.files import Item, read_items, scored
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 
@@ -52,20 +52,22 @@ def evaluate(
     chat = build(replace(settings, decode="auto", stride=0, options={}))
     terminal.clear_status()
     codec, seed = chat.tokenizer, 900_000_000 + 10_000_000 * settings.seed
+    how = tasks.manner(settings.model)
     alike = Counter(path.name for path in read)
     work = [
         (path.name if alike[path.name] == 1 else str(path), ["file"], items)
         for path, items in read.items()
     ]
     if "needle" in wanted_tasks:
-        work.append(("needle", ["needle"], list(tasks.needle(codec, sizes, count, seed))))
+        made = list(tasks.needle(codec, sizes, count, seed, how=how))
+        work.append(("needle", ["needle"], made))
     if "followup" in wanted_tasks:
         chats = -(-count // tasks.FOLLOWUPS)
-        made = list(tasks.followup(codec, sizes[0], chats, seed))
+        made = list(tasks.followup(codec, sizes[0], chats, seed, how))
         work.append(("followup", ["followup"], made))
     same = [name for name in wanted_tasks if name not in ("needle", "followup")]
     if same:  # these look at the same documents, which are read once for all of them
-        made = list(tasks.facts(codec, sizes[0], count, seed))
+        made = list(tasks.facts(codec, sizes[0], count, seed, how))
         work.append((", ".join(same), same, made))
     terminal.status("looking whether all documents fit")
     runs = [(what, run.Run(chat, kinds, items, choices)) for what, kinds, items in work]
@@ -77,6 +79,10 @@ def evaluate(
         "minikv": minikv.__version__, "model": chat.facts.model, "dtype": chat.facts.dtype,
         "device": chat.facts.device, "lengths": sizes, "count": count, "seed": settings.seed,
         "options": dict(settings.options),
+        "metrics": {
+            what if kind == "file" else kind: scored(one.items)
+            for what, one in runs for kind in one.tasks if kind in run.ANSWERED
+        },
     }  # fmt: skip
     try:
         for what, one in runs:

@@ -7,7 +7,8 @@ words (see `longbench`), RULER's stay as they stand in its prompts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,8 @@ class Item:
 
 
 _RULER = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # tokens of an answer
+_RULER_NAME = re.compile(r"(?<![a-z0-9])(niah|vt|cwe|fwe|qa[_-]?[12])(?![a-z0-9])")
+_RULER_NAMES = "niah_*, vt, cwe, fwe, qa_1, qa_2"
 
 
 def read_items(path: Path) -> Iterator[Item]:
@@ -54,6 +57,11 @@ def read_items(path: Path) -> Iterator[Item]:
             yield _item(path, number, line)
     if not found:
         raise UsageError(f"{path} is empty", "give a JSONL file with one record per line")
+
+
+def scored(items: Iterable[Item]) -> str:
+    """The names of the metrics that score these, as a report has them."""
+    return ", ".join(dict.fromkeys(item.metric.__name__ for item in items))
 
 
 def _item(path: Path, number: int, line: str) -> Item:
@@ -98,7 +106,8 @@ def _item(path: Path, number: int, line: str) -> Item:
         return tuple(checked(name, x) for x in value)
 
     if "context" not in record and "outputs" in record:
-        return _ruler(path, source, text("input"), texts("outputs"), wrong)
+        prefix = text("answer_prefix") if record.get("answer_prefix") is not None else ""
+        return _ruler(path, source, text("input"), prefix, texts("outputs"), wrong)
     name = text("dataset")
     dataset = DATASETS.get(name)
     if dataset is None:
@@ -121,19 +130,32 @@ def _item(path: Path, number: int, line: str) -> Item:
 
 
 def _ruler(
-    path: Path, source: str, prompt: str, right: tuple[str, ...],
+    path: Path, source: str, prompt: str, prefix: str, right: tuple[str, ...],
     wrong: Callable[[str], UsageError],
 ) -> Item:  # fmt: skip
-    """RULER gives the whole prompt; its last line is the question. The file or, as its own scripts
-    write it, the folder says the task."""
+    """RULER gives the whole prompt; its last line is the question. How the answer begins ends the
+    prompt in older records and stands alone in newer ones; it is put back where it was.
+
+    RULER opens a chat model's own turn with it; here it closes the user's. The file or, as its own
+    scripts write it, the folder says the task.
+    """
     if not all(r.strip() for r in right):
         raise wrong("outputs has an empty text")
-    document, _, question = prompt.rstrip().rpartition("\n")
+    asked = prompt.rstrip()
+    document, _, question = asked.rpartition("\n")
     if not document.strip():
         raise wrong("input has no document before its last line")
     name = path.absolute().parent.name if path.stem in ("validation", "test") else path.stem
-    kind = name.split("_")[0]
-    metric = metrics.contains_any if kind == "qa" else metrics.contains
+    kinds = {found.rstrip("_-12") for found in _RULER_NAME.findall(name.lower())}
+    if len(kinds) != 1:
+        raise UsageError(
+            f"{source}: {name!r} names {'more than one' if kinds else 'no'} RULER task (known: "
+            f"{_RULER_NAMES})",
+            "the task decides how answers are scored: name the file after it",
+        )
+    (kind,) = kinds
     return Item(
-        document, (question,), (right,), metric, max_tokens=_RULER.get(kind, 128), source=source
-    )
+        document, ((question + prompt[len(asked) :] + prefix).rstrip(),), (right,),
+        metrics.contains_any if kind == "qa" else metrics.contains,
+        max_tokens=_RULER[kind], source=source,
+    )  # fmt: skip

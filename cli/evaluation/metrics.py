@@ -1,4 +1,6 @@
-"""How an answer is scored: exactly, or as LongBench and RULER score theirs. All in 0 to 1.
+"""How an answer is scored: exactly, by the value in it, or as LongBench and RULER score theirs.
+
+All in 0 to 1.
 
 LongBench: arXiv 2308.14508, appendix B, and its metrics.py; RULER: arXiv 2404.06654, section 3. The
 Chinese tasks of LongBench are not supported.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +25,52 @@ Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 def exact(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
     """1 if the answer is one of the right ones, character by character."""
     return float(answer.strip() in right)
+
+
+_FINAL = " .,;:!?…。\"'”’»)"
+"""What may follow a value in a sentence and is no part of it."""
+
+
+def contains_words(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
+    """1 if one of the right ones occurs in the answer as whole words, in any case.
+
+    A word is letters, digits and their marks; a hyphen between letters goes on with it, and so does
+    a point, comma or colon between digits: no one in twenty-one, no 5 in 12.5. An answer that lists
+    many values is right if the right one is among them.
+    """
+    text = _folded(answer)
+    return float(any(_occurs(_folded(r).rstrip(_FINAL), text) for r in right))
+
+
+def _folded(text: str) -> str:
+    """Without case, compatibility forms and runs of white space."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join(unicodedata.normalize("NFKC", folded).split())
+
+
+def _occurs(value: str, text: str) -> bool:
+    at = text.find(value) if value else -1
+    while at >= 0:
+        if not _inside(text, at) and not _inside(text, at + len(value)):
+            return True
+        at = text.find(value, at + 1)
+    return False
+
+
+def _inside(text: str, at: int) -> bool:
+    """Whether a word goes on from before `at` to after it."""
+    a, b, c, d = (text[i] if 0 <= i < len(text) else " " for i in range(at - 2, at + 2))
+    return (_in_word(b) and _in_word(c)) or _joined(a, b, c) or _joined(b, c, d)
+
+
+def _joined(left: str, between: str, right: str) -> bool:
+    if between == "-":
+        return _in_word(left) and _in_word(right)
+    return between in ".,:" and left.isdigit() and right.isdigit()
+
+
+def _in_word(character: str) -> bool:
+    return character.isalnum() or unicodedata.category(character).startswith("M")
 
 
 def contains(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
