@@ -216,7 +216,8 @@ def test_every_ruler_task_is_known_by_its_name(
     [
         ("x.jsonl", "no"), ("qa_3.jsonl", "no"), ("squad_qa.jsonl", "no"), ("qa_11.jsonl", "no"),
         ("qaint.jsonl", "no"), ("cwes.jsonl", "no"), ("acwe.jsonl", "no"),
-        ("qa_1/data.jsonl", "no"), ("x/validation.jsonl", "no"), ("vt_and_qa_1.jsonl", "more than one"),
+        ("qa_1/data.jsonl", "no"), ("x/validation.jsonl", "no"),
+        ("vt_and_qa_1.jsonl", "more than one"),
     ],
 )  # fmt: skip
 def test_another_name_is_refused(
