@@ -443,7 +443,7 @@ class Bench:
                 vs_peer=ratio(peers[0].times, seat.times) if peers else None,
                 step_bytes=self._step_bytes(seat) if kind == "decode" else {},
                 kv=kept(seat.stats), peak=seat.peak,
-                stream=self._stream(seat) if kind == "decode" else None,
+                stream=self._stream(seat) if kind == "decode" and own is not None else None,
                 captured=seat.system.captured
                 if kind == "decode" and isinstance(seat.system, models.Cached) else None,
             ))  # fmt: skip

@@ -193,7 +193,7 @@ def best(calls: list[Callable[[Tensor], object]], x: Tensor, seconds: float) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--chats", type=int, default=160)
+    parser.add_argument("--chats", type=int, default=160, help="0: products only")
     parser.add_argument("--context", type=int, default=2000)
     parser.add_argument("--matrices", default=",".join(n.replace(", ", "-") for n in SHAPES))
     parser.add_argument("--rows", default="1,16,128,1024")
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile's products, too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    losses = loss(args.chats, args.context)
+    losses = loss(args.chats, args.context) if args.chats else []
     for row in losses:
         print(
             f"{row['dtype']:9}{row['weights']:10}{row['weight_bytes'] / 1e6:6.1f} MB  logits off "
