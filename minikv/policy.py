@@ -381,7 +381,10 @@ def unprotected(view: StepView, policy: StepPolicy) -> Tensor:
 
 
 def oldest_of_lowest(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
-    """int64 [F]: of each head's free rows with the lowest score the oldest; all [F, N]."""
+    """int64 [F]: of each head's free rows with the lowest score the oldest; all [F, N].
+
+    A head needs a free row: nothing sensible comes of one that has none.
+    """
     scores = scores.masked_fill(~free, torch.inf)
     tied = free & (scores <= scores.amin(1, keepdim=True))
     return pos.masked_fill(~tied, _NEVER).argmin(1)

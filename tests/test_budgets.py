@@ -6,16 +6,30 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from small import COMPOSITIONS, PAIRS, Walk, ids, least, spell
+from small import COMPOSITIONS, PAIRS, VOCAB, Walk, ids, least, network, over, spell
 from torch import Tensor
 
 from minikv import policies
 from minikv.choice import Choice
+from minikv.engine import Engine
 from minikv.errors import UsageError
-from minikv.policy import smallest_budget
+from minikv.graph import Capture, Eager
+from minikv.policy import oldest_of_lowest, smallest_budget
+from minikv.sampling import Sampling
 
 PROMPTS = [name for name in policies.prompt_names() if name != "full"]
 COMPOSED = [*PROMPTS, "h2o+ada+pyramid", "kvcrush(adakv)", "snapkv+critical+turns", "l2+nacl+ada"]
+
+
+@pytest.fixture(autouse=True)
+def someone_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No budget leaves a head without a row that its step policy may evict."""
+
+    def checked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
+        assert bool((free & (pos >= 0)).any(1).all())
+        return oldest_of_lowest(scores, pos, free)
+
+    monkeypatch.setattr("minikv.policy.oldest_of_lowest", checked)
 
 
 @pytest.mark.parametrize("name", COMPOSED)
@@ -76,9 +90,11 @@ def values(option: policies.Option) -> st.SearchStrategy[object]:
 
 
 @st.composite
-def choices(draw: st.DrawFn, part: str = "", step: str = "") -> Choice:
+def choices(draw: st.DrawFn, part: str = "", step: str = "", pinned: int = 0) -> Choice:
     """What a user may ask for: any composition (with `part`) beside any step policy (or `step`), or
-    a step policy that reads in blocks, with any named options, on a budget that is enough."""
+    a step policy that reads in blocks, with any named options, on a budget that is enough beside
+    so many pins. An option that is left out may have one default for the prompt, another for the
+    answer."""
     step = step or draw(st.sampled_from(policies.step_names()))
     stride = 0
     if part or step == "none" or not draw(st.booleans()):
@@ -89,28 +105,40 @@ def choices(draw: st.DrawFn, part: str = "", step: str = "") -> Choice:
         name, stride = step, draw(st.sampled_from([1, 4, 16, 64]))
     info = None if stride else policies.find(name)
     takes = [*(info.prompt_options if info else ()), *policies.find(step, step=True).own]
-    given = {o.name: draw(values(o)) for o in takes if o.name not in OWN_ROUNDING}
+    given = {
+        o.name: draw(values(o)) for o in takes
+        if o.name not in OWN_ROUNDING and draw(st.integers(0, 3))
+    }  # fmt: skip
     decode = "auto" if stride else step
     try:
-        rows = least(Choice.read(name, decode, 1, given, stride=stride), PINNED)
+        rows = enough(Choice.read(name, decode, 1, given, stride=stride), pinned)
     except UsageError:  # options that contradict each other
         given = {}
-        rows = least(Choice.read(name, decode, 1, given, stride=stride), PINNED)
+        rows = enough(Choice.read(name, decode, 1, given, stride=stride), pinned)
     return Choice.read(name, decode, rows + draw(st.integers(0, 40)), given, stride=stride)
 
 
+def enough(choice: Choice, pinned: int) -> int:
+    """Rows per head that are enough to the row: pins among the sinks need none of their own."""
+    prompt, step, _, _ = choice.policies()
+    sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
+    return least(choice, max(0, pinned - sinks))
+
+
 PINNED = 6
+FEW = 2  # pins among the sinks
 WINDOWS = [(None, None), (20, None), (None, 70)]
 
 
 def run(data: st.DataObject, part: str, step: str) -> None:
     """Two or three prompts with answers between them, some under another choice than the first."""
     draw = data.draw
-    choice, pinned = draw(choices(part, step)), draw(st.sampled_from([0, PINNED]))
+    pinned = draw(st.sampled_from([0, FEW, PINNED]))
+    choice = draw(choices(part, step, pinned))
     walk = Walk(choice, windows=draw(st.sampled_from(WINDOWS)), pinned=pinned)
     for turn in range(draw(st.integers(2, 3))):
         if turn and draw(st.booleans()):
-            walk.configure(draw(choices()))
+            walk.configure(draw(choices(pinned=pinned)))
         walk.prompt(ids(draw(st.integers(1, 120)), seed=turn))
         for token in ids(draw(st.integers(0, 9)), seed=10 + turn):
             walk.step(token)
@@ -161,13 +189,35 @@ def test_the_smallest_budget_is_enough_at_every_extreme(name: str, part: str) ->
 def test_pinned_rows_stay_where_heads_have_little_else(name: str, step: str) -> None:
     """However few rows an adaptive budget gives a head, one beside the pins may be overwritten."""
     given = {"alpha": 0.0} | ({"recent_share": 0.0} if name.startswith("h2o") else {})
-    rows = least(Choice.read(name, step, 1, given), PINNED)
-    for seed in range(3):
-        walk = Walk(Choice.read(name, step, rows + seed, given), pinned=PINNED)
+    for seed, (pinned, spare) in enumerate([(PINNED, 0), (PINNED, 1), (FEW, 1), (FEW, 0)]):
+        rows = enough(Choice.read(name, step, 1, given), pinned)
+        walk = Walk(Choice.read(name, step, rows + spare, given), pinned=pinned)
         for turn in range(2):
             walk.prompt(ids(90, seed=10 * seed + turn))
             for token in ids(9, seed=5 + seed):
                 walk.step(token)
+
+
+@pytest.mark.parametrize("capture", [None, Eager()], ids=["host", "device"])
+@pytest.mark.parametrize(
+    ("seed", "pinned", "layer", "head", "before", "after"),
+    [(1, 0, 2, 0, [0, 1], [0]), (9, 2, 2, 2, [0, 1, 3], [0, 1])],
+)
+def test_a_head_that_has_nothing_but_sinks_keeps_its_pins_and_its_first_row(
+    seed: int, pinned: int, layer: int, head: int, before: list[int], after: list[int],
+    capture: Capture | None,
+) -> None:  # fmt: skip
+    """H2O has no sinks of its own, StreamingLLM has four: a head may be left with fewer rows."""
+    net, given = network(seed=seed), {"alpha": 0.0, "recent_share": 0.0}
+    kv = over(net, *Choice.read("h2o+ada", "streaming", 5, given).policies())
+    kv.pin(pinned)
+    engine = Engine(net, kv, capture)
+    engine.prompt(ids(100, seed=seed))
+    assert kv.kept(layer, head).tolist() == before
+    token = 5
+    for position in range(100, 104):
+        token = engine.next(token, VOCAB, Sampling(), seed)
+        assert kv.kept(layer, head).tolist() == [*after, position]
 
 
 OTHERS: list[tuple[str, dict[str, object]]] = [

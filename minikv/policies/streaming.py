@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minikv.policy import Evidence, PromptView, StepPolicy, StepView
+from minikv.policy import Evidence, PromptView, StepPolicy, StepView, unprotected
 
 
 def scorer(options: Mapping[str, object]) -> Evidence:
@@ -31,7 +31,8 @@ def _recency(view: PromptView) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming(StepPolicy):
-    """The oldest row that is no sink leaves before attention."""
+    """The oldest row that is no sink leaves before attention; of a head that has none but sinks, as
+    a budget per head may leave it, the youngest."""
 
     sinks: int
     name: str = "streaming"
@@ -39,7 +40,8 @@ class Streaming(StepPolicy):
     recent: int = 0
 
     def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
-        return view.pos.float(), view.pos >= self.sinks
+        age = view.pos.float()
+        return age.where(view.pos >= self.sinks, -age), unprotected(view, self)
 
 
 def step_policy(options: Mapping[str, object]) -> Streaming:
