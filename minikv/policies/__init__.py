@@ -267,7 +267,8 @@ POLICIES: dict[str, PolicyInfo] = {
         PolicyInfo(
             "h2o", True, True, "prompt + step", "uniform", "accumulated attention",
             "1 sum per row", "fades", "2306.14048",
-            "rows with the most accumulated attention, and the newest",
+            "rows with the most accumulated attention, and the newest; what rows got before a "
+            "later prompt counts there only with --decode h2o or roco",
             ("h2o",), "minikv.policies.h2o",
             (RECENT_SHARE, NO_SINKS),
             stride=_AFTER,
