@@ -606,3 +606,20 @@ def test_loss_is_the_same_however_the_document_was_read() -> None:
         lost.append(torch.stack(shadow.lost))
     assert torch.equal(*lost)
     assert float(lost[0].min()) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("window=0", "give from 1 to 4096; the default is 32"),
+        ("window=x", "give from 1 to 4096; the default is 32"),
+        ("kernel=4", "give an odd number from 1 to 63; the default is 7"),
+        ("pooling=min", "the default is max"),
+        ("normalize=x", "give true or false; the default is false"),
+    ],
+)
+def test_a_wrong_value_of_an_option_says_what_is_right(given: str, hint: str) -> None:
+    name, value = given.split("=")
+    with pytest.raises(UsageError) as refused:
+        Choice.read("adakv", options={name: value})
+    assert refused.value.hint == hint

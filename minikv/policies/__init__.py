@@ -494,21 +494,37 @@ def _read(policy: str, option: Option, raw: object) -> Value:
         value: Value = kind(str(raw))
     except (ValueError, KeyError):
         raise UsageError(
-            f"{policy}: {option.name} must be {kind.__name__}, got {raw!r}"
+            f"{policy}: {option.name} must be {kind.__name__}, got {raw!r}", _hint(option)
         ) from None
     if option.choices and value not in option.choices:
         raise UsageError(
-            f"{policy}: {option.name} must be one of {', '.join(option.choices)}, got {value!r}"
+            f"{policy}: {option.name} must be one of {', '.join(option.choices)}, got {value!r}",
+            _hint(option),
         )
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         low, high = option.low, option.high
         if not ((low is None or value >= low) and (high is None or value <= high)):
             raise UsageError(
-                f"{policy}: {option.name} must be between {low} and {high}, got {value}"
+                f"{policy}: {option.name} must be between {low} and {high}, got {value}",
+                _hint(option),
             )
         if option.odd and isinstance(value, int) and value % 2 == 0:
-            raise UsageError(f"{policy}: {option.name} must be odd, got {value}")
+            raise UsageError(
+                f"{policy}: {option.name} must be odd, got {value}", _hint(option)
+            )
     return value
+
+
+def _hint(option: Option) -> str:
+    """What may be given instead of a wrong value."""
+    wanted = ""
+    if isinstance(option.default, bool):
+        wanted = "give true or false; "
+    elif option.low is not None and option.high is not None:
+        odd = "an odd number " if option.odd else ""
+        wanted = f"give {odd}from {option.low} to {option.high}; "
+    default = str(option.default).lower() if wanted else option.default
+    return f"{wanted}the default is {default}"
 
 
 def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy | None:
