@@ -151,9 +151,6 @@ class Writer:
             self._told = torch.zeros(2, dtype=torch.int64, device=kv.device)
             self._draws = torch.zeros(_DRAWS, dtype=torch.float64, device=kv.device)
             self._drawn_from = torch.zeros((), dtype=torch.int64, device=kv.device)
-            self._numbers = torch.zeros(
-                _DRAWS, dtype=torch.float64, pin_memory=kv.device.type == "cuda"
-            )
         self._arena: Arena | None = None  # while it is on loan
         self._how: tuple[int, Sampling, int] | None = None  # vocabulary, sampling, seed
         self._drawn = range(0)  # positions whose random numbers are on the device
@@ -295,7 +292,8 @@ class Writer:
             return
         self._drawn = range(self._at + 1, self._at + 1 + _DRAWS)
         numbers = [draw(seed, position) for position in self._drawn]
-        # Through memory that the device copies from by itself; it is filled again 256 steps later.
-        self._numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
-        self._draws.copy_(self._numbers, non_blocking=True)
+        # Through memory that the device copies from by itself, and that torch keeps until it has.
+        pinned = self._kv.device.type == "cuda"
+        made = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
+        self._draws.copy_(made, non_blocking=True)
         self._drawn_from.fill_(self._drawn.start)
