@@ -102,9 +102,7 @@ class Choice:
         from minikv.policy import smallest_budget
 
         prompt, step, _, stride = self.policies()
-        # A block's rows are inside the cap when a policy that evicts before attention reads it.
-        block = stride - 1 if stride and step is not None and step.before else 0
-        return smallest_budget(prompt, step) + block
+        return smallest_budget(prompt, step, stride)
 
     def policies(self) -> tuple[PromptPolicy | None, StepPolicy | None, Budget | None, int]:
         """What the scheduler takes."""

@@ -236,11 +236,15 @@ class StepPolicy(ABC):
         return oldest_of_lowest(scores, view.pos, free)
 
 
-def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None) -> int:
-    """Rows per head below which a pair of policies cannot work: sinks + window + 1."""
+def smallest_budget(
+    prompt: PromptPolicy | None, step: StepPolicy | None, stride: int = 0
+) -> int:
+    """Rows per head below which a pair of policies cannot work: sinks + window + 1. In blocks of
+    `stride` rows those of a block are inside the cap when it attends, if `step` evicts before."""
     sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
     window = max(prompt.evidence.window if prompt else 0, step.recent if step else 0)
-    return sinks + window + 1
+    block = stride - 1 if stride and step is not None and step.before else 0
+    return sinks + window + 1 + block
 
 
 def best(scores: Tensor, pos: Tensor, free: Tensor, count: int) -> Tensor:

@@ -179,9 +179,7 @@ class Scheduler:
         """Rows per head that the policies and the pinned rows need."""
         prompt, step = self.prompt_policy, self.step_policy
         sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
-        least = smallest_budget(prompt, step)
-        if self.stride and step and step.before:
-            least += self.stride - 1  # a block's rows are inside the cap when it attends
+        least = smallest_budget(prompt, step, self.stride)
         return least + max(0, (self._pinned if pinned is None else pinned) - sinks)
 
     def _refuse_pins(self, rows: int, each: int) -> None:
