@@ -43,3 +43,16 @@ class Interrupts:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """A Ctrl-C comes when this is left, where the system can keep it that long."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

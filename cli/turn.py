@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from minikv.cli.build import Settings, build
 from minikv.cli.documents import Text, distinct
-from minikv.cli.interrupt import Interrupts
+from minikv.cli.interrupt import Interrupts, held
 from minikv.cli.progress import Live, Loading
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
@@ -31,7 +31,8 @@ class Limits:
         """Raise the UsageError that a turn would raise."""
         if self.max_tokens < 1:
             raise UsageError(f"--max-tokens must be at least 1, got {self.max_tokens}")
-        from minikv.sampling import Sampling  # torch comes with it
+        with held():  # torch comes with it, and would lose a Ctrl-C or end by it
+            from minikv.sampling import Sampling
 
         Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 

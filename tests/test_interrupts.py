@@ -20,7 +20,7 @@ from small import VOCAB, engine, network
 from torch import Tensor
 
 from minikv.choice import Choice
-from minikv.cli.interrupt import Interrupts
+from minikv.cli.interrupt import Interrupts, held
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import Limits, run_turn
 from minikv.errors import Interrupted
@@ -212,3 +212,18 @@ def test_two_hundred_random_moments() -> None:
     sys.stderr.write(f"{came}\n")
     assert came["reading"] >= 30
     assert came["writing"] >= 30
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="POSIX signals")
+def test_a_ctrl_c_is_held_until_it_can_be_heard() -> None:
+    seen: list[str] = []
+
+    def interrupted() -> None:
+        with held():
+            os.kill(os.getpid(), signal.SIGINT)
+            seen.append("inside")
+        seen.append("it was lost")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert seen == ["inside"]
