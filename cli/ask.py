@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from minikv.cli import documents, render
-from minikv.cli.build import Settings
 from minikv.cli.documents import Text
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import Limits, open_chat, run_turn
 from minikv.errors import UsageError
+from minikv.loader import Settings
 
 if TYPE_CHECKING:
-    from minikv.report import TurnReport
+    from minikv.chat.report import TurnReport
 
 STDIN = "standard input"
 _PATIENCE = 3.0  # seconds of silence on a pipe before we say what we are waiting for
@@ -44,7 +44,7 @@ def ask(
     `question` "-" is the whole user message from standard input, verbatim; otherwise what is piped
     in is a document, before the named files.
     """
-    settings.choice()  # refuse a wrong policy before a large document is read
+    settings.eviction()  # refuse a wrong policy before a large document is read
     question, texts = _inputs(question, files, errors, loaders, terminal)
     limits.check()
     interrupts = Interrupts()
@@ -68,9 +68,12 @@ def to_json(record: object) -> str:
 
 
 def _inputs(
-    question: str, files: Sequence[str], errors: str, loaders: Mapping[str, str],
+    question: str,
+    files: Sequence[str],
+    errors: str,
+    loaders: Mapping[str, str],
     terminal: Terminal,
-) -> tuple[str, list[Text]]:  # fmt: skip
+) -> tuple[str, list[Text]]:
     named = [documents.read_file(path, errors, loaders) for path in files if path != "-"]
     if question == "-":
         if sys.stdin.isatty():

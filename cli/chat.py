@@ -12,7 +12,6 @@ import typer
 
 import minikv
 from minikv.cli import chats, commands, documents, render, saving
-from minikv.cli.build import Settings
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Config
 from minikv.cli.editor import Cleared, Help, history_path, open_reader
@@ -22,10 +21,11 @@ from minikv.cli.settings_commands import KEYS
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.cli.turn import Limits, open_chat, run_turn
 from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.loader import Settings
 from minikv.policies import prompt_names
 
 if TYPE_CHECKING:
-    from minikv.session import ChatSession
+    from minikv.chat.session import ChatSession
 
 
 def chat(
@@ -67,10 +67,10 @@ def chat(
     if resume is not None:  # refused, if at all, before the model is loaded
         resume = resume or chats.newest()
         settings = chats.resumed(settings, chats.header(resume), given)
-    settings.choice()
+    settings.eviction()
     texts = [documents.read_file(path, errors, config.loaders) for path in files]
     limits.check()
-    from minikv.session import UNDO_TURNS
+    from minikv.chat.session import UNDO_TURNS
 
     keeper = chats.Keeper(terminal, active=save)
     interrupts = Interrupts()
@@ -93,9 +93,17 @@ def chat(
         )
     try:
         context = Context(
-            session, terminal, errors, limits, interrupts, keeper, config.loaders, origins,
-            offline=settings.offline, debug=debug,
-        )  # fmt: skip
+            session,
+            terminal,
+            errors,
+            limits,
+            interrupts,
+            keeper,
+            config.loaders,
+            origins,
+            offline=settings.offline,
+            debug=debug,
+        )
         read_line = _piped
         if typed:
             read_line = open_reader(terminal, _help(session), history_path() if history else None)

@@ -24,19 +24,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import minikv
-from minikv.budget import Budget
-from minikv.choice import Choice
-from minikv.cli.build import Settings
+from minikv.cache.budget import Budget
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.report import size
+from minikv.chat.reuse import REUSES
 from minikv.cli.failures import explain
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
-from minikv.report import size
-from minikv.reuse import REUSES
+from minikv.loader import Settings
 
 if TYPE_CHECKING:
-    from minikv.report import TurnReport
-    from minikv.session import ChatSession, Document, Turn
-    from minikv.snapshot import Snapshot
+    from minikv.chat.report import TurnReport
+    from minikv.chat.session import ChatSession
+    from minikv.chat.snapshot import ChatSnapshot
+    from minikv.chat.transcript import Document, Turn
 
 FORMAT = 1
 DOCUMENT_BYTES = 64 << 20
@@ -72,7 +73,7 @@ class Saved:
     name: str
     folder: Path
     header: Mapping[str, Any]
-    choice: Choice
+    eviction: EvictionConfig
     turns: tuple[Turn, ...]
     pending: tuple[Document, ...]
 
@@ -150,19 +151,22 @@ def resumed(settings: Settings, saved: Mapping[str, Any], given: Collection[str]
 
 def read(name: str) -> Saved:
     """A chat's transcript and documents. Raises UsageError for anything missing or altered."""
-    from minikv.report import DeviceMemory, KvBytes, Loss, Rates, Seconds, Tokens, TurnReport
-    from minikv.session import Document, Turn
+    from minikv.chat.report import DeviceMemory, KvBytes, Loss, Rates, Seconds, Tokens, TurnReport
+    from minikv.chat.transcript import Document, Turn
 
     folder = root() / name
     lines = _lines(name)
 
     def report(record: Mapping[str, Any]) -> TurnReport:
         parts = {
-            "tokens": Tokens(**record["tokens"]), "kv_bytes": KvBytes(**record["kv_bytes"]),
-            "time_s": Seconds(**record["time_s"]), "rate": Rates(**record["rate"]),
-            "loss": Loss(**record["loss"]), "device_mem": DeviceMemory(**record["device_mem"]),
+            "tokens": Tokens(**record["tokens"]),
+            "kv_bytes": KvBytes(**record["kv_bytes"]),
+            "time_s": Seconds(**record["time_s"]),
+            "rate": Rates(**record["rate"]),
+            "loss": Loss(**record["loss"]),
+            "device_mem": DeviceMemory(**record["device_mem"]),
             "warnings": tuple(record["warnings"]),
-        }  # fmt: skip
+        }
         return TurnReport(**{**record, **parts})
 
     with _as_damage(name):
@@ -246,7 +250,7 @@ class Keeper:
         they were written. With `reread` the cache is left alone: the next question reads the whole
         conversation again. On UsageError nothing changed.
         """
-        from minikv.snapshot import Snapshot
+        from minikv.chat.snapshot import ChatSnapshot
 
         check_name(name)
         if not (root() / name / _TRANSCRIPT).exists():
@@ -257,14 +261,20 @@ class Keeper:
         try:
             saved = read(name)
             stated = [field for flag in given for field in _FLAGS.get(flag, (flag,))]
-            choice = saved.choice
+            eviction = saved.eviction
             if reread:
                 if set(stated) & set(_POLICY):
-                    choice = session.choice
-                snapshot = Snapshot(
-                    None, choice, int(saved.header["seed"]), _messages(saved), saved.documents,
-                    saved.pending, turns=saved.turns, curve=saved.curve,
-                )  # fmt: skip
+                    eviction = session.eviction
+                snapshot = ChatSnapshot(
+                    None,
+                    eviction,
+                    int(saved.header["seed"]),
+                    _messages(saved),
+                    saved.documents,
+                    saved.pending,
+                    turns=saved.turns,
+                    curve=saved.curve,
+                )
             else:
                 self._refuse(session, saved, stated)
                 snapshot = _snapshot(saved)
@@ -294,7 +304,7 @@ class Keeper:
         mark = f"{session.facts.model}@{session.facts.revision}"
         if self._model is None or self._model[0] != mark:
             self._model = mark, _model_identity(session)
-        choice = session.choice
+        eviction = session.eviction
         return {
             "format": FORMAT,
             "minikv": minikv.__version__,
@@ -302,17 +312,17 @@ class Keeper:
             "dtype": session.facts.dtype,
             "kv": session.facts.kv,
             "form": session.facts.form,
-            "policy": choice.policy,
-            "policy_options": dict(choice.policy_options),
-            "decode": choice.decode,
-            "decode_options": dict(choice.decode_options),
-            "budget": f"{choice.budget.value} {choice.budget.unit}",
-            "stride": choice.stride,
+            "policy": eviction.policy,
+            "policy_options": dict(eviction.policy_options),
+            "decode": eviction.decode,
+            "decode_options": dict(eviction.decode_options),
+            "budget": f"{eviction.budget.value} {eviction.budget.unit}",
+            "stride": eviction.stride,
         }
 
     def _refuse(self, session: ChatSession, saved: Saved, stated: Collection[str]) -> None:
         """Raise UsageError that names everything in which the chat and this session differ."""
-        from minikv.session import Facts
+        from minikv.chat.session import Facts
 
         here, there = self.identity(session), saved.header["identity"]
         # Chats of before there was a choice:
@@ -324,8 +334,9 @@ class Keeper:
             return
         if "weights" in different and "model" in different:
             different.remove("weights")
-        parts = [f"{key} {_shown(here[key])} here, {_shown(there.get(key))} there"
-                 for key in different]  # fmt: skip
+        parts = [
+            f"{key} {_shown(here[key])} here, {_shown(there.get(key))} there" for key in different
+        ]
         raise UsageError(
             f"the cache of chat {saved.name} does not belong to this run: {'; '.join(parts)}",
             "--reread takes the conversation up without it: the next question reads it again",
@@ -342,9 +353,12 @@ class Keeper:
 
     def _state(self, session: ChatSession) -> tuple[object, ...]:
         return (
-            list(session.turns), list(session.pending), session.choice, session.seed,
+            list(session.turns),
+            list(session.pending),
+            session.eviction,
+            session.seed,
             session.reuse,
-        )  # fmt: skip
+        )
 
     def _save(self, session: ChatSession, name: str | None) -> None:
         before = self.name
@@ -362,9 +376,9 @@ class Keeper:
     def _put(self, session: ChatSession) -> None:
         assert self.name is not None
         folder = root() / self.name
-        texts = list(dict.fromkeys(
-            document for turn in session.turns for document in turn.documents
-        ))  # fmt: skip
+        texts = list(
+            dict.fromkeys(document for turn in session.turns for document in turn.documents)
+        )
         texts += [document for document in session.pending if document not in texts]
         total = sum(len(document.text.encode()) for document in texts)
         if total > DOCUMENT_BYTES:
@@ -379,16 +393,26 @@ class Keeper:
             file = f"document-{mark[:16]}.txt"
             if not _is_there(folder / file, len(data)):
                 _write(folder, file, data)
-            body.append({
-                "kind": "document", "name": document.name, "characters": len(document.text),
-                "bytes": len(data), "sha256": mark, "file": file,
-            })  # fmt: skip
+            body.append(
+                {
+                    "kind": "document",
+                    "name": document.name,
+                    "characters": len(document.text),
+                    "bytes": len(data),
+                    "sha256": mark,
+                    "file": file,
+                }
+            )
         for turn in session.turns:
-            body.append({
-                "kind": "turn", "question": turn.question, "answer": turn.answer,
-                "documents": [texts.index(document) for document in turn.documents],
-                "record": turn.report.to_dict(),
-            })  # fmt: skip
+            body.append(
+                {
+                    "kind": "turn",
+                    "question": turn.question,
+                    "answer": turn.answer,
+                    "documents": [texts.index(document) for document in turn.documents],
+                    "record": turn.report.to_dict(),
+                }
+            )
         documents = [document for turn in session.turns for document in turn.documents]
         whole = {
             **self.identity(session),
@@ -402,13 +426,21 @@ class Keeper:
         title = session.turns[0].question if session.turns else ""
         first = session.messages[0] if session.messages else None
         top = {
-            "kind": "chat", "title": " ".join(title.split())[:80], "turns": len(session.turns),
-            "identity": whole, "cache": cache, "no_cache": why, "seed": session.seed,
-            "system": session.system, "pin_system": session.pin_system, "reuse": session.reuse,
+            "kind": "chat",
+            "title": " ".join(title.split())[:80],
+            "turns": len(session.turns),
+            "identity": whole,
+            "cache": cache,
+            "no_cache": why,
+            "seed": session.seed,
+            "system": session.system,
+            "pin_system": session.pin_system,
+            "reuse": session.reuse,
             "opened_with": first.content if first and first.role == "system" else "",
             "pending": [texts.index(document) for document in session.pending],
-            "curve": [list(point) for point in session.curve], "run": _run(session),
-        }  # fmt: skip
+            "curve": [list(point) for point in session.curve],
+            "run": _run(session),
+        }
         written = "".join(json.dumps(line) + "\n" for line in (top, *body)).encode()
         end = {"kind": "end", "sha256": hashlib.sha256(written).hexdigest()}
         _write(folder, _TRANSCRIPT, written + json.dumps(end).encode() + b"\n")
@@ -424,17 +456,17 @@ class Keeper:
             return None, "nothing of it had been read when it was saved"
         held_bytes = session.engine.kv.stats().held_bytes
         if held_bytes > CACHE_BYTES:
-            return None, (
-                f"it held {size(held_bytes)}, and at most {size(CACHE_BYTES)} are saved"
-            )
+            return None, (f"it held {size(held_bytes)}, and at most {size(CACHE_BYTES)} are saved")
         import torch
         from safetensors.torch import save
 
         snapshot = session.snapshot()
         assert snapshot.held is not None
         state = {
-            "held": snapshot.held.record(), "owed": snapshot.owed, "shaped_by": snapshot.shaped_by
-        }  # fmt: skip
+            "held": snapshot.held.record(),
+            "owed": snapshot.pending_token,
+            "shaped_by": snapshot.shaped_by,
+        }
         tensors = {f"column.{name}": column for name, column in snapshot.held.columns.items()}
         tensors["fed"] = torch.tensor(snapshot.fed, dtype=torch.int64)
         data = save(tensors, {"identity": json.dumps(whole), "state": json.dumps(state)})
@@ -495,9 +527,7 @@ def _lines(name: str) -> list[dict[str, Any]]:
         raise UsageError(f"chat {name} cannot be read: {error.strerror}") from None
     with _as_damage(name):
         body, newline, end = data.removesuffix(b"\n").rpartition(b"\n")
-        if json.loads(end) != {
-            "kind": "end", "sha256": hashlib.sha256(body + newline).hexdigest()
-        }:  # fmt: skip
+        if json.loads(end) != {"kind": "end", "sha256": hashlib.sha256(body + newline).hexdigest()}:
             raise ValueError("the checksum of chat.jsonl does not fit: it was cut or edited")
         lines = [json.loads(line) for line in body.splitlines()]
         if lines[0]["kind"] != "chat":
@@ -507,12 +537,13 @@ def _lines(name: str) -> list[dict[str, Any]]:
     return lines
 
 
-def _snapshot(saved: Saved) -> Snapshot:
+def _snapshot(saved: Saved) -> ChatSnapshot:
     """The saved chat with its cache, checked against the transcript. Raises UsageError."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    from minikv.snapshot import Held, Snapshot
+    from minikv.cache.snapshot import CacheSnapshot
+    from minikv.chat.snapshot import ChatSnapshot
 
     top = saved.header
     if top["cache"] is None:
@@ -531,35 +562,51 @@ def _snapshot(saved: Saved) -> Snapshot:
         except SafetensorError as error:
             raise ValueError(str(error)) from None
         state = json.loads(written["state"])
-        fed, owed, shaped_by = tensors.pop("fed").tolist(), state["owed"], state["shaped_by"]
+        fed, pending_token, shaped_by = (
+            tensors.pop("fed").tolist(),
+            state["owed"],
+            state["shaped_by"],
+        )
         columns = {name.removeprefix("column."): tensor for name, tensor in tensors.items()}
-        held = Held.read(state["held"], columns)
+        held = CacheSnapshot.read(state["held"], columns)
         if held.position != len(fed) or _fed_hash(fed) != top["identity"]["fed"]:
             raise ValueError("the tokens in the cache are not those of the transcript")
-    return Snapshot(
-        held, saved.choice, int(top["seed"]), _messages(saved), saved.documents, saved.pending,
-        tuple(fed), owed, shaped_by, saved.turns, saved.curve,
-    )  # fmt: skip
+    return ChatSnapshot(
+        held,
+        saved.eviction,
+        int(top["seed"]),
+        _messages(saved),
+        saved.documents,
+        saved.pending,
+        tuple(fed),
+        pending_token,
+        shaped_by,
+        saved.turns,
+        saved.curve,
+    )
 
 
 def _messages(saved: Saved) -> tuple[Any, ...]:
     """The transcript as the session has it."""
-    from minikv.session import Message
+    from minikv.chat.transcript import Message
 
     opened = str(saved.header["opened_with"])
     system = [Message("system", opened)] if opened else []
     return (*system, *(message for turn in saved.turns for message in turn.messages()))
 
 
-def _choice(identity: Mapping[str, Any]) -> Choice:
+def _choice(identity: Mapping[str, Any]) -> EvictionConfig:
     value, unit = str(identity["budget"]).split()
     if unit not in ("rows", "share", "bytes") or Fraction(value) <= 0:
         raise ValueError(f"{identity['budget']!r:.40} is no budget")
-    return Choice(
-        str(identity["policy"]), str(identity["decode"]), Budget(unit, Fraction(value)),
-        dict(identity["policy_options"]), dict(identity["decode_options"]),
+    return EvictionConfig(
+        str(identity["policy"]),
+        str(identity["decode"]),
+        Budget(unit, Fraction(value)),
+        dict(identity["policy_options"]),
+        dict(identity["decode_options"]),
         int(identity["stride"]),
-    )  # fmt: skip
+    )
 
 
 def _part(folder: Path, file: str, record: Mapping[str, Any], limit: int) -> bytes:
@@ -613,9 +660,14 @@ def _model_identity(session: ChatSession) -> dict[str, object]:
         _add_file(weights, path)
     tokenizer = hashlib.sha256()
     for file in (
-        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-        "added_tokens.json", "chat_template.jinja", "chat_template.json",
-    ):  # fmt: skip
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+    ):
         _add_file(tokenizer, folder / file)
     return {**named, "weights": weights.hexdigest()[:32], "tokenizer": tokenizer.hexdigest()[:32]}
 
@@ -663,10 +715,15 @@ def _run(session: ChatSession) -> dict[str, object]:
     elif not facts.revision:
         model = str(folder)
     return {
-        "model": model or None, "revision": facts.revision or None, "dtype": facts.dtype,
-        "seed": session.seed, "system": session.system, "pin_system": session.pin_system,
-        "kv": "int8" if facts.kv == "int8" else "auto", "weights": facts.weights,
-    }  # fmt: skip
+        "model": model or None,
+        "revision": facts.revision or None,
+        "dtype": facts.dtype,
+        "seed": session.seed,
+        "system": session.system,
+        "pin_system": session.pin_system,
+        "kv": "int8" if facts.kv == "int8" else "auto",
+        "weights": facts.weights,
+    }
 
 
 def _hashes(documents: Collection[Document]) -> list[str]:

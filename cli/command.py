@@ -12,7 +12,7 @@ from minikv.cli.terminal import Terminal
 from minikv.cli.turn import Limits
 
 if TYPE_CHECKING:
-    from minikv.session import ChatSession
+    from minikv.chat.session import ChatSession
 
 
 class Leave(Exception):

@@ -7,7 +7,7 @@ import re
 import shlex
 from dataclasses import replace
 
-from minikv.choice import Choice, read_budget
+from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.cli import (
     compare,
     document_commands,
@@ -128,8 +128,8 @@ def _policy(context: Context, arguments: list[str]) -> None:
         name, *pairs = arguments
         options = read_pairs(pairs)
         decode = str(options.pop("decode", "auto"))
-        chosen = Choice.read(name, decode, options=options, seed=session.seed)
-        session.configure(replace(chosen, budget=session.choice.budget))
+        chosen = EvictionConfig.read(name, decode, options=options, seed=session.seed)
+        session.configure(replace(chosen, budget=session.eviction.budget))
         context.origins |= dict.fromkeys(("policy", "decode", "stride"), "/policy")
         context.terminal.say(f"from the next question on: {render.policy_line(session)}")
     else:
@@ -137,7 +137,7 @@ def _policy(context: Context, arguments: list[str]) -> None:
 
 
 def _budget(context: Context, arguments: list[str]) -> None:
-    session, choice = context.session, context.session.choice
+    session, choice = context.session, context.session.eviction
     if not arguments:
         context.terminal.say(render.policy_line(session))
         return

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from minikv.choice import Choice, read_budget
+from minikv.chat.eviction_config import EvictionConfig, read_budget
+from minikv.chat.report import TurnReport, of_full, percent_saved, ratio
 from minikv.cli.command import Command, Context
 from minikv.cli.kept_view import Screen
 from minikv.cli.progress import FRAME, Live
@@ -19,10 +20,10 @@ from minikv.cli.strips import clipped, folded
 from minikv.cli.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step
-from minikv.report import TurnReport, of_full, percent_saved, ratio
 
 if TYPE_CHECKING:
-    from minikv.session import ChatSession, Document
+    from minikv.chat.session import ChatSession
+    from minikv.chat.transcript import Document
 
 NARROWEST = 80
 """Columns below which the runs stand one below the other."""
@@ -76,12 +77,12 @@ def _compare(context: Context, arguments: list[str]) -> None:
     runs: list[Run] = []
     try:
         with context.interrupts.stopping(stop):
-            for choice in choices:
-                beside(session, choice)  # what does not go together shows before anything runs
+            for eviction in choices:
+                beside(session, eviction)  # what does not go together shows before anything runs
             # The full cache is the largest: run first, its errors cost no time.
-            for choice in (choices[-1], *choices[:-1]):
-                name = label(choice)
-                stop.session = beside(session, choice)
+            for eviction in (choices[-1], *choices[:-1]):
+                name = label(eviction)
+                stop.session = beside(session, eviction)
                 most = context.limits.max_tokens
                 runs.append(run(stop.session, name, question, most, _live(terminal, name), stop))
                 stop.session = None  # one more cache than the chat's at a time
@@ -149,12 +150,12 @@ def last_question(session: ChatSession) -> Question:
     raise AssertionError("every text starts with an empty one")
 
 
-def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[Choice]:
+def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[EvictionConfig]:
     """The policies to run, full last. With none named, that of the chat.
 
     One named as the chat's own is taken with the chat's options. Raises UsageError.
     """
-    own, budget = session.choice, session.choice.budget
+    own, budget = session.eviction, session.eviction.budget
     names = []
     for argument in arguments:
         option, equals, value = argument.partition("=")
@@ -166,49 +167,66 @@ def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[Choice]
             raise UsageError(f"/compare takes policies and budget=N, got {argument!r}", _USAGE)
     if own.evicts and all(name == "full" for name in names):
         names = [own.policy]
-    choices: list[Choice] = []
+    choices: list[EvictionConfig] = []
     for name in names:
         same = own.evicts and name == own.policy
-        choice = replace(own if same else Choice.read(name, seed=session.seed), budget=budget)
-        if choice.evicts and choice not in choices:
-            choices.append(choice)
+        eviction = replace(
+            own if same else EvictionConfig.read(name, seed=session.seed), budget=budget
+        )
+        if eviction.evicts and eviction not in choices:
+            choices.append(eviction)
     if not choices:
         raise UsageError("nothing to compare a full cache to: this chat evicts nothing", _USAGE)
-    return [*choices, Choice.read("full", seed=session.seed)]
+    return [*choices, EvictionConfig.read("full", seed=session.seed)]
 
 
-def label(choice: Choice) -> str:
+def label(eviction: EvictionConfig) -> str:
     """A run's name: policy, the policy while writing where it is another one, and budget."""
-    if not choice.evicts:
+    if not eviction.evicts:
         return "full"
-    name = choice.policy
-    if choice.decode not in (choice.policy, default_step(choice.policy)):
-        name += f" then {choice.decode}"
-    if choice.stride:
-        name += f" stride {choice.stride}"
-    return f"{name} {choice.budget}"
+    name = eviction.policy
+    if eviction.decode not in (eviction.policy, default_step(eviction.policy)):
+        name += f" then {eviction.decode}"
+    if eviction.stride:
+        name += f" stride {eviction.stride}"
+    return f"{name} {eviction.budget}"
 
 
-def beside(session: ChatSession, choice: Choice) -> ChatSession:
+def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
     """An empty chat over the same network, tokenizer and template, with a cache of its own.
 
     Raises UsageError if policy and budget do not go together.
     """
-    from minikv.engine import Engine
-    from minikv.scheduler import Scheduler
-    from minikv.session import ChatSession
+    from minikv.cache.kv_cache import KVCache
+    from minikv.chat.session import ChatSession
+    from minikv.engine.engine import Engine
 
     kv = session.engine.kv
-    prompt, step, budget, stride = choice.policies()
-    own = Scheduler(
-        kv.shape, prompt, step, budget, dtype=kv.dtype, device=kv.device, stride=stride, kv=kv.kv,
-        output=kv.output, rotary=kv.rotary,
-    )  # fmt: skip
+    prompt, step, budget, stride = eviction.policies()
+    own = KVCache(
+        kv.shape,
+        prompt,
+        step,
+        budget,
+        dtype=kv.dtype,
+        device=kv.device,
+        stride=stride,
+        kv=kv.kv,
+        output=kv.output,
+        rotary=kv.rotary,
+    )
     return ChatSession(
-        Engine(session.engine.network, own), session.tokenizer, session.template,
-        max_context=session.max_context, choice=choice, seed=session.seed, system=session.system,
-        facts=session.facts, pin_system=session.pin_system, reuse=session.reuse,
-    )  # fmt: skip
+        Engine(session.engine.network, own),
+        session.tokenizer,
+        session.template,
+        max_context=session.max_context,
+        eviction=eviction,
+        seed=session.seed,
+        system=session.system,
+        facts=session.facts,
+        pin_system=session.pin_system,
+        reuse=session.reuse,
+    )
 
 
 def run(
@@ -240,8 +258,8 @@ def run(
         raise stopped
     report = session.report
     assert report is not None
-    owed = () if session.owed is None else (session.owed,)
-    tokens = (*session.fed[report.tokens.prompt_new :], *owed)
+    pending_token = () if session.pending_token is None else (session.pending_token,)
+    tokens = (*session.fed[report.tokens.prompt_new :], *pending_token)
     return Run(name, "".join(pieces), tokens, report)
 
 
@@ -250,11 +268,14 @@ def measured(runs: Sequence[Run]) -> list[Run]:
     really run, just now and here. None if its answer was too short to say."""
     baseline = speed(runs[0])
     return [
-        replace(one, report=replace(
-            one.report, rate=replace(one.report.rate, baseline_decode_tok_s=baseline)
-        ))
+        replace(
+            one,
+            report=replace(
+                one.report, rate=replace(one.report.rate, baseline_decode_tok_s=baseline)
+            ),
+        )
         for one in runs
-    ]  # fmt: skip
+    ]
 
 
 def speed(one: Run) -> float | None:
@@ -303,7 +324,7 @@ def _rate(value: float | None) -> str:
 
 
 def times(one: Run) -> str:
-    """", x1.04 of full": how much faster than the full cache it wrote, rounded down."""
+    """ ", x1.04 of full": how much faster than the full cache it wrote, rounded down."""
     faster = ratio(speed(one), one.report.rate.baseline_decode_tok_s)
     return faster and f", {faster} of full"
 
@@ -348,9 +369,7 @@ def _beside(
     return lines
 
 
-def _below(
-    runs: Sequence[Run], rows: Sequence[Mapping[str, str]], screen: Screen
-) -> list[str]:
+def _below(runs: Sequence[Run], rows: Sequence[Mapping[str, str]], screen: Screen) -> list[str]:
     lines = []
     for one, row in zip(runs, rows, strict=True):
         lines.append(one.label)

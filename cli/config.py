@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minikv.choice import MOST_STRIDE, read_budget
-from minikv.cli.build import WEIGHTS, Settings
+from minikv.chat.eviction_config import MOST_STRIDE, read_budget
+from minikv.chat.reuse import REUSES
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import UsageError
+from minikv.loader import WEIGHTS, Settings
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, find, step_names
-from minikv.reuse import REUSES
 
 if TYPE_CHECKING:
     import typer
@@ -67,39 +67,85 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("revision", "", "commit, branch or tag of a hub model"),
         Setting("offline", False, "never use the network"),
         Setting("device", "auto", "auto, cpu, cuda or cuda:N"),
-        Setting("dtype", "auto", "number format of the weights and the cache",
-                choices=("auto", "float32", "bfloat16", "float16")),
-        Setting("threads", 0, "threads on a CPU; 0: as many as the process may use", _CHAT,
-                low=0, high=4096),
-        Setting("weights", "auto", "how weights are kept: plain, or on a CPU int8 or int4, and "
-                "with +head what makes logits in int8", choices=WEIGHTS),
+        Setting(
+            "dtype",
+            "auto",
+            "number format of the weights and the cache",
+            choices=("auto", "float32", "bfloat16", "float16"),
+        ),
+        Setting(
+            "threads",
+            0,
+            "threads on a CPU; 0: as many as the process may use",
+            _CHAT,
+            low=0,
+            high=4096,
+        ),
+        Setting(
+            "weights",
+            "auto",
+            "how weights are kept: plain, or on a CPU int8 or int4, and "
+            "with +head what makes logits in int8",
+            choices=WEIGHTS,
+        ),
         Setting("kernels", "auto", "who computes attention", choices=("auto", "triton", "torch")),
         Setting("policy", DEFAULT_PROMPT, "what evicts when a prompt was read", _CHAT),
-        Setting("budget", DEFAULT_BUDGET, "rows per head (512), a share (20%) or bytes (64MiB)",
-                (*_CHAT, "plan")),
+        Setting(
+            "budget",
+            DEFAULT_BUDGET,
+            "rows per head (512), a share (20%) or bytes (64MiB)",
+            (*_CHAT, "plan"),
+        ),
         Setting("decode", "auto", "what evicts while the answer is written", _CHAT),
-        Setting("stride", 0, "read prompts in blocks of so many rows; 0: whole", _CHAT,
-                low=0, high=MOST_STRIDE),
+        Setting(
+            "stride",
+            0,
+            "read prompts in blocks of so many rows; 0: whole",
+            _CHAT,
+            low=0,
+            high=MOST_STRIDE,
+        ),
         Setting("kv", "auto", "what keys and values are kept in", _CHAT, ("auto", "int8")),
-        Setting("reuse", "auto", "what a later question finds: read again, or the same cache",
-                _CHAT, REUSES),
+        Setting(
+            "reuse",
+            "auto",
+            "what a later question finds: read again, or the same cache",
+            _CHAT,
+            REUSES,
+        ),
         Setting("system", "", "system prompt, or @FILE", _CHAT),
         Setting("pin_system", False, "rows of the system prompt never leave", _CHAT),
-        Setting("encoding_errors", "strict", "what invalid bytes in a document do", _CHAT,
-                ("strict", "replace")),
+        Setting(
+            "encoding_errors",
+            "strict",
+            "what invalid bytes in a document do",
+            _CHAT,
+            ("strict", "replace"),
+        ),
         Setting("max_tokens", 512, "longest answer", _CHAT, low=1),
-        Setting("temperature", 0.0, "0 always takes the likeliest token", _CHAT,
-                low=0, high=100),
+        Setting("temperature", 0.0, "0 always takes the likeliest token", _CHAT, low=0, high=100),
         Setting("top_k", 0, "draw from the k likeliest; 0: off", _CHAT, low=0, high=1 << 31),
-        Setting("top_p", 1.0, "draw from the likeliest that make up this mass; 1: off", _CHAT,
-                low=0, high=1),
-        Setting("min_p", 0.0, "draw from those at least this share as likely as the best", _CHAT,
-                low=0, high=1),
+        Setting(
+            "top_p",
+            1.0,
+            "draw from the likeliest that make up this mass; 1: off",
+            _CHAT,
+            low=0,
+            high=1,
+        ),
+        Setting(
+            "min_p",
+            0.0,
+            "draw from those at least this share as likely as the best",
+            _CHAT,
+            low=0,
+            high=1,
+        ),
         Setting("seed", 0, "every draw follows from it", _CHAT),
         Setting("stats", False, "print what the turn cost", ("ask",)),
         Setting("quiet", False, "answers and errors only", _CHAT),
     )
-}  # fmt: skip
+}
 """Every key, by name. The defaults are those of the flags."""
 
 _TABLES = {
@@ -129,9 +175,7 @@ class Config:
         """What --model means: an alias stands for its model, an empty name for the bundled one."""
         return self.aliases.get(name, name) if name else None
 
-    def default_map(
-        self, commands: Mapping[str, Collection[str]]
-    ) -> dict[str, dict[str, Plain]]:
+    def default_map(self, commands: Mapping[str, Collection[str]]) -> dict[str, dict[str, Plain]]:
         """The flags' defaults as typer's context takes them. `commands`: parameters by command."""
         return {
             command: {
@@ -147,11 +191,13 @@ class Config:
     def origins(self, given: Collection[str]) -> dict[str, str]:
         """Where each setting's value came from; `given`: parameters typed on the command line."""
         return {
-            name: setting.flag if name in given
-            else self.values[name].origin if name in self.values
+            name: setting.flag
+            if name in given
+            else self.values[name].origin
+            if name in self.values
             else "default"
             for name, setting in SETTINGS.items()
-        }  # fmt: skip
+        }
 
 
 def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> Config:
@@ -325,8 +371,11 @@ def _known(name: str, value: str) -> None:
 
 
 _KINDS: Mapping[type, str] = {
-    str: "a text in quotes", int: "a whole number", float: "a number", bool: "true or false",
-}  # fmt: skip
+    str: "a text in quotes",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 def _quoted(value: object) -> str:
@@ -352,16 +401,24 @@ def show(config: Config, terminal: Terminal, *, as_json: bool = False) -> None:
 
         rows = {
             name: {"value": config.values[name].value, "origin": config.values[name].origin}
-            if name in config.values else {"value": setting.default, "origin": "default"}
+            if name in config.values
+            else {"value": setting.default, "origin": "default"}
             for name, setting in SETTINGS.items()
-        }  # fmt: skip
-        terminal.data(to_json({
-            "settings": rows, "aliases": dict(config.aliases), "loaders": dict(config.loaders),
-        }))  # fmt: skip
+        }
+        terminal.data(
+            to_json(
+                {
+                    "settings": rows,
+                    "aliases": dict(config.aliases),
+                    "loaders": dict(config.loaders),
+                }
+            )
+        )
         return
     origins = config.origins(())
-    shown = {n: config.values[n].value if n in config.values else s.default
-             for n, s in SETTINGS.items()}  # fmt: skip
+    shown = {
+        n: config.values[n].value if n in config.values else s.default for n, s in SETTINGS.items()
+    }
     lines = listed({name: text(value) for name, value in shown.items()}, origins)
     for title, table in (("aliases", config.aliases), ("loaders", config.loaders)):
         lines += [f"[{title}]", *(f"{name} = {value}" for name, value in table.items())] * bool(
@@ -426,9 +483,14 @@ def template() -> str:
         value = f'"{value}"' if isinstance(setting.default, str) else value
         lines += [f"# {setting.help}", f"# {setting.name} = {value}"]
     lines += [
-        "", "# Short names for --model.", "# [aliases]",
-        '# llama3 = "meta-llama/Meta-Llama-3-8B-Instruct"', "",
-        "# A command per extension that writes a file's text to standard output.", "# [loaders]",
-        '# docx = "pandoc -t plain {path}"', "",
-    ]  # fmt: skip
+        "",
+        "# Short names for --model.",
+        "# [aliases]",
+        '# llama3 = "meta-llama/Meta-Llama-3-8B-Instruct"',
+        "",
+        "# A command per extension that writes a file's text to standard output.",
+        "# [loaders]",
+        '# docx = "pandoc -t plain {path}"',
+        "",
+    ]
     return "\n".join(lines)

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 import typer
 
 import minikv
-from minikv.choice import Choice
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.report import size
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.errors import MinikvError
 from minikv.policies import prompt_names, step_names
-from minikv.report import size
 
 if TYPE_CHECKING:
     from minikv.models.llama import Llama
@@ -56,11 +56,18 @@ def doctor(terminal: Terminal, *, offline: bool = False, as_json: bool = False) 
         os.environ["HF_HUB_OFFLINE"] = "1"
     made: list[Check] = []
     looks: tuple[tuple[str, Callable[[], list[Check]]], ...] = (
-        ("versions", versions), ("cpu", cpu), ("gpu", gpu), ("kernels", kernels),
-        ("memory", memory), ("models", disk), ("token", token), ("hub", lambda: login(offline)),
-        ("terminal", lambda: screen(terminal)), ("settings", settings),
+        ("versions", versions),
+        ("cpu", cpu),
+        ("gpu", gpu),
+        ("kernels", kernels),
+        ("memory", memory),
+        ("models", disk),
+        ("token", token),
+        ("hub", lambda: login(offline)),
+        ("terminal", lambda: screen(terminal)),
+        ("settings", settings),
         ("policies", lambda: policies(terminal.status)),
-    )  # fmt: skip
+    )
     for name, look in looks:
         found = _looked(name, look)
         terminal.clear_status()
@@ -108,10 +115,13 @@ def versions() -> list[Check]:
     triton = _version("triton")
     lacks = torch.cuda.is_available() and triton is None
     parts = [
-        f"minikv {minikv.__version__}", f"Python {platform.python_version()}",
-        f"torch {torch.__version__}", f"triton {triton}" if triton else "no triton",
-        f"tokenizers {_version('tokenizers')}", f"huggingface-hub {_version('huggingface-hub')}",
-    ]  # fmt: skip
+        f"minikv {minikv.__version__}",
+        f"Python {platform.python_version()}",
+        f"torch {torch.__version__}",
+        f"triton {triton}" if triton else "no triton",
+        f"tokenizers {_version('tokenizers')}",
+        f"huggingface-hub {_version('huggingface-hub')}",
+    ]
     hint = "pip install triton, for faster kernels on the GPU" if lacks else ""
     return [Check("versions", WARNING if lacks else OK, ", ".join(parts), hint)]
 
@@ -164,11 +174,14 @@ def gpu() -> list[Check]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         major, minor = torch.cuda.get_device_capability(index)
-        made.append(Check(
-            "gpu", OK,
-            f"cuda:{index} {torch.cuda.get_device_name(index)}, {size(free)} of {size(total)} "
-            f"free, compute capability {major}.{minor}",
-        ))  # fmt: skip
+        made.append(
+            Check(
+                "gpu",
+                OK,
+                f"cuda:{index} {torch.cuda.get_device_name(index)}, {size(free)} of {size(total)} "
+                f"free, compute capability {major}.{minor}",
+            )
+        )
     return made
 
 
@@ -176,11 +189,11 @@ def kernels() -> list[Check]:
     """Who computes a chat's steps. The first time, this compiles the C kernels of a CPU."""
     import torch
 
-    from minikv.scheduler import Scheduler
-    from minikv.stats import Shape
+    from minikv.cache.kv_cache import KVCache
+    from minikv.cache.stats import Shape
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    made = Scheduler(
+    made = KVCache(
         Shape(1, 1, 1, 64, (None,), 64), None, None, None, dtype=torch.bfloat16, device=device
     )
     who = {"triton": "Triton's", "native": "in C, compiled on this machine"}
@@ -201,8 +214,14 @@ def memory() -> list[Check]:
     if free is None:
         return [Check("memory", WARNING, "the system does not say how much is free")]
     little = free < 1 << 30
-    return [Check("memory", WARNING if little else OK, f"{size(free)} free",
-                  "only small models will load" if little else "")]  # fmt: skip
+    return [
+        Check(
+            "memory",
+            WARNING if little else OK,
+            f"{size(free)} free",
+            "only small models will load" if little else "",
+        )
+    ]
 
 
 def disk() -> list[Check]:
@@ -228,9 +247,11 @@ def screen(terminal: Terminal) -> list[Check]:
     encoding = (out.encoding or "unknown").lower()
     wide = "utf" in encoding
     parts = [
-        "a terminal" if out.isatty() else "not a terminal", f"{width} columns", encoding,
+        "a terminal" if out.isatty() else "not a terminal",
+        f"{width} columns",
+        encoding,
         "colours" if terminal.colour else "no colours",
-    ]  # fmt: skip
+    ]
     hint = "" if wide else "signs beyond ASCII are shown in other ways; LANG=C.UTF-8 has them"
     return [Check("terminal", OK if wide else WARNING, ", ".join(parts), hint)]
 
@@ -319,11 +340,14 @@ def policies(progress: Callable[[str], None]) -> list[Check]:
                 bad.append(f"{policy}, {label}: {wrong}")
     seconds = perf_counter() - began
     if not bad:
-        return [Check(
-            "policies", OK,
-            f"{len(cases)} pairs in {seconds:.1f} s: reading exact, budget held, positions unique, "
-            "logits finite",
-        )]  # fmt: skip
+        return [
+            Check(
+                "policies",
+                OK,
+                f"{len(cases)} pairs in {seconds:.1f} s: reading exact, budget held, "
+                "positions unique, logits finite",
+            )
+        ]
     more = f"; {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
     return [
         Check("policies", FAILED, f"{len(bad)} of {len(cases)} pairs{more}"),
@@ -338,9 +362,19 @@ def tiny() -> Llama:
     from minikv.models.rope import RopeConfig
 
     config = ModelConfig(
-        family="llama", layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32, mlp=48, vocab=64,
-        norm_eps=1e-5, rope=RopeConfig(theta=1e4), max_context=4096, windows=(None, None),
-    )  # fmt: skip
+        family="llama",
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        hidden=32,
+        mlp=48,
+        vocab=64,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4),
+        max_context=4096,
+        windows=(None, None),
+    )
     return Llama(config, rows=64).randomise(0, std=0.3)
 
 
@@ -355,23 +389,28 @@ def attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
 def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
     import torch
 
-    from minikv.attend import DenseAttend
-    from minikv.engine import Engine
-    from minikv.policy import smallest_budget
-    from minikv.sampling import Sampling
-    from minikv.scheduler import Scheduler
-    from minikv.stats import Shape
+    from minikv.cache.attend import DenseAttend
+    from minikv.cache.kv_cache import KVCache
+    from minikv.cache.stats import Shape
+    from minikv.engine.engine import Engine
+    from minikv.engine.sampling import Sampling
+    from minikv.policies.base import smallest_budget
 
     c = net.config
-    prompt, step, _, _ = Choice.read(policy, decode, stride=stride).policies()
+    prompt, step, _, _ = EvictionConfig.read(policy, decode, stride=stride).policies()
     rows = smallest_budget(prompt, step) + stride + 8
-    prompt, step, budget, _ = Choice.read(policy, decode, rows, stride=stride).policies()
-    kv = Scheduler(
+    prompt, step, budget, _ = EvictionConfig.read(policy, decode, rows, stride=stride).policies()
+    kv = KVCache(
         Shape(c.layers, c.kv_heads, c.heads, c.head_dim, c.windows, c.max_context),
-        prompt, step, budget, stride=stride, rotary=net.rotary.inverse,
-        output=lambda layer: net.layers[layer].out.dense().T.view(
-            c.kv_heads, -1, c.head_dim, c.hidden),
-    )  # fmt: skip
+        prompt,
+        step,
+        budget,
+        stride=stride,
+        rotary=net.rotary.inverse,
+        output=lambda layer: (
+            net.layers[layer].out.dense().T.view(c.kv_heads, -1, c.head_dim, c.hidden)
+        ),
+    )
     engine = Engine(net, kv)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(c.vocab, (rows + 64,), generator=generator).tolist()
@@ -398,9 +437,9 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
 
 def _held(kv: object, bound: int) -> str:
     """What is wrong with the rows held, of which there may be `bound` per head on average."""
-    from minikv.scheduler import Scheduler
+    from minikv.cache.kv_cache import KVCache
 
-    assert isinstance(kv, Scheduler)
+    assert isinstance(kv, KVCache)
     shape = kv.shape
     total = 0
     for layer in range(shape.layers):

@@ -13,7 +13,8 @@ from minikv.cli.command import Command, Context
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
-    from minikv.session import ChatSession, Document
+    from minikv.chat.session import ChatSession
+    from minikv.chat.transcript import Document
 
 REPLACE = "--replace"
 STDIN = "standard input"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
+from minikv.chat.report import Loss
 from minikv.cli import kept
 from minikv.cli.command import Command, Context
 from minikv.cli.kept import Kept
@@ -29,10 +30,9 @@ from minikv.cli.strips import (
 )
 from minikv.cli.terminal import Terminal, columns
 from minikv.errors import UsageError
-from minikv.report import Loss
 
 if TYPE_CHECKING:
-    from minikv.session import ChatSession
+    from minikv.chat.session import ChatSession
 
 PAGE = 40
 """Lines of text on a page."""
@@ -48,8 +48,16 @@ LIKELY_LOST = 0.1
 # contrast of 4.5 at least; because none of them is the terminal's own, dark and light ones are
 # alike.
 SHADES = (
-    (234, 250), (53, 231), (55, 231), (25, 231), (30, 16), (36, 16), (77, 16), (148, 16), (227, 16),
-)  # fmt: skip
+    (234, 250),
+    (53, 231),
+    (55, 231),
+    (25, 231),
+    (30, 16),
+    (36, 16),
+    (77, 16),
+    (148, 16),
+    (227, 16),
+)
 _USAGE = (
     '/kept [PAGE | all], /kept top [N], /kept find "TEXT" [all], '
     "/kept layer L [head H] [PAGE | all]"
@@ -132,8 +140,7 @@ def _passages(arguments: Sequence[str]) -> int:
     count = int(arguments[0]) if _is_count(arguments[0]) else 0
     if len(arguments) > 1 or not 1 <= count <= MOST_PASSAGES:
         raise UsageError(
-            f"/kept top takes how many passages, 1 to {MOST_PASSAGES}, "
-            f"got {' '.join(arguments)!r}",
+            f"/kept top takes how many passages, 1 to {MOST_PASSAGES}, got {' '.join(arguments)!r}",
             "/kept top 10",
         )
     return count
@@ -329,8 +336,12 @@ def _above(
         meaning = "share of the line's tokens that this head holds"
     else:
         meaning = "share of the heads that hold a token, mean of the line"
-    lines = folded(" · ".join(parts) if screen.blocks else " - ".join(parts),
-                   screen.width, "  ", screen.encoding)  # fmt: skip
+    lines = folded(
+        " · ".join(parts) if screen.blocks else " - ".join(parts),
+        screen.width,
+        "  ",
+        screen.encoding,
+    )
     if largest:
         meaning += f"; {screen.signs[-1]} is {percent(largest)}, the most on a line"
     lines += folded(meaning, screen.width, "  ", screen.encoding)

@@ -39,18 +39,22 @@ app.add_typer(
     help="minikv policies show adakv\n\nThe eviction methods, one line each.",
 )
 app.add_typer(
-    bench_app, name="bench", short_help="how fast it is here, beside what the hardware allows",
+    bench_app,
+    name="bench",
+    short_help="how fast it is here, beside what the hardware allows",
     help="minikv bench decode --shape tinyllama --length 2048,8192\n\n"
     "Whole steps and prompts on random weights of a given shape, beside the full cache, "
     "transformers where it is installed, and what this machine's rates allow.",
-)  # fmt: skip
+)
 config_app = typer.Typer(
     pretty_exceptions_enable=False, rich_markup_mode="rich", no_args_is_help=True
 )
 app.add_typer(
-    config_app, name="config", short_help="settings from files and MINIKV_* variables",
+    config_app,
+    name="config",
+    short_help="settings from files and MINIKV_* variables",
     help="minikv config init\n\nSettings from files and MINIKV_* variables.",
-)  # fmt: skip
+)
 
 Files = Annotated[
     list[str] | None,
@@ -59,10 +63,12 @@ Files = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", "-m", help="a directory or a hub id; the bundled model by default",
+        "--model",
+        "-m",
+        help="a directory or a hub id; the bundled model by default",
         rich_help_panel=_MODEL,
     ),
-]  # fmt: skip
+]
 Revision = Annotated[
     str | None,
     typer.Option(help="commit, branch or tag of a hub model", rich_help_panel=_MODEL),
@@ -159,10 +165,12 @@ Reuse = Annotated[
 Options = Annotated[
     list[str] | None,
     typer.Option(
-        "-o", metavar="NAME=VALUE", help="a setting of the policy; `minikv policies show NAME`",
+        "-o",
+        metavar="NAME=VALUE",
+        help="a setting of the policy; `minikv policies show NAME`",
         rich_help_panel=_CACHE,
     ),
-]  # fmt: skip
+]
 MaxTokens = Annotated[
     int,
     typer.Option("--max-tokens", "-n", help="longest answer", rich_help_panel=_SAMPLING),
@@ -170,10 +178,13 @@ MaxTokens = Annotated[
 Temperature = Annotated[
     float,
     typer.Option(
-        "--temperature", "--temp", "-t", help="0 always takes the likeliest token",
+        "--temperature",
+        "--temp",
+        "-t",
+        help="0 always takes the likeliest token",
         rich_help_panel=_SAMPLING,
     ),
-]  # fmt: skip
+]
 TopK = Annotated[
     int, typer.Option(help="draw from the k likeliest; 0: off", rich_help_panel=_SAMPLING)
 ]
@@ -196,9 +207,10 @@ Seed = Annotated[
 ]
 Json = Annotated[
     bool,
-    typer.Option("--json", help="one JSON object: the answer and what it cost",
-                 rich_help_panel=_OUTPUT),
-]  # fmt: skip
+    typer.Option(
+        "--json", help="one JSON object: the answer and what it cost", rich_help_panel=_OUTPUT
+    ),
+]
 Stats = Annotated[
     bool,
     typer.Option("--stats", help="print what the turn cost, to stderr", rich_help_panel=_OUTPUT),
@@ -236,10 +248,12 @@ def main(
             config.install(context, made)
 
 
-@app.command(short_help="one question, one answer; made for pipes",
-             help='minikv ask "Who runs the mill?" report.txt --budget 256 --stats\n\n'
-             "Ask once. What is piped in is a document; `-` as the question reads the whole "
-             "message from standard input, verbatim.")  # fmt: skip
+@app.command(
+    short_help="one question, one answer; made for pipes",
+    help='minikv ask "Who runs the mill?" report.txt --budget 256 --stats\n\n'
+    "Ask once. What is piped in is a document; `-` as the question reads the whole "
+    "message from standard input, verbatim.",
+)
 def ask(
     context: typer.Context,
     question: Annotated[str, typer.Argument(help="the question; - reads the message from stdin")],
@@ -277,18 +291,32 @@ def ask(
     terminal = Terminal(quiet=quiet, plain=plain)
     with guard(terminal, debug=debug):
         from minikv.cli.ask import ask as run_ask
-        from minikv.cli.build import Settings
         from minikv.cli.turn import Limits
+        from minikv.loader import Settings
 
         _quiet_hub(terminal)
         run_ask(
             question,
             files or [],
             Settings(
-                model=context.obj.model(model), policy=policy, budget=budget, decode=decode,
-                device=device, dtype=dtype, weights=weights, threads=threads, kernels=kernels,
-                seed=seed, options=_pairs(options), stride=stride, kv=kv, revision=revision,
-                offline=offline, system=_system(system), pin_system=pin_system, reuse=reuse,
+                model=context.obj.model(model),
+                policy=policy,
+                budget=budget,
+                decode=decode,
+                device=device,
+                dtype=dtype,
+                weights=weights,
+                threads=threads,
+                kernels=kernels,
+                seed=seed,
+                options=_pairs(options),
+                stride=stride,
+                kv=kv,
+                revision=revision,
+                offline=offline,
+                system=_system(system),
+                pin_system=pin_system,
+                reuse=reuse,
             ),
             Limits(max_tokens, temperature, top_k, top_p, min_p),
             terminal,
@@ -296,15 +324,17 @@ def ask(
             as_json=as_json,
             stats=stats,
             loaders=context.obj.loaders,
-        )  # fmt: skip
+        )
 
 
-@app.command(short_help="questions and answers over documents, on a terminal",
-             help="minikv chat report.txt --budget 256\n\n"
-             "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the "
-             "commands. With FILEs, questions may be piped in, one per line.\n\n"
-             "Most policies keep what one question needs. --reuse says what the next one finds, "
-             "/refresh reads everything again for it.")  # fmt: skip
+@app.command(
+    short_help="questions and answers over documents, on a terminal",
+    help="minikv chat report.txt --budget 256\n\n"
+    "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the "
+    "commands. With FILEs, questions may be piped in, one per line.\n\n"
+    "Most policies keep what one question needs. --reuse says what the next one finds, "
+    "/refresh reads everything again for it.",
+)
 def chat(
     context: typer.Context,
     files: Files = None,
@@ -333,41 +363,62 @@ def chat(
     seed: Seed = 0,
     resume: Annotated[
         str | None,
-        typer.Option("--resume", metavar="[NAME]", help="go on with a saved chat; alone: the last",
-                     rich_help_panel=_CHATS),
+        typer.Option(
+            "--resume",
+            metavar="[NAME]",
+            help="go on with a saved chat; alone: the last",
+            rich_help_panel=_CHATS,
+        ),
     ] = None,
     reread: Annotated[
         bool,
-        typer.Option("--reread", help="with --resume: without its cache; the next question reads "
-                     "everything again", rich_help_panel=_CHATS),
+        typer.Option(
+            "--reread",
+            help="with --resume: without its cache; the next question reads everything again",
+            rich_help_panel=_CHATS,
+        ),
     ] = False,
     no_save: Annotated[
         bool, typer.Option("--no-save", help="do not save this chat", rich_help_panel=_CHATS)
     ] = False,
     no_history: Annotated[
-        bool, typer.Option("--no-history", help="do not remember what is typed",
-                           rich_help_panel=_CHATS)
+        bool,
+        typer.Option("--no-history", help="do not remember what is typed", rich_help_panel=_CHATS),
     ] = False,
     quiet: Quiet = False,
     plain: Plain = False,
     kernels: Kernels = "auto",
     debug: Debug = False,
-) -> None:  # fmt: skip
+) -> None:
     terminal = Terminal(quiet=quiet, plain=plain)
     with guard(terminal, debug=debug):
         from minikv.cli import config
-        from minikv.cli.build import Settings
         from minikv.cli.chat import chat as run_chat
         from minikv.cli.turn import Limits
+        from minikv.loader import Settings
 
         _quiet_hub(terminal)
         run_chat(
             files or [],
             Settings(
-                model=context.obj.model(model), policy=policy, budget=budget, decode=decode,
-                device=device, dtype=dtype, weights=weights, threads=threads, kernels=kernels,
-                seed=seed, options=_pairs(options), stride=stride, kv=kv, revision=revision,
-                offline=offline, system=_system(system), pin_system=pin_system, reuse=reuse,
+                model=context.obj.model(model),
+                policy=policy,
+                budget=budget,
+                decode=decode,
+                device=device,
+                dtype=dtype,
+                weights=weights,
+                threads=threads,
+                kernels=kernels,
+                seed=seed,
+                options=_pairs(options),
+                stride=stride,
+                kv=kv,
+                revision=revision,
+                offline=offline,
+                system=_system(system),
+                pin_system=pin_system,
+                reuse=reuse,
             ),
             Limits(max_tokens, temperature, top_k, top_p, min_p),
             terminal,
@@ -379,16 +430,17 @@ def chat(
             config=context.obj,
             history=not no_history,
             debug=debug,
-        )  # fmt: skip
+        )
 
 
 @app.command(
-    name="eval", short_help="what each policy costs in quality, beside the full cache",
+    name="eval",
+    short_help="what each policy costs in quality, beside the full cache",
     help="minikv eval --tasks facts,needle --policy adakv,snapkv --budget 64,128,256\n\n"
     "Ask the same questions under every policy and budget, the full cache first. Tasks: needle, "
     "facts, followup (six questions in one chat), agree (with the full cache's answer), ppl, loss "
     "(attention lost). FILEs are LongBench or RULER records, in JSON lines.",
-)  # fmt: skip
+)
 def evaluate(
     context: typer.Context,
     files: Annotated[
@@ -438,19 +490,34 @@ def evaluate(
 ) -> None:
     terminal = Terminal(quiet=quiet)
     with guard(terminal, debug=debug):
-        from minikv.cli.build import Settings
         from minikv.cli.evaluation.command import evaluate as run_evaluation
+        from minikv.loader import Settings
 
         _quiet_hub(terminal)
         run_evaluation(
             tasks or ("" if files else "facts"),
-            files or [], policy, budget, length, count,
-            Settings(model=context.obj.model(model), decode=decode, device=device, dtype=dtype,
-                     weights=weights, threads=threads, seed=seed, stride=stride, kv=kv,
-                     options=_pairs(options), revision=revision, offline=offline),
+            files or [],
+            policy,
+            budget,
+            length,
+            count,
+            Settings(
+                model=context.obj.model(model),
+                decode=decode,
+                device=device,
+                dtype=dtype,
+                weights=weights,
+                threads=threads,
+                seed=seed,
+                stride=stride,
+                kv=kv,
+                options=_pairs(options),
+                revision=revision,
+                offline=offline,
+            ),
             [path for path in (as_json, csv, *(heat or [])) if path],
             terminal,
-        )  # fmt: skip
+        )
 
 
 @app.command(
@@ -458,7 +525,7 @@ def evaluate(
     help="minikv plan --tokens 100k --budget 1024\n\n"
     "What weights and cache would need under several policies, beside the memory that is free. "
     "Reads config.json only.",
-)  # fmt: skip
+)
 def plan(
     context: typer.Context,
     tokens: Annotated[str, typer.Option(help="length of the document: 8192, 100k, 32Ki")],
@@ -468,9 +535,7 @@ def plan(
     device: Device = "auto",
     dtype: Dtype = "auto",
     weights: Weights = "auto",
-    policy: Annotated[
-        str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
-    ] = "",
+    policy: Annotated[str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)] = "",
     budget: Budget = DEFAULT_BUDGET,
     decode: Decode = "auto",
     stride: Stride = 0,
@@ -487,11 +552,24 @@ def plan(
 
         _quiet_hub(terminal)
         run_plan(
-            context.obj.model(model), tokens, terminal, policy=policy, budget=budget,
-            decode=decode, stride=stride, options=_pairs(options), dtype=dtype, weights=weights,
-            kv=kv, device=device, memory=memory, max_tokens=max_tokens, revision=revision,
-            offline=offline, as_json=as_json,
-        )  # fmt: skip
+            context.obj.model(model),
+            tokens,
+            terminal,
+            policy=policy,
+            budget=budget,
+            decode=decode,
+            stride=stride,
+            options=_pairs(options),
+            dtype=dtype,
+            weights=weights,
+            kv=kv,
+            device=device,
+            memory=memory,
+            max_tokens=max_tokens,
+            revision=revision,
+            offline=offline,
+            as_json=as_json,
+        )
 
 
 @app.command(
@@ -499,7 +577,7 @@ def plan(
     help="minikv doctor\n\n"
     "Versions, processor, memory, hub and terminal; then every policy on a tiny random model. "
     "Exit code 1 if a check failed.",
-)  # fmt: skip
+)
 def doctor(offline: Offline = False, as_json: Json = False, debug: Debug = False) -> None:
     terminal = Terminal()
     with guard(terminal, debug=debug):
@@ -542,7 +620,7 @@ def show_config(as_json: Json = False) -> None:
     short_help="a page from an exported chat, without a model",
     help="minikv report chat.json -o report.html\n\n"
     "Make a report from what /export chat.json wrote in a chat. No model is needed.",
-)  # fmt: skip
+)
 def report(
     source: Annotated[str, typer.Argument(metavar="CHAT.json")],
     out: Annotated[
@@ -600,9 +678,7 @@ def run() -> None:
     """The entry point: like `app()`, with one-line usage errors."""
     open_streams()
     try:
-        code = app(
-            args=_resume_alone(sys.argv[1:]), prog_name="minikv", standalone_mode=False
-        )
+        code = app(args=_resume_alone(sys.argv[1:]), prog_name="minikv", standalone_mode=False)
     except typer.TyperException as error:
         command = " ".join(["minikv", *_command_words(sys.argv[1:])])
         message = error.format_message().replace(": Value error, ", ": ")  # from its validation
@@ -624,10 +700,11 @@ def _resume_alone(arguments: list[str]) -> list[str]:
     if arguments[:1] == ["bench"]:
         alone["--json"] = "--json=-"
     return [
-        alone[word] if word in alone
-        and (i + 1 == len(arguments) or arguments[i + 1].startswith("-")) else word
+        alone[word]
+        if word in alone and (i + 1 == len(arguments) or arguments[i + 1].startswith("-"))
+        else word
         for i, word in enumerate(arguments)
-    ]  # fmt: skip
+    ]
 
 
 _COMMANDS = ("ask", "chat", "policies", "eval", "report", "plan", "doctor", "config", "bench")

@@ -308,9 +308,7 @@ class _Setter:
             return None  # nothing would change
         lines = source.split("\n")
         indent = len(lines[0]) - len(lines[0].lstrip(" \t"))
-        text = "\n".join(
-            line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in lines
-        )
+        text = "\n".join(line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in lines)
         margin = " " * indent
         try:
             rows = [
@@ -458,9 +456,13 @@ _EMPHASIS = {
 }
 _SIDES: dict[str, Literal["left", "center", "right"]] = {"center": "center", "right": "right"}
 _SILENT = (
-    "paragraph_open", "paragraph_close", "bullet_list_open", "bullet_list_close",
-    "ordered_list_open", "ordered_list_close",
-)  # fmt: skip
+    "paragraph_open",
+    "paragraph_close",
+    "bullet_list_open",
+    "bullet_list_close",
+    "ordered_list_open",
+    "ordered_list_close",
+)
 
 
 def _letters(text: str) -> Counter[str]:

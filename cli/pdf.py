@@ -73,9 +73,7 @@ def read_pdf(
     """
     program, arguments = _reader(shown)
     try:
-        output = run(
-            arguments, data, limit=limit, timeout=timeout, memory=MEMORY, stopped=stopped
-        )
+        output = run(arguments, data, limit=limit, timeout=timeout, memory=MEMORY, stopped=stopped)
     except Interrupted:
         raise Interrupted(f"stopped reading {shown}", "nothing was added") from None
     except TooSlow:

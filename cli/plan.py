@@ -1,6 +1,6 @@
 """`minikv plan`: what a document of so many tokens will need, from config.json alone.
 
-The figures for the cache come from the engine itself: a real `Scheduler` begins the prompt on
+The figures for the cache come from the engine itself: a real `KVCache` begins the prompt on
 torch's meta device, where tensors have sizes but no memory. What is only made during a prompt, and
 the network's own work space, is added by hand.
 """
@@ -16,22 +16,27 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minikv.choice import Choice
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.report import size
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
-from minikv.report import size
 
 if TYPE_CHECKING:
     import torch
 
+    from minikv.cache.kv_cache import KVCache
     from minikv.models.config import ModelConfig
-    from minikv.scheduler import Scheduler
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _CASES = (
-    ("full", 0), ("adakv", 0), ("snapkv", 0), ("h2o", 0), ("streaming", 0), ("streaming", 32),
+    ("full", 0),
+    ("adakv", 0),
+    ("snapkv", 0),
+    ("h2o", 0),
+    ("streaming", 0),
+    ("streaming", 32),
     ("roco", 32),
-)  # fmt: skip
+)
 _SCALES = {"": 1, "k": 10**3, "ki": 1 << 10, "m": 10**6, "mi": 1 << 20}
 _MOST = 1 << 30  # tokens
 _NARROW = 74  # columns below which a row of the table gets lines of its own
@@ -129,18 +134,29 @@ def plan(
     if not cases:
         cases = [(name, own) for name, own in _CASES if not stride or own]
         cases = [(name, stride or own) for name, own in cases]
-    choices: list[Choice | UsageError] = []
+    choices: list[EvictionConfig | UsageError] = []
     for name, every in cases:
         try:
-            choices.append(Choice.read(name, decode, budget, options, 0, every))
+            choices.append(EvictionConfig.read(name, decode, budget, options, 0, every))
         except UsageError as error:
             if names:
                 raise
             choices.append(error)  # one of the selection that the other flags do not suit
     made = forecast(
-        model, count, cases, choices, budget=budget, dtype=dtype, form=weights, kv=kv,
-        device=device, room=room, answer=max_tokens, revision=revision, offline=offline,
-    )  # fmt: skip
+        model,
+        count,
+        cases,
+        choices,
+        budget=budget,
+        dtype=dtype,
+        form=weights,
+        kv=kv,
+        device=device,
+        room=room,
+        answer=max_tokens,
+        revision=revision,
+        offline=offline,
+    )
     failed = [row for row in made.rows if row.error]
     if len(failed) == len(made.rows):
         raise UsageError(failed[0].error, "a larger --budget, or other policies")
@@ -169,7 +185,7 @@ def read_count(text: str) -> int:
 
 def read_bytes(text: str) -> int:
     """ "24GiB" or "80GB" as bytes. Raises UsageError."""
-    from minikv.budget import Budget
+    from minikv.cache.budget import Budget
 
     try:
         budget = Budget.parse(text)
@@ -184,7 +200,7 @@ def forecast(
     model: str | None,
     tokens: int,
     cases: Sequence[tuple[str, int]],
-    choices: Sequence[Choice | UsageError],
+    choices: Sequence[EvictionConfig | UsageError],
     *,
     budget: str,
     dtype: str = "auto",
@@ -256,64 +272,91 @@ def forecast(
 
 
 def _row(
-    name: str, stride: int, choice: Choice | UsageError, config: ModelConfig,
-    kinds: tuple[torch.dtype, str], tokens: int, answer: int, beside: tuple[int, int],
+    name: str,
+    stride: int,
+    eviction: EvictionConfig | UsageError,
+    config: ModelConfig,
+    kinds: tuple[torch.dtype, str],
+    tokens: int,
+    answer: int,
+    beside: tuple[int, int],
     free: int | None,
-) -> Row:  # fmt: skip
+) -> Row:
     """kinds: dtype and --kv; beside: bytes while it runs besides the cache, and at loading."""
-    if isinstance(choice, UsageError):
-        return Row(name, "", stride, error=f"{choice}; {choice.hint}")
+    if isinstance(eviction, UsageError):
+        return Row(name, "", stride, error=f"{eviction}; {eviction.hint}")
     try:
-        kv = begun(choice, config, kinds[0], tokens, answer, kinds[1])
+        kv = begun(eviction, config, kinds[0], tokens, answer, kinds[1])
     except UsageError as error:
-        return Row(name, choice.decode, stride, error=f"{error}; {error.hint}")
-    reading, held = peak(kv, choice, tokens), held_bytes(kv, choice, tokens, answer)
+        return Row(name, eviction.decode, stride, error=f"{error}; {error.hint}")
+    reading, held = peak(kv, eviction, tokens), held_bytes(kv, eviction, tokens, answer)
     writing = kv.stats().allocated_bytes
     needs = max(beside[0] + max(reading, writing), beside[1])
     return Row(
-        name, choice.decode, stride, kv.stats().budget_rows, reading, writing, held, needs,
+        name,
+        eviction.decode,
+        stride,
+        kv.stats().budget_rows,
+        reading,
+        writing,
+        held,
+        needs,
         None if free is None else needs <= free,
-    )  # fmt: skip
+    )
 
 
 def begun(
-    choice: Choice, config: ModelConfig, dtype: torch.dtype, tokens: int, answer: int,
+    eviction: EvictionConfig,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    tokens: int,
+    answer: int,
     kept: str = "auto",
-) -> Scheduler:  # fmt: skip
+) -> KVCache:
     """The engine's cache at the beginning of a first prompt, without memory. `kept` is --kv.
     Raises UsageError."""
     import torch
 
-    from minikv.scheduler import Scheduler
-    from minikv.stats import Shape
+    from minikv.cache.kv_cache import KVCache
+    from minikv.cache.stats import Shape
 
     shape = Shape(
-        config.layers, config.kv_heads, config.heads, config.head_dim, config.windows,
+        config.layers,
+        config.kv_heads,
+        config.heads,
+        config.head_dim,
+        config.windows,
         config.max_context,
-    )  # fmt: skip
-    prompt, step, budget, stride = choice.policies()
-    kv = Scheduler(
-        shape, prompt, step, budget, dtype=dtype, device="meta", stride=stride,
+    )
+    prompt, step, budget, stride = eviction.policies()
+    kv = KVCache(
+        shape,
+        prompt,
+        step,
+        budget,
+        dtype=dtype,
+        device="meta",
+        stride=stride,
         kv=torch.int8 if kept == "int8" else None,
-    )  # fmt: skip
+    )
     kv.begin(tokens, min(answer, max(1, config.max_context - tokens)))
     return kv
 
 
-def peak(kv: Scheduler, choice: Choice, tokens: int) -> int:
+def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
     """Bytes of KV cache that exist at once while the prompt is read, as the turn record counts."""
-    from minikv.policy import ALL
+    from minikv.policies.base import ALL
 
     shape, arena, prompt, step = kv.shape, kv.arena, kv.prompt_policy, kv.step_policy
     scores = kv.stats().allocated_bytes - arena.nbytes  # of a step, one a row
     state = arena.row_nbytes(arena.extra)
     heads, reading = shape.kv_heads, kv.first
-    if choice.stride:
+    if eviction.stride:
         # One layer at cap + stride rows, whose positions are counted in 64 bits.
         rows = kv.stats().budget_rows
         assert rows is not None
         wide = 2 * shape.head_dim * kv.dtype.itemsize + 8 + state
-        return arena.nbytes + heads * (rows + choice.stride) * wide + scores
+        return arena.nbytes + heads * (rows + eviction.stride) * wide + scores
     assert reading is not None
     totals = reading.plan.totals
     evicts = totals is not None and any(
@@ -330,18 +373,18 @@ def peak(kv: Scheduler, choice: Choice, tokens: int) -> int:
     return reading.peak + scratch + scores
 
 
-def held_bytes(kv: Scheduler, choice: Choice, tokens: int, steps: int) -> int:
+def held_bytes(kv: KVCache, eviction: EvictionConfig, tokens: int, steps: int) -> int:
     """Bytes of the rows held when `steps` tokens of the answer have been fed. Of layers with a
     sliding window an upper bound: rows slide out one by one."""
     shape, reading, rows = kv.shape, kv.first, kv.stats().budget_rows or 0
     totals = reading.plan.totals if reading is not None else None
-    if choice.stride:
+    if eviction.stride:
         totals = [shape.kv_heads * rows] * shape.layers
     count = 0
     for layer, window in enumerate(shape.windows):
         seen = _visible(tokens, window)
-        if choice.stride and window is not None:  # rows leave when the next block begins
-            seen = min(tokens, window - 1 + (tokens - 1) % choice.stride + 1)
+        if eviction.stride and window is not None:  # rows leave when the next block begins
+            seen = min(tokens, window - 1 + (tokens - 1) % eviction.stride + 1)
         after = shape.kv_heads * seen
         bound = max(after, shape.kv_heads * rows)
         if totals is not None:
@@ -440,9 +483,7 @@ def _device(name: str, *, here: bool) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if here and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"no CUDA device for {name!r}", "--memory 24GiB plans for another machine"
-        )
+        raise UsageError(f"no CUDA device for {name!r}", "--memory 24GiB plans for another machine")
     return device
 
 
@@ -481,14 +522,16 @@ def shown(made: Forecast, width: int) -> str:
     free = "not known" if made.free is None else f"{size(made.free)} free"
     facts = [
         ("model", f"{made.model} · {made.family} · {_billions(made.parameters)} parameters"),
-        ("weights", f"{size(made.weights)} in {made.dtype}"
-                    + _kept(made.kept)),
+        ("weights", f"{size(made.weights)} in {made.dtype}" + _kept(made.kept)),
         ("context", context),
-        ("cache", f"{size(made.token_bytes)} a token, {size(made.full)} for {made.tokens:,} "
-                  "without eviction"),
+        (
+            "cache",
+            f"{size(made.token_bytes)} a token, {size(made.full)} for {made.tokens:,} "
+            "without eviction",
+        ),
         ("memory", f"{free} ({made.memory})"),
         ("plan", f"read {made.tokens:,} tokens, write {made.answer:,}; budget {made.budget}"),
-    ]  # fmt: skip
+    ]
     lines = []
     for name, text in facts:
         lines += textwrap.wrap(f"{name:<9}{text}", max(width, 20), subsequent_indent=" " * 9)

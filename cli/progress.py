@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
+from minikv.chat.report import size
 from minikv.cli.terminal import Terminal, columns
 from minikv.errors import Interrupted
-from minikv.report import size
 
 FRAME = 0.1
 """Seconds between two frames."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from minikv.chat.reuse import PATIENCE
 from minikv.cli.command import Command, Context
 from minikv.errors import UsageError
-from minikv.reuse import PATIENCE
 
 if TYPE_CHECKING:
-    from minikv.session import ChatSession
+    from minikv.chat.session import ChatSession
 
 _WORDS = {
     "auto": f"refresh if the policy looks at the question and it takes under {PATIENCE:g} s",

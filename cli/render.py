@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from minikv.chat.report import TurnReport, of_full, percent_saved, ratio, size
 from minikv.cli import refresh
 from minikv.cli.config import text
 from minikv.policies import (
@@ -17,10 +18,9 @@ from minikv.policies import (
     prompt_names,
     step_names,
 )
-from minikv.report import TurnReport, of_full, percent_saved, ratio, size
 
 if TYPE_CHECKING:
-    from minikv.session import ChatSession
+    from minikv.chat.session import ChatSession
 
 _QUESTIONS = {
     "scorer": "what a row is worth, and which rows stay in any case",
@@ -125,10 +125,10 @@ def header(session: ChatSession, version: str) -> str:
 
 def policy_line(session: ChatSession) -> str:
     """The eviction settings in force."""
-    choice = session.choice
-    if not choice.evicts:
+    eviction = session.eviction
+    if not eviction.evicts:
         return f"full: nothing {'more ' * _gaps(session)}is evicted"
-    return f"{choice.policy}, then {choice.decode} · budget {choice.budget}"
+    return f"{eviction.policy}, then {eviction.decode} · budget {eviction.budget}"
 
 
 def _gaps(session: ChatSession) -> bool:
@@ -200,9 +200,11 @@ def _spelling(part: Part) -> str:
 def part_record(part: Part) -> dict[str, object]:
     """A part as JSON has it."""
     return {
-        "name": part.name, "axis": part.axis, "summary": part.summary,
+        "name": part.name,
+        "axis": part.axis,
+        "summary": part.summary,
         "options": [_option_record(option) for option in part.options],
-    }  # fmt: skip
+    }
 
 
 def _options(options: Sequence[Option]) -> str:

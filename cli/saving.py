@@ -7,14 +7,14 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from minikv.choice import Choice, read_budget
+from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.cli import chats, render
 from minikv.cli.command import Command, Context
 from minikv.cli.turn import run_turn
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
-    from minikv.session import ChatSession
+    from minikv.chat.session import ChatSession
 
 _RETRY = ("policy", "budget", "seed")
 _MOST_SEED = (1 << 31) - 1
@@ -45,13 +45,13 @@ def _undo(context: Context, arguments: list[str]) -> None:
 def _retry(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
     flags = _flags(arguments)
-    choice, seed = _settings(session, flags)
-    session.check(choice)  # before anything is taken back
+    eviction, seed = _settings(session, flags)
+    session.check(eviction)  # before anything is taken back
     if not session.undone:
         session.undo()
     question = session.undone[0].question
-    if choice != session.choice or seed != session.seed:
-        session.configure(choice)
+    if eviction != session.eviction or seed != session.seed:
+        session.configure(eviction)
         session.seed = seed
         changed = [*flags, *(("decode", "stride") if "policy" in flags else ())]
         context.origins |= dict.fromkeys(changed, "/retry")
@@ -87,9 +87,9 @@ def _flags(arguments: list[str]) -> dict[str, str]:
     return found
 
 
-def _settings(session: ChatSession, flags: dict[str, str]) -> tuple[Choice, int]:
+def _settings(session: ChatSession, flags: dict[str, str]) -> tuple[EvictionConfig, int]:
     """Policy, budget and seed to ask again with. Raises UsageError."""
-    choice, seed = session.choice, session.seed
+    eviction, seed = session.eviction, session.seed
     if "seed" in flags:
         text = flags["seed"]
         digits = text.isascii() and text.isdigit() and len(text) <= 10
@@ -99,14 +99,14 @@ def _settings(session: ChatSession, flags: dict[str, str]) -> tuple[Choice, int]
         # A policy that draws follows the chat's seed, unless it was given one of its own.
         reading, writing = (
             {n: seed if n == "seed" and value == before else value for n, value in options.items()}
-            for options in (choice.policy_options, choice.decode_options)
+            for options in (eviction.policy_options, eviction.decode_options)
         )
-        choice = replace(choice, policy_options=reading, decode_options=writing)
+        eviction = replace(eviction, policy_options=reading, decode_options=writing)
     if "policy" in flags:
-        choice = replace(Choice.read(flags["policy"], seed=seed), budget=choice.budget)
+        eviction = replace(EvictionConfig.read(flags["policy"], seed=seed), budget=eviction.budget)
     if "budget" in flags:
-        choice = replace(choice, budget=read_budget(flags["budget"]))
-    return choice, seed
+        eviction = replace(eviction, budget=read_budget(flags["budget"]))
+    return eviction, seed
 
 
 def _save(context: Context, arguments: list[str]) -> None:

@@ -8,22 +8,26 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from minikv.choice import Choice, read_budget
+from minikv.chat.eviction_config import EvictionConfig, read_budget
+from minikv.chat.report import size
 from minikv.cli import documents, refresh, render
 from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS, listed, text
 from minikv.cli.turn import Limits
 from minikv.errors import UsageError
 from minikv.policies import POLICIES, Value
-from minikv.report import size
 
 if TYPE_CHECKING:
-    from minikv.session import ChatSession
+    from minikv.chat.session import ChatSession
 
 HERE = "/set"
 _LIMITS: Mapping[str, type[int] | type[float]] = {
-    "temperature": float, "top_k": int, "top_p": float, "min_p": float, "max_tokens": int,
-}  # fmt: skip
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "max_tokens": int,
+}
 
 
 # -- /set -----------------------------------------------------------------------------------
@@ -87,13 +91,13 @@ def _seed(context: Context, key: str, value: str) -> None:
         seed = int(value)
     except ValueError:
         raise UsageError(f"seed must be a whole number, got {value!r}") from None
-    session, choice = context.session, context.session.choice
+    session, eviction = context.session, context.session.eviction
     changed = replace(
-        choice,
-        policy_options=_reseeded(choice.policy_options, seed),
-        decode_options=_reseeded(choice.decode_options, seed),
+        eviction,
+        policy_options=_reseeded(eviction.policy_options, seed),
+        decode_options=_reseeded(eviction.decode_options, seed),
     )
-    if changed != choice:
+    if changed != eviction:
         session.configure(changed)
     session.seed = seed
 
@@ -104,22 +108,22 @@ def _reseeded(options: Mapping[str, Value], seed: int) -> dict[str, Value]:
 
 def _budget(context: Context, key: str, value: str) -> None:
     session = context.session
-    session.configure(replace(session.choice, budget=read_budget(value)))
+    session.configure(replace(session.eviction, budget=read_budget(value)))
 
 
 def _policy(context: Context, key: str, value: str) -> None:
     session = context.session
-    chosen = Choice.read(value, seed=session.seed)
-    session.configure(replace(chosen, budget=session.choice.budget))
+    chosen = EvictionConfig.read(value, seed=session.seed)
+    session.configure(replace(chosen, budget=session.eviction.budget))
     _origins(context)["decode"] = _origins(context)["stride"] = HERE
 
 
 def _decode(context: Context, key: str, value: str) -> None:
     session = context.session
-    now = session.choice
+    now = session.eviction
     if now.stride:
         raise UsageError("with --stride one policy reads and writes", "/set policy takes another")
-    chosen = Choice.read(now.policy, value, seed=session.seed)
+    chosen = EvictionConfig.read(now.policy, value, seed=session.seed)
     session.configure(replace(chosen, budget=now.budget, policy_options=now.policy_options))
 
 
@@ -150,9 +154,15 @@ def _system_key(context: Context, key: str, value: str) -> None:
 
 _CHANGES: Mapping[str, Callable[[Context, str, str], None]] = {
     **dict.fromkeys(_LIMITS, _limit),
-    "seed": _seed, "policy": _policy, "budget": _budget, "decode": _decode, "reuse": _reuse,
-    "encoding_errors": _encoding, "quiet": _quiet, "system": _system_key,
-}  # fmt: skip
+    "seed": _seed,
+    "policy": _policy,
+    "budget": _budget,
+    "decode": _decode,
+    "reuse": _reuse,
+    "encoding_errors": _encoding,
+    "quiet": _quiet,
+    "system": _system_key,
+}
 """What /set may change, and how."""
 KEYS = tuple(_CHANGES)
 
@@ -173,17 +183,28 @@ def _values(context: Context) -> dict[str, str]:
     import torch
 
     session, limits, facts = context.session, context.limits, context.session.facts
-    choice = session.choice
+    eviction = session.eviction
     values = {
-        "model": facts.model or "bundled", "revision": facts.revision, "device": facts.device,
-        "dtype": facts.dtype, "weights": facts.form, "kernels": facts.kernels,
-        "offline": text(context.offline), "policy": choice.policy, "budget": str(choice.budget),
-        "decode": choice.decode, "stride": str(choice.stride), "reuse": session.reuse,
-        "kv": facts.kv, "threads": str(torch.get_num_threads()),
+        "model": facts.model or "bundled",
+        "revision": facts.revision,
+        "device": facts.device,
+        "dtype": facts.dtype,
+        "weights": facts.form,
+        "kernels": facts.kernels,
+        "offline": text(context.offline),
+        "policy": eviction.policy,
+        "budget": str(eviction.budget),
+        "decode": eviction.decode,
+        "stride": str(eviction.stride),
+        "reuse": session.reuse,
+        "kv": facts.kv,
+        "threads": str(torch.get_num_threads()),
         "system": session.system,
-        "pin_system": text(session.pin_system), "encoding_errors": context.errors,
-        "seed": str(session.seed), "quiet": text(context.terminal.quiet),
-    }  # fmt: skip
+        "pin_system": text(session.pin_system),
+        "encoding_errors": context.errors,
+        "seed": str(session.seed),
+        "quiet": text(context.terminal.quiet),
+    }
     values |= {name: f"{getattr(limits, name):g}" for name in _LIMITS}
     return {name: values.get(name, "") for name in SETTINGS}
 
@@ -214,10 +235,12 @@ def _show_model(context: Context) -> None:
         ("runs on", f"{facts.device} · {facts.dtype} · {facts.kernels} kernels"),
         ("cache", facts.kv),
         ("weights", f"{size(facts.weight_bytes)}, loaded in {facts.load_s:.1f} s"),
-        ("layers", f"{shape.layers} · {shape.heads} heads, {shape.kv_heads} KV heads of "
-                   f"{shape.head_dim}"),
+        (
+            "layers",
+            f"{shape.layers} · {shape.heads} heads, {shape.kv_heads} KV heads of {shape.head_dim}",
+        ),
         ("context", f"{session.max_context:,} positions"),
-    ]  # fmt: skip
+    ]
     windows = sorted({w for w in shape.windows if w is not None})
     if windows:
         count = sum(w is not None for w in shape.windows)
@@ -235,7 +258,7 @@ def _show_system(context: Context) -> None:
 
 def _show_template(context: Context) -> None:
     """What a message becomes, as the model sees it, with a neutral example."""
-    from minikv.session import Message
+    from minikv.chat.transcript import Message
 
     session = context.session
     context.terminal.say(f"template: {getattr(session.template, 'name', 'unnamed')}")
@@ -260,18 +283,19 @@ def _spelled(session: ChatSession, ids: Sequence[int]) -> str:
 
 
 def _show_policy(context: Context) -> None:
-    choice = context.session.choice
+    eviction = context.session.eviction
     rows = [("now", render.policy_line(context.session))]
-    if choice.evicts:
+    if eviction.evicts:
         counted = context.session.engine.kv.stats().budget_rows
         if counted is not None:
-            rows.append(("budget", f"{choice.budget}, which is {counted:,} rows per head"))
-    if choice.stride:
-        rows.append(("stride", f"{choice.stride} rows"))
+            rows.append(("budget", f"{eviction.budget}, which is {counted:,} rows per head"))
+    if eviction.stride:
+        rows.append(("stride", f"{eviction.stride} rows"))
     rows.append(("reuse", refresh.line(context.session)))
     for name, options in (
-        (choice.policy, choice.policy_options), (choice.decode, choice.decode_options),
-    ):  # fmt: skip
+        (eviction.policy, eviction.policy_options),
+        (eviction.decode, eviction.decode_options),
+    ):
         rows += [(f"{name}.{key}", str(value)) for key, value in options.items()]
         if name in POLICIES and (name, POLICIES[name].summary) not in rows:
             rows.append((name, POLICIES[name].summary))
@@ -279,9 +303,12 @@ def _show_policy(context: Context) -> None:
 
 
 _VIEWS: Mapping[str, Callable[[Context], None]] = {
-    "model": _show_model, "system": _show_system, "template": _show_template,
-    "settings": _settings, "policy": _show_policy,
-}  # fmt: skip
+    "model": _show_model,
+    "system": _show_system,
+    "template": _show_template,
+    "settings": _settings,
+    "policy": _show_policy,
+}
 
 
 def _say_rows(context: Context, rows: list[tuple[str, str]]) -> None:
@@ -390,8 +417,6 @@ def _count(session: ChatSession, content: str) -> int:
 COMMANDS = (
     Command(("set",), "[KEY VALUE]", "every setting and where it came from, or change one", _set),
     Command(("show",), f"[{' | '.join(_VIEWS)}]", "what this chat runs on", _show),
-    Command(
-        ("system",), "[TEXT | @FILE]", "show or change the system prompt", _system, raw=True
-    ),
+    Command(("system",), "[TEXT | @FILE]", "show or change the system prompt", _system, raw=True),
     Command(("tokens",), "", "what the context is used for, and what frees it", _tokens),
 )

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, TextIO
 
+from minikv.chat.report import TurnReport, size
 from minikv.cli.terminal import clean
-from minikv.report import TurnReport, size
 
 if TYPE_CHECKING:
+    from minikv.chat.session import ChatSession
     from minikv.cli.kept import Kept
-    from minikv.session import ChatSession
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII = " .:-=+*#%@"

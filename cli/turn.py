@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from minikv.cli.build import Settings, build
 from minikv.cli.documents import Text, distinct
 from minikv.cli.interrupt import Interrupts, held
 from minikv.cli.progress import Live, Loading
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
+from minikv.loader import Settings, build
 
 if TYPE_CHECKING:
-    from minikv.session import ChatSession
+    from minikv.chat.session import ChatSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Limits:
         if self.max_tokens < 1:
             raise UsageError(f"--max-tokens must be at least 1, got {self.max_tokens}")
         with held():  # torch comes with it, and would lose a Ctrl-C or end by it
-            from minikv.sampling import Sampling
+            from minikv.engine.sampling import Sampling
 
         Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 

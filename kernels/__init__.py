@@ -5,7 +5,7 @@ Every function takes plain tensors and knows nothing of caches or policies.
 
 from __future__ import annotations
 
-from minikv.kernels.reference import (
+from minikv.kernels.torch.reference import (
     Part,
     Rows,
     add_columns,
@@ -33,7 +33,7 @@ from minikv.kernels.reference import (
     tova_step,
     visible_attention,
 )
-from minikv.kernels.window import window_attention
+from minikv.kernels.torch.window import window_attention
 
 __all__ = [
     "Part",

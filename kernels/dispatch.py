@@ -11,7 +11,7 @@ from importlib import import_module
 
 import torch
 
-from minikv.kernels import reference
+from minikv.kernels.torch import reference
 
 _OLDEST = (3, 6)  # the oldest Triton that the kernels were built with
 _CAPABILITY = (8, 0)
@@ -65,18 +65,18 @@ def choose(
     if reason is not None:
         return Kernels(), f"the Triton kernels are not used: {reason}"
     # By name: a module that imports Triton is loaded only where it is used.
-    found = import_module("minikv.kernels.on_gpu").Triton()
+    found = import_module("minikv.kernels.triton.table").Triton()
     assert isinstance(found, Kernels)
     return found, None
 
 
 def _native(head_dim: int, dtype: torch.dtype) -> tuple[Kernels, str | None]:
-    build, step = (import_module(f"minikv.kernels.native.{name}") for name in ("build", "step"))
+    build, step = (import_module(f"minikv.kernels.cpu.{name}") for name in ("build", "step"))
     why = step.unfit(dtype, head_dim)
     if not why:
         found, why = build.library()
         if found is not None:
-            made = import_module("minikv.kernels.on_cpu").Native()
+            made = import_module("minikv.kernels.cpu.table").Native()
             assert isinstance(made, Kernels)
             return made, None
         if build.switched_off():

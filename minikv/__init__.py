@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from minikv.session import ChatSession
+    from minikv.chat.session import ChatSession
 
 __version__ = "0.1.0"
 
@@ -36,17 +36,27 @@ def load(
     reads prompts, in blocks of so many rows. `kv` "int8" keeps keys and values in about half of
     bfloat16's bytes. `weights` "int8" or "int4" packs the matrices of the layers, on a CPU;
     "int8+head" or "int4+head" what makes logits, too, in eight bits.
-    `reuse` says what later questions find: "once", "refresh", "blind" or "auto" (`minikv.reuse`).
+    `reuse` says what later questions find: "once", "refresh", "blind" or "auto"
+    (`minikv.chat.reuse`).
     `policy_options` are checked against `minikv.policies.POLICIES`. Raises MinikvError or
     ModelError, both with `exit_code`.
     """
-    # The one place where the core reaches up: the assembly lives in cli, beside its other caller.
-    from minikv.cli.build import Settings, build
+    from minikv.loader import Settings, build
 
     return build(
         Settings(
-            model=model, policy=policy, budget=str(budget), decode=decode, device=device,
-            dtype=dtype, kernels=kernels, seed=seed, stride=stride, kv=kv, weights=weights,
-            reuse=reuse, options=dict(policy_options),
+            model=model,
+            policy=policy,
+            budget=str(budget),
+            decode=decode,
+            device=device,
+            dtype=dtype,
+            kernels=kernels,
+            seed=seed,
+            stride=stride,
+            kv=kv,
+            weights=weights,
+            reuse=reuse,
+            options=dict(policy_options),
         )
     )

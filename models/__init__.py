@@ -76,10 +76,13 @@ def load(
     tokenizer = Tokenizer.from_folder(source.folder, stop_ids=config.stop_ids)
     template = ChatTemplate.from_folder(source.folder, tokenizer)
     network = load_network(
-        checkpoint, config, device=where, form=weights,
+        checkpoint,
+        config,
+        device=where,
+        form=weights,
         dtype=_dtype(dtype, checkpoint.dtype, where, weights),
         progress=None if progress is None else progress.weights,
-    )  # fmt: skip
+    )
     return Loaded(
         network=network,
         tokenizer=tokenizer,

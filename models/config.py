@@ -347,11 +347,17 @@ _ROPE_KEYS = {
     ),
     "yarn": frozenset(
         {
-            "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
-            "beta_slow", "mscale", "mscale_all_dim", "truncate",
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
         }
     ),
-}  # fmt: skip
+}
 
 
 def _rope(read: _Reader, max_context: int) -> RopeConfig:
@@ -469,12 +475,28 @@ def _with_generation(config: ModelConfig, path: Path) -> ModelConfig:
 
 _PARAMS_KEYS = frozenset(
     {
-        "dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "norm_eps",
-        "vocab_size", "rope_theta", "sliding_window", "max_seq_len", "max_batch_size",
-        "max_position_embeddings", "model_type", "multiple_of", "ffn_dim_multiplier",
-        "use_scaled_rope", "use_biases", "causal", "tied_embeddings",
+        "dim",
+        "n_layers",
+        "head_dim",
+        "hidden_dim",
+        "n_heads",
+        "n_kv_heads",
+        "norm_eps",
+        "vocab_size",
+        "rope_theta",
+        "sliding_window",
+        "max_seq_len",
+        "max_batch_size",
+        "max_position_embeddings",
+        "model_type",
+        "multiple_of",
+        "ffn_dim_multiplier",
+        "use_scaled_rope",
+        "use_biases",
+        "causal",
+        "tied_embeddings",
     }
-)  # fmt: skip
+)
 
 
 def _from_original(raw: Mapping[str, Any]) -> ModelConfig:

@@ -42,12 +42,19 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASC
 _REVISION = re.compile(r"[\w][\w./+-]{0,254}", re.ASCII)
 _TEXT_FILES = frozenset(
     {
-        "config.json", "generation_config.json", "params.json",
-        "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-        "special_tokens_map.json", "added_tokens.json",
-        "chat_template.jinja", "chat_template.json", "tekken.json",
+        "config.json",
+        "generation_config.json",
+        "params.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "tekken.json",
     }
-)  # fmt: skip
+)
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
 
@@ -112,9 +119,7 @@ def _is_pathlike(text: str) -> bool:
     return text.startswith((".", "~", "/")) or "\\" in text or ".." in text
 
 
-def _from_hub(
-    repo: str, revision: str | None, offline: bool, progress: Progress | None
-) -> Source:
+def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress | None) -> Source:
     if offline and "huggingface_hub" not in sys.modules:
         # The library reads this once, when it is first imported. A belt: the offline path below
         # only looks into the cache.
@@ -129,8 +134,10 @@ def _from_hub(
     at = f" at revision {quote(revision)}" if revision else ""
     if offline:
         lacks = missing_files(folder) if folder is not None else ""
-        state = f"only partly in the local cache ({lacks} missing)" if lacks else (
-            "not in the local cache"
+        state = (
+            f"only partly in the local cache ({lacks} missing)"
+            if lacks
+            else ("not in the local cache")
         )
         raise ModelUnavailable(
             f"{repo}{at} is {state}, and offline mode is on",
@@ -158,9 +165,7 @@ def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
     return None
 
 
-def _download(
-    hub: Any, repo: str, revision: str | None, at: str, watched: _Watched | None
-) -> Path:
+def _download(hub: Any, repo: str, revision: str | None, at: str, watched: _Watched | None) -> Path:
     from huggingface_hub import errors
 
     # GatedRepoError is a RepositoryNotFoundError, and most are HfHubHTTPError: the order matters.

@@ -343,8 +343,10 @@ def lacks(form: str) -> str:
     except (AttributeError, RuntimeError, NotImplementedError):
         return f"this build of torch has no {form} kernel for this processor"
     want = x @ weight.T
-    off = [float((got.float() - part).norm() / part.norm())
-           for got, part in ((few, want[:1]), (many, want))]  # fmt: skip
+    off = [
+        float((got.float() - part).norm() / part.norm())
+        for got, part in ((few, want[:1]), (many, want))
+    ]
     right = max(off) < 0.3  # four bits lose a tenth; what is in the wrong place loses everything
     return "" if right else f"torch's {form} kernel computes wrongly on this processor"
 

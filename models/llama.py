@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.attend import Attend
+from minikv.cache.attend import Attend
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8, Linear, Plain, int8_product, row_product
 from minikv.models.pages import Empty, Pages

@@ -101,9 +101,7 @@ class Rotary:
         self._sign = torch.ones_like(self._twice)
         self._sign[..., : head_dim // 2] = -1.0
 
-    def table(
-        self, start: int | Tensor, count: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def table(self, start: int | Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine of positions start .. start+count-1, each [count, 1, D].
 
         A start that is on the device, int64 [], is not asked for; the count is 1 then.

@@ -40,21 +40,84 @@ NUMBER_BITS = 4096
 """Size of the largest integer a template may compute."""
 MAX_RANGE = 100_000
 
-# fmt: off
-_FILTERS = frozenset([
-    "abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "groupby",
-    "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min",
-    "reject", "rejectattr", "replace", "reverse", "safe", "select", "selectattr", "sort",
-    "string", "sum", "title", "tojson", "trim", "unique", "upper",
-])
-_TEXT_METHODS = frozenset([
-    "capitalize", "casefold", "count", "endswith", "find", "format", "index", "isalnum",
-    "isalpha", "isdecimal", "isdigit", "islower", "isnumeric", "isspace", "istitle", "isupper",
-    "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind",
-    "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip",
-    "swapcase", "title", "upper",
-])
-# fmt: on
+_FILTERS = frozenset(
+    [
+        "abs",
+        "capitalize",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "first",
+        "float",
+        "groupby",
+        "indent",
+        "int",
+        "items",
+        "join",
+        "last",
+        "length",
+        "list",
+        "lower",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+        "replace",
+        "reverse",
+        "safe",
+        "select",
+        "selectattr",
+        "sort",
+        "string",
+        "sum",
+        "title",
+        "tojson",
+        "trim",
+        "unique",
+        "upper",
+    ]
+)
+_TEXT_METHODS = frozenset(
+    [
+        "capitalize",
+        "casefold",
+        "count",
+        "endswith",
+        "find",
+        "format",
+        "index",
+        "isalnum",
+        "isalpha",
+        "isdecimal",
+        "isdigit",
+        "islower",
+        "isnumeric",
+        "isspace",
+        "istitle",
+        "isupper",
+        "join",
+        "lower",
+        "lstrip",
+        "partition",
+        "removeprefix",
+        "removesuffix",
+        "replace",
+        "rfind",
+        "rindex",
+        "rpartition",
+        "rsplit",
+        "rstrip",
+        "split",
+        "splitlines",
+        "startswith",
+        "strip",
+        "swapcase",
+        "title",
+        "upper",
+    ]
+)
 _DATE = re.compile(r"(?:%[-#]?[A-Za-z%]|[^%]){0,100}")
 # Replacement fields without fields inside them, and numbers that would be a large width.
 _FORMAT = re.compile(r"(?:[^{}]|\{\{|\}\}|\{[^{}]*\})*")

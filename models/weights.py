@@ -65,11 +65,29 @@ STAGING = 32 * 2**20
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _BITS = {
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8,
-    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "F64": 64, "I64": 64, "U64": 64, "C64": 64,
-}  # fmt: skip
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "C64": 64,
+}
 _SMALL = frozenset(name for name, bits in _BITS.items() if bits <= 8 and name != "BOOL")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _QUANTISED = (
@@ -375,8 +393,10 @@ def load_network(
     tell(0)
     layers, logits = split(form)
     room = Pages(device).empty
-    small = "" if logits == "auto" or not fits_int8(config.hidden) else (
-        "embedding" if config.tied else "head"
+    small = (
+        ""
+        if logits == "auto" or not fits_int8(config.hidden)
+        else ("embedding" if config.tied else "head")
     )
     with torch.inference_mode(False), torch.no_grad():
         # One for all: freed after each tensor, those of different sizes leave holes in the heap.
@@ -448,9 +468,11 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Rows and columns of the matrices of a layer, as the network keeps them."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return {
-        "q, k, v": (q + 2 * kv, config.hidden), "o": (config.hidden, q),
-        "gate, up": (2 * config.mlp, config.hidden), "down": (config.hidden, config.mlp),
-    }  # fmt: skip
+        "q, k, v": (q + 2 * kv, config.hidden),
+        "o": (config.hidden, q),
+        "gate, up": (2 * config.mlp, config.hidden),
+        "down": (config.hidden, config.mlp),
+    }
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
@@ -484,9 +506,10 @@ def form_notes(config: ModelConfig, form: str) -> list[str]:
         if kind == logits:
             asked |= {"head": (config.vocab, config.hidden)}
         odd = [
-            f"{name} (rows of {columns})" for name, (rows, columns) in asked.items()
+            f"{name} (rows of {columns})"
+            for name, (rows, columns) in asked.items()
             if kept_bytes(rows, columns, kind, 2) == 2 * rows * columns
-        ]  # fmt: skip
+        ]
         unit = "a multiple of 16" if kind == "int8" else "a multiple of 32"
         if odd:
             notes.append(f"{kind} needs rows of {unit}: {', '.join(odd)} stay in bfloat16")
@@ -524,7 +547,11 @@ def _pairs(name: str, config: ModelConfig) -> int:
 
 
 def _fill(
-    file: BinaryIO, entry: Entry, place: Tensor, pair_heads: int, staging: Tensor,
+    file: BinaryIO,
+    entry: Entry,
+    place: Tensor,
+    pair_heads: int,
+    staging: Tensor,
     tell: Callable[[int], None],
 ) -> None:
     """Read one tensor into `place`, converting dtype, device and row order on the way, by pieces
@@ -590,9 +617,7 @@ def _same(one: Entry, two: Entry) -> bool:
     return True
 
 
-def _check_room(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, form: str
-) -> None:
+def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, form: str) -> None:
     """Refuse what does not fit, and name the flags that would."""
     needs = loading_bytes(config, dtype, form)
     free = free_memory(device)
@@ -608,16 +633,19 @@ def _check_room(
             name += "" if fits else "+head"
             options.append((f"{other}--weights {name}", torch.bfloat16, name))
     fitting = [
-        f"{flag} would need {size / gib:.1f} GiB" for flag, kind, name in options
-        if (size := loading_bytes(config, kind, name)) < needs and size <= free
+        f"{flag} would need {size / gib:.1f} GiB"
+        for flag, kind, name in options
+        if (size := loading_bytes(config, kind, name)) < needs
+        and size <= free
         and not any(map(lacks, packs(name)))
-    ]  # fmt: skip
+    ]
     where = "GPU memory" if device.type == "cuda" else "memory"
     raise ModelTooLarge(
         f"the weights need {needs / gib:.1f} GiB of {where}, {free / gib:.1f} GiB are free",
-        "; ".join([*fitting, "or a smaller model"]) if fitting
+        "; ".join([*fitting, "or a smaller model"])
+        if fitting
         else "use a smaller model, or free memory",
-    )  # fmt: skip
+    )
 
 
 def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:

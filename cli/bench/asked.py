@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from minikv.choice import Choice
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import place, shapes
-from minikv.cli.build import WEIGHTS, Settings
 from minikv.cli.commands import read_pairs
 from minikv.cli.plan import read_count
 from minikv.errors import UsageError
+from minikv.loader import WEIGHTS, Settings
 
 LEAST = 64
 """Fewest tokens of a prompt: shorter ones say nothing about a policy."""
@@ -51,8 +51,9 @@ class Asked:
                 "or use --shape, which needs no weights",
             )
         for flag, value, most in (
-            ("--repeat", self.repeat, MOST_REPEAT), ("--steps", self.steps or 1, MOST_STEPS),
-        ):  # fmt: skip
+            ("--repeat", self.repeat, MOST_REPEAT),
+            ("--steps", self.steps or 1, MOST_STEPS),
+        ):
             if not 1 <= value <= most:
                 raise UsageError(f"{flag} must be 1 to {most:,}, got {value}")
         place.check_threads(self.threads)
@@ -65,17 +66,17 @@ class Asked:
                 raise UsageError(f"unknown weights {name!r}", f"use {', '.join(WEIGHTS)}")
         return found
 
-    def choices(self) -> tuple[Choice, ...]:
+    def choices(self) -> tuple[EvictionConfig, ...]:
         """The full cache first, then every policy with every decode policy and budget. Raises
         UsageError."""
         given = read_pairs(list(self.options))
-        found = [Choice.read("full", "none")]
+        found = [EvictionConfig.read("full", "none")]
         for policy in read_list(self.policy, "--policy"):
             for decode in read_list(self.decode, "--decode"):
                 for budget in read_list(self.budget, "--budget"):
                     if (policy, decode) in (("full", "auto"), ("full", "none")):
                         continue
-                    made = Choice.read(policy, decode, budget, given, stride=self.stride)
+                    made = EvictionConfig.read(policy, decode, budget, given, stride=self.stride)
                     if made not in found:
                         found.append(made)
         return tuple(found)

@@ -85,9 +85,15 @@ def measure(
     from minikv.cli.bench import run
 
     wanted = run.Wanted(
-        spec_of(asked, device), asked.model or asked.shape.lower(), choices, lengths, formats,
-        asked.repeat, asked.steps or (128 if device.type == "cuda" else 32), asked.peer,
-    )  # fmt: skip
+        spec_of(asked, device),
+        asked.model or asked.shape.lower(),
+        choices,
+        lengths,
+        formats,
+        asked.repeat,
+        asked.steps or (128 if device.type == "cuda" else 32),
+        asked.peer,
+    )
     record = Record(command, terminal, target)
     rates = start(record, device, wanted.model, terminal)
     bench = run.Bench(wanted, rates, Pace(terminal))
@@ -99,9 +105,11 @@ def measure(
             record.tables.append(show.table(bench.rows[shown:]))
             shown = len(bench.rows)
         record.made |= {
-            "wanted": describe(bench.wanted), "rows": [row.record() for row in bench.rows],
-            "attention_flops_s": bench.attending, "notes": bench.notes,
-        }  # fmt: skip
+            "wanted": describe(bench.wanted),
+            "rows": [row.record() for row in bench.rows],
+            "attention_flops_s": bench.attending,
+            "notes": bench.notes,
+        }
 
     try:
         bench.check()
@@ -181,10 +189,15 @@ def describe(wanted: Wanted) -> dict[str, object]:
     """For JSON: what was measured."""
     spec = wanted.spec
     return {
-        "model": wanted.model, "random_weights": spec.folder is None, "dtype": spec.dtype,
-        "weights": list(wanted.formats), "kv": spec.kv, "kernels": spec.kernels,
-        "repeat": wanted.repeat, "steps": wanted.steps,
-    }  # fmt: skip
+        "model": wanted.model,
+        "random_weights": spec.folder is None,
+        "dtype": spec.dtype,
+        "weights": list(wanted.formats),
+        "kv": spec.kv,
+        "kernels": spec.kernels,
+        "repeat": wanted.repeat,
+        "steps": wanted.steps,
+    }
 
 
 def spec_of(asked: Asked, device: torch.device) -> Spec:
@@ -201,9 +214,16 @@ def spec_of(asked: Asked, device: torch.device) -> Spec:
 
 
 def measure_kernels(
-    shape: str, lengths: tuple[int, ...], device_flag: str, kernels: str, threads: int,
-    repeat: int, command: Sequence[str], terminal: Terminal, target: str | None,
-) -> None:  # fmt: skip
+    shape: str,
+    lengths: tuple[int, ...],
+    device_flag: str,
+    kernels: str,
+    threads: int,
+    repeat: int,
+    command: Sequence[str],
+    terminal: Terminal,
+    target: str | None,
+) -> None:
     """`bench kernels`. Raises UsageError where the kernels that are wanted cannot run."""
     sizes = shapes.find(shape)
     place.check_threads(threads)
@@ -233,9 +253,10 @@ def measure_kernels(
         for note in dict.fromkeys(notes):
             terminal.warn(note)
         record.made |= {
-            "shape": shape, "kernels": [timing.record() for timing in timings],
+            "shape": shape,
+            "kernels": [timing.record() for timing in timings],
             "notes": notes,
-        }  # fmt: skip
+        }
         if timings:
             record.tables.append(show.kernels_table(timings))
             record.finish(complete=done)
@@ -247,9 +268,16 @@ _LEAST_WATCH = 15.0  # seconds, however few minutes: loading and giving back tak
 
 
 def measure_all(
-    device_flag: str, threads: int, repeat: int, peer: bool, full: bool, minutes: float,
-    command: Sequence[str], terminal: Terminal, target: str | None,
-) -> None:  # fmt: skip
+    device_flag: str,
+    threads: int,
+    repeat: int,
+    peer: bool,
+    full: bool,
+    minutes: float,
+    command: Sequence[str],
+    terminal: Terminal,
+    target: str | None,
+) -> None:
     """`bench all`: what this machine can show, in so many minutes. Raises UsageError, and
     MinikvError when nothing at all could be measured."""
     began = perf_counter()
@@ -333,7 +361,8 @@ class Listing:
             record.tables.append(show.kernels_table(timings))
         self._rows, self._timings = len(every.rows), len(every.timings)
         record.made |= every.record() | {
-            "minutes": self._minutes, "seconds": perf_counter() - self._began
+            "minutes": self._minutes,
+            "seconds": perf_counter() - self._began,
         }
 
     def _warn(self) -> None:

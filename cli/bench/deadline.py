@@ -18,9 +18,12 @@ class Deadline:
     longer than anybody thought. Without seconds there is time for everything."""
 
     def __init__(
-        self, seconds: float = math.inf, *, grace: float = 0.0,
+        self,
+        seconds: float = math.inf,
+        *,
+        grace: float = 0.0,
         now: Callable[[], float] = perf_counter,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`grace`: seconds by which work that has begun may be late."""
         self.now = now
         self._until = now() + seconds

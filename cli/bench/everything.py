@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from minikv.choice import Choice
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import floors, kernels, machine, models, run, shapes
 from minikv.cli.bench.deadline import Deadline, Guesses, Late
 from minikv.cli.bench.floors import Goal, Rates
@@ -55,9 +55,16 @@ class Everything:
     """What is measured so far: rows, kernels, goals, and figures that are neither."""
 
     def __init__(
-        self, device: torch.device, rates: Rates, progress: Progress, *, repeat: int = 3,
-        peer: bool = True, small: bool = False, deadline: Deadline | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        device: torch.device,
+        rates: Rates,
+        progress: Progress,
+        *,
+        repeat: int = 3,
+        peer: bool = True,
+        small: bool = False,
+        deadline: Deadline | None = None,
+    ) -> None:
         """`small` takes tiny networks and short prompts: to see that all parts run."""
         self.device, self.rates, self.repeat, self.peer = device, rates, repeat, peer
         self.small = small
@@ -75,14 +82,18 @@ class Everything:
     @property
     def measured(self) -> bool:
         """Whether there is anything to show."""
-        return bool(self.rows or self.timings) or any(self.figures.values()) or any(
-            goal.measured is not None for goal in self.goals
+        return (
+            bool(self.rows or self.timings)
+            or any(self.figures.values())
+            or any(goal.measured is not None for goal in self.goals)
         )
 
     def go(
-        self, parts: Sequence[Part], slow: bool = False,
+        self,
+        parts: Sequence[Part],
+        slow: bool = False,
         after: Callable[[Done], None] = lambda done: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Every part in order, as long as there is time; `after` each, what became of it."""
         self.goals = [replace(goal, note=_OPEN) for part in parts for goal in part.goals]
         for part in parts:
@@ -138,8 +149,10 @@ class Everything:
             state, why = "failed", why or run.one_line(error)
         if not machine.healthy(self.device):
             self.broken, state = True, "failed"
-            why = f"{why or 'the GPU failed'}; after this the GPU answers no more: what would " \
-                  "come next is missing because of it"
+            why = (
+                f"{why or 'the GPU failed'}; after this the GPU answers no more: what would "
+                "come next is missing because of it"
+            )
         return state, why
 
     # -- what parts are made of ---------------------------------------------------------------
@@ -154,25 +167,39 @@ class Everything:
         return max(64, count // 64) if self.small else count
 
     def bench(
-        self, shape: str, choices: Sequence[tuple[str, str, str]],
-        formats: tuple[str, ...] = ("auto",), *, peer: bool = False,
-    ) -> run.Bench:  # fmt: skip
+        self,
+        shape: str,
+        choices: Sequence[tuple[str, str, str]],
+        formats: tuple[str, ...] = ("auto",),
+        *,
+        peer: bool = False,
+    ) -> run.Bench:
         """Of a shape under policies, given as (policy, decode policy, budget); the full cache with
         the first format of the weights."""
         gpu = self.device.type == "cuda"
         wanted = run.Wanted(
-            self.spec(shape), shape, tuple(Choice.read(*each) for each in choices), (), formats,
-            self.repeat, 4 if self.small else 128 if gpu else 32, peer and self.peer,
+            self.spec(shape),
+            shape,
+            tuple(EvictionConfig.read(*each) for each in choices),
+            (),
+            formats,
+            self.repeat,
+            4 if self.small else 128 if gpu else 32,
+            peer and self.peer,
             full_once=True,
-        )  # fmt: skip
+        )
         return run.Bench(
-            wanted, self.rates, self.progress, deadline=self.deadline, guesses=self.guesses,
+            wanted,
+            self.rates,
+            self.progress,
+            deadline=self.deadline,
+            guesses=self.guesses,
             lenient=True,
         )
 
     def cached(self, net: Llama, choice: tuple[str, str, str]) -> models.Cached:
         """A network under policies; what it does ends when the time is up."""
-        return models.Cached(net, Choice.read(*choice), check=self.deadline.check)
+        return models.Cached(net, EvictionConfig.read(*choice), check=self.deadline.check)
 
     def reading(self, shape: str, length: int) -> float:
         """Seconds that a prompt of a shape takes, as far as can be told."""
@@ -217,6 +244,8 @@ class Everything:
         return {
             "rows": [row.record() for row in self.rows],
             "kernels": [timing.record() for timing in self.timings],
-            "goals": [goal.record() for goal in self.goals], "figures": dict(self.figures),
-            "notes": list(self.notes), "parts": [asdict(done) for done in self.parts],
-        }  # fmt: skip
+            "goals": [goal.record() for goal in self.goals],
+            "figures": dict(self.figures),
+            "notes": list(self.notes),
+            "parts": [asdict(done) for done in self.parts],
+        }

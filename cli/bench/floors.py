@@ -108,7 +108,12 @@ class Goal:
     def record(self) -> dict[str, object]:
         """Ready for JSON."""
         return {
-            "name": self.name, "measured": self.measured, "goal": self.goal, "first": self.first,
-            "better": "more" if self.at_least else "less", "unit": self.unit,
-            "state": self.state, "note": self.note,
-        }  # fmt: skip
+            "name": self.name,
+            "measured": self.measured,
+            "goal": self.goal,
+            "first": self.first,
+            "better": "more" if self.at_least else "less",
+            "unit": self.unit,
+            "state": self.state,
+            "note": self.note,
+        }

@@ -20,8 +20,8 @@ from minikv.cli.bench import machine
 from minikv.cli.bench.floors import Rates, middle
 from minikv.cli.bench.machine import normal
 from minikv.cli.bench.shapes import Sizes
+from minikv.engine.decode_loop import captured
 from minikv.errors import UsageError
-from minikv.graph import captured
 from minikv.kernels import Rows, dispatch
 
 Inputs = dict[str, Any]
@@ -75,10 +75,17 @@ class Timing:
     def record(self) -> dict[str, object]:
         """Ready for JSON."""
         return {
-            "kernel": self.name, "case": self.case, "kernels": self.who, "seconds": self.seconds,
-            "times": list(self.times), "bytes": self.nbytes, "flops": self.flops,
-            "floor_s": self.floor, "share_of_floor": self.share, "captured": self.captured,
-        }  # fmt: skip
+            "kernel": self.name,
+            "case": self.case,
+            "kernels": self.who,
+            "seconds": self.seconds,
+            "times": list(self.times),
+            "bytes": self.nbytes,
+            "flops": self.flops,
+            "floor_s": self.floor,
+            "share_of_floor": self.share,
+            "captured": self.captured,
+        }
 
 
 def who(device: torch.device, wanted: str, head_dim: int) -> dispatch.Kernels:
@@ -99,9 +106,7 @@ def timed(
     """Median seconds of a call."""
     gpu = device.type == "cuda"
     cache = 2 * machine.l2_bytes(device) if gpu else _CPU_CACHE
-    sets = [
-        case.make(device, seed) for seed in range(min(_SETS, 1 + cache // max(case.nbytes, 1)))
-    ]
+    sets = [case.make(device, seed) for seed in range(min(_SETS, 1 + cache // max(case.nbytes, 1)))]
 
     def calls(count: int) -> Callable[[], None]:
         def run() -> None:
@@ -125,9 +130,15 @@ def timed(
     moved = case.nbytes / rates.stream
     done = case.flops / rates.product("bfloat16") if case.flops else 0.0
     return Timing(
-        case.name, case.case, operations.name, tuple(t / count for t in times), case.nbytes,
-        case.flops, max(moved, done), replay is not None,
-    )  # fmt: skip
+        case.name,
+        case.case,
+        operations.name,
+        tuple(t / count for t in times),
+        case.nbytes,
+        case.flops,
+        max(moved, done),
+        replay is not None,
+    )
 
 
 def _captured(run: Callable[[], None], device: torch.device) -> Callable[[], None] | None:
@@ -156,62 +167,97 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
     heads, group = sizes.kv_heads, sizes.heads // sizes.kv_heads
     row = 2 * sizes.head_dim * dtype.itemsize
     for n in lengths:
+        yield Case("sdpa decode", f"{n:,} rows", _dense(sizes, dtype, n), _sdpa, heads * n * row)
         yield Case(
-            "sdpa decode", f"{n:,} rows", _dense(sizes, dtype, n), _sdpa, heads * n * row
-        )  # fmt: skip
-        yield Case(
-            "ragged attention", f"{n:,} rows", _ragged(sizes, dtype, [n] * heads), _attend,
-            heads * n * row, needs=("ragged_attention",),
-        )  # fmt: skip
-        yield Case(
-            "ragged attention", f"{n:,} mean, {max(uneven(heads, n)) / n:.0f}x most",
-            _ragged(sizes, dtype, uneven(heads, n)), _attend, heads * n * row,
+            "ragged attention",
+            f"{n:,} rows",
+            _ragged(sizes, dtype, [n] * heads),
+            _attend,
+            heads * n * row,
             needs=("ragged_attention",),
-        )  # fmt: skip
+        )
         yield Case(
-            "ragged attention", f"{n:,} rows, logits",
-            _ragged(sizes, dtype, [n] * heads, logits=True), _attend,
-            heads * n * (row + 4 * group), needs=("ragged_attention",),
-        )  # fmt: skip
+            "ragged attention",
+            f"{n:,} mean, {max(uneven(heads, n)) / n:.0f}x most",
+            _ragged(sizes, dtype, uneven(heads, n)),
+            _attend,
+            heads * n * row,
+            needs=("ragged_attention",),
+        )
+        yield Case(
+            "ragged attention",
+            f"{n:,} rows, logits",
+            _ragged(sizes, dtype, [n] * heads, logits=True),
+            _attend,
+            heads * n * (row + 4 * group),
+            needs=("ragged_attention",),
+        )
     first = lengths[0]
     yield Case(
-        "append", "1 row a head", _newcomer(sizes, dtype, first), _append, heads * 2 * (row + 4),
+        "append",
+        "1 row a head",
+        _newcomer(sizes, dtype, first),
+        _append,
+        heads * 2 * (row + 4),
         needs=("append",),
-    )  # fmt: skip
+    )
     for n in lengths:
         yield Case(
-            "hash append", f"{n:,} rows", _newcomer(sizes, dtype, n), _hash,
-            heads * (n * (2 + 4) + 3 * row), needs=("hash_append",),
-        )  # fmt: skip
+            "hash append",
+            f"{n:,} rows",
+            _newcomer(sizes, dtype, n),
+            _hash,
+            heads * (n * (2 + 4) + 3 * row),
+            needs=("hash_append",),
+        )
     rows = sizes.layers * heads
     for n in lengths:
         for name, columns in _STEPS.items():
             yield Case(
-                name.replace("_", " "), f"{n:,} rows, all layers", _judged(sizes, n, columns),
-                _step(name), rows * n * (4 * group + 4 + 2 * sum(c.itemsize for c in columns)),
+                name.replace("_", " "),
+                f"{n:,} rows, all layers",
+                _judged(sizes, n, columns),
+                _step(name),
+                rows * n * (4 * group + 4 + 2 * sum(c.itemsize for c in columns)),
                 needs=(name,),
-            )  # fmt: skip
+            )
     for n in lengths:
         queries = min(64, n)
         yield Case(
-            "observe", f"{queries} queries, {n:,} rows", _observed(sizes, dtype, n, queries),
-            _observe, 2 * heads * n * sizes.head_dim * dtype.itemsize, needs=("observe",),
-        )  # fmt: skip
+            "observe",
+            f"{queries} queries, {n:,} rows",
+            _observed(sizes, dtype, n, queries),
+            _observe,
+            2 * heads * n * sizes.head_dim * dtype.itemsize,
+            needs=("observe",),
+        )
         yield Case(
-            "column sums", f"{n:,} queries, causal", _observed(sizes, dtype, n, n), _columns,
+            "column sums",
+            f"{n:,} queries, causal",
+            _observed(sizes, dtype, n, n),
+            _columns,
             heads * n * (sizes.head_dim * dtype.itemsize + 4 * group + 4),
-            2 * sizes.heads * sizes.head_dim * (n * (n + 1) // 2), needs=("add_columns",),
-        )  # fmt: skip
+            2 * sizes.heads * sizes.head_dim * (n * (n + 1) // 2),
+            needs=("add_columns",),
+        )
     for n in lengths:
         yield Case(
-            "segments attention", f"{min(256, n)} new, {n:,} rows",
-            _segments(sizes, dtype, uneven(heads, n), min(256, n)), _over, heads * n * row,
-            4 * sizes.heads * sizes.head_dim * n * min(256, n), needs=("segments_attention",),
-        )  # fmt: skip
+            "segments attention",
+            f"{min(256, n)} new, {n:,} rows",
+            _segments(sizes, dtype, uneven(heads, n), min(256, n)),
+            _over,
+            heads * n * row,
+            4 * sizes.heads * sizes.head_dim * n * min(256, n),
+            needs=("segments_attention",),
+        )
         yield Case(
-            "gather rows", f"{n // 8:,} of {n:,} rows", _kept(sizes, dtype, n), _gather,
-            heads * (n // 8) * (2 * row + 8), needs=("gather_rows",),
-        )  # fmt: skip
+            "gather rows",
+            f"{n // 8:,} of {n:,} rows",
+            _kept(sizes, dtype, n),
+            _gather,
+            heads * (n // 8) * (2 * row + 8),
+            needs=("gather_rows",),
+        )
     turned, item = (sizes.heads + heads) * sizes.head_dim, dtype.itemsize
     for t in (1, min(2048, lengths[-1])):  # a step, and a chunk of a prompt
         between = _between(sizes, dtype, t)
@@ -220,9 +266,13 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
             "add norm", case, between, _add_norm, 4 * t * sizes.hidden * item, needs=("add_norm",)
         )
         yield Case(
-            "rotate", case, between, _rotate, 2 * t * (turned + sizes.head_dim) * item,
+            "rotate",
+            case,
+            between,
+            _rotate,
+            2 * t * (turned + sizes.head_dim) * item,
             needs=("rotate",),
-        )  # fmt: skip
+        )
         yield Case(
             "silu mul", case, between, _silu_mul, 3 * t * sizes.mlp * item, needs=("silu_mul",)
         )
@@ -277,8 +327,11 @@ def _ragged(
             "q": normal(device, seed, dtype, heads, group, sizes.head_dim),
             "k": normal(device, seed + 1, dtype, total, sizes.head_dim),
             "v": normal(device, seed + 2, dtype, total, sizes.head_dim),
-            "start": length.cumsum(0) - length, "length": length, "width": width, "logits": None,
-        }  # fmt: skip
+            "start": length.cumsum(0) - length,
+            "length": length,
+            "width": width,
+            "logits": None,
+        }
         if logits:
             made["logits"] = torch.empty((heads, group, width), device=device)
         return made
@@ -308,18 +361,21 @@ def _newcomer(sizes: Sizes, dtype: torch.dtype, n: int) -> Callable[[torch.devic
             "k": normal(device, seed + 4, dtype, *cached),
             "v": normal(device, seed + 5, dtype, *cached),
             "pos": torch.arange(n, device=device, dtype=torch.int32).repeat(heads),
-            "code": code.to(torch.int16), "start": reach * n,
+            "code": code.to(torch.int16),
+            "start": reach * n,
             "length": torch.full((heads,), n, device=device),
             "cap": torch.full((heads,), n, device=device),
             "hole": torch.full((heads,), -1, device=device),
-            "position": torch.tensor(n, device=device), "slot": reach * n, "width": n,
+            "position": torch.tensor(n, device=device),
+            "slot": reach * n,
+            "width": n,
             "spare": (
                 torch.empty(wide, dtype=dtype, device=device),
                 torch.empty(wide, dtype=dtype, device=device),
                 torch.empty(heads, dtype=torch.int32, device=device),
                 torch.empty(heads, dtype=torch.int16, device=device),
             ),
-        }  # fmt: skip
+        }
 
     return make
 
@@ -334,10 +390,11 @@ def _between(sizes: Sizes, dtype: torch.dtype, t: int) -> Callable[[torch.device
             "y": normal(device, seed + 1, dtype, t, sizes.hidden),
             "weight": normal(device, seed + 2, dtype, sizes.hidden),
             "qkv": normal(device, seed + 3, dtype, t, turned + sizes.kv_heads, size),
-            "turned": turned, "cos": normal(device, seed + 4, dtype, t, 1, size),
+            "turned": turned,
+            "cos": normal(device, seed + 4, dtype, t, 1, size),
             "sin": normal(device, seed + 5, dtype, t, 1, size),
             "both": normal(device, seed + 6, dtype, t, 2 * sizes.mlp),
-        }  # fmt: skip
+        }
 
     return make
 
@@ -358,18 +415,31 @@ def _silu_mul(operations: Any, i: Inputs) -> Tensor:
 
 
 def _append(operations: Any, i: Inputs) -> None:
-    operations.append(
-        i["key"], i["value"], i["slot"], i["position"], i["k"], i["v"], i["pos"], ()
-    )
+    operations.append(i["key"], i["value"], i["slot"], i["position"], i["k"], i["v"], i["pos"], ())
 
 
 def _hash(operations: Any, i: Inputs) -> None:
     i["hole"].fill_(-1)  # so that somebody has to leave in every call
     operations.hash_append(
-        i["probe"], i["key"], i["value"], i["matrix"], i["start"], i["length"], i["cap"],
-        i["hole"], i["position"], i["k"], i["v"], i["pos"], i["code"], i["spare"],
-        width=i["width"], sinks=4, recent=10, pinned=0,
-    )  # fmt: skip
+        i["probe"],
+        i["key"],
+        i["value"],
+        i["matrix"],
+        i["start"],
+        i["length"],
+        i["cap"],
+        i["hole"],
+        i["position"],
+        i["k"],
+        i["v"],
+        i["pos"],
+        i["code"],
+        i["spare"],
+        width=i["width"],
+        sinks=4,
+        recent=10,
+        pinned=0,
+    )
 
 
 def _judged(
@@ -383,16 +453,25 @@ def _judged(
         total = layers * heads * n
         full = torch.full((layers, heads), n, device=device)
         rows = Rows(
-            (torch.arange(layers * heads, device=device) * n).view(layers, heads), full, full - 1,
+            (torch.arange(layers * heads, device=device) * n).view(layers, heads),
+            full,
+            full - 1,
             torch.arange(n, device=device, dtype=torch.int32).repeat(layers * heads),
-            torch.tensor(n - 1, device=device), 4, 10, 0,
-        )  # fmt: skip
+            torch.tensor(n - 1, device=device),
+            4,
+            10,
+            0,
+        )
         return {
-            "logits": logits, "lse": logits.logsumexp(-1), "rows": rows,
-            "go": torch.tensor(True, device=device), "hole": torch.full_like(full, -1),
+            "logits": logits,
+            "lse": logits.logsumexp(-1),
+            "rows": rows,
+            "go": torch.tensor(True, device=device),
+            "hole": torch.full_like(full, -1),
             "columns": [torch.ones(total, dtype=dtype, device=device) for dtype in columns],
-            "half": full // 2, "window": torch.full((layers,), n, device=device),
-        }  # fmt: skip
+            "half": full // 2,
+            "window": torch.full((layers,), n, device=device),
+        }
 
     return make
 
@@ -423,13 +502,16 @@ def _observed(
         q = normal(device, seed, dtype, queries, heads, group, sizes.head_dim)
         at = torch.arange(n, device=device)
         return {
-            "q": q, "head_first": q.permute(1, 2, 0, 3), "q_pos": at[n - queries :],
-            "k": normal(device, seed + 1, dtype, heads, n, sizes.head_dim), "k_pos": at[None],
+            "q": q,
+            "head_first": q.permute(1, 2, 0, 3),
+            "q_pos": at[n - queries :],
+            "k": normal(device, seed + 1, dtype, heads, n, sizes.head_dim),
+            "k_pos": at[None],
             # Any sums of exponentials will do for a clock, as long as nothing overflows.
             "lse": torch.full((heads, group, queries), 20.0, device=device),
             "mass": torch.zeros((heads, group, n), device=device),
             "squares": torch.zeros((heads, n), device=device),
-        }  # fmt: skip
+        }
 
     return make
 
@@ -474,12 +556,13 @@ def _kept(sizes: Sizes, dtype: torch.dtype, n: int) -> Callable[[torch.device, i
         order = torch.rand((heads, n), generator=generator, device=device).argsort(1)
         into = (heads * stays, sizes.head_dim)
         return {
-            "index": order[:, :stays].sort(1).values, "most": stays,
+            "index": order[:, :stays].sort(1).values,
+            "most": stays,
             "count": torch.full((heads,), stays, device=device),
             "start": torch.arange(heads, device=device) * stays,
             "fresh": tuple(normal(device, seed + i, dtype, *fresh) for i in range(2)),
             "into": tuple(torch.zeros(into, dtype=dtype, device=device) for _ in range(2)),
-        }  # fmt: skip
+        }
 
     return make
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minikv
-from minikv.cli import threads
 from minikv.cli.bench.floors import Rates, middle
+from minikv.engine import threads
 from minikv.models.pages import Pages
 
 _MIB = 1 << 20
@@ -57,24 +57,31 @@ class Clock:
 def facts(device: torch.device) -> dict[str, object]:
     """What the machine is; nothing in it names a person or a folder."""
     found: dict[str, object] = {
-        "system": platform.system(), "processor": _processor(), "cores": threads.allowed(),
-        "threads": torch.get_num_threads(), "memory": _memory(), "device": str(device),
-    }  # fmt: skip
+        "system": platform.system(),
+        "processor": _processor(),
+        "cores": threads.allowed(),
+        "threads": torch.get_num_threads(),
+        "memory": _memory(),
+        "device": str(device),
+    }
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         found |= {
-            "gpu": about.name, "gpu_memory": about.total_memory,
+            "gpu": about.name,
+            "gpu_memory": about.total_memory,
             "capability": f"{about.major}.{about.minor}",
-            "multiprocessors": about.multi_processor_count, "l2": l2_bytes(device),
+            "multiprocessors": about.multi_processor_count,
+            "l2": l2_bytes(device),
             "cuda": torch.version.cuda,
-        }  # fmt: skip
+        }
     return found
 
 
 def versions() -> dict[str, str | None]:
     """Of everything whose speed is shown; None: not installed."""
     found: dict[str, str | None] = {
-        "minikv": minikv.__version__, "python": platform.python_version()
+        "minikv": minikv.__version__,
+        "python": platform.python_version(),
     }
     for name in _LIBRARIES:
         try:
@@ -172,9 +179,14 @@ def product_rate(device: torch.device, dtype: torch.dtype, side: int, rounds: in
 
 
 def attention_rate(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    tokens: int,
     rounds: int = 3,
-) -> float:  # fmt: skip
+) -> float:
     """Flops a second of torch's causal attention: `heads` query heads of `size` over `tokens`.
 
     On a CPU keys are repeated per query head, which is how its flash kernel takes them.

@@ -16,23 +16,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minikv.choice import Choice
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.snapshot import CacheSnapshot
+from minikv.cache.stats import CacheStats, Shape
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.report import size
 from minikv.cli.bench import machine
 from minikv.cli.bench.shapes import Sizes
-from minikv.engine import Engine
+from minikv.engine.decode_loop import CudaGraphs
+from minikv.engine.engine import Engine
+from minikv.engine.sampling import Sampling
 from minikv.errors import MemoryShortError
-from minikv.graph import CudaGraphs
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8, Plain, kept, packs, split
 from minikv.models.llama import Llama
 from minikv.models.pages import Pages
 from minikv.models.rope import RopeConfig
 from minikv.models.weights import check_form, free_memory
-from minikv.report import size
-from minikv.sampling import Sampling
-from minikv.scheduler import Scheduler
-from minikv.snapshot import Held
-from minikv.stats import CacheStats, Shape
 
 POSITIONS = 1 << 20
 """Context of a random network: longer than any prompt that is measured."""
@@ -60,19 +60,35 @@ class Spec:
 def config_of(sizes: Sizes) -> ModelConfig:
     """A plain Llama of these sizes."""
     return ModelConfig(
-        family="llama", layers=sizes.layers, heads=sizes.heads, kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim, hidden=sizes.hidden, mlp=sizes.mlp, vocab=sizes.vocab,
-        norm_eps=1e-5, rope=RopeConfig(theta=sizes.theta), max_context=POSITIONS,
-        windows=(None,) * sizes.layers, tied=sizes.tied,
-    )  # fmt: skip
+        family="llama",
+        layers=sizes.layers,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        hidden=sizes.hidden,
+        mlp=sizes.mlp,
+        vocab=sizes.vocab,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=sizes.theta),
+        max_context=POSITIONS,
+        windows=(None,) * sizes.layers,
+        tied=sizes.tied,
+    )
 
 
 def sizes_of(config: ModelConfig) -> Sizes:
     """What a loaded model is like."""
     return Sizes(
-        config.layers, config.hidden, config.heads, config.kv_heads, config.head_dim, config.mlp,
-        config.vocab, config.rope.theta, config.tied,
-    )  # fmt: skip
+        config.layers,
+        config.hidden,
+        config.heads,
+        config.kv_heads,
+        config.head_dim,
+        config.mlp,
+        config.vocab,
+        config.rope.theta,
+        config.tied,
+    )
 
 
 def network(spec: Spec) -> Llama:
@@ -111,9 +127,10 @@ def plain(spec: Spec) -> Llama:
     if free is not None and needs > free:
         raise MemoryShortError(
             f"the weights need {size(needs)}, and {size(free)} are free",
-            "a smaller --shape, or --dtype bfloat16" if dtype == torch.float32
+            "a smaller --shape, or --dtype bfloat16"
+            if dtype == torch.float32
             else "a smaller --shape",
-        )  # fmt: skip
+        )
 
     def alone(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return Pages(device).empty(shape, dtype)
@@ -151,10 +168,13 @@ def reading_rate(net: Llama) -> float:
     the better of two."""
     matrices = [getattr(layer, name) for layer in net.layers for name in _MATRICES]
     stored = [
-        part.weight if isinstance(part, Plain)
-        else part.quantised if isinstance(part, Int8) else part.packed
+        part.weight
+        if isinstance(part, Plain)
+        else part.quantised
+        if isinstance(part, Int8)
+        else part.packed
         for part in (*matrices, net.head)
-    ]  # fmt: skip
+    ]
     words = [tensor.view(-1).view(torch.int64) for tensor in stored if tensor.nbytes % 8 == 0]
     times = machine.Clock(net.device).each(lambda: [part.sum() for part in words], 2, warm=0)
     return sum(part.nbytes for part in words) / min(times)
@@ -179,11 +199,15 @@ class Cached:
     """A network under one policy: reads a prompt, writes tokens, tells what it holds."""
 
     def __init__(
-        self, net: Llama, choice: Choice, kernels: str = "auto", kv: str = "auto",
+        self,
+        net: Llama,
+        choice: EvictionConfig,
+        kernels: str = "auto",
+        kv: str = "auto",
         check: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`check()` is called between layers of a prompt and between steps, and may raise."""
-        self.net, self.choice, self.kernels, self.kv = net, choice, kernels, kv
+        self.net, self.eviction, self.kernels, self.kv = net, choice, kernels, kv
         self.check = check
         self.clock = machine.Clock(net.device)
         self.engine = _engine(net, choice, kernels, kv)
@@ -196,6 +220,7 @@ class Cached:
 
     def go_on(self, ids: list[int], room: int = 256) -> float:
         """Seconds for a further prompt of the same conversation."""
+
         def run() -> None:
             logits = self.engine.prompt(ids, lambda done, total: self.check(), room)
             self._token = int(logits.argmax())
@@ -210,15 +235,13 @@ class Cached:
         def run() -> None:
             for i in range(steps):  # none is launched beyond those that are counted
                 self.check()
-                self._token = self.engine.next(
-                    self._token, vocab, _GREEDY, 0, ahead=i + 1 < steps
-                )
+                self._token = self.engine.next(self._token, vocab, _GREEDY, 0, ahead=i + 1 < steps)
 
         return self.clock(run) / steps
 
     def twin(self) -> Cached:
         """Another one that evicts nothing while it writes; it is empty (see `copy`)."""
-        none = replace(self.choice, decode="none", decode_options={}, stride=0)
+        none = replace(self.eviction, decode="none", decode_options={}, stride=0)
         return Cached(self.net, none, self.kernels, self.kv, self.check)
 
     @property
@@ -226,7 +249,8 @@ class Cached:
         """Whether the last steps were one CUDA graph each."""
         writer = self.engine._writer
         return (
-            writer is not None and writer._replay is not None
+            writer is not None
+            and writer._replay is not None
             and isinstance(writer._capture, CudaGraphs)
         )
 
@@ -241,7 +265,7 @@ class Cached:
         for so many steps: more would make attention run over more than it has to."""
         held, kv = of.engine.kv.snapshot(), self.engine.kv
         thin = {name: held.columns[name] for name in kv.arena.columns}
-        prompt, step, budget, stride = self.choice.policies()
+        prompt, step, budget, stride = self.eviction.policies()
         kv.restore(_roomy(replace(held, columns=thin), room), prompt, step, budget, stride)
 
     def stats(self) -> CacheStats:
@@ -259,7 +283,7 @@ class Cached:
         self.engine.reset()
 
 
-def _roomy(held: Held, room: int) -> Held:
+def _roomy(held: CacheSnapshot, room: int) -> CacheSnapshot:
     """The same rows in segments that take exactly `room` more each."""
     old = held.layout
     capacity = old.length + room
@@ -267,9 +291,10 @@ def _roomy(held: Held, room: int) -> Held:
     start = ends - capacity
     hole = torch.where(old.hole >= 0, old.hole - old.start + start, old.hole)
     return replace(
-        held, region=(0, *ends[:, -1].tolist()),
+        held,
+        region=(0, *ends[:, -1].tolist()),
         layout=replace(old, start=start, capacity=capacity, hole=hole),
-    )  # fmt: skip
+    )
 
 
 def longest(net: Llama, most: int) -> int | None:
@@ -280,7 +305,7 @@ def longest(net: Llama, most: int) -> int | None:
     """
     if net.device.type != "cuda":
         return None
-    cached = Cached(net, Choice.read("full", "none"))
+    cached = Cached(net, EvictionConfig.read("full", "none"))
 
     def holds(tokens: int) -> bool:
         kv, config = cached.engine.kv, net.config
@@ -305,7 +330,7 @@ def longest(net: Llama, most: int) -> int | None:
     return 1000 * low
 
 
-def _engine(net: Llama, choice: Choice, kernels: str, kept_in: str) -> Engine:
+def _engine(net: Llama, choice: EvictionConfig, kernels: str, kept_in: str) -> Engine:
     config = net.config
 
     def output(layer: int) -> Tensor:
@@ -314,12 +339,25 @@ def _engine(net: Llama, choice: Choice, kernels: str, kept_in: str) -> Engine:
         return matrix.view(config.kv_heads, -1, config.head_dim, config.hidden)
 
     prompt, step, budget, stride = choice.policies()
-    kv = Scheduler(
-        Shape(config.layers, config.kv_heads, config.heads, config.head_dim, config.windows,
-              config.max_context),
-        prompt, step, budget, dtype=net.dtype, device=net.device, stride=stride,
-        kv=torch.int8 if kept_in == "int8" else None, output=output,
-        rotary=net.rotary.inverse, kernels=kernels,
-    )  # fmt: skip
+    kv = KVCache(
+        Shape(
+            config.layers,
+            config.kv_heads,
+            config.heads,
+            config.head_dim,
+            config.windows,
+            config.max_context,
+        ),
+        prompt,
+        step,
+        budget,
+        dtype=net.dtype,
+        device=net.device,
+        stride=stride,
+        kv=torch.int8 if kept_in == "int8" else None,
+        output=output,
+        rotary=net.rotary.inverse,
+        kernels=kernels,
+    )
     net.use(kv.ops if kv.ops.name != "torch" else None)
     return Engine(net, kv)

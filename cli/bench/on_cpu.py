@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from minikv.choice import Choice
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import models, run
 from minikv.cli.bench.everything import FULL, OURS, Everything, Part
 from minikv.cli.bench.floors import Goal, middle
@@ -63,9 +63,11 @@ def _against(shape: str, length: int, decode: float, decode_int8: float, prefill
         Goal(f"eviction per step, {where}", None, 0.02, at_least=False, unit="%"),
     )
     asked = (
-        ("vs_peer", "decode", "auto"), ("vs_peer", "decode", "int8"),
-        ("vs_peer", "prefill", "auto"), ("evict", "decode", "auto"),
-    )  # fmt: skip
+        ("vs_peer", "decode", "auto"),
+        ("vs_peer", "decode", "int8"),
+        ("vs_peer", "prefill", "auto"),
+        ("evict", "decode", "auto"),
+    )
 
     def measure(every: Everything) -> None:
         tokens = every.tokens(length)
@@ -114,9 +116,13 @@ def _flat(every: Everything) -> None:
         for taken, system in zip(times, (early, late), strict=True):
             taken.append(system.write(steps))
     every.figures["flat"] = {
-        "turn": turn, "turns": turns, "early_s": times[0], "late_s": times[1],
-        "early_rows": early.stats().kept_mean, "late_rows": late.stats().kept_mean,
-    }  # fmt: skip
+        "turn": turn,
+        "turns": turns,
+        "early_s": times[0],
+        "late_s": times[1],
+        "early_rows": early.stats().kept_mean,
+        "late_rows": late.stats().kept_mean,
+    }
     every.reach(_FLAT, middle(times[1]) / middle(times[0]))
 
 
@@ -127,9 +133,10 @@ def _resident(length: int, *, peer: bool, slow: bool = False) -> Part:
 
     def measure(every: Everything) -> None:
         tokens, peaks = every.tokens(length), dict[str, int]()
-        asked: list[tuple[str, Choice | None]] = [
-            (systems[0], Choice.read(*FULL)), (systems[1], Choice.read(*OURS)),
-        ]  # fmt: skip
+        asked: list[tuple[str, EvictionConfig | None]] = [
+            (systems[0], EvictionConfig.read(*FULL)),
+            (systems[1], EvictionConfig.read(*OURS)),
+        ]
         if peer and every.peer and installed():
             asked.insert(0, (run.PEER, None))
         every.figures[f"peak_resident_{length}"] = peaks
@@ -137,7 +144,10 @@ def _resident(length: int, *, peer: bool, slow: bool = False) -> Part:
             every.progress(f"memory at {length:,}: {name}", done, len(asked))
             every.deadline.require(every.reading("s", length))
             worker = Worker(
-                "minikv" if choice else run.PEER, every.spec("s"), torch.get_num_threads(), choice,
+                "minikv" if choice else run.PEER,
+                every.spec("s"),
+                torch.get_num_threads(),
+                choice,
                 deadline=every.deadline,
             )
             try:

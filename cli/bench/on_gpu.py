@@ -14,10 +14,11 @@ _CHECKED = ("h2o", "tova", "roco", "hashevict")  # step policies whose share of 
 _PAIRS = tuple((step, budget) for step in _CHECKED for budget in (1024, 4096))
 _PROMPTS = (8192, 32_768)
 _JUDGES = (
-    ("snapkv", "window", 0.01, 0.02), ("nacl", "NaCl's proxies", 0.07, 0.10),
+    ("snapkv", "window", 0.01, 0.02),
+    ("nacl", "NaCl's proxies", 0.07, 0.10),
     ("h2o", "all column sums", 0.35, 0.50),
     ("streaming", "selection and compaction alone", 0.01, 0.02),
-)  # fmt: skip
+)
 """Prompt policies: what they stand for, and what they may add to a prompt: goal, first."""
 
 _SHAPE = "llama-3-8b"
@@ -132,9 +133,13 @@ def _peak(every: Everything) -> None:
     measured = None if highest is None or before is None else highest - before
     held = None if after is None or before is None else after - before
     every.figures["peak_32k"] = {
-        "tokens": tokens, "peak_over_weights": measured, "bound": sum(parts.values()),
-        "parts": parts, "reported": stats.allocated_bytes, "allocator": held,
-    }  # fmt: skip
+        "tokens": tokens,
+        "peak_over_weights": measured,
+        "bound": sum(parts.values()),
+        "parts": parts,
+        "reported": stats.allocated_bytes,
+        "allocator": held,
+    }
     none = "" if measured is not None else "no allocator that counts"
     every.reach(_PEAK, None if measured is None else measured / sum(parts.values()), none)
     every.reach(_HELD, abs(stats.allocated_bytes - held) / held if held else None, none)
@@ -156,10 +161,16 @@ def _long(every: Everything, thousands: int) -> dict[str, object]:
     stats = cached.stats()
     cached.close()
     found: dict[str, object] = {
-        "tokens": tokens, "budget": int(budget), "steps": steps, "read_s": read, "step_s": step,
-        "weights": net.weight_bytes, "peak": highest, "held": stats.held_bytes,
+        "tokens": tokens,
+        "budget": int(budget),
+        "steps": steps,
+        "read_s": read,
+        "step_s": step,
+        "weights": net.weight_bytes,
+        "peak": highest,
+        "held": stats.held_bytes,
         "full_would_hold": stats.full_bytes,
-    }  # fmt: skip
+    }
     every.figures[f"prompt_{thousands}k"] = found
     return found
 
@@ -189,30 +200,36 @@ def _most(name: str, goal: float, first: float, unit: str = "%") -> Goal:
 
 
 PARTS: tuple[Part, ...] = (
+    Part("decode step", _step, (Goal(_STEP, None, 0.85, 0.75, unit="%"),), cost=_reads(1024, 2)),
     Part(
-        "decode step", _step, (Goal(_STEP, None, 0.85, 0.75, unit="%"),), cost=_reads(1024, 2)
-    ),
-    Part(
-        "kernels", _kernels,
+        "kernels",
+        _kernels,
         (Goal(_ATTENTION, None, 0.80, 0.65, unit="%"), _most(_UNEVEN, 1.05, 1.15, "x")),
     ),
     Part(
-        "eviction", _eviction,
-        tuple(_most(_evicts(step, n), 0.015 if step == "hashevict" else 0.01, 0.03)
-              for step, n in _PAIRS),
+        "eviction",
+        _eviction,
+        tuple(
+            _most(_evicts(step, n), 0.015 if step == "hashevict" else 0.01, 0.03)
+            for step, n in _PAIRS
+        ),
         cost=_reads(8192, 2),
     ),
     Part(
-        "scoring", _scoring,
-        (*(Goal(_prompt(length), None, 0.80, 0.70, unit="%") for length in _PROMPTS),
-         *(_most(f"scoring at 32k: {what}", goal, first) for _, what, goal, first in _JUDGES)),
+        "scoring",
+        _scoring,
+        (
+            *(Goal(_prompt(length), None, 0.80, 0.70, unit="%") for length in _PROMPTS),
+            *(_most(f"scoring at 32k: {what}", goal, first) for _, what, goal, first in _JUDGES),
+        ),
         cost=_reads(8192, 4),
     ),
     Part(
-        "peak", _peak,
+        "peak",
+        _peak,
         (Goal(_PEAK, None, 1.05, at_least=False), Goal(_HELD, None, 0.01, None, False, "%")),
         cost=_reads(32_768, 2),
     ),
     Part("128k tokens", _long_128k, cost=_reads(128 << 10, 1)),
     Part("512k tokens", _long_512k, cost=_reads(512 << 10, 1)),
-)  # fmt: skip
+)

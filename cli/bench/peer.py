@@ -35,9 +35,11 @@ class Transformers:
         self.device, self.dtype = torch.device(spec.device), getattr(torch, spec.dtype)
         if spec.folder is not None:
             self.model: Any = library.AutoModelForCausalLM.from_pretrained(
-                str(spec.folder), dtype=self.dtype, attn_implementation="sdpa",
+                str(spec.folder),
+                dtype=self.dtype,
+                attn_implementation="sdpa",
                 local_files_only=True,
-            ).to(self.device)  # fmt: skip
+            ).to(self.device)
         else:
             self.model = _random(library, spec)
         self.model.eval()
@@ -56,6 +58,7 @@ class Transformers:
 
     def write(self, steps: int) -> float:
         """Seconds for a step, mean over so many; greedy, and the token stays on the device."""
+
         def run() -> None:
             for _ in range(steps):
                 self._forward(self._token)
@@ -74,12 +77,19 @@ def _random(library: Any, spec: models.Spec) -> Any:
     if sizes is None:
         raise UsageError("a random network needs sizes")
     config = library.LlamaConfig(
-        hidden_size=sizes.hidden, intermediate_size=sizes.mlp, num_hidden_layers=sizes.layers,
-        vocab_size=sizes.vocab, num_attention_heads=sizes.heads, head_dim=sizes.head_dim,
-        num_key_value_heads=sizes.kv_heads, max_position_embeddings=models.POSITIONS,
-        tie_word_embeddings=sizes.tied, rms_norm_eps=1e-5, attn_implementation="sdpa",
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.mlp,
+        num_hidden_layers=sizes.layers,
+        vocab_size=sizes.vocab,
+        num_attention_heads=sizes.heads,
+        head_dim=sizes.head_dim,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=models.POSITIONS,
+        tie_word_embeddings=sizes.tied,
+        rms_norm_eps=1e-5,
+        attn_implementation="sdpa",
         rope_parameters={"rope_type": "default", "rope_theta": sizes.theta},
-    )  # fmt: skip
+    )
     weights = dict(models.plain(spec).tensors())
     device = torch.device(spec.device)
     with torch.device("meta"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minikv.cli import threads
+from minikv.engine import threads
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:

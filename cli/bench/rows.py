@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from minikv.choice import Choice
+from minikv.cache.stats import CacheStats
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import models
 from minikv.cli.bench.floors import middle
 from minikv.cli.bench.worker import Worker
-from minikv.stats import CacheStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +63,30 @@ class Row:
     def record(self) -> dict[str, object]:
         """Ready for JSON."""
         return {
-            "kind": self.kind, "model": self.model, "system": self.system, "policy": self.policy,
-            "decode": self.decode, "budget": self.budget, "stride": self.stride,
-            "weights": self.weights, "kv": self.kept_in, "length": self.length,
-            "seconds": self.seconds, "tok_s": self.rate, "times": list(self.times),
-            "floor_s": self.floor, "share_of_floor": self.share, "evict_share": self.evict,
+            "kind": self.kind,
+            "model": self.model,
+            "system": self.system,
+            "policy": self.policy,
+            "decode": self.decode,
+            "budget": self.budget,
+            "stride": self.stride,
+            "weights": self.weights,
+            "kv": self.kept_in,
+            "length": self.length,
+            "seconds": self.seconds,
+            "tok_s": self.rate,
+            "times": list(self.times),
+            "floor_s": self.floor,
+            "share_of_floor": self.share,
+            "evict_share": self.evict,
             "vs_full": self.vs_full,
-            "vs_transformers": self.vs_peer, "step_bytes": self.step_bytes, "kv_bytes": self.kv,
-            "peak_bytes": self.peak, "captured": self.captured, "read_bytes_s": self.stream,
-        }  # fmt: skip
+            "vs_transformers": self.vs_peer,
+            "step_bytes": self.step_bytes,
+            "kv_bytes": self.kv,
+            "peak_bytes": self.peak,
+            "captured": self.captured,
+            "read_bytes_s": self.stream,
+        }
 
 
 class Seat:
@@ -87,17 +102,17 @@ class Seat:
         self.peak: int | None = None
 
     @property
-    def choice(self) -> Choice | None:
-        return self.system.choice if isinstance(self.system, models.Cached) else None
+    def eviction(self) -> EvictionConfig | None:
+        return self.system.eviction if isinstance(self.system, models.Cached) else None
 
     @property
     def full(self) -> bool:
-        return self.choice is not None and not self.choice.evicts
+        return self.eviction is not None and not self.eviction.evicts
 
     @property
     def label(self) -> str:
         """In a few words."""
-        choice = self.choice
+        choice = self.eviction
         if choice is None:
             return self.name
         what = f"{choice.policy} {choice.budget}" if choice.evicts else choice.policy
@@ -115,7 +130,10 @@ def kept(stats: CacheStats | None) -> dict[str, float]:
     if stats is None:
         return {}
     return {
-        "held": stats.held_bytes, "allocated": stats.allocated_bytes,
-        "peak_prefill": stats.peak_bytes, "full": stats.full_bytes,
-        "kept_mean": stats.kept_mean, "kept_max": stats.kept_max,
-    }  # fmt: skip
+        "held": stats.held_bytes,
+        "allocated": stats.allocated_bytes,
+        "peak_prefill": stats.peak_bytes,
+        "full": stats.full_bytes,
+        "kept_mean": stats.kept_mean,
+        "kept_max": stats.kept_max,
+    }

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from minikv.choice import Choice
+from minikv.cache.stats import CacheStats
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import machine, models
 from minikv.cli.bench.deadline import Deadline, Guesses, Late
 from minikv.cli.bench.floors import (
@@ -29,7 +30,6 @@ from minikv.cli.bench.worker import PeerError, Worker
 from minikv.errors import ContextError, MemoryShortError, MinikvError
 from minikv.models.errors import ModelError
 from minikv.models.llama import Llama
-from minikv.stats import CacheStats
 
 PEER = "transformers"
 _WARM_STEPS = 3
@@ -47,7 +47,7 @@ class Wanted:
 
     spec: models.Spec
     model: str
-    choices: tuple[Choice, ...]
+    choices: tuple[EvictionConfig, ...]
     lengths: tuple[int, ...]
     formats: tuple[str, ...] = ("auto",)
     repeat: int = 3
@@ -69,9 +69,15 @@ class Bench:
     """Measures what is wanted; `rows` are complete for every length that was finished."""
 
     def __init__(
-        self, wanted: Wanted, rates: Rates, progress: Progress | None = None, *,
-        deadline: Deadline | None = None, guesses: Guesses | None = None, lenient: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        wanted: Wanted,
+        rates: Rates,
+        progress: Progress | None = None,
+        *,
+        deadline: Deadline | None = None,
+        guesses: Guesses | None = None,
+        lenient: bool = False,
+    ) -> None:
         """`lenient`: a system that fails is left out with a note, and the others go on; another
         engine always is."""
         self.wanted, self.rates = wanted, rates
@@ -148,7 +154,7 @@ class Bench:
                 others = [other for other in seats if other is not seat]
                 seconds = self._read(seat, ids, others, keep=True)
                 first[seat.label] = _First(seconds, seat.stats, seat.peak)
-                if isinstance(seat.system, models.Cached) and seat.system.choice.decode != "none":
+                if isinstance(seat.system, models.Cached) and seat.system.eviction.decode != "none":
                     seat.twin = seat.system.twin()
                 self._learn("step", seat, length, seat.system.write(_WARM_STEPS))
                 if isinstance(seat.system, models.Cached):
@@ -207,9 +213,13 @@ class Bench:
     # -- the parts --------------------------------------------------------------------------
 
     def _rounds(
-        self, kind: str, length: int, seats: list[Seat], far: tuple[int, int],
+        self,
+        kind: str,
+        length: int,
+        seats: list[Seat],
+        far: tuple[int, int],
         work: Callable[[Seat], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Turns of all that are seated, as many rounds as are wanted and fit, the first in any
         case; then their rows. `far`: pieces of work that are done, of how many."""
         what, (done, total) = f"{kind} {length:,}", far
@@ -262,11 +272,12 @@ class Bench:
                         models.Cached(
                             nets[weights], choice, spec.kernels, spec.kv, self.deadline.check
                         ),
-                        "minikv", weights,
+                        "minikv",
+                        weights,
                     )
                     for choice in self.wanted.choices
                     if choice.evicts or weights == formats[0] or not self.wanted.full_once
-                ]  # fmt: skip
+                ]
                 worker = self._peer() if weights == formats[0] else None
                 if worker is not None:
                     seats.append(Seat(worker, PEER))
@@ -373,7 +384,7 @@ class Bench:
 
     def _round(self, seat: Seat, length: int) -> float:
         """Seconds of a round of steps."""
-        judged = seat.choice is not None and seat.choice.decode != "none"
+        judged = seat.eviction is not None and seat.eviction.decode != "none"
         steps = (_TWIN_STEPS + self.wanted.steps) * (2 if judged else 1)
         return steps * self._guess("step", seat, length)
 
@@ -381,9 +392,7 @@ class Bench:
         net = next(iter(self._nets.values()))
         return models.prompt(length, net.config.vocab)
 
-    def _read(
-        self, seat: Seat, ids: list[int], others: Sequence[Seat], *, keep: bool
-    ) -> float:
+    def _read(self, seat: Seat, ids: list[int], others: Sequence[Seat], *, keep: bool) -> float:
         """Seconds; takes note of the memory. Unless the cache is kept, it is given back."""
         if isinstance(seat.system, Worker):
             seconds = seat.system.read(ids)
@@ -425,28 +434,38 @@ class Bench:
                     seat.twin_times.clear()
         for seat in sorted(seats, key=lambda seat: seat.name == PEER):
             base = next((s for s in seats if s.full and s.weights == seat.weights), None)
-            own = seat.choice
+            own = seat.eviction
             evict = None
             if kind == "decode" and seat.twin_times:
                 evict = _added(seat.times, seat.twin_times)
             elif kind == "prefill" and own is not None and own.evicts and base is not None:
                 evict = _added(seat.times, base.times)
-            self.rows.append(Row(
-                kind, self.wanted.model, seat.name, length, tuple(seat.times),
-                policy="-" if own is None else own.policy,
-                decode="-" if own is None else own.decode,
-                budget="-" if own is None or not own.evicts else str(own.budget),
-                stride=0 if own is None else own.stride, weights=seat.weights,
-                kept_in="auto" if own is None else self.wanted.spec.kv,
-                floor=self._floor(kind, length, seat), evict=evict,
-                vs_full=None if full is None else ratio(full.times, seat.times),
-                vs_peer=ratio(peers[0].times, seat.times) if peers else None,
-                step_bytes=self._step_bytes(seat) if kind == "decode" else {},
-                kv=kept(seat.stats), peak=seat.peak,
-                stream=self._stream(seat) if kind == "decode" and own is not None else None,
-                captured=seat.system.captured
-                if kind == "decode" and isinstance(seat.system, models.Cached) else None,
-            ))  # fmt: skip
+            self.rows.append(
+                Row(
+                    kind,
+                    self.wanted.model,
+                    seat.name,
+                    length,
+                    tuple(seat.times),
+                    policy="-" if own is None else own.policy,
+                    decode="-" if own is None else own.decode,
+                    budget="-" if own is None or not own.evicts else str(own.budget),
+                    stride=0 if own is None else own.stride,
+                    weights=seat.weights,
+                    kept_in="auto" if own is None else self.wanted.spec.kv,
+                    floor=self._floor(kind, length, seat),
+                    evict=evict,
+                    vs_full=None if full is None else ratio(full.times, seat.times),
+                    vs_peer=ratio(peers[0].times, seat.times) if peers else None,
+                    step_bytes=self._step_bytes(seat) if kind == "decode" else {},
+                    kv=kept(seat.stats),
+                    peak=seat.peak,
+                    stream=self._stream(seat) if kind == "decode" and own is not None else None,
+                    captured=seat.system.captured
+                    if kind == "decode" and isinstance(seat.system, models.Cached)
+                    else None,
+                )
+            )
 
     def _step_bytes(self, seat: Seat) -> dict[str, float]:
         if not isinstance(seat.system, models.Cached):
@@ -465,9 +484,11 @@ class Bench:
             return decode_floor(models.step_bytes(net), seat.rows, self._stream(seat))
         sizes = models.sizes_of(net.config)
         return prefill_floor(
-            sizes.linear_flops(length), rates.product(str(net.dtype).removeprefix("torch.")),
-            sizes.attention_flops(length), self._attending(net, length),
-        )  # fmt: skip
+            sizes.linear_flops(length),
+            rates.product(str(net.dtype).removeprefix("torch.")),
+            sizes.attention_flops(length),
+            self._attending(net, length),
+        )
 
     def _attending(self, net: Llama, length: int) -> float:
         """Flops a second that attention could have: on a GPU those of torch's own at this length,

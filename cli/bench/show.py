@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minikv.chat.report import size
 from minikv.cli.bench.floors import Goal, Rates
 from minikv.errors import UsageError
-from minikv.report import size
 
 if TYPE_CHECKING:
     from minikv.cli.bench.kernels import Timing
@@ -52,12 +52,15 @@ def _block(rows: Sequence[Row]) -> str:
     lines = [[*_HEADS, "x HF"] if peer else list(_HEADS)]
     for row in rows:
         cells = [
-            name(row), _number(row.rate), _number(1e3 * row.seconds),
+            name(row),
+            _number(row.rate),
+            _number(1e3 * row.seconds),
             "-" if row.share is None else f"{row.share:.0%}",
             "-" if row.evict is None else f"{row.evict:+.1%}",
             _short(row.kv["held"]) if row.kv else "-",
-            "-" if row.peak is None else _short(row.peak), _times(row.vs_full),
-        ]  # fmt: skip
+            "-" if row.peak is None else _short(row.peak),
+            _times(row.vs_full),
+        ]
         lines.append([*cells, _times(row.vs_peer)] if peer else cells)
     return grid(lines, "<" + ">" * (len(lines[0]) - 1))
 
@@ -107,11 +110,16 @@ def goals_table(goals: Sequence[Goal]) -> str:
     """Each goal beside what was measured."""
     lines = [["goal", "measured", "wanted", "first", ""]]
     for goal in goals:
-        lines.append([
-            goal.name, "-" if goal.measured is None else _figure(goal, goal.measured),
-            _figure(goal, goal.goal), "-" if goal.first is None else _figure(goal, goal.first),
-            goal.state + (f": {_cut(goal.note)}" if goal.measured is None and goal.note else ""),
-        ])  # fmt: skip
+        lines.append(
+            [
+                goal.name,
+                "-" if goal.measured is None else _figure(goal, goal.measured),
+                _figure(goal, goal.goal),
+                "-" if goal.first is None else _figure(goal, goal.first),
+                goal.state
+                + (f": {_cut(goal.note)}" if goal.measured is None and goal.note else ""),
+            ]
+        )
     return grid(lines, "<>>><")
 
 

@@ -28,7 +28,7 @@ from minikv.cli.bench.deadline import Deadline, Late
 from minikv.errors import MemoryShortError, MinikvError
 
 if TYPE_CHECKING:
-    from minikv.choice import Choice
+    from minikv.chat.eviction_config import EvictionConfig
     from minikv.cli.bench.models import Spec
 
 _PATIENCE = 2.0  # seconds that a process may take to end when it is told to
@@ -43,10 +43,14 @@ class Worker:
     """The system `name` ("transformers", or "minikv" under a choice) in another process."""
 
     def __init__(
-        self, name: str, spec: Spec, threads: int, choice: Choice | None = None,
+        self,
+        name: str,
+        spec: Spec,
+        threads: int,
+        choice: EvictionConfig | None = None,
         command: Sequence[str] = ("-m", "minikv.cli.bench.worker"),
         deadline: Deadline | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`command`: what this Python is to run, if not this module; it answers by `serve`. A
         process that has no answer at the end of the deadline's patience is killed, and what was
         asked of it raises Late."""
@@ -54,16 +58,21 @@ class Worker:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long-lived as the process
         self._process = subprocess.Popen(
             [sys.executable, *command],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
             start_new_session=True,  # Ctrl-C is for the process that shows results
-        )  # fmt: skip
+        )
         try:
             self._ask(
-                do="make", system=name, threads=threads, spec=_plain(spec),
-                choice=None if choice is None else [
-                    choice.policy, choice.decode, str(choice.budget), choice.stride
-                ],
-            )  # fmt: skip
+                do="make",
+                system=name,
+                threads=threads,
+                spec=_plain(spec),
+                choice=None
+                if choice is None
+                else [choice.policy, choice.decode, str(choice.budget), choice.stride],
+            )
         except BaseException:
             self.close()
             raise
@@ -173,16 +182,17 @@ class _Desk:
     def _make(self, message: dict[str, Any]) -> float:
         import torch
 
-        from minikv.choice import Choice
+        from minikv.chat.eviction_config import EvictionConfig
         from minikv.cli.bench import models, peer, place
         from minikv.cli.bench.shapes import Sizes
 
         raw = message["spec"]
         spec = models.Spec(**raw)
         spec = replace(
-            spec, sizes=None if raw["sizes"] is None else Sizes(**raw["sizes"]),
+            spec,
+            sizes=None if raw["sizes"] is None else Sizes(**raw["sizes"]),
             folder=None if raw["folder"] is None else Path(raw["folder"]),
-        )  # fmt: skip
+        )
         torch.set_num_threads(message["threads"])
         place.enter(torch.device(spec.device))
         self._spec = spec
@@ -193,7 +203,7 @@ class _Desk:
             raise ValueError(f"{message['system']} is no system that can be measured")
         else:
             policy, decode, budget, stride = message["choice"]
-            choice = Choice.read(policy, decode, budget, stride=stride)
+            choice = EvictionConfig.read(policy, decode, budget, stride=stride)
             cached = models.Cached(models.network(spec), choice, spec.kernels, spec.kv)
             self._system, self._vocab = cached, cached.net.config.vocab
         return 0.0

@@ -9,20 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import minikv
-from minikv.cli.build import Settings, build
 from minikv.cli.evaluation import metrics, run, show, tasks
 from minikv.cli.evaluation.files import Item, read_items, scored
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
+from minikv.loader import Settings, build
 
 Runs = Sequence[tuple[str, run.Run]]
 """Each with the name of its tasks or its file."""
 
 
 def evaluate(
-    names: str, files: Sequence[Path], policies: str, budgets: str, lengths: str, count: int,
-    settings: Settings, outputs: Sequence[Path], terminal: Terminal,
-) -> None:  # fmt: skip
+    names: str,
+    files: Sequence[Path],
+    policies: str,
+    budgets: str,
+    lengths: str,
+    count: int,
+    settings: Settings,
+    outputs: Sequence[Path],
+    terminal: Terminal,
+) -> None:
     """Measure and print; `names`, `policies`, `budgets` and `lengths` are lists with commas.
 
     Raises UsageError for anything that is wrong with them before a model is loaded.
@@ -40,10 +47,13 @@ def evaluate(
             f"--length must be {tasks.LEAST} or more; only needle takes less",
         )
     choices = run.choices(
-        _list(policies, "--policy"), _list(budgets, "--budget"),
-        _list(settings.decode, "--decode"), settings.seed, settings.stride,
+        _list(policies, "--policy"),
+        _list(budgets, "--budget"),
+        _list(settings.decode, "--decode"),
+        settings.seed,
+        settings.stride,
         settings.options,
-    )  # fmt: skip
+    )
     show.check(outputs, wanted_tasks)
     read: dict[Path, list[Item]] = {path: list(read_items(path)) for path in files}
     if any(item.metric is metrics.rouge_l for items in read.values() for item in items):
@@ -76,14 +86,21 @@ def evaluate(
     terminal.clear_status()
 
     facts: dict[str, object] = {
-        "minikv": minikv.__version__, "model": chat.facts.model, "dtype": chat.facts.dtype,
-        "device": chat.facts.device, "lengths": sizes, "count": count, "seed": settings.seed,
+        "minikv": minikv.__version__,
+        "model": chat.facts.model,
+        "dtype": chat.facts.dtype,
+        "device": chat.facts.device,
+        "lengths": sizes,
+        "count": count,
+        "seed": settings.seed,
         "options": dict(settings.options),
         "metrics": {
             what if kind == "file" else kind: scored(one.items)
-            for what, one in runs for kind in one.tasks if kind in run.ANSWERED
+            for what, one in runs
+            for kind in one.tasks
+            if kind in run.ANSWERED
         },
-    }  # fmt: skip
+    }
     try:
         for what, one in runs:
             began = time.perf_counter()

@@ -124,15 +124,25 @@ def _item(path: Path, number: int, line: str) -> Item:
         raise wrong("an answer names no paragraph, as in Paragraph 1")
     question = f"{dataset.says}\n\n{given}" if given.strip() else dataset.says
     return Item(
-        document, (question,), (right,), dataset.metric, classes, dataset.max_tokens,
-        first_line=dataset.first_line, source=source,
-    )  # fmt: skip
+        document,
+        (question,),
+        (right,),
+        dataset.metric,
+        classes,
+        dataset.max_tokens,
+        first_line=dataset.first_line,
+        source=source,
+    )
 
 
 def _ruler(
-    path: Path, source: str, prompt: str, prefix: str, right: tuple[str, ...],
+    path: Path,
+    source: str,
+    prompt: str,
+    prefix: str,
+    right: tuple[str, ...],
     wrong: Callable[[str], UsageError],
-) -> Item:  # fmt: skip
+) -> Item:
     """RULER gives the whole prompt; its last line is the question. How the answer begins ends the
     prompt in older records and stands alone in newer ones; it is put back where it was.
 
@@ -155,7 +165,10 @@ def _ruler(
         )
     (kind,) = kinds
     return Item(
-        document, ((question + prompt[len(asked) :] + prefix).rstrip(),), (right,),
+        document,
+        ((question + prompt[len(asked) :] + prefix).rstrip(),),
+        (right,),
         metrics.contains_any if kind == "qa" else metrics.contains,
-        max_tokens=_RULER[kind], source=source,
-    )  # fmt: skip
+        max_tokens=_RULER[kind],
+        source=source,
+    )

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.cache.kv_cache import KVCache
 from minikv.cli.evaluation.metrics import likeness
-from minikv.engine import Engine
-from minikv.scheduler import Scheduler
+from minikv.engine.engine import Engine
 
 
 def negative_log_likelihood(engine: Engine, ids: Sequence[int], read: int) -> list[float]:
@@ -50,7 +50,7 @@ class Shadow:
     query heads, [L] per step. `keys`: those that the scheduler has read already, [H, T, D] a layer.
     """
 
-    def __init__(self, kv: Scheduler, keys: Sequence[Tensor] = ()) -> None:
+    def __init__(self, kv: KVCache, keys: Sequence[Tensor] = ()) -> None:
         self.kv = kv
         self.position = kv.position
         self.lost: list[Tensor] = []
@@ -58,7 +58,7 @@ class Shadow:
         self._now = torch.zeros(kv.shape.layers)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `minikv.attend.Attend`."""
+        """See `minikv.cache.attend.Attend`."""
         before, rows = self._keys[layer], k.float().transpose(0, 1)
         self._keys[layer] = rows if before is None else torch.cat((before, rows), 1)
         reading = self.kv.reading
@@ -68,7 +68,7 @@ class Shadow:
         return out
 
     def advance(self, tokens: int) -> None:
-        """See `minikv.attend.Attend`."""
+        """See `minikv.cache.attend.Attend`."""
         if not self.kv.reading:
             self.lost.append(self._now.clone())
         self.kv.advance(tokens)

@@ -166,9 +166,7 @@ def code(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> floa
     """Edit similarity of the answer's first line of code."""
     lines = answer.lstrip("\n").split("\n")
     line = next((x for x in lines if not any(mark in x for mark in ("`", "#", "//"))), "")
-    return max(
-        round(100 * difflib.SequenceMatcher(None, line, r).ratio()) / 100 for r in right
-    )
+    return max(round(100 * difflib.SequenceMatcher(None, line, r).ratio()) / 100 for r in right)
 
 
 def lcs(a: Sequence[str], b: Sequence[str]) -> int:

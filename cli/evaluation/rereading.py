@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minikv.attend import Attend
-from minikv.engine import Network
-from minikv.reading import Told
-from minikv.scheduler import Scheduler
+from minikv.cache.attend import Attend
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.prefill import LayerTrace
+from minikv.engine.engine import Network
 
 
 class Rereading:
@@ -23,10 +23,10 @@ class Rereading:
     What a policy keeps, and every logit, is bit for bit what it would be without.
     """
 
-    def __init__(self, network: Network, kv: Scheduler) -> None:
+    def __init__(self, network: Network, kv: KVCache) -> None:
         self.network, self.kv = network, kv
         self._ids: Tensor | None = None
-        self._known: dict[tuple[bool, int, int | None], tuple[list[Told], Tensor]] = {}
+        self._known: dict[tuple[bool, int, int | None], tuple[list[LayerTrace], Tensor]] = {}
 
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
         """See `Network`; `kv` stands for this object's scheduler."""
@@ -42,7 +42,7 @@ class Rereading:
             return logits.clone()
         told, logits = self._known[reading.needs]
         for layer, facts in enumerate(told):
-            reading.retell(facts)
+            reading.replay(facts)
             reading.finish(layer)
         kv.advance(len(ids))
         return logits.clone()
@@ -56,9 +56,9 @@ class Rereading:
 class _Recorder:
     """Passes a prompt on to `kv` and writes down what each layer told `scheduler`."""
 
-    def __init__(self, kv: Attend, scheduler: Scheduler) -> None:
+    def __init__(self, kv: Attend, scheduler: KVCache) -> None:
         self.position, self.advance = kv.position, kv.advance
-        self.told: list[Told] = []
+        self.told: list[LayerTrace] = []
         self._attend: Callable[[int, Tensor, Tensor, Tensor], Tensor] = kv.attend
         self._scheduler = scheduler
 

@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from minikv.choice import Choice
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.session import ChatSession
+from minikv.chat.transcript import Document, Message
 from minikv.cli.evaluation import intervals
 from minikv.cli.evaluation.files import Item
 from minikv.cli.evaluation.measure import Shadow, agreement, negative_log_likelihood
 from minikv.cli.evaluation.rereading import Rereading
-from minikv.engine import Engine
+from minikv.engine.engine import Engine
 from minikv.errors import ContextError, UsageError
-from minikv.session import ChatSession, Document, Message
 
 ANSWERED = ("needle", "facts", "followup", "file")
 MEASURED = ("agree", "ppl", "loss")
@@ -60,36 +61,40 @@ class Cell:
 
 
 def choices(
-    policies: Sequence[str], budgets: Sequence[str], decodes: Sequence[str], seed: int,
-    stride: int = 0, options: Mapping[str, object] | None = None,
-) -> list[Choice]:  # fmt: skip
+    policies: Sequence[str],
+    budgets: Sequence[str],
+    decodes: Sequence[str],
+    seed: int,
+    stride: int = 0,
+    options: Mapping[str, object] | None = None,
+) -> list[EvictionConfig]:
     """The full cache, then every policy with every decode policy and budget.
 
     An option goes to each policy that has it. Raises UsageError, also for one that none has, for
     options that contradict each other and for fewer rows than the policies need.
     """
     given, known = dict(options or {}), set()
-    wanted = [Choice.read("full", "none")]
+    wanted = [EvictionConfig.read("full", "none")]
     for policy in policies:
         for decode in decodes:
-            if policy == "full" and not Choice.read(policy, decode).evicts:
+            if policy == "full" and not EvictionConfig.read(policy, decode).evicts:
                 continue  # the first row
-            plain = Choice.read(policy, decode, "512", {}, seed, stride)
+            plain = EvictionConfig.read(policy, decode, "512", {}, seed, stride)
             takes = {*plain.policy_options, *plain.decode_options}
             known |= takes
             mine = {name: value for name, value in given.items() if name in takes}
-            wanted += [Choice.read(policy, decode, b, mine, seed, stride) for b in budgets]
+            wanted += [EvictionConfig.read(policy, decode, b, mine, seed, stride) for b in budgets]
     for name in given:
         if name not in known:
             raise UsageError(
                 f"none of these policies has an option {name!r}",
                 f"they take: {', '.join(sorted(known)) or 'no options'}",
             )
-    for choice in wanted:
-        least = choice.least_rows()  # also refuses what contradicts itself
-        if choice.evicts and choice.budget.unit == "rows" and choice.budget.value < least:
+    for eviction in wanted:
+        least = eviction.least_rows()  # also refuses what contradicts itself
+        if eviction.evicts and eviction.budget.unit == "rows" and eviction.budget.value < least:
             raise UsageError(
-                f"budget {choice.budget} is too small for {choice.pair}",
+                f"budget {eviction.budget} is too small for {eviction.pair}",
                 f"the smallest useful budget is {least} rows per head",
             )
     return wanted
@@ -111,9 +116,12 @@ class Run:
     """
 
     def __init__(
-        self, chat: ChatSession, tasks: Sequence[str], items: Sequence[Item],
-        wanted: Iterable[Choice],
-    ) -> None:  # fmt: skip
+        self,
+        chat: ChatSession,
+        tasks: Sequence[str],
+        items: Sequence[Item],
+        wanted: Iterable[EvictionConfig],
+    ) -> None:
         self.chat, self.tasks, self.items, self.wanted = chat, tasks, items, list(wanted)
         self._passes = [t for t in tasks if t in ("ppl", "loss")]
         if len(self._passes) < len(tasks):
@@ -129,8 +137,8 @@ class Run:
         """Raise ContextError for the first item that might not fit, called by file and line or as a
         document of the task `name`, and UsageError for a budget that is too small for any of them.
         Measures nothing, so that one item does not cost the others."""
-        for choice in self.wanted:
-            self.chat.check(choice)  # bytes are rows only beside a model
+        for eviction in self.wanted:
+            self.chat.check(eviction)  # bytes are rows only beside a model
         most = self.chat.max_context
         for number, item in enumerate(self.items, 1):
             needed = max(_NEEDS[one](self.chat, item) for one in self._passes)
@@ -153,14 +161,14 @@ class Run:
             for number, item in enumerate(self.items, 1)
             for one in self._passes
         )
-        for choice in shares:
-            rows, least = choice.budget.rows(tokens, 1, 1), choice.least_rows()
+        for eviction in shares:
+            rows, least = eviction.budget.rows(tokens, 1, 1), eviction.least_rows()
             if rows < least:
                 percent = -(-100 * least // tokens)
                 raise UsageError(
                     f"{_called(self.items[number - 1], name, number)}, the shortest: budget "
-                    f"{choice.budget} of {tokens:,} tokens is {rows} rows per head, too small for "
-                    f"{choice.pair}",
+                    f"{eviction.budget} of {tokens:,} tokens is {rows} rows per head, too small "
+                    f"for {eviction.pair}",
                     f"nothing was measured; the smallest useful budget there is {least} rows per "
                     "head" + (f", or {percent}%" if percent <= 100 else ""),
                 )
@@ -196,12 +204,12 @@ class Run:
             return []
         cells = []
         for task in self.tasks:
-            for i, choice in enumerate(self.wanted):
+            for i, eviction in enumerate(self.wanted):
                 if task in ("ppl", "loss"):
-                    cells.append(_measured(task, choice, self._sheets[task, i], done))
+                    cells.append(_measured(task, eviction, self._sheets[task, i], done))
                     continue
                 sheet, base = self._sheets["answers", i], self._sheets["answers", 0].answers
-                cells.append(_answered(task, self.items[:done], choice, sheet, base[:done]))
+                cells.append(_answered(task, self.items[:done], eviction, sheet, base[:done]))
         return cells
 
 
@@ -216,7 +224,7 @@ def _answers(chat: ChatSession, item: Item) -> list[str]:
 
 
 def _answered(
-    task: str, items: Sequence[Item], choice: Choice, sheet: _Sheet, base: list[list[str]]
+    task: str, items: Sequence[Item], eviction: EvictionConfig, sheet: _Sheet, base: list[list[str]]
 ) -> Cell:
     scores: list[list[float]] = []
     more: dict[str, float] = {}
@@ -234,10 +242,12 @@ def _answered(
             more["median_first_difference"] = float(firsts[len(firsts) // 2])
     else:
         for item, given in zip(items, answers, strict=True):
-            scores.append([
-                item.metric(a, right, item.classes)
-                for a, right in zip(given, item.right, strict=True)
-            ])  # fmt: skip
+            scores.append(
+                [
+                    item.metric(a, right, item.classes)
+                    for a, right in zip(given, item.right, strict=True)
+                ]
+            )
     low, high = intervals.of_shares(scores)
     longest = max(map(len, scores))
     by_question = [_mean([row[i] for row in scores if i < len(row)]) for i in range(longest)]
@@ -248,14 +258,24 @@ def _answered(
             places.setdefault(item.where, []).extend(row)
     every = [s for row in scores for s in row]
     return Cell(
-        task, choice.policy, choice.decode, _budget(choice), choice.stride, len(every),
-        _mean(every), low, high, _mean(held), [round(_mean(row), 4) for row in scores],
+        task,
+        eviction.policy,
+        eviction.decode,
+        _budget(eviction),
+        eviction.stride,
+        len(every),
+        _mean(every),
+        low,
+        high,
+        _mean(held),
+        [round(_mean(row), 4) for row in scores],
         by_question if longest > 1 else [],
-        [(*where, _mean(s), len(s)) for where, s in sorted(places.items())], more,
-    )  # fmt: skip
+        [(*where, _mean(s), len(s)) for where, s in sorted(places.items())],
+        more,
+    )
 
 
-def _measured(task: str, choice: Choice, sheet: _Sheet, done: int) -> Cell:
+def _measured(task: str, eviction: EvictionConfig, sheet: _Sheet, done: int) -> Cell:
     """Mean over tokens and interval over documents; perplexity is the exponential of both."""
     rows = sheet.values[:done]
     values = [v for row in rows for v in row]
@@ -264,9 +284,18 @@ def _measured(task: str, choice: Choice, sheet: _Sheet, done: int) -> Cell:
         center = _exp(center)
         low, high = (low, high) if low is None or high is None else (_exp(low), _exp(high))
     return Cell(
-        task, choice.policy, choice.decode, _budget(choice), choice.stride, len(values), center,
-        low, high, _mean(sheet.held[:done]), [round(_mean(row), 4) for row in rows],
-    )  # fmt: skip
+        task,
+        eviction.policy,
+        eviction.decode,
+        _budget(eviction),
+        eviction.stride,
+        len(values),
+        center,
+        low,
+        high,
+        _mean(sheet.held[:done]),
+        [round(_mean(row), 4) for row in rows],
+    )
 
 
 def _perplexity(chat: ChatSession, item: Item) -> list[float]:
@@ -335,8 +364,8 @@ def _called(item: Item, name: str, number: int) -> str:
     return item.source or f"{name}, document {number:,}"
 
 
-def _budget(choice: Choice) -> str:
-    return str(choice.budget) if choice.evicts else "-"
+def _budget(eviction: EvictionConfig) -> str:
+    return str(eviction.budget) if eviction.evicts else "-"
 
 
 def _mean(values: Sequence[float]) -> float:

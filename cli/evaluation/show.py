@@ -15,9 +15,7 @@ from minikv.policies import default_step
 
 _BAR = 30
 _UNIT = {"ppl": "perplexity", "loss": "attention lost", "agree": "same as full"}
-_MORE = {
-    "agree": {"rouge_l": "ROUGE-L", "median_first_difference": "words before difference"}
-}
+_MORE = {"agree": {"rouge_l": "ROUGE-L", "median_first_difference": "words before difference"}}
 """What else is known of each answer, beside the score: the mean, and the median of those that
 differ."""
 
@@ -51,19 +49,34 @@ def table(cells: Sequence[Cell]) -> str:
     for task in dict.fromkeys(cell.task for cell in cells):
         mine = [cell for cell in cells if cell.task == task]
         more = _MORE.get(task, {})
-        rows = [(
-            "policy", "decode", "budget", _UNIT.get(task, "score"), "95 %", "n", "held",
-            *more.values(),
-        )]  # fmt: skip
+        rows = [
+            (
+                "policy",
+                "decode",
+                "budget",
+                _UNIT.get(task, "score"),
+                "95 %",
+                "n",
+                "held",
+                *more.values(),
+            )
+        ]
         for c in mine:
             between = "-"
             if c.low is not None and c.high is not None:
                 between = f"{_figure(task, c.low)} to {_figure(task, c.high)}"
-            rows.append((
-                c.policy + (f" /{c.stride}" if c.stride else ""), c.decode, c.budget,
-                _figure(task, c.score), between, str(c.n), f"{c.held:.1%}",
-                *(_extra(c, key) for key in more),
-            ))  # fmt: skip
+            rows.append(
+                (
+                    c.policy + (f" /{c.stride}" if c.stride else ""),
+                    c.decode,
+                    c.budget,
+                    _figure(task, c.score),
+                    between,
+                    str(c.n),
+                    f"{c.held:.1%}",
+                    *(_extra(c, key) for key in more),
+                )
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
             "  ".join(
@@ -105,16 +118,25 @@ def as_csv(cells: Sequence[Cell]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     more = list(dict.fromkeys(key for keys in _MORE.values() for key in keys))
-    writer.writerow([
-        "task", "policy", "decode", "budget", "stride", "n", "score", "low", "high", "held", *more
-    ])  # fmt: skip
+    writer.writerow(
+        ["task", "policy", "decode", "budget", "stride", "n", "score", "low", "high", "held", *more]
+    )
     for c in cells:
-        writer.writerow([
-            c.task, c.policy, c.decode, c.budget, c.stride, c.n, f"{c.score:z.6f}",
-            "" if c.low is None else f"{c.low:z.6f}",
-            "" if c.high is None else f"{c.high:z.6f}", f"{c.held:.6f}",
-            *(f"{c.more[key]:.6f}" if key in c.more else "" for key in more),
-        ])  # fmt: skip
+        writer.writerow(
+            [
+                c.task,
+                c.policy,
+                c.decode,
+                c.budget,
+                c.stride,
+                c.n,
+                f"{c.score:z.6f}",
+                "" if c.low is None else f"{c.low:z.6f}",
+                "" if c.high is None else f"{c.high:z.6f}",
+                f"{c.held:.6f}",
+                *(f"{c.more[key]:.6f}" if key in c.more else "" for key in more),
+            ]
+        )
     return out.getvalue()
 
 
@@ -170,9 +192,12 @@ def _map(cells: Sequence[Cell], path: Path) -> None:
     across = min(3, len(mine))
     down = -(-len(mine) // across)
     figure, axes = pyplot.subplots(
-        down, across, squeeze=False, figsize=(3.4 * across + 0.8, 2.6 * down + 0.6),
+        down,
+        across,
+        squeeze=False,
+        figsize=(3.4 * across + 0.8, 2.6 * down + 0.6),
         layout="constrained",
-    )  # fmt: skip
+    )
     image: Any = None
     for axis, cell, name in zip(axes.flat, mine, names(mine), strict=False):
         found = {(d, n): score for d, n, score, _ in cell.by_place}

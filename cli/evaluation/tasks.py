@@ -78,15 +78,22 @@ def _ask(text: str, chosen: Sequence[world.Fact], asked: int, seed: int, how: Ma
     rng = random.Random(seed)
     few = rng.sample(list(chosen), min(asked, len(chosen)))
     return Item(
-        text, tuple(rng.choice(f.questions) + how.adds for f in few),
-        tuple((f.answer,) for f in few), how.metric, max_tokens=how.max_tokens,
-    )  # fmt: skip
+        text,
+        tuple(rng.choice(f.questions) + how.adds for f in few),
+        tuple((f.answer,) for f in few),
+        how.metric,
+        max_tokens=how.max_tokens,
+    )
 
 
 def needle(
-    codec: Codec, lengths: Sequence[int], count: int, seed: int,
-    depths: Sequence[float] = DEPTHS, how: Manner = TRAINED,
-) -> Iterator[Item]:  # fmt: skip
+    codec: Codec,
+    lengths: Sequence[int],
+    count: int,
+    seed: int,
+    depths: Sequence[float] = DEPTHS,
+    how: Manner = TRAINED,
+) -> Iterator[Item]:
     """One fact told once at a depth of a text without others, `count` for each depth and length."""
     for length in lengths:
         for depth in depths:
@@ -108,6 +115,10 @@ def _needle(codec: Codec, length: int, depth: float, rng: random.Random, how: Ma
     hay.insert(round(depth * len(hay)), told.text)
     text = "\n\n".join(" ".join(hay[i : i + 5]) for i in range(0, len(hay), 5))
     return Item(
-        text, (rng.choice(fact.questions) + how.adds,), ((fact.answer,),), how.metric,
-        max_tokens=how.max_tokens, where=(depth, length),
-    )  # fmt: skip
+        text,
+        (rng.choice(fact.questions) + how.adds,),
+        ((fact.answer,),),
+        how.metric,
+        max_tokens=how.max_tokens,
+        where=(depth, length),
+    )

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minikv.chat.report import size
 from minikv.cli import chats
 from minikv.cli.command import Command, Context
 from minikv.cli.export.files import refuse, write
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import UsageError
-from minikv.report import size
 
 if TYPE_CHECKING:
     from minikv.cli.export.facts import ChatFacts
@@ -25,8 +25,10 @@ def export(context: Context, arguments: list[str]) -> None:
     """Write the chat as it stands. Raises UsageError, and then no file was touched."""
     names = [argument for argument in arguments if argument != _FORCE]
     if len(names) != 1 or (names[0].startswith("-") and len(names[0]) > 1):
-        raise UsageError("/export takes one file", f"/export report.html, chat.md or chat.json; "
-                         f"{_FORCE} replaces a file that exists")  # fmt: skip
+        raise UsageError(
+            "/export takes one file",
+            f"/export report.html, chat.md or chat.json; {_FORCE} replaces a file that exists",
+        )
     path = Path(os.path.expanduser(names[0]))
     # What would be refused is refused before the cache is looked through.
     page = _format(path)
@@ -83,8 +85,12 @@ def _json(facts: ChatFacts) -> str:
 
 
 _FORMATS: Mapping[str, Callable[[ChatFacts], str]] = {
-    ".html": _html, ".htm": _html, ".md": _markdown, ".markdown": _markdown, ".json": _json,
-}  # fmt: skip
+    ".html": _html,
+    ".htm": _html,
+    ".md": _markdown,
+    ".markdown": _markdown,
+    ".json": _json,
+}
 COMMANDS = (
     Command(
         ("export",), "FILE.html|md|json [--force]", "write the chat as a report or a file", export

@@ -33,13 +33,13 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import minikv
-from minikv.report import TurnReport
+from minikv.chat.report import TurnReport
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minikv.session import ChatSession
-    from minikv.session import Turn as Asked
+    from minikv.chat.session import ChatSession
+    from minikv.chat.transcript import Turn as Asked
 
 FORMAT = "minikv chat"
 VERSION = 1
@@ -160,19 +160,25 @@ class ChatFacts:
 
 def gather(session: ChatSession) -> ChatFacts:
     """The facts of a chat between two turns. Reads the cache, changes nothing."""
-    facts, choice, shape = session.facts, session.choice, session.engine.kv.shape
+    facts, eviction, shape = session.facts, session.eviction, session.engine.kv.shape
     pieces = _pieces(session)
     documents = [document for turn in session.turns for document in turn.documents]
     return ChatFacts(
         minikv=minikv.__version__,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         model=Model(
-            name=facts.model, revision=facts.revision, dtype=facts.dtype, device=facts.device,
-            kernels=facts.kernels, weight_bytes=facts.weight_bytes, layers=shape.layers,
-            kv_heads=shape.kv_heads, max_context=session.max_context,
+            name=facts.model,
+            revision=facts.revision,
+            dtype=facts.dtype,
+            device=facts.device,
+            kernels=facts.kernels,
+            weight_bytes=facts.weight_bytes,
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            max_context=session.max_context,
         ),
         policy=Policy(
-            choice.policy, choice.decode, choice.options_record(), choice.budget_record()
+            eviction.policy, eviction.decode, eviction.options_record(), eviction.budget_record()
         ),
         system=session.system,
         documents=tuple(Attached(d.name, len(d.text)) for d in documents),
@@ -180,13 +186,11 @@ def gather(session: ChatSession) -> ChatFacts:
         pieces=pieces,
         sections=_sections(pieces, session.turns),
         kept=tuple(
-            tuple(
-                bitmap(session.kept(layer, head), len(pieces)) for head in range(shape.kv_heads)
-            )
+            tuple(bitmap(session.kept(layer, head), len(pieces)) for head in range(shape.kv_heads))
             for layer in range(shape.layers)
         ),
         curve=tuple(Point(*point) for point in session.curve),
-    )  # fmt: skip
+    )
 
 
 def bitmap(positions: Tensor, tokens: int) -> str:

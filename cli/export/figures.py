@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from minikv.chat.report import TurnReport, of_full, percent_saved, size
 from minikv.cli.render import STOPS, per_second
-from minikv.report import TurnReport, of_full, percent_saved, size
 
 
 def policy_words(name: str, decode: str | None, budget: Mapping[str, object]) -> str:
-    """ "adakv, then roco, budget 512 rows per head". """
+    """ "adakv, then roco, budget 512 rows per head"."""
     words = name if decode in (None, "none") else f"{name}, then {decode}"
     return f"{words}, {budget_words(budget)}"
 
@@ -68,4 +68,3 @@ def _lost(report: TurnReport) -> str:
     if most is not None and report.loss.est_mass_lost_argmax_layer is not None:
         text += f", worst layer {report.loss.est_mass_lost_argmax_layer}: {100 * most:.1f}%"
     return f"{text} (an estimate from the last window)"
-

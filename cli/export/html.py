@@ -7,10 +7,10 @@ import hashlib
 import json
 from importlib import resources
 
+from minikv.chat.report import of_full, percent_saved, size
 from minikv.cli.export.facts import ChatFacts, Turn
 from minikv.cli.export.figures import budget_words, policy_words, rows
 from minikv.cli.export.safe import visible
-from minikv.report import of_full, percent_saved, size
 
 
 def render(facts: ChatFacts) -> str:
@@ -146,12 +146,10 @@ def _data(facts: ChatFacts) -> str:
         "layers": facts.model.layers,
         "heads": facts.model.kv_heads,
         "pieces": [None if piece is None else visible(piece) for piece in facts.pieces],
-        "sections": [
-            [s.kind, visible(s.label), s.start, s.end] for s in facts.sections
-        ],
+        "sections": [[s.kind, visible(s.label), s.start, s.end] for s in facts.sections],
         "kept": facts.kept,
         "curve": [[point.tokens, point.held, point.full] for point in facts.curve],
-    }  # fmt: skip
+    }
     text = json.dumps(data, separators=(",", ":"))
     # ASCII by now; these three could end the element or begin a comment.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from minikv.chat.report import size
 from minikv.cli.export.facts import ChatFacts, Turn
 from minikv.cli.export.figures import policy_words, rows
 from minikv.cli.export.safe import visible
-from minikv.report import size
 
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 
@@ -19,13 +19,15 @@ def render(facts: ChatFacts) -> str:
     revision = f" @ {model.revision[:12]}" if model.revision else ""
     parts = [
         f"# Chat with {_cell(model.name + revision)}",
-        "\n".join([
-            f"- {_cell(model.dtype)}, {size(model.weight_bytes)} of weights, context "
-            f"{model.max_context:,}, {_cell(model.device)} with {_cell(model.kernels)} kernels",
-            f"- policy {_cell(policy_words(policy.name, policy.decode, policy.budget))}",
-            f"- written by minikv {_cell(facts.minikv)}, {_cell(facts.made)}",
-        ]),
-    ]  # fmt: skip
+        "\n".join(
+            [
+                f"- {_cell(model.dtype)}, {size(model.weight_bytes)} of weights, context "
+                f"{model.max_context:,}, {_cell(model.device)} with {_cell(model.kernels)} kernels",
+                f"- policy {_cell(policy_words(policy.name, policy.decode, policy.budget))}",
+                f"- written by minikv {_cell(facts.minikv)}, {_cell(facts.made)}",
+            ]
+        ),
+    ]
     if facts.system:
         parts.append(f"System prompt:\n\n{_quote(facts.system)}")
     for number, turn in enumerate(facts.turns, 1):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from minikv.chat.report import TurnReport
 from minikv.cli.export.facts import (
     FORMAT,
     KINDS,
@@ -29,7 +30,6 @@ from minikv.cli.export.facts import (
 from minikv.cli.render import STOPS
 from minikv.cli.terminal import clean
 from minikv.errors import UsageError
-from minikv.report import TurnReport
 
 MAX_BYTES = 256 << 20
 _MOST = 1 << 63
@@ -80,9 +80,9 @@ def parse(data: bytes) -> ChatFacts:
         for piece in _list(_key(tokens, "text"), "tokens.text")
     )
     documents = tuple(
-        _fields(Attached, document, "documents") for document in _list(_key(top, "documents"),
-        "documents")
-    )  # fmt: skip
+        _fields(Attached, document, "documents")
+        for document in _list(_key(top, "documents"), "documents")
+    )
     model = _fields(Model, _key(top, "model"), "model")
     return ChatFacts(
         minikv=_text(_key(top, "minikv"), "minikv"),
@@ -154,9 +154,7 @@ def _fields(kind: Callable[..., _T], value: object, where: str) -> _T:
         for field in dataclasses.fields(kind)  # type: ignore[arg-type]
         if field.name in record or field.default is dataclasses.MISSING  # keys that came later
     ]
-    return kind(
-        **{n: _typed(hints[n], _key(record, n, where), f"{where}.{n}") for n in names}
-    )
+    return kind(**{n: _typed(hints[n], _key(record, n, where), f"{where}.{n}") for n in names})
 
 
 def _typed(hint: Any, value: object, where: str) -> object:

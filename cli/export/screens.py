@@ -210,9 +210,13 @@ def _style(cell: Any) -> Style:
     from rich.style import Style
 
     return Style(
-        color=_colour(cell.fg), bgcolor=_colour(cell.bg), bold=cell.bold, italic=cell.italics,
-        underline=cell.underscore, reverse=cell.reverse,
-    )  # fmt: skip
+        color=_colour(cell.fg),
+        bgcolor=_colour(cell.bg),
+        bold=cell.bold,
+        italic=cell.italics,
+        underline=cell.underscore,
+        reverse=cell.reverse,
+    )
 
 
 def _colour(name: str) -> str | None:
@@ -229,9 +233,13 @@ def _svg(screen: Screen, rows: Sequence[Text]) -> str:
     from rich.text import Text
 
     console = Console(
-        record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor",
+        record=True,
+        width=WIDTH,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
         legacy_windows=False,
-    )  # fmt: skip
+    )
     if screen.since is None:
         console.print(Text(f"$ {screen.command}", "bold"))
     for row in rows:
@@ -246,8 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Take pictures of the main screens.")
     parser.add_argument("--out", type=Path, default=Path("docs/screens"))
     names = [screen.name for screen in SCREENS]
-    parser.add_argument("names", nargs="*", default=names, metavar="NAME",
-                        help=f"which ones: {', '.join(names)}")  # fmt: skip
+    parser.add_argument(
+        "names", nargs="*", default=names, metavar="NAME", help=f"which ones: {', '.join(names)}"
+    )
     given = parser.parse_args(arguments)
     terminal = Terminal()
     try:

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 import minikv
+from minikv.chat.session import ChatSession
 from minikv.cli.evaluation.intervals import wilson
 from minikv.models.bundled.exam import exact, share
-from minikv.session import ChatSession
 
 
 def main() -> None:
@@ -39,15 +39,24 @@ def main() -> None:
         flat = [ok for row in table for ok in row]
         by_number = [sum(col) / len(col) for col in zip(*table, strict=True)]
         low, high = wilson(share(table), len(flat))
-        rows.append({
-            "policy": name, "tokens": tokens, "n": len(flat), "exact": share(table),
-            "low": low, "high": high, "by_question": by_number, "held_share": held,
-            "seconds": round(time.time() - began, 1),
-        })  # fmt: skip
+        rows.append(
+            {
+                "policy": name,
+                "tokens": tokens,
+                "n": len(flat),
+                "exact": share(table),
+                "low": low,
+                "high": high,
+                "by_question": by_number,
+                "held_share": held,
+                "seconds": round(time.time() - began, 1),
+            }
+        )
         print(
             f"{name:18} {tokens:6,} tokens  exact {share(table):6.1%} of {len(flat)} "
             f"[{low:.1%}, {high:.1%}]  by question "
-            + " ".join(f"{share:.0%}" for share in by_number) + f"  held {held:.1%}",
+            + " ".join(f"{share:.0%}" for share in by_number)
+            + f"  held {held:.1%}",
             flush=True,
         )
 

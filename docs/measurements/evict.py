@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from minikv.choice import Choice
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import machine, models, place, shapes
 
 STEPS = 8
@@ -27,7 +27,7 @@ def measured(
     net: models.Llama, policy: str, decode: str, budget: str, tokens: int, turns: int
 ) -> dict[str, object]:
     """A row."""
-    own = models.Cached(net, Choice.read(policy, decode, budget))
+    own = models.Cached(net, EvictionConfig.read(policy, decode, budget))
     own.read(models.prompt(tokens, net.config.vocab), STEPS * (turns + 2))
     own.write(STEPS)
     twin = own.twin()
@@ -45,10 +45,15 @@ def measured(
     own.close()
     twin.close()
     return {
-        "policy": policy, "decode": decode, "budget": budget, "length": tokens, "turns": turns,
-        "seconds": statistics.median(a for a, _ in times), "added": added,
+        "policy": policy,
+        "decode": decode,
+        "budget": budget,
+        "length": tokens,
+        "turns": turns,
+        "seconds": statistics.median(a for a, _ in times),
+        "added": added,
         "quartiles": [low, high],
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -71,8 +76,9 @@ def main() -> None:
             low, high = row["quartiles"]  # type: ignore[misc]
             print(
                 f"{tokens:6,} tokens  {decode:13} step {1e3 * float(str(row['seconds'])):6.2f} ms  "
-                f"added {row['added']:+.1%} (quartiles {low:+.1%}, {high:+.1%})", flush=True,
-            )  # fmt: skip
+                f"added {row['added']:+.1%} (quartiles {low:+.1%}, {high:+.1%})",
+                flush=True,
+            )
     if args.json:
         made = {"machine": machine.facts(device), "torch": torch.__version__, "rows": rows}
         args.json.write_text(json.dumps(made, indent=1) + "\n")

@@ -34,29 +34,41 @@ def one(
     import torch
 
     from minikv import policies
-    from minikv.budget import Budget
-    from minikv.engine import Engine
+    from minikv.cache.budget import Budget
+    from minikv.cache.kv_cache import KVCache
+    from minikv.cache.stats import Shape
+    from minikv.engine.engine import Engine
     from minikv.models.config import ModelConfig
     from minikv.models.llama import Llama
     from minikv.models.rope import RopeConfig
-    from minikv.scheduler import Scheduler
-    from minikv.stats import Shape
 
     config = ModelConfig(
-        family="llama", layers=layers, heads=width // 128, kv_heads=width // 256, head_dim=64,
-        hidden=width, mlp=width * 8 // 3, vocab=32000, norm_eps=1e-5, rope=RopeConfig(theta=5e5),
-        max_context=1 << 20, windows=(None,) * layers,
-    )  # fmt: skip
+        family="llama",
+        layers=layers,
+        heads=width // 128,
+        kv_heads=width // 256,
+        head_dim=64,
+        hidden=width,
+        mlp=width * 8 // 3,
+        vocab=32000,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=5e5),
+        max_context=1 << 20,
+        windows=(None,) * layers,
+    )
     dtype = getattr(torch, dtype_name)
     network = Llama(config, dtype=dtype).randomise(0)
     shape = Shape(layers, config.kv_heads, config.heads, 64, config.windows, config.max_context)
     step = policies.default_step(policy)
 
     def engine() -> Engine:
-        cache = Scheduler(
-            shape, policies.prompt_policy(policy), policies.step_policy(step),
-            Budget.parse(budget), dtype=dtype,
-        )  # fmt: skip
+        cache = KVCache(
+            shape,
+            policies.prompt_policy(policy),
+            policies.step_policy(step),
+            Budget.parse(budget),
+            dtype=dtype,
+        )
         return Engine(network, cache)
 
     ids = torch.randint(32000, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -74,12 +86,21 @@ def one(
     }
     peak = resident("VmHWM") - before
     return {
-        "policy": policy, "decode": step, "dtype": dtype_name, "tokens": tokens,
-        "layers": layers, "width": width, "budget": budget,
-        "peak_rss": peak, "bound": sum(parts.values()), "parts": parts,
-        "ratio": round(peak / sum(parts.values()), 4), "held": stats.held_bytes,
-        "full": stats.full_bytes, "seconds": round(seconds, 1),
-    }  # fmt: skip
+        "policy": policy,
+        "decode": step,
+        "dtype": dtype_name,
+        "tokens": tokens,
+        "layers": layers,
+        "width": width,
+        "budget": budget,
+        "peak_rss": peak,
+        "bound": sum(parts.values()),
+        "parts": parts,
+        "ratio": round(peak / sum(parts.values()), 4),
+        "held": stats.held_bytes,
+        "full": stats.full_bytes,
+        "seconds": round(seconds, 1),
+    }
 
 
 def main() -> None:

@@ -27,15 +27,17 @@ from typing import Any
 
 import torch
 
-from minikv.choice import Choice
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import asked, machine, models, place, shapes, show
 from minikv.cli.bench.floors import middle
 from minikv.cli.bench.worker import PeerError, Worker, serve
 
 BUNDLED = Path(models.__file__).resolve().parents[2] / "models" / "bundled"
 MODULES = {
-    "transformers": "transformers", "llama.cpp": "llama_cpp", "openvino": "openvino_genai",
-}  # fmt: skip
+    "transformers": "transformers",
+    "llama.cpp": "llama_cpp",
+    "openvino": "openvino_genai",
+}
 
 
 # -- the systems that minikv's own worker does not know ---------------------------------------
@@ -48,9 +50,13 @@ class LlamaCpp:
         import llama_cpp
 
         self._model = llama_cpp.Llama(
-            path, n_ctx=context, n_threads=threads, n_threads_batch=threads, n_gpu_layers=0,
+            path,
+            n_ctx=context,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_gpu_layers=0,
             verbose=False,
-        )  # fmt: skip
+        )
 
     def read(self, ids: list[int]) -> float:
         self._model.reset()
@@ -107,8 +113,9 @@ def answering(args: argparse.Namespace) -> None:
     vocab = shapes.find(args.shape).vocab
     system: LlamaCpp | OpenVino = (
         LlamaCpp(args.source, args.threads, args.tokens + args.new)
-        if args.serve == "llama.cpp" else OpenVino(args.source, args.threads)
-    )  # fmt: skip
+        if args.serve == "llama.cpp"
+        else OpenVino(args.source, args.threads)
+    )
 
     def answer(message: dict[str, Any]) -> float:
         if message["do"] == "read":
@@ -136,14 +143,26 @@ def export(spec: models.Spec, folder: Path) -> None:
     weights = {name: t.contiguous() for name, t in models.plain(spec).tensors()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "hidden_size": sizes.hidden, "intermediate_size": sizes.mlp, "head_dim": sizes.head_dim,
-        "num_hidden_layers": sizes.layers, "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads, "vocab_size": sizes.vocab, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 1 << 17, "rope_theta": sizes.theta, "torch_dtype": spec.dtype,
-        "tie_word_embeddings": sizes.tied, "attention_bias": False, "mlp_bias": False,
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.mlp,
+        "head_dim": sizes.head_dim,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "vocab_size": sizes.vocab,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1 << 17,
+        "rope_theta": sizes.theta,
+        "torch_dtype": spec.dtype,
+        "tie_word_embeddings": sizes.tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     for path in BUNDLED.glob("tokenizer*"):
         shutil.copy(path, folder / path.name)
@@ -157,11 +176,19 @@ def systems(args: argparse.Namespace, spec: models.Spec) -> dict[str, Callable[[
     pairs = [("full", "none", "512"), (args.policy, "auto", args.budget)]
     for form in args.weights.split(","):
         for pair in pairs:
-            choice = Choice.read(*pair)
-            name = " ".join(["minikv", choice.policy, *([args.budget] * choice.evicts),
-                             *([form] * (form != "auto"))])  # fmt: skip
+            eviction = EvictionConfig.read(*pair)
+            name = " ".join(
+                [
+                    "minikv",
+                    eviction.policy,
+                    *([args.budget] * eviction.evicts),
+                    *([form] * (form != "auto")),
+                ]
+            )
             one = replace(spec, weights=form)
-            found[name] = lambda one=one, choice=choice: Worker("minikv", one, threads, choice)
+            found[name] = lambda one=one, eviction=eviction: Worker(
+                "minikv", one, threads, eviction
+            )
     sources: dict[str, list[Path]] = {"llama.cpp": args.gguf, "openvino": args.openvino}
     for name, module in MODULES.items():
         if util.find_spec(module) is None:
@@ -173,9 +200,21 @@ def systems(args: argparse.Namespace, spec: models.Spec) -> dict[str, Callable[[
             print(f"{name}: no {flag}, left out (--export writes the model)", file=sys.stderr)
         else:
             for source in sources[name]:
-                command = [__file__, "--serve", name, "--source", str(source), "--shape",
-                           args.shape, "--threads", str(threads), "--tokens", str(args.tokens),
-                           "--new", str(args.new * (args.repeat + 1))]  # fmt: skip
+                command = [
+                    __file__,
+                    "--serve",
+                    name,
+                    "--source",
+                    str(source),
+                    "--shape",
+                    args.shape,
+                    "--threads",
+                    str(threads),
+                    "--tokens",
+                    str(args.tokens),
+                    "--new",
+                    str(args.new * (args.repeat + 1)),
+                ]
                 found[f"{name}, {source}"] = lambda name=name, command=command: Worker(
                     name, spec, threads, command=command
                 )
@@ -206,12 +245,14 @@ def measured(args: argparse.Namespace, spec: models.Spec) -> list[dict[str, Any]
                 runs[name]["write"].append(worker.write(args.new))
         return [
             {
-                "system": name, "read_tok_s": args.tokens / middle(runs[name]["read"]),
-                "write_tok_s": 1 / middle(runs[name]["write"]), "peak_rss": worker.peak(),
+                "system": name,
+                "read_tok_s": args.tokens / middle(runs[name]["read"]),
+                "write_tok_s": 1 / middle(runs[name]["write"]),
+                "peak_rss": worker.peak(),
                 "rounds": runs[name],
             }
             for name, worker in workers.items()
-        ]  # fmt: skip
+        ]
     finally:
         for worker in workers.values():
             worker.close()
@@ -229,10 +270,16 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="the exported model, to be loaded from there")
-    parser.add_argument("--gguf", type=Path, action="append", default=[],
-                        help="the same, converted for llama.cpp")  # fmt: skip
-    parser.add_argument("--openvino", type=Path, action="append", default=[],
-                        help="the same, converted for OpenVINO")  # fmt: skip
+    parser.add_argument(
+        "--gguf", type=Path, action="append", default=[], help="the same, converted for llama.cpp"
+    )
+    parser.add_argument(
+        "--openvino",
+        type=Path,
+        action="append",
+        default=[],
+        help="the same, converted for OpenVINO",
+    )
     parser.add_argument("--export", type=Path, help="write the random model there and stop")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -256,19 +303,27 @@ def main() -> None:
     lines = [["system", "read tok/s", "", "write tok/s", "", "peak"]]
     for row in rows:
         read, write = row["read_tok_s"], row["write_tok_s"]
-        lines.append([
-            row["system"], f"{read:,.0f}", f"{read / base['read_tok_s']:.2f}", f"{write:.1f}",
-            f"{write / base['write_tok_s']:.2f}", f"{row['peak_rss'] / 2**20:,.0f} MiB",
-        ])  # fmt: skip
+        lines.append(
+            [
+                row["system"],
+                f"{read:,.0f}",
+                f"{read / base['read_tok_s']:.2f}",
+                f"{write:.1f}",
+                f"{write / base['write_tok_s']:.2f}",
+                f"{row['peak_rss'] / 2**20:,.0f} MiB",
+            ]
+        )
     facts = machine.facts(device)
     print(show.header(facts, rates, f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,"))
     print(show.grid(lines, "<>>>>>"))
     if args.json:
         record = {
             "command": " ".join(["python", "docs/measurements/peers.py", *sys.argv[1:]]),
-            "machine": facts, "versions": machine.versions(), "read_bytes_s": rates.read,
+            "machine": facts,
+            "versions": machine.versions(),
+            "read_bytes_s": rates.read,
             "rows": rows,
-        }  # fmt: skip
+        }
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -48,7 +48,7 @@ RUNS = {
     "needle-32": f"--tasks needle --policy '{PROMPT}' --budget 32 {SMALL} --length 1000 -n 40",
     "ppl": f"--tasks ppl --policy '{PROMPT}' --budget {BUDGETS} -n 10",
     "ppl-32": f"--tasks ppl --policy '{PROMPT}' --budget 32 {SMALL} -n 10",
-}  # fmt: skip
+}
 
 
 STRIDES, EVERY = "stride-32,stride,stride-more", ("32", "64", "128", "256", "512")
@@ -71,20 +71,33 @@ class Claim:
 
 
 CLAIMS = (
-    Claim("Ada-SnapKV over SnapKV at small budgets", "Ada-KV", FACTS, "facts", "adakv", "snapkv",
-          SMALL_BUDGETS),
-    Claim("the same, by attention lost", "Ada-KV", FACTS, "loss", "adakv", "snapkv",
-          SMALL_BUDGETS),
-    Claim("the same, over six questions", "Ada-KV", FOLLOWUP, "followup", "adakv", "snapkv",
-          EVERY),
+    Claim(
+        "Ada-SnapKV over SnapKV at small budgets",
+        "Ada-KV",
+        FACTS,
+        "facts",
+        "adakv",
+        "snapkv",
+        SMALL_BUDGETS,
+    ),
+    Claim("the same, by attention lost", "Ada-KV", FACTS, "loss", "adakv", "snapkv", SMALL_BUDGETS),
+    Claim("the same, over six questions", "Ada-KV", FOLLOWUP, "followup", "adakv", "snapkv", EVERY),
     Claim("RoCo over H2O", "EasyKV", STRIDES, "facts", "roco", "h2o", EVERY),
     Claim("H2O over ScissorHands", "EasyKV", STRIDES, "facts", "h2o", "scissorhands", EVERY),
     Claim("ScissorHands over TOVA", "EasyKV", STRIDES, "facts", "scissorhands", "tova", EVERY),
     Claim("TOVA over streaming", "EasyKV", STRIDES, "facts", "tova", "streaming", EVERY),
     Claim("HashEvict over L2", "HashEvict", STRIDES, "facts", "hashevict", "l2", EVERY),
     Claim("RoCo over H2O, while writing", "EasyKV", DECODE, "ppl", "roco", "h2o", EVERY, True),
-    Claim("HashEvict over L2, while writing", "HashEvict", DECODE, "ppl", "hashevict", "l2",
-          EVERY, True),
+    Claim(
+        "HashEvict over L2, while writing",
+        "HashEvict",
+        DECODE,
+        "ppl",
+        "hashevict",
+        "l2",
+        EVERY,
+        True,
+    ),
     Claim("NaCl over H2O at 20 %", "NaCl", "share", "facts", "nacl", "h2o", ("20%",)),
     Claim("KVCrush over its base", "KVCrush", FACTS, "facts", "kvcrush", "snapkv", EVERY),
     Claim("KVCrush over its base", "KVCrush", FACTS, "facts", "kvcrush(h2o)", "h2o", EVERY),
@@ -92,7 +105,7 @@ CLAIMS = (
     Claim("4 times smaller within 1 %", "Ada-KV", "share", "facts", "adakv", "full", ("25%",)),
     Claim("4 times smaller within 1 %", "SnapKV", "share", "facts", "snapkv", "full", ("25%",)),
     Claim("4 times smaller within 1 %", "NaCl", "share", "facts", "nacl", "full", ("25%",)),
-)  # fmt: skip
+)
 LOWER = ("loss", "ppl")  # tasks where less is better
 
 
@@ -155,8 +168,11 @@ def table(task: str, runs: list[str], decode: bool = False) -> list[str]:
     key = "decode" if decode else "policy"
     names = list(dict.fromkeys(c[key] for c in cells if c["policy"] != "full"))
     full = find(cells, task, "full", "-")
-    what = {"ppl": "perplexity, lower is better", "loss": "% of attention lost, lower is better",
-            "agree": "% of answers equal to the full cache's"}.get(task, "% exact answers")
+    what = {
+        "ppl": "perplexity, lower is better",
+        "loss": "% of attention lost, lower is better",
+        "agree": "% of answers equal to the full cache's",
+    }.get(task, "% exact answers")
     lines = [f"{what}; {sample(task, cells)}", ""]
     lines += ["| policy | " + " | ".join(budgets) + " |", "|---" * (len(budgets) + 1) + "|"]
     lines.append(f"| full cache | {' | '.join([figure(task, full)] * len(budgets))} |")
@@ -188,10 +204,14 @@ def by_question(runs: list[str]) -> list[str]:
     most, chats = max(len(c["by_question"]) for c in cells), len(cells[0]["by_item"])
     bounds = [(share, *intervals.wilson(share, chats)) for share in (0.0, 0.1, 0.25, 0.5)]
     ends = [f"{100 * low:.0f} to {100 * high:.0f} at {100 * s:.0f} %" for s, low, high in bounds]
-    lines = [f"A cell is the share of {chats} chats with this question right. Its 95 % interval",
-             f"(Wilson) is {', '.join(ends)};", "above 50 % the same mirrored.", "",
-             "| policy | budget | " + " | ".join(f"Q{i + 1}" for i in range(most)) + " |",
-             "|---" * (most + 2) + "|"]  # fmt: skip
+    lines = [
+        f"A cell is the share of {chats} chats with this question right. Its 95 % interval",
+        f"(Wilson) is {', '.join(ends)};",
+        "above 50 % the same mirrored.",
+        "",
+        "| policy | budget | " + " | ".join(f"Q{i + 1}" for i in range(most)) + " |",
+        "|---" * (most + 2) + "|",
+    ]
     names = list(dict.fromkeys(c["policy"] for c in cells))
     for cell in sorted(cells, key=lambda c: names.index(c["policy"])):  # its budgets together
         row = " | ".join(f"{100 * s:.0f}" for s in cell["by_question"])
@@ -259,8 +279,10 @@ def verdict(claim: Claim, low: float, high: float) -> str:
 
 
 def claims() -> list[str]:
-    lines = ["| claim | from | where | budget | difference, 95 % interval | alone right | here |",
-             "|---" * 7 + "|"]  # fmt: skip
+    lines = [
+        "| claim | from | where | budget | difference, 95 % interval | alone right | here |",
+        "|---" * 7 + "|",
+    ]
     for claim in CLAIMS:
         cells = [cell for name in claim.run.split(",") for cell in load(name)]
         for budget in claim.budgets:
@@ -283,43 +305,70 @@ def claims() -> list[str]:
 
 
 def page() -> str:
-    commands = [f"minikv eval {text} --json docs/measurements/results/{name}.json"
-                for name, text in RUNS.items() if (FOLDER / f"{name}.json").exists()]  # fmt: skip
+    commands = [
+        f"minikv eval {text} --json docs/measurements/results/{name}.json"
+        for name, text in RUNS.items()
+        if (FOLDER / f"{name}.json").exists()
+    ]
     lines = [
-        "# Every policy at every budget", "",
-        (HERE / "results-notes.md").read_text().strip(), "",
-        "## What the papers claim, and what was seen here", "",
+        "# Every policy at every budget",
+        "",
+        (HERE / "results-notes.md").read_text().strip(),
+        "",
+        "## What the papers claim, and what was seen here",
+        "",
         "Differences are over the same documents, in pairs; nats are the mean of the documents'",
         "own means. Intervals are Tango's score interval where a document is one answer (facts,",
         "200 documents; `alone right` counts those that only the first or only the second policy",
         "has right) and Student's t elsewhere (followup 34 documents, loss 200, ppl 10).",
         "`no difference seen` means that the interval includes zero, not that there is none;",
         "`undecided` that it reaches past the one point that is claimed. Each row stands alone:",
-        "of so many intervals at 95 %, two or three may miss by chance.", "", *claims(),
-        "## facts: one question, which comes with its document of 2,000 tokens", "",
+        "of so many intervals at 95 %, two or three may miss by chance.",
+        "",
+        *claims(),
+        "## facts: one question, which comes with its document of 2,000 tokens",
+        "",
         *table("facts", ["facts-32", "facts"]),
-        "The same with budgets that are a share of the document:", "", *table("facts", ["share"]),
-        "## followup: six questions about one document, in one chat", "",
+        "The same with budgets that are a share of the document:",
+        "",
+        *table("facts", ["share"]),
+        "## followup: six questions about one document, in one chat",
+        "",
         *table("followup", ["followup-32", "followup"]),
-        "Exact answers in %, by the question's number:", "",
+        "Exact answers in %, by the question's number:",
+        "",
         *by_question(["followup-32", "followup"]),
-        "## agree: the full cache's answer, word for word", "",
+        "## agree: the full cache's answer, word for word",
+        "",
         *table("agree", ["facts-32", "facts"]),
-        "## loss: attention that fell on evicted rows while the right answer was written", "",
+        "## loss: attention that fell on evicted rows while the right answer was written",
+        "",
         *table("loss", ["facts-32", "facts"]),
-        "## needle: one fact in a text of 1,000 tokens, at five depths", "",
+        "## needle: one fact in a text of 1,000 tokens, at five depths",
+        "",
         *table("needle", ["needle-32", "needle"]),
-        "## ppl: the last quarter of a document, token by token", "",
+        "## ppl: the last quarter of a document, token by token",
+        "",
         *table("ppl", ["ppl-32", "ppl"]),
-        "## Step policies that read the prompt, in blocks of 32 rows (`--stride 32`)", "",
+        "## Step policies that read the prompt, in blocks of 32 rows (`--stride 32`)",
+        "",
         "The facts task on documents of 1,000 tokens. Rows are judged before the question is",
-        "known. At 32 rows the blocks are of 16.", "", *table("facts", STRIDES.split(",")),
-        "## Step policies while writing, after SnapKV at the prompt", "",
-        "The last quarter of a document is written under the budget.", "",
+        "known. At 32 rows the blocks are of 16.",
+        "",
+        *table("facts", STRIDES.split(",")),
+        "## Step policies while writing, after SnapKV at the prompt",
+        "",
+        "The last quarter of a document is written under the budget.",
+        "",
         *table("ppl", ["decode-32", "decode"], decode=True),
-        "## The commands", "", "```sh", *commands,
-        "python docs/measurements/results.py write   # this page", "```", "",
-    ]  # fmt: skip
+        "## The commands",
+        "",
+        "```sh",
+        *commands,
+        "python docs/measurements/results.py write   # this page",
+        "```",
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -13,10 +13,10 @@ import json
 from pathlib import Path
 
 import minikv
+from minikv.chat.session import ChatSession
 from minikv.cli.evaluation.files import Item
 from minikv.cli.evaluation.intervals import wilson
 from minikv.cli.evaluation.tasks import FOLLOWUPS, followup
-from minikv.session import ChatSession
 
 
 def asked(chat: ChatSession, item: Item) -> list[bool]:
@@ -49,11 +49,20 @@ def main() -> None:
         mean = sum(later) / len(later)
         low, high = wilson(mean, len(later))
         by_question = [sum(column) / len(table) for column in zip(*table, strict=True)]
-        rows.append({
-            "policy": policy, "budget": args.budget if policy != "full" else "-", "reuse": reuse,
-            "documents": len(table), "tokens": args.length, "n": len(later),
-            "later": mean, "low": low, "high": high, "by_question": by_question,
-        })  # fmt: skip
+        rows.append(
+            {
+                "policy": policy,
+                "budget": args.budget if policy != "full" else "-",
+                "reuse": reuse,
+                "documents": len(table),
+                "tokens": args.length,
+                "n": len(later),
+                "later": mean,
+                "low": low,
+                "high": high,
+                "by_question": by_question,
+            }
+        )
         print(
             f"{policy:8} {reuse:8} question 1 to {FOLLOWUPS}: "
             + " ".join(f"{share:4.0%}" for share in by_question)

@@ -19,12 +19,19 @@ import torch
 from safetensors.torch import load_file
 
 NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+}
 
 
 def named(name: str) -> str:
@@ -55,8 +62,11 @@ def main() -> None:
     form = gguf.GGMLQuantizationType[args.weights.upper()]
 
     out = gguf.GGUFWriter(args.target, "llama")
-    out.add_file_type(gguf.LlamaFileType[{"bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0",
-                                          "q4_0": "MOSTLY_Q4_0"}[args.weights]])  # fmt: skip
+    out.add_file_type(
+        gguf.LlamaFileType[
+            {"bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}[args.weights]
+        ]
+    )
     out.add_context_length(config["max_position_embeddings"])
     out.add_embedding_length(config["hidden_size"])
     out.add_block_count(config["num_hidden_layers"])

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minikv.models as models
-from minikv.attend import DenseAttend
+from minikv.cache.attend import DenseAttend
 from minikv.kernels.dispatch import choose
 from minikv.models.bundled import exam, world
 from minikv.models.bundled.train import ASSISTANT, BOS, END, USER
@@ -37,14 +37,23 @@ from minikv.models.pages import Pages
 from minikv.models.weights import Checkpoint, load_network
 
 FORMS = (
-    ("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("bfloat16", "int8+head"),
-    ("bfloat16", "int4"), ("bfloat16", "int4+head"),
-)  # fmt: skip
+    ("float32", "auto"),
+    ("bfloat16", "auto"),
+    ("bfloat16", "int8"),
+    ("bfloat16", "int8+head"),
+    ("bfloat16", "int4"),
+    ("bfloat16", "int4+head"),
+)
 SHAPES = {
-    "S q, k, v": (1280, 768), "S o": (768, 768), "S gate, up": (4096, 768), "S down": (768, 2048),
-    "S head": (32000, 768), "M q, k, v": (2560, 2048), "M gate, up": (11264, 2048),
+    "S q, k, v": (1280, 768),
+    "S o": (768, 768),
+    "S gate, up": (4096, 768),
+    "S down": (768, 2048),
+    "S head": (32000, 768),
+    "M q, k, v": (2560, 2048),
+    "M gate, up": (11264, 2048),
     "M down": (2048, 5632),
-}  # fmt: skip
+}
 READ = 60e6  # bytes of different weights that a round goes through, beyond the caches
 
 
@@ -72,13 +81,20 @@ def loss(chats: int, context: int) -> list[dict[str, Any]]:
                 off.append(float((logits - first).square().mean().sqrt() / first.std()))
                 same += int((logits.argmax(-1) == first.argmax(-1)).sum())
         exact = exact or chosen
-        rows.append({
-            "dtype": dtype, "weights": form, "weight_bytes": net.weight_bytes,
-            "notes": list(net.config.notes), "chats": len(cases), "tokens": tokens,
-            "logit_error": statistics.mean(off) if off else 0.0,
-            "same_token": same / tokens if off else 1.0,
-            "perplexity": math.exp(surprise / read), "exact_answers": right / chats,
-        })  # fmt: skip
+        rows.append(
+            {
+                "dtype": dtype,
+                "weights": form,
+                "weight_bytes": net.weight_bytes,
+                "notes": list(net.config.notes),
+                "chats": len(cases),
+                "tokens": tokens,
+                "logit_error": statistics.mean(off) if off else 0.0,
+                "same_token": same / tokens if off else 1.0,
+                "perplexity": math.exp(surprise / read),
+                "exact_answers": right / chats,
+            }
+        )
     return rows
 
 
@@ -107,7 +123,8 @@ def products(
         plain = [Plain(room(p.shape, torch.bfloat16).copy_(p.weight)) for p in small]
         packed = [torch.ops.mkldnn._reorder_linear_weight(p.weight, 1) for p in plain]
         forms: dict[str, list[Callable[[Tensor], object]]] = {
-            "minikv": list(plain), "minikv, small pages": list(small),
+            "minikv": list(plain),
+            "minikv, small pages": list(small),
             **{form: [kept(p, form, room) for p in plain] for form in ("int8", "int4")},
         }
         for matrix in (*plain, *small, *forms["int8"]):
@@ -117,8 +134,11 @@ def products(
             turns: dict[str, list[Callable[[Tensor], object]]] = {
                 "read": [lambda x, p=p: p.weight.view(torch.int64).sum() for p in plain],
                 "F.linear": [lambda x, p=p: F.linear(x, p.weight) for p in small],
-                **({"torch's own": [lambda x, p=p: row_product(x, p.weight) for p in plain]}
-                   if count == 1 else {}),
+                **(
+                    {"torch's own": [lambda x, p=p: row_product(x, p.weight) for p in plain]}
+                    if count == 1
+                    else {}
+                ),
                 "oneDNN prepacked": [
                     lambda x, p=p: torch.ops.mkldnn._linear_pointwise(x, p, None, "none", [], "")
                     for p in packed
@@ -224,10 +244,14 @@ def main() -> None:
         print(f"{row['matrix']:11} compiled in {row['compile_s']:.1f} s: {times}")
     if args.json:
         facts = {
-            "machine": platform.machine(), "python": platform.python_version(),
-            "torch": torch.__version__, "threads": torch.get_num_threads(),
-            "load_average": os.getloadavg()[0], "chats": args.chats, "context": args.context,
-        }  # fmt: skip
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "load_average": os.getloadavg()[0],
+            "chats": args.chats,
+            "context": args.context,
+        }
         made = {"facts": facts, "loss": losses, "products": speeds, "compiled": tried}
         args.json.write_text(json.dumps(made, indent=1) + "\n")
 

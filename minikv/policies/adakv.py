@@ -13,9 +13,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from minikv import allocate
 from minikv.errors import UsageError
-from minikv.policy import DeviceHeads, Evidence, Heads, best, share
+from minikv.policies import selection
+from minikv.policies.base import DeviceHeads, Evidence, Heads, best, share
 
 
 def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
@@ -77,7 +77,7 @@ def adaptive_heads(alpha: float, rounding: str = "exact", normalize: bool = Fals
             floor = int(each * alpha)
             blend = torch.tensor(need, dtype=torch.float32) * (1 - alpha) + floor
             return [min(int(n), m) for n, m in zip(blend.round(), most, strict=True)]
-        a, even = allocate.exact(alpha), Fraction(total, len(most))
+        a, even = selection.exact(alpha), Fraction(total, len(most))
         return share([(1 - a) * n + a * even for n in need], most, total)
 
     return spread
@@ -91,9 +91,9 @@ def heads(options: Mapping[str, object], evidence: Evidence) -> Heads:
         if official or options["normalize"]:
             other = "rounding=official" if official else "normalize"
             raise UsageError(
-                f"ada: alloc=floor and {other} do not go together", "one is kvpress' rule, which "
-                "blends and weighs nothing; leave one out",
-            )  # fmt: skip
+                f"ada: alloc=floor and {other} do not go together",
+                "one is kvpress' rule, which blends and weighs nothing; leave one out",
+            )
         return floor_heads(alpha, evidence.window)
     if options["normalize"] and not evidence.weighs:
         raise UsageError(
@@ -107,5 +107,5 @@ def device_heads(options: Mapping[str, object], evidence: Evidence) -> DeviceHea
     alpha = options["alpha"]
     assert isinstance(alpha, float)
     if options["alloc"] == "floor":
-        return allocate.floor_heads(alpha, evidence.window)
-    return allocate.adaptive_heads(alpha, str(options["rounding"]), bool(options["normalize"]))
+        return selection.floor_heads(alpha, evidence.window)
+    return selection.adaptive_heads(alpha, str(options["rounding"]), bool(options["normalize"]))

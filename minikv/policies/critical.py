@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from minikv import allocate
-from minikv.policy import DeviceSelector, Evidence, PromptView, Selector, best, ranked
+from minikv.policies import selection
+from minikv.policies.base import DeviceSelector, Evidence, PromptView, Selector, best, ranked
 
 _ROWS = 4096  # rows projected at once
 
@@ -39,9 +39,7 @@ def weigh(options: Mapping[str, object], evidence: Evidence, select: Selector) -
     window, first = evidence.window, options["by_score"]
     assert isinstance(first, float)
 
-    def choose(
-        view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]
-    ) -> Tensor:
+    def choose(view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]) -> Tensor:
         by_score = torch.zeros_like(free)
         left = []
         for h, count in enumerate(counts):
@@ -61,12 +59,10 @@ def device_weigh(
     window, first = evidence.window, options["by_score"]
     assert isinstance(first, float)
 
-    def choose(
-        view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int
-    ) -> Tensor:
+    def choose(view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
         sure = ((counts + window).to(torch.float64) * first).to(torch.int64) - window
         sure = torch.minimum(counts, sure.clamp(min=0))
-        by_score = allocate.best(scores, view.pos, free, sure, most)
+        by_score = selection.best(scores, view.pos, free, sure, most)
         weighed = _weighed(options, evidence, view, scores, free)
         return by_score | select(view, weighed, free & ~by_score, counts - sure, most)
 
@@ -74,9 +70,12 @@ def device_weigh(
 
 
 def _weighed(
-    options: Mapping[str, object], evidence: Evidence, view: PromptView, scores: Tensor,
+    options: Mapping[str, object],
+    evidence: Evidence,
+    view: PromptView,
+    scores: Tensor,
     free: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     epsilon = options["epsilon"]
     assert isinstance(epsilon, float)
     worth = scores if evidence.weighs else ranked(scores, view.pos, free)

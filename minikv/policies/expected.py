@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from minikv.policy import Evidence, PromptView, ends
+from minikv.policies.base import Evidence, PromptView, ends
 
 
 def scorer(options: Mapping[str, object]) -> Evidence:

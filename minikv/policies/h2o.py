@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.policy import (
+from minikv.policies.base import (
     ALL,
     Evidence,
     PromptView,

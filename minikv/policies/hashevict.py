@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from minikv.policy import PromptView, StepPolicy, StepView, unprotected
+from minikv.policies.base import PromptView, StepPolicy, StepView, unprotected
 
 
 def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:

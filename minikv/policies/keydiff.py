@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.policy import Evidence, PromptView, ends
+from minikv.policies.base import Evidence, PromptView, ends
 
 
 def scorer(options: Mapping[str, object]) -> Evidence:

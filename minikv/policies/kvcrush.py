@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from minikv import allocate
 from minikv.errors import UsageError
-from minikv.noise import uniform
-from minikv.policy import DeviceSelector, Evidence, PromptView, Selector, best
+from minikv.policies import selection
+from minikv.policies.base import DeviceSelector, Evidence, PromptView, Selector, best
+from minikv.policies.counter_rng import uniform
 
 
 def anchor(kind: str, marks: Tensor, seed: int, layer: int) -> Tensor:
@@ -76,15 +76,11 @@ def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
             "leave it at bits=kv",
         )
 
-    def choose(
-        view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]
-    ) -> Tensor:
+    def choose(view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]) -> Tensor:
         if not bool(free.any()):
             return free
         # Heads may hold different rows after an earlier prompt: bits belong to positions.
-        places, index = torch.unique(
-            torch.where(free, view.pos, -1), return_inverse=True
-        )
+        places, index = torch.unique(torch.where(free, view.pos, -1), return_inverse=True)
         judged = worths(view, scores, evidence, bits)
         shape = (len(free), len(judged), len(places))
         marks = torch.zeros(shape, dtype=torch.bool, device=free.device)
@@ -117,11 +113,9 @@ def device_select(options: Mapping[str, object], evidence: Evidence) -> DeviceSe
     ratio, how = options["ratio"], str(options["ranks"])
     assert isinstance(ratio, float)
 
-    def choose(
-        view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int
-    ) -> Tensor:
+    def choose(view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
         extra = (counts.to(torch.float64) * ratio).round().to(torch.int64)
-        chosen = allocate.best(scores, view.pos, free, counts - extra, most)
+        chosen = selection.best(scores, view.pos, free, counts - extra, most)
         rest = free & ~chosen
         left = rest.sum(1)
         distance = _distances(options, evidence, view, scores, free)
@@ -139,9 +133,12 @@ def device_select(options: Mapping[str, object], evidence: Evidence) -> DeviceSe
 
 
 def _distances(
-    options: Mapping[str, object], evidence: Evidence, view: PromptView, scores: Tensor,
+    options: Mapping[str, object],
+    evidence: Evidence,
+    view: PromptView,
+    scores: Tensor,
     free: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """int64 [H, N]: the Hamming distance of every free row's bits to the anchor.
 
     Bits belong to positions: a row of another head at the same one brings its own. None is the
@@ -150,10 +147,13 @@ def _distances(
     seed = options["seed"]
     assert isinstance(seed, int)
     half = free.sum(1) // 2
-    marks = torch.stack([
-        allocate.best(worth, view.pos, free, half, free.shape[1] // 2)
-        for worth in worths(view, scores, evidence, str(options["bits"]))
-    ], 1)  # fmt: skip
+    marks = torch.stack(
+        [
+            selection.best(worth, view.pos, free, half, free.shape[1] // 2)
+            for worth in worths(view, scores, evidence, str(options["bits"]))
+        ],
+        1,
+    )
     place = (view.pos + 1).masked_fill(~free, 0)
     major = torch.zeros_like(marks[..., 0])
     goal = _toward(str(options["anchor"]), major.flatten(), seed, view.layer).view_as(major)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.policy import (
+from minikv.policies.base import (
     Evidence,
     PromptView,
     StepPolicy,
@@ -30,9 +30,12 @@ def scorer(options: Mapping[str, object]) -> Evidence:
     assert isinstance(sinks, int)
     assert isinstance(recent, int)
     return Evidence(
-        lambda view: -norms(view.key()), ends(sinks, recent), sinks=sinks, window=recent,
+        lambda view: -norms(view.key()),
+        ends(sinks, recent),
+        sinks=sinks,
+        window=recent,
         weighs=False,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from minikv import allocate
-from minikv.noise import gumbel
-from minikv.policy import DeviceSelector, Evidence, PromptView, Selector, best, ends, ranked
+from minikv.policies import selection
+from minikv.policies.base import DeviceSelector, Evidence, PromptView, Selector, best, ends, ranked
+from minikv.policies.counter_rng import gumbel
 
 
 def scorer(options: Mapping[str, object]) -> Evidence:
@@ -30,9 +30,14 @@ def scorer(options: Mapping[str, object]) -> Evidence:
         return view.mass.mean(1)
 
     return Evidence(
-        score, ends(sinks, proxies), observe=proxies, asks=True, sinks=sinks, window=proxies,
+        score,
+        ends(sinks, proxies),
+        observe=proxies,
+        asks=True,
+        sinks=sinks,
+        window=proxies,
         causal=not options["non_causal"],
-    )  # fmt: skip
+    )
 
 
 def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
@@ -43,9 +48,7 @@ def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
     assert isinstance(seed, int)
     softmax = options["draw"] == "softmax"
 
-    def choose(
-        view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]
-    ) -> Tensor:
+    def choose(view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]) -> Tensor:
         chosen = torch.zeros_like(free)
         worth = scores if evidence.weighs else ranked(scores, view.pos, free)
         for h, count in enumerate(counts):
@@ -70,15 +73,13 @@ def device_select(options: Mapping[str, object], evidence: Evidence) -> DeviceSe
     assert isinstance(seed, int)
     softmax = options["draw"] == "softmax"
 
-    def choose(
-        view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int
-    ) -> Tensor:
+    def choose(view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
         worth = scores if evidence.weighs else ranked(scores, view.pos, free)
         drawn = (counts.to(torch.float64) * random).to(torch.int64)
-        sure = allocate.best(scores, view.pos, free, counts - drawn, most)
+        sure = selection.best(scores, view.pos, free, counts - drawn, most)
         weight = worth if softmax else worth.clamp(min=1e-30).log()
         heads = torch.arange(len(free), device=free.device)[:, None]
         key = weight / temperature + gumbel(seed, view.layer, heads, view.position, view.pos)
-        return sure | allocate.best(key, view.pos, free & ~sure, drawn, most)
+        return sure | selection.best(key, view.pos, free & ~sure, drawn, most)
 
     return choose

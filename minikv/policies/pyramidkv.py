@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 
-from minikv.policy import Layers, share
+from minikv.policies.base import Layers, share
 
 
 def layers(options: Mapping[str, object], window: int) -> Layers:

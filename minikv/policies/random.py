@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.noise import uniform
-from minikv.policy import (
+from minikv.policies.base import (
     Evidence,
     PromptView,
     StepPolicy,
@@ -21,6 +20,7 @@ from minikv.policy import (
     ends,
     unprotected,
 )
+from minikv.policies.counter_rng import uniform
 
 
 def scorer(options: Mapping[str, object]) -> Evidence:
@@ -48,9 +48,7 @@ class Random(StepPolicy):
     before: bool = True
 
     def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
-        drawn = uniform(
-            self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos
-        )
+        drawn = uniform(self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos)
         return drawn, unprotected(view, self)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from minikv.policy import PromptView, StepPolicy, StepView, oldest_of_lowest, unprotected
+from minikv.policies.base import PromptView, StepPolicy, StepView, oldest_of_lowest, unprotected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

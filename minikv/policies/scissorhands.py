@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.policies.base import PromptView, StepPolicy, StepView, unprotected
 from minikv.policies.hashevict import ones
-from minikv.policy import PromptView, StepPolicy, StepView, unprotected
 
 _BITS = 32  # bits of history in a column
 

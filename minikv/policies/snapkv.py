@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.policy import Evidence, PromptView, Scorer, ends, group
+from minikv.policies.base import Evidence, PromptView, Scorer, ends, group
 
 
 def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minikv.policy import Evidence, PromptView, StepPolicy, StepView, unprotected
+from minikv.policies.base import Evidence, PromptView, StepPolicy, StepView, unprotected
 
 
 def scorer(options: Mapping[str, object]) -> Evidence:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.policy import (
+from minikv.policies.base import (
     Evidence,
     PromptView,
     StepPolicy,

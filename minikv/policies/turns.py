@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from minikv.policy import Prefer
+from minikv.policies.base import Prefer
 
 
 def prefer(options: Mapping[str, object]) -> Prefer:

@@ -19,7 +19,7 @@ class Codec(Protocol):
 
 
 class Chat(Protocol):
-    """What `exact` needs of a `minikv.session.ChatSession`."""
+    """What `exact` needs of a `minikv.chat.session.ChatSession`."""
 
     @property
     def tokenizer(self) -> Codec: ...

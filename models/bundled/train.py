@@ -318,17 +318,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help="a directory written by --out to go on from")
     parser.add_argument(
-        "--phases", default=DEFAULT_PHASES,
+        "--phases",
+        default=DEFAULT_PHASES,
         help="context:tokens:lr:lr[:dense:sparse], ... where 2048+4096+4096 draws each step's "
         "context, and a fact comes every dense to sparse tokens",
-    )  # fmt: skip
+    )
     parser.add_argument("--batch", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True,
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
         help="torch.compile (needs a C++ compiler; on a CPU about 7 times as fast)",
-    )  # fmt: skip
+    )
     parser.add_argument("--examined", type=int, default=40, help="chats after each phase")
     parser.add_argument("--float32", action="store_true", help="no bfloat16 matrix products")
     args = parser.parse_args()

@@ -1,0 +1,1 @@
+"""Every operation in plain torch: the specification of the kernels."""

@@ -1,0 +1,66 @@
+"""Attention of a prompt's new rows under a sliding window, by kernels that know no window.
+
+What a stretch of C rows lo .. hi - 1, C < window, sees is three sets of rows, each of which a
+kernel behind scaled_dot_product_attention takes without a mask: the stretch itself, causally;
+before it hi - window + 1 .. lo - 1, which all of its rows see; and the C rows before those, of
+which row lo + r sees all but the first r. With queries and keys both in reverse the last is causal
+too. Every row sees some of each set, and the sets are joined by their log-sum-exp (`merge`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from minikv.kernels.torch.reference import merge, rows_attention, total
+
+Attend = Callable[..., tuple[Tensor, Tensor]]
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend = rows_attention
+) -> tuple[Tensor, Tensor]:
+    """Attention of the last T of N rows: row i sees rows max(0, i - window + 1) .. i.
+
+    q [H, G, T, D], k and v [H, N, D], N >= T, strides free except the last. `attend` is
+    `rows_attention` by whoever computes; returns as it does. Beside the results it holds copies of
+    at most T rows, never a mask.
+    """
+    first = k.shape[1] - q.shape[2]
+    parts = [
+        _stretch(q[:, :, lo:hi], k[:, : first + hi], v[:, : first + hi], window, attend)
+        for lo, hi in _stretches(first, q.shape[2], window)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def _stretches(first: int, rows: int, window: int) -> Iterator[tuple[int, int]]:
+    """Cut `rows` rows from row `first` on: those that see all rows before them, and then as few
+    stretches shorter than the window as there can be, about alike."""
+    lo = min(max(0, window - first), rows)
+    if lo:
+        yield 0, lo
+    if lo < rows:
+        count = -(-(rows - lo) // max(1, window - 1))
+        size = -(-(rows - lo) // count)
+        for begin in range(lo, rows, size):
+            yield begin, min(begin + size, rows)
+
+
+def _stretch(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> tuple[Tensor, Tensor]:
+    """`window_attention` of one stretch."""
+    hi = k.shape[1]
+    lo = hi - q.shape[2]
+    begin = hi - window + 1 if hi > window else 0  # from here on all see all
+    parts = [attend(q, k[:, lo:], v[:, lo:], causal=True)]
+    if begin < lo:
+        parts.append(attend(q, k[:, begin:lo], v[:, begin:lo]))
+    if 0 < begin <= lo:  # a window of 1 has no such rows
+        early = slice(lo - window + 1, begin)
+        out, lse = attend(q.flip(2), k[:, early].flip(1), v[:, early].flip(1), causal=True)
+        parts.append((out.flip(2), lse.flip(2)))
+    return merge(parts), total(parts)

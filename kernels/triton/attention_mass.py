@@ -1,0 +1,481 @@
+"""What queries give each row, from a saved log-sum-exp: column sums of softmax, never T x N.
+
+A program owns a block of keys of one KV head and runs over the queries that can see it, so that
+nothing is added by two programs at once. The keys are the rows of its products: sums over queries
+then stay inside a warp. Log-sum-exps of the observed rows, where nobody has them, are a pass of
+their own over the keys, in spans side by side.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minikv.kernels.torch.reference import Part
+from minikv.kernels.triton.tiles import FAR, Tile, in_rows, power, row_stride, typed, upcast, width
+from minikv.kernels.triton.variants import Variant
+
+_PROGRAMS = 512  # how many are wanted at once: a few for every multiprocessor
+_INTEGERS = [
+    "q_head",
+    "q_group",
+    "q_row",
+    "k_head",
+    "k_row",
+    "index_head",
+    "pos_head",
+    "mass_head",
+    "mass_group",
+    "squares_head",
+    "rows",
+    "keys",
+    "span",
+    "window",
+]
+
+
+@triton.jit
+def _first(positions, rows, least):
+    """The first of `rows` ascending positions that is at least `least`, or `rows`."""
+    lo = tl.full((), 0, tl.int32)
+    hi = tl.full((), 0, tl.int32) + rows
+    while lo < hi:
+        middle = (lo + hi) // 2
+        below = tl.load(positions + middle) < least
+        lo = tl.where(below, middle + 1, lo)
+        hi = tl.where(below, hi, middle)
+    return lo
+
+
+# Slices begin where they begin: a build for each alignment would be made in the middle of a turn.
+@triton.jit(
+    do_not_specialize=_INTEGERS[:12] + _INTEGERS[13:],
+    do_not_specialize_on_alignment=["index", "lse", "q_pos", "k_pos", "mass", "squares"],
+)
+def _columns(
+    q,
+    k,
+    index,
+    lse,
+    q_pos,
+    k_pos,
+    mass,
+    squares,
+    q_head,
+    q_group,
+    q_row,
+    k_head,
+    k_row,
+    index_head,
+    pos_head,
+    mass_head,
+    mass_group,
+    squares_head,
+    rows,
+    keys,
+    window,
+    scale,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    INDEXED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ADD: tl.constexpr,
+    UPCAST: tl.constexpr,
+    FAR: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    h = tl.program_id(1).to(tl.int64)
+    j = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = j < keys
+    d = tl.arange(0, DP)
+    at = tl.load(k_pos + h * pos_head + j, mask=inside, other=-1).to(tl.int32)
+    lowest = tl.min(tl.where(at < 0, FAR, at), 0)
+    highest = tl.max(at, 0)
+    at = tl.where(at < 0, FAR, at)  # no query is so late
+    if INDEXED:
+        row = tl.load(index + h * index_head + j, mask=inside, other=0).to(tl.int64)
+    else:
+        row = h * k_head + j.to(tl.int64) * k_row
+    there = (at < FAR)[:, None] & (d < D)[None, :]
+    key = tl.load(k + row[:, None] * D + d[None, :], mask=there, other=0.0)
+    if UPCAST:
+        key = key.to(tl.float32)
+    first = _first(q_pos, rows, lowest)
+    last = rows
+    if WINDOW:
+        last = _first(q_pos, rows, highest + window)
+    g_ = tl.arange(0, GP)
+    sums = tl.zeros((BN, GP), tl.float32)
+    square = tl.zeros((BN,), tl.float32)
+    mean = tl.zeros((BN, BM), tl.float32)
+    for turn in tl.range(first // BM * G, tl.cdiv(last, BM) * G, num_stages=STAGES):
+        g = turn % G
+        i = turn // G * BM + tl.arange(0, BM)
+        real = i < rows
+        line = h * q_head + g * q_group + i.to(tl.int64) * q_row
+        query = tl.load(
+            q + line[None, :] * D + d[:, None], mask=real[None, :] & (d < D)[:, None], other=0.0
+        )
+        if UPCAST:
+            query = query.to(tl.float32)
+        whole = tl.load(lse + (h * G + g) * rows + i, mask=real, other=0.0) * 1.4426950408889634
+        now = tl.load(q_pos + i, mask=real, other=-1).to(tl.int32)
+        x = tl.dot(key, query, input_precision="ieee") * scale - whole[None, :]
+        seen = now[None, :] >= at[:, None]
+        if WINDOW:
+            seen = seen & (now[None, :] - at[:, None] < window)
+        p = tl.where(seen, tl.exp2(x), 0.0)
+        sums += tl.where(g_[None, :] == g, tl.sum(p, 1)[:, None], 0.0)
+        if G == 1:
+            square += tl.sum(p * p, 1)
+        else:  # the mean over the group is whole when its last head has been
+            mean += p
+            full = g == G - 1
+            square += tl.sum(tl.where(full, mean * mean, 0.0), 1)
+            mean = tl.where(full, 0.0, mean)
+    square = square * (1.0 / (G * G))
+    into = mass + h * mass_head + g_[None, :] * mass_group + j[:, None]
+    some = inside[:, None] & (g_ < G)[None, :]
+    beside = squares + h * squares_head + j
+    if ADD:
+        sums += tl.load(into, mask=some, other=0.0)
+        square += tl.load(beside, mask=inside, other=0.0)
+    tl.store(into, sums, mask=some)
+    tl.store(beside, square, mask=inside)
+
+
+@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=["index", "q_pos", "k_pos"])
+def _sums(
+    q,
+    k,
+    index,
+    q_pos,
+    k_pos,
+    out,
+    q_head,
+    q_group,
+    q_row,
+    k_head,
+    k_row,
+    index_head,
+    pos_head,
+    rows,
+    keys,
+    span,
+    window,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    INDEXED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    UPCAST: tl.constexpr,
+    FAR: tl.constexpr,
+):
+    h = tl.program_id(1).to(tl.int64)
+    r = tl.program_id(2) * BM + tl.arange(0, BM)
+    i = r // G
+    g = r % G
+    real = i < rows
+    d = tl.arange(0, DP)
+    line = h * q_head + g.to(tl.int64) * q_group + i.to(tl.int64) * q_row
+    query = tl.load(
+        q + line[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
+    )
+    if UPCAST:
+        query = query.to(tl.float32)
+    now = tl.load(q_pos + i, mask=real, other=-1).to(tl.int32)
+    best = tl.full((BM,), -float("inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    lo = tl.program_id(0) * span
+    hi = tl.minimum(lo + span, keys)
+    for s in tl.range(lo, hi, BN):
+        j = s + tl.arange(0, BN)
+        inside = j < hi
+        at = tl.load(k_pos + h * pos_head + j, mask=inside, other=-1).to(tl.int32)
+        at = tl.where(at < 0, FAR, at)
+        if INDEXED:
+            row = tl.load(index + h * index_head + j, mask=inside, other=0).to(tl.int64)
+        else:
+            row = h * k_head + j.to(tl.int64) * k_row
+        key = tl.load(
+            k + row[None, :] * D + d[:, None],
+            mask=(at < FAR)[None, :] & (d < D)[:, None],
+            other=0.0,
+        )
+        if UPCAST:
+            key = key.to(tl.float32)
+        x = tl.dot(query, key, input_precision="ieee") * scale
+        seen = now[:, None] >= at[None, :]
+        if WINDOW:
+            seen = seen & (now[:, None] - at[None, :] < window)
+        x = tl.where(seen, x, -float("inf"))
+        top = tl.maximum(best, tl.max(x, 1))
+        base = tl.where(top == -float("inf"), 0.0, top)  # nothing seen yet: no inf - inf
+        total = total * tl.exp2(best - base) + tl.sum(tl.exp2(x - base[:, None]), 1)
+        best = top
+    # In natural units; a row that saw nothing has -inf, from the logarithm of 0.
+    base = tl.where(best == -float("inf"), 0.0, best)
+    result = (base + tl.log2(total)) * 0.6931471805599453
+    heads = tl.num_programs(1)
+    at_out = ((tl.program_id(0) * heads + h) * G + g) * rows + i
+    tl.store(out + at_out, result, mask=real)
+
+
+_LOG2E = 1.4426950408889634
+
+
+def _tile(dtype: torch.dtype, size: int, rows: int) -> Tile:
+    """Keys and queries of one product of `_columns`."""
+    wide = width(size)
+    if dtype == torch.float32:  # no matrix instruction takes it unrounded
+        return Tile(32, 32, 8, 1) if wide <= 128 else Tile(16, 16, 4, 1)
+    if wide > 128:
+        return Tile(64, 32, 4, 2)
+    return Tile(128, min(64, max(16, power(rows))), 8, 3)
+
+
+def _span_tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
+    """Queries and keys of one product of `_sums`; `lines` queries of all heads of a group."""
+    wide = width(size)
+    if dtype == torch.float32:
+        return Tile(32, 32, 8, 1) if wide <= 128 else Tile(16, 16, 4, 1)
+    return Tile(min(64, max(16, power(lines))), 64 if wide <= 128 else 32, 4, 3)
+
+
+def add_columns(
+    mass: Tensor,
+    squares: Tensor,
+    q: Tensor,
+    lse: Tensor,
+    q_pos: Tensor,
+    k: Tensor,
+    k_pos: Tensor,
+    window: int | None,
+    index: Tensor | None = None,
+) -> None:
+    """As `reference.add_columns`; q_pos must not fall."""
+    _launch(mass, squares, q, lse, q_pos, (k, k_pos, index), window, add=True)
+
+
+def observe(
+    q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
+) -> tuple[Tensor, Tensor]:
+    """As `reference.observe`; q_pos must not fall. A query that sees no row gives nothing."""
+    q = in_rows(q.permute(1, 2, 0, 3))
+    heads, group = q.shape[:2]
+    each = [_split(part) for part in parts]
+    counts = [k_pos.shape[1] for _, k_pos, _ in each]
+    lse = rows_lse(q, q_pos, parts, window)
+    mass = q.new_empty((heads, group, sum(counts)), dtype=torch.float32)
+    squares = q.new_empty((heads, sum(counts)), dtype=torch.float32)
+    begin = 0
+    for part, count in zip(each, counts, strict=True):
+        end = begin + count
+        into = mass[:, :, begin:end], squares[:, begin:end]
+        _launch(*into, q, lse, q_pos, part, window, add=False)
+        begin = end
+    return mass, squares
+
+
+def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None) -> Tensor:
+    """As `reference.rows_lse`."""
+    q, q_pos = in_rows(q), q_pos.contiguous()
+    heads, group, rows, size = q.shape
+    lines = rows * group
+    sums = []
+    for k, k_pos, index in map(_split, parts):
+        keys = k_pos.shape[1]
+        if keys == 0:
+            continue
+        k = in_rows(k)
+        tile = _span_tile(q.dtype, size, lines)
+        blocks = -(-lines // tile.left)
+        spans = max(1, min(-(-keys // tile.right), _PROGRAMS // (heads * blocks)))
+        span = -(-keys // (spans * tile.right)) * tile.right
+        spans = -(-keys // span)
+        out = q.new_empty((spans, heads, group, rows), dtype=torch.float32)
+        _sums[(spans, heads, blocks)](
+            q,
+            k,
+            k if index is None else index,
+            q_pos,
+            k_pos,
+            out,
+            *(row_stride(q, dim) for dim in (0, 1, 2)),
+            *_key_strides(k, index),
+            0 if len(k_pos) == 1 else k_pos.stride(0),
+            rows,
+            keys,
+            span,
+            window or 0,
+            _LOG2E / math.sqrt(size),
+            G=group,
+            D=size,
+            DP=width(size),
+            BM=tile.left,
+            BN=tile.right,
+            INDEXED=index is not None,
+            WINDOW=window is not None,
+            UPCAST=upcast(q.dtype),
+            FAR=FAR,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        sums.append(out)
+    if not sums:
+        return q.new_full((heads, group, rows), -math.inf, dtype=torch.float32)
+    return torch.logsumexp(torch.cat(sums), 0)
+
+
+def _launch(
+    mass: Tensor,
+    squares: Tensor,
+    q: Tensor,
+    lse: Tensor,
+    q_pos: Tensor,
+    part: tuple[Tensor, Tensor, Tensor | None],
+    window: int | None,
+    *,
+    add: bool,
+) -> None:
+    """Write, or add, what the queries give the keys of one part."""
+    k, k_pos, index = part
+    q, k, lse, q_pos = in_rows(q), in_rows(k), lse.contiguous(), q_pos.contiguous()
+    heads, group, rows, size = q.shape
+    keys = k_pos.shape[1]
+    if keys == 0:
+        return
+    tile = _tile(q.dtype, size, rows)
+    _columns[(-(-keys // tile.left), heads)](
+        q,
+        k,
+        k if index is None else index,
+        lse,
+        q_pos,
+        k_pos,
+        mass,
+        squares,
+        *(row_stride(q, dim) for dim in (0, 1, 2)),
+        *_key_strides(k, index),
+        0 if len(k_pos) == 1 else k_pos.stride(0),
+        mass.stride(0),
+        mass.stride(1),
+        squares.stride(0),
+        rows,
+        keys,
+        window or 0,
+        _LOG2E / math.sqrt(size),
+        G=group,
+        GP=power(group),
+        D=size,
+        DP=width(size),
+        BM=tile.right,
+        BN=tile.left,
+        INDEXED=index is not None,
+        WINDOW=window is not None,
+        ADD=add,
+        UPCAST=upcast(q.dtype),
+        FAR=FAR,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _split(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
+    return (*part, None) if len(part) == 2 else part
+
+
+def _key_strides(k: Tensor, index: Tensor | None) -> tuple[int, int, int]:
+    """Of a head and a row of k [H, N, D] in rows, and of a head of the index."""
+    if index is None:
+        return row_stride(k, 0), row_stride(k, 1), 0
+    return 0, 0, index.stride(0)
+
+
+def variants() -> list[Variant]:
+    """Builds for the compile gate."""
+    found = []
+    for size, kind, group, indexed, window, rows in _BUILDS:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
+        name = f"{kind}-d{size}-g{group}-rows{rows}" + "-listed" * indexed + "-window" * window
+        same: dict[str, object] = {
+            "G": group,
+            "D": size,
+            "DP": width(size),
+            "INDEXED": indexed,
+            "WINDOW": window,
+            "UPCAST": False,
+            "FAR": FAR,
+        }
+        kinds = {
+            "q": f"*{kind}",
+            "k": f"*{kind}",
+            "index": "*i64",
+            "q_pos": "*i64",
+            "k_pos": "*i64",
+            "lse": "*fp32",
+            "mass": "*fp32",
+            "squares": "*fp32",
+            "out": "*fp32",
+        }
+        tile = _tile(dtype, size, rows)
+        constants = same | {
+            "GP": power(group),
+            "BM": tile.right,
+            "BN": tile.left,
+            "ADD": rows > 64,
+            "STAGES": tile.stages,
+        }
+        found.append(
+            Variant(
+                f"columns-{name}",
+                _columns,
+                typed(_columns, kinds, constants),
+                constants,
+                tile.warps,
+                tile.stages,
+                mma=kind != "fp32",
+            )
+        )
+        if rows > 64:  # of so many queries the log-sum-exp is at hand
+            continue
+        tile = _span_tile(dtype, size, rows * group)
+        constants = same | {"BM": tile.left, "BN": tile.right}
+        found.append(
+            Variant(
+                f"sums-{name}",
+                _sums,
+                typed(_sums, kinds, constants),
+                constants,
+                tile.warps,
+                tile.stages,
+                mma=kind != "fp32",
+            )
+        )
+    return found
+
+
+_BUILDS = [
+    (128, "bf16", 4, False, False, 2048),
+    (128, "bf16", 4, True, False, 32),
+    (128, "fp16", 1, False, True, 2048),
+    (80, "bf16", 1, False, False, 32),
+    (256, "bf16", 2, True, True, 32),
+    (128, "fp32", 4, False, False, 32),
+]
+"""Head size, dtype, G, keys in segments, sliding window, observed rows."""

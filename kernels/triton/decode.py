@@ -1,0 +1,429 @@
+"""One new query per head over ragged segments of the arena, in Triton: a split kernel and a merge.
+
+The rows of all heads, cut into blocks, are dealt out evenly to a fixed number of programs, from
+lengths that only the device knows: nothing comes from the host and the grid is the same at every
+step, so that one CUDA graph serves them all. A program whose share spans several heads leaves a
+part for each; part number = program + head, which no two parts have in common, because of two
+parts in order at least one of the two is larger and neither is smaller. Parts are merged by their
+log-sum-exp (Flash-Decoding). The G query heads of a KV head share a tile of 16 rows, the least
+that the matrix instructions take. Specification: `reference.ragged_attention`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minikv.kernels.triton.tiles import power, typed, upcast
+from minikv.kernels.triton.tiles import width as columns
+from minikv.kernels.triton.variants import Variant
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_MERGED = 16  # parts that a merging program reads at once
+
+
+@triton.jit
+def _block_of(program, total, P: tl.constexpr):
+    """The first of `total` blocks that a program of P works on; the next one's is its end."""
+    return program * (total // P) + tl.minimum(program, total % P)
+
+
+@triton.jit
+def _program_of(block, total, P: tl.constexpr):
+    """Whose block it is."""
+    each = total // P
+    more = total % P  # so many programs have one block more
+    below = more * (each + 1)
+    late = more + (block - below) // tl.maximum(each, 1)
+    return tl.where(block < below, block // (each + 1), late)
+
+
+@triton.jit
+def _pick(values, at, index):
+    """values[index] of a tile in registers; 0 where there is no such index."""
+    return tl.sum(tl.where(at == index, values, 0), 0)
+
+
+# A layer's slice of what all layers share begins anywhere; one build serves all layers.
+@triton.jit(
+    do_not_specialize=["width"],
+    do_not_specialize_on_alignment=["start", "length", "pos", "oldest", "logits"],
+)
+def split(
+    q,
+    k,
+    v,
+    k_scale,
+    v_scale,
+    start,
+    length,
+    pos,
+    oldest,
+    logits,
+    width,
+    scale,
+    part,
+    part_lse,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    HP: tl.constexpr,
+    GP: tl.constexpr,
+    DP: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LOGITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (P,). part [P + H - 1, G, D] and part_lse [P + H - 1, G] in base 2, float32."""
+    program = tl.program_id(0)
+    heads = tl.arange(0, HP)
+    rows = tl.load(length + heads, mask=heads < H, other=0)
+    blocks = tl.cdiv(rows, BN).to(tl.int32)
+    ends = tl.cumsum(blocks, 0)
+    total = tl.sum(blocks, 0)
+    lo = _block_of(program, total, P)
+    hi = _block_of(program + 1, total, P)
+    if lo < hi:
+        n = tl.arange(0, BN)
+        g = tl.arange(0, GP)
+        d = tl.arange(0, DP)
+        real = d < D
+        first = tl.sum((ends <= lo).to(tl.int32), 0)
+        last = tl.sum((ends <= hi - 1).to(tl.int32), 0)
+        if WINDOW:
+            edge = tl.load(oldest)
+        for head in tl.range(first, last + 1):
+            count = _pick(blocks, heads, head)
+            before = _pick(ends, heads, head) - count
+            row = (tl.maximum(lo, before) - before) * BN
+            stop = tl.minimum(
+                (tl.minimum(hi, before + count) - before) * BN,
+                _pick(rows, heads, head).to(tl.int32),
+            )
+            if row < stop:
+                begin = tl.load(start + head)
+                query = tl.load(
+                    q + (head * G + g)[:, None] * D + d[None, :],
+                    mask=(g < G)[:, None] & real[None, :],
+                    other=0.0,
+                )
+                if UPCAST:
+                    query = query.to(tl.float32)
+                most = tl.full((GP,), -float("inf"), tl.float32)
+                weight = tl.zeros((GP,), tl.float32)
+                mixed = tl.zeros((GP, DP), tl.float32)
+                for s in tl.range(row, stop, BN, num_stages=STAGES):
+                    at = begin + s  # 64 bits: an arena may have more than 2^31 numbers
+                    ok = s + n < stop
+                    tile = at * D + (n[:, None] * D + d[None, :])
+                    inside = ok[:, None] & real[None, :]
+                    keys = tl.load(k + tile, mask=inside, other=0)
+                    values = tl.load(v + tile, mask=inside, other=0)
+                    if SCALED or UPCAST:
+                        keys = keys.to(query.dtype)
+                        values = values.to(query.dtype)
+                    # Of float32 rows three products of its halves: float32's precision, nearly.
+                    x = tl.dot(query, tl.trans(keys), input_precision="tf32x3") * scale
+                    if SCALED:
+                        x *= tl.load(k_scale + at + n, mask=ok, other=0.0).to(tl.float32)[None, :]
+                    if WINDOW:
+                        ok = ok & (tl.load(pos + at + n, mask=ok, other=0) >= edge)
+                    x = tl.where(ok[None, :], x, -float("inf"))
+                    if LOGITS:
+                        where = (head * G + g).to(tl.int64)[:, None] * width + (s + n)[None, :]
+                        tl.store(logits + where, x, mask=(g < G)[:, None] & (s + n < stop)[None, :])
+                    x *= _LOG2E
+                    top = tl.maximum(most, tl.max(x, 1))
+                    if WINDOW:  # no row seen yet: -inf less -inf
+                        top = tl.maximum(top, -1e30)
+                    fade = tl.exp2(most - top)
+                    p = tl.exp2(x - top[:, None])
+                    weight = weight * fade + tl.sum(p, 1)
+                    if SCALED:
+                        p *= tl.load(v_scale + at + n, mask=ok, other=0.0).to(tl.float32)[None, :]
+                    mixed = tl.dot(
+                        p.to(values.dtype), values, mixed * fade[:, None], input_precision="tf32x3"
+                    )
+                    most = top
+                some = weight > 0
+                weight = tl.where(some, weight, 1.0)
+                lse = tl.where(some, most + tl.log2(weight), -float("inf"))
+                mixed = mixed / weight[:, None]
+                to = (program + head) * G + g
+                tl.store(part_lse + to, lse, mask=g < G)
+                tl.store(
+                    part + to[:, None] * D + d[None, :],
+                    mixed,
+                    mask=(g < G)[:, None] & real[None, :],
+                )
+
+
+@triton.jit(do_not_specialize_on_alignment=["length", "lse"])
+def join(
+    part,
+    part_lse,
+    length,
+    out,
+    lse,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    HP: tl.constexpr,
+    DP: tl.constexpr,
+    BN: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """Grid (H * G,). Joins the parts of one query head; BP parts at once."""
+    mine = tl.program_id(0)
+    head = mine // G
+    g = mine % G
+    heads = tl.arange(0, HP)
+    blocks = tl.cdiv(tl.load(length + heads, mask=heads < H, other=0), BN).to(tl.int32)
+    total = tl.sum(blocks, 0)
+    count = _pick(blocks, heads, head)
+    end = _pick(tl.cumsum(blocks, 0), heads, head)
+    d = tl.arange(0, DP)
+    most = tl.full((), -1e30, tl.float32)
+    weight = tl.full((), 0.0, tl.float32)
+    mixed = tl.zeros((DP,), tl.float32)
+    if count > 0:
+        last = _program_of(end - 1, total, P)
+        for s in tl.range(_program_of(end - count, total, P), last + 1, BP):
+            i = s + tl.arange(0, BP)
+            ok = i <= last
+            at = (i + head) * G + g
+            sums = tl.load(part_lse + at, mask=ok, other=-float("inf"))
+            top = tl.maximum(most, tl.max(sums, 0))
+            w = tl.exp2(sums - top)
+            fade = tl.exp2(most - top)
+            parts = tl.load(
+                part + at[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0
+            )
+            mixed = mixed * fade + tl.sum(parts * w[:, None], 0)
+            weight = weight * fade + tl.sum(w, 0)
+            most = top
+    some = weight > 0
+    weight = tl.where(some, weight, 1.0)
+    tl.store(out + mine * D + d, (mixed / weight).to(out.dtype.element_ty), mask=d < D)
+    tl.store(lse + mine, tl.where(some, (most + tl.log2(weight)) / _LOG2E, -float("inf")))
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """block: rows of a tile; programs: of the split kernel, each of `warps` warps, with `stages`
+    tiles under way."""
+
+    block: int
+    warps: int
+    stages: int
+    programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What the split kernel leaves for the merge: part [P + H - 1, G, D], lse [P + H - 1, G]."""
+
+    part: Tensor
+    lse: Tensor
+
+
+_TILE = 32768  # bytes of k and v in a tile
+_DEEP = {(8, 0), (9, 0), (10, 0), (10, 3)}  # capabilities with shared memory for two tiles ahead
+# in each of two blocks: at least 163 KiB; the others have 99 KiB.
+
+
+def configure(
+    size: int, dtype: torch.dtype, device: torch.device, capability: tuple[int, int] | None = None
+) -> Config:
+    """The table of configurations: by head size D, dtype of the rows and compute capability."""
+    most = 64 if dtype == torch.int8 else 128  # int8 takes registers for what it stands for
+    block = max(16, min(most, _TILE // (2 * columns(size) * dtype.itemsize)))
+    warps = 4 if size <= 128 else 8
+    programs = 5  # in the interpreter
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        programs, capability = 2 * facts.multi_processor_count, (facts.major, facts.minor)
+    return Config(block, warps, 3 if capability in _DEEP and size <= 128 else 2, programs)
+
+
+def workspace(heads: int, group: int, size: int, config: Config, device: torch.device) -> Workspace:
+    """Memory for `ragged_attention` over H heads of G queries of size D."""
+    parts = config.programs + heads - 1
+    return Workspace(
+        torch.empty((parts, group, size), dtype=torch.float32, device=device),
+        torch.empty((parts, group), dtype=torch.float32, device=device),
+    )
+
+
+def _tiles(heads: int, group: int, size: int, config: Config) -> dict[str, int]:
+    """The constants that both kernels share, and those of `split`."""
+    return {
+        "H": heads,
+        "G": group,
+        "D": size,
+        "P": config.programs,
+        "HP": power(heads),
+        "GP": max(16, power(group)),
+        "DP": columns(size),
+        "BN": config.block,
+    }
+
+
+def ragged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    *,
+    width: int,
+    pos: Tensor | None = None,
+    oldest: Tensor | None = None,
+    logits: Tensor | None = None,
+    lse: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    config: Config | None = None,
+    space: Workspace | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`reference.ragged_attention` on the device; see there. All contiguous; `width` is not needed.
+
+    With k_scale and v_scale [R], k and v are int8 and row r stands for k_scale[r] * k[r]. `space`
+    (of `workspace`, for this `config`) spares the allocation of what passes between the kernels.
+    """
+    assert all(t.is_contiguous() for t in (q, k, v, start, length))
+    heads, group, size = q.shape
+    config = config or configure(size, k.dtype, q.device)
+    space = space or workspace(heads, group, size, config, q.device)
+    mixed = torch.empty_like(q)
+    if lse is None:
+        lse = torch.empty((heads, group), dtype=torch.float32, device=q.device)
+    shared = _tiles(heads, group, size, config)
+    split[(config.programs,)](
+        q,
+        k,
+        v,
+        k_scale,
+        v_scale,
+        start,
+        length,
+        None if oldest is None else pos,
+        oldest,
+        logits,
+        0 if logits is None else logits.shape[-1],
+        1.0 / math.sqrt(size),
+        space.part,
+        space.lse,
+        **shared,
+        WINDOW=oldest is not None,
+        LOGITS=logits is not None,
+        SCALED=k_scale is not None,
+        UPCAST=upcast(q.dtype),
+        STAGES=config.stages,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    del shared["GP"]
+    join[(heads * group,)](
+        space.part,
+        space.lse,
+        length,
+        mixed,
+        lse,
+        **shared,
+        BP=_MERGED,
+        num_warps=4,
+    )
+    return mixed, lse
+
+
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int8: "*i8",
+}
+_BUILDS: list[tuple[int, torch.dtype, tuple[str, ...]]] = [
+    (128, torch.bfloat16, ("window logits", "logits int8", "")),
+    (256, torch.bfloat16, ("window logits", "logits int8")),
+    (80, torch.bfloat16, ("logits",)),
+    (64, torch.float16, ("window logits",)),
+    (128, torch.float32, ("window logits",)),
+]
+"""Head size, dtype of the rows, and what policies and models ask for."""
+
+
+def variants(heads: int = 8, group: int = 4) -> list[Variant]:
+    """Builds for the compile gate, for models of H KV heads of G queries: what is asked for with
+    bfloat16, with other sizes and dtypes what needs most."""
+    found = []
+    for size, dtype, wanted in _BUILDS:
+        kind = _TYPES[dtype]
+        for uses in wanted:
+            window, logits, scaled = (w in uses for w in ("window", "logits", "int8"))
+            stored = torch.int8 if scaled else dtype
+            config = configure(size, stored, torch.device("cpu"), (9, 0))
+            constants: dict[str, object] = {
+                **_tiles(heads, group, size, config),
+                "WINDOW": window,
+                "LOGITS": logits,
+                "SCALED": scaled,
+                "UPCAST": False,
+                "STAGES": config.stages,
+            }
+            kinds = {
+                "q": kind,
+                "k": _TYPES[stored],
+                "v": _TYPES[stored],
+                "start": "*i64",
+                "length": "*i64",
+                "part": "*fp32",
+                "part_lse": "*fp32",
+            }
+            asked = {
+                "window": (window, {"pos": "*i32", "oldest": "*i64"}),
+                "logits": (logits, {"logits": "*fp32"}),
+                "int8": (scaled, {"k_scale": "*fp32", "v_scale": "*fp32"}),
+            }
+            for on, more in asked.values():
+                if on:
+                    kinds |= more
+                else:
+                    constants |= dict.fromkeys(more)
+            found.append(
+                Variant(
+                    "-".join([f"split-{kind[1:]}-{size}", *uses.split()]),
+                    split,
+                    typed(split, kinds, constants),
+                    constants,
+                    config.warps,
+                    config.stages,
+                    mma=True,
+                )
+            )
+        config = configure(size, dtype, torch.device("cpu"), (9, 0))
+        constants = {**_tiles(heads, group, size, config), "BP": _MERGED}
+        del constants["GP"]
+        kinds = {
+            "part": "*fp32",
+            "part_lse": "*fp32",
+            "length": "*i64",
+            "out": kind,
+            "lse": "*fp32",
+        }
+        found.append(
+            Variant(f"join-{kind[1:]}-{size}", join, typed(join, kinds, constants), constants)
+        )
+    return found

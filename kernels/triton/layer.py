@@ -1,0 +1,177 @@
+"""What a network does to its rows between products, one launch each, in Triton.
+
+Every result is rounded where torch's operators round it, one after the other. Specifications: the
+functions of these names in `reference`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minikv.kernels.torch import reference
+from minikv.kernels.triton.tiles import in_rows, power, row_stride, typed
+from minikv.kernels.triton.variants import Variant
+
+_WIDEST = 16384  # of a row that one program holds
+_HEADS = 8  # that a program turns
+_PART = 1024  # numbers of a row of gates that a program takes
+
+
+@triton.jit
+def _rounded(x, like):
+    """float32 x as it is after a visit in the dtype of the pointer `like`."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _add_norm(
+    x,
+    y,
+    weight,
+    out,
+    scale,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * N
+    j = tl.arange(0, NP)
+    ok = j < N
+    here = tl.load(x + row + j, mask=ok, other=0.0).to(tl.float32)
+    if ADD:
+        here = _rounded(here + tl.load(y + row + j, mask=ok, other=0.0).to(tl.float32), x)
+        tl.store(x + row + j, here.to(x.dtype.element_ty), mask=ok)
+    mean = tl.sum(here * here, 0) / N
+    here = _rounded(here * tl.rsqrt(mean + scale), x)
+    by = tl.load(weight + j, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + row + j, (here * by).to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["x_row", "heads"])
+def _rotate(
+    x,
+    cos,
+    sin,
+    out,
+    x_row,
+    heads,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    HP: tl.constexpr,
+    BH: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    d = tl.arange(0, HP)
+    inside = d < HALF
+    ok = (h < heads)[:, None] & inside[None, :]
+    at = h[:, None] * D + d[None, :]
+    one = tl.load(x + t * x_row * D + at, mask=ok, other=0.0).to(tl.float32)
+    two = tl.load(x + t * x_row * D + at + HALF, mask=ok, other=0.0).to(tl.float32)
+    angle = t * D + d
+    c1 = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+    c2 = tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
+    s1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+    s2 = tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
+    into = out + t * heads * D + at
+    tl.store(into, (_rounded(one * c1, x) + two * s1).to(out.dtype.element_ty), mask=ok)
+    tl.store(into + HALF, (_rounded(two * c2, x) + one * s2).to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _silu_mul(both, N: tl.constexpr, BN: tl.constexpr):
+    j = tl.program_id(1) * BN + tl.arange(0, BN)
+    ok = j < N
+    place = both + tl.program_id(0).to(tl.int64) * (2 * N) + j
+    gate = tl.load(place, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(place + N, mask=ok, other=0.0).to(tl.float32)
+    gate = _rounded(gate / (1.0 + tl.exp(-gate)), both)
+    tl.store(place, (gate * up).to(both.dtype.element_ty), mask=ok)
+
+
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """`reference.add_norm` on the device."""
+    rows, size = x.shape
+    if size > _WIDEST:
+        return reference.add_norm(x, y, weight, eps)
+    y = None if y is None else y.contiguous()
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    out = torch.empty_like(x)
+    _add_norm[(rows,)](
+        x,
+        y,
+        weight,
+        out,
+        eps,
+        N=size,
+        NP=power(size),
+        ADD=y is not None,
+        num_warps=_warps(size),
+    )
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`reference.rotate` on the device."""
+    rows, heads, size = x.shape
+    if x.stride(1) != size:
+        x = x.contiguous()
+    x = in_rows(x)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out = x.new_empty(x.shape)
+    _rotate[(rows, -(-heads // _HEADS))](
+        x,
+        cos,
+        sin,
+        out,
+        row_stride(x, 0),
+        heads,
+        D=size,
+        HALF=size // 2,
+        HP=power(size // 2),
+        BH=_HEADS,
+        num_warps=2,
+    )
+    return out
+
+
+def silu_mul(both: Tensor) -> Tensor:
+    """`reference.silu_mul` on the device."""
+    assert both.is_contiguous()
+    size = both.shape[1] // 2
+    _silu_mul[(len(both), -(-size // _PART))](both, N=size, BN=_PART, num_warps=4)
+    return both[:, :size]
+
+
+def _warps(size: int) -> int:
+    return min(16, max(1, power(size) // 512))
+
+
+def variants() -> list[Variant]:
+    """Builds for the compile gate."""
+    found = []
+    for name, fn, kind, fixed, warps in (
+        ("add-norm", _add_norm, "bf16", {"N": 4096, "NP": 4096, "ADD": True}, _warps(4096)),
+        ("add-norm", _add_norm, "fp32", {"N": 960, "NP": 1024, "ADD": True}, _warps(960)),
+        ("rotate", _rotate, "bf16", {"D": 128, "HALF": 64, "HP": 64, "BH": _HEADS}, 2),
+        ("rotate", _rotate, "fp16", {"D": 80, "HALF": 40, "HP": 64, "BH": _HEADS}, 2),
+        ("silu-mul", _silu_mul, "bf16", {"N": 14336, "BN": _PART}, 4),
+    ):
+        kinds = dict.fromkeys(("x", "y", "weight", "out", "cos", "sin", "both"), f"*{kind}")
+        constants: dict[str, object] = dict(fixed)
+        found.append(
+            Variant(
+                f"{name}-{kind}",
+                fn,
+                typed(fn, kinds, constants),
+                constants,
+                warps,
+            )
+        )
+    return found

@@ -1,0 +1,1 @@
+"""The preallocated KV cache: storage, the end of a prompt, the decode step."""

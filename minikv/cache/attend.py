@@ -1,0 +1,92 @@
+"""The narrow waist: all that a network may know about memory; and the oracle of every test."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minikv import kernels
+
+
+class Attend(Protocol):
+    """What a network sees of the KV cache.
+
+    A forward of T tokens visits every layer once, in order. Inside a layer the network may hand
+    over its T rows in several chunks, in order (t rows each, sum of t = T). Each chunk attends to
+    everything seen before it and causally to itself. `advance(T)` ends the forward.
+    """
+
+    @property
+    def position(self) -> int | Tensor:
+        """Tokens already seen, which is the rotary position of the next one. Where no value may be
+        asked of the device, it is there, int64 []."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Rotated q [t, H*G, D], rotated k [t, H, D], v [t, H, D] -> mixed values [t, H*G, D]."""
+        ...
+
+    def advance(self, tokens: int) -> None:
+        """The forward of `tokens` tokens is complete in every layer."""
+        ...
+
+
+class DenseAttend:
+    """`Attend` that keeps every row and evicts nothing; windows[i] is layer i's sliding window.
+
+    Uses the same kernels as the scheduler on the same rows in the same order, so that a cache
+    which has evicted nothing must agree to the last bit (a layer whose window has begun to slide:
+    to rounding, as rows that slid out are not kept there). A chunk of one row is a step unless
+    `begin` announced a prompt.
+    """
+
+    def __init__(self, windows: tuple[int | None, ...]) -> None:
+        self.windows = windows
+        self.position = 0
+        self._prompt = False
+        self._k: list[Tensor | None] = [None] * len(windows)
+        self._v: list[Tensor | None] = [None] * len(windows)
+
+    def begin(self, tokens: int) -> None:
+        """The next forward is a prompt, whatever its length."""
+        self._prompt = True
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attend`."""
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        old_k, old_v = self._k[layer], self._v[layer]
+        keys = k if old_k is None else torch.cat((old_k, k), 1)
+        values = v if old_v is None else torch.cat((old_v, v), 1)
+        self._k[layer], self._v[layer] = keys, values
+        rows, heads, end = len(q), len(k), keys.shape[1]
+        window = self.windows[layer]
+        pos = torch.arange(end, device=q.device)
+        if rows == 1 and not self._prompt:
+            seen = None if window is None or end <= window else (pos > end - 1 - window)[None]
+            out, _ = kernels.decode_attention(
+                q[0].view(heads, -1, q.shape[2]),
+                keys,
+                values,
+                None if seen is None else seen.expand(heads, end),
+            )
+            return out.reshape(1, q.shape[1], -1)
+        query = q.view(len(q), heads, -1, q.shape[2]).permute(1, 2, 0, 3)
+        first = end - rows
+        if window is not None and end > window:
+            mixed, _ = kernels.visible_attention(
+                query, keys, values, pos[first:], pos[None], window
+            )
+        else:
+            before, parts = self.position, []
+            if before:
+                parts.append(kernels.rows_attention(query, keys[:, :before], values[:, :before]))
+            parts.append(kernels.last_rows_attention(query, keys[:, before:], values[:, before:]))
+            mixed = kernels.merge(parts)
+        return mixed.permute(2, 0, 1, 3).reshape(rows, q.shape[1], -1)
+
+    def advance(self, tokens: int) -> None:
+        """See `Attend`."""
+        self.position += tokens
+        self._prompt = False

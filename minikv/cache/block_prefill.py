@@ -1,0 +1,222 @@
+"""A prompt read in blocks: after each block every head is back at its cap.
+
+This is how the papers of step policies read a prompt (RoCo's evict-and-encode, arXiv 2402.06262,
+section 4.3; HashEvict, arXiv 2412.16187, section 3). Later rows see only what is left, so the
+result is an approximation; in return no layer's keys are ever held in full.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from minikv import kernels
+from minikv.cache.arena import Arena
+from minikv.cache.prefill import Plan
+from minikv.cache.stats import Shape
+from minikv.policies.base import StepPolicy, StepView, leaving
+
+
+class BlockPrefill:
+    """In place of `Prefill`: the same calls, on `cap` + `stride` rows per head and layer.
+
+    Blocks begin at multiples of `stride` in the prompt; chunks that the network hands over must
+    too, so `stride` divides their length.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        arena: Arena,
+        step: StepPolicy,
+        plan: Plan,
+        cap: int,
+        stride: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.shape, self.arena, self.step = shape, arena, step.reader()
+        self.plan, self.cap, self.stride = plan, cap, stride
+        self._dtype = dtype
+        self._front = cap  # rows before those of the block
+        self._columns: dict[str, Tensor] = {}
+        self._last: Tensor | None = None  # what the block's last query gave each row
+        self._done = plan.tokens
+        self._layout = arena.layout()
+        self._saved: dict[int, dict[str, Tensor]] = {}
+        self.lost: list[float | None] = [None] * shape.layers
+        self.shaped = False
+        self.peak = arena.nbytes
+
+    def rollback(self) -> None:
+        """The arena is as it was before the prompt."""
+        self.arena.restore(self._layout, self._saved)
+
+    def release(self) -> None:
+        """The prompt is done: give the buffers back."""
+        self._columns, self._saved = {}, {}
+
+    @property
+    def layer_complete(self) -> bool:
+        """Every row of the layer has been read."""
+        return self._done == self.plan.tokens
+
+    def done(self, layer: int) -> int:
+        """Tokens read so far, in whole-prompt terms."""
+        return (layer * self.plan.tokens + self._done) // self.shape.layers
+
+    def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Take in a chunk of rows and mix it: shapes as in `Attend.attend`."""
+        if self._done == self.plan.tokens:
+            self._begin(layer)
+        mixed = []
+        for lo in range(0, len(q), self.stride):
+            hi = lo + self.stride
+            mixed.append(self._block(layer, q[lo:hi], k[lo:hi], v[lo:hi]))
+        return torch.cat(mixed)
+
+    def finish(self, layer: int) -> None:
+        """Move what is left into the layer's segments."""
+        arena, plan = self.arena, self.plan
+        if plan.position:
+            self._saved[layer] = arena.save(layer, arena.columns)
+            self._note_peak()
+        arena.lay(layer, [self.cap + plan.spare] * arena.heads)
+        for h in range(arena.heads):
+            rows = (self._columns["pos"][h] >= 0).nonzero().squeeze(1)
+            taken = {name: column[h, rows] for name, column in self._columns.items()}
+            taken |= arena.stored(taken["k"], taken["v"])
+            arena.append(layer, h, taken | {"pos": taken["pos"].to(torch.int32)})
+        arena.cap[layer] = self.cap
+
+    def _begin(self, layer: int) -> None:
+        """Rows of earlier turns, oldest first."""
+        arena, heads = self.arena, self.shape.kv_heads
+        index, live = arena.index(layer)
+        count = index.shape[1]
+        self._done, self._front = 0, max(self.cap, count)
+        wide, size = self._front + self.stride, self.shape.head_dim
+        self._columns = {
+            name: torch.zeros((heads, wide, size), dtype=self._dtype, device=arena.device)
+            for name in ("k", "v")
+        }
+        self._columns["pos"] = torch.full((heads, wide), -1, device=arena.device)
+        for name, kind in self.step.columns.items():
+            self._columns[name] = torch.zeros((heads, wide), dtype=kind, device=arena.device)
+        self._note_peak()
+        if not bool(live.any()):
+            return
+        for name, column in self._columns.items():
+            rows = arena.read(name, index) if name in ("k", "v") else arena.columns[name][index]
+            column[:, :count] = rows.to(column.dtype)
+        # What a key says of its row may be missing: another policy may have been in force.
+        for name, values in self.step.admit(layer, self._columns["k"][:, :count]).items():
+            self._columns[name][:, :count] = values
+        self._columns["pos"][:, :count].masked_fill_(~live, -1)
+        self._compact(self._columns["pos"] >= 0)
+
+    def _compact(self, keep: Tensor) -> None:
+        """The rows of `keep` [H, W] move to the front, oldest first; the others are gone."""
+        pos = self._columns["pos"]
+        order = pos.masked_fill(~keep, _NEVER).argsort(dim=1, stable=True)
+        for name, column in self._columns.items():
+            at = order[..., None].expand_as(column) if column.dim() == 3 else order
+            self._columns[name] = column.gather(1, at)
+        left = torch.arange(pos.shape[1], device=pos.device) < keep.sum(1, keepdim=True)
+        self._columns["pos"].masked_fill_(~left, -1)
+
+    def _block(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shape, step, columns = self.shape, self.step, self._columns
+        rows, heads = len(q), shape.kv_heads
+        first = self.plan.position + self._done
+        query = q.view(rows, heads, -1, shape.head_dim).permute(1, 2, 0, 3)  # [H, G, t, D]
+        key = k.transpose(0, 1)
+        window = shape.windows[layer]
+        if window is not None:  # what the block's first row no longer sees is dead
+            columns["pos"].masked_fill_(columns["pos"] <= first - window, -1)
+        if step.before:
+            self._evict(layer, first, rows, None, query, key)
+            columns = self._columns
+        new = slice(self._front, self._front + rows)
+        for name in step.columns:
+            columns[name][:, new] = 0
+        for name, values in step.admit(layer, key).items():
+            columns[name][:, new] = values
+        columns["k"][:, new], columns["v"][:, new] = key, v.transpose(0, 1)
+        at = torch.arange(first, first + rows, device=q.device)
+        columns["pos"][:, new] = at
+        end = new.stop
+        seen = columns["k"][:, :end], columns["v"][:, :end]
+        pos = columns["pos"][:, :end]
+        mixed, lse = kernels.visible_attention(query, *seen, at, pos, window)
+        self._done += rows
+        if step.before:
+            self._compact(columns["pos"] >= 0)
+        else:
+            self._learn(query, lse, at, window)
+            self._evict(layer, first + rows, 0, self._last, None, None)
+        return mixed.permute(2, 0, 1, 3).reshape(rows, shape.heads, -1)
+
+    def _learn(self, query: Tensor, lse: Tensor, at: Tensor, window: int | None) -> None:
+        """Every query of the block is a step for the rows that it could see."""
+        columns, end = self._columns, self._front + len(at)
+        pos = columns["pos"][:, None, :end]
+        logits = query.float() @ columns["k"][:, None, :end].float().transpose(2, 3)
+        p = (logits * (1.0 / math.sqrt(query.shape[-1])) - lse[..., None]).exp()
+        gone = (pos < 0) | (pos > at[:, None])
+        if window is not None:
+            gone |= pos <= at[:, None] - window
+        p = p.mean(1).masked_fill(gone, 0.0)  # [H, t, n]
+        for i in range(len(at)):
+            part = slice(0, self._front + i + 1)
+            counts = (~gone[:, i, part]).sum(1, keepdim=True).to(torch.float32)
+            self.step.step(
+                {name: columns[name][:, part] for name in self.step.columns},
+                p[:, i, part],
+                lambda counts=counts, part=part: counts.expand(-1, part.stop),  # type: ignore[misc]
+            )
+        self._last = torch.zeros(columns["pos"].shape, device=p.device)
+        self._last[:, :end] = p[:, -1]
+
+    def _evict(
+        self,
+        layer: int,
+        position: int,
+        coming: int,
+        attention: Tensor | None,
+        query: Tensor | None,
+        key: Tensor | None,
+    ) -> None:
+        """Bring every head down to its cap, with room for the rows that come."""
+        columns = self._columns
+        pos = columns["pos"]
+        over = ((pos >= 0).sum(1) + coming - self.cap).clamp(min=0)
+        keep = pos >= 0
+        most = int(over.max())
+        if most:
+            heads = torch.arange(len(pos), device=pos.device)
+            shown = pos.masked_fill(pos < self.plan.pinned, -1)  # pinned rows are not shown
+            view = StepView(
+                position,
+                shown,
+                torch.full_like(heads, self.cap),
+                torch.full_like(heads, layer),
+                heads,
+                {name: columns[name] for name in self.step.columns},
+                attention,
+                None if query is None else query.flatten(1, 2),
+                key,
+            )
+            scores, free = self.step.judge(view, most)
+            keep = keep & ~leaving(scores, shown, free, over)
+            assert bool((keep.sum(1) + coming <= self.cap).all()), "too few rows may leave"
+        self._compact(keep)
+
+    def _note_peak(self) -> None:
+        held = self.arena.nbytes + sum(column.nbytes for column in self._columns.values())
+        held += sum(t.nbytes for saved in self._saved.values() for t in saved.values())
+        self.peak = max(self.peak, held)
+
+
+_NEVER = 1 << 40

@@ -1,0 +1,72 @@
+"""A budget as the user writes it, and its one translation into a count of rows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from minikv.errors import UsageError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """`value` in `unit`: "rows" (mean rows per KV head and layer), "share" (of the first prompt
+    read under it and all before), "bytes".
+
+    Rows are counted right after eviction, sinks and observation window included.
+    """
+
+    unit: str
+    value: Fraction
+
+    @staticmethod
+    def parse(text: str | int) -> Budget:
+        """Read "512", "20%" or "64MiB"; UsageError otherwise."""
+        raw = str(text).strip()
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)", raw)
+        if found:
+            number, unit = Fraction(found[1]), found[2].lower()
+            if unit == "%" and 0 < number <= 100:
+                return Budget("share", number / 100)
+            if unit == "" and number.denominator == 1 and "." not in found[1] and number > 0:
+                return Budget("rows", number)
+            if unit and unit in _UNITS and number > 0:
+                return Budget("bytes", number * _UNITS[unit])
+        raise UsageError(
+            f"cannot read the budget {raw!r}",
+            "give a number of rows per head (512), a share of the prompt (20%) or bytes (64MiB)",
+        )
+
+    def rows(self, prompt: int, row_bytes: int, heads: int) -> int:
+        """The budget as rows per head, when `prompt` tokens have been read.
+
+        `row_bytes` is one row of one KV head, policy columns included; `heads` is L x H. At
+        least 1.
+        """
+        if self.unit == "rows":
+            return int(self.value)
+        if self.unit == "share":
+            return max(1, round(self.value * prompt))
+        return max(1, int(self.value / (row_bytes * heads)))
+
+    def __str__(self) -> str:
+        if self.unit == "rows":
+            return str(self.value)
+        if self.unit == "share":
+            return f"{float(self.value * 100):g}%"
+        for unit in ("gib", "mib", "kib"):
+            if self.value >= _UNITS[unit]:
+                return f"{float(self.value / _UNITS[unit]):g}{unit[0].upper()}iB"
+        return f"{float(self.value):g}B"

@@ -1,0 +1,139 @@
+"""A copy of the cache between two turns: exact, and small, since only rows in use are copied.
+
+Everything in it is a copy or never changes, so a snapshot can be restored any number of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minikv.cache.arena import Layout
+
+_SIDES = ("start", "length", "capacity", "cap", "hole")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the last prompt left: `lost` share of attention by layer (None: no evidence); `shaped`:
+    its question decided what stayed."""
+
+    lost: tuple[float | None, ...] = ()
+    shaped: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheSnapshot:
+    """A scheduler between two turns, its policies aside.
+
+    turns, pinned, peak, evict_s: as the scheduler has them. rows: the budget as counted, `open`
+    until the next prompt makes a share of it. layout and region: where everything lies. columns:
+    the rows in use, layer by layer and head by head, on the host.
+    """
+
+    position: int
+    turns: tuple[tuple[int, int], ...]
+    pinned: int
+    rows: int | None
+    open: bool
+    peak: int
+    evict_s: float
+    outcome: Outcome
+    region: tuple[int, ...]
+    layout: Layout
+    columns: Mapping[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copied rows."""
+        return sum(column.nbytes for column in self.columns.values())
+
+    def record(self) -> dict[str, object]:
+        """All but the columns, ready for JSON."""
+        return {
+            "position": self.position,
+            "turns": [list(turn) for turn in self.turns],
+            "pinned": self.pinned,
+            "rows": self.rows,
+            "open": self.open,
+            "peak": self.peak,
+            "evict_s": self.evict_s,
+            "lost": list(self.outcome.lost),
+            "shaped": self.outcome.shaped,
+            "region": list(self.region),
+            **{side: getattr(self.layout, side).tolist() for side in _SIDES},
+        }
+
+    @staticmethod
+    def read(record: Mapping[str, object], columns: Mapping[str, Tensor]) -> CacheSnapshot:
+        """The reverse of `record`. Raises ValueError, TypeError or KeyError for what no scheduler
+        would have written."""
+        sides = [torch.tensor(record[side], dtype=torch.int64) for side in _SIDES]
+        region = tuple(_count(n) for n in _list(record["region"]))
+        rows, lost = record["rows"], _list(record["lost"])
+        held = CacheSnapshot(
+            position=_count(record["position"]),
+            turns=tuple((_count(a), _count(b)) for a, b in map(_list, _list(record["turns"]))),
+            pinned=_count(record["pinned"]),
+            rows=None if rows is None else _count(rows),
+            open=_flag(record["open"]),
+            peak=_count(record["peak"]),
+            evict_s=_number(record["evict_s"]),
+            outcome=Outcome(
+                tuple(None if x is None else _number(x) for x in lost), _flag(record["shaped"])
+            ),
+            region=region,
+            layout=Layout(*sides),
+            columns=dict(columns),
+        )
+        held.check()
+        return held
+
+    def check(self) -> None:
+        """Every segment lies in its region, alone; every row in use is there. Raises ValueError."""
+        layout, region = self.layout, self.region
+        start, length, capacity = layout.start, layout.length, layout.capacity
+        if start.dim() != 2 or len(region) != len(start) + 1 or region[0] != 0:
+            raise ValueError("the layout is not one of layers and heads")
+        if any(getattr(layout, side).shape != start.shape for side in _SIDES):
+            raise ValueError("the layout's tables differ in size")
+        if sorted(region) != list(region):
+            raise ValueError("the layers' regions overlap")
+        first, end = torch.tensor(region[:-1]), torch.tensor(region[1:])
+        after = torch.cat((start[:, 1:], end[:, None]), 1)
+        apart = (start[:, 0] >= first).all() and (start + capacity <= after).all()
+        if not apart or not ((length >= 0) & (length <= capacity) & (layout.cap >= 0)).all():
+            raise ValueError("a head's rows lie outside of its segment")
+        hole = layout.hole
+        inside = (hole >= start) & (hole < start + length)
+        if not ((hole == -1) | inside).all():
+            raise ValueError("a hole lies outside of its segment")
+        if any(len(column) != int(length.sum()) for column in self.columns.values()):
+            raise ValueError("a column has not a value for every row")
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise TypeError(f"not a list: {value!r:.40}")
+    return value
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+        raise ValueError(f"not a count: {value!r:.40}")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"not a yes or no: {value!r:.40}")
+    return value
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"not a number: {value!r:.40}")
+    return float(value)

@@ -1,0 +1,1 @@
+"""A conversation: documents and questions in, text and a report out."""

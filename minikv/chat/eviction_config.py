@@ -1,0 +1,158 @@
+"""What the user chose about eviction: names, budget and options, checked before torch is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minikv.cache.budget import Budget
+from minikv.errors import UsageError
+from minikv.policies import (
+    DEFAULT_BUDGET,
+    DEFAULT_PROMPT,
+    Option,
+    PolicyInfo,
+    Value,
+    default_step,
+    find,
+    prompt_policy,
+    read_options,
+    step_names,
+    step_policy,
+)
+
+if TYPE_CHECKING:
+    from minikv.policies.base import PromptPolicy, StepPolicy
+
+
+_MOST = 1 << 60  # rows or bytes
+MOST_STRIDE = 256  # divides every chunk that a network hands over
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionConfig:
+    """A prompt policy, a decode policy and a budget. Build with `read`, which checks them."""
+
+    policy: str
+    decode: str
+    budget: Budget
+    policy_options: Mapping[str, Value]
+    decode_options: Mapping[str, Value]
+    stride: int = 0
+
+    @staticmethod
+    def read(
+        policy: str = DEFAULT_PROMPT,
+        decode: str = "auto",
+        budget: str | int = DEFAULT_BUDGET,
+        options: Mapping[str, object] | None = None,
+        seed: int = 0,
+        stride: int = 0,
+    ) -> EvictionConfig:
+        """Check names and options. An option goes to the policy that has it, to both if both do.
+        `seed` is that of random draws, unless an option says another. With a `stride`, `policy` is
+        a step policy that also reads prompts, in blocks of so many rows.
+
+        Raises UsageError that names the nearest policies, the options there are, or what a budget
+        looks like; also where nothing is evicted, so that a typing error is never let through.
+        """
+        if stride:
+            step = _strided(policy, decode, stride)
+            prompt = find("full")
+        else:
+            prompt = find(policy)
+            step = find(default_step(policy) if decode == "auto" else decode, step=True)
+        given = dict(options or {})
+        reading, writing = _names(prompt.prompt_options), _names(step.own)
+        for name in given:
+            if name not in reading and name not in writing:
+                takes = [*reading, *writing]
+                pair = step.name if stride else f"{prompt.name} with {step.name}"
+                raise UsageError(
+                    f"{pair} has no option {name!r}",
+                    f"it takes: {', '.join(dict.fromkeys(takes)) or 'no options'}",
+                )
+        given.setdefault("seed", seed)  # goes where there is such an option
+        return EvictionConfig(
+            step.name if stride else prompt.name,
+            step.name,
+            read_budget(budget),
+            read_options(
+                prompt.name, prompt.prompt_options, {n: v for n, v in given.items() if n in reading}
+            ),
+            read_options(step.name, step.own, {n: v for n, v in given.items() if n in writing}),
+            stride,
+        )
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything is ever evicted under this choice."""
+        return self.policy != "full" or self.decode != "none"
+
+    @property
+    def pair(self) -> str:
+        """The policies' names in a message."""
+        plain = self.stride or self.decode == "none"
+        return self.policy if plain else f"{self.policy} with {self.decode}"
+
+    def least_rows(self) -> int:
+        """Rows per head below which these policies cannot work, where none is pinned. Raises
+        UsageError for options that contradict each other."""
+        from minikv.policies.base import smallest_budget
+
+        prompt, step, _, stride = self.policies()
+        return smallest_budget(prompt, step, stride)
+
+    def policies(self) -> tuple[PromptPolicy | None, StepPolicy | None, Budget | None, int]:
+        """What the scheduler takes."""
+        prompt = None if self.stride else prompt_policy(self.policy, self.policy_options)
+        step = step_policy(self.decode, self.decode_options)
+        return prompt, step, self.budget if self.evicts else None, self.stride
+
+    def budget_record(self) -> dict[str, object]:
+        """The budget as the turn record has it; None where nothing is evicted."""
+        if not self.evicts:
+            return {"unit": None, "value": None}
+        value = float(self.budget.value)
+        return {"unit": self.budget.unit, "value": int(value) if value.is_integer() else value}
+
+    def options_record(self) -> dict[str, object]:
+        """The options in force; the decode policy and its options stand under `decode`."""
+        decode: dict[str, object] = {"policy": self.decode, **self.decode_options}
+        stride = {"stride": self.stride} if self.stride else {}
+        return {**self.policy_options, **stride, "decode": decode}
+
+
+def _strided(policy: str, decode: str, stride: int) -> PolicyInfo:
+    """The step policy that reads and writes. Raises UsageError."""
+    if stride < 1 or stride > MOST_STRIDE or stride & (stride - 1):
+        raise UsageError(
+            f"--stride must be a power of two up to {MOST_STRIDE}, got {stride}",
+            "1 is the papers' way, 32 is much faster",
+        )
+    names = [name for name in step_names() if name != "none"]
+    if policy not in names:
+        raise UsageError(
+            f"{policy} cannot read a prompt in blocks", f"--stride takes: {', '.join(names)}"
+        )
+    if decode not in ("auto", policy):
+        raise UsageError(
+            f"with --stride, {policy} reads and writes: --decode {decode} does not go with it",
+            "leave --decode out",
+        )
+    return find(policy, step=True)
+
+
+def read_budget(text: str | int) -> Budget:
+    """`Budget.parse`, and a UsageError for more than any memory holds: torch counts in 64 bits."""
+    budget = Budget.parse(text)
+    if budget.value > _MOST:
+        raise UsageError(
+            f"budget {text} is more than any memory holds", "--policy full never evicts"
+        )
+    return budget
+
+
+def _names(options: Iterable[Option]) -> list[str]:
+    return [option.name for option in options]

@@ -1,0 +1,772 @@
+"""A chat: documents and questions in, pieces of text out, with cache and transcript in step.
+
+The invariant that every way out of a turn keeps: rows exist for exactly the tokens that were fed.
+The last token of an answer was sampled but not fed. If it was a stop token, the template's next
+turn begins with it; if not, it is *owed*, and leads the next prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from minikv.chat import prompt_plan, reuse
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.min_tokens import longest_token
+from minikv.chat.prompt_plan import PromptPlan, Read
+from minikv.chat.report import (
+    DeviceMemory,
+    KvBytes,
+    Loss,
+    Rates,
+    Seconds,
+    Tokens,
+    TurnReport,
+    size,
+)
+from minikv.chat.reuse import Decision
+from minikv.chat.snapshot import ChatSnapshot
+from minikv.chat.transcript import Document, Message, Turn, user_message
+from minikv.engine.sampling import Sampling, pick
+from minikv.errors import ContextError, UsageError
+
+if TYPE_CHECKING:
+    from minikv.cache.stats import CacheStats
+    from minikv.engine.engine import Engine
+
+
+UNDO_TURNS = 16
+UNDO_BYTES = 512 << 20
+"""Turns that a chat on a terminal can take back, and bytes of host memory for their caches."""
+
+
+class TextStream(Protocol):
+    """Turns token ids into text as they come, holding back incomplete characters."""
+
+    def push(self, token: int) -> str: ...
+    def flush(self) -> str: ...
+
+
+class Tokenizer(Protocol):
+    """What a session needs of a tokenizer; `minikv.models.tokenizer.Tokenizer` has it."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
+    def stream(self) -> TextStream: ...
+
+
+class Template(Protocol):
+    """What a session needs of a chat template. Messages carry `.role` and `.content`.
+
+    `opening` renders a whole conversation that ends with a user message; `following` what comes
+    after the last assistant message's text, its end-of-turn marker first. Both end where the
+    answer begins.
+    """
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+    # Any: the models package has its own message type, and neither package may import the other's.
+    def opening(self, messages: Sequence[Any]) -> list[int]: ...
+    def following(self, messages: Sequence[Any]) -> list[int]: ...
+    def lookalikes(self, text: str) -> int: ...
+    def markers(self, text: str) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the run is made of, for reports: nothing here changes what is computed."""
+
+    model: str = ""
+    revision: str = ""
+    device: str = "cpu"
+    dtype: str = "float32"
+    kv: str = "float32"
+    kernels: str = "torch"
+    load_s: float = 0.0
+    weight_bytes: int = 0
+    weights: str = "auto"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def form(self) -> str:
+        """What matrices are kept in: plain, or as --weights has it."""
+        return "plain" if self.weights == "auto" else self.weights
+
+
+class ChatSession:
+    """One conversation over one cache.
+
+    `max_context`: positions that the model was trained for. `seed` decides every draw. `reuse`:
+    what later questions find (see `minikv.chat.reuse`); it may be set between turns, too.
+    `undo_turns`: how many turns `undo` can take back, at the price of a copy of the cache in host
+    memory before each, `undo_bytes` in all.
+
+    `shaped_by`: the question that decided what stayed, 0 if that was before there was one.
+    `turns` and `reports` are those of the conversation so far, `undone` what the last `undo` took
+    back, until something is asked. `curve`: (tokens seen, bytes held, bytes of a full cache) at the
+    end of every reading and every answer. `conversation` counts the resets. `baseline_tok_s`:
+    how fast a full cache wrote, None until one was run beside this chat; later records carry it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        template: Template,
+        *,
+        max_context: int,
+        eviction: EvictionConfig | None = None,
+        seed: int = 0,
+        system: str = "",
+        facts: Facts | None = None,
+        pin_system: bool = False,
+        undo_turns: int = 0,
+        reuse: str = "once",
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.template = template
+        self.max_context = max_context
+        self.eviction = eviction or EvictionConfig.read()
+        self.seed = seed
+        self.system = system
+        self.pin_system = pin_system
+        self.facts = facts or Facts()
+        self._noticed = 0  # notices of the engine that the user has seen
+        self.undo_turns = undo_turns
+        self.reuse = reuse
+        self.undo_bytes = UNDO_BYTES
+        self._longest: float | None = None  # bytes per token at the most, once it was needed
+        self.conversation = 0
+        self.reset()
+
+    def reset(self, *, keep_documents: bool = False) -> None:
+        """Forget the conversation and its cache; with `keep_documents`, read those again next."""
+        documents = [*self.documents, *self.pending] if keep_documents else []
+        self.engine.reset()
+        self.pending: list[Document] = documents
+        self.documents: list[Document] = []
+        self.messages: list[Message] = [Message("system", self.system)] if self.system else []
+        self.fed: list[int] = []
+        self.pending_token: int | None = None
+        self.turn = 0
+        self.shaped_by: int | None = None
+        self.report: TurnReport | None = None
+        self.turns: list[Turn] = []
+        self.undone: list[Turn] = []
+        self.curve: list[tuple[int, int, int]] = []
+        self.baseline_tok_s: float | None = None  # what a full cache wrote, once one was run beside
+        self._before: dict[int, ChatSnapshot] = {}  # by turns that had been finished
+        self._found = 0  # turns that were there when this chat was taken up
+        self.rereads = False
+        self._told: object = None  # what was said last about whose cache this is
+        self._cancelled = False
+        self.conversation += 1
+
+    @property
+    def reuse(self) -> str:
+        """auto, refresh, once or blind: what a later question finds. Set it to change it; raises
+        UsageError for anything else."""
+        return self._reuse
+
+    @reuse.setter
+    def reuse(self, value: str) -> None:
+        self._reuse = reuse.checked(value)
+
+    def refresh(self, *, wanted: bool = True) -> None:
+        """Read the whole conversation again with the next question, and evict for that one,
+        whatever `reuse` says; or, if not `wanted`, do not after all. Raises UsageError where
+        nothing has been read.
+        """
+        if wanted and not self.fed:
+            raise UsageError(
+                "there is nothing to read again", "your next question reads all there is"
+            )
+        self.rereads = wanted
+
+    @property
+    def reports(self) -> list[TurnReport]:
+        """The records of all turns so far."""
+        return [turn.report for turn in self.turns]
+
+    def attach(self, text: str, name: str | None = None) -> None:
+        """Put a document before the next question. Raises UsageError if there is no text in it."""
+        _check_text(text, name or "the document")
+        if not text.strip():
+            raise UsageError(f"{name or 'the document'} is empty", "nothing was added")
+        self.pending.append(Document(text, name))
+
+    def kept(self, layer: int, head: int) -> Tensor:
+        """Positions that KV head `head` of `layer` still holds, ascending (LongTensor)."""
+        return self.engine.kv.kept(layer, head)
+
+    def start(self) -> list[int]:
+        """Token ids of a conversation before the first user's words, a BOS if the model wants one:
+        what any two under this system prompt have in common."""
+        system = [Message("system", self.system)] if self.system else []
+        one, two = (self.template.opening([*system, Message("user", t)]) for t in ("a", "7?"))
+        return one[: reuse.shared(one, two)]
+
+    def configure(self, eviction: EvictionConfig) -> None:
+        """Use another policy or budget from the next prompt on. On UsageError nothing changes."""
+        self.engine.kv.configure(*eviction.policies())
+        self.eviction = eviction
+
+    def check(self, eviction: EvictionConfig) -> None:
+        """Raise the UsageError that `configure` would raise; change nothing."""
+        self.engine.kv.check(*eviction.policies())
+
+    def snapshot(self) -> ChatSnapshot:
+        """The chat as it is between two turns: after `restore` every answer is the same, bit by
+        bit. Costs a copy of the rows in use, in host memory."""
+        assert self.turn == len(self.turns), "a turn is under way"
+        return ChatSnapshot(
+            self.engine.kv.snapshot(),
+            self.eviction,
+            self.seed,
+            tuple(self.messages),
+            tuple(self.documents),
+            tuple(self.pending),
+            tuple(self.fed),
+            self.pending_token,
+            self.shaped_by,
+            tuple(self.turns),
+            tuple(self.curve),
+        )
+
+    def restore(self, snapshot: ChatSnapshot) -> None:
+        """Be as `snapshot` was taken, policies, budget and seed included. Between turns only.
+
+        One without a cache gives its conversation to be read again with the next question. Raises
+        UsageError if this chat cannot have those policies, ValueError if the cache is not one of
+        its network; then, as when memory runs out, nothing changes.
+        """
+        held, policies = snapshot.held, snapshot.eviction.policies()
+        if held is None:
+            self.engine.kv.check(*policies)
+            self.engine.reset()
+            self.engine.kv.configure(*policies)
+        else:
+            self.engine.kv.restore(held, *policies)
+        self.eviction, self.seed = snapshot.eviction, snapshot.seed
+        self.messages, self.documents = list(snapshot.messages), list(snapshot.documents)
+        self.pending, self.fed = list(snapshot.pending), list(snapshot.fed)
+        self.pending_token, self.shaped_by = snapshot.pending_token, snapshot.shaped_by
+        self.turns, self.curve = list(snapshot.turns), list(snapshot.curve)
+        self.turn = len(self.turns)
+        self.report = self.turns[-1].report if self.turns else None
+        self.undone, self._before, self.baseline_tok_s = [], {}, None
+        self._found = self.turn
+        self.rereads = self._cancelled = False
+
+    def undo(self, turns: int = 1) -> list[Turn]:
+        """Take back the last `turns` turns, and return them: the first of their questions, asked
+        again, is answered again as it was. Its documents wait for the next question; policy, budget
+        and seed stay as they are now. Raises UsageError, and changes nothing, where `undoable`
+        would.
+        """
+        self.undoable(turns)
+        finished = len(self.turns) - turns
+        choice, seed, pending, before = self.eviction, self.seed, self.pending, self._before
+        taken, baseline, found = self.turns[finished:], self.baseline_tok_s, self._found
+        rereads = self.rereads or taken[0].report.reuse == "refresh"
+        self.restore(before[finished])
+        self.rereads = rereads and bool(self.fed)
+        self.undone, self.seed, self.baseline_tok_s = taken, seed, baseline
+        self._found = found
+        self.pending += [d for d in pending if d not in self.pending]
+        self._before = {n: snapshot for n, snapshot in before.items() if n < finished}
+        if choice != self.eviction:
+            self.configure(choice)
+        return taken
+
+    def undoable(self, turns: int = 1) -> None:
+        """Raise the UsageError that `undo` would raise."""
+        count = len(self.turns)
+        if turns < 1:
+            raise UsageError(f"a number of turns is 1 or more, got {turns:,}", "/undo or /undo 2")
+        if not count:
+            raise UsageError("there is no turn to take back", "ask something first")
+        if turns > count:
+            have = "1 turn" if count == 1 else f"{count:,} turns"
+            raise UsageError(
+                f"{turns:,} turns cannot be taken back: this chat has {have}",
+                f"/undo {count} takes back all of them",
+            )
+        if count - turns not in self._before:
+            most = max((count - n for n in self._before if n > count - turns), default=0)
+            more = min((count - n for n in self._before if n < count - turns), default=0)
+            reach = [f"{n:,}" for n in (most, more) if n]
+            works = f"/undo {' or '.join(reach)} works" if reach else ""
+            if count - turns < self._found:
+                raise UsageError(
+                    f"question {count - turns + 1:,} was asked before this chat was taken up",
+                    works or "/load NAME --reread, then ask it anew",
+                )
+            raise UsageError(
+                f"the cache as it was before question {count - turns + 1:,} is not kept: at most "
+                f"{self.undo_turns:,} are, {size(self.undo_bytes)} in all",
+                f"{works or '/clear starts anew with the documents'}; a smaller budget makes them "
+                "smaller",
+            )
+
+    def cancel(self) -> None:
+        """Stop the running turn at the next safe point: safe to call from a signal handler.
+
+        While the prompt is read, `ask` raises Interrupted and nothing was added; while the answer
+        is written, it ends there and stays in the conversation.
+        """
+        self._cancelled = True
+
+    @property
+    def room(self) -> int:
+        """Positions left in the model's context, the pending token already counted."""
+        return self.max_context - len(self.fed) - (self.pending_token is not None)
+
+    def ask(
+        self,
+        question: str,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        progress: Callable[[int, int], None] | None = None,
+        notice: Callable[[str], None] | None = None,
+    ) -> Iterator[str]:
+        """Pending documents and `question` in, the answer's text out, piece by piece.
+
+        `progress(done, total)` is called between chunks of the prompt, `notice` with each warning
+        before the answer begins. Closing the iterator early is the same as `cancel`.
+
+        Raises ContextError when the prompt does not fit (nothing is ever cut), UsageError,
+        Interrupted, NumericsError. After an error while the prompt was read the chat is as it was
+        before the question; after one in the answer, what was written stays.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        if max_tokens < 1:
+            raise UsageError(f"--max-tokens must be at least 1, got {max_tokens}")
+        if not question.strip():
+            raise UsageError("the question is empty", "ask something in words")
+        _check_text(question, "the question")
+        self._cancelled = False
+        yield from self._turn(question, max_tokens, sampling, progress, notice)
+
+    def _turn(
+        self,
+        question: str,
+        max_tokens: int,
+        sampling: Sampling,
+        progress: Callable[[int, int], None] | None,
+        notice: Callable[[str], None] | None,
+    ) -> Iterator[str]:
+        began = perf_counter()
+        warnings: list[str] = []
+
+        def warn(line: str) -> None:
+            warnings.append(line)
+            if notice is not None:
+                notice(line)
+
+        message = user_message(self.pending, question)
+        self._refuse_by_bytes(message.content)
+        messages = [*self.messages, message]
+        feed, decision = self._feed(messages)
+        ids, reused = feed.ids, 0 if feed.anew else len(self.fed)
+        if len(ids) + 1 > self.max_context - reused:
+            raise self._does_not_fit(len(ids), "needs", reused)
+        self._warn_before(question, feed, decision, warn)
+        self._tell(warn)
+
+        before = self._set_aside()
+        reading = perf_counter()
+        read = self._read(feed, before, max_tokens, progress)
+        prefill_s = perf_counter() - reading
+
+        # The prompt is in the cache: from here on the turn counts, whatever happens.
+        self._remember(before)
+        if feed.anew:
+            self.fed, self.shaped_by = [], None
+        if read.blind and self.shaped_by is None:
+            self.shaped_by = 0
+        self.fed += ids
+        self.pending_token, self.rereads = None, False
+        self.turn += 1
+        self.messages = messages
+        self.documents += self.pending
+        attached = tuple(self.pending)
+        self.pending, self.undone = [], []
+
+        stream = self.tokenizer.stream()
+        pieces: list[str] = []
+        generated = steps = 0
+        first_s: float | None = None
+        decode_s = 0.0
+        reason = ""
+        try:
+            stats = self.engine.kv.stats()
+            self._mark(stats)
+            self._warn_after(stats, bool(attached), warn)
+            while True:
+                if self._cancelled:
+                    reason = "user"
+                    break
+                started = perf_counter()
+                if self.pending_token is None:
+                    vocab = self.tokenizer.vocab
+                    token = pick(read.logits, vocab, sampling, self.seed, len(self.fed))
+                else:
+                    token = self._next(
+                        self.pending_token, sampling, ahead=generated + 1 < max_tokens
+                    )
+                    steps += 1
+                if first_s is None:
+                    first_s = perf_counter() - began
+                else:
+                    decode_s += perf_counter() - started
+                if token in self.tokenizer.stop_ids:
+                    reason = "eos"
+                    break
+                self.pending_token = token
+                generated += 1
+                piece = stream.push(token)
+                if piece:
+                    pieces.append(piece)
+                    yield piece
+                if generated == max_tokens:
+                    reason = "length"
+                    break
+                if len(self.fed) == self.max_context:
+                    reason = "context"
+                    break
+            rest = stream.flush()
+            if rest:
+                pieces.append(rest)
+                yield rest
+        except GeneratorExit:
+            reason = reason or "user"
+            raise
+        finally:
+            answer = "".join(pieces)
+            self.messages = [*messages, Message("assistant", answer)]
+            self._tell(warn)
+            stats = self.engine.kv.stats()
+            self._mark(stats)
+            total_s = perf_counter() - began
+            self.report = self._report(
+                stats,
+                feed,
+                read,
+                reused,
+                generated,
+                reason or "error",
+                warnings,
+                {**asdict(sampling), "max_tokens": max_tokens},
+                Seconds(
+                    load=self.facts.load_s,
+                    compile=None,
+                    first_token=total_s if first_s is None else first_s,
+                    prefill=prefill_s,
+                    evict=read.evict_s,
+                    decode=decode_s,
+                    total=total_s,
+                ),
+                Rates(
+                    prefill_tok_s=len(ids) / prefill_s if prefill_s else None,
+                    decode_tok_s=steps / decode_s if steps and decode_s else None,
+                    baseline_decode_tok_s=self.baseline_tok_s,
+                ),
+            )
+            self.turns.append(Turn(question, answer, attached, self.report))
+
+    def _set_aside(self) -> ChatSnapshot | None:
+        """What `undo` will need, if that is wanted and there is room for it."""
+        if not self.undo_turns or self.engine.kv.stats().held_bytes > self.undo_bytes:
+            return None
+        # No memory for a copy is no reason not to answer.
+        with contextlib.suppress(MemoryError, RuntimeError):
+            return self.snapshot()
+        return None
+
+    def _remember(self, before: ChatSnapshot | None) -> None:
+        """Keep the snapshot from before the turn that now counts; the oldest make room for it."""
+        if before is not None:
+            self._before[self.turn] = before
+        for n in sorted(self._before):
+            total = sum(snapshot.nbytes for snapshot in self._before.values())
+            old = n <= self.turn - self.undo_turns
+            # An empty cache, as before the first question, costs nothing and stays.
+            if self._before[n].nbytes and (old or total > self.undo_bytes):
+                del self._before[n]
+
+    def _mark(self, stats: CacheStats) -> None:
+        self.curve.append((stats.seen, stats.held_bytes, stats.full_bytes))
+
+    def _feed(self, messages: list[Message]) -> tuple[PromptPlan, Decision | None]:
+        """What must be fed so that the cache holds `messages` up to where the answer begins, and
+        the choice behind it, if one was made."""
+        pinned = len(self.start()) if self.pin_system and self.system else 0
+        if not self.fed:
+            ids = self.template.opening(messages)
+            if self.reuse != "blind":
+                return PromptPlan("refresh" if self.turns else "once", (ids,), True, pinned), None
+            cut = reuse.parts(ids, self._asked(), _with(self.template.opening, messages))
+            return PromptPlan("blind" if len(cut) > 1 else "once", cut, True, pinned), None
+        pending_token = [] if self.pending_token is None else [self.pending_token]
+        ids = pending_token + self.template.following(messages)
+        decision = None
+        mode = "refresh" if self.rereads else self.reuse
+        if mode == "auto":
+            decision = self._decide(len(self.fed) + len(ids))
+            mode = decision.reuse
+        if mode == "refresh":
+            whole = self.template.opening(messages)
+            if decision is None or len(whole) < self.max_context:
+                return PromptPlan("refresh", (whole,), True, pinned), decision
+            decision = None
+        if mode == "blind" and self.pending:
+            again = _with(lambda m: pending_token + self.template.following(m), messages)
+            return PromptPlan("blind", reuse.parts(ids, self._asked()[-1:], again), False), None
+        return PromptPlan("once", (ids,), False), decision
+
+    def _asked(self) -> list[tuple[int, str]]:
+        """(index in the messages, text of its documents) of each message that brings some, the
+        next one included."""
+        first = len(self.messages) - 2 * len(self.turns)
+        brought = [*(turn.documents for turn in self.turns), self.pending]
+        return [
+            (first + 2 * n, "".join(document.rendered() for document in documents))
+            for n, documents in enumerate(brought)
+            if documents
+        ]
+
+    def _decide(self, tokens: int) -> Decision:
+        """What `auto` does for a question that makes `tokens` of the conversation."""
+        if not self.documents or not self.engine.kv.stats().evicted:
+            return Decision("once")
+        prompt, *_ = self.eviction.policies()
+        here = [report for report in self.reports if report.device == self.facts.device]
+        asks = prompt is not None and prompt.evidence.asks
+        return reuse.decide(self.eviction.policy, asks, tokens, here)
+
+    def _read(
+        self,
+        feed: PromptPlan,
+        before: ChatSnapshot | None,
+        room: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> Read:
+        try:
+            return prompt_plan.read(
+                self.engine,
+                self.eviction,
+                feed,
+                before.held if before else None,
+                room,
+                progress,
+                lambda: self._cancelled,
+            )
+        except BaseException:
+            if not self.engine.kv.position:
+                # Nothing was left to put the cache back: the chat stays, to be read again.
+                self.fed, self.pending_token, self.shaped_by, self.rereads = [], None, None, False
+            raise
+
+    def _next(self, token: int, sampling: Sampling, *, ahead: bool) -> int:
+        """Feed the pending token, pick the next one. If the engine fails, the cache says whether
+        the token was taken."""
+        try:
+            return self.engine.next(token, self.tokenizer.vocab, sampling, self.seed, ahead=ahead)
+        finally:
+            if self.engine.kv.position > len(self.fed):
+                self.fed.append(token)
+                self.pending_token = None
+
+    def _tell(self, warn: Callable[[str], None]) -> None:
+        """What the engine has to say about itself, once."""
+        for line in self.engine.notices[self._noticed :]:
+            warn(line)
+        self._noticed = len(self.engine.notices)
+
+    def _refuse_by_bytes(self, content: str) -> None:
+        """Refuse what cannot fit however it is tokenized, without tokenizing it."""
+        size = len(content.encode())
+        if size <= self.room:
+            return  # even at a byte per token it would fit; the bound is not worth computing
+        if self._longest is None:
+            self._longest = longest_token(self.tokenizer) or math.inf
+        least = int(size / self._longest)
+        if least > self.room:
+            raise self._does_not_fit(least, "needs at least")
+
+    def _does_not_fit(self, tokens: int, verb: str, fed: int | None = None) -> ContextError:
+        """`fed`: positions that the prompt does not replace."""
+        fed = len(self.fed) if fed is None else fed
+        room = max(self.max_context - fed - 1, 0)
+        used = f", {fed:,} of them used by this chat" if fed else ""
+        choices = ["a shorter document", "a model with a longer context"]
+        if self.fed:
+            choices.insert(0, "a new conversation (/reset)")
+        return ContextError(
+            f"the prompt {verb} {tokens:,} tokens and {room:,} are left: this model was trained "
+            f"for {self.max_context:,} positions{used}",
+            f"eviction does not extend that, and nothing was cut; choose {', or '.join(choices)}",
+        )
+
+    def _warn_before(
+        self,
+        question: str,
+        feed: PromptPlan,
+        decision: Decision | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        if self.turn == 0:
+            for note in self.template.notes:
+                warn(note)
+        texts = [(document.name or "the document", document.text) for document in self.pending]
+        for name, text in [*texts, ("the question", question)]:
+            count = self.template.lookalikes(text)
+            if count:
+                strings = "1 string" if count == 1 else f"{count:,} strings"
+                verb = "looks" if count == 1 else "look"
+                tokens = "a control token; it was" if count == 1 else "control tokens; they were"
+                warn(f"{strings} in {name} {verb} like {tokens} read as plain text")
+            count = self.template.markers(text)
+            if count:
+                strings = "1 string" if count == 1 else f"{count:,} strings"
+                warn(
+                    f"{strings} in {name} may pass for turn markers, which are plain text for this "
+                    "model: it cannot tell them from real ones"
+                )
+        if (
+            self.reuse == "blind"
+            and feed.reuse == "once"
+            and not self.turn
+            and self.eviction.evicts
+        ):
+            warn("there is no document to evict beforehand: --reuse blind changes nothing here")
+        told, line = self._told, ""
+        if decision is not None:
+            told, line = (decision.reuse, bool(decision.why)), decision.why
+        elif feed.reuse == "once" and self.shaped_by and self.documents:
+            told = self.shaped_by
+            line = (
+                f"this cache was shaped by question {told}: what that question did not need may "
+                "be gone; /refresh reads the documents again with your next question"
+            )
+        if line and told != self._told:
+            self._told = told
+            warn(line)
+
+    def _warn_after(
+        self, stats: CacheStats, had_documents: bool, warn: Callable[[str], None]
+    ) -> None:
+        if stats.shaped and self.shaped_by is None:
+            self.shaped_by = self.turn
+        rows = stats.budget_rows
+        if had_documents and self.eviction.evicts and rows is not None and rows >= stats.seen:
+            warn(
+                f"--budget {self.eviction.budget} ({rows:,} rows per head) is not below this "
+                f"prompt ({stats.seen:,} tokens): nothing was evicted"
+            )
+
+    def _report(
+        self,
+        stats: CacheStats,
+        feed: PromptPlan,
+        read: Read,
+        reused: int,
+        generated: int,
+        reason: str,
+        warnings: list[str],
+        sampling: Mapping[str, object],
+        seconds: Seconds,
+        rates: Rates,
+    ) -> TurnReport:
+        return TurnReport(
+            turn=self.turn,
+            policy=self.eviction.policy,
+            policy_options=self.eviction.options_record(),
+            budget=self.eviction.budget_record(),
+            kernels=self.facts.kernels,
+            dtype=self.facts.dtype,
+            kv_dtype=self.facts.kv,
+            weights=self.facts.form,
+            device=self.facts.device,
+            tokens=Tokens(
+                prompt_new=feed.tokens,
+                prompt_reused=reused,
+                generated=generated,
+                seen_total=stats.seen,
+                evicted_total=stats.evicted,
+                kept_mean=stats.kept_mean,
+                kept_min=stats.kept_min,
+                kept_max=stats.kept_max,
+            ),
+            kv_bytes=KvBytes(
+                full=stats.full_bytes,
+                held=stats.held_bytes,
+                allocated=stats.allocated_bytes,
+                peak_prefill=max(read.peak, stats.peak_bytes),
+                policy_state=stats.state_bytes,
+            ),
+            time_s=seconds,
+            rate=rates,
+            loss=Loss(*read.lost, None if read.lost[0] is None else "window"),
+            shaped_by_turn=self.shaped_by,
+            stop_reason=reason,
+            seed=self.seed,
+            sampling=sampling,
+            device_mem=_device_memory(self.facts.device),
+            warnings=tuple(warnings),
+            reuse=feed.reuse,
+        )
+
+
+def _with(
+    render: Callable[[list[Message]], list[int]], messages: Sequence[Message]
+) -> Callable[[int, str], list[int]]:
+    """What `render` makes of the messages with another content in one's place."""
+
+    def again(at: int, content: str) -> list[int]:
+        changed = list(messages)
+        changed[at] = Message(changed[at].role, content)
+        return render(changed)
+
+    return again
+
+
+def _check_text(text: str, what: str) -> None:
+    """Lone surrogates come from undecodable bytes, and no tokenizer can take them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code, at = ord(text[error.start]), f"at character {error.start:,}"
+        why = f"a lone surrogate {at}"
+        if 0xDC80 <= code <= 0xDCFF:  # Python's way to hold a byte that it could not decode
+            why = f"byte 0x{code - 0xDC00:02x} {at} is not UTF-8"
+        raise UsageError(f"{what} is not valid Unicode: {why}") from None
+
+
+def _device_memory(device: str) -> DeviceMemory:
+    if device.startswith("cuda"):
+        return DeviceMemory(
+            torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+        )
+    # Linux counts ru_maxrss in KiB, macOS in bytes.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return DeviceMemory(peak if sys.platform == "darwin" else peak * 1024, None)

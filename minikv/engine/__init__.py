@@ -1,0 +1,1 @@
+"""Token ids in, logits or the next token out."""

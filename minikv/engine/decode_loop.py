@@ -1,0 +1,297 @@
+"""An answer written without waiting for the device: a step is one CUDA graph, the token that it
+draws is the next step's input, and the host reads it one step late.
+
+The step after the one that is asked for is launched before its token is known. If that token ends
+the answer, the step that was fed it never becomes final (`DecodeStep`): rows exist for exactly the
+tokens that the caller fed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from minikv.cache.arena import Arena
+from minikv.cache.attend import Attend
+from minikv.cache.decode_step import DecodeStep
+from minikv.cache.kv_cache import KVCache
+from minikv.engine.sampling import Sampling, choose, draw
+from minikv.errors import NumericsError
+from minikv.kernels.dispatch import Kernels
+
+_WARM = 2  # steps that run as they are before one is captured
+_DRAWS = 256  # random numbers that are made at once
+
+
+class Network(Protocol):
+    """A model as a step sees it."""
+
+    def forward(self, ids: Tensor, kv: Attend) -> Tensor: ...
+
+
+class Capture(Protocol):
+    """How a step that runs over and over is launched. `fixed`: what was recorded needs the memory
+    that it worked with to stay where it was."""
+
+    fixed: bool
+
+    def warm(self, body: Callable[[], None]) -> None:
+        """Run it as it is, as often as it takes until all is compiled and allocated."""
+        ...
+
+    def record(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Do not run it; what does, from now on, over the memory that it used."""
+        ...
+
+    def post(self, values: Tensor) -> Callable[[], list[int]]:
+        """Send values (int64, on the device) to the host; what waits for them."""
+        ...
+
+
+class Eager:
+    """`Capture` that runs every step as it is: for a CPU, and for tests."""
+
+    fixed = False
+
+    def warm(self, body: Callable[[], None]) -> None:
+        """See `Capture`."""
+        body()
+
+    def record(self, body: Callable[[], None]) -> Callable[[], None]:
+        """See `Capture`."""
+        return body
+
+    def post(self, values: Tensor) -> Callable[[], list[int]]:
+        """See `Capture`."""
+        sent = values.to("cpu", copy=True)
+        return lambda: list(map(int, sent))
+
+
+class CudaGraphs:
+    """`Capture` in a CUDA graph; warmed on a stream of its own, as capturing demands."""
+
+    fixed = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Two steps are under way at most, and each is read before the one after the next.
+        self._host = [torch.zeros(2, dtype=torch.int64, pin_memory=True) for _ in range(3)]
+        self._sent = 0
+
+    def warm(self, body: Callable[[], None]) -> None:
+        """See `Capture`."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            body()
+        current.wait_stream(self._stream)
+
+    def record(self, body: Callable[[], None]) -> Callable[[], None]:
+        """See `Capture`."""
+        return captured(body, self._stream)
+
+    def post(self, values: Tensor) -> Callable[[], list[int]]:
+        """See `Capture`."""
+        host = self._host[self._sent % len(self._host)]
+        self._sent += 1
+        host.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+
+        def wait() -> list[int]:
+            event.synchronize()
+            return list(map(int, host))
+
+        return wait
+
+
+def captured(body: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
+    """What plays again what `body` does on a stream. Raises what torch raises where something in it
+    waits for the device, and leaves torch able to go on.
+
+    Not `torch.cuda.graph`: that waits for the device and gives all cached memory back first, in the
+    middle of an answer, and stays on its stream after an error.
+    """
+    graph, pool, done = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), False
+    with torch.cuda.stream(stream):
+        # Other threads may use the device meanwhile: the terminal reads memory figures.
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            body()
+            graph.capture_end()
+            done = True
+        finally:
+            if not done:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                # Before 2.12 torch's allocator goes on collecting for a capture that could not end,
+                # and frees nothing more. Where it did end, this is refused.
+                with contextlib.suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+                    torch._C._cuda_releasePool(stream.device.index, pool)
+    return graph.replay
+
+
+class DecodeLoop:
+    """Steps of an answer over a `KVCache`'s cache, drawn as `sampling.pick` draws."""
+
+    def __init__(
+        self, network: Network, kv: KVCache, capture: Capture, ops: Kernels | None = None
+    ) -> None:
+        self._network, self._kv, self._capture = network, kv, capture
+        self._state = DecodeStep(kv.shape, kv.device, ops)
+        with torch.inference_mode(False):
+            self._token = torch.zeros(1, dtype=torch.int64, device=kv.device)
+            self._told = torch.zeros(2, dtype=torch.int64, device=kv.device)
+            self._draws = torch.zeros(_DRAWS, dtype=torch.float64, device=kv.device)
+            self._drawn_from = torch.zeros((), dtype=torch.int64, device=kv.device)
+        self._arena: Arena | None = None  # while it is on loan
+        self._how: tuple[int, Sampling, int] | None = None  # vocabulary, sampling, seed
+        self._drawn = range(0)  # positions whose random numbers are on the device
+        self._at = 0  # where the token of the next launch stands
+        self._full = 0  # a token that stands there may find a head without room
+        self._early: Callable[[], list[int]] | None = None  # the step that nobody asked for yet
+        self._guess = -1  # the token that it was fed
+        self._failed: Exception | None = None
+        self._key: tuple[object, ...] = ()  # what the recorded step has fixed
+        self._warmed = 0
+        self._replay: Callable[[], None] | None = None
+
+    def takes(self) -> bool:
+        """Whether the cache as it is can be stepped here; see `DecodeStep.takes`."""
+        kv = self._kv
+        return self._arena is not None or self._state.takes(kv.arena, kv.step_policy, kv.lasting())
+
+    def feed(self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool) -> int:
+        """Feed one token and return the next, one of the first `vocab`.
+
+        With `ahead` the step after it is launched, too, as if the token returned were fed next.
+        Raises NumericsError if a logit is NaN or infinite, and what the network or the device
+        raises; after an error the scheduler's position says whether the token was taken.
+        """
+        kv, how = self._kv, (vocab, sampling, seed)
+        if self._failed is not None:
+            raise self._failed
+        try:
+            asked, self._early = self._early, None
+            if asked is None or (token, how) != (self._guess, self._how):
+                if asked is not None:
+                    self._state.drop()
+                self._prepare(*how)
+                self._token.fill_(token)
+                asked = self._launch()
+            if ahead and self._at < min(self._full, kv.shape.max_context):
+                try:
+                    self._early = self._launch()
+                except Exception as error:  # what was asked for is under way none the less
+                    self._failed = error
+            found, good = asked()
+        except BaseException:
+            if self._arena is not None:  # what the step after it made final was fed
+                kv.position = max(kv.position, int(self._state.position))
+            self.settle()
+            raise
+        if not good:
+            self.settle()
+            raise NumericsError(
+                f"the network produced NaN or infinite logits at position {kv.position + 1:,}",
+                "the turn was stopped; try --dtype float32",
+            )
+        kv.position += 1
+        self._guess = found
+        return found
+
+    def settle(self) -> None:
+        """Give the cache back as of the last token that was fed and taken. Waits."""
+        arena, self._early = self._arena, None
+        if arena is None:
+            return
+        state = self._state
+        if int(state.position) < self._kv.position:
+            state.commit()
+        else:
+            state.drop()
+        assert int(state.position) == self._kv.position
+        state.unload(arena)
+        self._arena = None  # not before: what failed on the way is tried again
+        if not self._capture.fixed:
+            state.release()
+            self._kv.beside = 0
+
+    def _prepare(self, vocab: int, sampling: Sampling, seed: int) -> None:
+        """Have the cache on the device, with room for a step, and know what to run."""
+        kv, state = self._kv, self._state
+        if kv.position >= self._full:
+            self.settle()
+        if self._arena is None:
+            torch.get_num_threads()  # has this thread's kernels in C use as many as torch does
+            later = kv.lasting()
+            arena = kv.lend(self.settle)
+            state.load(arena, kv.step_policy, kv.position, kv.pinned, later)
+            self._arena = arena
+            used = torch.where(arena.hole < 0, arena.length, arena.length - 1)
+            room = int((arena.capacity - used).min())
+            self._full = kv.position + room if kv.step_policy is None else kv.shape.max_context
+            kv.beside = state.nbytes
+        if self._how is None or seed != self._how[2]:
+            self._drawn = range(0)
+        self._how = vocab, sampling, seed
+        self._at = kv.position
+        key = (vocab, sampling, *state.key)
+        if key != self._key:
+            self._key, self._replay, self._warmed = key, None, 0
+
+    def _launch(self) -> Callable[[], list[int]]:
+        """Start the step of the token that lies on the device; what waits for the next one."""
+        assert self._how is not None
+        vocab, sampling, seed = self._how
+        self._draw(sampling, seed)
+
+        me = ref(self)  # what is recorded must not keep this, and with it the cache, alive
+
+        def body() -> None:
+            writer = me()
+            assert writer is not None
+            writer._step(vocab, sampling)
+
+        if self._replay is not None:
+            self._replay()
+        elif self._warmed < _WARM:
+            self._capture.warm(body)
+            self._warmed += 1
+        else:
+            self._replay = self._capture.record(body)
+            self._replay()
+        self._at += 1
+        return self._capture.post(self._told)
+
+    @torch.inference_mode()
+    def _step(self, vocab: int, sampling: Sampling) -> None:
+        """What is recorded: one token through the network, and the next one drawn."""
+        state = self._state
+        state.start()
+        logits = self._network.forward(self._token, state)
+        place = (state.position + 1 - self._drawn_from).clamp(0, _DRAWS - 1)
+        found = choose(logits[:vocab], sampling, self._draws.gather(0, place[None])[0])
+        good = torch.isfinite(logits).all()
+        state.finish(good)
+        self._token.copy_(found)
+        self._told.copy_(torch.stack((found, good)))
+
+    def _draw(self, sampling: Sampling, seed: int) -> None:
+        """Have the random number for the token after the next launch's on the device."""
+        if sampling.temperature == 0.0 or self._at + 1 in self._drawn:
+            return
+        self._drawn = range(self._at + 1, self._at + 1 + _DRAWS)
+        numbers = [draw(seed, position) for position in self._drawn]
+        # Through memory that the device copies from by itself, and that torch keeps until it has.
+        pinned = self._kv.device.type == "cuda"
+        made = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
+        self._draws.copy_(made, non_blocking=True)
+        self._drawn_from.fill_(self._drawn.start)

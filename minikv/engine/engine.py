@@ -1,0 +1,168 @@
+"""The engine knows token ids only: a prompt in, logits out; a token in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from minikv.cache.attend import Attend
+from minikv.cache.kv_cache import KVCache
+from minikv.engine.decode_loop import Capture, CudaGraphs, DecodeLoop, Eager
+from minikv.engine.sampling import Sampling, pick
+from minikv.errors import ContextError, NumericsError
+from minikv.kernels.dispatch import Kernels
+
+
+class Network(Protocol):
+    """A model as the engine sees it."""
+
+    def forward(self, ids: Tensor, kv: Attend) -> Tensor:
+        """ids int64 [T] -> logits of the last token, float32 [V]."""
+        ...
+
+
+class Engine:
+    """Feeds a network over its cache. Rows exist for exactly the tokens that were fed.
+
+    `notices`: lines for the user about what is slower than it could be.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        kv: KVCache,
+        capture: Capture | Literal["auto"] | None = "auto",
+        ops: Kernels | None = None,
+    ) -> None:
+        """`capture` is how `next` runs steps that decide everything where the rows are; None: as
+        `step` does. By default CUDA graphs on CUDA, `Eager` where the kernels are in C, None
+        elsewhere. `ops`: what they are made of, by default what the cache is."""
+        self.network, self.kv = network, kv
+        self.notices: list[str] = [kv.notice] if kv.notice else []
+        self._writer: DecodeLoop | None = None
+        self._waits = False  # a step is over when it was launched: nothing is gained by being early
+        if capture == "auto":
+            capture = None
+            if kv.device.type == "cuda":
+                capture = CudaGraphs(kv.device)
+            elif kv.ops.name == "native":
+                capture, self._waits = Eager(), True
+        if capture is not None:
+            self._writer = DecodeLoop(network, kv, capture, ops or kv.ops)
+
+    def prompt(
+        self,
+        ids: Sequence[int],
+        progress: Callable[[int, int], None] | None = None,
+        room: int = 256,
+    ) -> Tensor:
+        """Feed a prompt; return the logits of its last token, float32 [V].
+
+        `progress(done, total)` is called on the way and may raise. On any error the cache is
+        as it was before. `room` is how many answer tokens are expected. Raises ContextError if the
+        positions do not suffice, NumericsError if the logits are not finite.
+        """
+        kv = self.kv
+        if not ids:
+            raise ValueError("a prompt needs at least one token")
+        left = kv.shape.max_context - kv.position
+        if len(ids) > left:
+            raise ContextError(
+                f"{len(ids):,} tokens do not fit: {left:,} of {kv.shape.max_context:,} positions "
+                "are left",
+                "eviction frees memory, not positions; shorten the text or start anew with /reset",
+            )
+        kv.progress = progress
+        before = kv.position
+        try:
+            kv.begin(len(ids), min(room, max(1, left - len(ids))))
+            logits = self.network.forward(self._tensor(ids), _Withheld(kv))
+            _check(logits, "reading the prompt")
+            kv.advance(len(ids))
+        except BaseException:
+            if kv.position == before:
+                kv.rollback()
+            raise
+        finally:
+            kv.progress = None
+        return logits
+
+    def step(self, token: int) -> Tensor:
+        """Feed one token of an answer; return the next logits, float32 [V].
+
+        On an error the token is not in the cache. Raises ContextError and NumericsError.
+        """
+        kv = self.kv
+        self._refuse_full()
+        try:
+            logits = self.network.forward(self._tensor([token]), _Withheld(kv))
+            _check(logits, "writing the answer")
+        except BaseException:
+            kv.rollback()
+            raise
+        kv.advance(1)
+        return logits
+
+    def next(
+        self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool = True
+    ) -> int:
+        """`step` and `sampling.pick`: feed a token of an answer, return the next.
+
+        On CUDA the step after it is under way when this returns, unless not `ahead`; it counts
+        only if the token returned is what is fed next. Raises as `step`; on an error `kv.position`
+        says whether the token is in the cache.
+        """
+        self._refuse_full()
+        if self._writer is not None and self._writer.takes():
+            before = self.kv.position
+            try:
+                return self._writer.feed(
+                    token, vocab, sampling, seed, ahead=ahead and not self._waits
+                )
+            except NumericsError:
+                raise
+            except Exception as error:
+                if self._waits or self.kv.position != before:
+                    raise
+                self._writer.settle()
+                self._writer = None
+                why = str(error).strip().partition("\n")[0] or type(error).__name__
+                self.notices.append(f"steps are not captured in a CUDA graph and slower: {why}")
+        logits = self.step(token)
+        return pick(logits, vocab, sampling, seed, self.kv.position)
+
+    def _refuse_full(self) -> None:
+        most = self.kv.shape.max_context
+        if self.kv.position >= most:
+            raise ContextError(
+                f"all {most:,} positions are used",
+                "eviction frees memory, not positions; start anew with /reset",
+            )
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.kv.reset()
+
+    def _tensor(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=self.kv.device)
+
+
+class _Withheld:
+    """The cache without `advance`: the engine looks at the logits before a forward counts."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self.position, self.attend = kv.position, kv.attend
+
+    def advance(self, tokens: int) -> None:
+        """Left to the engine."""
+
+
+def _check(logits: Tensor, doing: str) -> None:
+    if not bool(torch.isfinite(logits).all()):
+        raise NumericsError(
+            f"the network produced NaN or infinite logits while {doing}",
+            "the weights may be damaged, or too large for this dtype; try --dtype float32",
+        )

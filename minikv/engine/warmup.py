@@ -1,0 +1,155 @@
+"""Compile at load what steps and prompts will launch, so that none of it waits in a turn."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+
+from minikv.cache.arena import Arena
+from minikv.cache.budget import Budget
+from minikv.cache.decode_step import DecodeStep
+from minikv.cache.kv_cache import KVCache
+from minikv.engine.decode_loop import DecodeLoop, Eager, Network
+from minikv.engine.sampling import Sampling
+from minikv.errors import NumericsError, UsageError
+from minikv.kernels.cpu import build
+from minikv.kernels.dispatch import Kernels
+from minikv.policies.base import smallest_budget
+
+_ROWS = 4  # of a head; no build of a kernel depends on how many there are
+_LATER = (72, 24, 8, 3)  # tokens of later prompts: the tiles of 16, 32, 64 and of more queries
+_LINES = (16, 32, 64, 128)  # queries of all heads of a group: one for every tile
+_FAR = 1 << 16  # rows of a head that are shared out to several programs
+_IDS = 16  # tokens that every vocabulary has
+
+
+def compiles(device: torch.device, kernels: str) -> bool:
+    """Whether a cache's kernels, as `KVCache` takes them, must first be compiled in C. That takes
+    seconds, once on a machine."""
+    return device.type == "cpu" and kernels == "auto" and build.compiles()
+
+
+def warm(kv: KVCache, network: Network) -> None:
+    """Make two steps over a tiny cache of the same network, policy and kernels, and lead a short
+    conversation over another one.
+
+    Two steps, so that heads also give up a row; prompts that evict, and shorter ones after them, as
+    the tiles depend on how many queries there are. `kv` itself stays as it is. If the kernels
+    cannot be built (Triton needs a C compiler), the torch twins take their place and `kv.notice`
+    says why.
+    """
+    try:
+        _steps(kv)
+        _talk(kv, network)
+        if kv.prompt_policy is not None or kv.step_policy is not None:
+            _tiles(kv)
+    except torch.OutOfMemoryError:
+        raise
+    except NumericsError:  # the first turn will say so
+        pass
+    except Exception as error:  # what a compiler may raise is its own affair
+        why = next(iter(str(error).splitlines()), "")[:200]
+        kv.ops = Kernels()
+        kv.notice = f"the Triton kernels are not used: {type(error).__name__}: {why}"
+
+
+def _steps(kv: KVCache) -> None:
+    shape, step = kv.shape, kv.step_policy
+    arena = Arena(
+        shape.layers,
+        shape.kv_heads,
+        shape.head_dim,
+        kv.dtype,
+        kv.device,
+        step.columns if step else {},
+        kv=kv.kv,
+    )
+    sides = torch.full_like(arena.capacity, _ROWS)
+    arena.resize([_ROWS * shape.kv_heads] * shape.layers, sides)
+    arena.cap.fill_(1)
+    state = DecodeStep(shape, kv.device, kv.ops)
+    if not state.takes(arena, step, None):
+        return
+    with torch.inference_mode():
+        state.load(arena, step, 0, 0, None)
+        heads = torch.zeros((1, shape.heads, shape.head_dim), dtype=kv.dtype, device=kv.device)
+        rows = heads[:, : shape.kv_heads]
+        for _ in range(2):
+            state.start()
+            for layer in range(shape.layers):
+                state.attend(layer, heads, rows, rows)
+            state.finish(torch.ones((), dtype=torch.bool, device=kv.device))
+        state.commit()
+
+
+def _talk(kv: KVCache, network: Network) -> None:
+    """A prompt that evicts, some steps, and later prompts."""
+    rows = smallest_budget(kv.prompt_policy, kv.step_policy) + kv.stride
+    small, tokens = None, 0
+    while small is None:  # a policy that shares rows out unevenly needs more of them
+        tokens = 3 * rows + sum(_LATER)
+        if tokens + sum(_LATER) + 3 > kv.shape.max_context:
+            return
+        try:
+            small = _like(kv, rows)
+            small.begin(tokens)
+        except UsageError:
+            small, rows = None, 2 * rows
+    found = network.forward(_ids(tokens, kv.device), small)
+    writer = DecodeLoop(network, small, Eager(), kv.ops)
+    for token in range(3):
+        if writer.takes():
+            writer.feed(token, len(found), Sampling(), 0, ahead=False)
+    for tokens in _LATER:
+        small.begin(tokens)
+        network.forward(_ids(tokens, kv.device), small)
+    small.reset()
+
+
+def _tiles(kv: KVCache) -> None:
+    """Old rows under later prompts: every tile that a number of queries may choose, with few rows
+    and with many. What is looked at is one row a head."""
+    shape, device = kv.shape, kv.device
+    heads, group = shape.kv_heads, shape.heads // shape.kv_heads
+    rows = torch.zeros((heads, shape.head_dim), dtype=kv.dtype, device=device)
+    start = torch.arange(heads, device=device)
+    length, hole, index = torch.ones_like(start), torch.full_like(start, -1), start[:, None]
+    pos = torch.zeros(heads, dtype=torch.int32, device=device)
+    seen = torch.zeros_like(index)
+    with torch.inference_mode():
+        for window in dict.fromkeys(shape.windows):
+            for lines in _LINES:
+                count = max(1, lines // group)
+                q = rows.new_zeros((heads, group, count, shape.head_dim))
+                at = torch.ones(count, dtype=torch.int64, device=device)
+                for most in (1, _FAR):
+                    kv.ops.segments_attention(
+                        q, rows, rows, start, length, hole, most, pos=pos, q_pos=at, window=window
+                    )
+                kv.ops.rows_lse(q, at, ((rows[:, None], seen),), window)
+                kv.ops.rows_lse(q, at, ((rows, seen, index),), window)
+
+
+def _ids(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device) % _IDS
+
+
+def _like(kv: KVCache, rows: int) -> KVCache:
+    """An empty cache that differs in its budget only."""
+    evicts = kv.prompt_policy is not None or kv.step_policy is not None
+    small = KVCache(
+        kv.shape,
+        kv.prompt_policy,
+        kv.step_policy,
+        Budget("rows", Fraction(rows)) if evicts else None,
+        dtype=kv.dtype,
+        device=kv.device,
+        stride=kv.stride,
+        kv=kv.kv,
+        output=kv.output,
+        rotary=kv.rotary,
+        kernels="torch",
+    )
+    small.ops = kv.ops
+    return small

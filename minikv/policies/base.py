@@ -1,0 +1,410 @@
+"""The four axes of a policy: what a row is worth, which rows may go, how many rows each layer and
+head gets, who stays. A prompt policy answers them once at the end of every prompt, a step policy
+picks one victim a head while an answer is written.
+
+Everywhere: a higher score stays; rows are compared by position, never by slot; ties keep the
+younger row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+ALL = 1 << 62
+"""As a number of observed queries: every query of the prompt."""
+
+
+class Moments:
+    """Running mean and covariance of a layer's queries before rotation."""
+
+    def __init__(self, heads: int, group: int, size: int, device: torch.device) -> None:
+        self.count = 0
+        self._sum = torch.zeros((heads, group, size), dtype=torch.float64, device=device)
+        self._outer = torch.zeros((heads, group, size, size), dtype=torch.float64, device=device)
+
+    def add(self, q: Tensor, angle: Tensor) -> None:
+        """Queries [H, G, T, D] that were turned by angle [T, D / 2]."""
+        q = q.to(torch.float64)
+        one, two = q.chunk(2, -1)
+        cos, sin = angle.cos(), angle.sin()
+        q = torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
+        self.count += q.shape[2]
+        self._sum += q.sum(2)
+        self._outer += q.transpose(2, 3) @ q
+
+    def normal(self) -> tuple[Tensor, Tensor]:
+        """Mean [H, G, D] and covariance [H, G, D, D] (population), float32."""
+        mean = self._sum / max(1, self.count)
+        spread = self._outer / max(1, self.count) - mean[..., None] * mean[..., None, :]
+        return mean.to(torch.float32), spread.to(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptView:
+    """One layer at the end of a prompt, before eviction: old and new rows together.
+
+    pos [H, N] int64, -1 where a head has no row or only one that its window no longer sees;
+    mass [H, G, N] and squares [H, N] float32: what the last `observed` queries gave each row
+    (`kernels.observe`), None when nobody asked; key and value fetch [H, N, D] on demand (rows
+    with pos -1 hold anything); carried: the step policy's columns [H, N] from before the prompt,
+    zero for new rows; output: the layer's output projection [H, G, D, hidden], if it is known;
+    turns: the first position of every prompt so far and the one after its last, this one included;
+    queries: moments of the prompt's, if the scorer asked; rotary [D / 2]: angle per position;
+    budget: rows per head that the layer may keep beside pinned ones; causal: no observed query saw
+    a row after it; below() int64 [H, N]: bit i is set if the i-th query from the end gave the row
+    less than an even share (of the last queries that the step policy's `history` asks for).
+    """
+
+    layer: int
+    position: int
+    pos: Tensor
+    observed: int
+    mass: Tensor | None
+    squares: Tensor | None
+    key: Callable[[], Tensor]
+    value: Callable[[], Tensor]
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
+    output: Callable[[], Tensor] | None = None
+    turns: Sequence[tuple[int, int]] = ()
+    queries: Moments | None = None
+    rotary: Tensor | None = None
+    budget: int = 0
+    causal: bool = True
+    below: Callable[[], Tensor] | None = None
+
+    @property
+    def live(self) -> Tensor:
+        """bool [H, N]: rows that exist and can still be seen."""
+        return self.pos >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The F heads (of all layers) that must give up one row each. Padded to N rows.
+
+    pos [F, N] int64, -1 for padding; cap [F]: rows a head keeps; position: tokens seen, the
+    newest row included unless the policy chooses before attention; columns: the policy's own,
+    [F, N] each; layer and head [F]; attention [F, N]: what the current query gave each row, mean
+    over G. A policy that chooses before attention has the current query [F, G, D] and the
+    newcomer's key [F, 1, D] instead; of a block of t rows all queries [F, G * t, D] and keys
+    [F, t, D].
+    """
+
+    position: int | Tensor
+    pos: Tensor
+    cap: Tensor
+    layer: Tensor
+    head: Tensor
+    columns: Mapping[str, Tensor]
+    attention: Tensor | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
+
+
+Scorer = Callable[[PromptView], Tensor]
+"""-> float32 [H, N]: what each row is worth. Values where the view has no row are ignored."""
+
+Scope = Callable[[PromptView], Tensor]
+"""-> bool [H, N]: rows that must stay whatever their score."""
+
+Prefer = Callable[[Tensor, Sequence[tuple[int, int]]], Tensor]
+"""(pos of any shape, turns) -> bool of that shape: rows that leave after all others."""
+
+Layers = Callable[[int, int, int, int], list[int]]
+"""(L, budget, most, least) -> mean rows per head of each layer, summing to L x budget (a release's
+rounding aside); `most` is what a head could hold at all, `least` what it needs."""
+
+Heads = Callable[[Tensor, Tensor, Tensor, int], list[int]]
+"""(scores, pos, free [H, N], total) -> rows per head among the free ones, summing to total.
+
+No head gets more than it has free rows, if the heads together have enough. Equal scores: the
+younger row, then the first head.
+"""
+
+Selector = Callable[[PromptView, Tensor, Tensor, Sequence[int]], Tensor]
+"""(view, scores [H, N], free bool [H, N], counts [H]) -> bool [H, N]: the chosen free rows."""
+
+
+DeviceHeads = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+"""As `Heads` where the scores are, without asking the device: (scores, pos, free, total int64 [],
+most >= total) -> int64 [H]."""
+
+DeviceSelector = Callable[[PromptView, Tensor, Tensor, Tensor, int], Tensor]
+"""As `Selector`: (view, scores, free, counts int64 [H], most >= counts) -> bool [H, N]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a row is worth and which rows must stay: the first two of the four answers.
+
+    `observe` is the number of last prompt queries whose attention the scorer reads (ALL: every
+    one); `asks` says whether the choice depends on what was asked; `sinks` and `window` are the
+    rows that the scope keeps at either end, for the smallest useful budget; without `causal` an
+    observed query also sees the rows after it; `queries_from`: the scorer reads the moments of the
+    prompt's queries from this position on; `weighs`: scores are at least 0 and can be added and
+    multiplied, as attention can; if not, only their order means something.
+    """
+
+    scorer: Scorer
+    scope: Scope
+    observe: int = 0
+    asks: bool = False
+    sinks: int = 0
+    window: int = 0
+    causal: bool = True
+    queries_from: int | None = None
+    weighs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPolicy:
+    """A one-shot method: it fires at the end of every prompt.
+
+    `drift` is how many rows per KV head `heads` may exceed its total by; rows that `prefer` marks
+    leave after all others, at the prompt and while an answer is written. device_heads and
+    device_select: the same answers as `heads` and `select`, without asking the device.
+    """
+
+    name: str
+    evidence: Evidence
+    heads: Heads
+    layers: Layers
+    select: Selector
+    drift: int = 0
+    prefer: Prefer | None = None
+    device_heads: DeviceHeads | None = None
+    device_select: DeviceSelector | None = None
+
+
+class StepPolicy(ABC):
+    """A method that evicts one row per head and step once the head is at its cap.
+
+    `before`: the victim goes before attention and is not seen by the current query (the head
+    then needs exactly cap rows); otherwise it is chosen from this step's probabilities. `sinks`
+    and `recent`: rows that never leave, at either end. `observe`: queries of a prompt from which
+    the columns start (0: they start without). `history`: last queries of a prompt, at most 32, that
+    are told one by one (`PromptView.below`). `looks`: it judges by the step's own attention
+    (`StepView.attention`). The base remembers nothing.
+    """
+
+    name: str
+    before: bool = False
+    sinks: int = 0
+    recent: int = 1
+    observe: int = 0
+    history: int = 0
+    looks: bool = False
+
+    def reader(self) -> StepPolicy:
+        """The policy that reads a prompt in blocks in this one's place (`BlockPrefill`)."""
+        return self
+
+    @property
+    def columns(self) -> Mapping[str, torch.dtype]:
+        """Per-row state; a row that an answer adds starts at zero, then gets what `admit` says."""
+        return {}
+
+    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Columns [H, N] after a prompt, from `old` (zero for new rows) and the view's evidence."""
+        return {}
+
+    def admit(self, layer: int, key: Tensor) -> dict[str, Tensor]:
+        """Columns [H] of the rows that an answer adds to a layer, whose keys are [H, D]."""
+        return {}
+
+    def step(  # noqa: B027
+        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+    ) -> None:
+        """Add one query's attention in place. All [R], the mean over G; 0 where a row is unused.
+
+        visible() is float32 [R]: how many rows the query saw in a row's head.
+        """
+
+    @abstractmethod
+    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        """(scores float32, free bool) [F, N]: the `count` free rows of lowest score will leave."""
+
+    def victims(self, view: StepView) -> Tensor:
+        """int64 [F]: the column of each head's victim."""
+        scores, free = self.judge(view, 1)
+        return oldest_of_lowest(scores, view.pos, free)
+
+
+def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride: int = 0) -> int:
+    """Rows per head below which a pair of policies cannot work: sinks + window + 1. In blocks of
+    `stride` rows those of a block are inside the cap when it attends, if `step` evicts before."""
+    sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
+    window = max(prompt.evidence.window if prompt else 0, step.recent if step else 0)
+    block = stride - 1 if stride and step is not None and step.before else 0
+    return sinks + window + 1 + block
+
+
+def best(scores: Tensor, pos: Tensor, free: Tensor, count: int) -> Tensor:
+    """bool [N]: the `count` best of the free rows, or all of them when there are fewer."""
+    rows = free.nonzero().squeeze(1)
+    chosen = torch.zeros_like(free)
+    if count >= len(rows):
+        chosen[rows] = True
+    elif count > 0:
+        s = scores[rows]
+        edge = torch.topk(s, count).values[-1]
+        sure = s > edge
+        tied = (s == edge).nonzero().squeeze(1)
+        chosen[rows[sure]] = True
+        left = count - int(sure.sum())
+        young = torch.argsort(pos[rows[tied]], descending=True, stable=True)[:left]
+        chosen[rows[tied[young]]] = True
+    return chosen
+
+
+def ranked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
+    """float32 [H, N] in (0, 1]: the share of a head's free rows that a row is at least as good as.
+
+    What stands in for scores of which only the order means something. Ties: the younger is better.
+    """
+    young = pos.argsort(dim=1, stable=True)
+    order = young.gather(
+        1, scores.masked_fill(~free, -torch.inf).gather(1, young).argsort(dim=1, stable=True)
+    )
+    places = torch.arange(1, pos.shape[1] + 1, device=pos.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
+    rank = rank - (~free).sum(1, keepdim=True)  # rows that are not free come first
+    return (rank / free.sum(1, keepdim=True).clamp(min=1)).clamp(min=0.0)
+
+
+def top(view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]) -> Tensor:
+    """Selector: the best rows of each head."""
+    return torch.stack([best(scores[h], view.pos[h], free[h], n) for h, n in enumerate(counts)])
+
+
+def even_layers(layers: int, budget: int, most: int, least: int) -> list[int]:
+    """Layers: the same for all."""
+    return [budget] * layers
+
+
+def even_heads(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
+    """Heads: the same for all, as far as a head has rows; what it cannot use goes to the others."""
+    return share([Fraction(total, len(free))] * len(free), free.sum(1).tolist(), total)
+
+
+def share(wish: Sequence[Fraction], most: Sequence[int], total: int) -> list[int]:
+    """Whole numbers near `wish` (which sums to `total`), each <= most, summing to `total` exactly.
+
+    Largest remainder, ties to the first. When a wish exceeds its `most`, the excess is spread
+    evenly over the rest. The sum is min(total, sum(most)).
+    """
+    total = min(total, sum(most))
+    x = [min(w, Fraction(m)) for w, m in zip(wish, most, strict=True)]
+    while (spare := total - sum(x)) > 0:
+        open_ = [i for i, m in enumerate(most) if x[i] < m]
+        for i in open_:
+            x[i] = min(x[i] + Fraction(spare) / len(open_), Fraction(most[i]))
+    counts = [w.numerator // w.denominator for w in x]
+    order = sorted(range(len(x)), key=lambda i: (counts[i] - x[i], i))
+    for i in order[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def fill(used: Sequence[int], total: int) -> list[int]:
+    """Raise the lowest of `used` evenly until they sum to `total`; none is lowered.
+
+    fill([3, 9, 3], 18) == [5, 9, 4]: what heads with room to spare may grow to.
+    """
+    caps = list(used)
+    spare = total - sum(caps)
+    while spare > 0:
+        low = min(caps)
+        lowest = [i for i, c in enumerate(caps) if c == low]
+        above = [c for c in caps if c > low]
+        lift = min(spare // len(lowest), (min(above) - low) if above else spare)
+        if lift == 0:
+            for i in lowest[:spare]:
+                caps[i] += 1
+            break
+        for i in lowest:
+            caps[i] += lift
+        spare -= lift * len(lowest)
+    return caps
+
+
+def spread(
+    counts: Sequence[int], sure: Sequence[int], free: Sequence[int], least: int
+) -> list[int]:
+    """`counts` of free rows, but a head that would keep fewer than `least` rows is given some by
+    the richest heads, one after the other.
+
+    sure: rows that a head keeps in any case, those aside that never leave; free: rows it could
+    choose from. Nobody gives what would leave it with fewer than `least`.
+    """
+    given = list(counts)
+    for h in range(len(given)):
+        while given[h] + sure[h] < least and given[h] < free[h]:
+            rich = [i for i, n in enumerate(given) if n and n + sure[i] > least]
+            if not rich:
+                return given
+            given[max(rich, key=lambda i: given[i] + sure[i])] -= 1
+            given[h] += 1
+    return given
+
+
+def last_rows(count: int) -> Scope:
+    """Scope: the `count` youngest rows of each head stay."""
+
+    def scope(view: PromptView) -> Tensor:
+        return view.pos >= max(0, view.position - count)
+
+    return scope
+
+
+def ends(sinks: int, recent: int) -> Scope:
+    """Scope: the conversation's first `sinks` rows and the `recent` youngest stay."""
+
+    def scope(view: PromptView) -> Tensor:
+        young = view.pos >= max(0, view.position - recent)
+        return view.live & ((view.pos < sinks) | young)
+
+    return scope
+
+
+def unprotected(view: StepView, policy: StepPolicy) -> Tensor:
+    """bool [F, N]: rows that may leave; all but the newest where sinks and recent rows are all."""
+    newest = view.position - 1
+    free = (view.pos >= policy.sinks) & (view.pos <= newest - policy.recent)
+    return free | (~free.any(1, keepdim=True) & (view.pos >= 0) & (view.pos < newest))
+
+
+def oldest_of_lowest(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
+    """int64 [F]: of each head's free rows with the lowest score the oldest; all [F, N].
+
+    A head needs a free row: nothing sensible comes of one that has none.
+    """
+    scores = scores.masked_fill(~free, torch.inf)
+    tied = free & (scores <= scores.amin(1, keepdim=True))
+    return pos.masked_fill(~tied, _NEVER).argmin(1)
+
+
+def leaving(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor) -> Tensor:
+    """bool [F, N]: each head's counts [F] free rows of lowest score, of equal ones the oldest."""
+    young = pos.argsort(dim=1, stable=True)
+    ranked = scores.masked_fill(~free, torch.inf).gather(1, young).argsort(dim=1, stable=True)
+    order = young.gather(1, ranked)
+    places = torch.arange(pos.shape[1], device=pos.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
+    return (rank < counts[:, None]) & free
+
+
+_NEVER = 1 << 40
+
+
+def group(mass: Tensor, how: str) -> Tensor:
+    """[H, G, N] -> [H, N]: join the query heads of each KV head by mean, sum or max."""
+    if how == "max":
+        return mass.amax(1)
+    return mass.sum(1) if how == "sum" else mass.mean(1)

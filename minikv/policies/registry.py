@@ -1,0 +1,811 @@
+"""The registry of eviction policies: one row per published method, one per part it is made of.
+
+Importing this needs no torch, so that `--help`, validation and `minikv policies` answer at once.
+A row names the module that holds the method; `prompt_policy` and `step_policy` import it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from minikv.errors import UsageError
+
+if TYPE_CHECKING:
+    from minikv.policies.base import PromptPolicy, StepPolicy
+
+Value = int | float | str | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting of a policy. `kind` is int, float, bool or str; `choices` only for str."""
+
+    name: str
+    default: Value
+    help: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    odd: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One answer to one of the four questions; its module has a function named like the axis."""
+
+    name: str
+    axis: str  # "scorer" (worth and scope), "layers", "heads", "select", "weigh" or "prefer"
+    module: str
+    summary: str
+    options: tuple[Option, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInfo:
+    """The facts of one method, from which help, validation and the policies table are made.
+
+    `parts`: what it is made of as --policy (empty: it is none, or evicts nothing). `module` and
+    `own`: its step form, `step_policy(options)`, and the options of that form.
+    """
+
+    name: str
+    prompt: bool  # may be given as --policy
+    step: bool  # may be given as --decode
+    when: str  # "never", "prompt", "step", "prompt + step"
+    shape: str  # how the budget is spread: "uniform", "per head", ...
+    scores: str  # what a row is worth
+    state: str  # what is stored per row beyond k, v, position
+    second: str  # what a second question finds
+    paper: str  # arXiv number or "baseline"
+    summary: str
+    parts: tuple[str, ...] = ()
+    module: str = ""
+    own: tuple[Option, ...] = ()
+    preset: Mapping[str, Value] = field(default_factory=dict)  # other defaults of the parts
+    stride: str = ""  # what --stride makes of a prompt
+
+    @property
+    def prompt_options(self) -> tuple[Option, ...]:
+        """What it takes as --policy: the options of its parts, one of each name."""
+        named: dict[str, Option] = {}
+        for part in self.parts:
+            for option in PARTS[part].options:
+                value = self.preset.get(option.name, option.default)
+                named.setdefault(option.name, replace(option, default=value))
+        return tuple(named.values())
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """All that it takes, in either form."""
+        both = {option.name: option for option in (*self.prompt_options, *self.own)}
+        return tuple(both.values())
+
+
+WINDOW = Option("window", 32, "observation window: the last rows, always kept", 1, 4096)
+KERNEL = Option("kernel", 7, "pooling width over neighbouring rows (odd)", 1, 63, odd=True)
+POOLING = Option("pooling", "max", "pooling of neighbouring scores", choices=("max", "avg"))
+GROUP = Option(
+    "group", "mean", "how the query heads of a KV head are joined", choices=("mean", "sum", "max")
+)
+SINKS = Option("sinks", 4, "first rows of the conversation, always kept", 0, 4096)
+RECENT = Option("recent", 10, "newest rows, always kept", 0, 4096)
+SEED = Option("seed", 0, "of the random draws", 0, (1 << 31) - 1)
+ROUNDING = Option(
+    "rounding",
+    "exact",
+    "exact: totals are kept to the row; official: the authors' rounding, "
+    "which drifts by a few rows (per head and per layer)",
+    choices=("exact", "official"),
+)
+NO_SINKS = replace(SINKS, default=0)
+RECENT_SHARE = Option("recent_share", 0.5, "share of a head's rows that are the newest", 0.0, 0.95)
+NEWEST = Option("protect_newest", True, "the newest row stays (the release lets it go)")
+PER_HEAD = Option(
+    "per_head", False, "judge each KV head by itself, not all heads of a layer together"
+)
+
+PARTS: dict[str, Part] = {
+    part.name: part
+    for part in (
+        Part(
+            "snapkv",
+            "scorer",
+            "minikv.policies.snapkv",
+            "last-window attention, pooled",
+            (WINDOW, KERNEL, POOLING, GROUP, NO_SINKS),
+        ),
+        Part(
+            "h2o",
+            "scorer",
+            "minikv.policies.h2o",
+            "attention of all queries, summed",
+            (
+                RECENT_SHARE,
+                NO_SINKS,
+                Option(
+                    "window",
+                    0,
+                    "so many last rows stay instead of that share; 0: the share",
+                    0,
+                    4096,
+                ),
+                Option(
+                    "average",
+                    False,
+                    "divide by the queries that could see a row, so that old "
+                    "rows have no advantage (kvpress' observed attention)",
+                ),
+            ),
+        ),
+        Part(
+            "tova",
+            "scorer",
+            "minikv.policies.tova",
+            "the last query's attention",
+            (PER_HEAD, NEWEST),
+        ),
+        Part(
+            "proxies",
+            "scorer",
+            "minikv.policies.nacl",
+            "attention of proxy queries, summed",
+            (
+                Option(
+                    "proxies", 32, "last queries of the prompt that score, always kept", 1, 4096
+                ),
+                SINKS,
+                Option("non_causal", False, "a proxy also sees the rows after it (the release)"),
+            ),
+        ),
+        Part("l2", "scorer", "minikv.policies.l2", "small key norm", (SINKS, RECENT)),
+        Part(
+            "keydiff", "scorer", "minikv.policies.keydiff", "key unlike the others", (SINKS, RECENT)
+        ),
+        Part(
+            "expected",
+            "scorer",
+            "minikv.policies.expected",
+            "expected attention",
+            (
+                SINKS,
+                RECENT,
+                Option("future", 512, "positions over which the rotation is averaged", 1, 1 << 20),
+                Option("covariance", True, "count the spread of the queries, not their mean only"),
+                Option("value_norm", True, "times the length of the value"),
+                Option("epsilon", 0.0, "added to the attention before that", 0.0, 1.0),
+            ),
+        ),
+        Part("random", "scorer", "minikv.policies.random", "a draw", (SINKS, RECENT, SEED)),
+        Part("streaming", "scorer", "minikv.policies.streaming", "position only", (SINKS,)),
+        Part(
+            "pyramid",
+            "layers",
+            "minikv.policies.pyramidkv",
+            "more rows in the first layers",
+            (
+                Option("beta", 20, "the last layer keeps about the mean over this", 1, 1000),
+                Option(
+                    "line",
+                    "exact",
+                    "exact: totals are kept to the row; or as a release rounds",
+                    choices=("exact", "official", "factory", "kvpress"),
+                ),
+                ROUNDING,
+            ),
+        ),
+        Part(
+            "ada",
+            "heads",
+            "minikv.policies.adakv",
+            "head budgets by need",
+            (
+                Option("alpha", 0.2, "share of the budget that every head is sure of", 0.0, 1.0),
+                ROUNDING,
+                Option(
+                    "normalize",
+                    False,
+                    "weigh a head's scores by how concentrated they are "
+                    "before heads are compared (as KVCache-Factory does, not the authors)",
+                ),
+                Option(
+                    "alloc",
+                    "blend",
+                    "blend: the paper; floor: alpha of its even share is a "
+                    "head's own, the rest goes to the best rows (kvpress)",
+                    choices=("blend", "floor"),
+                ),
+            ),
+        ),
+        Part(
+            "draw",
+            "select",
+            "minikv.policies.nacl",
+            "a share of each head's rows is drawn",
+            (
+                Option("random", 0.35, "share of the free budget that is drawn", 0.0, 1.0),
+                Option(
+                    "draw",
+                    "score",
+                    "score: in proportion to the score; softmax: to its exponential (the release)",
+                    choices=("score", "softmax"),
+                ),
+                Option("temperature", 1.0, "above 1 the draw is more even", 0.01, 1e6),
+                SEED,
+            ),
+        ),
+        Part(
+            "critical",
+            "weigh",
+            "minikv.policies.critical",
+            "values weighed by |v W_O|",
+            (
+                Option(
+                    "by_score", 0.5, "share of a head's rows that the score alone picks", 0.0, 1.0
+                ),
+                Option("epsilon", 1e-4, "added to the score, so that large values count", 0.0, 1.0),
+            ),
+        ),
+        Part(
+            "turns",
+            "prefer",
+            "minikv.policies.turns",
+            "the ends of every turn",
+            (Option("edge", 8, "rows at either end of a turn", 1, 4096),),
+        ),
+        Part(
+            "kvcrush",
+            "select",
+            "minikv.policies.kvcrush",
+            "representatives beside the best rows",
+            (
+                Option("ratio", 0.25, "share of the free budget for representatives", 0.0, 1.0),
+                Option(
+                    "bits",
+                    "kv",
+                    "one bit of a row per KV head or, as in the paper, per query head",
+                    choices=("kv", "query"),
+                ),
+                Option(
+                    "anchor",
+                    "mean",
+                    "what the bits of a row are compared with",
+                    choices=("mean", "inv_mean", "alternate", "random", "zeros", "ones"),
+                ),
+                Option(
+                    "ranks",
+                    "ends",
+                    "ends: evenly from the nearest to the farthest; step: "
+                    "evenly from the nearest (OpenVINO)",
+                    choices=("ends", "step"),
+                ),
+                SEED,
+            ),
+        ),
+    )
+}
+"""Every answer by name; a policy is a scorer and, where they are not the plain ones, others."""
+
+_LAST = "last-window attention"
+_AFTER = "a block attends to what is left, then as many rows leave"
+_BEFORE = "as many rows leave as a block brings, then it attends"
+POLICIES: dict[str, PolicyInfo] = {
+    info.name: info
+    for info in (
+        PolicyInfo(
+            "full",
+            True,
+            False,
+            "never",
+            "-",
+            "-",
+            "-",
+            "safe",
+            "baseline",
+            "keeps every row; the baseline",
+        ),
+        PolicyInfo(
+            "streaming",
+            True,
+            True,
+            "prompt + step",
+            "uniform",
+            "position only",
+            "-",
+            "recent only",
+            "2309.17453",
+            "the first rows (sinks) and the most recent ones; keys keep their positions, so the "
+            "trained context is not extended",
+            ("streaming",),
+            "minikv.policies.streaming",
+            (SINKS,),
+            stride=_BEFORE,
+        ),
+        PolicyInfo(
+            "snapkv",
+            True,
+            False,
+            "prompt",
+            "uniform",
+            _LAST,
+            "-",
+            "shaped by Q1",
+            "2404.14469",
+            "rows that the last window of the prompt attends to",
+            ("snapkv",),
+        ),
+        PolicyInfo(
+            "pyramidkv",
+            True,
+            False,
+            "prompt",
+            "per layer",
+            _LAST,
+            "-",
+            "shaped by Q1",
+            "2406.02069",
+            "SnapKV's scores, with more rows in the first layers than in the last",
+            ("snapkv", "pyramid"),
+        ),
+        PolicyInfo(
+            "adakv",
+            True,
+            False,
+            "prompt",
+            "per head",
+            _LAST,
+            "-",
+            "shaped by Q1",
+            "2407.11550",
+            "SnapKV's scores, with the layer's budget spread over heads by need",
+            ("snapkv", "ada"),
+        ),
+        PolicyInfo(
+            "ada-pyramid",
+            True,
+            False,
+            "prompt",
+            "layer and head",
+            _LAST,
+            "-",
+            "shaped by Q1",
+            "2407.11550",
+            "Ada-KV's head budgets within PyramidKV's layer budgets",
+            ("snapkv", "pyramid", "ada"),
+        ),
+        PolicyInfo(
+            "nacl",
+            True,
+            False,
+            "prompt",
+            "uniform",
+            "proxy attention + draw",
+            "-",
+            "shaped by Q1",
+            "2408.03675",
+            "rows that proxy queries attend to, and a share drawn at random in every head",
+            ("proxies", "draw"),
+        ),
+        PolicyInfo(
+            "kvcrush",
+            True,
+            False,
+            "prompt",
+            "uniform",
+            "window attention + bits",
+            "-",
+            "shaped by Q1",
+            "2503.00022",
+            "representatives of the rows that go, beside SnapKV's choice; kvcrush(h2o) and the "
+            "like take another base",
+            ("snapkv", "kvcrush"),
+            preset={"sinks": 4},
+        ),
+        PolicyInfo(
+            "h2o",
+            True,
+            True,
+            "prompt + step",
+            "uniform",
+            "accumulated attention",
+            "1 sum per row",
+            "fades",
+            "2306.14048",
+            "rows with the most accumulated attention, and the newest; what rows got before a "
+            "later prompt counts there only with --decode h2o or roco",
+            ("h2o",),
+            "minikv.policies.h2o",
+            (RECENT_SHARE, NO_SINKS),
+            stride=_AFTER,
+        ),
+        PolicyInfo(
+            "tova",
+            True,
+            True,
+            "prompt + step",
+            "uniform",
+            "newest query's attention",
+            "-",
+            "shaped by Q1",
+            "2401.06104",
+            "the rows that the newest query attends to least leave",
+            ("tova",),
+            "minikv.policies.tova",
+            (PER_HEAD, NEWEST, NO_SINKS),
+            stride=_AFTER,
+        ),
+        PolicyInfo(
+            "l2",
+            True,
+            True,
+            "prompt + step",
+            "uniform",
+            "key norm",
+            "1 norm per row",
+            "safe",
+            "2406.11430",
+            "rows whose key has a large norm leave; reads no attention",
+            ("l2",),
+            "minikv.policies.l2",
+            (SINKS, RECENT),
+            stride=_BEFORE,
+        ),
+        PolicyInfo(
+            "keydiff",
+            True,
+            False,
+            "prompt",
+            "uniform",
+            "key unlike the others",
+            "-",
+            "safe",
+            "2504.15364",
+            "rows whose key is unlike the others stay; reads no attention",
+            ("keydiff",),
+        ),
+        PolicyInfo(
+            "expected",
+            True,
+            False,
+            "prompt",
+            "uniform",
+            "expected attention",
+            "-",
+            "safe",
+            "2510.00636",
+            "rows that the queries to come are expected to look at, whatever is asked",
+            ("expected",),
+        ),
+        PolicyInfo(
+            "random",
+            True,
+            True,
+            "prompt + step",
+            "uniform",
+            "a draw",
+            "-",
+            "safe",
+            "baseline",
+            "any row may leave; the floor that a method should beat",
+            ("random",),
+            "minikv.policies.random",
+            (SINKS, RECENT, SEED),
+            stride=_BEFORE,
+        ),
+        PolicyInfo(
+            "roco",
+            False,
+            True,
+            "step",
+            "each head's own cap",
+            "mean and std of attention",
+            "2 sums and 1 count per row",
+            "fades",
+            "2402.06262",
+            "evicts the lowest mean attention among the rows of steady attention",
+            (),
+            "minikv.policies.roco",
+            (
+                SINKS,
+                replace(RECENT, low=1),
+                Option("scope", 0.3, "share of the cap that a high deviation saves", 0.0, 0.95),
+                Option("scope_prompt", 0.1, "the same while --stride reads a prompt", 0.0, 0.95),
+            ),
+            stride=_AFTER,
+        ),
+        PolicyInfo(
+            "scissorhands",
+            False,
+            True,
+            "step",
+            "each head's own cap",
+            "below-uniform count",
+            "a bit per query of the window",
+            "fades",
+            "2305.17118",
+            "evicts the row that most often got less than a uniform share of attention",
+            (),
+            "minikv.policies.scissorhands",
+            (
+                SINKS,
+                replace(RECENT, low=1),
+                Option("history", 400, "queries that are remembered", 1, 4096),
+            ),
+            stride=_AFTER,
+        ),
+        PolicyInfo(
+            "hashevict",
+            False,
+            True,
+            "step",
+            "each head's own cap",
+            "hashed similarity",
+            "1 code per row",
+            "safe",
+            "2412.16187",
+            "evicts the row whose hash differs most from the current query's, before attention",
+            (),
+            "minikv.policies.hashevict",
+            (
+                SINKS,
+                RECENT,
+                Option("bits", 16, "length of a code", 4, 64),
+                Option(
+                    "hash_with",
+                    "query",
+                    "query: the paper; key: the release",
+                    choices=("query", "key"),
+                ),
+                SEED,
+            ),
+            stride=_BEFORE,
+        ),
+        PolicyInfo(
+            "none",
+            False,
+            True,
+            "never",
+            "-",
+            "-",
+            "-",
+            "-",
+            "-",
+            "the answer's rows are all kept until the next prompt (one-shot papers' setting)",
+        ),
+    )
+}
+"""Every method by name."""
+
+_AXES = ("scorer", "layers", "heads", "select", "weigh", "prefer")
+
+DEFAULT_PROMPT = "adakv"
+DEFAULT_STEP = "roco"
+DEFAULT_BUDGET = "512"
+
+
+def prompt_names() -> list[str]:
+    """Names that `--policy` takes."""
+    return [p.name for p in POLICIES.values() if p.prompt]
+
+
+def step_names() -> list[str]:
+    """Names that `--decode` takes, besides "auto"."""
+    return [p.name for p in POLICIES.values() if p.step]
+
+
+def default_step(prompt: str) -> str:
+    """What `--decode auto` means beside a prompt policy: the same method if it has a step form."""
+    if prompt == "full":
+        return "none"
+    base = _words(prompt)[0]
+    return base if base in POLICIES and POLICIES[base].step else DEFAULT_STEP
+
+
+def find(name: str, *, step: bool = False) -> PolicyInfo:
+    """The row called `name`, or one composed of several; a UsageError that names the nearest.
+
+    A prompt policy may be composed: `h2o+ada+pyramid` is H2O's scorer under Ada-KV's head budgets
+    and PyramidKV's layer budgets, `kvcrush(h2o)` is `h2o+kvcrush`.
+    """
+    names = step_names() if step else prompt_names()
+    info = POLICIES.get(name)
+    if info is not None and (info.step if step else info.prompt):
+        return info
+    flag, other = ("--decode", "--policy") if step else ("--policy", "--decode")
+    if info is not None:
+        raise UsageError(
+            f"{name} works only as {other}, not as {flag}", f"{flag} takes: {', '.join(names)}"
+        )
+    words = _words(name)
+    if len(words) > 1 and not step:
+        return _composed(name, words)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    guess = f"did you mean {' or '.join(near)}? " if near else ""
+    raise UsageError(f"unknown policy {name!r}", f"{guess}{flag} takes: {', '.join(names)}")
+
+
+def _words(name: str) -> list[str]:
+    """`a+b` and `b(a)` -> [a, b]; `c(a)+b` -> [a, c, b]."""
+    terms, depth = [""], 0
+    for sign in name.replace(" ", ""):
+        depth += (sign == "(") - (sign == ")")
+        if sign == "+" and depth == 0:
+            terms.append("")
+        else:
+            terms[-1] += sign
+    words: list[str] = []
+    for term in terms:
+        found = re.fullmatch(r"([\w-]+)\((.+)\)", term)
+        words += [*_words(found[2]), found[1]] if found else [term]
+    return words
+
+
+def _composed(name: str, words: list[str]) -> PolicyInfo:
+    """The row that `words` describe: a policy, then parts that replace its plain answers."""
+    base = POLICIES.get(words[0])
+    if base is None and words[0] in PARTS and PARTS[words[0]].axis == "scorer":  # NaCl's proxies
+        base = replace(POLICIES["snapkv"], parts=(words[0],))
+    if base is None or not base.parts:
+        scorers = [p.name for p in POLICIES.values() if p.parts]
+        raise UsageError(
+            f"cannot compose {name!r}: {words[0]!r} does not say what a row is worth",
+            f"begin with one of {', '.join(scorers)}",
+        )
+    chosen = {PARTS[part].axis: part for part in base.parts}
+    fixed = set(chosen)
+    others = [p.name for p in PARTS.values() if p.axis != "scorer"]
+    for word in words[1:]:
+        row = POLICIES.get(word)
+        given = [word] if word in others else [p for p in row.parts if p in others] if row else []
+        if not given:
+            near = difflib.get_close_matches(word, others, n=3, cutoff=0.5)
+            guess = f"did you mean {' or '.join(near)}? " if near else ""
+            what = "also says what a row is worth" if row and row.parts else "is no part"
+            raise UsageError(
+                f"cannot compose {name!r}: {word!r} {what}",
+                f"{guess}parts are: {', '.join(others)}",
+            )
+        for part in given:
+            axis = PARTS[part].axis
+            if axis in fixed and chosen[axis] != part:
+                raise UsageError(
+                    f"cannot compose {name!r}: {chosen[axis]} and {part} answer the same question",
+                    "take one of the two",
+                )
+            chosen[axis] = part
+            fixed.add(axis)
+    preset = {**base.preset}
+    for word in words[1:]:
+        preset |= POLICIES[word].preset if word in POLICIES else {}
+    parts = tuple(chosen[axis] for axis in _AXES if axis in chosen)
+    spread = {"layers": "per layer", "heads": "per head"}
+    shape = " and ".join(text for axis, text in spread.items() if axis in chosen) or "uniform"
+    summary = "; ".join(PARTS[part].summary for part in parts)
+    return replace(
+        base,
+        name=name,
+        shape=shape,
+        parts=parts,
+        summary=summary,
+        scores=PARTS[parts[0]].summary,
+        paper="composed",
+        preset=preset,
+        step=False,
+        when="prompt",
+        state="-",
+        module="",
+        own=(),
+        stride="",
+    )
+
+
+def read_options(
+    name: str, options: Sequence[Option], given: Mapping[str, object]
+) -> dict[str, Value]:
+    """Defaults of `options` overlaid with `given`, each checked; strings are parsed (`-o a=b`).
+
+    Raises UsageError, in the name of policy `name`, on an unknown option, a value of the wrong
+    kind or out of range.
+    """
+    known = {option.name: option for option in options}
+    values: dict[str, Value] = {option.name: option.default for option in options}
+    for key, raw in given.items():
+        option = known.get(key)
+        if option is None:
+            takes = ", ".join(known) or "no options"
+            raise UsageError(f"{name} has no option {key!r}", f"{name} takes: {takes}")
+        values[key] = _read(name, option, raw)
+    return values
+
+
+def _read(policy: str, option: Option, raw: object) -> Value:
+    kind = type(option.default)
+    try:
+        if kind is bool:
+            if isinstance(raw, bool):
+                return raw
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
+                str(raw).lower()
+            ]
+        if kind is int and isinstance(raw, (bool, float)):
+            raise ValueError
+        value: Value = kind(str(raw))
+    except (ValueError, KeyError):
+        raise UsageError(
+            f"{policy}: {option.name} must be {kind.__name__}, got {raw!r}", _hint(option)
+        ) from None
+    if option.choices and value not in option.choices:
+        raise UsageError(
+            f"{policy}: {option.name} must be one of {', '.join(option.choices)}, got {value!r}",
+            _hint(option),
+        )
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        low, high = option.low, option.high
+        if not ((low is None or value >= low) and (high is None or value <= high)):
+            raise UsageError(
+                f"{policy}: {option.name} must be between {low} and {high}, got {value}",
+                _hint(option),
+            )
+        if option.odd and isinstance(value, int) and value % 2 == 0:
+            raise UsageError(f"{policy}: {option.name} must be odd, got {value}", _hint(option))
+    return value
+
+
+def _hint(option: Option) -> str:
+    """What may be given instead of a wrong value."""
+    wanted = ""
+    if isinstance(option.default, bool):
+        wanted = "give true or false; "
+    elif option.low is not None and option.high is not None:
+        odd = "an odd number " if option.odd else ""
+        wanted = f"give {odd}from {option.low} to {option.high}; "
+    default = str(option.default).lower() if wanted else option.default
+    return f"{wanted}the default is {default}"
+
+
+def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy | None:
+    """Build the prompt side of a method; None means that prompts evict nothing."""
+    info = find(name)
+    values = read_options(info.name, info.prompt_options, options or {})
+    if not info.parts:
+        return None
+    from minikv.policies import selection
+    from minikv.policies.base import PromptPolicy, even_heads, even_layers, top
+
+    made = {PARTS[part].axis: importlib.import_module(PARTS[part].module) for part in info.parts}
+    evidence = made["scorer"].scorer(values)
+    kept = evidence.sinks + evidence.window
+    chosen, weigh = made.get("select"), made.get("weigh")
+    select = chosen.select(values, evidence) if chosen else top
+    there = chosen.device_select(values, evidence) if chosen else selection.top
+    return PromptPolicy(
+        info.name,
+        evidence,
+        made["heads"].heads(values, evidence) if "heads" in made else even_heads,
+        made["layers"].layers(values, kept) if "layers" in made else even_layers,
+        weigh.weigh(values, evidence, select) if weigh else select,
+        # A head is rounded up by half a row at most.
+        drift=int("heads" in made and values["rounding"] == "official"),
+        prefer=made["prefer"].prefer(values) if "prefer" in made else None,
+        device_heads=(
+            made["heads"].device_heads(values, evidence)
+            if "heads" in made
+            else selection.even_heads
+        ),
+        device_select=weigh.device_weigh(values, evidence, there) if weigh else there,
+    )
+
+
+def step_policy(name: str, options: Mapping[str, object] | None = None) -> StepPolicy | None:
+    """Build the decode side of a method; None means that answers evict nothing."""
+    info = find(name, step=True)
+    values = read_options(info.name, info.own, options or {})
+    if not info.module:
+        return None
+    made = importlib.import_module(info.module).step_policy(values)
+    assert made.name == name
+    return made  # type: ignore[no-any-return]

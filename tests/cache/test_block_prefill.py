@@ -1,0 +1,290 @@
+"""Prompts read in blocks: against steps, against the authors' traces, and what must always hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small import VOCAB, engine, ids, network, shape
+from torch import Tensor
+
+from minikv import kernels, policies
+from minikv.cache.budget import Budget
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.stats import Shape
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.engine import Engine
+from minikv.errors import Interrupted, UsageError
+from minikv.models.llama import Llama
+from minikv.policies.base import StepPolicy
+
+DATA = Path(__file__).parents[1] / "data"
+CASES = {case["id"]: case for case in json.loads((DATA / "parity.json").read_text())}
+STEPS = [name for name in policies.step_names() if name != "none"]
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, Tensor]:
+    return load_file(DATA / "parity.safetensors")
+
+
+def step(name: str, options: dict[str, object] | None = None) -> StepPolicy:
+    made = policies.step_policy(name, options)
+    assert made is not None
+    return made
+
+
+def strided(net: Llama, name: str, budget: int, stride: int) -> Engine:
+    kv = KVCache(
+        shape(net),
+        None,
+        step(name),
+        Budget.parse(budget),
+        dtype=net.dtype,
+        stride=stride,
+        poison=True,
+    )
+    return Engine(net, kv)
+
+
+def kept(kv: KVCache) -> list[list[int]]:
+    heads = range(kv.shape.kv_heads)
+    return [kv.kept(layer, h).tolist() for layer in range(kv.shape.layers) for h in heads]
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("windows", [None, (None, 24, None)])
+def test_blocks_of_one_are_steps(name: str, windows: tuple[int | None, ...] | None) -> None:
+    """R4: the same rows and the same logits as a prompt of one token and then step after step."""
+    net = network(windows=windows)
+    # No token twice: its keys would have the same norm, and rounding would choose the victim.
+    tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[:70].tolist()
+    blocks, steps = strided(net, name, 30, 1), engine(net, "full", name, 30)
+    logits = blocks.prompt(tokens)
+    want = steps.prompt(tokens[:1])
+    for token in tokens[1:]:
+        want = steps.step(token)
+    assert torch.allclose(logits, want, rtol=1e-4, atol=1e-4)
+    if windows is None or not steps.kv.step_policy.before:  # type: ignore[union-attr]
+        gone = [  # a step marks its victim at once, a block removes it at the next
+            set(a) ^ set(b) for a, b in zip(kept(blocks.kv), kept(steps.kv), strict=True)
+        ]
+        assert all(len(rows) <= (1 if windows else 0) for rows in gone)
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every block that is mixed: no other prompt of these tests goes by positions."""
+    sizes: list[int] = []
+    mix = kernels.visible_attention
+
+    def listen(query: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        sizes.append(query.shape[2])
+        return mix(query, *rest)
+
+    monkeypatch.setattr(kernels, "visible_attention", listen)
+    return sizes
+
+
+def split(length: int, stride: int) -> list[int]:
+    return [stride] * (length // stride) + ([length % stride] if length % stride else [])
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("stride", [4, 16, 32, 64])
+def test_caps_hold_over_turns(name: str, stride: int, blocks: list[int]) -> None:
+    """In blocks of just that size, the last of a prompt aside: the network hands over 256 rows."""
+    net = network(layers=2, rows=256)
+    run = strided(net, name, 96, stride)
+    generator = torch.Generator().manual_seed(stride)
+    for turn in range(3):
+        length = int(torch.randint(80, 150, (1,), generator=generator))
+        blocks.clear()
+        run.prompt(ids(length, seed=turn))
+        assert blocks == split(length, stride) * 2
+        seen = run.kv.position
+        for rows in kept(run.kv):
+            assert len(rows) == min(96, seen) or run.kv.step_policy.before  # type: ignore[union-attr]
+            assert len(rows) <= 96
+            assert len(set(rows)) == len(rows)
+            assert rows[-1] == seen - 1
+        for token in range(3):
+            run.step(token)
+        assert all(len(rows) <= 96 for rows in kept(run.kv))
+
+
+def test_chunks_of_the_network_do_not_change_the_blocks(blocks: list[int]) -> None:
+    """Chunks of 64 and of 256 rows give the same blocks of 32, so the same rows."""
+    found = []
+    for rows in (64, 256):
+        run = strided(network(layers=1, rows=rows), "roco", 60, 32)
+        run.prompt(ids(300))
+        assert blocks == split(300, 32)
+        blocks.clear()
+        found.append(kept(run.kv))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_budget_above_the_length_changes_nothing(name: str) -> None:
+    """Beside a whole prompt: to rounding, for attention is summed in another order."""
+    net = network()
+    run, full = strided(net, name, 400, 16), engine(net)
+    for turn in range(2):
+        got, want = run.prompt(ids(90, seed=turn)), full.prompt(ids(90, seed=turn))
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+        assert kept(run.kv) == kept(full.kv)
+
+
+@pytest.mark.parametrize("name", ["roco", "hashevict"])
+def test_a_stopped_prompt_leaves_no_trace(name: str) -> None:
+    net = network()
+    plain, stopped = strided(net, name, 40, 8), strided(net, name, 40, 8)
+    for run in (plain, stopped):
+        run.prompt(ids(100))
+        run.step(3)
+    want = plain.prompt(ids(60, seed=1))
+    for at in range(1, 12, 3):
+        calls = 0
+
+        def stop(done: int, total: int, at: int = at) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise Interrupted("stopped", "")
+
+        with pytest.raises(Interrupted):
+            stopped.prompt(ids(60, seed=2), progress=stop)
+    assert torch.equal(stopped.prompt(ids(60, seed=1)), want)
+    assert kept(stopped.kv) == kept(plain.kv)
+
+
+def test_memory_is_bounded_by_the_budget() -> None:
+    """Peak bytes of the cache do not grow with the prompt."""
+    net = network()
+    peaks = []
+    for length in (200, 1600):
+        run = strided(net, "roco", 64, 16)
+        run.prompt(ids(length))
+        peaks.append(run.kv.stats().peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
+def feed(kv: KVCache, query: Tensor, key: Tensor) -> None:
+    kv.begin(len(key))
+    kv.attend(0, query, key, key)
+    kv.advance(len(key))
+
+
+def easykv(name: str, params: dict[str, int], *, decode: bool = False) -> StepPolicy:
+    """The release's rule in our terms: its scope leaves 4 sinks aside, its recents are a share."""
+    cap, recent = params["kept"], params["recent"]
+    if name == "roco":
+        saved = int(0.3 * cap) if decode else int(0.1 * cap) + 4
+        sinks = 0 if decode else 4
+        share = (saved + 0.5) / cap
+        given = {"sinks": sinks, "recent": 10, "scope": share, "scope_prompt": share}
+        return step("roco", given)
+    if name == "h2o":
+        return step("h2o", {"sinks": 4, "recent_share": (recent + 0.5) / cap})
+    if name == "tova":
+        return replace(step("tova", {"sinks": 4}), recent=recent)  # type: ignore[type-var]
+    return step("streaming", {"sinks": 4})
+
+
+@pytest.mark.parametrize("name", ["roco", "h2o", "tova", "streaming"])
+def test_easykv_blocks(name: str, tensors: dict[str, Tensor]) -> None:
+    """Its statistics begin when the cache is full: those of the first rows are cleared here."""
+    case = CASES[f"easykv_prefill_{name}"]
+    params = case["params"]
+    data = {role: tensors[t] for role, t in case["tensors"].items()}
+    heads, group, size, cap = params["Hk"], params["G"], params["d"], params["kept"]
+    kv = KVCache(
+        Shape(1, heads, heads * group, size, (None,), 1 << 20),
+        None,
+        easykv(name, params),
+        Budget.parse(cap),
+        stride=params["stride"],
+        poison=True,
+    )
+    query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
+    feed(kv, query[:cap], key[:cap])
+    for column in kv.arena.extra:
+        kv.arena.columns[column].zero_()
+    held = [set(range(cap)) for _ in range(heads)]
+    for event, victims in enumerate(data["victims"].tolist()):
+        lo = cap + event * params["stride"]
+        hi = lo + params["stride"]
+        feed(kv, query[lo:hi], key[lo:hi])
+        for h in range(heads):
+            held[h] = (held[h] | set(range(lo, hi))) - set(victims[h])
+            assert set(kv.kept(0, h).tolist()) == held[h], f"event {event}, head {h}"
+    final = data["expected_final_kept"].split(data["expected_final_kept_len"].tolist())
+    assert kept(kv) == [rows.tolist() for rows in final]
+
+
+def test_easykv_blocks_then_steps(tensors: dict[str, Tensor]) -> None:
+    case = CASES["easykv_prefill_then_decode_roco"]
+    params = case["params"]
+    data = {role: tensors[t] for role, t in case["tensors"].items()}
+    heads, group, size, cap = params["Hk"], params["G"], params["d"], params["kept"]
+    kv = KVCache(
+        Shape(1, heads, heads * group, size, (None,), 1 << 20),
+        None,
+        easykv("roco", params),
+        Budget.parse(cap),
+        stride=params["stride"],
+        poison=True,
+    )
+    query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
+    feed(kv, query[:cap], key[:cap])
+    for column in kv.arena.extra:
+        kv.arena.columns[column].zero_()
+    feed(kv, query[cap : params["N"]], key[cap : params["N"]])
+    held = [set(range(params["N"])) for _ in range(heads)]
+    for event in data["victims_prefill"].tolist():
+        for h in range(heads):
+            held[h] -= set(event[h])
+    assert kept(kv) == [sorted(rows) for rows in held]
+    kv.configure(None, easykv("roco", params, decode=True), Budget.parse(cap), params["stride"])
+    for i, victims in enumerate(data["victims_decode"].tolist()):
+        at = params["N"] + i
+        kv.attend(0, query[at : at + 1], key[at : at + 1], key[at : at + 1])
+        kv.advance(1)
+        for h in range(heads):
+            held[h] = (held[h] | {at}) - {victims[h]}
+            assert set(kv.kept(0, h).tolist()) == held[h], f"step {i}, head {h}"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"policy": "adakv", "stride": 8}, "adakv cannot read a prompt in blocks"),
+        ({"policy": "none", "stride": 8}, "none cannot read a prompt in blocks"),
+        ({"policy": "roco", "stride": 3}, "must be a power of two"),
+        ({"policy": "roco", "stride": 512}, "must be a power of two"),
+        ({"policy": "roco", "decode": "h2o", "stride": 8}, "--decode h2o does not go with it"),
+    ],
+)
+def test_what_does_not_go_together(given: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        EvictionConfig.read(**given)  # type: ignore[arg-type]
+    assert says in str(refused.value)
+
+
+def test_the_smallest_budget_counts_the_block(blocks: list[int]) -> None:
+    """A policy that evicts before attention needs room for the block inside its cap."""
+    net = network(rows=256)
+    with pytest.raises(UsageError, match="too small"):
+        strided(net, "hashevict", 30, 32)
+    with pytest.raises(UsageError) as refused:
+        strided(net, "hashevict", 30, 32)
+    assert "is 46 rows" in refused.value.hint
+    run = strided(net, "hashevict", 46, 32)
+    run.prompt(ids(200))
+    assert {len(rows) for rows in kept(run.kv)} == {46}
+    assert blocks == split(200, 32) * 3

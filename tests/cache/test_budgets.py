@@ -1,0 +1,358 @@
+"""Budgets to the row, for every policy: what is handed out, and what a cache then holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from small import COMPOSITIONS, PAIRS, VOCAB, Walk, ids, least, network, over, spell
+from torch import Tensor
+
+from minikv import policies
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.decode_loop import Capture, Eager
+from minikv.engine.engine import Engine
+from minikv.engine.sampling import Sampling
+from minikv.errors import UsageError
+from minikv.policies.base import oldest_of_lowest, smallest_budget
+
+PROMPTS = [name for name in policies.prompt_names() if name != "full"]
+COMPOSED = [*PROMPTS, "h2o+ada+pyramid", "kvcrush(adakv)", "snapkv+critical+turns", "l2+nacl+ada"]
+
+
+@pytest.fixture(autouse=True)
+def someone_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No budget leaves a head without a row that its step policy may evict."""
+
+    def checked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
+        assert bool((free & (pos >= 0)).any(1).all())
+        return oldest_of_lowest(scores, pos, free)
+
+    monkeypatch.setattr("minikv.policies.base.oldest_of_lowest", checked)
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("layers", [1, 2, 5, 32])
+def test_layers_sum_to_the_budget(name: str, layers: int) -> None:
+    """Every integer budget from the smallest to 4,096, for several lengths of a prompt."""
+    policy = policies.prompt_policy(name)
+    assert policy is not None
+    smallest = smallest_budget(policy, None)
+    for budget in range(smallest, 4097):
+        for most in (budget, budget + 1, 2 * budget, 5000, 1 << 20):
+            rows = policy.layers(layers, budget, most, smallest)
+            assert len(rows) == layers
+            assert sum(rows) == layers * budget
+            assert min(rows) >= smallest
+            assert max(rows) <= max(most, budget)
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_heads_sum_to_the_layers_total(name: str, data: st.DataObject) -> None:
+    """Whatever the scores and the free rows: exact, and no head gets more than it has."""
+    policy = policies.prompt_policy(name)
+    assert policy is not None
+    heads, rows = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 120))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    scores = torch.rand(heads, rows, generator=generator)
+    if data.draw(st.booleans()):
+        scores = (scores * 4).floor()  # many ties
+    free = torch.rand(heads, rows, generator=generator) < data.draw(st.floats(0.05, 1.0))
+    total = data.draw(st.integers(0, heads * rows))
+    pos = torch.arange(rows).expand(heads, rows)
+    counts = policy.heads(scores, pos, free, total)
+    assert sum(counts) == min(total, int(free.sum()))
+    assert all(0 <= n <= m for n, m in zip(counts, free.sum(1).tolist(), strict=True))
+
+
+OWN_ROUNDING = ("rounding", "line", "protect_newest")
+"""Options under which a release's drift or its missing protection is wanted."""
+
+
+def values(option: policies.Option) -> st.SearchStrategy[object]:
+    """Its default every other time, else any value that a short conversation can bear."""
+    default = option.default
+    some: st.SearchStrategy[object]
+    if isinstance(default, bool):
+        some = st.booleans()
+    elif option.choices:
+        some = st.sampled_from(option.choices)
+    elif isinstance(default, int):
+        assert option.low is not None
+        few = st.integers(int(option.low), int(option.low) + 36)
+        some = few.map(lambda n: n | 1) if option.odd else few
+    else:
+        some = st.sampled_from([option.low, default, option.high])
+    return st.one_of(st.just(default), some)
+
+
+@st.composite
+def choices(draw: st.DrawFn, part: str = "", step: str = "", pinned: int = 0) -> EvictionConfig:
+    """What a user may ask for: any composition (with `part`) beside any step policy (or `step`), or
+    a step policy that reads in blocks, with any named options, on a budget that is enough beside
+    so many pins. An option that is left out may have one default for the prompt, another for the
+    answer."""
+    step = step or draw(st.sampled_from(policies.step_names()))
+    stride = 0
+    if part or step == "none" or not draw(st.booleans()):
+        fitting = [w for w in COMPOSITIONS if not part or part in policies.find("+".join(w)).parts]
+        words = draw(st.sampled_from([("full",), *fitting] if not part else fitting))
+        name = spell(words, draw(st.integers(0, len(words) - 1)))
+    else:
+        name, stride = step, draw(st.sampled_from([1, 4, 16, 64]))
+    info = None if stride else policies.find(name)
+    takes = [*(info.prompt_options if info else ()), *policies.find(step, step=True).own]
+    given = {
+        o.name: draw(values(o))
+        for o in takes
+        if o.name not in OWN_ROUNDING and draw(st.integers(0, 3))
+    }
+    decode = "auto" if stride else step
+    try:
+        rows = enough(EvictionConfig.read(name, decode, 1, given, stride=stride), pinned)
+    except UsageError:  # options that contradict each other
+        given = {}
+        rows = enough(EvictionConfig.read(name, decode, 1, given, stride=stride), pinned)
+    return EvictionConfig.read(name, decode, rows + draw(st.integers(0, 40)), given, stride=stride)
+
+
+def enough(eviction: EvictionConfig, pinned: int) -> int:
+    """Rows per head that are enough to the row: pins among the sinks need none of their own."""
+    prompt, step, _, _ = eviction.policies()
+    sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
+    return least(eviction, max(0, pinned - sinks))
+
+
+PINNED = 6
+FEW = 2  # pins among the sinks
+WINDOWS = [(None, None), (20, None), (None, 70)]
+
+
+def run(data: st.DataObject, part: str, step: str) -> None:
+    """Two or three prompts with answers between them, some under another choice than the first."""
+    draw = data.draw
+    pinned = draw(st.sampled_from([0, FEW, PINNED]))
+    choice = draw(choices(part, step, pinned))
+    walk = Walk(choice, windows=draw(st.sampled_from(WINDOWS)), pinned=pinned)
+    for turn in range(draw(st.integers(2, 3))):
+        if turn and draw(st.booleans()):
+            walk.configure(draw(choices(pinned=pinned)))
+        walk.prompt(ids(draw(st.integers(1, 120)), seed=turn))
+        for token in ids(draw(st.integers(0, 9)), seed=10 + turn):
+            walk.step(token)
+
+
+BRIEF = settings(
+    max_examples=3,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],  # shrinking takes minutes
+)
+LONG = settings(BRIEF, max_examples=440, derandomize=False, print_blob=True)
+STEPS = policies.step_names()
+
+
+@pytest.mark.parametrize("part", policies.PARTS)
+@given(data=st.data())
+@BRIEF
+def test_walks_with_every_part(part: str, data: st.DataObject) -> None:
+    """Invariant 2, for all that is registered: see `Walk`."""
+    run(data, part, "")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@given(data=st.data())
+@BRIEF
+def test_walks_with_every_step_policy(step: str, data: st.DataObject) -> None:
+    run(data, "", step)
+
+
+@pytest.mark.parametrize("name", [w[0] for w in COMPOSITIONS if len(w) == 1])
+@pytest.mark.parametrize("part", ["", "+pyramid"])
+def test_the_smallest_budget_is_enough_at_every_extreme(name: str, part: str) -> None:
+    """Whatever one of its options says, and beside pins: what is protected fits the budget."""
+    info = policies.find(name + part)
+    for option in info.prompt_options:
+        if option.low is None or option.name in ("seed", "temperature", *OWN_ROUNDING):
+            continue
+        most = 31 if isinstance(option.default, int) else option.high
+        for value in (option.low, most):
+            given = {option.name: value if isinstance(option.default, float) else int(value)}
+            rows = least(EvictionConfig.read(info.name, "none", 1, given))
+            for pinned in (0, 9):
+                walk = Walk(
+                    EvictionConfig.read(info.name, "none", rows + pinned, given), pinned=pinned
+                )
+                walk.prompt(ids(100))
+
+
+@pytest.mark.parametrize("step", [name for name in STEPS if name != "none"])
+@pytest.mark.parametrize("name", ["h2o+ada+pyramid", "l2+ada", "tova+ada+turns"])
+def test_pinned_rows_stay_where_heads_have_little_else(name: str, step: str) -> None:
+    """However few rows an adaptive budget gives a head, one beside the pins may be overwritten."""
+    given = {"alpha": 0.0} | ({"recent_share": 0.0} if name.startswith("h2o") else {})
+    for seed, (pinned, spare) in enumerate([(PINNED, 0), (PINNED, 1), (FEW, 1), (FEW, 0)]):
+        rows = enough(EvictionConfig.read(name, step, 1, given), pinned)
+        walk = Walk(EvictionConfig.read(name, step, rows + spare, given), pinned=pinned)
+        for turn in range(2):
+            walk.prompt(ids(90, seed=10 * seed + turn))
+            for token in ids(9, seed=5 + seed):
+                walk.step(token)
+
+
+@pytest.mark.parametrize("capture", [None, Eager()], ids=["host", "device"])
+@pytest.mark.parametrize(
+    ("seed", "pinned", "layer", "head", "before", "after"),
+    [(1, 0, 2, 0, [0, 1], [0]), (9, 2, 2, 2, [0, 1, 3], [0, 1])],
+)
+def test_a_head_that_has_nothing_but_sinks_keeps_its_pins_and_its_first_row(
+    seed: int,
+    pinned: int,
+    layer: int,
+    head: int,
+    before: list[int],
+    after: list[int],
+    capture: Capture | None,
+) -> None:
+    """H2O has no sinks of its own, StreamingLLM has four: a head may be left with fewer rows."""
+    net, given = network(seed=seed), {"alpha": 0.0, "recent_share": 0.0}
+    kv = over(net, *EvictionConfig.read("h2o+ada", "streaming", 5, given).policies())
+    kv.pin(pinned)
+    engine = Engine(net, kv, capture)
+    engine.prompt(ids(100, seed=seed))
+    assert kv.kept(layer, head).tolist() == before
+    token = 5
+    for position in range(100, 104):
+        token = engine.next(token, VOCAB, Sampling(), seed)
+        assert kv.kept(layer, head).tolist() == [*after, position]
+
+
+OTHERS: list[tuple[str, dict[str, object]]] = [
+    *((name, {}) for name in STEPS),
+    ("hashevict", {"bits": 8}),
+    ("hashevict", {"seed": 5}),
+    ("scissorhands", {"history": 16}),
+]
+
+
+@pytest.mark.parametrize("stride", [0, 8])
+@pytest.mark.parametrize(("step", "given"), [other for other in OTHERS if other[0] != "none"])
+def test_another_policy_finds_true_columns(
+    step: str, given: dict[str, object], stride: int
+) -> None:
+    """After any other policy, or the same with other options: what it knows of old rows is right,
+    or nothing. The prompt between them is one token."""
+    name, decode = (step, "auto") if stride else ("adakv", step)
+    choice = EvictionConfig.read(name, decode, 64, given, stride=stride)
+    for first, options in OTHERS:
+        start = EvictionConfig.read("h2o" if first == "h2o" else "adakv", first, 64, options)
+        walk = Walk(start, windows=(None,))
+        walk.prompt(ids(90))
+        walk.step(1)
+        walk.configure(choice)
+        walk.prompt([2])
+        walk.step(3)
+
+
+def test_every_part_is_in_a_composition() -> None:
+    assert {p for words in COMPOSITIONS for p in policies.find("+".join(words)).parts} == set(
+        policies.PARTS
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", policies.PARTS)
+@given(data=st.data())
+@LONG
+def test_ten_thousand_walks(part: str, data: st.DataObject) -> None:
+    """With those of the step policies about 10,000."""
+    run(data, part, "")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("step", STEPS)
+@given(data=st.data())
+@LONG
+def test_ten_thousand_walks_with_every_step_policy(step: str, data: st.DataObject) -> None:
+    run(data, "", step)
+
+
+@pytest.mark.parametrize(("prompt", "step"), PAIRS)
+def test_walks_of_methods(prompt: str, step: str) -> None:
+    """Every method as it is, over prompts and answers of random lengths."""
+    walk = Walk(EvictionConfig.read(prompt, step, 64))
+    generator = torch.Generator().manual_seed(1)
+    for turn in range(3):
+        lengths = torch.randint(1, 90, (2,), generator=generator).tolist()
+        walk.prompt(ids(lengths[0], seed=turn))
+        for token in ids(lengths[1] // 10, seed=50 + turn):
+            walk.step(token)
+
+
+def lost(q: Tensor, k: Tensor, v: Tensor, w: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """(L1 change of a layer's output for one query, share of attention kept [H]).
+
+    q [H, D]; k, v [H, N, D]; w [H, D, hidden]; keep bool [H, N].
+    """
+    p = (q[:, None] @ k.transpose(1, 2)).squeeze(1).mul(k.shape[-1] ** -0.5).softmax(-1)
+    kept = p * keep
+    mass = kept.sum(1)
+    values = v @ w
+    change = ((p - kept / mass[:, None])[:, :, None] * values).sum((0, 1))
+    return change.abs().sum(), mass
+
+
+def bound(scores: Tensor, counts: list[int], v: Tensor, w: Tensor) -> tuple[Tensor, float]:
+    """(the best `counts` rows of each head, Ada-KV's bound: 2 C sum(1 - m_h))."""
+    keep = torch.zeros_like(scores, dtype=torch.bool)
+    for h, n in enumerate(counts):
+        keep[h, scores[h].topk(n).indices] = True
+    mass = (scores * keep).sum(1)
+    return keep, 2 * float((v @ w).abs().sum(-1).max()) * float((1 - mass).sum())
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 1.0])
+def test_the_loss_is_within_ada_kvs_bound(alpha: float) -> None:
+    """Invariant 9, theorems 3.1 and 3.2 with the allocator that is registered: the loss is at most
+    2 C sum(1 - m_h), C the largest L1 length of a projected value, and without a safeguard no
+    other head budgets have a lower bound."""
+    policy = policies.prompt_policy("adakv", {"alpha": alpha})
+    assert policy is not None
+    generator = torch.Generator().manual_seed(11)
+    lower = drawn_lower = 0
+    for _ in range(100):
+        heads, rows, size, hidden, total = 4, 60, 8, 24, 80
+        sharp = 3 * torch.rand(heads, 1, generator=generator)
+        q = sharp * torch.randn(heads, size, generator=generator)
+        k, v = torch.randn(2, heads, rows, size, generator=generator)
+        w = torch.randn(heads, size, hidden, generator=generator)
+        scores = (q[:, None] @ k.transpose(1, 2)).squeeze(1).mul(size**-0.5).softmax(-1)
+        free = torch.ones(heads, rows, dtype=torch.bool)
+        counts = policy.heads(scores, torch.arange(rows).expand(heads, rows), free, total)
+        assert sum(counts) == total
+        keep, most = bound(scores, counts, v, w)
+        if min(counts):  # a head without a row has no output to compare
+            change, _ = lost(q, k, v, w, keep)
+            assert float(change) <= most + 1e-4
+        even = bound(scores, [total // heads] * heads, v, w)[1]
+        shares = torch.randint(heads, (total,), generator=generator).bincount(minlength=heads)
+        moved = int(torch.randint(1, 15, (1,), generator=generator))
+        shares[0] += moved  # far from even, too
+        shares[-1] -= moved
+        assert int(shares.max()) <= rows
+        assert int(shares.min()) >= 0
+        drawn = bound(scores, shares.tolist(), v, w)[1]
+        if alpha == 0.0:
+            assert most <= even + 1e-3
+            assert most <= drawn + 1e-3
+        lower += most < 0.9 * even
+        drawn_lower += most < 0.9 * drawn
+    if alpha == 1.0:
+        assert lower == 0
+    else:
+        assert min(lower, drawn_lower) > 50

@@ -1,0 +1,218 @@
+"""Keys and values kept as int8 with a scale per row: what is stored, its cost and its loss."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small import PAIRS, ids, network, over
+from torch import Tensor
+
+import minikv
+from minikv import kernels, policies
+from minikv.cache.budget import Budget
+from minikv.engine.engine import Engine
+from minikv.errors import Interrupted, UsageError
+from minikv.models.llama import Llama
+
+
+def run(
+    net: Llama,
+    prompt: str = "full",
+    step: str = "none",
+    budget: int | str | None = 48,
+    *,
+    kv: torch.dtype | None = torch.int8,
+    stride: int = 0,
+) -> Engine:
+    return Engine(
+        net,
+        over(
+            net,
+            policies.prompt_policy(prompt),
+            policies.step_policy(step),
+            Budget.parse(budget) if budget is not None else None,
+            stride,
+            kv=kv,
+        ),
+    )
+
+
+def coded(engine: Engine) -> dict[tuple[int, int, int], tuple[bytes, float]]:
+    """(layer, head, position) -> the codes and the scale of the key held there."""
+    arena, found = engine.kv.arena, {}
+    for layer in range(len(arena.start)):
+        index, live = arena.index(layer)
+        for h in range(arena.heads):
+            for row in index[h, live[h]].tolist():
+                at = layer, h, int(arena.columns["pos"][row])
+                key = arena.columns["k"][row].numpy().tobytes()
+                found[at] = key, float(arena.columns["k_scale"][row])
+    return found
+
+
+@given(st.integers(0, 1000), st.sampled_from([1e-30, 1.0, 3e4]), st.integers(1, 70))
+@settings(max_examples=50, deadline=None)
+def test_no_entry_is_off_by_more_than_half_a_step(seed: int, size: float, wide: int) -> None:
+    x = torch.randn(5, wide, generator=torch.Generator().manual_seed(seed)) * size
+    codes, scale = kernels.to_codes(x)
+    back = kernels.from_codes(codes, scale, torch.float32)
+    assert bool(((back - x).abs() <= scale[:, None] * 0.5001).all())
+    assert bool((codes.abs().amax(-1) == 127).all())
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_float16_does_not_overflow_before_the_scale(even: bool) -> None:
+    q, k = torch.full((1, 1, 128), 5.0).half(), torch.ones(1, 3, 128).half()
+    codes, scale = kernels.to_codes(k)  # 127 x 5 x 128 is more than float16 holds
+    if even:
+        got, p = kernels.decode_attention(q, codes, codes, None, (scale, scale))
+    else:
+        seen = torch.ones(1, 3, dtype=torch.bool)
+        got, p = kernels.joint_attention(q, codes[0], codes[0], seen, (scale[0], scale[0]))
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got, torch.ones(1, 1, 128).half(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(p.flatten(), torch.full((3,), 1 / 3))
+
+
+def test_a_row_of_zeros_stays_zero_and_nan_stays_nan() -> None:
+    x = torch.tensor([[0.0, 0.0], [float("nan"), 1.0]])
+    back = kernels.from_codes(*kernels.to_codes(x), torch.float32)
+    assert back[0].tolist() == [0.0, 0.0]
+    assert back[1].isnan().all()
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_attention_over_codes_is_attention_over_what_they_stand_for(even: bool) -> None:
+    made = torch.Generator().manual_seed(1)
+    heads, group, rows, size = 3, 2, 40, 8
+    q = torch.randn(heads, group, size, generator=made)
+    k, v = (torch.randn(heads, rows, size, generator=made) for _ in range(2))
+    (ck, sk), (cv, sv) = kernels.to_codes(k), kernels.to_codes(v)
+    dense = kernels.from_codes(ck, sk, torch.float32), kernels.from_codes(cv, sv, torch.float32)
+    want, p = kernels.decode_attention(q, *dense)
+    if even:
+        got, mean = kernels.decode_attention(q, ck, cv, None, (sk, sv))
+        torch.testing.assert_close(mean, p)
+    else:
+        own = torch.eye(heads, dtype=torch.bool).repeat_interleave(group, 0)
+        seen = own.repeat_interleave(rows, 1)
+        flat = [t.flatten(0, 1) for t in (ck, cv, sk, sv)]
+        got, mean = kernels.joint_attention(q, *flat[:2], seen, (flat[2], flat[3]))
+        torch.testing.assert_close(mean.view(heads, rows), p.mean(1))
+    torch.testing.assert_close(got, want)
+    assert not torch.equal(got, kernels.decode_attention(q, k, v)[0])  # codes do lose something
+
+
+@pytest.mark.parametrize(("prompt", "step"), PAIRS)
+def test_three_turns_under_every_pair(prompt: str, step: str) -> None:
+    """Nothing unwritten is read, and a row's codes are those it was born with."""
+    engine = run(network(windows=(30, None, None)), prompt, step, 48)
+    before: dict[tuple[int, int, int], tuple[bytes, float]] = {}
+    for turn in range(3):
+        assert engine.prompt(ids(90 - 40 * (turn > 0), seed=turn)).isfinite().all()
+        now = coded(engine)
+        assert all(before[at] == now[at] for at in before.keys() & now.keys())
+        for token in ids(9, seed=turn):
+            assert engine.step(token).isfinite().all()
+        now = coded(engine)
+        assert all(before[at] == now[at] for at in before.keys() & now.keys())
+        before = now
+
+
+def test_a_step_policy_that_reads_prompts_goes_on_too() -> None:
+    engine = run(network(), "full", "h2o", 40, stride=8)
+    for turn in range(2):
+        assert engine.prompt(ids(60, seed=turn)).isfinite().all()
+        assert engine.step(3).isfinite().all()
+
+
+def logits(engine: Engine) -> Tensor:
+    engine.prompt(ids(200))
+    return torch.stack([engine.step(token) for token in ids(5, seed=1)])
+
+
+def test_the_loss_is_small_and_there() -> None:
+    """A prompt is mixed before its rows are stored; an answer sees codes."""
+    net = network(layers=2)
+    exact, got = logits(run(net, kv=None)), logits(run(net))
+    error = float((got - exact).norm() / exact.norm())
+    assert 0 < error < 0.02
+
+
+def test_the_bytes_are_counted_as_they_are() -> None:
+    net = network(head_dim=8)
+    for kv, row in ((torch.int8, 2 * 8 + 8 + 4), (None, 2 * 8 * 4 + 4)):
+        engine = run(net, "snapkv", "none", 48, kv=kv)
+        engine.prompt(ids(100))
+        stats = engine.kv.stats()
+        assert stats.held_bytes == 3 * 3 * 48 * row
+        assert stats.full_bytes == 3 * 3 * 100 * 2 * 8 * 4  # in the network's dtype
+        assert stats.state_bytes == 0
+        assert stats.allocated_bytes >= stats.held_bytes
+
+
+def test_a_budget_in_bytes_buys_more_rows() -> None:
+    rows = {}
+    for kv in (torch.int8, None):
+        engine = run(network(head_dim=16), "snapkv", "none", "40KiB", kv=kv)
+        engine.prompt(ids(400))
+        rows[kv] = engine.kv.stats().budget_rows
+        assert engine.kv.stats().held_bytes <= 40 * 1024
+    assert rows[torch.int8] > 2.5 * rows[None]  # 44 bytes a row against 132
+
+
+@pytest.mark.parametrize("chunk", range(0, 9, 2))
+def test_an_interrupted_prompt_leaves_every_code(chunk: int) -> None:
+    engine = run(network(rows=16), "adakv", "roco", 48)
+    engine.prompt(ids(90))
+    before = copy.deepcopy(coded(engine))
+    calls = 0
+
+    def stop(done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > chunk:
+            raise Interrupted("stop")
+
+    with pytest.raises(Interrupted):
+        engine.prompt(ids(60, seed=1), progress=stop)
+    assert coded(engine) == before
+    assert engine.step(5).isfinite().all()
+
+
+def test_a_snapshot_holds_the_codes_and_another_dtype_refuses_them() -> None:
+    net = network()
+    engine = run(net, "adakv", "roco", 48)
+    engine.prompt(ids(90))
+    held = engine.kv.snapshot()
+    want = [engine.step(token) for token in ids(4, seed=1)]
+    kv = engine.kv
+    kv.restore(held, kv.prompt_policy, kv.step_policy, kv.budget)
+    assert all(torch.equal(engine.step(t), w) for t, w in zip(ids(4, seed=1), want, strict=True))
+    other = run(net, "adakv", "roco", 48, kv=None).kv
+    with pytest.raises(ValueError):
+        other.restore(held, other.prompt_policy, other.step_policy, other.budget)
+
+
+def test_a_chat_with_codes_says_so_and_holds_about_half() -> None:
+    said, records = [], []
+    for kv in ("auto", "int8"):
+        chat = minikv.load(budget=256, kv=kv)
+        chat.attach("The mill is run by Anna. " * 60, name="mill.txt")
+        said.append("".join(chat.ask("Who runs the mill?", max_tokens=8)))
+        records.append(chat.report)
+    assert [record.kv_dtype for record in records] == [records[0].dtype, "int8"]
+    assert records[0].kv_bytes.full == records[1].kv_bytes.full
+    wide, narrow = (r.kv_bytes.held - r.kv_bytes.policy_state for r in records)
+    size, item = 64, 4 if records[0].dtype == "float32" else 2
+    assert narrow / wide == pytest.approx((2 * size + 8 + 4) / (2 * size * item + 4), rel=0.02)
+    assert said[0] == said[1]
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(UsageError, match="int3"):
+        minikv.load(kv="int3")

@@ -1,0 +1,295 @@
+"""No part of any policy asks a device that is far for a value, or sends it one, within a layer.
+
+The device is torch's `meta`, which has no memory: a question for a value fails there by itself.
+What only makes the host wait on a GPU is refused by name. The walk is made from the registry, so
+that a new policy or option is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import pytest
+import torch
+from small import COMPOSITIONS, PAIRS, ids, network, scheduler
+from tape import NoWaiting
+from test_compaction import Silent
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from minikv import policies
+from minikv.cache import prefill
+from minikv.cache.arena import Arena
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.prefill import Plan, Prefill
+from minikv.cache.stats import Shape
+from minikv.engine.engine import Engine
+from minikv.models.llama import Llama
+from minikv.policies import PARTS, POLICIES, Option, Value
+
+FAR = torch.device("meta")
+WAITS: Mapping[str, str] = {}
+"""Policies, or parts of them, that do wait, and why they cannot do without."""
+
+LAYERS, HEADS, GROUP, SIZE, HIDDEN = 1, 3, 2, 8, 16
+
+
+class _Operations(NoWaiting):
+    """Refuses what needs a value of the device, and copies that the host waits for."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(t.device == FAR for t in given):
+            self.check(func, args)
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if any(t.device == FAR for t in (*given, *made)):
+            name, near = func.overloadpacket.__name__, [t for t in given if t.device != FAR]
+            sent = [t for t in near if t.dim()]  # a number alone travels with the call
+            if name in ("_to_copy", "copy_"):
+                sent = [] if (kwargs or {}).get("non_blocking") else near
+            assert not sent, f"{name} sends values to the device"
+        return out
+
+
+class _Made(TorchFunctionMode):
+    """A tensor that is made of numbers is copied to its device, which no operation shows."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
+            assert out.device != FAR, "numbers of the host are made a tensor of the device"
+        return out
+
+
+def without_waiting() -> AbstractContextManager[object]:
+    stack = ExitStack()
+    stack.enter_context(_Made())
+    stack.enter_context(_Operations())
+    return stack
+
+
+def far(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=FAR)
+
+
+MASK = far(3, 4, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: int(x.sum()),
+        lambda x: x.tolist(),
+        lambda x: x[0].cpu(),
+        lambda x: x[MASK],
+        lambda x: MASK.nonzero(),
+        lambda x: bool(MASK.any()),
+        lambda x: torch.unique(x),
+        lambda x: x.masked_fill_(MASK, 1.0) if MASK.any() else x,
+        lambda x: x.__setitem__(MASK, 1.0),
+        lambda x: torch.bincount(x[0].long()),
+        lambda x: torch.tensor([1.0, 2.0], device=x.device),
+        lambda x: torch.as_tensor(3, device=x.device),
+        lambda x: torch.zeros(4).to(x.device),
+        lambda x: x[0].copy_(torch.zeros(4)),
+        lambda x: x[:, torch.tensor([0, 1])],
+        lambda x: torch.tensor(3).to(x.device),
+    ],
+)
+def test_what_would_wait_is_refused(ask: Callable[[Tensor], object]) -> None:
+    with pytest.raises((AssertionError, NotImplementedError, RuntimeError)), without_waiting():
+        ask(far(3, 4))
+
+
+def test_what_does_not_wait_is_let_through() -> None:
+    with without_waiting():
+        x = far(3, 4)
+        x[:, 1:] = torch.where(MASK, x, 0.0)[:, 1:].masked_fill(MASK[:, 1:], 2.0)
+        x = x.gather(1, torch.zeros_like(x, dtype=torch.int64)) + torch.tensor(2.0)
+        torch.zeros(4).to(FAR, non_blocking=True)
+        assert torch.tensor([1, 2]).tolist() == [1, 2]
+
+
+# -- every policy and option ----------------------------------------------------------------------
+
+
+def others(option: Option) -> list[Value]:
+    """Values of an option that may take another way through the code than its default."""
+    if option.choices:
+        return [c for c in option.choices if c != option.default]
+    if isinstance(option.default, bool):
+        return [not option.default]
+    if isinstance(option.default, int):
+        return [option.low] if option.low not in (None, option.default) else []
+    return [0.123456789]  # more digits than are counted
+
+
+def case(name: str, options: Mapping[str, object]) -> Any:
+    """A policy under the test's eyes; one that is listed must be seen to wait."""
+    info = POLICIES.get(name)
+    parts = policies.find(name).parts if info is None or info.prompt else ()
+    why = [WAITS[one] for one in (name, *parts) if one in WAITS]
+    marks = [pytest.mark.xfail(reason=why[0], strict=True)] if why else []
+    label = "-".join((name, *(f"{k}={v}" for k, v in options.items())))
+    return pytest.param(name, options, id=label, marks=marks)
+
+
+def walk(names: Sequence[str]) -> list[Any]:
+    """Policies as they are by default; and each option of a part, the first time that the part
+    comes, at each other value."""
+    found, seen = [], set()
+    for name in names:
+        found.append(case(name, {}))
+        new = [part for part in policies.find(name).parts if part not in seen]
+        seen.update(new)
+        for option in (option for part in new for option in PARTS[part].options):
+            found += [case(name, {option.name: value}) for value in others(option)]
+    return found
+
+
+# After the methods, what they do not bring together.
+MIXED = [
+    "snapkv+critical",
+    "l2+critical+turns",
+    "nacl+critical",
+    "l2+nacl",
+    "h2o+ada+kvcrush",
+    "l2+ada+kvcrush+critical",
+    "tova+pyramid+nacl",
+]
+PROMPTS = walk([*policies.prompt_names(), *MIXED])
+STEPS = [
+    case(name, given)
+    for name in policies.step_names()
+    for given in ({}, *({o.name: v} for o in POLICIES[name].own for v in others(o)))
+]
+
+
+def test_the_walk_takes_every_part() -> None:
+    walked = {part for p in PROMPTS for part in policies.find(p.values[0]).parts}
+    assert walked == {*PARTS}
+
+
+def read(
+    prompt: str, options: Mapping[str, object], step: str, own: Mapping[str, object], before: bool
+) -> None:
+    """A layer of a prompt; `before`: into a cache of uneven heads with holes."""
+    chosen = policies.prompt_policy(prompt, options)
+    stepper = policies.step_policy(step, own)
+    arena = Arena(LAYERS, HEADS, SIZE, torch.float32, FAR, stepper.columns if stepper else {})
+    arena.resize([400] * LAYERS)
+    for layer in range(LAYERS):
+        arena.lay(layer, [130] * HEADS)
+    if before:
+        arena.length += 20
+        arena.length[:, 1] = 7
+        arena.hole[:, 0] = arena.start[:, 0] + 3
+    plan = Plan(
+        30 * before,
+        60,
+        None if chosen is None else [120] * LAYERS,
+        0,
+        1,
+        [400] * LAYERS,
+        False,
+        turns=[(0, 30), (30, 90)] if before else [(0, 60)],
+        rotary=far(SIZE // 2),
+        output=lambda layer: far(HEADS, GROUP, SIZE, HIDDEN),
+    )
+    shape = Shape(LAYERS, HEADS, HEADS * GROUP, SIZE, (None,) * LAYERS, 4096)
+    one = Prefill(shape, arena, chosen, stepper, plan, torch.float32, Silent())
+    with without_waiting():
+        one.stage(0, *(far(60, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS)))
+        one.finish(0)
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "far", lambda _: True)
+
+
+@pytest.mark.parametrize(("name", "options"), PROMPTS)
+def test_the_end_of_a_prompt(name: str, options: dict[str, object]) -> None:
+    read(name, options, "none", {}, True)
+
+
+@pytest.mark.parametrize(("name", "options"), [case(n, {}) for n in policies.prompt_names()])
+def test_the_end_of_a_first_prompt(name: str, options: dict[str, object]) -> None:
+    read(name, options, "none", {}, False)
+
+
+@pytest.mark.parametrize(("name", "options"), STEPS)
+def test_the_columns_of_a_step_policy(name: str, options: dict[str, object]) -> None:
+    read("snapkv", {"window": 4}, name, options, True)
+    read("full", {}, name, options, False)
+
+
+def test_every_composition_has_both_forms() -> None:
+    """What is made of parts that do not wait does not wait."""
+    for words in COMPOSITIONS:
+        made = policies.prompt_policy("+".join(words))
+        if made is not None:
+            assert made.device_heads is not None
+            assert made.device_select is not None
+
+
+# -- on a GPU ---------------------------------------------------------------------------------
+
+
+def strictly(method: Callable[..., object]) -> Callable[..., object]:
+    """A method during which whatever makes the host wait is an error."""
+
+    def run(*args: object) -> object:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return method(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("prompt", "step"), PAIRS)
+def test_three_prompts_on_a_gpu(prompt: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts into an empty cache, behind an answer, and behind another."""
+    here = network(layers=2, head_dim=16)
+    net = Llama(here.config, rows=here.rows, device="cuda")
+    for (_, mine), (_, theirs) in zip(net.tensors(), here.tensors(), strict=True):
+        mine.copy_(theirs)
+    like = scheduler(net, prompt, step, None if prompt == "full" and step == "none" else 72)
+    kv = KVCache(
+        like.shape,
+        like.prompt_policy,
+        like.step_policy,
+        like.budget,
+        device="cuda",
+        poison=True,
+        output=like.output,
+        rotary=net.rotary.inverse,
+    )
+    made = Engine(net, kv, None)
+    for method in ("stage", "finish"):
+        monkeypatch.setattr(Prefill, method, strictly(getattr(Prefill, method)))
+    for turn in range(3):
+        made.prompt(ids(70, turn))
+        for token in ids(5, 9 + turn):
+            made.step(token)
+    assert kv.position == 3 * 75

@@ -1,0 +1,879 @@
+"""Later questions: what is read again for them, what that costs, and that nothing breaks on it."""
+
+from __future__ import annotations
+
+import json
+import random
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vocabularies as v
+from fakes import ASSISTANT, BOS, PADDED, USER, ByteTokenizer, ChatML, FakeEngine
+from test_kept import context
+from test_report import report as record_of
+from test_session import check, make
+from test_snapshot import chat, held_of, say
+from torch import Tensor
+from typer.testing import CliRunner
+
+import minikv
+import minikv.cli.turn
+from minikv.chat import reuse
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.report import Rates, Tokens
+from minikv.chat.session import ChatSession
+from minikv.cli import chats, commands, render
+from minikv.cli.chats import Keeper
+from minikv.cli.main import app
+from minikv.cli.terminal import Terminal
+from minikv.errors import ContextError, Interrupted, NumericsError, UsageError
+from minikv.loader import Settings
+from minikv.models.builtin_templates import (
+    CHATML,
+    LLAMA_2,
+    LLAMA_3,
+    MISTRAL_V1,
+    MISTRAL_V3,
+    MISTRAL_V7,
+    PLAIN,
+    ZEPHYR,
+    BuiltIn,
+)
+from minikv.models.templates import ChatTemplate, Message
+from minikv.models.tokenizer import Tokenizer
+
+MILL = "A mill stands by the river and grinds. " * 8
+WELL = "A well is deep and cold and dry. " * 6
+
+
+def cache(session: ChatSession) -> tuple[object, ...]:
+    """All that the cache is, bit by bit, times and peaks aside."""
+    held = session.engine.kv.snapshot()
+    record = {k: x for k, x in held.record().items() if k not in ("evict_s", "peak")}
+    return record, {name: column.tolist() for name, column in held.columns.items()}
+
+
+def state(session: ChatSession) -> tuple[object, ...]:
+    """All that a chat is, what waits for the next question included."""
+    return (
+        list(session.messages),
+        list(session.documents),
+        list(session.pending),
+        list(session.fed),
+        session.pending_token,
+        session.turn,
+        list(session.turns),
+        session.shaped_by,
+        session.eviction,
+        session.seed,
+        session.reuse,
+        session.rereads,
+        list(session.curve),
+        session.report,
+        cache(session),
+    )
+
+
+def prompts(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What the engine is given to read from here on, prompt by prompt."""
+    seen: list[list[int]] = []
+    read = session.engine.prompt
+
+    def prompt(ids: Any, *more: Any) -> Any:
+        seen.append(list(ids))
+        return read(ids, *more)
+
+    monkeypatch.setattr(session.engine, "prompt", prompt)
+    return seen
+
+
+# -- refresh --------------------------------------------------------------------------------
+
+
+def test_a_refresh_is_a_chat_that_reads_its_transcript_for_the_first_time() -> None:
+    session = chat(system="be brief", seed=4)
+    session.attach(MILL, "mill.txt")
+    say(session, "Who?", 5)
+    session.attach(WELL, "well.txt")
+    before = session.snapshot()
+    session.refresh()
+    got = say(session, "Why?")
+    fresh = chat(system="be brief", seed=4)
+    fresh.restore(replace(before, held=None, fed=(), pending_token=None))
+    assert say(fresh, "Why?") == got
+    assert cache(fresh) == cache(session)
+    assert session.fed[: session.reports[1].tokens.prompt_new] == session.template.opening(
+        session.messages[:-1]
+    )
+    assert session.shaped_by == fresh.shaped_by == 2
+    assert [r.shaped_by_turn for r in session.reports] == [1, 2]
+    # It was for one question: the next goes on from there.
+    again = say(session, "And?"), say(fresh, "And?")
+    assert again[0] == again[1]
+    assert [r.reuse for r in session.reports] == ["once", "refresh", "once"]
+    assert [r.shaped_by_turn for r in session.reports] == [1, 2, 2]
+
+
+def test_a_refresh_brings_back_what_the_first_question_let_go() -> None:
+    once, again = chat(), chat(reuse="refresh")
+    for session in (once, again):
+        session.attach(MILL)
+        say(session, "Who?")
+        say(session, "Why?")
+    gone = set(range(len(MILL))) - {p for head in held_of(once) for p in head}
+    assert gone & {p for head in held_of(again) for p in head}
+
+
+def test_the_report_counts_all_that_was_read_again_and_the_copy_beside_it() -> None:
+    session = chat()
+    session.attach(MILL)
+    say(session, "Who?")
+    first, before = session.reports[0], session.snapshot()
+    assert before.held is not None
+    session.refresh()
+    say(session, "Why?")
+    fresh = chat()
+    fresh.restore(replace(before, held=None, fed=(), pending_token=None))
+    say(fresh, "Why?")
+    one, two = session.reports[1], fresh.reports[1]
+    assert one.tokens == two.tokens
+    assert one.tokens.prompt_reused == 0
+    assert one.tokens.prompt_new > first.tokens.prompt_new
+    assert one.tokens.seen_total == len(session.fed)
+    assert one.tokens.evicted_total == round(len(session.fed) - one.tokens.kept_mean)
+    assert one.kv_bytes.peak_prefill == two.kv_bytes.peak_prefill + before.held.nbytes
+    assert one.kv_bytes.full == two.kv_bytes.full
+    assert one.time_s.evict > 0
+    assert one.rate.prefill_tok_s == pytest.approx(one.tokens.prompt_new / one.time_s.prefill)
+    assert one.lines()[1].endswith("shaped by Q2, read again")
+
+
+def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
+    session = make()
+    session.attach("waiting")
+    with pytest.raises(UsageError, match="nothing to read again"):
+        session.refresh()
+    list(session.ask("q"))
+    session.refresh()
+    session.refresh(wanted=False)
+    fed = len(session.fed)
+    list(session.ask("r"))
+    assert session.report is not None
+    assert session.report.tokens.prompt_reused == fed
+    session.refresh()
+    session.reset()
+    assert not session.rereads
+
+
+def test_the_setting_reads_again_with_each_question() -> None:
+    session = make(reuse="refresh")
+    session.attach("doc")
+    for question in ("one", "two", "three"):
+        list(session.ask(question, 5))
+        check(session)
+    assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh"]
+    assert [r.tokens.prompt_reused for r in session.reports] == [0, 0, 0]
+    assert session.reports[2].tokens.prompt_new == len(
+        session.template.opening(session.messages[:-1])
+    )
+
+
+def test_pinned_rows_stay_pinned() -> None:
+    session = chat(system="be brief", pin_system=True, reuse="refresh", budget=64)
+    session.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(session, question)
+        assert all(set(range(len(session.start()))) <= set(head) for head in held_of(session))
+
+
+@pytest.mark.parametrize("value", ["", "REFRESH", "never", "auto "])
+def test_another_setting_is_refused(value: str) -> None:
+    session = make()
+    with pytest.raises(UsageError, match="reuse must be one of auto, refresh, once, blind"):
+        session.reuse = value
+    assert session.reuse == "once"
+    with pytest.raises(UsageError):
+        Settings(reuse=value)
+    with pytest.raises(UsageError):
+        make(reuse=value)
+
+
+def test_python_goes_on_with_the_cache_by_default() -> None:
+    assert Settings().reuse == "once"
+    assert make().reuse == "once"
+
+
+# -- a reading that fails -------------------------------------------------------------------
+
+
+def failing(session: ChatSession, at: int, how: BaseException | None) -> Callable[[int, int], None]:
+    """Progress that stops or raises in its call number `at`."""
+    calls = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            if how is not None:
+                raise how
+            session.cancel()
+
+    return progress
+
+
+@pytest.mark.parametrize("how", [None, MemoryError("none"), KeyboardInterrupt(), UsageError("x")])
+@pytest.mark.parametrize("reads", ["refresh", "blind"])
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_a_failed_reading_leaves_cache_and_chat_as_they_were(
+    reads: str, place: float, how: BaseException | None
+) -> None:
+    session, twin = chat(undo_turns=4 * (place != 0.5)), chat()
+    for one in (session, twin):
+        one.attach(MILL, "mill.txt")
+        say(one, "Who?", 5)
+        one.attach(WELL, "well.txt")
+        one.reuse = reads
+    before, calls = state(session), []
+    want = "".join(twin.ask("Why?", 8, 0.7, progress=lambda *at: calls.append(at)))
+    at = 1 + round(place * (len(calls) - 2))  # a stop in the very last call stops the answer
+    with pytest.raises(type(how) if how else Interrupted) as caught:
+        list(session.ask("Why?", 8, 0.7, progress=failing(session, at, how)))
+    assert state(session) == before
+    if how is None:
+        assert isinstance(caught.value, Interrupted)
+        said = "the chat is as it was" if reads == "refresh" else "nothing was added"
+        assert caught.value.hint == said
+        assert f"of {calls[-1][1]:,} tokens" in str(caught.value)
+    assert say(session, "Why?")[0] == want
+    assert session.fed == twin.fed
+    assert cache(session) == cache(twin)
+
+
+def test_a_first_blind_reading_that_fails_leaves_an_empty_cache() -> None:
+    session, twin = chat(reuse="blind"), chat(reuse="blind")
+    for one in (session, twin):
+        one.attach(MILL)
+    total = 0
+
+    def progress(done: int, all_: int) -> None:
+        nonlocal total
+        total = max(total, done)
+        if done > len(MILL) + 4:  # of the question's own prompt
+            session.cancel()
+
+    with pytest.raises(Interrupted, match=f"of {len(MILL) + 11} tokens"):
+        list(session.ask("Why??", progress=progress))
+    assert total > len(MILL)
+    assert session.fed == []
+    assert session.engine.kv.position == 0
+    assert say(session, "Why?") == say(twin, "Why?")
+
+
+def test_numbers_gone_wrong_put_the_old_cache_back() -> None:
+    engine = FakeEngine()
+    session = make(engine=engine, reuse="refresh")
+    session.attach("doc")
+    list(session.ask("fine"))
+    before = list(session.fed), session.pending_token, list(session.messages)
+    engine.nan_at = 0
+    with pytest.raises(NumericsError):
+        list(session.ask("broken"))
+    assert (session.fed, session.pending_token, session.messages) == before
+    check(session)
+    engine.nan_at = None
+    list(session.ask("mended"))
+    check(session)
+
+
+def test_no_memory_even_for_the_old_cache_leaves_a_chat_to_be_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session, twin = chat(), chat()
+    for one in (session, twin):
+        one.attach(MILL)
+        say(one, "Who?")
+        one.refresh()
+
+    def none(*given: Any) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(session.engine.kv, "restore", none)
+    with pytest.raises(Interrupted):
+        list(session.ask("Why?", progress=failing(session, 2, None)))
+    assert session.fed == []
+    assert session.engine.kv.position == 0
+    assert [m.role for m in session.messages] == ["user", "assistant"]
+    assert say(session, "Why?") == say(twin, "Why?")
+    assert session.report is not None
+    assert session.report.reuse == "refresh"
+
+
+def test_what_failed_holds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error keeps the frames that it came through, and those what they were working on."""
+    session = chat(reuse="refresh")
+    session.attach(MILL)
+    say(session, "Who?")
+    left: list[bool] = []
+    restore = session.engine.kv.restore
+
+    def spied(*given: Any) -> None:
+        left.append(staged() is not None)
+        restore(*given)
+
+    def progress(done: int, total: int) -> None:
+        nonlocal staged
+        rows = torch.zeros(8)
+        staged = weakref.ref(rows)
+        raise RuntimeError("stop")
+
+    staged: Any = None
+    monkeypatch.setattr(session.engine.kv, "restore", spied)
+    with pytest.raises(RuntimeError, match="stop"):
+        list(session.ask("Why?", progress=progress))
+    assert left == [False]
+
+
+def test_a_conversation_that_does_not_fit_again_is_refused_untouched() -> None:
+    session = make(max_context=64)
+    session.attach("y" * 30)
+    list(session.ask("q", 4))
+    session.refresh()
+    before = list(session.fed)
+    with pytest.raises(ContextError, match="and 63 are left"):
+        list(session.ask("z" * 20))
+    assert session.fed == before
+    assert session.rereads
+    check(session)
+
+
+# -- blind ----------------------------------------------------------------------------------
+
+
+def test_blind_documents_are_judged_before_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    for question in ("Who?", "What is the name of the river?"):
+        session = chat(reuse="blind")
+        read, seen = session.engine.prompt, []
+        before: list[list[list[int]]] = []
+
+        def prompt(
+            ids: Any,
+            *more: Any,
+            seen: Any = seen,
+            read: Any = read,
+            before: Any = before,
+            session: Any = session,
+        ) -> Any:
+            seen.append(list(ids))
+            out = read(ids, *more)
+            before.append(held_of(session))
+            return out
+
+        monkeypatch.setattr(session.engine, "prompt", prompt)
+        session.attach(MILL, "mill.txt")
+        say(session, question, 1)
+        document, rest = seen
+        assert bytes(document[2:]).decode() == f"Document: mill.txt\n\n{MILL}\n\n"
+        assert document[:2] == [BOS, USER]
+        assert document + rest == session.template.opening(session.messages[:1])
+        kept.append(before[0])
+        # The question costs as many rows as it brings: the policy's budget, and nothing on top.
+        left = [set(head) & set(range(len(document))) for head in before[1]]
+        assert all(now <= set(was) for now, was in zip(left, before[0], strict=True))
+        for layer in (0, 2):
+            rows = [sum(map(len, one[layer : layer + 2])) for one in before]
+            assert rows == [96, 96]
+            new = sum(len(head) for head in before[1][layer : layer + 2]) - sum(
+                map(len, left[layer : layer + 2])
+            )
+            assert rows[0] - sum(map(len, left[layer : layer + 2])) == new <= 2 * len(rest)
+    assert kept[0] == kept[1]
+
+
+def test_blind_says_that_no_question_shaped_the_cache() -> None:
+    session = chat(reuse="blind")
+    session.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(session, question)
+    assert [r.shaped_by_turn for r in session.reports] == [0, 0]
+    assert [r.reuse for r in session.reports] == ["blind", "once"]
+    lost = session.reports[0].loss.est_mass_lost_mean
+    assert lost is not None
+    assert lost > 0.2  # of the document's end, not of the question alone
+    assert " more" not in session.reports[0].lines()[1]
+    assert session.reports[1].lines()[1].endswith("more · shaped by no question")
+    assert "shaped by no question" in render.stats(session.reports[1])
+    assert session.reports[0].warnings == session.reports[1].warnings == ()
+
+
+def test_a_blind_document_comes_apart_at_any_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = chat(reuse="blind")
+    say(session, "Hello", 3)
+    assert session.report is not None
+    assert "no document to evict beforehand" in session.report.warnings[0]
+    seen = prompts(session, monkeypatch)
+    session.attach(WELL, "well.txt")
+    before = len(session.fed)
+    pending_token = [session.pending_token]
+    say(session, "7 or a?", 3)
+    assert len(seen) == 2
+    assert (
+        seen[0]
+        == [*pending_token, *session.template.following(session.messages[:-1])][: len(seen[0])]
+    )
+    assert session.tokenizer.decode(seen[0]).endswith(f"{WELL}\n\n")
+    assert session.report.tokens.prompt_new == sum(map(len, seen))
+    assert session.report.tokens.prompt_reused == before
+    del seen[:]
+    say(session, "And?", 3)
+    assert len(seen) == 1
+    session.reset(keep_documents=True)
+    del seen[:]
+    say(session, "And?", 3)
+    assert bytes(seen[0][2:]).decode() == f"Document: well.txt\n\n{WELL}\n\n"
+
+
+def test_a_transcript_is_read_again_with_a_cut_after_each_document(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = chat()
+    session.attach(MILL)
+    say(session, "One", 3)
+    say(session, "Two", 3)
+    session.attach(WELL)
+    whole = replace(session.snapshot(), held=None, fed=(), pending_token=None)
+    other = chat(reuse="blind")
+    other.restore(whole)
+    seen = prompts(other, monkeypatch)
+    say(other, "Three", 3)
+    ends = [bytes(i for i in part if i < 256).decode() for part in seen]
+    assert len(ends) == 3
+    assert ends[0] == f"{MILL}\n\n"
+    assert ends[1].startswith("One")
+    assert ends[1].endswith(f"{WELL}\n\n")
+    assert ends[2] == "Three"
+    assert [id for part in seen for id in part] == other.template.opening(other.messages[:-1])
+    assert other.shaped_by == 0
+
+
+def test_what_is_under_the_budget_is_shaped_by_nothing() -> None:
+    session = chat(reuse="blind", budget=600)
+    session.attach(MILL)
+    say(session, "Who?")
+    assert session.report is not None
+    assert session.report.shaped_by_turn is None
+
+
+FORMATS = [LLAMA_2, LLAMA_3, MISTRAL_V1, MISTRAL_V3, MISTRAL_V7, CHATML, ZEPHYR, PLAIN]
+QUESTIONS = ["a", "7?", "and?", " a", "\nWhat?", "\n\n\nWhat?", "é", "中", "  \t7", "?", "\n"]
+
+
+def cut(template: ChatTemplate, tokenizer: Tokenizer, document: str, question: str) -> None:
+    """The parts are the prompt itself, the document is before the cut and the question after."""
+    for before in ([], [Message("system", "be brief")] * (not template._folds)):
+        messages = [*before, Message("user", document + question)]
+        ids = template.opening(messages)
+
+        def again(at: int, content: str, messages: list[Message] = messages) -> list[int]:
+            return template.opening([*messages[:at], Message("user", content)])
+
+        found = reuse.parts(ids, [(len(before), document)], again)
+        assert [id for part in found for id in part] == ids
+        first, rest = found
+        shown, bare = tokenizer.decode(first).rstrip(), document.strip()
+        # Nothing of the question comes before the cut. A full stop may come after it, in one token
+        # with the line breaks behind it and those that the question begins with.
+        assert shown.endswith(bare) or (question[0] == "\n" and shown.endswith(bare[:-1]))
+        assert tokenizer.decode(rest).count(question.strip()) >= 1
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_built_in_templates_are_cut_where_the_document_ends(
+    tmp_path: Path, format: BuiltIn
+) -> None:
+    specials = {LLAMA_3.name: v.LLAMA_3, CHATML.name: v.CHATML}
+    control = {MISTRAL_V3.name: "v3", MISTRAL_V7.name: "v7"}
+    data: Any = control.get(format.name, "v1")
+    if format.name in specials:
+        data = v.byte_level_json(specials[format.name])
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    template = ChatTemplate.built_in(format, tokenizer)
+    rng = random.Random(7)
+    for question in QUESTIONS:
+        text = " ".join(rng.choice(["river", "mill", "été", "7", "a"]) for _ in range(40))
+        cut(template, tokenizer, f"Document: d.txt\n\n{text}.\n\n", question)
+        cut(template, tokenizer, f"{text} end\n\n", question)
+
+
+@pytest.fixture(scope="module")
+def bundled() -> ChatSession:
+    return minikv.load(budget=64)
+
+
+def test_the_bundled_template_is_cut_where_the_document_ends(bundled: ChatSession) -> None:
+    template: Any = bundled.template
+    for question in QUESTIONS:
+        cut(template, bundled.tokenizer, "Document: d\n\nVelgate exports salt.\n\n", question)  # type: ignore[arg-type]
+
+
+def test_what_runs_have_in_common() -> None:
+    assert reuse.shared([1, 2, 3], [1, 2, 4], [1, 2]) == 2
+    assert reuse.shared([1, 2], [1, 2]) == 2
+    assert reuse.shared([5], [6]) == 0
+
+
+# -- auto -----------------------------------------------------------------------------------
+
+
+def read(tokens: int, rate: float | None, turn: int = 1) -> Any:
+    return record_of(
+        turn=turn, tokens=Tokens(tokens, 0, 1, tokens, 0, 1.0, 1, 1), rate=Rates(rate, None, None)
+    )
+
+
+def test_auto_reads_again_what_it_can_read_in_time() -> None:
+    fast = reuse.decide("adakv", True, 2990, [read(2000, 1000.0)])
+    assert fast.reuse == "refresh"
+    assert "about 3.0 s now: adakv keeps what one question needs" in fast.why
+    slow = reuse.decide("adakv", True, 3000, [read(2000, 1000.0)])
+    assert slow.reuse == "once"
+    assert "takes about 3.0 s by now, over 3 s; /refresh" in slow.why
+    assert "about 1,234 s" in reuse.decide("adakv", True, 1234, [read(1, 1.0)]).why
+
+
+def test_the_longest_reading_says_how_fast_and_the_newest_of_equal_ones() -> None:
+    reports = [read(20, 1.0), read(2000, 1000.0, 2), read(30, 2.0, 3)]
+    assert reuse.decide("adakv", True, 2900, reports).reuse == "refresh"
+    assert reuse.decide("adakv", True, 2900, [*reports, read(2000, 500.0, 4)]).reuse == "once"
+    assert reuse.decide("adakv", True, 2900, [*reports, read(9000, None, 4)]).reuse == "refresh"
+
+
+def test_auto_keeps_the_cache_of_a_policy_that_does_not_ask_or_an_unknown_rate() -> None:
+    blunt = reuse.decide("streaming", False, 10, [read(2000, 1000.0)])
+    assert blunt.reuse == "once"
+    assert "streaming does not choose by what is asked" in blunt.why
+    unknown = reuse.decide("adakv", True, 10, [read(2000, None)])
+    assert unknown.reuse == "once"
+    assert "not known yet" in unknown.why
+
+
+def slowed(session: ChatSession, rate: float) -> None:
+    """As if every reading so far had been so fast."""
+    session.turns = [
+        replace(t, report=replace(t.report, rate=replace(t.report.rate, prefill_tok_s=rate)))
+        for t in session.turns
+    ]
+
+
+def test_auto_says_what_it_does_once_and_again_when_that_changes() -> None:
+    session = chat(reuse="auto")
+    session.attach(MILL)
+    notes: list[str] = []
+    for n, rate in enumerate((1e6, 1e6, 1.0, 1.0, 1e6)):
+        list(session.ask(f"Question {n}?", 3, notice=notes.append))
+        slowed(session, rate)
+    assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh", "once", "once"]
+    assert len(notes) == 2
+    assert notes[0].startswith("--reuse auto reads everything again with each question")
+    assert notes[1].startswith("--reuse auto keeps the cache")
+    list(session.ask("Last?", 3, notice=notes.append))
+    assert len(notes) == 3
+    assert session.report is not None
+    assert session.report.reuse == "refresh"
+    assert session.report.warnings == (notes[2],)
+
+
+def test_auto_is_silent_where_nothing_is_at_stake() -> None:
+    """Without a document, without eviction, and before there was a question."""
+    for given in ({"policy": "full"}, {"budget": 900}, {}):
+        session = chat(reuse="auto", **given)  # type: ignore[arg-type]
+        if given:
+            session.attach(MILL)
+        for question in ("Who?" * 30, "Why?"):
+            say(session, question)
+        assert [r.reuse for r in session.reports] == ["once", "once"]
+        assert not any("reuse" in w for r in session.reports for w in r.warnings)
+
+
+def test_auto_follows_the_policy_of_now_and_the_device_of_now() -> None:
+    session = chat(reuse="auto", budget=64)
+    session.attach(MILL)
+    say(session, "Who?")
+    slowed(session, 1e6)
+    before = session.snapshot()
+    session.configure(EvictionConfig.read("streaming", budget=64))
+    say(session, "Why?")
+    assert session.reports[1].reuse == "once"
+    assert "streaming does not choose" in session.reports[1].warnings[0]
+    session.restore(before)
+    session.facts = replace(session.facts, device="cuda:0")
+    assert session._decide(10).reuse == "once"
+    session.facts = replace(session.facts, device="cpu")
+    assert session._decide(10).reuse == "refresh"
+
+
+def test_auto_goes_on_where_only_that_fits() -> None:
+    session = chat(reuse="auto")
+    session.attach(MILL)
+    say(session, "Who?")
+    slowed(session, 1e6)
+    opening = session.template.opening
+    session.template.opening = lambda messages: [*opening(messages), *[0] * 2048]  # type: ignore[method-assign]
+    say(session, "Why?")
+    assert session.report is not None
+    assert session.report.reuse == "once"
+
+
+def test_once_warns_once_for_each_question_that_shaped_the_cache() -> None:
+    session = chat()
+    session.attach(MILL)
+    for question in ("Who?", "Why?", "And?"):
+        say(session, question)
+    session.refresh()
+    for question in ("Again?", "Last?"):
+        say(session, question)
+    said = [[w for w in r.warnings if "shaped by question" in w] for r in session.reports]
+    assert list(map(len, said)) == [0, 1, 0, 0, 1]
+    assert "question 4" in said[4][0]
+
+
+# -- undo, saved chats ------------------------------------------------------------------------
+
+
+def test_a_refreshed_question_that_is_taken_back_is_answered_as_it_was() -> None:
+    session = chat(undo_turns=4)
+    session.attach(MILL)
+    say(session, "Who?")
+    session.refresh()
+    want = say(session, "Why?"), cache(session)
+    assert not session.rereads
+    session.undo()
+    assert session.rereads
+    assert (say(session, "Why?"), cache(session)) == want
+    session.undo(2)
+    assert not session.rereads  # everything is read anyway
+
+
+def test_auto_answers_again_as_it_did() -> None:
+    session = chat(undo_turns=4, reuse="auto")
+    session.attach(MILL)
+    say(session, "Who?")
+    slowed(session, 1.0)
+    want = say(session, "Why?")
+    assert session.report is not None
+    assert session.report.reuse == "once"
+    session.undo()
+    assert say(session, "Why?") == want
+    assert session.report.reuse == "once"
+
+
+def test_a_saved_chat_keeps_the_setting() -> None:
+    session = chat(reuse="blind")
+    session.attach(MILL)
+    say(session, "Who?")
+    keeper = Keeper(Terminal())
+    keeper.save(session, "one")
+    keeper.close()
+    for given, want in (((), "blind"), (("reuse",), "refresh")):
+        other = chat(reuse="refresh")
+        again = Keeper(Terminal())
+        again.load(other, "one", given=given)
+        again.close()
+        assert other.reuse == want
+        assert other.shaped_by == 0
+        assert other.report == session.report
+    other.reuse = "once"
+    keeper = Keeper(Terminal())
+    keeper.load(other, "one", given=("reuse",))
+    other.reuse = "auto"
+    keeper.keep(other)
+    keeper.close()
+    assert chats.header("one")["reuse"] == "auto"
+
+
+def test_a_saved_chat_of_before_or_with_another_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_chats import rewrite
+
+    session = chat()
+    say(session, "Who?")
+    keeper = Keeper(Terminal())
+    folder = keeper.save(session, "one")
+    keeper.close()
+
+    def old(lines: Any) -> None:
+        del lines[0]["reuse"]
+        for line in lines[1:]:
+            line.get("record", {}).pop("reuse", None)
+
+    rewrite(folder, old)
+    other = chat(reuse="auto")
+    again = Keeper(Terminal())
+    again.load(other, "one")
+    again.close()
+    assert other.reuse == "auto"
+    assert other.reports[0].reuse == "once"
+    rewrite(folder, lambda lines: lines[0].update(reuse="never"))
+    with pytest.raises(UsageError, match="damaged: reuse 'never'"):
+        Keeper(Terminal()).load(chat(), "one")
+
+
+# -- the command line -----------------------------------------------------------------------
+
+
+class Engine(FakeEngine):
+    """One that can be given a prompt that does not ask for an answer yet."""
+
+    def _logits(self) -> Tensor:
+        return super()._logits() if ASSISTANT in self.fed else torch.zeros(PADDED)
+
+
+class World:
+    """Chats over a fake engine, as the command line builds them."""
+
+    def __init__(self) -> None:
+        self.settings: Settings | None = None
+        self.session: ChatSession | None = None
+
+    def build(self, settings: Settings, progress: object = None) -> ChatSession:
+        self.settings = settings
+        tokenizer = ByteTokenizer()
+        self.session = ChatSession(
+            Engine(),
+            tokenizer,
+            ChatML(tokenizer),
+            max_context=4096,
+            eviction=settings.choice(),
+            reuse=settings.reuse,
+        )  # type: ignore[arg-type]
+        return self.session
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+    world = World()
+    monkeypatch.setattr(minikv.cli.turn, "build", world.build)
+    (tmp_path / "report.txt").write_text("The mill is run by Ada.")
+    monkeypatch.chdir(tmp_path)
+    return world
+
+
+def run(*arguments: str, input: str | None = None, **environ: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), input=input, env=environ)
+
+
+def test_the_setting_comes_from_flag_variable_and_default(world: World) -> None:
+    for environ, flags, want in (
+        ({}, [], "auto"),
+        ({"MINIKV_REUSE": "once"}, [], "once"),
+        ({"MINIKV_REUSE": "once"}, ["--reuse", "blind"], "blind"),
+    ):
+        done = run("chat", "report.txt", *flags, input="q\n", **environ)
+        assert done.exit_code == 0, done.output
+        assert world.settings is not None
+        assert world.settings.reuse == want
+
+
+@pytest.mark.parametrize("command", [["chat", "report.txt"], ["ask", "q", "report.txt"]])
+def test_a_wrong_word_is_one_line_and_exit_code_2(world: World, command: list[str]) -> None:
+    for done in (
+        run(*command, "--reuse", "never", input=""),
+        run(*command, input="", MINIKV_REUSE="never"),
+    ):
+        assert done.exit_code == 2
+        assert done.stdout == ""
+        assert "auto" in done.stderr
+        assert world.settings is None
+
+
+def test_ask_can_be_blind_and_says_so_in_its_record(world: World) -> None:
+    done = run("ask", "Who?", "report.txt", "--reuse", "blind", "--json", "--stats", input="")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["reuse"] == "blind"
+    assert "reuse      blind: documents were read and evicted before the question" in done.stderr
+    usual = run("ask", "Who?", "report.txt", "--json", "--stats", input="")
+    record = json.loads(usual.stdout)
+    assert record["reuse"] == "once"
+    assert record["answer"] == json.loads(done.stdout)["answer"]  # the fake evicts nothing
+    assert "reuse" not in usual.stderr
+
+
+def test_commands_in_a_chat(world: World) -> None:
+    lines = [
+        "/refresh",
+        "/set reuse",
+        "first",
+        "/refresh",
+        "/show policy",
+        "second",
+        "/stats",
+        "/refresh",
+        "/refresh off",
+        "/refresh off",
+        "/refresh now",
+        "/set reuse blind",
+        "/set reuse never",
+        "third",
+    ]
+    done = run("chat", "report.txt", "--reuse", "once", input="\n".join(lines))
+    assert done.exit_code == 2  # of /refresh with nothing there
+    err = " ".join(done.stderr.split())
+    for text in (
+        "there is nothing to read again",
+        "reuse once --reuse",
+        "your next question reads the documents and all that was said again",
+        "once: later questions go on with the cache of the first; /refresh: the next one reads",
+        "refresh: the whole conversation was read again for this question",
+        "· read again",
+        "your next question is read as any other",
+        "no /refresh was waiting",
+        "/refresh takes nothing, or off",
+        "reuse blind /set",
+        "what was read stays as it is; /clear reads it again, and blind",
+        "reuse must be one of auto, refresh, once, blind, got 'never'",
+    ):
+        assert text in err, text
+    assert world.session is not None
+    assert [r.reuse for r in world.session.reports] == ["once", "refresh", "once"]
+    assert world.session.reuse == "blind"
+
+
+def test_the_header_says_it() -> None:
+    for value in reuse.REUSES:
+        lines = render.header(make(reuse=value), "0").splitlines()
+        (line,) = [line for line in lines if line.startswith("reuse")]
+        assert line.split()[1] == f"{value}:"
+        assert len(line) <= 80
+
+
+def test_refresh_through_the_commands_alone() -> None:
+    session = chat()
+    session.attach(MILL)
+    say(session, "Who?")
+    commands.execute(context(session), "/refresh")
+    assert session.rereads
+    commands.execute(context(session), "/refresh off")
+    assert not session.rereads
+
+
+def test_eval_reads_on_with_the_cache() -> None:
+    """Its follow-ups measure what a policy keeps, so nothing may be read again for them."""
+    from minikv.cli.evaluation.files import Item
+    from minikv.cli.evaluation.run import _answers
+
+    session = minikv.load(budget=64)
+    item = Item("Velgate exports mostly salt. " * 30, ("What?", "And?"), (("salt",), ("x",)), 4)
+    _answers(session, item)
+    assert [r.reuse for r in session.reports] == ["once", "once"]
+
+
+def test_a_fresh_question_is_no_refresh() -> None:
+    session = chat(reuse="refresh")
+    session.attach(MILL)
+    say(session, "Who?")
+    assert session.report is not None
+    assert (session.report.reuse, session.report.shaped_by_turn) == ("once", 1)

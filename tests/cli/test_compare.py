@@ -1,0 +1,401 @@
+"""`/compare`: the same question under other policies, and a running chat that nobody touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.cells import cell_len
+from test_kept import HOSTILE, STORY, chat, context, network
+
+from minikv.chat.eviction_config import EvictionConfig, read_budget
+from minikv.chat.session import ChatSession
+from minikv.chat.transcript import Document
+from minikv.cli import compare, render
+from minikv.cli.compare import Question, Run, Stop
+from minikv.cli.kept_view import Screen
+from minikv.errors import ContextError, Interrupted, UsageError
+
+BUDGET = 48
+
+
+def asked(*questions: str, document: str = STORY) -> ChatSession:
+    """A chat under adakv that has answered."""
+    session = chat(eviction=EvictionConfig.read("adakv", "roco", BUDGET), budget=BUDGET)
+    session.attach(document, "story.txt")
+    for question in questions:
+        list(session.ask(question, 5))
+    return session
+
+
+def state(session: ChatSession) -> tuple[Any, ...]:
+    """All that a chat is made of, bit by bit."""
+    arena = session.engine.kv.arena
+    heads = [(layer, head) for layer in range(3) for head in range(3)]
+    columns = [
+        (name, layer, head, arena.segment(name, layer, head).tolist())
+        for name in arena.columns
+        for layer, head in heads
+    ]
+    return (
+        [session.kept(*at).tolist() for at in heads],
+        str(columns),
+        list(session.fed),
+        session.pending_token,
+        list(session.messages),
+        list(session.documents),
+        list(session.pending),
+        session.turn,
+        session.report,
+        session.eviction,
+        session.shaped_by,
+    )
+
+
+def compared(session: ChatSession, *arguments: str) -> None:
+    compare._compare(context(session), list(arguments))
+
+
+# -- the chat is untouched ------------------------------------------------------------------
+
+
+def test_the_running_chat_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    session, untouched = asked("Who?", "Why?"), asked("Who?", "Why?")
+    session.attach("more", "later.txt")
+    untouched.attach("more", "later.txt")
+    before = state(session)
+    random = torch.get_rng_state()
+    compared(session, "streaming", "h2o", "budget=56")
+    assert state(session) == before
+    assert torch.equal(torch.get_rng_state(), random)
+    assert "".join(session.ask("Next?", 6)) == "".join(untouched.ask("Next?", 6))
+    assert [session.kept(2, h).tolist() for h in range(3)] == [
+        untouched.kept(2, h).tolist() for h in range(3)
+    ]
+    out, err = capsys.readouterr()
+    assert not out
+    assert "\x1b" not in err
+    assert "streaming 56" in err
+    assert "h2o 56" in err
+    assert "the 1 question before it" in err
+
+
+def test_runs_are_fresh_chats_under_each_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = asked("Who?")
+    report = session.report
+    assert report is not None
+    tables: list[tuple[Question, list[Run]]] = []
+
+    def table(question: Question, runs: list[Run], screen: Screen) -> list[str]:
+        tables.append((question, runs))
+        return []
+
+    monkeypatch.setattr(compare, "table", table)
+    compared(session)
+    question, (own, full) = tables[0]
+    assert question == Question("Who?", (Document(STORY, "story.txt"),), 0)
+    assert (own.label, full.label) == ("adakv 48", "full")
+    # The chat's own first answer, and that of a chat that evicts nothing.
+    assert own.text == session.messages[-1].content
+    assert own.tokens == (*session.fed[report.tokens.prompt_new :], session.pending_token)
+    dense = chat("full", "none")
+    dense.attach(STORY, "story.txt")
+    assert full.text == "".join(dense.ask("Who?", 5))
+    assert own.report.tokens == report.tokens
+    assert full.report.tokens.kept_min == full.report.tokens.seen_total
+    assert full.report.sampling["temperature"] == 0
+
+
+def test_one_more_cache_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = asked("Who?")
+    caches: list[Any] = []
+    run = compare.run
+
+    def watched(other: ChatSession, *given: Any) -> Run:
+        assert all(cache() is None or not cache().rows for cache in caches)
+        try:
+            return run(other, *given)
+        finally:
+            caches.append(weakref.ref(other.engine.kv.arena))
+
+    monkeypatch.setattr(compare, "run", watched)
+    compared(session, "streaming", "adakv")
+    assert len(caches) == 3
+
+
+# -- what is asked --------------------------------------------------------------------------
+
+
+def test_the_last_question_without_its_documents() -> None:
+    session = asked("Who?")
+    assert compare.last_question(session).text == "Who?"
+    session.attach("a second one")
+    list(session.ask("And there?", 3))
+    found = compare.last_question(session)
+    assert (found.text, found.before) == ("And there?", 1)
+    assert [document.name for document in found.documents] == ["story.txt", None]
+    list(session.ask("Why?", 3))
+    assert compare.last_question(session) == Question("Why?", found.documents, 2)
+    with pytest.raises(UsageError, match="no question"):
+        compare.last_question(chat())
+
+
+def test_policies_of_a_comparison() -> None:
+    session = asked("Who?")
+
+    def labels(*arguments: str) -> list[str]:
+        return [compare.label(c) for c in compare.read_choices(session, arguments)]
+
+    assert labels() == labels("full") == labels("adakv") == ["adakv 48", "full"]
+    assert labels("budget=20%") == ["adakv 20%", "full"]
+    assert labels("streaming", "full", "h2o", "streaming") == ["streaming 48", "h2o 48", "full"]
+    session.eviction = replace(EvictionConfig.read("adakv", "h2o"), budget=read_budget(64))
+    assert labels("adakv") == ["adakv then h2o 64", "full"]
+    session.eviction = EvictionConfig.read("tova", budget=64, stride=8)
+    assert labels() == ["tova stride 8 64", "full"]
+    assert compare.read_choices(session, [])[0] == session.eviction
+    session.eviction = EvictionConfig.read("full")
+    assert labels("snapkv") == ["snapkv 512", "full"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sanpkv"], "snapkv"),
+        (["snapkv", "budget="], "policies and budget=N, got 'budget='"),
+        (["snapkv", "window=4"], "policies and budget=N, got 'window=4'"),
+        (["snapkv", "budget=many"], "budget"),
+        (["snapkv", "budget=2"], "too small for snapkv"),
+    ],
+)
+def test_bad_arguments_before_anything_runs(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = asked("Who?")
+    monkeypatch.delattr(compare, "run")
+    before = state(session)
+    with pytest.raises(UsageError) as caught:
+        compared(session, *arguments)
+    assert said in f"{caught.value} {caught.value.hint}"
+    assert state(session) == before
+
+
+def test_nothing_to_compare() -> None:
+    session = chat("full", "none", eviction=EvictionConfig.read("full"))
+    with pytest.raises(UsageError, match="no question"):
+        compared(session)
+    list(session.ask("Who?", 2))
+    with pytest.raises(UsageError, match="evicts nothing"):
+        compared(session)
+
+
+def test_a_document_that_does_not_fit_gives_the_sessions_error() -> None:
+    session = asked("Who?")
+    session.documents.append(Document("x" * 4000))  # came with a turn that is gone from the cache
+    before = state(session)
+    with pytest.raises(ContextError, match="this model was trained for 4,096 positions"):
+        compared(session)
+    assert state(session) == before
+
+
+# -- Ctrl-C ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("after", "runs"), [(0, 1), (4, 1), (30, 2), (50, 3)])
+def test_ctrl_c_stops_it(
+    after: int, runs: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session, untouched = asked("Who?"), asked("Who?")
+    calls = []
+
+    def live(terminal: object, name: str) -> Any:
+        def show(done: int, total: int, written: int) -> None:
+            calls.append((name, done, written))
+            if len(calls) == after + 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return show
+
+    monkeypatch.setattr(compare, "_live", live)
+    before = state(session)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted) as caught:
+        compared(session, "streaming", "adakv")
+    assert str(caught.value) == f"stopped comparing at {calls[-1][0]}"
+    assert caught.value.hint == "the chat is as it was"
+    assert len(calls) <= after + 2
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert state(session) == before
+    assert "".join(session.ask("Next?", 4)) == "".join(untouched.ask("Next?", 4))
+    assert len({name for name, _, _ in calls}) == runs
+    # What was finished is shown if there is something to compare.
+    assert ("same as full" in capsys.readouterr().err) == (runs == 3)
+
+
+def test_nothing_starts_once_stopped() -> None:
+    session = asked("Who?")
+    stop = Stop()
+    stop()
+    question = compare.last_question(session)
+    with pytest.raises(Interrupted, match="stopped comparing at x"):
+        compare.run(
+            compare.beside(session, session.eviction), "x", question, 5, lambda *at: None, stop
+        )
+
+
+# -- the table ------------------------------------------------------------------------------
+
+
+def runs_of(texts: list[str]) -> list[Run]:
+    session = asked("Who?")
+    report = session.report
+    assert report is not None
+    kept = replace(report.tokens, kept_min=report.tokens.seen_total)
+    full = replace(report, tokens=kept, loss=replace(report.loss, est_mass_lost_mean=None))
+    evicted = replace(report, loss=replace(report.loss, est_mass_lost_mean=0.031))
+    return [
+        Run(f"policy{i} 48", text, (1, 2, i), full if i == len(texts) - 1 else evicted)
+        for i, text in enumerate(texts)
+    ]
+
+
+def test_side_by_side_with_the_full_cache_last() -> None:
+    runs = runs_of(["below 3.25x", "", "below 3.25x tested"])
+    lines = compare.table(Question("What leverage?", (), 0), runs, Screen(100))
+    assert lines[0] == "question: What leverage?"
+    assert lines[1].split() == ["policy0", "48", "policy1", "48", "policy2", "48"]
+    row = {line[:12].strip(): line for line in lines[2:]}
+    assert "below 3.25x" in row["answer"]
+    assert "(empty)" in row["answer"]
+    assert "first 2 of 3 tokens" in row["same as full"]
+    assert row["same as full"].endswith(" -")
+    assert row["lost"].split() == ["lost", "~3.1%", "~3.1%", "nothing", "evicted"]
+    assert "KV held" in row
+    assert "read" in row
+    assert "write" in row
+    assert any("last window's attention" in line for line in lines)
+    assert not any("before it" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [40, 70, 80, 200])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_columns_or_blocks_fit(width: int, encoding: str, count: int) -> None:
+    runs = runs_of([f"{HOSTILE} 中文字 answer {i}\nsecond line" * 3 for i in range(count)])
+    screen = Screen(width, encoding, encoding == "utf-8")
+    lines = compare.table(Question(f"why {HOSTILE}" * 9, (), 3), runs, screen)
+    for line in lines:
+        assert "\x1b" not in line
+        assert "\x9b" not in line
+        assert "\n" not in line
+        assert cell_len(line) <= width, line
+        line.encode(encoding)
+    beside = sum("policy0 48" in line and "policy1 48" in line for line in lines)
+    assert beside == (width >= 80 and (width - 13) // count >= 24)
+    text = " ".join(" ".join(lines).split())
+    assert "the 3 questions before it" in text
+    assert "bold" in text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "full", "said"),
+    [
+        ((1, 2), (1, 2), "all 2 tokens"),
+        ((1,), (1,), "all 1 token"),
+        ((), (), "the same, without a word"),
+        ((1, 3), (1, 2), "first 1 of 2 tokens"),
+        ((1, 2), (1, 2, 3), "first 2 of 3 tokens"),
+        ((1, 2, 3), (1,), "first 1 of 1 token"),
+        ((9,), (1, 2), "none of 2 tokens"),
+        ((), (1,), "none of 1 token"),
+    ],
+)
+def test_same_as_full(tokens: tuple[int, ...], full: tuple[int, ...], said: str) -> None:
+    assert compare.same_as(tokens, full) == said
+
+
+def test_warnings_of_single_runs_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    compared(asked("Who?"), "streaming", "budget=4000")
+    err = capsys.readouterr().err
+    assert "! streaming 4000: --budget 4000" in err
+    assert "nothing was evicted" in err
+    assert "! full:" not in err
+
+
+def test_the_full_caches_speed_is_in_every_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = asked("Who?")
+    tables: list[list[Run]] = []
+
+    def table(question: Question, runs: list[Run], screen: Screen) -> list[str]:
+        tables.append(runs)
+        return []
+
+    monkeypatch.setattr(compare, "table", table)
+    for length, measured in ((compare.ENOUGH - 1, False), (compare.ENOUGH, True)):
+        one = context(session)
+        one.limits = replace(one.limits, max_tokens=length)
+        compare._compare(one, ["streaming"])
+        streaming, full = tables.pop()
+        rate = full.report.rate.decode_tok_s if measured else None
+        assert streaming.report.rate.baseline_decode_tok_s == rate
+        assert full.report.rate.baseline_decode_tok_s == rate
+        assert streaming.report.rate.decode_tok_s != rate
+        assert session.baseline_tok_s == rate
+        list(session.ask("Next?", 3))
+        assert session.report is not None
+        assert session.report.rate.baseline_decode_tok_s == rate
+        told = "vs a full cache: not measured"
+        if rate:
+            told = f"of a full cache ({rate:,.1f} tok/s), run"
+        assert told in render.stats(session.report)
+    before = session.snapshot()
+    session.restore(before)
+    assert session.baseline_tok_s is None, "another chat's cache is another baseline"
+
+
+def test_undo_keeps_the_full_caches_speed_and_reset_forgets_it() -> None:
+    session = asked("Who?")
+    session.undo_turns = 2
+    list(session.ask("Why?", 3))
+    session.baseline_tok_s = 40.0
+    session.undo()
+    assert session.baseline_tok_s == 40.0
+    session.reset()
+    assert session.baseline_tok_s is None
+
+
+@pytest.mark.parametrize(
+    ("own", "baseline", "tokens", "said"),
+    [
+        (41.79, 40.0, 16, ", x1.04 of full"),
+        (39.9, 40.0, 16, ", x0.99 of full"),
+        (40.0, 40.0, 99, ", x1.00 of full"),
+        (41.8, 40.0, 15, ""),
+        (41.8, None, 16, ""),
+        (None, 40.0, 16, ""),
+    ],
+)
+def test_how_much_faster_than_full(
+    own: float | None, baseline: float | None, tokens: int, said: str
+) -> None:
+    one, full = runs_of(["a", "b"])
+    rate = replace(one.report.rate, decode_tok_s=own, baseline_decode_tok_s=baseline)
+    wrote = replace(one.report.tokens, generated=tokens)
+    one = replace(one, report=replace(one.report, rate=rate, tokens=wrote))
+    assert compare.times(one) == said
+    assert compare.facts(one, full)["write"].endswith(said)
+    assert "of full" not in compare.facts(one, one)["write"]
+
+
+def test_a_network_with_windows_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    net = network((None, 40, None))
+    session = chat(eviction=EvictionConfig.read("adakv", "roco", BUDGET), budget=BUDGET, net=net)
+    session.attach(STORY)
+    list(session.ask("Who?", 3))
+    compared(session)
+    assert "nothing evicted" in capsys.readouterr().err

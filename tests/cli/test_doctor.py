@@ -1,0 +1,266 @@
+"""`minikv doctor`: a healthy machine passes, and each kind of fault is found and named."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import typer
+
+from minikv.cache.kv_cache import KVCache
+from minikv.cli import doctor as examination
+from minikv.cli.doctor import FAILED, OK, WARNING, Check, attempt, doctor, line, policies, tiny
+from minikv.cli.terminal import Terminal
+from minikv.policies.roco import RoCo
+
+SECRET = "hf_a_secret_that_must_not_be_seen"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Few pairs, no network, no configuration of this machine."""
+    monkeypatch.setattr(examination, "prompt_names", lambda: ["full", "adakv"])
+    monkeypatch.setattr(examination, "step_names", lambda: ["roco", "none"])
+    monkeypatch.setenv("MINIKV_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(examination, "_PATIENCE", 0.2)
+    hub(monkeypatch, None, TimeoutError(SECRET))
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, token: str | None, answer: object) -> None:
+    """A hub that answers every question with `answer`, or raises it."""
+
+    def ask(*arguments: object) -> object:
+        if callable(answer):
+            return answer()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(
+        huggingface_hub, "HfApi", lambda: SimpleNamespace(whoami=ask, model_info=ask)
+    )
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refusal(status: int) -> Exception:
+    error = RuntimeError(SECRET)
+    error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+    return error
+
+
+def run(**named: Any) -> tuple[int, str]:
+    terminal = Terminal()
+    terminal.out, terminal.err = io.StringIO(), io.StringIO()
+    try:
+        doctor(terminal, **named)
+    except typer.Exit as left:
+        return left.exit_code, terminal.out.getvalue()
+    return 0, terminal.out.getvalue()
+
+
+# -- the policies ---------------------------------------------------------------------------
+
+
+def test_every_policy_passes_in_less_than_ten_seconds() -> None:
+    said: list[str] = []
+    began = time.process_time()
+    (check,) = policies(said.append)
+    assert check.state == OK, check
+    assert int(check.detail.split()[0]) == len(said) > 100
+    assert time.process_time() - began < 10  # of this process alone: others may be busy
+
+
+def test_a_policy_that_breaks_is_named(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> Any:
+        raise ZeroDivisionError("by\nzero")
+
+    for method in ("prompt", "_evidence"):  # after a prompt, and while one is read in blocks
+        monkeypatch.setattr(RoCo, method, broken)
+    found = policies(lambda text: None)
+    assert {check.state for check in found} == {FAILED}
+    text = " / ".join(check.detail for check in found)
+    assert "adakv, then roco: ZeroDivisionError: by zero" in text
+    assert "roco, --stride 8: ZeroDivisionError" in text
+    assert "then none" not in text
+    code, screen = run(offline=True)
+    assert code == 1
+    assert "failed   policies" in screen
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda kept: torch.cat((kept, kept[-1:])), "positions are not unique"),
+        (lambda kept: kept[:-1], "the newest row is gone"),
+        (lambda kept: torch.arange(int(kept[-1]) + 1), "over the budget"),
+        (lambda kept: kept + 1, "positions are not unique"),
+    ],
+)
+def test_a_cache_that_lies_is_found_out(
+    change: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, honest = tiny(), KVCache.kept
+    assert attempt(net, "adakv", "roco", 0) == ""
+    monkeypatch.setattr(KVCache, "kept", lambda *a: change(honest(*a)))
+    assert message in attempt(net, "adakv", "roco", 0)
+
+
+def test_a_prompt_that_is_not_read_exactly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = KVCache.attend
+    monkeypatch.setattr(KVCache, "attend", lambda *a: 0.9 * honest(*a))
+    assert attempt(tiny(), "adakv", "roco", 0) == "the prompt was not read exactly"
+
+
+def test_weights_that_are_not_finite_are_found_out() -> None:
+    net = tiny()
+    net.layers[1].down.dense().fill_(float("nan"))
+    assert "NaN" in attempt(net, "adakv", "roco", 0)
+
+
+# -- the hub --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("token", "answer", "state", "message"),
+    [
+        (SECRET, {"name": "ada"}, OK, "the token works, as ada"),
+        (SECRET, refusal(401), FAILED, "it refuses the token"),
+        (SECRET, refusal(403), FAILED, "it refuses the token"),
+        (SECRET, refusal(503), WARNING, "HTTP status 503"),
+        (SECRET, TimeoutError(SECRET), WARNING, "could not be reached"),
+        (None, {"id": "x"}, OK, "it answers"),
+        (None, refusal(401), WARNING, "HTTP status 401"),
+        (None, ConnectionError(SECRET), WARNING, "could not be reached"),
+        (None, lambda: time.sleep(3), WARNING, "could not be reached"),
+    ],
+)
+def test_what_the_hub_says(
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+    token: str | None,
+    answer: object,
+    state: str,
+    message: str,
+) -> None:
+    hub(monkeypatch, token, answer)
+    (check,) = examination.login(offline=False)
+    assert check.state == state
+    assert message in check.detail
+    assert SECRET not in str(check)
+
+
+def test_offline_asks_nobody(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden() -> None:
+        pytest.fail("touched the network")
+
+    hub(monkeypatch, SECRET, forbidden)
+    (check,) = examination.login(offline=True)
+    assert (check.state, check.detail) == (OK, "not asked: offline")
+
+
+def test_a_token_is_told_and_never_shown(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "none" in examination.token()[0].detail
+    hub(monkeypatch, SECRET, {"name": "ada"})
+    assert "hf auth login" in examination.token()[0].detail
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    assert examination.token()[0].detail == "set by HF_TOKEN"
+    for as_json in (False, True):
+        code, text = run(as_json=as_json)
+        assert code == 0
+        assert "as ada" in text
+        assert SECRET not in text
+
+
+# -- the machine ----------------------------------------------------------------------------
+
+
+def test_the_json_has_what_the_screen_has(quick: None) -> None:
+    code, text = run(offline=True, as_json=True)
+    record = json.loads(text)
+    assert code == 0
+    assert record["ok"] is True
+    names = [check["name"] for check in record["checks"]]
+    assert names == [
+        "versions",
+        "cpu",
+        "gpu",
+        "kernels",
+        "memory",
+        "models",
+        "token",
+        "hub",
+        "terminal",
+        "settings",
+        "policies",
+    ]
+    assert torch.__version__ in record["checks"][0]["detail"]
+    _, screen = run(offline=True)
+    assert [row.split()[1] for row in screen.splitlines() if row[0] != " "] == names
+    assert "\x1b" not in screen
+
+
+def test_a_check_that_breaks_is_a_failed_check(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: object) -> object:
+        raise OSError("no such\ndevice")
+
+    monkeypatch.setattr(examination.shutil, "disk_usage", broken)
+    code, text = run(offline=True)
+    assert code == 1
+    assert "failed   models    OSError: no such device" in text
+    assert "ok       policies" in text  # the others still ran
+
+
+def test_little_disk_and_a_locked_cache_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        examination.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30)
+    )
+    (check,) = examination.disk()
+    assert check.state == WARNING
+    assert "1.0 GiB free" in check.detail
+    monkeypatch.setattr(examination.os, "access", lambda path, mode: False)
+    assert "not writable" in examination.disk()[0].hint
+
+
+def test_a_bad_configuration_is_a_failed_check(quick: None, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("temprature = 1")
+    (check,) = examination.settings()
+    assert check.state == FAILED
+    assert "unknown key 'temprature'" in check.detail
+    assert "did you mean temperature?" in check.hint
+    (tmp_path / "config.toml").write_text("temperature = 1")
+    assert "1 set, by " in examination.settings()[0].detail
+
+
+def test_what_the_processor_says(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("model name\t: A CPU\nflags\t\t: fpu avx2 avx512_bf16\nmodel name\t: B\n")
+    assert examination._cpu_facts(path) == ("A CPU", {"fpu", "avx2", "avx512_bf16"})
+    assert examination._cpu_facts(tmp_path / "nothing") == ("", set())
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_line_is_no_wider_than_the_terminal(width: int) -> None:
+    text = line(Check("models", WARNING, "word " * 40, "do something " * 9), width)
+    assert text.startswith("warning  models")
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_importing_it_loads_no_torch() -> None:
+    code = "import sys, minikv.cli.doctor; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

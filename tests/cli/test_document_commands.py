@@ -1,0 +1,211 @@
+"""/add, /docs and /drop: names, states, and what a document that was read costs to drop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes import ByteTokenizer, ChatML, FakeEngine
+
+from minikv.chat.session import ChatSession
+from minikv.cli import document_commands as commands
+from minikv.cli import documents
+from minikv.cli.chats import Keeper
+from minikv.cli.command import Context
+from minikv.cli.interrupt import Interrupts
+from minikv.cli.terminal import Terminal
+from minikv.cli.turn import Limits
+from minikv.errors import Interrupted, UsageError
+
+Run = Callable[..., str]
+RUN = {word: command.run for command in commands.COMMANDS for word in command.words}
+
+
+@pytest.fixture
+def session() -> ChatSession:
+    tokenizer = ByteTokenizer()
+    return ChatSession(FakeEngine(), tokenizer, ChatML(tokenizer), max_context=4096)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command by its word and return what it said."""
+
+    def execute(word: str, *arguments: str) -> str:
+        context = Context(
+            session,
+            Terminal(),
+            "strict",
+            Limits(max_tokens=5),
+            Interrupts(),
+            Keeper(Terminal(), active=False),
+        )
+        capsys.readouterr()
+        RUN[word](context, list(arguments))
+        out, err = capsys.readouterr()
+        assert out == ""
+        return err
+
+    return execute
+
+
+def file(folder: Path, name: str, data: bytes = b"some text") -> str:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    return str(path)
+
+
+def test_add_says_what_it_read_and_keeps_the_order(
+    run: Run, session: ChatSession, tmp_path: Path
+) -> None:
+    said = run("add", file(tmp_path, "b.txt"), file(tmp_path, "a b.md", "héé".encode()))
+    assert said == (
+        "b.txt: 9 characters, read with your next question\n"
+        "a b.md: 3 characters, read with your next question\n"
+    )
+    pending = [(document.name, document.text) for document in session.pending]
+    assert pending == [("b.txt", "some text"), ("a b.md", "héé")]
+
+
+def test_two_documents_of_one_name_get_names_that_differ(
+    run: Run, session: ChatSession, tmp_path: Path
+) -> None:
+    run("add", file(tmp_path, "r.txt", b"one"))
+    list(session.ask("q", 3))
+    run("add", file(tmp_path / "x", "r.txt", b"two"), file(tmp_path / "y", "r.txt", b"three"))
+    assert [d.name for d in session.pending] == ["r.txt (2)", "r.txt (3)"]
+    list(session.ask("q", 3))
+    assert "Document: r.txt (2)\n\ntwo" in session.messages[-2].content
+    assert "two" not in session.messages[0].content
+
+
+def test_one_bad_file_adds_none(run: Run, session: ChatSession, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file"):
+        run("add", file(tmp_path, "good.txt"), str(tmp_path / "bad.txt"))
+    assert session.pending == []
+
+
+def test_invalid_bytes_are_refused_with_their_place_and_read_on_request(
+    run: Run, session: ChatSession, tmp_path: Path
+) -> None:
+    path = file(tmp_path, "la tin.txt", b"caf\xe9 and na\xefve text")
+    with pytest.raises(UsageError, match=r"not valid UTF-8: byte 3 \(0xe9\)") as error:
+        run("add", path)
+    assert error.value.hint.startswith(f"/add --replace '{path}' reads it anyway and counts")
+    assert session.pending == []
+    said = run("add", "--replace", path)
+    assert "la tin.txt: 2 invalid UTF-8 sequences were read as U+FFFD" in said
+    assert session.pending[0].text == "caf\ufffd and na\ufffdve text"
+
+
+def test_add_without_files_explains_itself(run: Run) -> None:
+    for arguments in ([], ["--replace"]):
+        with pytest.raises(UsageError, match="/add takes files"):
+            run("add", *arguments)
+
+
+def test_ctrl_c_stops_a_loader_and_not_the_chat(
+    run: Run, session: ChatSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = documents.read_file
+    press = (
+        f"{sys.executable} -c 'import os,signal,time; os.kill({os.getpid()}, signal.SIGINT); "
+        "time.sleep(60)' {path}"
+    )
+
+    def with_loader(path: str, errors: str, loaders: object, **rest: object) -> documents.Text:
+        return read(path, errors, {".slow": press}, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(documents, "read_file", with_loader)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted, match="stopped reading") as stopped:
+        run("add", file(tmp_path, "x.slow"))
+    assert stopped.value.hint == "nothing was added"
+    assert session.pending == []
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_docs_lists_what_was_read_and_what_waits(
+    run: Run, session: ChatSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no documents" in run("docs")
+    session.attach("from a pipe")
+    list(session.ask("q", 3))
+    run("add", file(tmp_path, "b.txt", "héé".encode()))
+    assert run("docs") == (
+        "1  standard input · 11 characters · 11 tokens · read\n"
+        "2  b.txt · 3 characters · 5 tokens · waits for your next question\n"
+    )
+    # A text that would take long to tokenize goes without.
+    monkeypatch.setattr(commands, "COUNTED", 5)
+    assert "11 characters · read" in run("docs")
+
+
+def test_docs_shows_no_control_characters(run: Run, session: ChatSession) -> None:
+    session.attach("text", "a\x1b]0;b[bold]")
+    assert "a]0;b[bold] · 4 characters" in run("docs")
+
+
+def test_drop_takes_a_waiting_document_out_at_once(
+    run: Run, session: ChatSession, tmp_path: Path
+) -> None:
+    run("add", file(tmp_path, "a.txt"))
+    list(session.ask("q", 3))
+    run("add", file(tmp_path, "b.txt"), file(tmp_path, "c.txt"))
+    assert "b.txt is dropped; it had not been read" in run("drop", "2")
+    assert [d.name for d in session.pending] == ["c.txt"]
+    run("drop", "c.txt")
+    assert session.pending == []
+    assert (session.turn, len(session.documents)) == (1, 1)  # the conversation goes on
+
+
+def test_drop_of_a_read_document_starts_anew_without_it(
+    run: Run, session: ChatSession, tmp_path: Path
+) -> None:
+    run("add", file(tmp_path, "a.txt", b"AAA"), file(tmp_path, "b.txt", b"BBB"))
+    list(session.ask("q", 3))
+    run("add", file(tmp_path, "c.txt", b"CCC"))
+    said = run("drop", "a.txt")
+    assert said == (
+        "a.txt had been read, and cannot be taken out of the cache: new conversation with the "
+        "other 2 documents, read again with your next question\n"
+    )
+    assert [d.name for d in session.pending] == ["b.txt", "c.txt"]
+    assert (session.turn, session.documents, session.fed) == (0, [], [])
+    list(session.ask("q", 3))
+    fed = session.tokenizer.decode(session.fed)
+    assert "BBB" in fed
+    assert "AAA" not in fed
+    assert "new conversation with the other document," in run("drop", "b.txt")
+    list(session.ask("q", 3))
+    assert run("drop", "1").endswith("new conversation with no other document\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        ([], "takes a number", "/drop 2"),
+        (["a.txt", "b.txt"], "takes a number", "/drop 2"),
+        (["3"], "no document '3'", "/docs"),
+        (["0"], "no document '0'", "/docs"),
+        (["9" * 5000], "no document", "/docs"),
+        (["a.text"], "no document 'a.text'", "did you mean a.txt?"),
+        (["²"], "no document", "/docs"),
+    ],
+)
+def test_drop_refuses_what_it_cannot_find(
+    run: Run, session: ChatSession, arguments: list[str], message: str, hint: str
+) -> None:
+    with pytest.raises(UsageError, match="no document to drop"):
+        run("drop", *arguments)
+    session.attach("x", "a.txt")
+    session.attach("y", "b.txt")
+    with pytest.raises(UsageError, match=message) as error:
+        run("drop", *arguments)
+    assert hint in error.value.hint
+    assert len(session.pending) == 2

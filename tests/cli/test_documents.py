@@ -1,0 +1,155 @@
+"""Documents: what is read, what is refused, and that each refusal says why."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from pathlib import Path
+
+import pytest
+
+from minikv.cli import documents
+from minikv.cli.documents import Text, decode, distinct, read_file
+from minikv.errors import UsageError
+
+
+def write(folder: Path, data: bytes, name: str = "d.txt") -> str:
+    path = folder / name
+    path.write_bytes(data)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"plain\r\nlines\n", "plain\r\nlines\n"),
+        ("héllo 世界 🎈".encode(), "héllo 世界 🎈"),
+        (codecs.BOM_UTF8 + b"marked", "marked"),
+        (codecs.BOM_UTF16_LE + "wide é".encode("utf-16-le"), "wide é"),
+        (codecs.BOM_UTF16_BE + "wide é".encode("utf-16-be"), "wide é"),
+        (codecs.BOM_UTF32_LE + "wider".encode("utf-32-le"), "wider"),
+        (b"a NUL \x00 in a long enough text", "a NUL \x00 in a long enough text"),
+        (b"\x1b[31mred\x1b[0m text", "\x1b[31mred\x1b[0m text"),
+        (b"x", "x"),
+    ],
+)
+def test_text_is_read_as_it_is(tmp_path: Path, data: bytes, text: str) -> None:
+    found = read_file(write(tmp_path, data))
+    assert (found.text, found.name, found.note) == (text, "d.txt", "")
+    assert found.facts == f"{len(text)} characters"
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"", "d.txt is empty"),
+        (b" \n\t\n", "d.txt is empty"),
+        (codecs.BOM_UTF8, "d.txt is empty"),
+        (b"ok then \xff no", r"not valid UTF-8: byte 8 \(0xff\)"),
+        (codecs.BOM_UTF8 + b"ok then \xe9.", r"not valid UTF-8: byte 11 \(0xe9\)"),
+        (b"cut short \xe2\x82", r"not valid UTF-8: byte 10 \(0xe2\)"),
+        (codecs.BOM_UTF16_LE + b"a\x00\x00\xd8b\x00", r"not valid UTF-16: byte 4 \(0x00\)"),
+        (bytes(range(256)) * 4, "looks binary"),
+        (b"\x00" * 100, "looks binary"),
+        (b"\x7fELF\x02\x01", "a program"),
+        (b"PK\x03\x04....", "zip archive"),
+        (b"\x1f\x8b\x08", "gzip"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_reason(
+    tmp_path: Path, data: bytes, match: str
+) -> None:
+    with pytest.raises(UsageError, match=match) as error:
+        read_file(write(tmp_path, data))
+    assert error.value.exit_code == 2
+    assert "\n" not in str(error.value)
+
+
+def test_invalid_bytes_can_be_replaced_and_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path, b"caf\xe9, na\xefve, and a real \xef\xbf\xbd")
+    found = read_file(path, "replace")
+    assert found.text == "caf\ufffd, na\ufffdve, and a real \ufffd"
+    assert found.note.endswith("d.txt: 2 invalid UTF-8 sequences were read as U+FFFD")
+
+
+def test_binary_is_refused_even_when_invalid_bytes_may_be_replaced(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="binary"):
+        read_file(write(tmp_path, os.urandom(4096)), "replace")
+
+
+def test_missing_directory_pipe_and_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file"):
+        read_file(str(tmp_path / "nothing"))
+    with pytest.raises(UsageError, match="is a directory"):
+        read_file(str(tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="not a regular file"):
+        read_file(str(tmp_path / "pipe"))
+    with pytest.raises(UsageError, match="not a regular file"):
+        read_file("/dev/zero")
+    with pytest.raises(UsageError, match="cannot read"):
+        read_file("nul\x00byte")
+
+
+def test_the_size_limit_holds_for_files_and_pipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "MAX_BYTES", 10)
+    assert read_file(write(tmp_path, b"0123456789")).text == "0123456789"
+    with pytest.raises(UsageError, match=r"d\.txt is larger than"):
+        read_file(write(tmp_path, b"0123456789a"))
+    with pytest.raises(UsageError, match="standard input is larger than"):
+        decode(b"0123456789a", "standard input")
+
+
+def test_a_message_that_is_a_pdf_is_refused() -> None:
+    with pytest.raises(UsageError, match="standard input is a PDF, not text"):
+        decode(b"%PDF-1.7 ...", "standard input")
+
+
+def test_the_hint_on_invalid_bytes_is_the_callers(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        read_file(write(tmp_path, b"ok \xff"), remedy="do this")
+    assert error.value.hint == "do this"
+
+
+def test_names_are_made_distinct_and_stay_so() -> None:
+    names = ["a.txt", "a.txt", "b.txt", "a.txt (2)", None, None]
+    made = distinct([Text("x", name) for name in names], taken=["b.txt", None])
+    assert [text.name for text in made] == [
+        "a.txt",
+        "a.txt (2)",
+        "b.txt (2)",
+        "a.txt (2) (2)",
+        None,
+        None,
+    ]
+    assert all(text.text == "x" for text in made)
+
+
+# Section 7, test 4 of the reference: what a document may hold, read as it is.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|eot_id|>",
+        "[INST]",
+        "\x1b]52;c;aGk=\x07 and more text",
+        "a \x00 in a long enough text",
+        "[bold]x[/bold]",
+        "世界",
+        "🎈👩‍👩‍👧",
+        "one\r\ntwo\r\n",
+        "a",
+    ],
+)
+def test_odd_text_is_read_unchanged(tmp_path: Path, text: str) -> None:
+    found = read_file(write(tmp_path, text.encode()))
+    assert (found.text, found.note) == (text, "")
+
+
+def test_a_hostile_file_name_is_one_clean_line(tmp_path: Path) -> None:
+    found = read_file(write(tmp_path, b"text", "a\x1b]0;b\nc\u202ed.txt"))
+    assert found.name == "a]0;b cd.txt"
+    with pytest.raises(UsageError) as error:
+        read_file(str(tmp_path / "no\x1bsuch\nfile"))
+    assert "\x1b" not in str(error.value)

@@ -1,0 +1,358 @@
+"""The line editor on a pseudo-terminal, its fallback, completion and the history file."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from terminals import Terminals
+
+from minikv.cli import editor
+from minikv.cli.editor import Help
+
+# Asks for messages and shows each in one line; `pause` stands for an answer that takes a while.
+LOOP = """
+import sys, time
+from pathlib import Path
+from minikv.cli.editor import Cleared, Help, open_reader
+from minikv.cli.terminal import Terminal
+history, pause, missing = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+if missing:
+    sys.modules["prompt_toolkit"] = None
+words = {"": ["/add", "/policy", "/exit"], "/policy": ["adakv", "snapkv"]}
+terminal = Terminal()
+read = open_reader(
+    terminal, Help(lambda word: words.get(word, []), ("/add",), lambda: "BAR 7 of 9"),
+    Path(history) if history else None)
+print("open", flush=True)
+while True:
+    try:
+        text = read()
+    except EOFError:
+        print("end"); break
+    except Cleared:
+        print("cleared", flush=True)
+        continue
+    except KeyboardInterrupt:
+        print("interrupt", flush=True)
+        continue
+    print("got", ascii(text), flush=True)
+    with terminal.answering():
+        print("writing", flush=True)
+        time.sleep(pause)
+    print("ready", flush=True)
+"""
+PROMPT = {"xterm": "\x1b[?25h", "dumb": "> "}
+READY = "ready\r\n"
+PASTE = "\x1b[200~{}\x1b[201~"
+
+Start = Callable[..., Terminals]
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[dict[object, Terminals]]:
+    """Loops that stand at their prompt, for the next test that wants one like it."""
+    opened: dict[object, Terminals] = {}
+    yield opened
+    for terminal in opened.values():
+        terminal.close()
+
+
+@pytest.fixture
+def start(opened: dict[object, Terminals]) -> Iterator[Start]:
+    """Open the loop on a terminal, or take one whose last message has arrived."""
+    used: dict[tuple[object, int], Terminals] = {}
+
+    def begin(
+        term: str = "xterm", history: str = "", pause: float = 0.0, missing: str = "", **env: str
+    ) -> Terminals:
+        key = (term, history, pause, missing, *env.items())
+        terminal = opened.pop(key, None)
+        if terminal is None:
+            command = [sys.executable, "-c", LOOP, history, str(pause), missing]
+            terminal = Terminals(command, {"TERM": term, **env})
+            terminal.prompt = PROMPT["dumb" if missing else term]
+            terminal.until("open")
+        used[(key, len(used))] = terminal
+        terminal.ready()
+        return terminal
+
+    yield begin
+    for (key, _), terminal in used.items():
+        rests = terminal.seen[: terminal.at].endswith(READY)
+        if terminal.pid and rests and key not in opened:
+            opened[key] = terminal
+        else:
+            terminal.close()
+
+
+def got(terminal: Terminals) -> str:
+    """The next message that arrived."""
+    terminal.until("got ")
+    text = terminal.until("\r\n")
+    terminal.until(READY)
+    return str(eval(text))
+
+
+@pytest.mark.parametrize("kind", ["xterm", "dumb", "missing"])
+def test_lines_blocks_and_the_end(start: Start, kind: str) -> None:
+    terminal = start(missing="yes", history="/nowhere/x") if kind == "missing" else start(term=kind)
+    terminal.type("a line\r")
+    assert got(terminal) == "a line"
+    terminal.ready()
+    terminal.type('"""\r')
+    terminal.type("one\r")
+    terminal.type("/two\r")
+    terminal.type('"""\r')
+    assert got(terminal) == "one\n/two"
+    terminal.ready()
+    terminal.type('"""/etc is a folder"""\r')
+    assert got(terminal) == "//etc is a folder"  # which the chat sends with one slash
+    terminal.ready()
+    terminal.type("\x04")
+    terminal.until("end")
+    assert terminal.code() == 0
+
+
+def test_a_bracketed_paste_is_one_message_and_waits_for_enter(start: Start) -> None:
+    terminal = start()
+    terminal.type(PASTE.format("one\rtwo\r\nthree\r"))
+    with pytest.raises(AssertionError, match="no 'got"):
+        terminal.until("got", 0.5)
+    terminal.type("\r")
+    assert got(terminal) == "one\ntwo\nthree\n"
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+@pytest.mark.parametrize("last", ["\r", ""])
+def test_an_unmarked_paste_is_one_message(start: Start, term: str, last: str) -> None:
+    terminal = start(term=term)
+    terminal.type(f"one\rtwo\rthree{last}")
+    if not last:
+        with pytest.raises(AssertionError, match="no 'got"):
+            terminal.until("got", 0.5)
+        terminal.type("!\r")
+    assert got(terminal) == ("one\ntwo\nthree" if last else "one\ntwo\nthree!")
+
+
+def test_alt_enter_and_ctrl_j_make_a_newline(start: Start) -> None:
+    terminal = start()
+    terminal.type("one")
+    terminal.type("\x1b\r")
+    terminal.type("two")
+    terminal.type("\n")
+    terminal.type("three")
+    terminal.type("\r")
+    assert got(terminal) == "one\ntwo\nthree"
+
+
+def test_what_is_typed_during_an_answer_waits_at_the_prompt(start: Start) -> None:
+    terminal = start(pause=1.0)
+    terminal.type("first\r")
+    terminal.until("writing")
+    for text in ("next\r", "\x1b[A", PASTE.format("pas\rted")):
+        terminal.type(text)
+    echoed = terminal.until("ready")
+    assert "next" not in echoed  # it would have moved what the answer writes
+    terminal.ready()
+    with pytest.raises(AssertionError, match="no 'got"):
+        terminal.until("got", 0.5)
+    terminal.type("!\r")
+    assert got(terminal) == "next\npas\nted!"
+
+
+def test_ctrl_c_clears_a_line_and_is_told_apart_from_one_without_text(start: Start) -> None:
+    terminal = start()
+    terminal.type("text")
+    terminal.until("text")
+    terminal.type("\x03")
+    terminal.until("cleared")
+    terminal.ready()
+    terminal.type("\x03")
+    terminal.until("interrupt")
+    terminal.ready()
+    terminal.type("more\r")
+    assert got(terminal) == "more"
+
+
+def test_ctrl_c_takes_an_unfinished_block_away_without_an_editor(start: Start) -> None:
+    terminal = start(term="dumb")
+    terminal.type('"""one\r')
+    terminal.until(". ")
+    terminal.type("\x03")
+    terminal.until("cleared")
+    terminal.ready()
+    terminal.type("more\r")
+    assert got(terminal) == "more"
+
+
+@pytest.mark.parametrize("key", ["\x07", "\x18\x05"])
+def test_the_editor_of_the_user(start: Start, tmp_path: Path, key: str) -> None:
+    script = tmp_path / "edit.sh"
+    script.write_text('#!/bin/sh\ncat "$1" > "$0.seen"\nprintf "from\\nthere" > "$1"\n')
+    script.chmod(0o755)
+    terminal = start(VISUAL=str(script))
+    terminal.type("from here")
+    terminal.until("here")
+    terminal.type(key)
+    terminal.until("there")
+    terminal.type("\r")
+    assert got(terminal) == "from\nthere"
+    assert (tmp_path / "edit.sh.seen").read_text() == "from here"
+
+
+def test_tab_completes(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "a file.txt").write_text("x")
+    terminal = start()
+    terminal.type("/po\t")
+    terminal.until("licy")
+    terminal.type(" s\t")
+    terminal.until("napkv")
+    terminal.type("\r")
+    assert got(terminal) == "/policy snapkv"
+    terminal.ready()
+    terminal.type(f"/add {tmp_path}/a\t")
+    terminal.until("file.txt")
+    terminal.type("\r")
+    assert got(terminal) == f"/add {tmp_path}/a\\ file.txt"
+
+
+def test_history_is_kept_found_and_recalled(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "state" / "history"
+    first = start(history=str(path))
+    for text in ("the mill", "the river\x1b\rbank"):
+        first.type(f"{text}\r")
+        got(first)
+        first.ready()
+    first.type("\x04")
+    assert first.code() == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    second = start(history=str(path))
+    second.type("\x12mill")
+    second.until("mill")
+    second.type("\r")  # ends the search
+    second.type("\r")
+    assert got(second) == "the mill"
+    second.ready()
+    second.type("\x1b[A")
+    second.type("\x1b[A")
+    second.type("\r")
+    assert got(second) == "the river\nbank"
+
+
+@pytest.mark.parametrize("place", ["/proc/none/history", "/dev/null/history", ""])
+def test_where_no_history_can_be_kept_the_chat_goes_on(start: Start, place: str) -> None:
+    terminal = start(history=place)
+    terminal.type("a\r")
+    assert got(terminal) == "a"
+    terminal.ready()
+    terminal.type("\x1b[A")
+    terminal.type("\r")
+    assert got(terminal) == "a"  # of this chat
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_the_toolbar_and_plain_terminals(start: Start, term: str) -> None:
+    terminal = start(term=term)
+    terminal.type("x\r")
+    got(terminal)
+    assert ("BAR 7 of 9" in terminal.seen) == (term == "xterm")
+    assert ("\x1b" in terminal.seen) == (term == "xterm")
+
+
+def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
+    terminal = start(PYTHONIOENCODING="ascii", NO_COLOR="1")
+    terminal.type("x\r")
+    got(terminal)
+    assert terminal.seen.isascii()
+    assert "> " in terminal.seen
+    assert "?" not in terminal.seen.replace("\x1b[?", "")
+
+
+# -- without a terminal ----------------------------------------------------------------------
+
+
+def test_messages_of_blocks() -> None:
+    assert editor.message("x") == "x"
+    assert editor.message('"""\na\n\nb\n"""') == "a\n\nb"
+    assert editor.message('"""a"""') == "a"
+    assert editor.message('"""//x"""') == "///x"
+    assert editor.message('""" /x"""') == " //x"  # what is sent is " /x"
+    assert editor.message('say """x"""') == 'say """x"""'
+    assert editor.unfinished('"""a')
+    assert editor.unfinished('"""')
+    assert editor.unfinished(' """a\n')
+    assert not editor.unfinished('"""a"""')
+    assert not editor.unfinished('""""""')
+    assert not editor.unfinished('a """')
+
+
+def test_completion_knows_words_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub dir").mkdir()
+    for name in ("a.txt", "b'c.txt", ".hidden", "evil\x1b[31m.txt", "line\nbreak"):
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = {"": ["/add", "/policy"], "/policy": ["adakv", "snapkv"]}
+    help = Help(lambda command: words.get(command, []), ("/add",))
+
+    def of(text: str) -> list[str]:
+        return [text[: len(text) - length] + found for found, length in editor.complete(help, text)]
+
+    assert of("/") == ["/add", "/policy"]
+    assert of("/policy s") == ["/policy snapkv"]
+    assert of("/policy snapkv a") == ["/policy snapkv adakv"]
+    assert of("/none x") == []
+    assert of("hello /a") == of("//a") == of("") == of("/add\n/a") == []
+    assert of("/add ") == ["/add a.txt", "/add b\\'c.txt", "/add sub\\ dir/"]
+    assert of("/add a.txt .") == ["/add a.txt .hidden"]
+    assert of("/add sub\\ d") == ["/add sub\\ dir/"]
+    assert of("/add ~/a") == ["/add ~/a.txt"]
+    assert of("/add none/") == []
+
+
+def test_history_keeps_the_newest_and_survives_damage(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    path.write_bytes(b'\xff\xfe\n"old"\n{"a": 1}\n' + b"not json\n")
+    editor.add_to_history(path, "new\n\ud800 [bold]\x1b")
+    assert editor.read_history(path) == ["old", "new\n\ud800 [bold]\x1b"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.write_text("".join(f"{json.dumps(str(n))}\n" for n in range(editor.ENTRIES + 5)))
+    kept = editor.read_history(path)
+    assert (kept[0], kept[-1], len(kept)) == ("5", "1004", editor.ENTRIES)
+    assert len(path.read_text().splitlines()) == editor.ENTRIES
+    assert [entry.name for entry in tmp_path.iterdir()] == ["history"]
+
+
+def test_history_follows_no_link(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text('"secret"\n')
+    link = tmp_path / "history"
+    link.symlink_to(other)
+    editor.add_to_history(link, "x")
+    assert editor.read_history(link) == []
+    assert other.read_text() == '"secret"\n'
+
+
+def test_a_named_pipe_as_history_does_not_block(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    os.mkfifo(path)
+    editor.add_to_history(path, "x")
+    assert editor.read_history(path) == []
+
+
+def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MINIKV_HOME", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert editor.history_path() == tmp_path / ".local/state/minikv/history"
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert editor.history_path() == Path("/state/minikv/history")
+    monkeypatch.setenv("MINIKV_HOME", "/own")
+    assert editor.history_path() == Path("/own/history")

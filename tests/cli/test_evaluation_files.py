@@ -1,0 +1,236 @@
+"""`minikv eval FILE`: what is read from LongBench and RULER records, and refused by line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import minikv
+from minikv.cli.evaluation import command, metrics, run
+from minikv.cli.evaluation.files import Item, read_items
+from minikv.cli.evaluation.longbench import DATASETS
+from minikv.cli.main import app
+from minikv.errors import UsageError
+
+
+def record(**changes: object) -> str:
+    good = {"context": "The fox.", "input": "Who?", "answers": ["fox"], "dataset": "qasper"}
+    return json.dumps({k: v for k, v in (good | changes).items() if v is not None})
+
+
+def ruler(**changes: object) -> str:
+    return json.dumps({"input": "A key is 17.\nWhat is the key?", "outputs": ["17"]} | changes)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: not a JSON object"),
+        ('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "line 2: a number too long or lists too"),
+        ('{"a": ' + "1" * 9000 + "}", "line 2: a number too long or lists too deep"),
+        (record(context=None), "line 2: no context"),
+        (record(context=7), "line 2: context is not a text"),
+        (record(context=" \n"), "line 2: context is empty"),
+        (record(context="a\ud800b"), "line 2: context has a lone surrogate at character 1"),
+        (record(input="\udc00"), "line 2: input has a lone surrogate"),
+        (record(answers=["a", "\ud800"]), "line 2: answers has a lone surrogate"),
+        (record(dataset="\ud800"), "line 2: dataset has a lone surrogate"),
+        (record(answers=None), "line 2: no answers"),
+        (record(answers="fox"), "line 2: answers is not a list of texts"),
+        (record(answers=[]), "line 2: answers is empty"),
+        (record(input=""), "line 2: input is empty"),
+        (record(dataset="vcsum"), "line 2: dataset 'vcsum' is not supported"),
+        (record(dataset="trec"), "line 2: no all_classes"),
+        (
+            record(dataset="trec")[:-1] + ', "all_classes": null}',
+            "line 2: all_classes is not a list of texts",
+        ),
+        (record(dataset="trec", all_classes=[]), "line 2: all_classes is empty"),
+        (record(dataset="trec", all_classes=["dog"]), "line 2: none of answers is in all_classes"),
+        (record(dataset="trec", all_classes=["fox", "\ud800"]), "line 2: all_classes has a lone"),
+        (
+            record(dataset="passage_retrieval_en", answers=["Paragraph 3", "4"]),
+            "line 2: an answer names no paragraph",
+        ),
+        (ruler(input="x"), "line 2: input has no document"),
+        (ruler(input="a\n\ud800"), "line 2: input has a lone surrogate"),
+        (ruler(outputs=[]), "line 2: outputs is empty"),
+        (ruler(outputs=["17", ""]), "line 2: outputs has an empty text"),
+    ],
+)
+def test_a_wrong_record_is_named_by_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
+) -> None:
+    monkeypatch.setattr(command, "build", lambda _: pytest.fail("a model was loaded"))
+    path = tmp_path / "x.jsonl"
+    path.write_text(record() + "\n" + line + "\n")
+    with pytest.raises(UsageError) as refused:
+        list(read_items(path))
+    assert says in str(refused.value)
+    result = CliRunner().invoke(app, ["eval", str(path)])
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_longbench_and_ruler_records(tmp_path: Path) -> None:
+    path = tmp_path / "niah_single_1.jsonl"
+    path.write_text(record() + "\n\n" + ruler(input="Some words.\nA key is 17.\nWhich?") + "\n")
+    first, second = read_items(path)
+    assert (first.document, first.right) == ("The fox.", (("fox",),))
+    assert first.questions == (f"{DATASETS['qasper'].says}\n\nWho?",)
+    assert (first.metric, first.max_tokens) == (metrics.qa_f1, 128)
+    assert first.source == f"{path}, line 1"
+    assert second.document == "Some words.\nA key is 17."
+    assert second.questions == ("Which?",)
+    assert second.metric is metrics.contains
+    assert second.source == f"{path}, line 3"
+    empty = tmp_path / "e.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(UsageError, match="is empty"):
+        list(read_items(empty))
+    with pytest.raises(UsageError, match="cannot read"):
+        list(read_items(tmp_path / "none.jsonl"))
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    odd = "one\u2028two\u2029three\x85four"
+    line = json.dumps(json.loads(record(context=odd)), ensure_ascii=False)
+    path.write_bytes("\r\n".join([line, record(), ""]).encode())
+    first, second = read_items(path)
+    assert first.document == odd
+    assert second.document == "The fox."
+    assert second.source.endswith("line 2")
+
+
+def test_every_dataset_is_asked_for_what_it_wants(tmp_path: Path) -> None:
+    """Lengths as LongBench's own; an input after the instruction, as it stands."""
+    lengths = {
+        **dict.fromkeys(("gov_report", "qmsum", "multi_news"), 512),
+        **dict.fromkeys(("narrativeqa", "qasper", "samsum"), 128),
+        **dict.fromkeys(("multifieldqa_en", "trec", "lcc", "repobench-p"), 64),
+        **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa"), 32),
+        **dict.fromkeys(("passage_count", "passage_retrieval_en"), 32),
+    }
+    assert {name: d.max_tokens for name, d in DATASETS.items()} == lengths
+    assert {name for name, d in DATASETS.items() if d.first_line} == {"trec", "triviaqa", "samsum"}
+    without = {"gov_report", "multi_news", "passage_count", "lcc"}
+    for name, dataset in DATASETS.items():
+        path = tmp_path / f"{name}.jsonl"
+        given = "" if name in without else "    if x:\n"
+        path.write_text(
+            record(dataset=name, input=given, answers=["Paragraph 1"], all_classes=["Paragraph 1"])
+        )
+        (item,) = read_items(path)
+        assert item.questions == (f"{dataset.says}\n\n{given}" if given else dataset.says,)
+        assert item.metric is dataset.metric
+        path.write_text(record(dataset=name, input=" ", answers=["Paragraph 1"], all_classes=["x"]))
+        if name not in without:
+            with pytest.raises(UsageError, match="input is empty"):
+                list(read_items(path))
+    assert "Paragraph 1" in DATASETS["passage_retrieval_en"].says
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "tokens"),
+    [
+        ("qa_1.jsonl", metrics.contains_any, 32),
+        ("my_qa_runs/niah_single_1.jsonl", metrics.contains, 128),
+        ("qa_runs/vt.jsonl", metrics.contains, 30),
+        ("qa_2/validation.jsonl", metrics.contains_any, 32),
+        ("cwe/test.jsonl", metrics.contains, 120),
+        ("qa_2/fwe/validation.jsonl", metrics.contains, 50),
+    ],
+)
+def test_a_ruler_task_is_told_by_its_name(
+    tmp_path: Path, name: str, metric: metrics.Metric, tokens: int
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(ruler())
+    (item,) = read_items(path)
+    assert (item.metric, item.max_tokens) == (metric, tokens)
+
+
+def test_answers_are_not_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An indentation counts in code; of some datasets only the first line does."""
+    chat = minikv.load(policy="full")
+    monkeypatch.setattr(chat, "ask", lambda *_, **__: iter(["\n", "    return x\n", "more"]))
+    item = Item("def f(x):", ("Next?",), (("    return x",),), metrics.code)
+    assert run._answers(chat, item) == ["\n    return x\nmore"]
+    assert item.metric(run._answers(chat, item)[0], item.right[0], ()) == 1.0
+    first = Item("def f(x):", ("Next?",), (("    return x",),), first_line=True)
+    assert run._answers(chat, first) == ["    return x"]
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """RULER calls every task's file validation.jsonl."""
+    paths = [tmp_path / task / "validation.jsonl" for task in ("qa_1", "vt")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(ruler())
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(
+        app, ["eval", *map(str, paths), "--policy", "full", "--budget", "64", "--json", str(out)]
+    )
+    assert result.exit_code == 0, result.stderr
+    assert [c["task"] for c in json.loads(out.read_text())["cells"]] == [str(p) for p in paths]
+
+
+def test_one_item_too_long_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run.Run, "measure", lambda *_: pytest.fail("measured"))
+    path = tmp_path / "x.jsonl"
+    path.write_text(record() + "\n" + record(context="word " * 9000) + "\n")
+    result = CliRunner().invoke(app, ["eval", str(path)])
+    assert result.exit_code == 5
+    assert "x.jsonl, line 2: needs" in result.stderr.replace("\n", "")
+
+
+class Scorer:
+    """Stands in for `rouge.Rouge`: the share of equal characters, and it raises on empty texts."""
+
+    def get_scores(self, given: list[str], right: list[str], avg: bool) -> object:
+        assert avg
+        if not given[0].strip(" .") or not right[0]:
+            raise ValueError("Hypothesis is empty.")
+        same = sum(a == b for a, b in zip(given[0], right[0], strict=False))
+        return {"rouge-l": {"f": same / len(right[0])}}
+
+
+def test_rouge_of_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rouge", SimpleNamespace(Rouge=Scorer))
+    assert metrics.rouge_l("abcd", ["xxxx", "abxx", ""]) == 0.5
+    assert metrics.rouge_l("", ["abcd"]) == 0.0
+    assert metrics.rouge_l(" . ", ["abcd"]) == 0.0
+    assert metrics.rouge_l("abcd", [""]) == 0.0
+
+
+def test_rouge_of_the_package() -> None:
+    pytest.importorskip("rouge")
+    assert metrics.rouge_l("the cat sat", ["the cat sat", "no"]) == pytest.approx(1.0)
+    # Longest common subsequence 2 of 3 and 3 words.
+    assert metrics.rouge_l("the cat sat", ["the cat ran"]) == pytest.approx(2 / 3)
+    for answer in ("", " ", "...", " . "):
+        assert metrics.rouge_l(answer, ["the cat"]) == 0.0
+    assert metrics.rouge_l("the cat", [""]) == 0.0
+
+
+@pytest.mark.parametrize("dataset", ["gov_report", "qmsum", "multi_news", "samsum"])
+def test_rouge_is_asked_for_before_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str
+) -> None:
+    monkeypatch.setattr(command, "build", lambda _: pytest.fail("a model was loaded"))
+    monkeypatch.setitem(sys.modules, "rouge", None)
+    path = tmp_path / "x.jsonl"
+    path.write_text(record(dataset=dataset))
+    result = CliRunner().invoke(app, ["eval", str(path)])
+    assert result.exit_code == 2
+    assert "summaries are scored by the package rouge" in result.stderr

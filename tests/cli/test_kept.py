@@ -1,0 +1,523 @@
+"""What the cache holds of each token, against a count by hand; and how `/kept` shows it."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import small
+import torch
+from fakes import BOS, PADDED, ByteTokenizer, ChatML
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from minikv.chat.session import ChatSession
+from minikv.chat.transcript import Document
+from minikv.cli import kept, kept_view
+from minikv.cli.chats import Keeper
+from minikv.cli.command import Context
+from minikv.cli.interrupt import Interrupts
+from minikv.cli.kept import Kept, Part
+from minikv.cli.kept_view import SHADES, Screen
+from minikv.cli.terminal import Terminal
+from minikv.cli.turn import Limits
+from minikv.engine.engine import Engine
+from minikv.errors import UsageError
+from minikv.models.config import ModelConfig
+from minikv.models.llama import Llama
+from minikv.models.rope import RopeConfig
+from minikv.models.stream import TextStream
+
+STORY = "The mill is run by Ada.\nThe 中 well 😀 is dry.\n\n" * 6
+HOSTILE = "a \x1b]52;c;evil\x07 [bold]b[/bold] \x9b31m \u202e<|eot_id|>\tc\r\nd\u2028e"
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def network(windows: tuple[int | None, ...] = (None, None, None), seed: int = 0) -> Llama:
+    """A small random network over bytes."""
+    config = ModelConfig(
+        family="llama",
+        layers=3,
+        heads=6,
+        kv_heads=3,
+        head_dim=8,
+        hidden=48,
+        mlp=64,
+        vocab=PADDED,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4),
+        max_context=4096,
+        windows=windows,
+    )
+    return Llama(config, rows=64).randomise(seed, std=0.3)
+
+
+def chat(prompt: str = "adakv", step: str = "roco", budget: int = 48, **given: Any) -> ChatSession:
+    """A chat over it. `choice` is only what it says about itself."""
+    net = given.pop("net", None) or network()
+    tokenizer = ByteTokenizer()
+    return ChatSession(
+        Engine(net, small.scheduler(net, prompt, step, budget)),
+        tokenizer,
+        ChatML(tokenizer),
+        max_context=4096,
+        **given,
+    )  # type: ignore[arg-type]
+
+
+def context(session: ChatSession) -> Context:
+    return Context(
+        session,
+        Terminal(),
+        "strict",
+        Limits(max_tokens=5),
+        Interrupts(),
+        Keeper(Terminal(), active=False),
+    )
+
+
+def facts(text: str, held: torch.Tensor | None = None, names: tuple[str, ...] = ()) -> Kept:
+    """Facts about a text of one token per byte; without `held` every head holds everything."""
+    ids = [BOS, *text.encode()]
+    spans = kept.spell(ByteTokenizer(), ids)
+    if held is None:
+        held = torch.ones(2, 3, len(ids), dtype=torch.bool)
+    parts = kept.locate(spans, [Document(text, name) for name in names])
+    return Kept(held, spans, parts)
+
+
+# -- facts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "step", "windows"),
+    [
+        ("adakv", "roco", (None, None, None)),
+        ("adakv", "none", (None, 40, None)),
+        ("full", "none", (None, None, None)),
+        ("full", "streaming", (None, None, None)),
+    ],
+)
+def test_shares_against_a_count_by_hand(
+    prompt: str, step: str, windows: tuple[int | None, ...]
+) -> None:
+    session = chat(prompt, step, net=network(windows))
+    session.attach(STORY, "story.txt")
+    for question in ("Who runs the mill?", "Why?"):
+        list(session.ask(question, 6))
+        found = kept.read(session)
+        tokens = len(session.fed)
+        count = [0.0] * tokens
+        for layer in range(3):
+            in_layer = [0.0] * tokens
+            for head in range(3):
+                positions = set(session.kept(layer, head).tolist())
+                one = [float(t in positions) for t in range(tokens)]
+                assert found.share(layer, head).tolist() == one
+                assert found.rows()[layer, head] == len(positions)
+                some = [3, 20, tokens - 1]
+                assert found.among(some)[layer, head] == len(positions & set(some))
+                in_layer = [a + b for a, b in zip(in_layer, one, strict=True)]
+            assert found.share(layer).tolist() == pytest.approx([n / 3 for n in in_layer])
+            count = [a + b for a, b in zip(count, in_layer, strict=True)]
+        assert found.share().tolist() == pytest.approx([n / 9 for n in count])
+        assert found.slots == 9
+    sizes = {len(session.kept(layer, head)) for layer in range(3) for head in range(3)}
+    if prompt == "adakv":
+        assert len(sizes) > 1  # ragged
+        assert 0 < min(count) + 1 <= max(count)
+    if prompt == step == "none":
+        assert min(count) == 9
+
+
+def test_nothing_fed() -> None:
+    session = chat()
+    assert kept.read(session).held.shape == (3, 3, 0)
+
+
+class Table:
+    """A tokenizer whose token i spells pieces[i]."""
+
+    stop_ids: frozenset[int] = frozenset()
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+
+    def stream(self) -> TextStream:
+        return TextStream(self.pieces)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(alphabet="ab é中😀\n", max_size=30), st.randoms(use_true_random=False))
+def test_spans_are_the_characters_of_the_bytes(text: str, rng: random.Random) -> None:
+    data = text.encode()
+    pieces, at = [], 0
+    while at < len(data):
+        size = rng.randint(1, 5)
+        pieces.append(data[at : at + size])
+        at += size
+        if rng.random() < 0.3:
+            pieces.append(b"")  # a control token, even inside a character
+    spans = kept.spell(Table(pieces), range(len(pieces)))  # type: ignore[arg-type]
+    assert spans.text == text
+    owner = [i for i, char in enumerate(text) for _ in char.encode()]  # byte -> character
+    at = 0
+    expected = []
+    for i, piece in enumerate(pieces):
+        if piece:
+            expected.append((i, owner[at], owner[at + len(piece) - 1] + 1))
+        at += len(piece)
+    assert list(zip(spans.token, spans.start, spans.end, strict=True)) == expected
+    for begin in range(len(text)):
+        end = rng.randint(begin + 1, len(text))
+        touching = [k for k, (_, a, b) in enumerate(expected) if a < end and b > begin]
+        assert list(spans.overlap(begin, end)) == touching
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([b"", b"\xe4", b"a\xe4", b"\xb8", b"\xad", b"\xf0\x9f", b"x"])))
+def test_malformed_bytes_are_covered(pieces: list[bytes]) -> None:
+    table = Table(pieces)
+    spans = kept.spell(table, range(len(pieces)))  # type: ignore[arg-type]
+    assert spans.text == b"".join(pieces).decode("utf-8", "replace")
+    covered = {i for a, b in zip(spans.start, spans.end, strict=True) for i in range(a, b)}
+    assert covered == set(range(len(spans.text)))
+    assert list(spans.start) == sorted(spans.start)
+    assert list(spans.end) == sorted(spans.end)
+
+
+def test_documents_are_found_in_order() -> None:
+    spans = kept.spell(ByteTokenizer(), [BOS, *b"x same y same z"])
+    documents = [Document("same", "a"), Document("lost", "b"), Document("same")]
+    assert kept.locate(spans, documents) == (Part("a", 3, 7), Part("document 3", 10, 14))
+
+
+def test_pieces_within_positions() -> None:
+    spans = kept.spell(ByteTokenizer(), [BOS, *b"ab", BOS, *b"cd"])
+    assert spans.token == (1, 2, 4, 5)
+    assert [spans.token[k] for k in spans.within(2, 5)] == [2, 4]
+
+
+# -- pages ----------------------------------------------------------------------------------
+
+
+def random_facts(text: str, seed: int = 0, names: tuple[str, ...] = ("story.txt",)) -> Kept:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = 1 + len(text.encode())
+    return facts(text, torch.rand(2, 3, tokens, generator=generator) < 0.3, names)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("colour", [False, True])
+def test_pages_fit_and_carry_the_whole_text(width: int, encoding: str, colour: bool) -> None:
+    screen = Screen(width, encoding, encoding == "utf-8", colour)
+    text = STORY + HOSTILE + "中文😀" * 60 + " word" * 80
+    found = random_facts(text)
+    lines = kept_view.page(found, None, screen)
+    plain = [ESCAPE.sub("", line) for line in lines]
+    if not colour:
+        assert plain == lines
+    for line in plain:
+        assert "\x1b" not in line
+        assert "\x9b" not in line
+        assert "\u202e" not in line
+        assert "\r" not in line
+        assert cell_len(line) <= width
+        line.encode(encoding)
+    body = plain[len(plain) - len(rows_of(found, screen)) :]
+    read = "".join(line[7:] for line in body)
+    for word in ("[bold]b[/bold]", "<|eot_id|>", "evil"):
+        assert word in read.replace("\n", "")
+    if encoding == "utf-8":
+        wanted = kept_view.shown(text)
+        assert "".join(read.split()) == "".join(wanted.split())
+    else:
+        assert "\\u4e2d" in read
+
+
+def rows_of(found: Kept, screen: Screen) -> list[tuple[int, int]]:
+    return kept_view.broken(found.spans.text, max(screen.width - 8, 12), screen.encoding)
+
+
+def test_gutter_is_the_mean_of_the_line() -> None:
+    text = "abcd\nefgh\nijkl"
+    held = torch.zeros(2, 3, 15, dtype=torch.bool)
+    held[:, :, 1:5] = True  # abcd, everywhere
+    held[0, 0, 6:8] = True  # e and f in one head of six: a twelfth of the line
+    found = facts(text, held)
+    lines = kept_view.page(found, 1, Screen())
+    assert lines[-3:] == ["█ 100% abcd", "▁   8% efgh", "    0% ijkl"]
+    assert kept_view.page(found, 1, Screen(blocks=False))[-2] == ".   8% efgh"
+    assert kept_view.page(found, 1, Screen(), 0)[-2] == "▂  16% efgh"
+    one = kept_view.page(found, 1, Screen(), 0, 0)
+    assert one[-3:] == ["█ 100% abcd", "▄  50% efgh", "    0% ijkl"]
+    assert one[0] == "layer 0, KV head 0 · tokens 1 to 14"
+
+
+def test_shade_of_each_token() -> None:
+    held = torch.zeros(2, 4, 5, dtype=torch.bool)
+    held[:, :, 1] = True
+    held[0, 0, 2] = True
+    line = kept_view.page(facts("abcd", held), 1, Screen(colour=True))[-1]
+
+    def shade(level: int) -> str:
+        return f"\x1b[48;5;{SHADES[level][0]};38;5;{SHADES[level][1]}m"
+
+    assert line == f"█  28% {shade(8)}a\x1b[0m{shade(1)}b\x1b[0m{shade(0)}cd\x1b[0m"
+
+
+def test_shades_ascend_and_can_be_read() -> None:
+    def light(colour: int) -> float:
+        if colour >= 232:
+            rgb = [8 + 10 * (colour - 232)] * 3
+        else:
+            steps = [0, 95, 135, 175, 215, 255]
+            rgb = [steps[(colour - 16) // n % 6] for n in (36, 6, 1)]
+        linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    lights = [light(back) for back, _ in SHADES]
+    assert lights == sorted(lights)
+    for back, front in SHADES:
+        low, high = sorted((light(back), light(front)))
+        assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+def test_pages_follow_each_other() -> None:
+    found = random_facts("".join(f"line {i}\n" for i in range(100)))
+    whole = kept_view.page(found, None, Screen())
+    pages = [kept_view.page(found, n, Screen()) for n in (1, 2, 3)]
+    assert [line for p in pages for line in p if " line " in line] == [
+        line for line in whole if " line " in line
+    ]
+    assert pages[0][0] == "page 1 of 3 · tokens 1 to 309 · story.txt"
+    assert pages[0][-1].startswith("/kept 2 shows the next page, /kept all")
+    assert "shows the next" not in pages[2][-1]
+    assert sum(" line " in line for line in pages[0]) == 40
+
+
+# -- passages and phrases -------------------------------------------------------------------
+
+
+def test_best_kept_passages() -> None:
+    found = random_facts("abcdefghij" * 12, 3, ("doc",))
+    got = kept_view.passages(found, 4)
+    share = found.share().tolist()
+    means = {t: sum(share[t : t + 12]) / 12 for t in range(1, 110)}
+    for run in got:
+        assert run.share == pytest.approx(means.pop(found.spans.token[run.first]))
+        means = {t: m for t, m in means.items() if abs(t - found.spans.token[run.first]) >= 12}
+        later = [r.share for r in got if r.first != run.first and r.share <= run.share]
+        assert all(m <= run.share + 1e-9 for m in means.values()) or later
+    shares = [run.share for run in got]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == pytest.approx(max(sum(share[t : t + 12]) / 12 for t in range(1, 110)))
+    assert len(got) == 4
+
+
+def test_passages_stay_in_the_documents() -> None:
+    text = "question " * 3 + "the document itself" + " answer" * 3
+    held = torch.zeros(2, 3, 1 + len(text), dtype=torch.bool)
+    held[:, :, :27] = True
+    held[0, 0, 30:40] = True
+    spans = kept.spell(ByteTokenizer(), [BOS, *text.encode()])
+    found = Kept(held, spans, kept.locate(spans, [Document("the document itself", "d")]))
+    assert all(28 <= spans.token[run.first] <= 46 for run in kept_view.passages(found, 9))
+    lines = kept_view.top(found, 9, Screen())
+    assert "best-kept passages of the documents" in lines[0]
+    assert re.match(r"█  1\d% tok \d\d  ", lines[2])
+
+
+def test_top_of_a_full_and_of_an_empty_cache() -> None:
+    assert kept_view.top(facts("abc"), 3, Screen()) == [
+        "every head holds every token: nothing is evicted"
+    ]
+    gone = facts("abc", torch.zeros(2, 3, 4, dtype=torch.bool))
+    assert kept_view.top(gone, 3, Screen()) == ["no head holds anything of the chat"]
+
+
+def test_find_counts_heads_that_hold_all_of_a_phrase() -> None:
+    text = "one net\ndebt two Net Debt three"
+    held = torch.zeros(4, 3, 1 + len(text), dtype=torch.bool)
+    held[0, 0, 5:13] = True  # the first place, whole
+    held[2:, 1, 5:13] = True
+    held[3, 2, 7] = True  # a letter of it
+    held[1, 0, 18:25] = True  # the second place but for its last letter
+    lines = kept_view.find(facts(text, held), "net debt", False, Screen())
+    assert lines == [
+        "tok 5 to 12  chat  one net debt two Net Debt three",
+        "  whole in 3 of 12 heads (25%), in part in 1 more: layers 0, 2-3",
+        "tok 18 to 25  chat  one net debt two Net Debt three",
+        "  whole in 0 of 12 heads (0%), in part in 1 more",
+        "still there: 25% of the heads hold it whole",
+    ]
+
+
+def test_find_says_what_is_likely_lost() -> None:
+    text = "the fact and the question"
+    held = torch.zeros(4, 5, 1 + len(text), dtype=torch.bool)
+    again = "/refresh reads the documents again for your next question"
+
+    def verdict(names: tuple[str, ...] = ("doc",)) -> str:
+        found = facts(text, held, names)
+        return " ".join(kept_view.find(found, "fact", False, Screen(200))[-1].split())
+
+    assert verdict() == f"gone from this cache; {again}"
+    held[0, 0, 6] = True
+    assert verdict() == f"likely lost to this cache: no head holds it whole; {again}"
+    held[0, 0, 5:9] = True
+    assert verdict().startswith("likely lost to this cache: fewer than 1 in 10 heads")
+    held[1, 0, 5:9] = True
+    assert verdict() == "still there: 10% of the heads hold it whole"
+    held[:] = True
+    assert verdict() == "still there: every head holds it whole"
+
+
+def test_a_copy_in_the_question_does_not_count_for_the_document() -> None:
+    text = "document: fact. question: fact?"
+    held = torch.zeros(2, 3, 1 + len(text), dtype=torch.bool)
+    held[:, :, 16:] = True
+    spans = kept.spell(ByteTokenizer(), [BOS, *text.encode()])
+    found = Kept(held, spans, kept.locate(spans, [Document("document: fact.", "d.txt")]))
+    lines = kept_view.find(found, "fact", False, Screen())
+    assert lines[0].startswith("tok 11 to 14  d.txt  ")
+    assert lines[2].startswith("tok 27 to 30  chat  ")
+    assert lines[-1].startswith("gone from this cache") or lines[-2].startswith("gone from")
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_phrases_and_passages_fit_and_are_filtered(width: int, encoding: str) -> None:
+    screen = Screen(width, encoding, encoding == "utf-8")
+    text = f"{HOSTILE} 中文字 needle 中文字 " * 30
+    found = random_facts(text, names=("a\x1b[2J\nb中" * 20,))
+    lines = kept_view.find(found, "needle", False, screen)
+    lines += kept_view.find(found, "evil", True, screen)
+    lines += kept_view.find(found, "\x1b[31m[bold]nowhere" * 5, False, screen)
+    lines += kept_view.top(found, 20, screen)
+    for line in lines:
+        assert "\x1b" not in line
+        assert "\n" not in line
+        assert cell_len(line) <= width, line
+        line.encode(encoding)
+    assert sum("whole in" in line for line in lines) == 20 + 30
+    if encoding == "utf-8":
+        assert sum("needle" in line for line in lines) >= 20
+        assert any("中文字 needle 中" in line for line in lines)
+
+
+def test_no_such_phrase() -> None:
+    assert kept_view.find(facts("abc"), "[red]x", False, Screen()) == [
+        "no '[red]x' among the 4 tokens fed so far"
+    ]
+
+
+# -- the command ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def asked() -> ChatSession:
+    session = chat()
+    session.attach(STORY + HOSTILE, "story.txt")
+    list(session.ask("Who?", 4))
+    return session
+
+
+def test_what_was_lost_stands_over_the_text(asked: ChatSession) -> None:
+    report = asked.report
+    assert report is not None
+    assert report.loss.est_mass_lost_mean is not None
+    text = " ".join(" ".join(kept_view.summary(asked, kept.read(asked), Screen())).split())
+    assert f"lost ~{100 * report.loss.est_mass_lost_mean:.1f}% (layer" in text
+    assert "of the last window's attention in the last turn, an estimate" in text
+    unknown = replace(report.loss, est_mass_lost_mean=None)
+    assert kept_view.lost_line(unknown) == "lost: not estimated in the last turn"
+    full = chat("full", "none", net=network((None, 40, None)))
+    list(full.ask("Who?", 2))
+    assert "nothing is lost" in " ".join(kept_view.summary(full, kept.read(full), Screen()))
+    list(full.ask("And then what came after that in the end?", 2))
+    text = " ".join(" ".join(kept_view.summary(full, kept.read(full), Screen())).split())
+    assert "1 of 3 layers see the last 40 tokens at the most, whatever the policy" in text
+
+
+def test_before_the_first_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    kept_view._kept(context(chat()), [])
+    assert capsys.readouterr().err == "no turn yet: nothing has been read\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("2 3", "one page"),
+        ("0", "no page 0: 1 to"),
+        ("99", "no page 99: 1 to"),
+        ("bottom", "does not know 'bottom'"),
+        ("-1", "does not know '-1'"),
+        ("²", "does not know"),
+        ("top 0", "1 to 100"),
+        ("top 101", "1 to 100"),
+        ("top x", "1 to 100"),
+        ("top 1 2", "1 to 100"),
+        ("find", "takes a text"),
+        ("find net debt", "takes one text"),
+        ("layer", "a layer, 0 to 2"),
+        ("layer 3", "no layer '3' in this model: 0 to 2"),
+        ("layer x", "no layer 'x'"),
+        ("layer 1 head", "a KV head, 0 to 2"),
+        ("layer 1 head 3", "no head '3' in this model: 0 to 2"),
+        ("layer 1 2 3", "one page"),
+        ("layer 1 head 1 99", "no page 99"),
+    ],
+)
+def test_bad_arguments(asked: ChatSession, line: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        kept_view._kept(context(asked), line.split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "all", "top", "top 3", "find mill", "find mill all", "layer 1", "layer 1 head 2 all"],
+)
+def test_output_is_plain_text_on_stderr(
+    asked: ChatSession, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept_view._kept(context(asked), line.split())
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.endswith("\n")
+    assert len(err) > 20
+    assert "\x1b" not in err
+    assert "\r" not in err
+    if line in ("", "all"):
+        rows = [len(asked.kept(layer, head)) for layer in range(3) for head in range(3)]
+        assert f"{min(rows)} to {max(rows)}" in " ".join(err.split())
+        assert "lost" in err
+
+
+def test_a_colour_terminal_gets_shades(asked: ChatSession) -> None:
+    at = context(asked)
+    at.terminal.err = io.TextIOWrapper(io.BytesIO(), "utf-8", newline="")
+    at.terminal.colour = True
+    kept_view._kept(at, ["all"])
+    at.terminal.err.seek(0)
+    said = at.terminal.err.read()
+    assert ESCAPE.search(said)
+    assert "\x1b" not in ESCAPE.sub("", said)
+
+
+def test_eight_thousand_tokens_are_instant() -> None:
+    text = ("Some of the older people still remember the dry mill. " * 200)[:7999]
+    held = torch.rand(4, 3, 8000) < 0.1
+    best = 1.0
+    for _ in range(3):
+        began = time.thread_time()
+        kept_view.page(facts(text, held), 1, Screen(colour=True))
+        best = min(best, time.thread_time() - began)
+    assert best < 0.2

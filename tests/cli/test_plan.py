@@ -1,0 +1,544 @@
+"""`minikv plan`: its figures against checkpoints counted by the tensor, and against real runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from checkpoints import CLASSES
+from fakes import PADDED, ByteTokenizer, ChatML
+from huggingface_hub import errors
+from safetensors.torch import load_file
+from transformers import AutoConfig, PreTrainedModel
+
+import minikv
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.stats import Shape
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.session import ChatSession
+from minikv.cli import plan as planning
+from minikv.cli.doctor import one_thread
+from minikv.cli.plan import Forecast, forecast, plan, read_bytes, read_count
+from minikv.cli.terminal import Terminal
+from minikv.engine.engine import Engine
+from minikv.errors import UsageError
+from minikv.models import BUNDLED
+from minikv.models.config import ModelConfig
+from minikv.models.errors import ModelError, ModelUnavailable
+from minikv.models.llama import Llama
+from minikv.models.rope import RopeConfig
+
+# Every kind of reading: nothing observed, the last queries, all queries, none; blocks; a decode
+# policy that waits for attention, one that does not, one with wide columns, and none.
+CASES = [
+    ("full", "auto", 0),
+    ("adakv", "auto", 0),
+    ("adakv", "none", 0),
+    ("snapkv", "hashevict", 0),
+    ("pyramidkv", "scissorhands", 0),
+    ("h2o", "auto", 0),
+    ("tova", "auto", 0),
+    ("streaming", "auto", 0),
+    ("keydiff", "none", 0),
+    ("expected", "auto", 0),
+    ("nacl", "h2o", 0),
+    ("kvcrush", "l2", 0),
+    ("full", "roco", 0),
+    ("roco", "auto", 32),
+    ("streaming", "auto", 32),
+    ("h2o", "auto", 8),
+]
+
+SOME = [("full", "auto", 0), ("adakv", "auto", 0), ("keydiff", "none", 0), ("roco", "auto", 32)]
+
+
+@pytest.fixture(autouse=True)
+def _quick() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def run(*arguments: Any, **named: Any) -> str:
+    terminal = Terminal()
+    terminal.out, terminal.err = io.StringIO(), io.StringIO()
+    plan(*arguments, terminal, **named)
+    return terminal.out.getvalue()
+
+
+def of(eviction: EvictionConfig, model: str | None, tokens: int, **named: Any) -> Forecast:
+    return forecast(model, tokens, [("case", eviction.stride)], [eviction], budget="-", **named)
+
+
+# -- weights --------------------------------------------------------------------------------
+
+
+def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
+    made = of(EvictionConfig.read(), None, 1000)
+    tensors = load_file(BUNDLED / "model.safetensors")
+    assert made.parameters == sum(t.numel() for t in tensors.values())
+    assert made.weights == sum(t.nbytes for t in tensors.values())
+    assert made.dtype == "float32"
+    half = of(EvictionConfig.read(), None, 1000, dtype="bfloat16")
+    assert (half.weights, half.token_bytes) == (made.weights // 2, made.token_bytes // 2)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("int8", "bfloat16, the layers in int8\n"),
+        ("int4", "bfloat16, the layers in int4\n"),
+        ("int8+head", "bfloat16, the layers and the head in int8\n"),
+        ("int4+head", "bfloat16, the layers in int4, the head in int8\n"),
+    ],
+)
+def test_packed_weights_are_counted_to_the_byte(form: str, words: str) -> None:
+    made = of(EvictionConfig.read(), None, 1000, form=form, device="cpu")
+    there = minikv.load(weights=form, device="cpu")
+    assert made.weights == there.facts.weight_bytes
+    assert made.kept == form == there.facts.form
+    text = run(None, "1000", weights=form, device="cpu")
+    assert f"weights  {made.weights / 2**20:.1f} MiB in {words}" in text
+    assert json.loads(run(None, "1000", weights=form, device="cpu", as_json=True))["kept"] == form
+
+
+@pytest.mark.parametrize("form", ["int8+head", "int4+head"])
+def test_packed_weights_are_planned_where_they_run(form: str) -> None:
+    for named in ({"device": "cuda", "memory": "24GiB"}, {"dtype": "float32", "device": "cpu"}):
+        with pytest.raises(ModelError, match=f"--weights {form.replace('+', '.')}") as caught:
+            run(None, "1000", weights=form, **named)
+        assert caught.value.exit_code == 2
+    with pytest.raises(ModelError, match=r"unknown weights 'int2\+head'") as caught:
+        run(None, "1000", weights="int2+head", device="cpu")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"model_type": "llama"},
+        {"model_type": "llama", "tie_word_embeddings": True},
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+        {"model_type": "llama", "head_dim": 10},
+        {"model_type": "mistral", "sliding_window": 64},
+        {"model_type": "mistral", "head_dim": 24},
+        {"model_type": "qwen2"},
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+    ],
+)
+def test_random_models_of_transformers_are_counted_to_the_parameter(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    family = raw["model_type"]
+    sizes = {
+        "architectures": [CLASSES[family][1].__name__],
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 101,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(sizes | raw))
+    model: PreTrainedModel = CLASSES[family][1](AutoConfig.from_pretrained(tmp_path))
+    counted = sum(p.numel() for p in model.parameters())  # a tied head is one parameter
+    made = of(EvictionConfig.read(), str(tmp_path), 100, dtype="bfloat16")
+    assert made.parameters == counted
+    assert made.weights == 2 * counted
+
+
+# -- the cache, against real runs -----------------------------------------------------------
+
+
+def chat_of(config: ModelConfig) -> ChatSession:
+    """A chat over a random network whose tokens are bytes."""
+    net = Llama(config).randomise(1, std=0.2)
+    shape = Shape(
+        config.layers,
+        config.kv_heads,
+        config.heads,
+        config.head_dim,
+        config.windows,
+        config.max_context,
+    )
+    kv = KVCache(
+        shape,
+        None,
+        None,
+        None,
+        dtype=net.dtype,
+        rotary=net.rotary.inverse,
+        output=lambda i: (
+            net.layers[i].out.dense().T.unflatten(0, (config.kv_heads, -1, config.head_dim))
+        ),
+    )
+    tokenizer = ByteTokenizer()
+    return ChatSession(
+        Engine(net, kv),
+        tokenizer,
+        ChatML(tokenizer),
+        max_context=config.max_context,
+        eviction=EvictionConfig.read("full"),
+    )  # type: ignore[arg-type]
+
+
+def config_of(layers: int, windows: tuple[int | None, ...] | None = None) -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        layers=layers,
+        heads=8,
+        kv_heads=2,
+        head_dim=16,
+        hidden=64,
+        mlp=96,
+        vocab=PADDED,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4),
+        max_context=2048,
+        windows=windows or (None,) * layers,
+    )
+
+
+@pytest.fixture(scope="module")
+def bundled() -> ChatSession:
+    return minikv.load(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def deep() -> ChatSession:
+    return chat_of(config_of(16))
+
+
+@pytest.fixture(scope="module")
+def sliding() -> ChatSession:
+    return chat_of(config_of(4, (None, 120, None, 40)))
+
+
+def measured_and_planned(
+    session: ChatSession, config: ModelConfig, eviction: EvictionConfig, text: str, answer: int
+) -> list[tuple[int, int]]:
+    """Of one turn: peak, allocated and held, as the turn record has them and as planned. What steps
+    derive from the rows is not planned; it depends on which heads hold how much."""
+    session.configure(eviction)
+    session.reset()
+    session.attach(text)
+    for _ in session.ask("What is it?", max_tokens=answer):
+        pass
+    report = session.report
+    assert report is not None
+    tokens, kv_bytes = report.tokens, report.kv_bytes
+    assert session.engine.kv.derived <= 0.4 * kv_bytes.allocated
+    kv = planning.begun(eviction, config, torch.float32, tokens.prompt_new, answer)
+    steps = len(session.fed) - tokens.prompt_new
+    return [
+        (kv_bytes.peak_prefill, planning.peak(kv, eviction, tokens.prompt_new)),
+        (kv_bytes.allocated - session.engine.kv.derived, kv.stats().allocated_bytes),
+        (kv_bytes.held, planning.held_bytes(kv, eviction, tokens.prompt_new, steps)),
+        (
+            kv_bytes.full,
+            sum(min(session.engine.kv.position, w or 1 << 40) for w in config.windows)
+            * config.kv_row_bytes(4)
+            // config.layers,
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("which", "case"),
+    [
+        pytest.param(which, case, id="-".join(map(str, (which, *case))))
+        for which, cases in (("bundled", CASES), ("deep", SOME), ("sliding", SOME))
+        for case in cases
+    ],
+)
+def test_the_planned_bytes_are_those_of_a_real_run(
+    which: str, case: tuple[str, str, int], request: pytest.FixtureRequest
+) -> None:
+    session: ChatSession = request.getfixturevalue(which)
+    config = session.engine.network.config  # type: ignore[attr-defined]
+    policy, decode, stride = case
+    text = "The mill on the river is run by Ada, who came from Velgate. " * 4
+    for budget in ("72", "600"):  # below the prompt, and above it
+        choice = EvictionConfig.read(policy, decode, budget, stride=stride)
+        pairs = measured_and_planned(session, config, choice, text, answer=5)
+        measured, planned = zip(*pairs, strict=True)
+        if which == "sliding":  # rows slide out of a window one by one: a bound
+            assert measured[2] <= planned[2] <= 1.05 * measured[2]
+            measured, planned = measured[:2] + measured[3:], planned[:2] + planned[3:]
+        assert planned == measured
+
+
+def test_a_second_budget_of_bytes_or_percent_becomes_rows_as_in_a_run(bundled: ChatSession) -> None:
+    config = bundled.engine.network.config  # type: ignore[attr-defined]
+    for budget in ("30%", "300KiB"):
+        choice = EvictionConfig.read("adakv", "roco", budget)
+        pairs = measured_and_planned(bundled, config, choice, "The mill is run by Ada. " * 40, 5)
+        assert [planned for _, planned in pairs] == [measured for measured, _ in pairs]
+        assert pairs[2][0] < pairs[3][0]  # it did evict
+
+
+# -- the command ----------------------------------------------------------------------------
+
+
+def test_the_screen_has_what_the_json_has() -> None:
+    text = run(None, "2k", budget="256", memory="24GiB")
+    record = json.loads(run(None, "2k", budget="256", memory="24GiB", as_json=True))
+    assert record["tokens"] == 2000
+    assert record["free"] == 24 << 30
+    assert record["suffices"] is True
+    by_name = {(row["policy"], row["stride"]): row for row in record["rows"]}
+    full, ada = by_name["full", 0], by_name["adakv", 0]
+    assert full["reading"] > ada["reading"] > ada["writing"] > ada["held"] > 0
+    assert full["writing"] > record["full"]  # positions, and room for the answer
+    assert by_name["roco", 32]["reading"] < ada["reading"]
+    assert ada["rows"] == 256
+    for row in record["rows"]:
+        running = record["weights"] + record["workspace"] + max(row["reading"], row["writing"])
+        assert row["needs"] == max(running, record["loading"])
+        assert row["fits"] is True
+    for line in ("2.46 M parameters", "9.4 MiB in float32", "8,192 positions, enough for 2,000"):
+        assert line in text
+    assert "roco --stride 32" in text
+
+
+def test_what_does_not_fit_is_told_apart_from_too_few_positions() -> None:
+    small = json.loads(run(None, "4k", memory="20MiB", as_json=True))
+    fits = {row["policy"]: row["fits"] for row in small["rows"]}
+    assert fits["full"] is False
+    text = run(None, "9000")
+    assert "8,192 positions, too few for 9,000 tokens" in text
+    assert text.count("no, context") == 7
+    assert json.loads(run(None, "8191", as_json=True))["suffices"] is True
+    assert json.loads(run(None, "8192", as_json=True))["suffices"] is False
+
+
+@pytest.mark.parametrize("width", ["40", "73", "74", "80", "200"])
+def test_every_width(width: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    text = run(None, "2000")
+    assert max(map(len, text.splitlines())) <= max(int(width), 40)
+    assert text.count("streaming") >= 2
+
+
+def test_a_policy_of_the_selection_that_the_budget_is_too_small_for_says_so() -> None:
+    text = run(None, "2000", budget="16")
+    assert "is too small for snapkv" in text
+    assert "the smallest useful budget here is" in " ".join(text.split())
+    assert "streaming" in text
+    with pytest.raises(UsageError, match="too small"):
+        run(None, "2000", policy="snapkv", budget="16")
+
+
+def test_policies_decode_and_options_are_the_users() -> None:
+    record = json.loads(run(None, "2000", policy="snapkv, h2o", decode="none", as_json=True))
+    assert [(r["policy"], r["decode"]) for r in record["rows"]] == [
+        ("snapkv", "none"),
+        ("h2o", "none"),
+    ]
+    one = json.loads(run(None, "2000", policy="roco", stride=64, as_json=True))["rows"]
+    two = json.loads(run(None, "2000", policy="roco", stride=128, as_json=True))["rows"]
+    assert one[0]["stride"] == 64
+    assert two[0]["reading"] > one[0]["reading"]
+    wide = json.loads(
+        run(
+            None,
+            "2000",
+            policy="adakv",
+            decode="scissorhands",
+            options={"window": "512"},
+            budget="600",
+            as_json=True,
+        )
+    )["rows"]
+    assert (
+        wide[0]["writing"]
+        > 1.2
+        * json.loads(
+            run(
+                None,
+                "2000",
+                policy="adakv",
+                decode="none",
+                budget="600",
+                max_tokens=1,
+                as_json=True,
+            )
+        )["rows"][0]["writing"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tokens": "lots"}, "cannot read the number of tokens 'lots'"),
+        ({"tokens": "0"}, "cannot read"),
+        ({"tokens": "-5"}, "cannot read"),
+        ({"tokens": "1.5"}, "cannot read"),
+        ({"tokens": "10000M"}, "cannot read"),
+        ({"tokens": "5", "policy": "adakb"}, "unknown policy 'adakb'"),
+        ({"tokens": "5", "policy": "adakv", "stride": 32}, "cannot read a prompt in blocks"),
+        ({"tokens": "5", "budget": "lots"}, "cannot read the budget"),
+        ({"tokens": "5", "dtype": "int3"}, "unknown dtype 'int3'"),
+        ({"tokens": "5", "device": "tpu"}, "unknown device 'tpu'"),
+        ({"tokens": "5", "device": "cuda:99"}, "no CUDA device for 'cuda:99'"),
+        ({"tokens": "5", "memory": "512"}, "cannot read the memory size '512'"),
+        ({"tokens": "5", "memory": "much"}, "cannot read the memory size"),
+        ({"tokens": "5", "max_tokens": 0}, "--max-tokens must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        run(None, given.pop("tokens"), **given)
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_tokens_and_sizes() -> None:
+    numbers = {
+        "100k": 100_000,
+        "32Ki": 32_768,
+        "1.5M": 1_500_000,
+        "8,192": 8192,
+        "1Mi": 1 << 20,
+        "12_000": 12_000,
+        " 7 ": 7,
+        "128K": 128_000,
+    }
+    assert {text: read_count(text) for text in numbers} == numbers
+    assert read_bytes("24GiB") == 24 << 30
+    assert read_bytes("80GB") == 80 * 10**9
+
+
+# -- where the configuration comes from -----------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A hub with an empty cache; `answer` is a path to return or an error to raise."""
+    made = SimpleNamespace(cached=None, answer=None, asked=[])
+
+    def download(repo: str, name: str, revision: str | None = None) -> str:
+        made.asked.append((repo, name, revision))
+        answer = made.answer(name) if callable(made.answer) else made.answer
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda repo, name, revision=None: made.cached
+    )
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return made
+
+
+def test_of_a_hub_model_only_the_configuration_is_fetched(hub: SimpleNamespace) -> None:
+    hub.answer = BUNDLED / "config.json"
+    assert "2.46 M parameters" in run("owner/model", "1000", revision="abc")
+    assert hub.asked == [("owner/model", "config.json", "abc")]
+
+
+def test_a_cached_configuration_needs_no_network(hub: SimpleNamespace) -> None:
+    hub.cached = str(BUNDLED / "config.json")
+    assert "owner/model" in run("owner/model", "1000", offline=True)
+    assert hub.asked == []
+
+
+def _response(kind: type[Exception]) -> Exception:
+    made = kind.__new__(kind)
+    Exception.__init__(made, "secret-token-in-an-address")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (errors.GatedRepoError, "is gated"),
+        (errors.RepositoryNotFoundError, "not found on the hub"),
+        (errors.RevisionNotFoundError, "not found on the hub"),
+        (errors.EntryNotFoundError, "has no config.json"),
+        (errors.LocalEntryNotFoundError, "could not be fetched"),
+        (errors.HfHubHTTPError, "could not be fetched"),
+        (TimeoutError, "could not be fetched"),
+    ],
+)
+def test_the_hubs_errors_are_told_in_our_words(
+    hub: SimpleNamespace, kind: type[Exception], message: str
+) -> None:
+    hub.answer = _response(kind)
+    with pytest.raises(ModelUnavailable, match=message) as caught:
+        run("owner/model", "1000")
+    assert "secret" not in str(caught.value)
+
+
+def test_offline_and_not_cached(hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelUnavailable, match="offline"):
+        run("owner/model", "1000", offline=True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelUnavailable, match="offline"):
+        run("owner/model", "1000")
+    assert hub.asked == []
+
+
+def test_a_name_that_is_no_model(hub: SimpleNamespace, tmp_path: Path) -> None:
+    for name in ("nothing", "./nowhere", "a/b/c", "../x/y", str(tmp_path)):
+        with pytest.raises(ModelError) as caught:
+            run(name, "1000")
+        assert caught.value.exit_code == 3
+    assert hub.asked == []
+
+
+def test_the_number_format_is_the_checkpoints(tmp_path: Path) -> None:
+    raw = json.loads((BUNDLED / "config.json").read_text())
+    for said, expected in (("float16", "float32"), ("bfloat16", "bfloat16")):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"torch_dtype": said}))
+        made = of(EvictionConfig.read(), str(tmp_path), 100, device="cpu")
+        assert made.dtype == expected  # float16 is computed in float32 on a CPU
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"torch_dtype": "float16"}))
+    there = of(EvictionConfig.read(), str(tmp_path), 100, device="cuda", room=24 << 30)
+    assert (there.dtype, there.memory) == ("float16", "as given")  # no such device is needed here
+    raw.pop("torch_dtype")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    made = of(EvictionConfig.read(), str(tmp_path), 100)
+    assert made.dtype == "bfloat16"
+    assert "bfloat16 is assumed" in made.notes[-1]
+
+
+def test_importing_it_loads_no_torch() -> None:
+    code = "import sys, minikv.cli.plan; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_codes_are_planned_as_they_are_kept(bundled: ChatSession) -> None:
+    """With --kv int8 a row takes less, a budget of bytes is more rows, and a real run agrees."""
+    config = bundled.engine.network.config  # type: ignore[attr-defined]
+    session = minikv.load(device="cpu", kv="int8")
+    text = "The mill on the river is run by Ada, who came from Velgate. " * 20
+    rows = {}
+    for budget in ("72", "600KiB"):
+        choice = EvictionConfig.read("adakv", "roco", budget)
+        session.configure(choice)
+        session.reset()
+        session.attach(text)
+        for _ in session.ask("Who?", max_tokens=5):
+            pass
+        report = session.report
+        assert report is not None
+        prompt = report.tokens.prompt_new
+        kv = planning.begun(choice, config, torch.float32, prompt, 5, "int8")
+        wide = planning.begun(choice, config, torch.float32, prompt, 5)
+        rows[budget] = kv.stats().budget_rows, wide.stats().budget_rows
+        held = report.kv_bytes.allocated - session.engine.kv.derived
+        assert held == kv.stats().allocated_bytes < wide.stats().allocated_bytes * 1.1
+    assert rows["72"] == (72, 72)
+    assert rows["600KiB"][0] > 2 * rows["600KiB"][1]

@@ -1,0 +1,336 @@
+"""The live line: what it says at every width, how often it is drawn, and who is told what."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from checkpoints import Spec, write
+
+import minikv.models as models
+from minikv.cli import progress
+from minikv.cli.progress import Live, Loading, bar, duration, line
+from minikv.cli.terminal import Terminal
+from minikv.errors import Interrupted
+from minikv.models.config import ModelConfig
+from minikv.models.errors import ModelUnavailable
+from minikv.models.hub import resolve
+from minikv.models.weights import Checkpoint, load_network
+
+REPO = "owner/some-model"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+Usage = namedtuple("Usage", "total used free")
+
+
+class Screen(io.TextIOWrapper):
+    """A terminal's stderr in some encoding; `frames` are the lines that were drawn."""
+
+    def __init__(self, encoding: str = "utf-8", tty: bool = True) -> None:
+        super().__init__(io.BytesIO(), encoding=encoding)
+        self.tty = tty
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    @property
+    def text(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode(self.encoding)  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def frames(self) -> list[str]:
+        return [frame for frame in self.text.split("\r\x1b[K") if frame]
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch, screen: Screen, columns: int = 80) -> Terminal:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", screen)
+    return Terminal()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# -- the text -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "text"),
+    [
+        (79, f"reading  {'━' * 18}{' ' * 12}4,608/7,091 tok  9,420 tok/s  0.3 s left"),
+        (60, "reading  ━━━━━╸     4,608/7,091 tok  9,420 tok/s  0.3 s left"),
+        (50, "reading  ━━━━━━━╸      4,608/7,091 tok  0.3 s left"),
+        (39, "reading  ━━━━━━━━       4,608/7,091 tok"),
+        (30, "reading  4,608/7,091 tok"),
+        (12, "reading  4,6"),
+    ],
+)
+def test_what_does_not_fit_goes_the_rate_first(width: int, text: str) -> None:
+    drawn = line("reading", 4608, 7091, 9420.0, "tok", width)
+    assert drawn == text
+    assert len(drawn) <= width
+
+
+def test_no_line_is_wider_than_its_terminal() -> None:
+    for width in range(19, 200):
+        for done in (0, 1, 10**6, 10**11):
+            assert len(line("download", done, 10**11, 3e8, "B", width)) <= width
+
+
+def test_bytes_are_shown_in_the_unit_of_the_total() -> None:
+    drawn = line("weights", 9 << 30, 15 << 30, 2.0 * 2**30, "B", 79)
+    assert drawn.endswith("9.0/15.0 GiB  2.0 GiB/s  3.0 s left")
+
+
+def test_without_a_rate_there_is_no_time_left() -> None:
+    assert line("reading", 0, 100, None, "tok", 60).endswith("  0/100 tok")
+    assert line("reading", 5, 0, None, "tok", 60).endswith("  5/0 tok")
+
+
+def test_the_bar_is_full_only_at_the_end() -> None:
+    assert bar(0.0, 10) == " " * 10
+    assert bar(0.5, 5) == "━━╸  "
+    assert "━" * 10 not in bar(0.9999, 10)
+    assert bar(1.0, 10) == "━" * 10
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (200, "3 min 20 s"),
+        (3599.7, "1 h 00 min"),
+        (3900, "1 h 05 min"),
+        (1e9, "a long time"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+# -- drawing --------------------------------------------------------------------------------
+
+
+def test_at_most_ten_frames_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, clock = Screen(), Clock()
+    live = Live(terminal(monkeypatch, screen), "reading", clock=clock)
+    for n in range(1000):
+        clock.now += 0.003
+        live(n, 1000)
+    assert 28 <= len(screen.frames) <= 31  # three seconds
+    live.finish()
+    assert screen.text.endswith("\r\x1b[K")
+
+
+def test_the_rate_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, clock = Screen(), Clock()
+    live = Live(terminal(monkeypatch, screen, 120), "reading", clock=clock)
+    done = 5000  # was there before: a resumed download
+    live(done, 20_000)
+    assert live.rate is None
+    for speed in (1000, 100):
+        for _ in range(10):
+            clock.now += 1
+            done += speed
+            live(done, 20_000)
+    assert live.rate == pytest.approx(100)
+    assert "16,000/20,000 tok  100 tok/s  40 s left" in screen.frames[-1]
+    clock.now += 60
+    live(done + 6500, 20_000)  # one step that takes longer than the whole window
+    assert live.rate == pytest.approx(6500 / 60, rel=0.1)
+
+
+def test_a_file_gets_nothing_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variables in ({}, {"TERM": "dumb"}):
+        screen, clock = Screen(tty=bool(variables)), Clock()
+        made = terminal(monkeypatch, screen)
+        if variables:
+            monkeypatch.setenv("TERM", "dumb")
+            made = Terminal()
+        loading = Loading(made, clock=clock)
+        for n in range(100):
+            clock.now += 1
+            loading.weights(n, 100)
+        loading.finish()
+        assert screen.text == ""
+
+
+def test_an_ascii_terminal_gets_an_ascii_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, clock = Screen("ascii"), Clock()
+    live = Live(terminal(monkeypatch, screen), "reading", clock=clock)
+    live(55, 101)
+    assert "\\u" not in screen.text
+    assert "reading  =====" in screen.text
+    assert ">  " in screen.text
+
+
+@pytest.mark.parametrize("columns", [40, 57, 80, 200])
+def test_frames_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    screen, clock = Screen(), Clock()
+    loading = Loading(terminal(monkeypatch, screen, columns), clock=clock)
+    for n in range(0, 16 << 30, 1 << 30):
+        clock.now += 1
+        loading.download(n, 16 << 30)
+    assert len(screen.frames) == 16
+    assert max(map(len, screen.frames)) < columns
+    assert all("download  ━" in frame for frame in screen.frames[2:])
+
+
+# -- loading --------------------------------------------------------------------------------
+
+
+def test_weights_are_reported_byte_by_byte_of_the_files(tmp_path: Path) -> None:
+    write(Spec(layout="sharded"), tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    told: list[tuple[int, int]] = []
+    load_network(
+        checkpoint, ModelConfig.from_folder(tmp_path), progress=lambda *now: told.append(now)
+    )
+    total = sum(entry.end - entry.start for entry in checkpoint.entries.values())
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert len(told) > 5
+
+
+def test_ctrl_c_stops_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(Spec(), tmp_path)
+    screen = Screen()
+    loading = Loading(terminal(monkeypatch, screen))
+    loading.cancel()
+    with pytest.raises(Interrupted, match=r"stopped at 0.0/.* of the weights$"):
+        load_network(
+            Checkpoint.open(tmp_path), ModelConfig.from_folder(tmp_path), progress=loading.weights
+        )
+
+
+def test_the_bundled_model_reports_its_weights() -> None:
+    told: list[tuple[int, int]] = []
+    watcher = SimpleNamespace(
+        planned=lambda *facts: pytest.fail("nothing to download"),
+        weights=lambda *now: told.append(now),
+    )
+    loaded = models.load(None, progress=watcher)  # type: ignore[arg-type]
+    assert told[-1][0] == told[-1][1] > 0
+    assert loaded.config.layers > 0
+
+
+class Hub:
+    """A hub that serves a model and moves the library's byte bar as it does."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, sizes: dict[str, int]) -> None:
+        self.sizes, self.cache = sizes, folder / "hub"
+        self.fetched = 0
+        write(Spec(), folder / "hub/models--owner--some-model/snapshots" / COMMIT)
+        (self.snapshot / "tokenizer.json").write_text("{}")
+        (self.cache / "models--owner--some-model/blobs").mkdir()
+        patch.setattr(huggingface_hub, "HfApi", lambda: self)
+        patch.setattr(huggingface_hub, "snapshot_download", self.download)
+        patch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+        patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(self.cache))
+        patch.delenv("HF_HUB_OFFLINE", raising=False)
+
+    @property
+    def snapshot(self) -> Path:
+        return self.cache / "models--owner--some-model/snapshots" / COMMIT
+
+    def model_info(self, repo: str, revision: object, files_metadata: bool) -> Any:
+        assert files_metadata
+        return SimpleNamespace(
+            siblings=[
+                SimpleNamespace(rfilename=name, size=size, blob_id=f"id-{name}", lfs=None)
+                for name, size in self.sizes.items()
+            ]
+        )
+
+    def download(self, repo: str, *, tqdm_class: Any, **_: object) -> str:
+        files = tqdm_class(total=len(self.sizes), desc="Fetching files")
+        received = tqdm_class(total=0, initial=0, unit="B", unit_scale=True, desc="Downloading")
+        written = tqdm_class(total=0, initial=0, unit="B", unit_scale=True, desc="Reconstructing")
+        for size in self.sizes.values():
+            received.update(size)
+            self.fetched += size
+            written.update(size)
+            written.set_postfix_str("1 MB/s", refresh=False)
+            assert written.format_dict.get("rate") is None
+            files.update(1)
+        return str(self.snapshot)
+
+
+SIZES = {"config.json": 100, "tokenizer.json": 900, "model.safetensors": 3 << 30, "x.bin": 1 << 40}
+
+
+def test_a_download_is_announced_and_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = Hub(monkeypatch, tmp_path, SIZES)
+    # What is in the cache already is not fetched again. The snapshot does not tell: blobs do.
+    (hub.cache / "models--owner--some-model/blobs/id-config.json").touch()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 212 << 30))
+    capsys.readouterr()  # making the files wrote to it
+    screen, clock = Screen(), Clock()
+    loading = Loading(terminal(monkeypatch, screen), clock=clock)
+    assert resolve(REPO, progress=loading).folder == hub.snapshot
+    out = screen.text
+    assert "will download 3.0 GiB in 2 files, 212.0 GiB free" in out
+    assert out.count("download  ") == 1  # one frame: the clock stands still
+    assert capsys.readouterr() == ("", "")  # the library's own bars stay away
+
+
+def test_each_byte_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hub(monkeypatch, tmp_path, {k: v for k, v in SIZES.items() if k != "x.bin"})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1 << 50))
+    told: list[tuple[int, int]] = []
+    watcher = SimpleNamespace(planned=lambda *_: None, download=lambda *now: told.append(now))
+    resolve(REPO, progress=watcher)  # type: ignore[arg-type]
+    total = 1000 + (3 << 30)
+    assert told == [(100, total), (1000, total), (total, total)]
+
+
+def test_a_download_that_does_not_fit_is_refused_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(monkeypatch, tmp_path, SIZES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 2 << 30))
+    with pytest.raises(ModelUnavailable, match=r"takes 3.0 GiB in 3 files, .* 2.0 GiB") as error:
+        resolve(REPO, progress=Loading(terminal(monkeypatch, Screen())))
+    assert error.value.exit_code == 3
+    assert "HF_HOME" in error.value.hint
+    assert hub.fetched == 0
+
+
+def test_ctrl_c_ends_a_download_and_is_no_failure_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(monkeypatch, tmp_path, SIZES)
+    loading = Loading(terminal(monkeypatch, Screen()))
+    loading.cancel()
+    with pytest.raises(Interrupted, match="of the download; finished files are kept") as stopped:
+        resolve(REPO, progress=loading)
+    assert stopped.value.exit_code == 130
+    assert hub.fetched == 0  # at the first byte
+
+
+def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    free = progress.plan(1, 5, shutil.disk_usage(tmp_path).free)
+    assert free.startswith("will download 5 B in 1 file, ")
+    from minikv.models.hub import _free_disk
+
+    found = _free_disk(tmp_path / "not/yet/there")
+    assert found is not None
+    assert found > 0

@@ -1,0 +1,387 @@
+"""/undo, /retry, /save and /load as a person sees them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import ByteTokenizer, ChatML
+from test_snapshot import FakeEngineWithMemory, chat
+
+from minikv.chat.session import ChatSession
+from minikv.cli import chats, saving, settings_commands
+from minikv.cli.chats import Keeper
+from minikv.cli.command import Context
+from minikv.cli.config import SETTINGS
+from minikv.cli.interrupt import Interrupts
+from minikv.cli.terminal import Terminal, clean
+from minikv.cli.turn import Limits, run_turn
+from minikv.errors import ContextError, Interrupted, UsageError
+
+RUN = {word: command.run for command in saving.COMMANDS for word in command.words}
+
+
+@dataclass
+class Talk:
+    """A chat with commands; what was printed since the last look."""
+
+    session: ChatSession
+    context: Context
+    capsys: pytest.CaptureFixture[str]
+
+    def ask(self, question: str) -> str:
+        run_turn(
+            self.session, question, self.context.limits, self.terminal(), self.context.interrupts
+        )
+        return self.capsys.readouterr().out
+
+    def terminal(self) -> Terminal:
+        """With the streams of now: those of a fixture are closed when the test begins."""
+        terminal = self.context.terminal
+        terminal.out, terminal.err = sys.stdout, sys.stderr
+        return terminal
+
+    def run(self, line: str) -> tuple[str, str]:
+        """What went to stdout and to stderr."""
+        word, *arguments = line.split()
+        self.terminal()
+        RUN[word](self.context, arguments)
+        captured = self.capsys.readouterr()
+        return captured.out, captured.err
+
+    def refused(self, line: str) -> str:
+        before = self.session.messages, self.session.fed, self.session.eviction, self.session.seed
+        with pytest.raises(UsageError) as error:
+            self.run(line)
+        assert before == (
+            self.session.messages,
+            self.session.fed,
+            self.session.eviction,
+            self.session.seed,
+        )
+        return f"{error.value}; {error.value.hint}"
+
+
+def make(session: ChatSession, capsys: pytest.CaptureFixture[str], active: bool = True) -> Talk:
+    terminal = Terminal()
+    context = Context(
+        session, terminal, "strict", Limits(12), Interrupts(), Keeper(terminal, active=active)
+    )
+    return Talk(session, context, capsys)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MINIKV_HOME", str(tmp_path))
+    return tmp_path / "chats"
+
+
+@pytest.fixture
+def talk(capsys: pytest.CaptureFixture[str]) -> Talk:
+    """Over a fake, whose answers follow from every token that was fed."""
+    tokenizer = ByteTokenizer()
+    engine: Any = FakeEngineWithMemory()
+    session = ChatSession(
+        engine,
+        tokenizer,
+        ChatML(tokenizer),
+        max_context=4096,
+        undo_turns=16,  # type: ignore[arg-type]
+    )
+    return make(session, capsys)
+
+
+@pytest.fixture
+def real(capsys: pytest.CaptureFixture[str]) -> Talk:
+    """Over a small random network and a real cache."""
+    session = chat(undo_turns=16)
+    session.attach("A mill stands by the river. " * 8, "mill.txt")
+    return make(session, capsys)
+
+
+def test_undo_says_what_it_took_back(talk: Talk) -> None:
+    talk.session.attach("text", "a.txt")
+    first = talk.ask("Who\nruns   it?")
+    talk.session.attach("more", "b.txt")
+    talk.ask("Why? \x1b[31m" + "x" * 100)
+    out, err = talk.run("undo 2")
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[0].startswith("took back: Why? [31mxxx")
+    assert lines[0].endswith("…")
+    assert len(lines[0]) <= 90
+    assert lines[1] == "took back: Who runs it?"
+    assert lines[2] == "  a.txt will be read with your next question"
+    assert lines[3] == "  b.txt came later and went too; /add brings it back"
+    assert talk.ask("Who\nruns   it?") == first
+    _, err = talk.run("undo")
+    assert err.splitlines()[1] == "  a.txt will be read with your next question"
+    assert "there is no turn to take back" in talk.refused("undo")
+
+
+def test_what_undo_kept_no_copy_of_was_not_asked_before_the_chat(talk: Talk) -> None:
+    talk.session.undo_turns = 1
+    for question in ("one", "two", "three"):
+        talk.ask(question)
+    talk.run("undo")
+    assert "the cache as it was before question 2 is not kept" in talk.refused("undo")
+
+
+@pytest.mark.parametrize("line", ["undo x", "undo 1 2", "undo -1", "undo ²"])
+def test_undo_takes_a_number(talk: Talk, line: str) -> None:
+    talk.ask("one")
+    assert "/undo takes a number" in talk.refused(line)
+    assert "1 or more" in talk.refused("undo 0")
+    assert talk.refused("undo 2").endswith("this chat has 1 turn; /undo 1 takes back all of them")
+
+
+def test_retry_asks_the_last_question_again(talk: Talk) -> None:
+    talk.ask("one")
+    second = talk.ask("two")
+    out, err = talk.run("retry")
+    assert out == second
+    lines = err.splitlines()
+    assert lines[0] == "asking again: two"
+    assert lines[1].startswith("  12 tok · ")
+    assert lines[2].startswith("  KV ")
+    assert [turn.question for turn in talk.session.turns] == ["one", "two"]
+
+
+def test_undo_then_retry_gives_the_previous_answer(talk: Talk) -> None:
+    first, second = talk.ask("one"), talk.ask("two")
+    talk.run("undo")
+    assert talk.run("retry")[0] == second
+    talk.run("undo 2")
+    assert talk.run("retry")[0] == first
+    assert talk.ask("two") == second
+    talk.ask("three")  # a new question, and nothing is undone any more
+    talk.run("undo")
+    talk.ask("four")
+    talk.run("retry")
+    assert [turn.question for turn in talk.session.turns] == ["one", "two", "four"]
+
+
+def test_retry_with_other_settings_keeps_them(real: Talk) -> None:
+    first = real.ask("Who?")
+    fed = list(real.session.fed)
+    out, err = real.run("retry --policy streaming --budget=40")
+    assert err.splitlines()[0].startswith("from now on: streaming, then streaming · budget 40")
+    assert real.session.eviction.policy == "streaming"
+    assert real.session.reports[-1].policy == "streaming"
+    kv: Any = real.session.engine.kv
+    assert int(kv.arena.held.max()) <= 40
+    assert len(real.session.turns) == 1
+    out, err = real.run("retry --policy adakv --budget 48")
+    assert out == first
+    assert real.session.fed == fed
+    out, _ = real.run("retry")
+    assert out == first
+    _, err = real.run("retry --seed 5")
+    assert err.splitlines()[0].endswith("seed 5")
+    assert real.session.seed == real.session.reports[-1].seed == 5
+
+
+def test_where_settings_come_from_after_a_retry_and_a_load(real: Talk) -> None:
+    origins = real.context.origins
+    origins |= dict.fromkeys(SETTINGS, "default")
+    real.ask("Who?")
+    real.run("save mine")
+    real.run("retry --budget 40")
+    assert changed(origins) == {"budget": "/retry"}
+    real.run("retry --policy streaming --seed 3")
+    assert changed(origins) == dict.fromkeys(
+        ("policy", "decode", "stride", "budget", "seed"), "/retry"
+    )
+    origins["temperature"] = "--temperature"
+    real.run("load mine")
+    chat = dict.fromkeys(
+        ("policy", "decode", "budget", "stride", "seed", "reuse", "system", "pin_system"),
+        "chat mine",
+    )
+    assert changed(origins) == {**chat, "temperature": "--temperature"}
+
+
+def test_what_a_run_took_from_the_chat_that_it_resumed(real: Talk) -> None:
+    real.ask("Who?")
+    real.run("save mine")
+    saved = chats.read("mine")
+    held = {"policy", "decode", "budget", "stride"}
+    own = {"seed", "system", "pin_system", "reuse"}
+    run = {"model", "revision", "dtype", "kv", "weights"}
+    assert saving.origins(saved, ()) == dict.fromkeys(held | own | run, "chat mine")
+    stated = set(saving.origins(saved, {"seed", "model"}))
+    assert stated == (held | own | run) - {"seed", "model", "revision"}
+    assert set(saving.origins(saved, {"budget"})) == (held | own | run) - {"budget"}
+    assert set(saving.origins(saved, {"budget"}, reread=True)) == own | run
+
+
+def test_blind_after_reading_holds_from_clear_on(real: Talk) -> None:
+    session = real.session
+    session.attach("A mill stands by the river. " * 8, "more.txt")
+    real.ask("Who?")
+    assert session.shaped_by == 1
+    setting = next(c.run for c in settings_commands.COMMANDS if "set" in c.words)
+    notes = {}
+    real.terminal()
+    for value in ("once", "blind"):
+        setting(real.context, ["reuse", value])
+        notes[value] = "/clear reads it again, and blind" in real.capsys.readouterr().err
+    assert notes == {"once": False, "blind": True}
+    session.reset(keep_documents=True)  # which is what /clear does
+    real.ask("Who?")
+    assert (session.reports[-1].reuse, session.shaped_by) == ("blind", 0)
+    setting(real.context, ["reuse", "blind"])
+    assert "/clear" not in real.capsys.readouterr().err
+
+
+def changed(origins: dict[str, str]) -> dict[str, str]:
+    return {name: origin for name, origin in origins.items() if origin != "default"}
+
+
+def test_full_after_an_eviction_does_not_say_that_nothing_was(real: Talk) -> None:
+    from minikv.chat.eviction_config import EvictionConfig
+    from minikv.cli import render
+
+    real.session.configure(EvictionConfig.read("full"))
+    real.ask("Who?")
+    assert render.policy_line(real.session) == "full: nothing is evicted"
+    real.session.configure(EvictionConfig.read("streaming", budget=40))
+    real.run("retry")
+    real.session.configure(EvictionConfig.read("full"))
+    assert render.policy_line(real.session) == "full: nothing more is evicted"
+    assert render.toolbar(real.session).startswith("full: nothing more is evicted · ")
+    real.session.reset()
+    assert render.policy_line(real.session) == "full: nothing is evicted"
+
+
+def test_retry_after_policy_uses_it(real: Talk) -> None:
+    from minikv.chat.eviction_config import EvictionConfig
+
+    first = real.ask("Who?")
+    real.session.configure(EvictionConfig.read("streaming", budget=40))
+    real.run("retry")
+    assert real.session.reports[-1].policy == "streaming"
+    real.session.configure(EvictionConfig.read("adakv", budget=48))
+    assert real.run("retry")[0] == first
+
+
+def test_a_seed_goes_to_a_policy_that_draws_unless_it_has_its_own(real: Talk) -> None:
+    from minikv.chat.eviction_config import EvictionConfig
+
+    real.ask("Who?")
+    real.run("retry --policy random --seed 3")
+    assert real.session.eviction.policy_options["seed"] == 3
+    real.run("retry --seed 4")
+    assert real.session.eviction.policy_options["seed"] == 4
+    own = EvictionConfig.read("random", budget=48, options={"seed": 9}, seed=4)
+    real.session.configure(own)
+    real.run("retry --seed 5")
+    assert real.session.eviction.policy_options["seed"] == 9
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("retry --polcy x", "does not take '--polcy'"),
+        ("retry adakv", "does not take 'adakv'"),
+        ("retry --policy", "needs a value"),
+        ("retry --policy nonsense", "nonsense"),
+        ("retry --budget much", "cannot read the budget"),
+        ("retry --budget 3", "too small"),
+        ("retry --seed x", "--seed is a number"),
+        ("retry --seed -1", "--seed is a number"),
+        ("retry --seed 99999999999", "--seed is a number"),
+        ("save a b", "/save takes one name"),
+        ("save ../x", "cannot be the name"),
+        ("load a b", "/load takes a name"),
+        ("load --reread", "/load takes a name"),
+        ("load --reread --reread x", "/load takes a name"),
+        ("load nope", "no saved chat 'nope'"),
+    ],
+)
+def test_what_cannot_be_done_changes_nothing(real: Talk, line: str, said: str) -> None:
+    real.ask("Who?")
+    assert said in real.refused(line)
+    assert len(real.session.turns) == 1
+
+
+def test_retry_without_a_question(talk: Talk) -> None:
+    assert "there is no turn" in talk.refused("retry")
+
+
+def test_a_retry_that_is_stopped_while_reading_says_how_to_go_on(talk: Talk) -> None:
+    first = talk.ask("one")
+    engine: Any = talk.session.engine
+    prompt = engine.prompt
+
+    def stopped(ids: list[int], progress: Any, room: int) -> Any:
+        talk.session.cancel()
+        return prompt(ids, progress, room)
+
+    engine.prompt = stopped
+    with pytest.raises(Interrupted):
+        talk.run("retry")
+    assert "the question is taken back; /retry asks it again" in talk.capsys.readouterr().err
+    engine.prompt = prompt
+    assert talk.run("retry")[0] == first
+
+    def too_long(ids: list[int], progress: Any, room: int) -> Any:
+        raise ContextError("too long")
+
+    engine.prompt = too_long
+    with pytest.raises(ContextError):
+        talk.run("retry")
+    engine.prompt = prompt
+    talk.capsys.readouterr()
+    assert talk.run("retry")[0] == first
+
+
+def test_save_and_load(real: Talk, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    real.ask("Who?")
+    _, err = real.run("save mine")
+    assert err.startswith("saved as mine, and after every turn from now on: ")
+    assert "minikv chat --resume mine" in err
+    want = real.ask("Why?")
+    keeper = real.context.keeper
+    keeper.keep(real.session)
+    real.run("undo")
+    real.session.reset()
+    real.ask("Something else")
+    keeper.keep(real.session)
+    _, err = real.run("load mine")
+    lines = err.splitlines()
+    assert lines[0].startswith("mine: 2 turns, taken up in ")
+    assert lines[0].endswith(" ms, nothing was read again")
+    assert lines[1] == "  adakv, then roco · budget 48"
+    assert lines[2] == "  last: Why?"
+    assert clean(real.session.turns[-1].answer).rstrip("\n") == want.rstrip("\n")
+    _, err = real.run("load mine --reread")
+    assert "your next question reads it again" in err
+    _, err = real.run("load")
+    assert len(err.splitlines()) == 2
+    assert "  1 turn   " in err.splitlines()[0]
+    assert err.splitlines()[1].startswith("mine ")
+    assert err.splitlines()[1].endswith("Who?")
+    refused = real.refused("undo")
+    assert "question 2 was asked before this chat was taken up; /load NAME --reread" in refused
+    real.run("load mine")
+    real.ask("And now?")
+    assert "question 2 was asked before" in (refused := real.refused("undo 2"))
+    assert refused.endswith("/undo 1 works")
+    real.run("undo")
+    assert "question 2 was asked before" in real.refused("undo")
+
+
+def test_without_saving(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    talk = make(chat(undo_turns=16), capsys, active=False)
+    assert talk.run("load")[1] == f"no saved chat in {home}\n"
+    talk.ask("Who?")
+    talk.run("save mine")
+    other = make(chat(), capsys, active=False)
+    other.ask("not saved")
+    with pytest.raises(UsageError, match="open in another"):
+        other.run("load mine")
+    assert "the conversation so far was not saved" in capsys.readouterr().err

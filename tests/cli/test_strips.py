@@ -1,0 +1,226 @@
+"""Strips of blocks, and text broken into terminal cells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from test_kept import HOSTILE, STORY, chat, facts
+
+from minikv.cache.snapshot import Outcome
+from minikv.cli import strips
+from minikv.cli.kept import Part
+from minikv.cli.strips import ASCII, BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("share", "most", "expected"),
+    [
+        (0.0, 8, 0),
+        (1e-9, 8, 1),
+        (0.125, 8, 1),
+        (0.126, 8, 2),
+        (0.1 * 3, 10, 3),
+        (1.0, 8, 8),
+        (1.0, 9, 9),
+        (1.5, 8, 8),
+        (-0.1, 8, 0),
+    ],
+)
+def test_only_nothing_is_blank(share: float, most: int, expected: int) -> None:
+    assert strips.level(share, most) == expected
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(0, "0%"), (0.0001, "<1%"), (0.01, "1%"), (0.29, "29%"), (0.999, "99%"), (1, "100%")],
+)
+def test_percent_is_rounded_down(share: float, expected: str) -> None:
+    assert strips.percent(share) == expected
+
+
+def test_a_strip_is_as_high_as_its_share_of_the_largest() -> None:
+    assert strips.strip([0, 1, 4, 8], 8) == "| ▁▄█|"
+    assert strips.strip([0, 1, 5, 9], 9, ASCII) == "| .+@|"
+    assert strips.strip([0, 0], 0) == "|  |"
+
+
+def test_blocks_need_an_encoding() -> None:
+    assert strips.takes_blocks(SimpleNamespace(encoding="utf-8"))  # type: ignore[arg-type]
+    assert not strips.takes_blocks(SimpleNamespace(encoding="ascii"))  # type: ignore[arg-type]
+    assert not strips.takes_blocks(SimpleNamespace(encoding="latin-1"))  # type: ignore[arg-type]
+
+
+# -- layers and heads -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (4, 3), (32, 8), (80, 12)])
+def test_every_head_and_layer_is_drawn_once(width: int, layers: int, heads: int) -> None:
+    rows = [[float(1 + (7 * i + 3 * h) % 64) for h in range(heads)] for i in range(layers)]
+    text = strips.by_head(rows, width)
+    assert all(cell_len(line) <= width for line in text.split("\n"))
+    largest = max(map(max, rows))
+    assert f"█ is {largest:.0f} tokens" in " ".join(text.split())
+    drawn = dict.fromkeys(range(heads), "")
+    for line in text.split("\n"):
+        for cell in line.split("head ")[1:]:
+            number, strip, *_ = cell.split("|")
+            drawn[int(number)] += strip
+    for head in range(heads):
+        column = [layer[head] for layer in rows]
+        assert f"|{drawn[head]}|" == strips.strip(column, largest)
+
+
+def test_layers_in_equal_groups_where_they_do_not_fit() -> None:
+    text = strips.by_head([[1.0] * 8] * 32, 40)
+    assert "\n  layers 0 to 15\n" in text
+    assert "\n  layers 16 to 31\n" in text
+    assert "layers 0 to 31" in strips.by_head([[1.0] * 8] * 32, 80)
+
+
+def test_lost_per_layer() -> None:
+    text = strips.by_layer([0.0, 0.01, None, 0.04, 0.08], 80)
+    assert text == (
+        "lost per layer: █ is 8.0% of the last window's attention, an estimate\n  | ▁?▄█|"
+    )
+    assert strips.by_layer([None, None], 80) == ""
+    assert strips.by_layer([], 80) == ""
+    folded = strips.by_layer([0.5] * 80, 40).split("\n")
+    assert sum(line.count("█") for line in folded if line.startswith("  |")) == 80
+    assert all(len(line) <= 40 for line in folded)
+
+
+# -- along the document, along the chat -----------------------------------------------------
+
+
+def test_along_the_document_is_the_mean_of_each_slice() -> None:
+    text = "abcdefgh" * 25
+    held = torch.rand(2, 3, 201, generator=torch.Generator().manual_seed(1)) < 0.3
+    found = facts(text, held, ("story.txt",))
+    title, strip = strips.along(found, 80).split("\n")
+    share = found.share().tolist()[1:]
+    ends = [200 * i // 64 for i in range(65)]
+    means = [sum(share[a:b]) / (b - a) for a, b in pairwise(ends)]
+    assert strip.strip() == strips.strip(means, max(means))
+    most = strips.percent(max(means))
+    assert title == f"kept along story.txt, 64 slices of about 3 tokens: █ is {most} of the heads"
+
+
+def test_few_tokens_and_no_document() -> None:
+    held = torch.zeros(2, 3, 4, dtype=torch.bool)
+    held[0, :, 2] = True
+    assert strips.along(facts("abc", held), 80) == (
+        "kept along the chat, a sign per token: █ is 50% of the heads\n  |  █ |"
+    )
+    held[:] = False
+    assert strips.along(facts("abc", held), 80).startswith(
+        "kept along the chat, a sign per token: nothing\n"
+    )
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_many_documents_with_hostile_names(width: int) -> None:
+    found = facts("x" * 500)
+    names = ["\x1b]0;evil\x07 [bold]\nname 中文" * 9, *(f"{i}.txt" for i in range(9))]
+    parts = tuple(Part(name, 1 + 50 * i, 51 + 50 * i) for i, name in enumerate(names))
+    found = replace(found, parts=parts)
+    lines = strips.along(found, width, ASCII, "ascii").split("\n")
+    assert lines[-1] == "  and 2 more documents"
+    assert sum(line.startswith("  |") for line in lines) == 8
+    assert all(cell_len(line) <= width and "\x1b" not in line for line in lines)
+    assert all(line.isascii() for line in lines)
+
+
+def test_memory_along_the_chat() -> None:
+    session = chat(budget=48)
+    session.attach(STORY)
+    for question in ("a?", "b?"):
+        list(session.ask(question, 3))
+    report = session.report
+    assert report is not None
+    turns = [
+        replace(report, turn=n, kv_bytes=replace(report.kv_bytes, held=h, full=f))
+        for n, h, f in ((1, 10, 40), (2, 10, 80))
+    ]
+    assert strips.over_time(turns, 80) == (
+        "KV after each turn, turns 1 to 2: █ is 80 B\n  held |▁▁|\n  full |▄█|"
+    )
+    assert strips.over_time(turns[:1], 80) == ""
+    many = strips.over_time(turns * 40, 40).split("\n")
+    assert [len(line) for line in many[-2:]] == [40, 40]
+
+
+# -- the whole ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("plain", [False, True])
+def test_strips_of_a_chat(width: int, plain: bool) -> None:
+    session = chat()
+    assert strips.strips(session, width) == ""
+    session.attach(STORY + HOSTILE, "story.txt")
+    list(session.ask("Who?", 3))
+    session.engine.kv._last = Outcome((0.5, None, 0.25))
+    text = strips.strips(session, width, plain=plain)
+    lines = text.split("\n")
+    assert all(cell_len(line) <= width for line in lines)
+    assert "\x1b" not in text
+    rows = [len(session.kept(layer, head)) for layer in range(3) for head in range(3)]
+    joined = " ".join(text.split())
+    sign = "@" if plain else "█"
+    assert f"{sign} is {max(rows)} tokens, the most in one" in joined
+    assert f"lost per layer: {sign} is 50.0% of" in joined
+    assert ("  |@?+|" if plain else "  |█?▄|") in lines
+    assert "kept along story.txt" in joined
+    assert text.isascii() == plain
+
+
+# -- text in cells --------------------------------------------------------------------------
+
+LETTERS = st.text(alphabet="ab  \t\n中😀e\u0301\ufe0f\x1b\r\u202e", max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(LETTERS, st.integers(12, 30), st.sampled_from(["utf-8", "ascii"]))
+@example(" " * 40 + "x", 12, "utf-8")
+@example("x" * 40, 12, "ascii")
+def test_rows_fit_and_lose_nothing(text: str, width: int, encoding: str) -> None:
+    rows = strips.broken(text, width, encoding)
+    assert "".join(text[a:b] for a, b in rows) == text.replace("\n", "")
+    for (_, end), (begin, _) in pairwise(rows):
+        assert begin == end or text[end:begin] == "\n"
+    for begin, end in rows:
+        line = strips.shown(text[begin:end], encoding).rstrip(" ")
+        # A sign that only becomes wide by what follows it may take the spare column of a screen.
+        spare = text[begin:end].count("\ufe0f") if encoding == "utf-8" else 0
+        assert cell_len(line) <= width + spare
+        assert "\x1b" not in line
+        line.encode(encoding)
+
+
+def test_rows_break_between_words() -> None:
+    text = "the mill is run by Ada"
+    assert [text[a:b] for a, b in strips.broken(text, 12)] == ["the mill is ", "run by Ada"]
+    wide = "das Mühlrad 中中中 dreht"
+    assert [wide[a:b] for a, b in strips.broken(wide, 13)] == ["das Mühlrad ", "中中中 dreht"]
+
+
+def test_folded_lines_are_indented() -> None:
+    assert strips.folded("one two three", 8, "  ") == ["one two", "  three"]
+    assert strips.folded("one\ntwo", 80, "  ") == ["one", "  two"]
+    assert strips.folded("", 80) == [""]
+    assert strips.folded("中", 80, "", "ascii") == ["\\u4e2d"]
+    assert BLOCKS[0] == ASCII[0] == " "
+
+
+def test_clipped_names() -> None:
+    assert strips.clipped("a\nb\x1b c", 20) == "a b c"
+    assert strips.clipped("中" * 20, 9) == "中" * 4
+    assert strips.clipped("", 9) == ""

@@ -1,0 +1,64 @@
+"""How many threads a computation uses: what the process was given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minikv.engine.threads import allowed
+from minikv.errors import UsageError
+from minikv.loader import Settings
+
+
+def told(*arguments: str, **environment: str) -> int:
+    """torch's threads after `threads.use` in a process of its own."""
+    script = "import sys; from minikv.engine import threads; threads.use(int(sys.argv[1]))\n"
+    script += "import torch; print(torch.get_num_threads())"
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    run = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(run.stdout)
+
+
+def test_as_many_as_asked_for_or_as_allowed() -> None:
+    assert told("1") == 1
+    assert told("3") == 3
+    assert told("0") == allowed()
+    assert told("0", OMP_NUM_THREADS="1") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [("100000 100000", 1), ("150000 100000", 2), ("max 100000", None), ("", None), ("1 0", None)],
+)
+def test_a_control_groups_limit_counts(tmp_path: Path, text: str, most: int | None) -> None:
+    quota = tmp_path / "cpu.max"
+    quota.write_text(text)
+    cores = allowed(tmp_path / "nothing")
+    assert allowed(quota) == (cores if most is None else min(cores, most))
+
+
+def test_affinity_counts(tmp_path: Path) -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("no affinity on this system")
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert allowed(tmp_path / "nothing") == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize("count", [-1, 5000])
+def test_no_such_number(count: int) -> None:
+    with pytest.raises(UsageError, match="threads"):
+        Settings(threads=count)

@@ -1,0 +1,445 @@
+"""An answer written ahead of what the host has read: the tokens and the cache of one that is not,
+whatever ends it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small import VOCAB, ids, network, shape
+from stepping import GREEDY, STEPS, Pair, engine, pair
+from tape import Tape
+
+from minikv import policies
+from minikv.cache import decode_step
+from minikv.cache.attend import Attend
+from minikv.cache.kv_cache import KVCache
+from minikv.engine import decode_loop
+from minikv.engine.decode_loop import CudaGraphs, Eager, captured
+from minikv.engine.engine import Engine
+from minikv.engine.sampling import Sampling
+from minikv.errors import ContextError, NumericsError
+from minikv.models.llama import Llama
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_step, "_WIDE", 16)
+
+
+class Faulty:
+    """A network that fails, or whose logits are NaN, at chosen calls counted from 0."""
+
+    def __init__(self, net: Llama) -> None:
+        self.net, self.calls = net, 0
+        self.at: dict[int, Callable[[], None] | None] = {}
+
+    def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+        call, self.calls = self.calls, self.calls + 1
+        logits = self.net.forward(tokens, kv)
+        if call not in self.at:
+            return logits
+        fault = self.at[call]
+        if fault is not None:
+            fault()
+        return torch.full_like(logits, float("nan"))
+
+
+def _raise(error: BaseException) -> Callable[[], None]:
+    def fault() -> None:
+        raise error
+
+    return fault
+
+
+def faulty(step: str = "hashevict", prompt: int = 30) -> tuple[Pair, Faulty]:
+    """A pair whose `there` runs on a network that can be told to fail, just after a prompt."""
+    run = pair(Eager(), "full", step, 24)
+    net = Faulty(run.there.network)  # type: ignore[arg-type]
+    run.there.network = net
+    run.there._writer._network = net  # type: ignore[union-attr]
+    run.prompt(ids(prompt))
+    return run, net
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.8),
+        Sampling(1.5, top_k=5),
+        Sampling(1.0, top_p=0.7, min_p=0.02),
+    ],
+)
+def test_draws_are_those_of_pick(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_loop, "_DRAWS", 4)  # so that numbers run out on the way
+    tape = Tape()
+    run = pair(tape, "full", "h2o", 24, sampling=sampling)
+    run.prompt(ids(30))
+    run.write(11)
+    run.agree()
+    assert tape.replayed > 6
+    assert len(set(run.drawn)) > 2
+    run.seed += 1
+    run.write(3)
+    assert tape.recorded == 1  # the settling in between and another seed change no address
+
+
+@pytest.mark.parametrize("fails", ["", "body", "end"])
+def test_a_capture_that_fails_leaves_torch_able_to_go_on(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a device: what torch is asked for, in which order; the first error is told."""
+    asked: list[str] = []
+
+    class Graph:
+        def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+            asked.append(f"begin {pool} {capture_error_mode}")
+
+        def capture_end(self) -> None:
+            asked.append("end")
+            if fails:
+                raise RuntimeError("the capture was invalidated")
+
+        def replay(self) -> None: ...
+
+    @contextlib.contextmanager
+    def on(stream: object) -> Iterator[None]:
+        asked.append("stream")
+        yield
+        asked.append("left")
+
+    def body() -> None:
+        asked.append("body")
+        if fails == "body":
+            raise ValueError("not here")
+
+    def told(name: str) -> Callable[..., None]:
+        return lambda *given: asked.append(f"{name} {given}")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, told(name), raising=False)
+    stream = SimpleNamespace(device=torch.device("cuda", 2))
+    begun = ["stream", "begin (0, 7) thread_local", "body"]
+    if not fails:
+        assert captured(body, stream)  # type: ignore[arg-type]
+        assert asked == [*begun, "end", "left"]
+        return
+    with pytest.raises(ValueError if fails == "body" else RuntimeError):
+        captured(body, stream)  # type: ignore[arg-type]
+    released = ["_cuda_endAllocateToPool (2, (0, 7))", "_cuda_releasePool (2, (0, 7))"]
+    assert asked == [*begun, *["end"] * (2 if fails == "end" else 1), *released]
+
+
+def test_one_recording_serves_turns_and_another_sampling_takes_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_step, "_WIDE", 64)  # the caps change from turn to turn
+    tape = Tape()
+    run = pair(tape, "adakv", "roco", 44)
+    for turn in range(3):
+        run.prompt(ids(50 if turn == 0 else 6, turn))
+        run.write(6)
+        run.agree()
+    assert (tape.warmed, tape.recorded) == (2, 1)
+    run.sampling = Sampling(0.7)
+    run.write(4)
+    run.agree()
+    assert (tape.warmed, tape.recorded) == (4, 2)
+
+
+def test_an_equal_policy_is_configured_and_nothing_is_recorded_anew() -> None:
+    tape = Tape()
+    run = pair(tape, "full", "hashevict", 24)
+    run.prompt(ids(40))
+    run.write(5)
+    for _ in range(2):
+        for each in (run.here.kv, run.there.kv):
+            each.configure(None, policies.step_policy("hashevict"), each.budget)
+        run.write(3)
+        run.agree()
+    assert run.there.notices == []
+    assert (tape.warmed, tape.recorded) == (2, 1)
+
+
+@pytest.mark.parametrize("step", ["none", *STEPS])
+def test_a_stop_leaves_the_cache_as_if_nothing_had_been_begun(step: str) -> None:
+    """The step after the last one is under way when the answer ends: it must not count."""
+    run = pair(Eager(), "full", step, None if step == "none" else 24)
+    run.prompt(ids(40))
+    for turn in range(2):
+        run.write(3 + turn)
+        assert run.there._writer._early is not None  # type: ignore[union-attr]
+        run.agree()
+        run.prompt(ids(4, turn))  # it would differ if a row were missing
+    run.write(3)
+    run.there.kv.reset()
+    assert run.there.kv.position == 0
+    assert int(run.there.kv.arena.length.sum()) == 0
+
+
+def test_the_last_step_counts_without_one_after_it() -> None:
+    run = pair(Eager(), "full", "roco", 24)
+    run.prompt(ids(30))
+    run.write(4, ahead=False)
+    assert run.there._writer._early is None  # type: ignore[union-attr]
+    run.agree()
+    run.write(1, ahead=False)
+    run.write(2)
+    run.agree()
+
+
+def test_another_token_than_the_one_drawn_undoes_the_step_that_had_it() -> None:
+    run = pair(Eager(), "full", "l2", 24)
+    run.prompt(ids(30))
+    run.write(6, forced=4)
+    run.agree()
+    assert run.drawn != ids(6, 4)
+
+
+def test_nothing_is_launched_beyond_the_context() -> None:
+    run = pair(Eager(), "full", "roco", 24, net=network(layers=2, max_context=40))
+    run.prompt(ids(36))
+    run.write(4)
+    assert run.there._writer._early is None  # type: ignore[union-attr]
+    run.agree()
+    assert run.there.kv.position == 40
+    with pytest.raises(ContextError):
+        run.there.next(1, VOCAB, GREEDY, 0)
+    run.agree()
+
+
+def test_a_chat_is_set_aside_and_taken_up_with_a_step_under_way() -> None:
+    run = pair(Eager(), "full", "scissorhands", 24)
+    run.prompt(ids(30))
+    run.write(3)
+    kv = run.there.kv
+    token, drawn = run.token, list(run.drawn)
+    held = kv.snapshot()
+    run.write(4)
+    kv.restore(held, kv.prompt_policy, kv.step_policy, kv.budget)
+    one = run.there.next(token, VOCAB, GREEDY, run.seed)
+    assert [one] == run.drawn[len(drawn) :][:1]
+    kv.configure(None, None, None)
+    assert run.there.next(one, VOCAB, GREEDY, run.seed) >= 0
+
+
+@pytest.mark.parametrize("step", ["roco", "hashevict", "l2"])
+@pytest.mark.parametrize("call", [0, 2])
+def test_nan_ends_the_answer_before_the_token_that_gave_it(step: str, call: int) -> None:
+    run, net = faulty(step)
+    net.calls, net.at = 0, {call: None}
+    run.write(call)
+    with pytest.raises(NumericsError):
+        run.there.next(run.token, VOCAB, GREEDY, run.seed)
+    run.agree()
+    net.at = {}
+    run.write(3)
+    run.agree()
+
+
+@pytest.mark.parametrize("step", ["roco", "hashevict", "none"])
+@pytest.mark.parametrize("call", [0, 1, 2])
+def test_an_interrupt_leaves_rows_for_exactly_the_tokens_that_count(step: str, call: int) -> None:
+    run, net = faulty(step)
+    net.calls, net.at = 0, {call: _raise(KeyboardInterrupt())}
+    tokens = [run.token]
+
+    def write() -> None:
+        for _ in range(5):
+            tokens.append(run.there.next(tokens[-1], VOCAB, GREEDY, run.seed))
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    fed = len(tokens) - 1
+    # The step that was asked for may have become final before the one after it was stopped.
+    taken = run.there.kv.position - 30
+    assert fed <= taken <= fed + 1
+    net.at = {}
+    for _ in range(taken):
+        run.token = run.here.next(run.token, VOCAB, GREEDY, run.seed)
+    run.agree()
+    run.write(3)
+    run.agree()
+
+
+@pytest.mark.parametrize("call", [0, 1, 3])
+def test_a_step_that_cannot_be_run_leaves_it_to_the_host(call: int) -> None:
+    run, net = faulty("h2o")
+    net.calls, net.at = 0, {call: _raise(RuntimeError("no such\nthing"))}
+    token, drawn = run.token, []
+    for _ in range(5):
+        token = run.there.next(token, VOCAB, GREEDY, run.seed)
+        drawn.append(token)
+    assert run.there.notices == ["steps are not captured in a CUDA graph and slower: no such"]
+    run.there.notices.clear()
+    for want in drawn:
+        run.token = run.here.next(run.token, VOCAB, GREEDY, run.seed)
+        assert run.token == want
+    run.agree()
+
+
+class Unable(Eager):
+    """A device that captures nothing."""
+
+    def record(self, body: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_capture_that_fails_leaves_it_to_the_host() -> None:
+    run = pair(Unable(), "adakv", "roco", 44)
+    run.prompt(ids(50))
+    run.write(2, ahead=False)  # warm
+    for _ in range(3):
+        how = (run.token, VOCAB, GREEDY, run.seed)
+        run.token = run.here.next(*how)
+        assert run.there.next(*how) == run.token
+    assert len(run.there.notices) == 1
+    assert "\n" not in run.there.notices[0]
+    run.agree()
+
+
+@pytest.mark.parametrize("capture", [Eager, Tape])
+def test_what_the_steps_work_with_is_counted(capture: type[Eager]) -> None:
+    """As long as there is any: a recording needs it between turns, too."""
+    run = pair(capture(), "full", "roco", 24)
+    run.prompt(ids(30))
+    before = run.there.kv.stats().allocated_bytes
+    run.write(2)
+    writer = run.there._writer
+    assert writer is not None
+    scratch = 2 * 6 * 32 * 4 + 2 * 6 * 4  # logits [L, H * G, C] and log-sum-exps, float32
+    assert writer._state.nbytes == scratch
+    kept = scratch if capture is Tape else 0
+    assert run.there.kv.stats().allocated_bytes == before + kept
+    assert writer._state.nbytes == kept
+
+
+def test_on_a_cpu_nothing_is_early() -> None:
+    """With C kernels a step decides by itself, too; with the torch twins it is the host's."""
+    net = network(layers=2)
+    c = KVCache(shape(net), None, None, None, kernels="torch")
+    assert Engine(net, c)._writer is None
+    there = engine(net, None)
+    if there.kv.ops.name != "native":
+        pytest.skip("no C compiler")
+    made = Engine(net, there.kv)
+    made.prompt(ids(20))
+    token = made.next(5, VOCAB, GREEDY, 0)
+    assert made._writer is not None
+    assert made._writer._early is None
+    assert made.kv.position == 21
+    made.next(token, VOCAB, GREEDY, 0)
+    made.network = made._writer._network = Failing()  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="no memory"):
+        made.next(1, VOCAB, GREEDY, 0)
+    assert made.kv.position == 22
+    assert made.notices == []
+
+
+@pytest.mark.parametrize("failure", [MemoryError(), KeyboardInterrupt()])
+def test_what_fails_while_a_step_becomes_final_is_done_later(
+    failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row of a token that was fed is there, and no step counts twice."""
+    run = pair(Eager(), "full", "h2o", 24)
+    run.prompt(ids(12))
+    run.write(6, ahead=False)
+    state = run.there._writer._state  # type: ignore[union-attr]
+    name = "h2o_step" if isinstance(failure, MemoryError) else "advance"
+    honest, left = getattr(state._ops, name), [2]
+
+    def fail(*given: object, **more: object) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise failure
+        honest(*given, **more)
+
+    monkeypatch.setattr(state._ops, name, fail, raising=False)
+    how = (run.token, VOCAB, GREEDY, run.seed)
+    run.there._waits = True
+    with pytest.raises((MemoryError, KeyboardInterrupt)):
+        run.there.next(*how, ahead=False)
+    assert run.there.kv.position == run.here.kv.position
+    run.agree()
+    run.write(5, ahead=False)
+    run.agree()
+
+
+class Failing:
+    def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+
+# -- on a GPU -------------------------------------------------------------------------------------
+
+
+def _on_cuda(net: Llama) -> Llama:
+    """The same weights there."""
+    moved = Llama(net.config, rows=net.rows, device="cuda")
+    for (_, mine), (_, theirs) in zip(moved.tensors(), net.tensors(), strict=True):
+        mine.copy_(theirs)
+    return moved
+
+
+def _there(net: Llama, kernels: str, prompt: str = "full", step: str = "none") -> KVCache:
+    """A cache beside those weights."""
+    kv = engine(net, None, prompt, step, 44).kv
+    return KVCache(
+        kv.shape,
+        kv.prompt_policy,
+        kv.step_policy,
+        kv.budget,
+        device="cuda",
+        poison=True,
+        output=kv.output,
+        rotary=net.rotary.inverse,
+        kernels=kernels,
+    )
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("step", ["none", *STEPS])
+def test_a_captured_step_writes_what_the_host_writes(step: str, kernels: str) -> None:
+    net = _on_cuda(network(layers=2, head_dim=16))
+    one = Engine(net, _there(net, kernels, "adakv", step), None)
+    two = Engine(net, _there(net, kernels, "adakv", step))
+    run = Pair(one, two)
+    for turn in range(3):
+        run.prompt(ids(60 if turn == 0 else 7, turn))
+        run.write(12)
+        run.agree()
+        run.write(4, forced=turn)
+        run.agree()
+    writer = two._writer
+    assert writer is not None
+    assert isinstance(writer._capture, CudaGraphs)
+    assert writer._replay is not None
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+@pytest.mark.parametrize("step", ["none", "roco", "hashevict"])
+def test_a_replay_waits_for_nothing(step: str) -> None:
+    net = _on_cuda(network(layers=2, head_dim=16))
+    made = Engine(net, _there(net, "auto", step=step))
+    made.prompt(ids(20))
+    token = 1
+    for _ in range(5):
+        token = made.next(token, VOCAB, GREEDY, 0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            token = made.next(token, VOCAB, GREEDY, 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert made.notices == []

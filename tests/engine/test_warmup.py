@@ -1,0 +1,209 @@
+"""At load everything is launched once that prompts and the steps of an answer will launch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+import small
+import torch
+
+from minikv.cache import prefill
+from minikv.cache.stats import Shape
+from minikv.engine import warmup as warming
+from minikv.engine.warmup import _tiles, warm
+from minikv.kernels.dispatch import Kernels
+from minikv.kernels.torch import reference
+
+
+class Recorder(Kernels):
+    """Notes what is called, and what keywords it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, frozenset[str]]] = []
+
+    def __getattribute__(self, name: str) -> object:
+        found = super().__getattribute__(name)
+        if name == "calls" or name.startswith("_") or not callable(found):
+            return found
+        return self._noting(name, found)
+
+    def _noting(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            given = frozenset(key for key, value in kwargs.items() if value is not None)
+            self.calls.append((name, given))
+            return function(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        ("none", {"append"}),
+        ("streaming", {"append"}),
+        ("h2o", {"append", "h2o_step"}),
+        ("roco", {"append", "roco_step"}),
+        ("tova", {"append", "tova_step"}),
+        ("scissorhands", {"append", "scissorhands_step"}),
+        ("hashevict", {"hash_append"}),
+    ],
+)
+def test_what_a_policy_launches(
+    step: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warming, "_tiles", lambda kv: None)
+    net = small.network()
+    kv = small.scheduler(net, "full", step, 64 if step != "none" else None)
+    recorder = kv.ops = Recorder()
+    warm(kv, net)
+    assert kv.notice is None
+    names = {name for name, _ in recorder.calls}
+    names -= {"advance", "observe", "add_columns", "rows_attention", "last_rows_attention"}
+    assert names == expected | {"ragged_attention"}
+    assert kv.position == 0
+    assert kv.arena.rows == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "step", "expected"),
+    [
+        ("adakv", "roco", {"observe", "segments_attention", "roco_step"}),
+        ("h2o", "none", {"add_columns", "append"}),
+        ("snapkv+pyramid", "h2o", {"observe", "segments_attention", "h2o_step"}),
+    ],
+)
+def test_what_prompts_launch(
+    monkeypatch: pytest.MonkeyPatch, prompt: str, step: str, expected: set[str]
+) -> None:
+    """As on a GPU: a layer ends without asking the device, and later prompts find its rows. The
+    chat's own cache is left as it was."""
+    monkeypatch.setattr(prefill, "far", lambda _: True)
+    monkeypatch.setattr(warming, "_tiles", lambda kv: None)  # it must be the conversation's
+    net = small.network()
+    kv = small.scheduler(net, prompt, step, 512)
+    recorder = kv.ops = Recorder()
+    warm(kv, net)
+    assert kv.notice is None
+    names = {name for name, _ in recorder.calls}
+    assert names >= expected | {"gather_rows", "gather_column", "ragged_attention"}
+    assert kv.ops is recorder
+    assert (kv.position, kv.arena.rows, kv.beside) == (0, 0, 0)
+
+
+def test_the_tiles_of_few_queries_are_among_them() -> None:
+    """Kernels are built for 16, 32 and 64 queries, or all heads' queries of a group."""
+    seen: list[int] = []
+
+    class Counting(Kernels):
+        @staticmethod
+        def observe(q: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(len(q))
+            return reference.observe(q, *args)  # type: ignore[arg-type]
+
+    net = small.network()
+    kv = small.scheduler(net, "snapkv", "none", 512, prompt_options={"window": 64})
+    kv.ops = Counting()
+    warm(kv, net)
+    assert kv.notice is None
+    assert sorted({min(64, max(16, 1 << (n - 1).bit_length())) for n in seen}) == [16, 32, 64]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
+def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
+    """Whatever the number of tokens, few or many rows, listed or not, in every kind of layer."""
+    segments = pytest.importorskip("minikv.kernels.triton.ragged_prefill")
+    columns = pytest.importorskip("minikv.kernels.triton.attention_mass")
+    seen: set[tuple[int, bool, int | None]] = set()
+    sums: set[tuple[int, int, int | None]] = set()
+
+    class Counting(Kernels):
+        @staticmethod
+        def segments_attention(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            *place: object,
+            pos: torch.Tensor,
+            q_pos: torch.Tensor,
+            window: int | None,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.add((q.shape[2], place[3] == 1, window))
+            return reference.segments_attention(
+                q,
+                k,
+                v,
+                *place,
+                pos=pos,
+                q_pos=q_pos,
+                window=window,  # type: ignore[arg-type]
+            )
+
+        @staticmethod
+        def rows_lse(
+            q: torch.Tensor, at: torch.Tensor, parts: Sequence[reference.Part], window: int | None
+        ) -> torch.Tensor:
+            sums.add((q.shape[2], len(parts[0]), window))
+            return reference.rows_lse(q, at, parts, window)
+
+    windows = (None, 40, None)
+    shape = Shape(3, 2, 2 * group, 64, windows, 1000)
+    kv = SimpleNamespace(
+        shape=shape, device=torch.device("cpu"), dtype=torch.bfloat16, ops=Counting()
+    )
+    _tiles(kv)  # type: ignore[arg-type]
+    counts = range(1, 200)
+    for dtype, size in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
+        for window in (None, 40):
+            for few in (True, False):
+                made = {
+                    segments._tile(dtype, size, n * group)
+                    for n, *how in seen
+                    if how == [few, window]
+                }
+                assert made == {segments._tile(dtype, size, n * group) for n in counts}
+            for listed in (2, 3):
+                made = {
+                    columns._span_tile(dtype, size, n * group)
+                    for n, *how in sums
+                    if how == [listed, window]
+                }
+                assert made == {columns._span_tile(dtype, size, n * group) for n in counts}
+
+
+def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:
+    net = small.network(max_context=100)
+    kv = small.scheduler(net, "snapkv", "none", 64)
+    recorder = kv.ops = Recorder()
+    warm(kv, net)
+    assert kv.notice is None
+    assert "observe" not in {name for name, _ in recorder.calls}
+
+
+def test_layers_with_and_without_a_window_and_rows_in_int8() -> None:
+    net = small.network(windows=(None, 3, None))
+    kv = small.over(net, None, None, None, kv=torch.int8)
+    recorder = kv.ops = Recorder()
+    warm(kv, net)
+    given = [keys for name, keys in recorder.calls if name == "ragged_attention"]
+    assert all("k_scale" in keys for keys in given)
+    assert {"oldest" in keys for keys in given} == {True, False}
+
+
+@pytest.mark.parametrize("broken", ["ragged_attention", "observe"])
+def test_kernels_that_cannot_be_built_are_replaced_and_a_line_says_so(broken: str) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    net = small.network()
+    kv = small.scheduler(net, "snapkv", "h2o")
+    kv.ops = Kernels()
+    kv.ops.name = "triton"
+    setattr(kv.ops, broken, fail)
+    warm(kv, net)
+    assert kv.ops.name == "torch"
+    assert kv.notice is not None
+    assert "C compiler" in kv.notice
+    assert "\n" not in kv.notice

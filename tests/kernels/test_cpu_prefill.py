@@ -1,0 +1,257 @@
+"""The C kernel of a prompt's attention against float64 arithmetic and its twin, on odd sizes and in
+the strides that a reading makes."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minikv import kernels
+from minikv.kernels.cpu import build, prefill
+from minikv.kernels.torch import reference
+
+needs_kernel = pytest.mark.skipif(
+    not prefill.available(),
+    reason=f"no C kernel here: {build.library()[1] or 'the processor multiplies no bf16 vectors'}",
+)
+NAN = math.nan
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def make(
+    heads: int, group: int, rows: int, keys: int, size: int, *, seed: int = 0, by: float = 2.0
+) -> Inputs:
+    """q [H, G, T, D], k and v [H, N, D] as `minikv.cache.prefill` has them: queries [T, H, G, D] in
+    memory, rows those of a longer staging buffer, with NaN beyond them."""
+    generator = torch.Generator().manual_seed(seed + 7 * rows + keys)
+    q = torch.randn(rows, heads, group, size, generator=generator) * by
+    k, v = torch.full((2, heads, keys + 5, size), NAN)
+    for x in (k, v):
+        x[:, :keys] = torch.randn(heads, keys, size, generator=generator)
+    k, v = k.bfloat16()[:, :keys], v.bfloat16()[:, :keys]
+    return q.bfloat16().permute(1, 2, 0, 3), k, v
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Query i sees the rows below first + i."""
+    logits = torch.einsum("hgtd,hnd->hgtn", q.double(), k.double()) / math.sqrt(q.shape[-1])
+    limit = first + torch.arange(q.shape[2])
+    hidden = torch.arange(k.shape[1]) >= limit[:, None]
+    logits = logits.masked_fill(hidden, -math.inf)
+    return torch.einsum("hgtn,hnd->hgtd", logits.softmax(-1), v.double()), logits.logsumexp(-1)
+
+
+def check(found: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, first: int) -> None:
+    out, lse = found
+    want, sums = truth(q, k, v, first)
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    assert out.shape == q.shape
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-4)
+    # The weights and the result are rounded to 8 bits each.
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2**-7)
+    assert float((out.double() - want).square().mean().sqrt()) < 3e-3
+
+
+SIZES = [
+    (1, 1, 1, 1, 32),
+    (3, 2, 5, 17, 64),
+    (5, 3, 33, 70, 64),
+    (2, 7, 7, 3, 96),
+    (1, 4, 64, 300, 80),
+    (2, 5, 131, 129, 128),
+    (1, 6, 100, 257, 256),
+    (4, 3, 300, 8, 64),
+    (1, 1, 1, 300, 16),
+    (2, 1, 49, 64, 48),
+    (1, 3, 171, 128, 64),
+    (7, 1, 95, 65, 32),
+]
+
+
+@needs_kernel
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", ["rows", "causal", "last"])
+def test_odd_sizes(sizes: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "rows_attention", lambda *_, **__: pytest.fail("the twin"))
+    heads, group, rows, keys, size = sizes
+    keys = rows if kind == "causal" else rows + keys if kind == "last" else keys
+    q, k, v = make(heads, group, rows, keys, size)
+    if kind == "last":
+        check(prefill.last_rows_attention(q, k, v), q, k, v, keys - rows + 1)
+        return
+    found = prefill.rows_attention(q, k, v, causal=kind == "causal")
+    check(found, q, k, v, 1 if kind == "causal" else keys)
+
+
+@needs_kernel
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=st.integers(1, 3),
+    group=st.integers(1, 7),
+    rows=st.integers(1, 200),
+    keys=st.integers(1, 300),
+    steps=st.integers(1, 16),
+    causal=st.booleans(),
+)
+def test_any_size(heads: int, group: int, rows: int, keys: int, steps: int, causal: bool) -> None:
+    q, k, v = make(heads, group, rows, rows if causal else keys, 16 * steps, seed=3)
+    found = prefill.rows_attention(q, k, v, causal=causal)
+    check(found, q, k, v, 1 if causal else keys)
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [40, 300])
+def test_as_precise_as_the_twin(rows: int) -> None:
+    q, k, v = make(2, 3, rows, rows, 64, seed=5)
+    want, sums = truth(q, k, v, 1)
+    errors = []
+    for attend in (prefill.rows_attention, reference.rows_attention):
+        out, lse = attend(q, k, v, causal=True)
+        off = (out.double() - want).square().mean().sqrt()
+        errors.append((float(off), float((lse.double() - sums).abs().max())))
+    ours, theirs = errors
+    assert ours[0] < 1.1 * theirs[0]
+    assert ours[1] < max(1e-5, 1.1 * theirs[1])
+
+
+@needs_kernel
+@pytest.mark.parametrize("steep", [4.0, -4.0, 40.0, -40.0])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_logits_that_rise_and_fall_by_thousands(steep: float, size: int, causal: bool) -> None:
+    """Far beyond what an exponent holds, above or below the first logits: the bound must move."""
+    q, k, v = make(2, 3, 270, 270, size, seed=1, by=1.0)
+    q, k = q.clone(), k.clone()
+    q[..., 0] = math.sqrt(size)
+    q[:, 1, ::2, 0] *= -1
+    k[..., 0] = steep * torch.arange(270)
+    found = prefill.rows_attention(q, k, v, causal=causal)
+    want, sums = truth(q, k, v, 1 if causal else 270)
+    torch.testing.assert_close(found[1].double(), sums, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(found[0].double(), want, rtol=2**-7, atol=2**-6)
+
+
+@needs_kernel
+@pytest.mark.parametrize("height", [10.0, 25.0, 80.0, 100.0])
+def test_one_row_that_outweighs_all_before_it(height: float) -> None:
+    """In the middle of a block, seen by some queries of a strip only, among large values."""
+    q, k, v = make(1, 2, 200, 200, 64, seed=2, by=0.25)
+    q, k, v = q.clone(), k.clone(), v * 2**17
+    q[..., 0] = 8.0
+    k[..., 0] = 0.0
+    k[:, 150, 0] = height
+    out, lse = prefill.rows_attention(q, k, v, causal=True)
+    check((out / 2**17, lse), q, k, v / 2**17, 1)
+    if height > 25:
+        assert bool((out[:, :, 150:] == v[:, None, 150:151]).all())
+
+
+@needs_kernel
+def test_strides() -> None:
+    """Rows of an arena of all heads, of a wider row, at odd places; queries head by head."""
+    q, k, v = make(4, 3, 60, 90, 64, seed=4)
+    want = prefill.rows_attention(q, k, v)
+    among = torch.full((2, 91, 6, 64), NAN).bfloat16()
+    among[0, 1:, 1:5], among[1, 1:, 1:5] = k.transpose(0, 1), v.transpose(0, 1)
+    wide = torch.full((2, 4, 90, 71), NAN).bfloat16()
+    wide[0, :, :, 3:67], wide[1, :, :, 3:67] = k, v
+    for rows in (among[:, 1:, 1:5].transpose(1, 2), wide[..., 3:67]):
+        for queries in (q, q.contiguous(), q.transpose(0, 1).contiguous().transpose(0, 1)):
+            found = prefill.rows_attention(queries, rows[0], rows[1])
+            for got, expected in zip(found, want, strict=True):
+                assert torch.equal(got, expected)
+    same = prefill.rows_attention(q[:, :1].expand(4, 3, 60, 64), k[:1].expand(4, -1, -1), v)
+    each = prefill.rows_attention(q[:, :1], k[:1].repeat(4, 1, 1), v)
+    assert torch.equal(same[0], each[0].expand(4, 3, 60, 64))
+
+
+@needs_kernel
+def test_parts_join_and_lie_as_the_products_take_them() -> None:
+    q, k, v = make(4, 3, 70, 210, 64, seed=6)
+    parts = [
+        prefill.rows_attention(q, k[:, :140], v[:, :140]),
+        prefill.rows_attention(q, k[:, 140:], v[:, 140:], causal=True),
+    ]
+    whole = prefill.last_rows_attention(q, k, v)
+    check((kernels.merge(parts), kernels.total(parts)), q, k, v, 141)
+    check(whole, q, k, v, 141)
+    for mixed in (whole[0], kernels.merge(parts)):
+        assert mixed.permute(2, 0, 1, 3).is_contiguous()
+
+
+@needs_kernel
+def test_threads_change_no_number() -> None:
+    q, k, v = make(3, 3, 260, 260, 64, seed=7)
+    before = torch.get_num_threads()
+    made = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            made.append(prefill.rows_attention(q, k, v, causal=True))
+    finally:
+        torch.set_num_threads(before)
+    for out, lse in made[1:]:
+        assert torch.equal(out, made[0][0])
+        assert torch.equal(lse, made[0][1])
+
+
+@pytest.mark.parametrize("what", ["float32", "size", "wide", "turned", "nothing", "no library"])
+def test_the_twin_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = {"size": 40, "wide": 272}.get(what, 64)
+    q, k, v = make(2, 3, 20, 30, size)
+    if what == "float32":
+        q, k, v = q.float(), k.float(), v.float()
+    elif what == "turned":
+        k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    elif what == "nothing":
+        q = q[:, :, :0]
+    elif what == "no library":
+        monkeypatch.setattr(prefill, "_bound", lambda: None)
+        assert not prefill.available()
+    asked = []
+
+    def twin(*inputs: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+        asked.append(causal)
+        out = torch.zeros(inputs[0].shape)
+        return out, out[..., 0]
+
+    # Only who is asked: torch's kernel fails on no queries.
+    monkeypatch.setattr(reference, "rows_attention", twin)
+    prefill.rows_attention(q, k, v)
+    prefill.rows_attention(q, k, v, causal=True)
+    prefill.last_rows_attention(q, k, v)
+    assert asked == [False, True, True, False]
+
+
+def test_the_last_rows_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "_bound", lambda: None)
+    q, k, v = make(2, 3, 20, 50, 64)
+    check(prefill.last_rows_attention(q, k, v), q, k, v, 31)
+    check(prefill.last_rows_attention(q, k[:, :20], v[:, :20]), q, k[:, :20], v[:, :20], 1)
+
+
+@pytest.mark.parametrize("found", [None, SimpleNamespace(minikv_rows_attention_available=int)])
+def test_a_machine_without_the_instructions(found: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No library, or one that says no."""
+    monkeypatch.setattr(prefill, "library", lambda: (found, "" if found else "no compiler"))
+    prefill._bound.cache_clear()
+    try:
+        assert not prefill.available()
+    finally:
+        prefill._bound.cache_clear()
+
+
+@needs_kernel
+def test_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = SimpleNamespace(minikv_rows_attention=lambda *_: 2)
+    monkeypatch.setattr(prefill, "_bound", lambda: failing)
+    with pytest.raises(MemoryError):
+        prefill.rows_attention(*make(1, 1, 3, 3, 64))

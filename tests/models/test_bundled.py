@@ -1,0 +1,102 @@
+"""The model that ships: its files, its training script, and what it still answers under a budget.
+
+The figures with confidence intervals are in docs/measurements; these runs are small enough for
+every change, and their bounds, three standard errors below those figures, leave room for chance.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minikv
+from minikv.chat.session import ChatSession
+from minikv.models import BUNDLED
+from minikv.models.bundled.exam import exact, share
+
+SEED = 555_000_000
+
+
+@pytest.fixture(scope="module")
+def full() -> ChatSession:
+    return minikv.load(policy="full")
+
+
+def test_size_of_the_files() -> None:
+    files = [path for path in BUNDLED.iterdir() if path.suffix != ".py" and path.is_file()]
+    assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= {
+        path.name for path in files
+    }
+    assert sum(path.stat().st_size for path in files) < 12_000_000
+
+
+def test_sample_document(full: ChatSession) -> None:
+    text = (BUNDLED / "sample.txt").read_text()
+    assert 6000 <= len(full.tokenizer.encode(text)) <= 8000
+    asked = json.loads((BUNDLED / "questions.json").read_text())
+    assert len(asked) >= 10
+    for item in asked:
+        assert item["answer"] in text
+        assert 1 <= len(full.tokenizer.encode(item["answer"])) <= 5
+
+
+@pytest.mark.parametrize(("tokens", "chats", "least"), [(2000, 12, 0.95), (4000, 8, 0.92)])
+def test_four_questions_about_a_fresh_document(
+    full: ChatSession, tokens: int, chats: int, least: float
+) -> None:
+    table = exact(full, tokens, chats, 4, SEED + tokens)
+    assert share(table) >= least, table
+
+
+def test_eight_thousand_tokens(full: ChatSession) -> None:
+    assert share(exact(full, 7900, 4, 4, SEED)) >= 0.85
+
+
+def test_a_budget_of_256_rows_keeps_the_answers(full: ChatSession) -> None:
+    """One question with its document of 4,000 tokens: 6.4 % of the rows, nine tenths of the score.
+
+    Answers of two tokens and more, since the first one is decided before eviction. Recency alone,
+    which is blind to the question, must do far worse.
+    """
+    count = 24
+    baseline = share(exact(full, 4000, count, 1, SEED + 9, least=2))
+    chat = minikv.load(policy="adakv", budget=256)
+    assert share(exact(chat, 4000, count, 1, SEED + 9, least=2)) >= 0.9 * baseline
+    stats = chat.engine.kv.stats()
+    assert stats.held_bytes <= 0.07 * stats.full_bytes
+    blind = minikv.load(policy="streaming", budget=256)
+    assert share(exact(blind, 4000, count, 1, SEED + 9, least=2)) <= 0.5 * baseline
+
+
+def test_the_training_script_makes_a_model(tmp_path: Path) -> None:
+    """A minute's worth of steps: the files load, and a second run of the same seed is the same."""
+    weights = []
+    for name in ("a", "b"):
+        command = [
+            sys.executable,
+            "-m",
+            "minikv.models.bundled.train",
+            "--out",
+            str(tmp_path / name),
+            "--phases",
+            "64:4e3:1e-3:1e-4",
+            "--batch",
+            "512",
+            "--no-compile",
+            "--float32",
+            "--device",
+            "cpu",
+            "--examined",
+            "2",
+        ]
+        subprocess.run(command, check=True, capture_output=True, timeout=500)
+        weights.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    chat = minikv.load(str(tmp_path / "a"), policy="full")
+    chat.attach("The mayor of Velmora is Tarin Oskvin.")
+    assert isinstance("".join(chat.ask("Who is the mayor of Velmora?", max_tokens=4)), str)
+    assert chat.report is not None

@@ -1,0 +1,355 @@
+"""From a name to a folder without a network: a fake cache, a fake hub, and its every error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from checkpoints import Spec, write
+from huggingface_hub import errors
+
+import minikv.models.hub as hub
+from minikv.models.config import ModelConfig
+from minikv.models.errors import ModelError
+from minikv.models.hub import resolve, wanted_files
+from minikv.models.weights import Checkpoint, load_network
+
+REPO = "owner/some-model"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def put_in_cache(
+    cache: Path, files: dict[str, bytes], commit: str = COMMIT, ref: str | None = "main"
+) -> Path:
+    """The hub's own layout: blobs, and a snapshot of links into them."""
+    root = cache / "models--owner--some-model"
+    snapshot = root / "snapshots" / commit
+    snapshot.mkdir(parents=True, exist_ok=True)
+    (root / "blobs").mkdir(exist_ok=True)
+    (root / "refs").mkdir(exist_ok=True)
+    if ref:
+        (root / "refs" / ref).write_text(commit)
+    for name, data in files.items():
+        blob = root / "blobs" / f"{commit[:4]}-{name}"
+        blob.write_bytes(data)
+        (snapshot / name).unlink(missing_ok=True)
+        (snapshot / name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, no offline setting from outside, and a network that must not be used."""
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+    def forbidden(*args: object, **kwargs: object) -> None:
+        pytest.fail("touched the network")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", forbidden)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", forbidden)
+    return folder
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, bytes]:
+    """A small sharded model with a tokenizer file."""
+    folder = tmp_path / "model"
+    write(Spec(layout="sharded"), folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class FakeHub:
+    """Serves `files` into `cache`, and records what was asked for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, cache: Path, files: dict[str, bytes]) -> None:
+        self.cache, self.files = cache, files
+        self.asked: list[str] = []
+        self.revisions: list[str | None] = []
+        patch.setattr(huggingface_hub, "HfApi", lambda: self)
+        patch.setattr(huggingface_hub, "snapshot_download", self.download)
+
+    def model_info(self, repo: str, revision: str | None = None) -> Any:
+        assert repo == REPO
+        self.revisions.append(revision)
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in self.files])
+
+    def download(self, repo: str, *, revision: str | None = None, allow_patterns: list[str]) -> str:
+        self.asked = allow_patterns
+        chosen = {name: self.files[name] for name in allow_patterns}
+        return str(put_in_cache(self.cache, chosen, ref=revision or "main"))
+
+
+def refused(act: Callable[[], object]) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        act()
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.isprintable()
+    return caught.value
+
+
+def test_a_directory_is_used_as_it_is(tmp_path: Path, cache: Path) -> None:
+    source = resolve(str(tmp_path))
+    assert (source.folder, source.revision) == (tmp_path, None)
+    assert resolve(tmp_path).folder == tmp_path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/no/such/model",
+        "./model",
+        "../model",
+        "~/no-such-model",
+        "model",
+        "a/b/c",
+        "",
+        "C:\\models\\x",
+        "owner/..",
+        "owner/na me",
+        "owner/na\nme",
+        "-x/y",
+    ],
+)
+def test_what_is_no_directory_and_no_hub_id_never_reaches_the_network(
+    name: str, cache: Path
+) -> None:
+    error = refused(lambda: resolve(name))
+    assert "not found" in str(error)
+    assert error.exit_code == 3
+
+
+def test_a_path_object_is_never_a_hub_id(cache: Path) -> None:
+    assert refused(lambda: resolve(Path(REPO))).exit_code == 3
+
+
+def test_a_file_is_not_a_model(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    error = refused(lambda: resolve(str(tmp_path / "model.gguf")))
+    assert error.exit_code == 3
+    assert "file" in str(error)
+
+
+def test_a_cached_model_needs_no_network(cache: Path, files: dict[str, bytes]) -> None:
+    snapshot = put_in_cache(cache, files)
+    source = resolve(REPO)
+    assert (source.name, source.folder, source.revision) == (REPO, snapshot, COMMIT)
+    assert resolve(REPO, offline=True) == source
+    assert resolve(REPO, revision=COMMIT) == source
+    # The links into blobs/ are followed: this is how every real cache looks.
+    load_network(Checkpoint.open(source.folder), ModelConfig.from_folder(source.folder))
+
+
+def test_offline_says_what_is_missing(
+    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = refused(lambda: resolve(REPO, offline=True))
+    assert error.exit_code == 3
+    assert "not in the local cache" in str(error)
+    assert "--offline" in error.hint
+    shard = next(name for name in files if name.startswith("model-"))
+    put_in_cache(cache, {name: data for name, data in files.items() if name != shard})
+    assert shard in str(refused(lambda: resolve(REPO, offline=True)))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "offline" in str(refused(lambda: resolve(REPO)))
+    assert "nope" in str(refused(lambda: resolve(REPO, revision="nope")))
+
+
+@pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
+def test_a_partly_cached_model_is_completed_from_the_network(
+    lost: str, cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_cache(cache, {name: data for name, data in files.items() if name != lost})
+    fake = FakeHub(monkeypatch, cache, files)
+    assert resolve(REPO).revision == COMMIT
+    assert lost in fake.asked
+
+
+def test_only_the_needed_files_are_fetched(
+    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = {
+        "README.md": b"",
+        "consolidated.safetensors": b"",
+        "params.json": b"{}",
+        "pytorch_model.bin": b"",
+        "original/consolidated.00.pth": b"",
+        "modeling_x.py": b"",
+        "model.safetensors": b"",
+        "adapter_model.safetensors": b"",
+        "onnx/model.onnx": b"",
+    }
+    fake = FakeHub(monkeypatch, cache, files | noise)
+    source = resolve(REPO, revision="v2")
+    assert set(fake.asked) == {*files, "params.json"}
+    assert fake.revisions == ["v2"]
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: pytest.fail("asked again"))
+    assert resolve(REPO, revision="v2") == source
+
+
+def test_which_weights_are_wanted() -> None:
+    config = "config.json"
+    assert wanted_files([config, "model.safetensors", "consolidated.safetensors"]) == [
+        config,
+        "model.safetensors",
+    ]
+    assert wanted_files(["params.json", "consolidated.safetensors", "x.bin"]) == [
+        "consolidated.safetensors",
+        "params.json",
+    ]
+    index = "model.safetensors.index.json"
+    assert wanted_files([config, index, "part-a.safetensors", "consolidated.00.safetensors"]) == [
+        config,
+        index,
+        "part-a.safetensors",
+    ]
+    template = "additional_chat_templates/tools.jinja"
+    assert template in wanted_files([config, "model.safetensors", template, "x/y.jinja"])
+    versioned = "tokenizer.model.v3"
+    assert versioned in wanted_files([config, "model.safetensors", versioned])
+    assert versioned not in wanted_files([config, "model.safetensors", versioned, "tokenizer.json"])
+
+
+@pytest.mark.parametrize(
+    ("names", "word"),
+    [
+        (["config.json", "pytorch_model.bin"], "pickled"),
+        (["config.json", "model.gguf"], "GGUF"),
+        (["config.json"], "no weights"),
+        (["model.safetensors"], "config.json"),
+        ([], "no weights"),
+    ],
+)
+def test_repositories_without_usable_weights_are_refused_before_the_download(
+    names: list[str], word: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeHub(monkeypatch, cache, dict.fromkeys(names, b""))
+    error = refused(lambda: resolve(REPO))
+    assert error.exit_code == 3
+    assert word in str(error)
+    assert fake.asked == []
+
+
+def http(kind: type[Exception], status: int) -> Exception:
+    error = kind.__new__(kind)
+    Exception.__init__(error, "secret token hf_abc in here")
+    error.response = SimpleNamespace(status_code=status, headers={})  # type: ignore[attr-defined]
+    return error
+
+
+FAILURES: list[tuple[str, Callable[[], Exception], str]] = [
+    ("gated", lambda: http(errors.GatedRepoError, 403), "gated"),
+    ("absent or private", lambda: http(errors.RepositoryNotFoundError, 404), "no such model"),
+    ("revision", lambda: http(errors.RevisionNotFoundError, 404), "no revision 'v9'"),
+    ("disabled", lambda: http(errors.DisabledRepoError, 403), "disabled"),
+    ("server", lambda: http(errors.HfHubHTTPError, 503), "503"),
+    ("vanished", lambda: http(errors.RemoteEntryNotFoundError, 404), "vanished"),
+    ("unreachable", lambda: errors.LocalEntryNotFoundError("x"), "cannot be reached"),
+    ("incomplete", lambda: errors.IncompleteSnapshotError("x", "y"), "cannot be reached"),
+    ("switched off", lambda: errors.OfflineModeIsEnabled("x"), "offline"),
+    ("bad id", lambda: errors.HFValidationError("x"), "valid hub id"),
+    ("disk full", lambda: OSError(errno.ENOSPC, "x"), "disk is full"),
+    ("connection", lambda: ConnectionError("hf_abc"), "download failed"),
+    ("anything", lambda: RuntimeError("hf_abc"), "download failed"),
+]
+
+
+@pytest.mark.parametrize("during", ["info", "download"])
+@pytest.mark.parametrize(("make", "word"), [f[1:] for f in FAILURES], ids=[f[0] for f in FAILURES])
+def test_every_failure_of_the_hub_in_plain_words(
+    make: Callable[[], Exception],
+    word: str,
+    during: str,
+    cache: Path,
+    files: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeHub(monkeypatch, cache, files)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise make()
+
+    if during == "info":
+        monkeypatch.setattr(fake, "model_info", fail)
+    else:
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    error = refused(lambda: resolve(REPO, revision="v9"))
+    assert error.exit_code == 3
+    assert word in str(error)
+    assert "hf_abc" not in str(error) + error.hint
+
+
+def test_an_interrupt_passes_through(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        resolve(REPO)
+
+
+@pytest.mark.parametrize("revision", ["../../../etc/passwd", "", "a b", "-x", "\x1b[0m", "/main"])
+def test_odd_revisions_are_refused(revision: str, cache: Path) -> None:
+    assert refused(lambda: resolve(REPO, revision=revision)).exit_code == 3
+
+
+def test_a_download_that_lacks_a_file(
+    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del files["tokenizer.json"]
+    FakeHub(monkeypatch, cache, files)
+    error = refused(lambda: resolve(REPO))
+    assert "tokenizer.json" in str(error)
+
+
+OFFLINE = """
+import os, socket, sys
+def forbidden(*args, **kwargs):
+    raise AssertionError("touched the network")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = forbidden
+from minikv.models.hub import resolve
+assert "huggingface_hub" not in sys.modules
+source = resolve(sys.argv[1], offline=True)
+import huggingface_hub
+assert huggingface_hub.constants.HF_HUB_OFFLINE
+print(source.revision)
+"""
+
+
+def test_offline_is_set_before_the_library_is_imported(
+    tmp_path: Path, files: dict[str, bytes]
+) -> None:
+    put_in_cache(tmp_path / "cache", files)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, REPO],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment | {"HF_HUB_CACHE": str(tmp_path / "cache")},
+    )
+    assert done.stderr == ""
+    assert done.stdout.strip() == COMMIT
+
+
+def test_json_is_read_from_regular_files_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert refused(lambda: hub.read_json(tmp_path / "config.json")).exit_code == 6
+    assert refused(lambda: hub.read_json(Path("/dev/zero"))).exit_code == 6
+    assert refused(lambda: hub.read_json(tmp_path / "absent.json")).exit_code == 3
+    (tmp_path / "long.json").write_text(json.dumps({"a": "x" * 100}))
+    assert refused(lambda: hub.read_json(tmp_path / "long.json", limit=50)).exit_code == 6
+    assert hub.read_json(tmp_path / "long.json") == {"a": "x" * 100}

@@ -1,0 +1,583 @@
+"""The matrices of a network in every form, against the values that they say they multiply by."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import checkpoints
+import pytest
+import torch
+from checkpoints import Spec, edit_tensors, write
+from dense import DenseCache
+from torch import Tensor
+
+import minikv
+import minikv.models as models
+from minikv import loader
+from minikv.cli.bench import models as random_models
+from minikv.cli.bench.shapes import Sizes
+from minikv.cli.plan import plan
+from minikv.cli.terminal import Terminal
+from minikv.models import linear, weights
+from minikv.models.config import ModelConfig
+from minikv.models.errors import ModelError
+from minikv.models.linear import Int4, Int8, Linear, Plain, kept, kept_bytes
+from minikv.models.llama import Llama
+from minikv.models.weights import Checkpoint, load_network
+
+SHAPES = [(67, 48), (130, 192), (1, 128), (64, 32), (200, 384), (33, 50), (5, 7)]
+ROWS = [1, 2, *linear.FEW.values(), *(few + 1 for few in linear.FEW.values()), 40]
+PACKED = {"int8": Int8, "int4": Int4}
+
+
+def matrix(rows: int, columns: int, form: str = "auto", bias: bool = True) -> Linear:
+    generator = torch.Generator().manual_seed(rows + columns)
+    weight = torch.randn(rows, columns, generator=generator).bfloat16()
+    added = torch.randn(rows, generator=generator).bfloat16() if bias else None
+    return kept(Plain(weight, added), form)
+
+
+def right(made: Linear, x: Tensor, got: Tensor) -> bool:
+    """Is `got` x @ dense.T + bias within the rounding of bfloat16: of the result, before and after
+    the bias, and of each weight?"""
+    bias, dense, x = made.bias, made.dense().float(), x.float()  # type: ignore[attr-defined]
+    want, added = x @ dense.T, 0 if bias is None else bias.float()
+    room = 2**-8 * (2 * want.abs() + (want + added).abs()) + 2**-9 * (x.abs() @ dense.abs().T)
+    return bool(((got.float() - want - added).abs() <= room).all())
+
+
+@pytest.fixture(params=[True, False], ids=["bf16 processor", "older processor"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "bf16_products", lambda: request.param)
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@torch.no_grad()
+def test_products_are_those_of_the_dense_values(shape: tuple[int, int], form: str) -> None:
+    for bias in (True, False):
+        made = matrix(*shape, form, bias)
+        assert made.dense().shape == shape
+        assert made.nbytes == kept_bytes(*shape, form, 2) + 2 * shape[0] * bias
+        for rows in ROWS:
+            x = torch.randn(rows, 2 * shape[1]).bfloat16()[:, : shape[1]]  # not contiguous
+            got = made(x)
+            assert got.shape == (rows, shape[0])
+            assert got.dtype == torch.bfloat16
+            assert right(made, x, got)
+            room = torch.full((rows + 3, shape[0]), 7.0, dtype=torch.bfloat16)
+            assert right(made, x, made(x, room))
+            assert (room[rows:] == 7).all()
+
+
+def test_small_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for form in ("auto", "int8", "int4"):
+        x = torch.randn(40, 192).bfloat16()
+        monkeypatch.undo()
+        monkeypatch.setattr(linear, "bf16_products", lambda: False)
+        with torch.no_grad():
+            whole = matrix(200, 192, form)
+            monkeypatch.setattr(linear, "BLOCK", 192 * 64)
+            monkeypatch.setattr(linear, "PACKED", 1)  # tiles
+            assert len(list(linear.blocks(torch.Size((200, 192))))) == 4
+            assert len(list(linear.packed_blocks(torch.Size((200, 192))))) == 4
+            assert torch.equal(matrix(200, 192, form).dense(), whole.dense())
+            assert right(whole, x, whole(x))
+
+
+@pytest.mark.parametrize(("form", "steps"), [("int8", 254), ("int4", 15)])
+def test_a_value_is_at_most_half_a_step_off(form: str, steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(96, 256, generator=generator).mul_(0.02).bfloat16()
+    made = kept(Plain(weight), form)
+    values = weight.float().view(96, 2 if form == "int4" else 1, -1)
+    if form == "int8":
+        step = 2 * values.abs().amax(2, keepdim=True) / steps
+    else:
+        step = (values.amax(2, keepdim=True) - values.amin(2, keepdim=True)) / steps
+    off = (made.dense().float().view_as(values) - values).abs()
+    # Scale, offset and value are rounded to bfloat16 as well.
+    slack = 2**-7 * values.abs().amax(2, keepdim=True)
+    assert (off <= step / 2 + slack).all()
+    assert off.max() > step.min() / 8  # it is not just a copy
+
+
+def test_rows_of_zeros_and_extremes_survive() -> None:
+    weight = torch.zeros(64, 128, dtype=torch.bfloat16)
+    weight[1], weight[2, 5], weight[3] = 3e38, -1.0, 1e-38
+    for form in ("int8", "int4"):
+        values = kept(Plain(weight), form).dense().float()
+        assert values.isfinite().all()
+        assert not values[0].any()
+        assert values[2, 5] == -1
+
+
+def test_which_sizes_stay_plain() -> None:
+    assert isinstance(matrix(64, 50, "int8"), Plain)  # torch's kernel would read beyond the row
+    assert isinstance(matrix(64, 48, "int8"), Int8)
+    assert isinstance(matrix(64, 48, "int4"), Plain)
+    for columns, group in ((256, 128), (192, 64), (96, 32)):
+        made = matrix(64, columns, "int4")
+        assert isinstance(made, Int4)
+        assert made.group == group
+    assert isinstance(matrix(64, 128, "plain"), Plain)
+
+
+@torch.no_grad()
+def test_int4_without_a_known_layout_still_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = matrix(70, 128, "int4")
+    before = made.dense()
+    monkeypatch.setattr(linear, "half_tile", lambda: None)
+    assert torch.equal(made.dense(), before)
+    x = torch.randn(40, 128).bfloat16()
+    assert right(made, x, made(x))
+
+
+@torch.no_grad()
+def test_one_row_does_not_go_through_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    honest = linear.F.linear
+
+    def spy(*args: Tensor) -> Tensor:
+        seen.append(torch._C._get_mkldnn_enabled())
+        return honest(*args)
+
+    monkeypatch.setattr(linear.F, "linear", spy)
+    made = matrix(64, 64)
+    made(torch.randn(1, 64).bfloat16())
+    made(torch.randn(2, 64).bfloat16())
+    assert seen[0] is False
+    assert torch._C._get_mkldnn_enabled() is True
+    Plain(torch.ones(4, 4))(torch.ones(1, 4))  # float32 is left to torch
+    assert seen[-1] is True
+
+
+def test_bfloat16_trains_through_the_ordinary_path() -> None:
+    weight = torch.randn(8, 16).bfloat16().requires_grad_()
+    Plain(weight)(torch.randn(1, 16).bfloat16()).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.any()
+
+
+# -- loading --------------------------------------------------------------------------------
+
+
+def stored(folder: Path, spec: Spec) -> tuple[Checkpoint, ModelConfig]:
+    """A checkpoint in bfloat16."""
+    write(spec, folder)
+    for path in folder.glob("*.safetensors"):
+        edit_tensors(path, lambda t: {name: value.bfloat16() for name, value in t.items()})
+    return Checkpoint.open(folder), ModelConfig.from_folder(folder)
+
+
+def logits(net: Llama, count: int = 24) -> Tensor:
+    ids = torch.arange(count) % net.config.vocab
+    kv = DenseCache(net.config.layers)
+    net.forward(ids, kv)
+    return net.forward(ids[:1], kv)
+
+
+WIDE = Spec(hidden=64, heads=4, kv_heads=2, head_dim=16, extra={"intermediate_size": 96})
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded", "original"])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_packed_as_read_is_packed_afterwards(form: str, layout: str, tmp_path: Path) -> None:
+    checkpoint, config = stored(tmp_path, replace(WIDE, layout=layout))
+    plain = load_network(checkpoint, config)
+    made = load_network(checkpoint, config, form=form)
+    assert made.config.notes == config.notes
+    for one, two in zip(plain.layers, made.layers, strict=True):
+        for slot in ("qkv", "out", "gate_up", "down"):
+            whole = getattr(one, slot)
+            assert isinstance(getattr(two, slot), PACKED[form])
+            assert torch.equal(getattr(two, slot).dense(), kept(whole, form).dense())
+            setattr(one, slot, Plain(getattr(two, slot).dense(), whole.bias))
+    assert torch.equal(made.head.dense(), plain.head.dense())
+    assert made.weight_bytes < plain.weight_bytes
+    assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, form)
+    want, got = logits(plain), logits(made)  # by the same values
+    assert (got - want).abs().max() <= 0.03 * want.abs().max()
+
+
+def test_biases_and_a_tied_head_stay(tmp_path: Path) -> None:
+    checkpoint, config = stored(tmp_path, replace(WIDE, bias=True, mlp_bias=True, tied=True))
+    made, plain = load_network(checkpoint, config, form="int8"), load_network(checkpoint, config)
+    assert made.head.dense() is made.embedding
+    assert torch.equal(made.layers[1].qkv.bias, plain.layers[1].qkv.bias)  # type: ignore[attr-defined]
+    assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, "int8")
+
+
+HEADS = ["int8+head", "int4+head"]
+
+
+def near(got: Tensor, x: Tensor, values: Tensor) -> bool:
+    """Is `got` x @ values.T of float32, but for the rounding of the result to bfloat16?"""
+    x, values = x.float(), values.float()
+    want = x @ values.T
+    room = 2**-8 * want.abs() + 1e-5 * (x.abs() @ values.abs().T)
+    return bool(((got - want).abs() <= room).all())
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded", "original"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("form", HEADS)
+@torch.inference_mode()
+def test_logits_of_a_packed_head_are_those_of_its_values(
+    form: str, tied: bool, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "PACKED", 1)  # read and packed in three blocks
+    checkpoint, config = stored(tmp_path, replace(WIDE, tied=tied, layout=layout, vocab=131))
+    told: list[int] = []
+    made = load_network(
+        checkpoint, config, form=form, progress=lambda done, total: told.append(total - done)
+    )
+    plain = load_network(checkpoint, config, form=form.removesuffix("+head"))
+    assert isinstance(made.layers[0].qkv, PACKED[form.removesuffix("+head")])
+    head = made.head
+    assert isinstance(head, Int8)
+    assert torch.equal(head.dense(), kept(Plain(plain.head.dense()), "int8").dense())
+    assert told[-1] == 0
+    assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, form)
+    saved = head.dense().nbytes - head.nbytes
+    assert made.weight_bytes == plain.weight_bytes - saved < plain.weight_bytes
+    if tied:
+        assert made.embedding is head
+        plain.embedding = head.dense().contiguous()
+    else:
+        assert torch.equal(made.embedding, plain.embedding)  # type: ignore[arg-type]
+    ids = torch.arange(24) * 5
+    states = made.hidden(ids, DenseCache(2))
+    assert torch.equal(states, plain.hidden(ids, DenseCache(2)))
+    assert near(made.logits(states), states, head.dense())
+    exact = head.quantised.float() * head.scale.float()[:, None]
+    plain.head = Plain(torch.eye(64, dtype=torch.bfloat16))  # its logits: the last token's state
+    one, two = DenseCache(2), DenseCache(2)
+    for part in (ids, ids[3:4], ids[7:8]):  # a prompt, and steps
+        assert near(made.forward(part, one)[None], plain.forward(part, two)[None], exact)
+
+
+def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> None:
+    checkpoint, config = stored(tmp_path, WIDE)
+    made = load_network(checkpoint, config, form="int8+head")
+    row = torch.ones(1, 64, dtype=torch.bfloat16)
+    before = made.logits(row)
+    plain = Plain(torch.ones(64, 64, dtype=torch.bfloat16))
+    ops = SimpleNamespace(
+        int8_product=lambda x, codes, scale: x[:, :1] + codes.shape[0],
+        row_product=lambda x, weight: x[:, :1] - weight.shape[0],
+        products=True,
+    )
+    made.use(ops)  # type: ignore[arg-type]
+    assert made.logits(row) == 1 + config.vocab
+    assert made.layers[0].out(row)[0, 0] == 1 + config.hidden
+    made.layers[0].out = plain
+    made.use(ops)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        assert plain(row)[0, 0] == 1 - 64
+    ops.products = False
+    for unused in (ops, None):
+        made.use(unused)  # type: ignore[arg-type]
+        assert torch.equal(made.logits(row), before)
+        with torch.inference_mode():
+            assert plain(row)[0, 0] == 64
+
+
+def test_a_head_that_is_stored_wider_is_packed_as_bfloat16(tmp_path: Path) -> None:
+    write(replace(WIDE, tied=True), tmp_path)
+    checkpoint, config = Checkpoint.open(tmp_path), ModelConfig.from_folder(tmp_path)
+    made = load_network(checkpoint, config, dtype=torch.bfloat16, form="int4+head")
+    plain = load_network(checkpoint, config, dtype=torch.bfloat16)
+    assert torch.equal(made.head.dense(), kept(Plain(plain.head.dense()), "int8").dense())
+    assert not torch.equal(made.head.dense(), plain.head.dense())
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_head_with_odd_rows_stays_plain(tied: bool, tmp_path: Path) -> None:
+    spec = Spec(tied=tied, hidden=40, heads=4, kv_heads=2, head_dim=16)
+    checkpoint, config = stored(tmp_path, spec)
+    made = load_network(checkpoint, config, form="int4+head")
+    assert made.config.notes[-2:] == (
+        "int4 needs rows of a multiple of 32: q, k, v (rows of 40), gate, up (rows of 40), down "
+        "(rows of 56) stay in bfloat16",
+        "int8 needs rows of a multiple of 16: head (rows of 40) stay in bfloat16",
+    )
+    assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, "int4+head")
+    assert torch.equal(made.head.dense(), load_network(checkpoint, config).head.dense())
+    assert (made.head.dense() is made.embedding) == tied
+
+
+def test_a_random_network_of_the_bench_has_a_packed_head_too() -> None:
+    for tied in (True, False):
+        sizes = Sizes(1, 64, 4, 2, 16, 128, 256, tied=tied)
+        net = random_models.network(random_models.Spec(sizes, weights="int8+head"))
+        assert isinstance(net.head, Int8)
+        assert (net.embedding is net.head) == tied
+        assert net.weight_bytes == weights.weight_bytes(net.config, torch.bfloat16, "int8+head")
+        # A byte a weight and two a row: the matrices of the layer, then the head; three norms.
+        layer = sizes.matrices + 2 * (128 + 64 + 256 + 64)
+        assert random_models.step_bytes(net) == layer + 256 * 64 + 2 * 256 + 2 * 3 * 64
+
+
+def test_the_bundled_model_answers_with_a_head_of_eight_bits() -> None:
+    chat = minikv.load(policy="full", weights="int8+head", device="cpu")
+    net = chat.engine.network
+    assert isinstance(net, Llama)
+    assert net.embedding is net.head
+    chat.attach((models.BUNDLED / "sample.txt").read_text())
+    asked = json.loads((models.BUNDLED / "questions.json").read_text())[0]
+    assert "".join(chat.ask(asked["question"], max_tokens=8)) == asked["answer"]
+    assert chat.report is not None
+    assert chat.report.weights == "int8+head"
+
+
+def test_the_flag_takes_the_forms_that_there_are() -> None:
+    assert loader.WEIGHTS == linear.FORMS
+    assert [linear.split(form) for form in linear.FORMS] == [
+        ("auto", "auto"),
+        ("plain", "auto"),
+        ("int8", "auto"),
+        ("int4", "auto"),
+        ("int8", "int8"),
+        ("int4", "int8"),
+    ]
+    assert [linear.packs(form) for form in linear.FORMS[1:]] == [
+        (),
+        ("int8",),
+        ("int4",),
+        ("int8",),
+        ("int4", "int8"),
+    ]
+
+
+def test_odd_rows_stay_plain_and_it_is_said(tmp_path: Path) -> None:
+    checkpoint, config = stored(tmp_path, Spec())
+    made = load_network(checkpoint, config, form="int4")
+    assert "q, k, v (rows of 48)" in made.config.notes[-1]
+    assert isinstance(made.layers[0].qkv, Plain)
+    assert torch.equal(logits(made), logits(load_network(checkpoint, config)))
+
+
+def test_what_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    cuda, fp32 = torch.device("cuda"), torch.float32
+    cases = [
+        ("int2", cpu, bf16),
+        ("auto+head", cpu, bf16),
+        ("int8+", cpu, bf16),
+        ("int8", cuda, bf16),
+        ("int4", cpu, fp32),
+        ("int4+head", cuda, bf16),
+        ("int8+head", cpu, fp32),
+        ("int4+head", cpu, fp32),
+    ]
+    for form, device, dtype in cases:
+        with pytest.raises(ModelError) as caught:
+            weights.check_form(form, device, dtype)
+        assert caught.value.exit_code == 2
+        assert form in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert caught.value.hint
+    monkeypatch.setattr(weights, "lacks", lambda form: "no kernel" if form == "int4" else "")
+    weights.check_form("int8", cpu, bf16)
+    weights.check_form("int8+head", cpu, bf16)
+    for form in ("int4", "int4+head"):
+        with pytest.raises(ModelError, match="no kernel"):
+            weights.check_form(form, cpu, bf16)
+    monkeypatch.setattr(weights, "lacks", lambda form: "no kernel" if form == "int8" else "")
+    weights.check_form("int4", cpu, bf16)
+    with pytest.raises(ModelError, match=r"int4\+head: no kernel"):  # the head is in eight bits
+        weights.check_form("int4+head", cpu, bf16)
+    for form in ("int8", "int8+head", "int4+head"):
+        assert models._dtype("auto", torch.float32, cpu, form) == bf16
+
+
+def test_a_missing_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert linear.lacks("auto") == ""
+    ask = linear.lacks.__wrapped__
+    for broken, word in ((RuntimeError("no"), "has no"), (None, "wrongly")):
+
+        def act(*args: object, broken: Exception | None = broken) -> Tensor:
+            if broken is not None:
+                raise broken
+            return torch.full((1, 128), float("nan"), dtype=torch.bfloat16)
+
+        monkeypatch.setattr(torch, "_weight_int8pack_mm", act)
+        assert word in ask("int8")
+
+
+def test_room_is_counted_in_the_form_and_the_hint_names_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, config = stored(tmp_path, WIDE)
+    config = replace(config, layers=20_000, windows=(None,) * 20_000)
+    sizes = {form: weights.loading_bytes(config, torch.bfloat16, form) for form in linear.FORMS}
+    assert sizes["int4"] < sizes["int8"] < sizes["plain"] == sizes["auto"]
+    monkeypatch.setattr(weights, "free_memory", lambda device: sizes["int8"])
+    with pytest.raises(ModelError) as caught:
+        weights._check_room(config, torch.device("cpu"), torch.bfloat16, "auto")
+    assert caught.value.exit_code == 4
+    assert "--weights int8 would need" in caught.value.hint
+    assert "--weights int4 would need" in caught.value.hint
+    weights._check_room(config, torch.device("cpu"), torch.bfloat16, "int8")
+    monkeypatch.setattr(weights, "free_memory", lambda device: sizes["int4"])
+    with pytest.raises(ModelError) as caught:
+        weights._check_room(config, torch.device("cpu"), torch.bfloat16, "int8")
+    assert "int8" not in caught.value.hint
+    assert "--weights int4 would need" in caught.value.hint
+
+
+def test_where_a_large_vocabulary_does_not_fit_the_hint_packs_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, config = stored(tmp_path, WIDE)
+    config = replace(config, vocab=20_000_000)
+    sizes = {form: weights.loading_bytes(config, torch.bfloat16, form) for form in linear.FORMS}
+    assert sizes["int8+head"] < sizes["int4"] < sizes["int8"]
+
+    def hint(free: int, form: str = "auto") -> str:
+        monkeypatch.setattr(weights, "free_memory", lambda device: free)
+        with pytest.raises(ModelError) as caught:
+            weights._check_room(config, torch.device("cpu"), torch.bfloat16, form)
+        assert caught.value.exit_code == 4
+        return caught.value.hint
+
+    both = hint(sizes["int8+head"])
+    assert "--weights int8+head would need" in both
+    assert "--weights int4+head would need" in both
+    one = hint(sizes["int8+head"] - 1)
+    assert "int8" not in one
+    assert "--weights int4+head would need" in one
+    assert "--weights int4+head" in hint(sizes["int4+head"], "int8+head")
+    assert "--weights" not in hint(sizes["int4+head"] - 1)
+
+
+PROBE = r"""
+import re, sys, torch
+from minikv.models import linear, load, weights
+from minikv.models.config import ModelConfig
+from minikv.models.weights import Checkpoint, load_network
+def highest():
+    # Not ru_maxrss: that begins with what the process which started this one held.
+    with open("/proc/self/status") as file:
+        return int(re.search(r"VmHWM:\s*(\d+) kB", file.read())[1]) * 1024
+
+folder, form, *small = sys.argv[1:]
+if small:
+    linear.PACKED = weights.STAGING = int(small[0])
+checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
+load(None, dtype="bfloat16", weights=form)  # what the code itself takes
+before = highest()
+network = load_network(checkpoint, config, form=form)
+after = highest()
+needs = weights.loading_bytes(config, torch.bfloat16, form)
+print(after - before, network.weight_bytes, needs)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_packing_never_holds_a_second_copy(tmp_path: Path) -> None:
+    """230 MB of bfloat16 in layers, int4: the peak is the packed weights and one matrix's work."""
+    from safetensors.torch import save_file
+
+    config = {
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "vocab_size": 1000,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = Llama(ModelConfig.from_folder(tmp_path), dtype=torch.bfloat16)
+    state = {name: tensor.fill_(0.5).clone() for name, tensor in made.tensors()}
+    save_file(state, tmp_path / "model.safetensors")
+    del state
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(tmp_path), "int4"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    grown, size, needs = map(int, done.stdout.split())
+    assert size < made.weight_bytes / 3
+    assert grown < needs + weights.STAGING
+    assert needs + weights.STAGING < made.weight_bytes  # else this would say nothing
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_packed_head_is_never_beside_its_bfloat16(tied: bool, tmp_path: Path) -> None:
+    """A vocabulary of 38 MB in bfloat16, saved by transformers and read in blocks of a MB."""
+    spec = replace(WIDE, tied=tied, hidden=256, head_dim=64, vocab=75_000)
+    model = checkpoints.build(spec).bfloat16()
+    checkpoints.save(model, spec, tmp_path)
+    del model
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(tmp_path), "int8+head", str(1 << 18)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    grown, size, needs = map(int, done.stdout.split())
+    head = 75_000 * 256
+    assert size < (1.1 if tied else 3.1) * head
+    terminal = Terminal()
+    terminal.out = io.StringIO()
+    plan(str(tmp_path), "100", terminal, weights="int8+head", device="cpu", as_json=True)
+    planned = json.loads(terminal.out.getvalue())
+    assert (planned["weights"], planned["kept"]) == (size, "int8+head")
+    slack = 8 << 20
+    assert grown < needs + slack
+    assert needs + slack < size + 2 * head  # else this would say nothing
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", ""])
+def test_int4_is_right_or_refused_whatever_the_processor_can(capability: str) -> None:
+    """The packed layout differs; a wrong guess about it gave garbage from 17 rows on."""
+    script = """
+import torch
+from minikv.models import linear
+made = torch.Generator().manual_seed(1)
+weight = torch.randn(192, 128, generator=made)
+matrix = linear.kept(linear.Plain(weight.bfloat16()), "int4")
+for rows in (1, 4, 40):
+    x = torch.randn(rows, 128, generator=made)
+    got, want = matrix(x.bfloat16()).float(), x @ weight.T
+    assert float((got - want).norm() / want.norm()) < 0.2, rows
+assert float((matrix.dense().float() - weight).norm() / weight.norm()) < 0.2
+assert linear.lacks("int4") == "" == linear.lacks("int8")
+"""
+    chosen = {"ATEN_CPU_CAPABILITY": capability} if capability else {}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | chosen, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_two_threads_leave_the_products_of_torch_as_they_were() -> None:
+    before = torch._C._get_mkldnn_enabled()
+    matrix = linear.Plain(torch.randn(512, 256).bfloat16())
+    x = torch.randn(1, 256).bfloat16()
+
+    def work() -> None:
+        with torch.inference_mode():
+            for _ in range(300):
+                matrix(x)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch._C._get_mkldnn_enabled() == before

@@ -1,0 +1,613 @@
+"""Chats become the ids that transformers and mistral_common give; templates are bounded."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import vocabularies as v
+from jinja2.exceptions import TemplateError
+from mistral_common.protocol.instruct.messages import AssistantMessage, SystemMessage, UserMessage
+from mistral_common.protocol.instruct.request import ChatCompletionRequest
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from minikv.models.builtin_templates import (
+    CHATML,
+    LLAMA_2,
+    LLAMA_3,
+    MISTRAL_V1,
+    MISTRAL_V3,
+    MISTRAL_V7,
+    PLAIN,
+    ZEPHYR,
+    BuiltIn,
+)
+from minikv.models.errors import CorruptModel, UnsupportedModel
+from minikv.models.sandbox import Program, TemplateRefusal
+from minikv.models.templates import ChatTemplate, Message
+from minikv.models.tokenizer import Tokenizer
+from minikv.models.tokenizer_json import JsonVocabulary
+
+# In the style of the published ones: white space control, macros, dates, refusals, tools, tags.
+PUBLISHED = {
+    "llama-3": (
+        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
+        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | "
+        "trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
+        "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    ),
+    "llama-3.2": (
+        "{{- bos_token }}\n{%- if not date_string is defined %}\n    {%- if strftime_now is "
+        "defined %}\n        {%- set date_string = strftime_now('%d %b %Y') %}\n    {%- endif %}\n"
+        "{%- endif %}\n{%- if not tools is defined %}\n    {%- set tools = none %}\n{%- endif %}\n"
+        "{%- if messages[0]['role'] == 'system' %}\n    {%- set system_message = "
+        "messages[0]['content']|trim %}\n    {%- set messages = messages[1:] %}\n{%- else %}\n"
+        "    {%- set system_message = '' %}\n{%- endif %}\n"
+        "{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}\n"
+        "{%- if tools is not none %}\n    {{- 'Environment: ipython\n' }}\n{%- endif %}\n"
+        "{{- 'Today Date: ' + date_string + '\n\n' }}\n{{- system_message }}\n{{- '<|eot_id|>' }}\n"
+        "{%- for message in messages %}\n    {%- if not (message.role == 'ipython' or 'tool_calls' "
+        "in message) %}\n        {{- '<|start_header_id|>' + message['role'] + "
+        "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}\n    {%- endif %}\n"
+        "{%- endfor %}\n{%- if add_generation_prompt %}\n"
+        "    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}\n{%- endif %}\n"
+    ),
+    "chatml": (
+        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+        "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}"
+        "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "chatml-macro": (
+        "{%- macro turn(role, text) -%}\n<|im_start|>{{ role }}\n{{ text }}<|im_end|>\n"
+        "{% endmacro -%}\n{%- for m in messages %}\n  {%- if m.role == 'assistant' %}\n    "
+        "{%- generation %}{{ turn(m.role, m.content) }}{%- endgeneration %}\n  {%- else %}\n"
+        "    {{- turn(m.role, m.content) }}\n  {%- endif %}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt -%}\n<|im_start|>assistant\n{% endif %}"
+    ),
+    "llama-2": (
+        "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+        "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = "
+        "messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+        "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
+        "'Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+        "{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + "
+        "system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = "
+        "message['content'] %}{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] "
+        "' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' '  + "
+        "content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+    ),
+    "mistral-first": (
+        "{%- if messages[0]['role'] == 'system' %}\n    {%- set system_message = "
+        "messages[0]['content'] %}\n    {%- set loop_messages = messages[1:] %}\n{%- else %}\n"
+        "    {%- set loop_messages = messages %}\n{%- endif %}\n"
+        "{%- set ns = namespace() %}\n{%- set ns.index = 0 %}\n"
+        "{%- for message in loop_messages %}\n    {%- if (message['role'] == 'user') != (ns.index "
+        "% 2 == 0) %}\n        {{- raise_exception('roles must alternate') }}\n    {%- endif %}\n"
+        "    {%- set ns.index = ns.index + 1 %}\n{%- endfor %}\n{{- bos_token }}\n"
+        "{%- for message in loop_messages %}\n    {%- if message['role'] == 'user' %}\n"
+        "        {%- if loop.last and system_message is defined %}\n            {{- '[INST] ' + "
+        "system_message + '\n\n' + message['content'] + '[/INST]' }}\n        {%- else %}\n"
+        "            {{- '[INST] ' + message['content'] + '[/INST]' }}\n        {%- endif %}\n"
+        "    {%- elif message['role'] == 'assistant' %}\n"
+        "        {{- ' ' + message['content']|trim + eos_token}}\n    {%- else %}\n"
+        "        {{- raise_exception('Only user and assistant roles are supported!') }}\n"
+        "    {%- endif %}\n{%- endfor %}\n"
+    ),
+    "mistral-v1": (
+        "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != "
+        "(loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate') }}"
+        "{% endif %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' "
+        "[/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}"
+        "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}"
+        "{% endif %}{% endfor %}"
+    ),
+    "zephyr": (
+        "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + "
+        "message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n{{ "
+        "'<|system|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == "
+        "'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
+        "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n"
+        "{% endfor %}"
+    ),
+    "own": (
+        "{{ '<|bos|>' }}{% for message in messages %}{{ '<|' + message.role + '|>' + "
+        "message.content + '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    ),
+}
+OWN = ("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+SP = {"bos_token": "<s>", "eos_token": "</s>"}
+L3 = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+CASES: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, str]]] = {
+    "llama-3": ("llama-3", v.byte_level_json, L3),
+    "llama-3.2": ("llama-3.2", v.byte_level_json, L3),
+    "chatml": ("chatml", lambda: v.byte_level_json(v.CHATML), {"eos_token": "<|im_end|>"}),
+    "macro": ("chatml-macro", lambda: v.byte_level_json(v.CHATML), {"eos_token": "<|im_end|>"}),
+    "own": ("own", lambda: v.byte_level_json(OWN), {"bos_token": "<|bos|>"}),
+    "llama-2": ("llama-2", lambda: v.legacy_json("v1"), SP),
+    "mistral-v1": ("mistral-v1", lambda: v.legacy_json("v1"), SP),
+    "zephyr": ("zephyr", lambda: v.legacy_json("v1"), SP),
+    "mistral-v3": ("mistral-first", lambda: v.first_json("v3"), SP),
+    "zephyr-first": ("zephyr", lambda: v.first_json("v3"), SP),
+}
+
+
+@cache
+def prepared(case: str) -> tuple[Tokenizer, ChatTemplate, PreTrainedTokenizerFast]:
+    """Our tokenizer and template, and transformers' of the same files."""
+    name, make, named = CASES[case]
+    data = make()
+    with tempfile.TemporaryDirectory() as folder:
+        config = {**named, "chat_template": PUBLISHED[name]}
+        path = v.write_folder(Path(folder), data, config)
+        tokenizer = Tokenizer.from_folder(path)
+        template = ChatTemplate.from_folder(path, tokenizer)
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(data)), **named
+    )
+    theirs.chat_template = PUBLISHED[name]
+    return tokenizer, template, theirs
+
+
+def random_chat(rng: random.Random, system: bool = True, strip: bool = False) -> list[Message]:
+    def text() -> str:
+        made = v.random_text(rng, ("<", ">", "[", "]", "<|", "|>", "INST", "\n\n"), 8)
+        return made.strip() or "x" if strip else made
+
+    chat = [Message("system", text())] if system and rng.random() < 0.4 else []
+    for _ in range(rng.randrange(3)):
+        chat += [Message("user", text()), Message("assistant", text())]
+    return [*chat, Message("user", text())]
+
+
+def plain(messages: list[Message]) -> list[dict[str, str]]:
+    return [{"role": m.role, "content": m.content} for m in messages]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ids_are_those_of_transformers(case: str) -> None:
+    tokenizer, template, theirs = prepared(case)
+    rng = random.Random(21)
+    compared = 0
+    for _ in range(500):
+        chat = random_chat(rng, system=case != "mistral-v1")
+        if any(tokenizer.lookalikes(m.content) for m in chat):
+            continue
+        expected = theirs.apply_chat_template(
+            plain(chat), tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        assert template.opening(chat) == expected, chat
+        compared += 1
+    assert compared > 450
+
+
+@pytest.mark.parametrize("version", ["v1", "v3", "v7"])
+def test_built_in_ids_are_the_vendors(tmp_path: Path, version: str) -> None:
+    folder = v.write_folder(tmp_path, version)
+    tokenizer = Tokenizer.from_folder(folder)
+    template = ChatTemplate.from_folder(folder, tokenizer)
+    assert template.name == f"built-in mistral-{version}"
+    vendor = MistralTokenizer.from_file(
+        str(
+            v.vendor_file(
+                {
+                    "v1": "tokenizer.model.v1",
+                    "v3": "mistral_instruct_tokenizer_240323.model.v3",
+                    "v7": "mistral_instruct_tokenizer_241114.model.v7",
+                }[version]
+            )
+        )
+    )
+    kinds = {"system": SystemMessage, "user": UserMessage, "assistant": AssistantMessage}
+    rng = random.Random(22)
+    for _ in range(400):
+        # The vendor encodes the parts of a v1 chat one by one, so that white space at the edge of
+        # a message meets its neighbours differently there.
+        chat = random_chat(rng, strip=True)
+        if any("REF" in m.content for m in chat):
+            continue
+        messages = [kinds[m.role](content=m.content) for m in chat]
+        expected = vendor.encode_chat_completion(ChatCompletionRequest(messages=messages)).tokens
+        assert template.opening(chat) == expected, chat
+
+
+@pytest.mark.parametrize(
+    ("version", "format"), [("v3", MISTRAL_V3), ("v1", MISTRAL_V1), ("v1", LLAMA_2)]
+)
+def test_built_in_formats_agree_over_vocabulary_layouts(
+    tmp_path: Path, version: str, format: BuiltIn
+) -> None:
+    pieces = Tokenizer.from_folder(v.write_folder(tmp_path / "sp", version))
+    rng = random.Random(23)
+    for data in (v.first_json(version), v.legacy_json(version)):
+        tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path / "json", data))
+        ours = ChatTemplate.built_in(format, tokenizer)
+        theirs = ChatTemplate.built_in(format, pieces)
+        for _ in range(100):
+            chat = random_chat(rng, strip=True)
+            assert ours.opening(chat) == theirs.opening(chat), (format.name, chat)
+
+
+def follows(tokenizer: Tokenizer, template: ChatTemplate, chat: list[Message]) -> None:
+    """What is fed turn by turn is what the whole conversation gives."""
+    fed = template.opening(chat[:-2])
+    whole = template.opening(chat)
+    suffix = template.following(chat)
+    assert suffix, chat
+    assert whole[: len(fed)] == fed
+    assert whole[len(whole) - len(suffix) :] == suffix
+    answer = whole[len(fed) : len(whole) - len(suffix)]
+    assert tokenizer.decode(answer) == chat[-2].content
+
+
+# Not "mistral-v1": without the space its answer can merge with the bracket before it.
+@pytest.mark.parametrize("case", [case for case in CASES if case != "mistral-v1"])
+def test_following_continues_the_opening(case: str) -> None:
+    tokenizer, template, _ = prepared(case)
+    rng = random.Random(24)
+    for _ in range(60):
+        chat = random_chat(rng, system=case != "mistral-v3", strip=True)
+        if len(chat) > 2:
+            follows(tokenizer, template, chat)
+
+
+@pytest.mark.parametrize("case", ["llama-3", "chatml", "own", "llama-2", "mistral-v1", "zephyr"])
+def test_opening_answer_and_following_add_up(case: str) -> None:
+    tokenizer, template, _ = prepared(case)
+    chat = [Message("user", "one"), Message("assistant", "two"), Message("user", "three")]
+    # These two templates put no space before the answer.
+    answer = tokenizer.encode("two", "inside" if case in ("mistral-v1", "zephyr") else "start")
+    assert template.opening(chat[:1]) + answer + template.following(chat) == template.opening(chat)
+
+
+@pytest.mark.parametrize(
+    "format", [LLAMA_2, LLAMA_3, MISTRAL_V1, MISTRAL_V3, MISTRAL_V7, CHATML, ZEPHYR, PLAIN]
+)
+def test_following_with_built_in_formats(tmp_path: Path, format: BuiltIn) -> None:
+    specials = {LLAMA_3.name: v.LLAMA_3, CHATML.name: v.CHATML}
+    control = {MISTRAL_V3.name: "v3", MISTRAL_V7.name: "v7"}
+    data: Any = control.get(format.name, "v1")
+    if format.name in specials:
+        data = v.byte_level_json(specials[format.name])
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    template = ChatTemplate.built_in(format, tokenizer)
+    rng = random.Random(25)
+    for _ in range(60):
+        chat = random_chat(rng, system=format is not MISTRAL_V3, strip=True)
+        if len(chat) > 2:
+            follows(tokenizer, template, chat)
+
+
+def test_following_survives_what_a_template_trims() -> None:
+    tokenizer, template, _ = prepared("llama-3")
+    asked = [Message("user", "q"), Message("assistant", "  padded \n"), Message("user", " r ")]
+    found = template.following(asked)
+    assert found[:2] == [tokenizer.control["<|eot_id|>"], tokenizer.control["<|start_header_id|>"]]
+    assert tokenizer.decode(found) == "user\n\nrassistant\n\n"
+
+
+def test_a_conversation_ends_with_a_user_message() -> None:
+    _, template, _ = prepared("own")
+    with pytest.raises(ValueError, match="user message"):
+        template.opening([])
+    with pytest.raises(ValueError, match="user message"):
+        template.opening([Message("user", "a"), Message("assistant", "b")])
+    with pytest.raises(ValueError, match="answer"):
+        template.following([Message("user", "a")])
+
+
+def with_source(source: str) -> ChatTemplate:
+    vocabulary = JsonVocabulary(v.byte_level_json(OWN, 1000, 8))
+    return ChatTemplate(source, "chat_template.jinja", Tokenizer(vocabulary))
+
+
+def test_templates_that_drop_earlier_answers_cannot_be_followed() -> None:
+    template = with_source("{{ messages[-1].content }}")
+    chat = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
+    with pytest.raises(UnsupportedModel, match="leaves earlier answers out"):
+        template.following(chat)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}",
+    ],
+)
+def test_system_prompts_are_folded_where_a_template_takes_none(source: str) -> None:
+    template = with_source(source)
+    tokenizer = template._tokenizer
+    assert template.notes == ()
+    chat = [
+        Message("system", "Be brief."),
+        Message("user", "Hi"),
+        Message("assistant", "Yes"),
+        Message("user", "So"),
+    ]
+    assert template.opening(chat[:2]) == tokenizer.encode("Be brief.\n\nHi")
+    assert "no system prompt" in template.notes[0]
+    assert template.following(chat) == tokenizer.encode("So", "inside")
+
+
+def test_a_refused_conversation_says_what_the_template_says() -> None:
+    _, template, _ = prepared("mistral-v1")
+    with pytest.raises(UnsupportedModel, match="roles must alternate"):
+        template.opening([Message("user", "a"), Message("user", "b")])
+
+
+def test_look_up_order(tmp_path: Path) -> None:
+    own = {"eos_token": "<|end|>"}
+    data = v.byte_level_json(OWN, 1000, 8)
+    folder = v.write_folder(tmp_path, data, own)
+    tokenizer = Tokenizer.from_folder(folder)
+
+    def found() -> tuple[str, str]:
+        template = ChatTemplate.from_folder(folder, tokenizer)
+        return template.name, tokenizer.decode(template.opening([Message("user", "")]))
+
+    assert found() == ("plain", "\n")
+    assert "plain completion" in ChatTemplate.from_folder(folder, tokenizer).notes[0]
+    (folder / "chat_template.json").write_text('{"chat_template": "D"}', "utf-8")
+    assert found() == ("chat_template.json", "D")
+    listed = [{"name": "tool", "template": "X"}, {"name": "default", "template": "C"}]
+    v.write_folder(folder, data, {**own, "chat_template": listed})
+    assert found() == ("tokenizer_config.json", "C")
+    v.write_folder(folder, data, {**own, "chat_template": "B"})
+    assert found() == ("tokenizer_config.json", "B")
+    (folder / "chat_template.jinja").write_text("A", "utf-8")
+    assert found() == ("chat_template.jinja", "A")
+
+
+def test_families_are_recognised_by_their_vocabulary(tmp_path: Path) -> None:
+    def name(folder: str, data: Any) -> str:
+        path = v.write_folder(tmp_path / folder, data)
+        template = ChatTemplate.from_folder(path, Tokenizer.from_folder(path))
+        assert template.notes
+        return template.name
+
+    assert name("a", v.byte_level_json(v.LLAMA_3)) == "built-in llama-3"
+    assert name("b", v.byte_level_json(v.CHATML)) == "built-in chatml"
+    assert name("c", v.first_json("v3")) == "built-in mistral-v3"
+    nemo = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
+    assert name("d", v.byte_level_json(nemo)) == "built-in mistral-v3"
+    assert name("mistral-7b", "v1") == "built-in mistral-v1"
+    assert name("zephyr-7b-beta", "v1") == "built-in zephyr"
+    assert name("Llama-2-7b-chat", llama_2_json()) == "built-in llama-2"
+    assert name("TinyLlama-1.1B", llama_2_json()) == "built-in tinyllama"
+    assert name("unknown", v.byte_level_json(("<s>", "</s>"))) == "plain"
+
+
+def llama_2_json() -> dict[str, Any]:
+    """A vocabulary that has Llama-2's ids for its turn marker, and fillers elsewhere."""
+    data = v.legacy_json("v1")
+    places = {
+        "▁[": 518,
+        "IN": 1177,
+        "ST": 1254,
+        "INST": 25580,
+        "]": 29962,
+        "▁": 29871,
+        "[": 29961,
+        "I": 29902,
+        "N": 29940,
+        "S": 29903,
+        "T": 29911,
+    }
+    vocab = {f"filler{id}": id for id in range(3, 32_000) if id not in places.values()}
+    data["model"]["vocab"] = {"<unk>": 0, "<s>": 1, "</s>": 2, **vocab, **places}
+    data["model"]["merges"] = [["▁", "["], ["I", "N"], ["S", "T"], ["IN", "ST"]]
+    return data
+
+
+def test_built_in_formats_as_text() -> None:
+    """The published text of each format, from its reference implementation's documentation."""
+    chat = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")]
+    messages = [{"role": role, "content": content} for role, content in chat]
+    written = {
+        LLAMA_2: "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\na [/INST] b </s><s>[INST] c [/INST]",
+        LLAMA_3: "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\na<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nb<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nc<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        CHATML: "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+        "<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        ZEPHYR: "<|system|>\nS</s>\n<|user|>\na</s>\n<|assistant|>\nb</s>\n<|user|>\nc</s>\n"
+        "<|assistant|>\n",
+        PLAIN: "<s>S\n\na\nb\n\nc\n",
+    }
+    for format, text in written.items():
+        variables = {"messages": messages, "add_generation_prompt": True, "gap": "", "start": "<s>"}
+        assert Program(format.source, format.name).render(variables) == text
+
+
+# The sandbox.
+
+FAITHFUL = [
+    *PUBLISHED.values(),
+    "{{ messages | tojson }} {{ messages | tojson(indent=2) }} {{ 'é<&>' | tojson }}",
+    "{{ none }}{{ true }}{{ 1.5 }}{{ missing }}{{ [1, 'a', none] }}{{ (1, 2) }}{{ {'a': [1]} }}",
+    "{% macro f(a, b='z') %}<{{ a }}{{ b }}>{% endmacro %}{{ f('x') ~ f(2, b=none) }}",
+    "{% macro w() %}[{{ caller(1) }}]{% endmacro %}{% call(n) w() %}in{{ n }}{% endcall %}",
+    "{% set ns = namespace(a=0, b='') %}{% for i in range(9) %}{% if i == 5 %}{% break %}{% elif "
+    "i % 2 %}{% continue %}{% endif %}{% set ns.a = ns.a + i * 2 %}{% set ns.b = ns.b ~ i %}"
+    "{% endfor %}{{ ns.a }}{{ ns.b }}",
+    "{% set x %}a{{ 1 }}b{% endset %}{{ x | upper }}{{ x.replace('a', 'cc') }}{{ x | length }}",
+    "{% filter upper %}a{{ messages[0].content }}{% endfilter %}",
+    "{{ 'a-b-c'.split('-') | join('+') }}{{ ['x', 'y'] | map('upper') | list }}"
+    "{{ ', '.join(['p', 'q']) }}{{ 'x{}y{:>4}{{}}'.format(1, 2) }}{{ 'abc'[::-1] }}",
+    "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('|') }}",
+    "{{ messages | rejectattr('role', 'in', ['user']) | list | length }}{{ messages | last }}",
+    "{% for k, w in {'b': 1, 'a': 2} | dictsort %}{{ k }}{{ w }}{% endfor %}{% set a, b = 1, 2 %}"
+    "{{ a + b }}{{ 7 // 2 }}{{ 7 % 4 }}{{ 2 ** 10 }}{{ -a }}{{ 'ab' * 3 }}{{ [1] * 2 + [3] }}",
+    "{% for m in messages recursive %}{{ loop.index }}{{ loop.last }}{{ loop.previtem is defined }}"
+    "{{ loop.length }}{% endfor %}",
+    "{{ 'b' in 'abc' }}{{ messages is iterable }}{{ 1 is string }}{{ '' is none }}{{ 3 is odd }}",
+    "  {%- if messages %}  \n x {% endif +%}  \n\n{{- ' y' }}{# note #}\n",
+    "{% raw %}{{ z }}{% endraw %}\n\n",
+    "{{ 'x' if missing is defined else 'y' }}{{ missing | default('d') }}{{ '' | d('e', true) }}",
+    "{{ messages[0]['content'] | trim | indent(3, true) }}{{ 'a b'.title() }}{{ [3, 1] | sort }}",
+    "{{ dict(a=1).items() | list }}{{ {'a': {'b': 2}}.a.b }}{{ {'a': 1}.get('z', 'no') }}",
+    "{{ [1, 2, 3] | sum }}{{ [[1, 'a']] | first | last }}{{ 'abc' | replace('b', '') }}",
+    "{{ 1 | string }}{{ 'a' | safe }}{{ [2, 1, 2] | unique | list }}",
+]
+
+
+@pytest.mark.parametrize("source", FAITHFUL)
+def test_the_sandbox_writes_what_transformers_writes(source: str) -> None:
+    chats = [
+        [Message("user", " hi <b>\n")],
+        [
+            Message("system", "s"),
+            Message("user", "ü"),
+            Message("assistant", ""),
+            Message("user", "\t"),
+        ],
+        [Message("user", "a"), Message("assistant", "b"), Message("user", "c " * 500)],
+    ]
+    program = Program(source, "t")
+    for chat in chats:
+        given = {"add_generation_prompt": True, **SP}
+        variables = {"messages": plain(chat), "tools": None, "documents": None, **given}
+        try:
+            expected = render_jinja_template([plain(chat)], chat_template=source, **given)[0][0]
+        except TemplateError as refused:
+            with pytest.raises(TemplateRefusal, match=str(refused)):
+                program.render(variables)
+            continue
+        assert program.render(variables) == expected
+
+
+DOUBLE = (
+    "{{% set n = namespace(x={0}) %}}{{% for i in range(60) %}}{{% set n.x = {1} %}}{{% endfor %}}"
+)
+HOSTILE = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% endfor %}{% endfor %}",
+    "bare loops": "{% set r = range(99999) %}{% for i in r %}{% for j in r %}"
+    "{% endfor %}{% endfor %}",
+    "loops in calls": "{{ ([range(99999)] * 99999) | map('list') | list | length }}",
+    "loops in sums": "{{ ([range(99999)] * 99999) | map('sum') | list | length }}",
+    "loops in filters": "{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% set n = messages | tojson | length %}{% endfor %}{% endfor %}",
+    "macro tree": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
+    "{% endmacro %}{{ f(60) }}",
+    "endless macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "text times": "{{ 'a' * 4000000000 }}",
+    "list times": "{{ ([1] * 99999) * 99999 }}",
+    "power": "{{ 9 ** 999999999 }}",
+    "power of powers": DOUBLE.format("9", "n.x * n.x"),
+    "range": "{{ range(1000000000) | list }}",
+    "old format": "{{ '%99999999999d' % 1 }}",
+    "format width": "{{ '{:99999999999}'.format(1) }}",
+    "format nested": "{{ '{:{}}'.format(1, 99999999999) }}",
+    "format repeat": "{{ ('{0}' * 9999).format('a' * 99999) }}",
+    "center": "{{ 'a'.center(10000000000) }}",
+    "zfill": "{{ 'a'.zfill(10000000000) }}",
+    "center filter": "{{ 'a' | center(10000000000) }}",
+    "indent": "{{ 'a' | indent(10000000000, true) }}",
+    "json indent": "{{ [[[1]]] | tojson(indent=10000000000) }}",
+    "batch": "{{ [1] | batch(10000000000, 'x') | list }}",
+    "join": "{{ ('a' * 999999).join('b' * 999999) }}",
+    "replace": "{{ ('a' * 999999).replace('a', 'b' * 999999) }}",
+    "replace nothing": "{{ ('a' * 999999) | replace('', 'b' * 999999) }}",
+    "date width": "{{ strftime_now('%1000000000Y') }}",
+    "lipsum": "{{ lipsum(1000000000) }}",
+    "tilde": DOUBLE.format("'ab'", "n.x ~ n.x"),
+    "plus": DOUBLE.format("'ab'", "n.x + n.x"),
+    "pairs": DOUBLE.format("[1]", "[n.x, n.x]") + "{{ n.x }}",
+    "pairs compared": DOUBLE.format("1", "(n.x, n.x)") + "{{ n.x == n.x }}",
+    "pairs in names": DOUBLE.format("1", "namespace(a=[n.x, n.x])") + "{{ [n.x] | tojson }}",
+    "pairs in maps": DOUBLE.format("1", "{'a': n.x, 'b': n.x}") + "{{ n.x | string }}",
+    "output": "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
+    "plain output": "{% for i in range(99999) %}" + "a" * 99_999 + "{% endfor %}",
+    "set block": "{% set n = namespace(x='a') %}{% for i in range(60) %}"
+    "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
+    "size": "a" * 300_000,
+    "parts": "{{ a }}" * 30_000,
+    "brackets": "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}",
+    "blocks": "{% if 1 %}" * 500 + "{% endif %}" * 500,
+    "unfinished": "{% for i in messages %}",
+    "unknown tag": "{% load x %}",
+    "file": "{% include '/etc/passwd' %}",
+    "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "class by item": "{{ messages['__class__'].__bases__ }}",
+    "globals": "{{ raise_exception.__globals__['json'].x }}",
+    "function code": "{{ namespace.__init__.__globals__.x }}",
+    "class by format": "{{ '{0.__class__.__mro__[1]}'.format(messages).x() }}",
+    "class by map": "{{ messages | map(attribute='__class__') | map(attribute='x') | list }}",
+    "change": "{{ messages.append(1) }}",
+    "private name": "{% set n = namespace(_x=1) %}",
+    "environment": "{{ environment.tick() }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates_are_stopped(name: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(CorruptModel) as caught:
+        Program(HOSTILE[name], "chat_template.jinja").render({"messages": [{"content": "a"}]})
+    assert time.monotonic() - started < 10  # unbounded, they take minutes
+    assert caught.value.exit_code == 6
+    assert str(caught.value).startswith("chat_template.jinja")
+    assert "\n" not in str(caught.value)
+    assert "MemoryError" not in str(caught.value)
+    # Time bounds loops alone; what would fill the memory is stopped by its size.
+    assert "seconds" not in str(caught.value) or "loops" in name or name == "macro tree"
+
+
+def test_names_are_printed_without_what_they_hold() -> None:
+    source = DOUBLE.format("1", "namespace(a=[n.x, n.x])") + "{{ [n.x] }}"
+    assert Program(source, "t").render({}) == "[<namespace>]"
+
+
+def test_the_deadline_holds_in_any_thread() -> None:
+    caught: list[str] = []
+
+    def work() -> None:
+        try:
+            Program(HOSTILE["nested loops"], "t").render({})
+        except CorruptModel as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert "more than 2 seconds" in caught[0]
+
+
+def test_long_documents_pass_the_bounds() -> None:
+    text = "All work and no play. " * 200_000
+    variables = {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
+    program = Program(PUBLISHED["own"], "t")
+    assert program.render(variables) == f"<|bos|><|user|>{text}<|end|><|assistant|>"
+
+
+def test_hostile_templates_are_refused_with_the_folder(tmp_path: Path) -> None:
+    folder = v.write_folder(tmp_path, v.byte_level_json(OWN, 1000, 8))
+    tokenizer = Tokenizer.from_folder(folder)
+    for content in (HOSTILE["text times"].encode(), b"\xff\xfe", b"{% for"):
+        (folder / "chat_template.jinja").write_bytes(content)
+        with pytest.raises(CorruptModel, match=r"chat_template\.jinja"):
+            ChatTemplate.from_folder(folder, tokenizer)
+    (folder / "chat_template.jinja").unlink()
+    v.write_folder(folder, v.byte_level_json(OWN, 1000, 8), {"chat_template": 7})
+    with pytest.raises(CorruptModel, match="neither text nor a list"):
+        ChatTemplate.from_folder(folder, tokenizer)

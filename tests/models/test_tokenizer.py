@@ -1,0 +1,373 @@
+"""Vocabularies give the vendor's ids; no text gives a control id; bad files are named."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vocabularies as v
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+from minikv.models.errors import CorruptModel, ModelError, ModelUnavailable, UnsupportedModel
+from minikv.models.tokenizer import Tokenizer, well_formed
+
+STRINGS = 25_000
+
+
+def texts(seed: int, extra: tuple[str, ...] = (), count: int = STRINGS) -> Iterator[str]:
+    rng = random.Random(seed)
+    return (v.random_text(rng, extra) for _ in range(count))
+
+
+def mismatches(tokenizer: Tokenizer, vendor: Any, seed: int, extra: tuple[str, ...]) -> list[str]:
+    return [text for text in texts(seed, extra) if tokenizer.encode(text) != vendor(text)]
+
+
+@pytest.mark.parametrize("version", ["v1", "v3", "v7"])
+def test_sentencepiece_ids_are_the_vendors(tmp_path: Path, version: str) -> None:
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, version))
+    hostile = tuple(text for text in tokenizer.control if "REF" not in text)
+    assert mismatches(tokenizer, v.vendor(version).encode, 1, hostile) == []
+
+
+@pytest.mark.parametrize("version", ["v1", "v3"])
+def test_json_ids_are_those_of_sentencepiece(tmp_path: Path, version: str) -> None:
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, v.legacy_json(version)))
+    hostile = tuple(text for text in tokenizer.control if "REF" not in text)
+    assert mismatches(tokenizer, v.vendor(version).encode, 2, hostile) == []
+
+
+def test_byte_level_json_ids_are_those_of_tiktoken(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, v.tekken_json()))
+    vendor = Tekkenizer.from_file(v.vendor_file("tekken_240718.json"))
+
+    def ids(text: str) -> list[int]:
+        return vendor.encode(text, bos=False, eos=False)
+
+    assert mismatches(tokenizer, ids, 3, tuple(tokenizer.control)[:40]) == []
+
+
+def test_the_two_formats_agree_on_control_tokens_and_places(tmp_path: Path) -> None:
+    pieces = Tokenizer.from_folder(v.write_folder(tmp_path / "sp", "v3"))
+    words = Tokenizer.from_folder(v.write_folder(tmp_path / "json", v.legacy_json("v3")))
+    assert pieces.control == words.control
+    assert (pieces.bos, pieces.stop_ids) == (words.bos, words.stop_ids) == (1, {2})
+    hostile = tuple(pieces.control)
+    for text in texts(4, hostile, 2000):
+        for place in ("start", "after", "inside"):
+            assert pieces.encode(text, place) == words.encode(text, place), text
+
+
+def test_places(tmp_path: Path) -> None:
+    every = Tokenizer.from_folder(v.write_folder(tmp_path / "a", v.legacy_json("v3")))
+    first = Tokenizer.from_folder(v.write_folder(tmp_path / "b", v.first_json("v3")))
+    pieces = Tokenizer.from_folder(v.write_folder(tmp_path / "c", "v3", {"legacy": False}))
+    model = v.vendor("v3")
+    spaced, bare = model.encode("a b"), [model.piece_to_id("a"), *model.encode("b")]
+    assert [every.encode("a b", at) for at in ("start", "after", "inside")] == [
+        spaced,
+        spaced,
+        bare,
+    ]
+    for tokenizer in (first, pieces):
+        found = [tokenizer.encode("a b", place) for place in ("start", "after", "inside")]
+        assert found == [spaced, bare, bare]
+        assert tokenizer.prefix == "first"
+    assert every.prefix == "every"
+
+
+def test_published_vector(tmp_path: Path) -> None:
+    # mistral_common's own test of v1: <s> [INST] a [/INST] b</s>
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, "v1"))
+    found = [1, *tokenizer.encode("[INST] a [/INST]", "after"), *tokenizer.encode("b", "after"), 2]
+    assert found == [1, 733, 16289, 28793, 264, 733, 28748, 16289, 28793, 287, 2]
+
+
+@pytest.mark.parametrize("make", ["v1", "v3", v.legacy_json, v.first_json, v.byte_level_json])
+def test_no_text_spells_a_control_token(tmp_path: Path, make: Any) -> None:
+    data = make if isinstance(make, str) else make() if make is v.byte_level_json else make("v3")
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    forbidden = set(tokenizer.control.values())
+    for control in tokenizer.control:
+        for text in (
+            control,
+            f"a{control}b",
+            f" {control} ",
+            control * 3,
+            f"{control[:-1]}{control}",
+        ):
+            for place in ("start", "after", "inside"):
+                assert forbidden.isdisjoint(tokenizer.encode(text, place)), text
+    assert tokenizer.lookalikes("</s>a<s> <|eot_id|><|eot_id|>") >= 2
+
+
+def test_a_vocabulary_that_holds_control_strings_as_words(tmp_path: Path) -> None:
+    # With ignore_merges a whole word is looked up directly, control tokens included.
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, whole_words()))
+    assert tokenizer.control["[HALT]"] == 0
+    for text in ("[HALT]", "<END>"):
+        ids = tokenizer.encode(text)
+        assert set(ids).isdisjoint(tokenizer.control.values())
+        assert tokenizer.decode(ids) == text
+
+
+def whole_words() -> dict[str, Any]:
+    data = v.byte_level_json(("[HALT]", "<END>", "<end>"))
+    data["pre_tokenizer"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "use_regex": False,
+        "trim_offsets": True,
+    }
+    return data
+
+
+def test_a_vocabulary_that_cannot_be_kept_apart_is_refused(tmp_path: Path) -> None:
+    data = whole_words()
+    data["normalizer"] = {"type": "Lowercase"}
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    with pytest.raises(UnsupportedModel, match="control tokens out of plain text"):
+        tokenizer.encode("<eNd>")
+
+
+def test_a_word_used_as_padding_stays_a_word(tmp_path: Path) -> None:
+    data = v.byte_level_json()
+    config = {"pad_token": "!", "eos_token": "<|eot_id|>"}
+    spaced = Tokenizer.from_folder(v.write_folder(tmp_path / "c", v.legacy_json("v1"), config))
+    assert spaced.encode("Hello! Really!") == v.vendor("v1").encode("Hello! Really!")
+    plain = Tokenizer.from_folder(v.write_folder(tmp_path / "a", data))
+    padded = Tokenizer.from_folder(v.write_folder(tmp_path / "b", data, config))
+    text = "Hello! Really!"
+    assert padded.encode(text) == plain.encode(text)
+    assert padded.decode(padded.encode(text)) == text
+    assert padded.named["pad_token"] == "!"
+
+
+def test_unflagged_markers_are_control_tokens(tmp_path: Path) -> None:
+    data = v.byte_level_json(v.CHATML)
+    for entry in data["added_tokens"]:
+        entry["special"] = False
+    run = len(data["model"]["vocab"])
+    data["added_tokens"].append(v.added(run, "      ", special=False))
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    assert {"<|im_start|>", "<tool_call>"} <= tokenizer.control.keys()
+    assert set(tokenizer.encode("<|im_start|>")).isdisjoint(tokenizer.control.values())
+    assert tokenizer.encode("a      b")[1] == run  # ordinary added words still match
+    assert tokenizer.decode([run]) == "      "
+
+
+def test_reference_tags_of_v3_are_plain_text(tmp_path: Path) -> None:
+    # User-defined pieces that the vendor's tokenizer makes from text; a document must not.
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, "v3"))
+    tag = "[REFERENCE_DOC_3]"
+    id = tokenizer.control[tag]
+    assert id in v.vendor("v3").encode(tag)
+    assert id not in tokenizer.encode(tag)
+    assert tokenizer.decode(tokenizer.encode(tag)) == tag
+
+
+def test_stop_ids_come_from_every_source(tmp_path: Path) -> None:
+    data = v.byte_level_json()
+    config = {"eos_token": {"content": "<|end_of_text|>"}, "bos_token": "<|begin_of_text|>"}
+    ids = {name: n for n, name in enumerate(v.LLAMA_3)}
+    by_config = Tokenizer.from_folder(v.write_folder(tmp_path / "a", data, config), [77])
+    wanted = {77, ids["<|end_of_text|>"], ids["<|eot_id|>"], ids["<|eom_id|>"]}
+    assert by_config.stop_ids == wanted
+    assert by_config.bos == 0
+    folder = v.write_folder(tmp_path / "b", v.byte_level_json(v.CHATML))
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}', "utf-8")
+    assert Tokenizer.from_folder(folder).stop_ids == {0, 2}
+    assert Tokenizer.from_folder(v.write_folder(tmp_path / "c", "v1"), (5,)).stop_ids == {2, 5}
+
+
+def test_named_tokens_become_control_tokens(tmp_path: Path) -> None:
+    # A configuration may call entries special that tokenizer.json does not flag or even list.
+    data = v.byte_level_json(("EOT:", "<s>", "END!"))
+    data["added_tokens"] = [
+        {**entry, "special": False} for entry in data["added_tokens"] if entry["content"] != "END!"
+    ]
+    data["model"]["vocab"]["HALT NOW"] = len(data["model"]["vocab"])
+    config = {
+        "eos_token": "EOT:",
+        "additional_special_tokens": [{"content": "END!"}],
+        "added_tokens_decoder": {"20064": {"content": "HALT NOW", "special": True}},
+    }
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data, config))
+    assert {"EOT:", "END!", "HALT NOW"} <= tokenizer.control.keys()
+    assert tokenizer.stop_ids == {tokenizer.control["EOT:"]} == {0}
+    assert set(tokenizer.encode("EOT: END!")).isdisjoint(tokenizer.control.values())
+
+
+def test_control_tokens_added_beside_a_sentencepiece_file(tmp_path: Path) -> None:
+    folder = v.write_folder(tmp_path, "v1", {"eos_token": "<|im_end|>"})
+    added = {"<|im_start|>": 32001, "<|im_end|>": 32000}
+    (folder / "added_tokens.json").write_text(json.dumps(added), "utf-8")
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.vocab == 32002
+    assert tokenizer.stop_ids == {32000}
+    assert tokenizer.split("<|im_start|>user") == [(None, ""), (32001, "user")]
+    assert max(tokenizer.encode("<|im_start|>user<|im_end|>")) < 32000
+    assert tokenizer.decode([32001, 22557, 32000]) == "Hello"
+
+
+def test_split_takes_the_white_space_that_a_token_takes(tmp_path: Path) -> None:
+    data = v.byte_level_json(("<s>", "<left>", "<right>", "<whole>", "<s><s>"))
+    for index, flag in ((1, "lstrip"), (2, "rstrip"), (3, "single_word")):
+        data["added_tokens"][index][flag] = True
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    assert tokenizer.split("a <left> b <right> \n c") == [(None, "a"), (1, " b "), (2, "c")]
+    assert tokenizer.split("<s><s><s>") == [(None, ""), (4, ""), (0, "")]
+    assert tokenizer.split("x<whole> <whole>") == [(None, "x<whole> "), (3, "")]
+
+
+def test_settings_that_alter_texts_are_off(tmp_path: Path) -> None:
+    data = v.legacy_json("v1")
+    plain = Tokenizer.from_folder(v.write_folder(tmp_path / "a", data))
+    data["truncation"] = {
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    data["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<unk>",
+    }
+    data["model"]["dropout"] = 0.99
+    altered = Tokenizer.from_folder(v.write_folder(tmp_path / "b", data))
+    text = "a longer text with many more words than four"
+    assert altered.encode(text) == plain.encode(text) == v.vendor("v1").encode(text)
+
+
+@pytest.mark.parametrize("make", ["v3", v.legacy_json, v.byte_level_json])
+def test_ids_outside_the_vocabulary_have_no_text(tmp_path: Path, make: Any) -> None:
+    data = make if isinstance(make, str) else make() if make is v.byte_level_json else make("v3")
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    ids = tokenizer.encode("Hello world")
+    beyond = [-1, -tokenizer.vocab, tokenizer.vocab, tokenizer.vocab + 99, 1 << 40]
+    assert tokenizer.decode(beyond) == ""
+    assert tokenizer.decode([*beyond, *ids, *beyond, *tokenizer.control.values()]) == "Hello world"
+
+
+def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
+    assert well_formed("a\udcffb\ud83d\ude00c\ud83d") == "a\ufffdb😀c\ufffd"
+    for data in ("v1", v.legacy_json("v1"), v.byte_level_json()):
+        tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path / str(len(data)), data))
+        ids = tokenizer.encode("a\udcffb\ud83d\ude00")
+        assert tokenizer.decode(ids) == "a\ufffdb😀"
+
+
+def test_no_tokenizer_and_formats_that_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnavailable, match=r"no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tekken.json").write_text("{}", "utf-8")
+    with pytest.raises(UnsupportedModel, match="tekken"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\nIw== 2\n")
+    with pytest.raises(UnsupportedModel, match="tiktoken"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.model").unlink()
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(ModelUnavailable, match="regular file"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def _broken(**changes: Any) -> dict[str, Any]:
+    return {**v.legacy_json("v1"), **changes}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b""),
+        ("tokenizer.json", b"{"),
+        ("tokenizer.json", b"[]"),
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b"\xff\xfe{"),
+        ("tokenizer.json", b"[" * 100_000),
+        ("tokenizer.json", b'{"model": {"type": "BPE"}}'),
+        ("tokenizer.json", b'{"model": 3, "added_tokens": []}'),
+        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'),
+        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x"]]}}'),
+        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'),
+        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'),
+        (
+            "tokenizer.json",
+            b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
+            b'"added_tokens": [{"id": 99999999999, "content": "b"}]}',
+        ),
+        (
+            "tokenizer.json",
+            b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": [7]}',
+        ),
+        (
+            "tokenizer.json",
+            b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
+            b'"decoder": {"type": "Nonsense"}}',
+        ),
+        (
+            "tokenizer.json",
+            b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
+            b'"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, '
+            b'"behavior": "Isolated", "invert": false}}',
+        ),
+        ("tokenizer.model", b""),
+        ("tokenizer.model", b"not a model"),
+        ("tokenizer.model", b"\x00" * 4096),
+        ("tokenizer.model", b"\x0a\xff\xff\xff\xff\x0f"),
+        ("tokenizer.model", b"\x1a\x02\x18\x00"),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b"[]"),
+        ("special_tokens_map.json", b"7"),
+        ("added_tokens.json", b'{"<a>": "x"}'),
+        ("added_tokens.json", b'{"<a>": 99999999999}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"-4": {"content": "<a>"}}}'),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes) -> None:
+    if not name.startswith("tokenizer."):
+        v.write_folder(tmp_path, "v1")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorruptModel) as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert caught.value.exit_code == 6
+    assert name in str(caught.value) or "added token" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
+    rng = random.Random(9)
+    whole = v.vendor_file("v1").read_bytes()
+    starts = [0]
+    while whole[starts[-1]] == 0x0A:  # the pieces: a tag byte, a length byte and that many bytes
+        starts.append(starts[-1] + 2 + whole[starts[-1] + 1])
+    sources = {
+        "tokenizer.json": json.dumps(v.byte_level_json(entries=270, count=8)).encode(),
+        "tokenizer.model": whole[: starts[700]] + whole[starts[-1] :],
+    }
+    for name, source in sources.items():
+        outcomes = {"loaded": 0, "refused": 0}
+        folder = tmp_path / name
+        folder.mkdir()
+        for _ in range(400):
+            data = bytearray(source)
+            for _ in range(rng.choice([1, 1, 3, 20])):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            if rng.random() < 0.3:
+                del data[rng.randrange(len(data)) :]
+            (folder / name).write_bytes(data)
+            try:
+                tokenizer = Tokenizer.from_folder(folder)
+                tokenizer.decode(tokenizer.encode("Hello [INST] wörld"))
+                outcomes["loaded"] += 1
+            except ModelError:
+                outcomes["refused"] += 1
+        assert min(outcomes.values()) > 10, (name, outcomes)

@@ -1,0 +1,654 @@
+"""Weight files: hand-made bad ones, strict accounting, exact bytes, and no memory wasted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Spec, edit_json, edit_tensors, write
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import minikv.models as models
+import minikv.models.weights as weights
+from minikv.cli.bench import place
+from minikv.cli.doctor import one_thread
+from minikv.models.config import ModelConfig
+from minikv.models.errors import ModelError
+from minikv.models.llama import Llama
+from minikv.models.weights import Checkpoint, load_network, read_header
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def network_of(folder: Path, dtype: torch.dtype | None = None) -> Llama:
+    return load_network(Checkpoint.open(folder), ModelConfig.from_folder(folder), dtype=dtype)
+
+
+def refused(act: Callable[[], object]) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        act()
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.isprintable()
+    return caught.value
+
+
+def raw_file(path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
+    """A safetensors file from any header, honest or not."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    size = len(text) if length is None else length
+    path.write_bytes(size.to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(start: int, end: int, shape: list[Any], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+GOOD = {"a": entry(0, 8, [2]), "b": entry(8, 16, [2, 1])}
+HEADERS: list[tuple[str, object, bytes, int | None, str]] = [
+    # what is wrong, header, data, claimed header length, a word of the message
+    ("length beyond the file", GOOD, b"\0" * 16, 10_000, "truncated"),
+    ("length over the limit", GOOD, b"\0" * 16, 2**24 + 1, "header"),
+    ("length of 2^63", GOOD, b"\0" * 16, 2**63, "header"),
+    ("length zero", GOOD, b"\0" * 16, 0, "truncated"),
+    ("length cuts the JSON", GOOD, b"\0" * 16, 20, "JSON"),
+    ("not JSON", b"{nonsense}", b"", None, "JSON"),
+    ("not UTF-8", b'{"\xff": 1}', b"", None, "JSON"),
+    ("nested deeply", b"[" * 100_000, b"", None, "JSON"),
+    ("a list", [1], b"", None, "object"),
+    ("no tensors", {}, b"", None, "no tensors"),
+    ("only metadata", {"__metadata__": {"a": "b"}}, b"", None, "no tensors"),
+    ("metadata of numbers", {"__metadata__": {"a": 1}, **GOOD}, b"\0" * 16, None, "metadata"),
+    (
+        "a name twice",
+        b'{"a":'
+        + json.dumps(entry(0, 4, [1])).encode()
+        + b',"a":'
+        + json.dumps(entry(0, 4, [1])).encode()
+        + b"}",
+        b"\0" * 4,
+        None,
+        "twice",
+    ),
+    (
+        "a key twice",
+        b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        b"\0" * 4,
+        None,
+        "twice",
+    ),
+    ("name with a path", {"../a": entry(0, 4, [1])}, b"\0" * 4, None, "name"),
+    ("name with an escape", {"a\x1b[31m": entry(0, 4, [1])}, b"\0" * 4, None, "name"),
+    ("empty name", {"": entry(0, 4, [1])}, b"\0" * 4, None, "name"),
+    ("long name", {"a" * 300: entry(0, 4, [1])}, b"\0" * 4, None, "name"),
+    ("facts missing", {"a": {"dtype": "F32", "shape": [1]}}, b"\0" * 4, None, "must have"),
+    ("facts unknown", {"a": entry(0, 4, [1]) | {"x": 1}}, b"\0" * 4, None, "must have"),
+    ("dtype unknown", {"a": entry(0, 4, [1], "F33")}, b"\0" * 4, None, "dtype"),
+    ("dtype a number", {"a": entry(0, 4, [1]) | {"dtype": 3}}, b"\0" * 4, None, "dtype"),
+    ("shape negative", {"a": entry(0, 4, [-1])}, b"\0" * 4, None, "shape"),
+    ("shape of floats", {"a": entry(0, 4, [1.0])}, b"\0" * 4, None, "shape"),
+    ("shape true", {"a": entry(0, 4, [True])}, b"\0" * 4, None, "shape"),
+    ("shape 0 x 2^62", {"a": entry(0, 0, [0, 2**62])}, b"", None, "shape"),
+    ("shape overflows", {"a": entry(0, 4, [2**61, 2**61])}, b"\0" * 4, None, "fill"),
+    ("shape of 9 axes", {"a": entry(0, 4, [1] * 9)}, b"\0" * 4, None, "shape"),
+    ("shape too large", {"a": entry(0, 4, [2])}, b"\0" * 4, None, "fill"),
+    ("offsets reversed", {"a": entry(4, 0, [1])}, b"\0" * 4, None, "data_offsets"),
+    (
+        "three offsets",
+        {"a": entry(0, 4, [1]) | {"data_offsets": [0, 4, 8]}},
+        b"\0" * 4,
+        None,
+        "data_offsets",
+    ),
+    (
+        "offsets beyond the file",
+        {"a": entry(0, 4, [1]), "b": entry(4, 400, [99])},
+        b"\0" * 8,
+        None,
+        "truncated",
+    ),
+    ("overlap", {"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"\0" * 12, None, "overlap"),
+    (
+        "the same bytes twice",
+        {"a": entry(0, 8, [2]), "b": entry(0, 8, [2])},
+        b"\0" * 8,
+        None,
+        "overlap",
+    ),
+    ("hole", {"a": entry(0, 8, [2]), "b": entry(12, 20, [2])}, b"\0" * 20, None, "hole"),
+    ("hole at the start", {"a": entry(4, 12, [2])}, b"\0" * 12, None, "hole"),
+    ("one byte short", GOOD, b"\0" * 15, None, "truncated"),
+    ("one byte long", GOOD, b"\0" * 17, None, "after the last"),
+]
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "length", "word"), [h[1:] for h in HEADERS], ids=[h[0] for h in HEADERS]
+)
+def test_bad_header(
+    header: object, data: bytes, length: int | None, word: str, tmp_path: Path
+) -> None:
+    path = raw_file(tmp_path / "model.safetensors", header, data, length)
+    error = refused(lambda: read_header(path))
+    assert error.exit_code == 6
+    assert word in str(error)
+
+
+def test_a_good_header(tmp_path: Path) -> None:
+    path = raw_file(
+        tmp_path / "model.safetensors", {"__metadata__": {"format": "pt"}} | GOOD, b"\0" * 16
+    )
+    header = read_header(path)
+    base = path.stat().st_size - 16
+    assert [(e.name, e.start - base, e.end - base, e.shape) for e in header.values()] == [
+        ("a", 0, 8, (2,)),
+        ("b", 8, 16, (2, 1)),
+    ]
+
+
+@settings(
+    max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_damaged_headers_are_read_or_refused(data: st.DataObject, tmp_path: Path) -> None:
+    """Bytes replaced, cut out or repeated: no exception but ModelError, and no lie accepted."""
+    path = raw_file(tmp_path / "model.safetensors", GOOD, b"\0" * 16)
+    damaged = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(damaged) - 1))
+        piece = data.draw(st.binary(max_size=3))
+        damaged[at : at + data.draw(st.integers(0, 3))] = piece
+    path.write_bytes(damaged)
+    try:
+        header = read_header(path)
+    except ModelError:
+        return
+    spans = sorted((e.start, e.end) for e in header.values())
+    assert spans[-1][1] == len(damaged)
+    assert all(one[1] == two[0] for one, two in pairwise(spans))
+    assert spans[0][0] == 8 + int.from_bytes(damaged[:8], "little")
+
+
+def test_too_many_tensors(tmp_path: Path) -> None:
+    header = {f"t{i}": entry(0, 0, [0]) for i in range(weights.TENSOR_LIMIT + 1)}
+    path = raw_file(tmp_path / "model.safetensors", header)
+    assert "tensors" in str(refused(lambda: read_header(path)))
+
+
+def test_an_empty_file_and_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "empty.safetensors").write_bytes(b"")
+    assert refused(lambda: read_header(tmp_path / "empty.safetensors")).exit_code == 6
+    os.mkfifo(tmp_path / "pipe.safetensors")  # opening it for reading must not block
+    assert refused(lambda: read_header(tmp_path / "pipe.safetensors")).exit_code == 6
+    (tmp_path / "folder.safetensors").mkdir()
+    assert refused(lambda: read_header(tmp_path / "folder.safetensors")).exit_code == 6
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded", "original"])
+def test_every_truncation_is_seen_before_anything_is_loaded(layout: str, tmp_path: Path) -> None:
+    write(Spec(layout=layout), tmp_path)
+    shard = sorted(tmp_path.glob("*.safetensors"))[-1]
+    whole = shard.read_bytes()
+    edge = 8 + int.from_bytes(whole[:8], "little")
+    points = {*range(10), edge - 1, edge, edge + 1, len(whole) - 1, len(whole) // 2}
+    points |= {len(whole) * i // 64 for i in range(64)}
+    for size in sorted(points):
+        shard.write_bytes(whole[:size])
+        assert refused(lambda: Checkpoint.open(tmp_path)).exit_code == 6, size
+    shard.write_bytes(whole)
+    network_of(tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    """No map is held, so this is an error message and not a SIGBUS."""
+    write(Spec(), tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    path = tmp_path / "model.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+    error = refused(lambda: load_network(checkpoint, ModelConfig.from_folder(tmp_path)))
+    assert error.exit_code == 6
+    assert "truncated" in str(error)
+
+
+def set_map(folder: Path, tensor: str, shard: str | None) -> None:
+    def change(raw: dict[str, Any]) -> None:
+        if shard is None:
+            del raw["weight_map"][tensor]
+        else:
+            raw["weight_map"][tensor] = shard
+
+    edit_json(folder / "model.safetensors.index.json", change)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "../model.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        ".hidden.safetensors",
+        "model.bin",
+        "x.safetensors\n",
+        "C:\\x.safetensors",
+        "",
+        "~/x.safetensors",
+        "\x1b.safetensors",
+    ],
+)
+def test_weight_map_takes_bare_file_names_only(shard: str, tmp_path: Path) -> None:
+    write(Spec(layout="sharded"), tmp_path)
+    set_map(tmp_path, NORM, shard)
+    assert refused(lambda: Checkpoint.open(tmp_path)).exit_code == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", 6),
+        ("[]", 6),
+        ("{}", 6),
+        ('{"weight_map": {}}', 6),
+        ('{"weight_map": []}', 6),
+        ('{"weight_map": {"a": 3}}', 6),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', 6),
+        ('{"weight_map": {"a": "absent.safetensors"}}', 3),
+    ],
+)
+def test_bad_index(text: str, code: int, tmp_path: Path) -> None:
+    write(Spec(layout="sharded"), tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert refused(lambda: Checkpoint.open(tmp_path)).exit_code == code
+
+
+def test_the_index_and_the_shards_must_agree(tmp_path: Path) -> None:
+    write(Spec(layout="sharded"), tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    good = index.read_text()
+    mapping = json.loads(good)["weight_map"]
+    other = next(shard for shard in mapping.values() if shard != mapping[NORM])
+    for shard in (other, None):
+        set_map(tmp_path, NORM, shard)
+        assert refused(lambda: Checkpoint.open(tmp_path)).exit_code == 6
+        index.write_text(good)
+    set_map(tmp_path, "model.extra.weight", other)
+    assert refused(lambda: Checkpoint.open(tmp_path)).exit_code == 6
+    index.write_text(good)
+    (tmp_path / other).unlink()
+    error = refused(lambda: Checkpoint.open(tmp_path))
+    assert error.exit_code == 3
+    assert other in str(error)
+
+
+def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    write(Spec(layout="sharded"), tmp_path)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    one = load_file(shards[0])
+    name = next(iter(one))
+    edit_tensors(shards[1], lambda t: t | {name: one[name]})
+    error = refused(lambda: Checkpoint.open(tmp_path))
+    assert error.exit_code == 6
+    assert "both" in str(error)
+
+
+def test_stale_shards_beside_the_index_are_not_read(tmp_path: Path) -> None:
+    write(Spec(layout="sharded"), tmp_path)
+    save_file({NORM: torch.zeros(48)}, tmp_path / "model-00009-of-00009.safetensors")
+    save_file({NORM: torch.zeros(48)}, tmp_path / "consolidated.safetensors")
+    assert network_of(tmp_path).norm.abs().sum() > 0
+
+
+def test_model_parallel_consolidated_files_are_refused(tmp_path: Path) -> None:
+    write(Spec(layout="original"), tmp_path)
+    path = tmp_path / "consolidated.safetensors"
+    (tmp_path / "consolidated.00.safetensors").write_bytes(path.read_bytes())
+    path.rename(tmp_path / "consolidated.01.safetensors")
+    error = refused(lambda: Checkpoint.open(tmp_path))
+    assert error.exit_code == 6
+    assert "model-parallel" in error.hint
+
+
+def test_consolidated_in_two_parts_with_an_index(tmp_path: Path) -> None:
+    write(Spec(layout="original"), tmp_path)
+    whole = network_of(tmp_path)
+    path = tmp_path / "consolidated.safetensors"
+    tensors = sorted(load_file(path).items())
+    half = len(tensors) // 2
+    mapping = {}
+    for number, part in ((1, tensors[:half]), (2, tensors[half:])):
+        name = f"consolidated-0000{number}-of-00002.safetensors"
+        save_file(dict(part), tmp_path / name)
+        mapping |= {key: name for key, _ in part}
+    path.unlink()
+    (tmp_path / "consolidated.safetensors.index.json").write_text(
+        json.dumps({"weight_map": mapping})
+    )
+    assert_equal(network_of(tmp_path), whole)
+
+
+def assert_equal(one: Llama, two: Llama) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def drop(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "word"),
+    [
+        (drop(NORM), 6, "lack model.norm.weight"),
+        (drop("lm_head.weight"), 6, "lm_head"),
+        (drop("model.embed_tokens.weight"), 6, "embed_tokens"),
+        (lambda t: t | {"model.layers.2.mlp.up_proj.weight": torch.ones(2)}, 6, "unexpected"),
+        (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}, 6, "unexpected"),
+        (lambda t: t | {"model.layers.0.self_attn.q_norm.weight": torch.ones(12)}, 6, "q_norm"),
+        (lambda t: t | {"score.weight": torch.ones(2, 2)}, 6, "score"),
+        (lambda t: t | {NORM: torch.ones(47)}, 6, "shape"),
+        (lambda t: t | {NORM: torch.ones(48, 1)}, 6, "shape"),
+        (lambda t: t | {Q: t[Q][:, :-1]}, 6, "shape"),
+        (lambda t: t | {"lm_head.weight": t["lm_head.weight"][:-1]}, 6, "shape"),
+        (lambda t: t | {NORM: t[NORM].double()}, 3, "F64"),
+        (lambda t: t | {NORM: t[NORM].long()}, 3, "I64"),
+        (lambda t: t | {Q: t[Q].to(torch.float8_e4m3fn)}, 3, "f8_e4m3"),
+        (lambda t: t | {Q: t[Q].to(torch.int8)}, 3, "quantised"),
+        (lambda t: t | {Q: t[Q].to(torch.uint8)}, 3, "quantised"),
+        (lambda t: t | {Q + "_scale_inv": torch.ones(1)}, 3, "quantised"),
+        (lambda t: t | {Q.replace("weight", "qweight"): torch.ones(1)}, 3, "gptq"),
+        (lambda t: t | {Q.replace("weight", "g_idx"): torch.ones(1)}, 3, "gptq"),
+        (lambda t: t | {Q.replace("weight", "weight_packed"): torch.ones(1)}, 3, "compressed"),
+        (lambda t: t | {Q + ".absmax": torch.ones(1)}, 3, "bitsandbytes"),
+        (lambda t: t | {Q + ".quant_state.bitsandbytes__nf4": torch.ones(1)}, 3, "bitsandbytes"),
+        (lambda t: {k: v.to(torch.float8_e5m2) for k, v in t.items()}, 3, "f8_e5m2"),
+        (lambda t: {k: v.double() for k, v in t.items()}, 3, "F64"),
+    ],
+)
+def test_accounting(change: Any, code: int, word: str, tmp_path: Path) -> None:
+    write(Spec(), tmp_path)
+    edit_tensors(tmp_path / "model.safetensors", change)
+    error = refused(lambda: network_of(tmp_path))
+    assert error.exit_code == code
+    assert word in str(error)
+
+
+def test_the_original_layout_is_accounted_for_too(tmp_path: Path) -> None:
+    write(Spec(layout="original"), tmp_path)
+    path = tmp_path / "consolidated.safetensors"
+    good = path.read_bytes()
+    for change in (
+        drop("layers.1.ffn_norm.weight"),
+        lambda t: t | {"layers.0.attention.wq.lora": torch.ones(2)},
+        lambda t: t | {NORM: t["norm.weight"].clone()},  # the same tensor under both names
+    ):
+        edit_tensors(path, change)
+        assert refused(lambda: network_of(tmp_path)).exit_code == 6
+        path.write_bytes(good)
+
+
+@pytest.mark.parametrize(
+    ("files", "code", "word"),
+    [
+        (["pytorch_model.bin"], 3, "pickled"),
+        (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], 3, "pickled"),
+        (["consolidated.00.pth"], 3, "pickled"),
+        (["model.pt"], 3, "pickled"),
+        (["model.ckpt"], 3, "pickled"),
+        (["model-q4.gguf"], 3, "GGUF"),
+        (["flax_model.msgpack"], 3, "Flax"),
+        (["training_args.bin"], 3, "no weights"),
+        ([], 3, "no weights"),
+    ],
+)
+def test_other_formats_are_refused_by_name(
+    files: list[str], code: int, word: str, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"\x80\x04.")
+    error = refused(lambda: Checkpoint.open(tmp_path))
+    assert error.exit_code == code
+    assert word in str(error)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16, None])
+def test_every_pair_of_dtypes_converts_as_torch_does(
+    stored: torch.dtype, wanted: torch.dtype | None, tmp_path: Path, monkeypatch: Any
+) -> None:
+    oracle = write(Spec(bias=True), tmp_path)
+    edit_tensors(tmp_path / "model.safetensors", lambda t: {k: v.to(stored) for k, v in t.items()})
+    monkeypatch.setattr(weights, "STAGING", 1000)  # tensors cross the staging in many pieces
+    network = network_of(tmp_path, wanted)
+    dtype = wanted or stored
+    assert network.dtype == dtype
+    for name, tensor in network.tensors():
+        assert torch.equal(tensor, oracle.state_dict()[name].to(stored).to(dtype)), name
+
+
+def test_the_storage_dtype_is_that_of_most_bytes(tmp_path: Path) -> None:
+    write(Spec(), tmp_path)
+    edit_tensors(
+        tmp_path / "model.safetensors",
+        lambda t: {k: v if v.dim() == 1 else v.bfloat16() for k, v in t.items()},
+    )
+    assert network_of(tmp_path).dtype == torch.bfloat16
+
+
+def test_counted_parameters_are_the_real_ones(tmp_path: Path) -> None:
+    specs = [
+        Spec(),
+        Spec(tied=True),
+        Spec(bias=True, mlp_bias=True),
+        Spec(family="qwen2"),
+        Spec(heads=6, kv_heads=2, head_dim=20),
+    ]
+    for number, spec in enumerate(specs):
+        write(spec, tmp_path / str(number))
+        network = network_of(tmp_path / str(number))
+        assert network.weight_bytes == 4 * network.config.parameters
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(Spec(), tmp_path)
+    config, checkpoint = ModelConfig.from_folder(tmp_path), Checkpoint.open(tmp_path)
+    needs = config.parameters * 4 + weights.STAGING
+    monkeypatch.setattr(weights, "free_memory", lambda device: needs - 1)
+    monkeypatch.setattr(weights, "Llama", lambda *a, **k: pytest.fail("allocated"))
+    error = refused(lambda: load_network(checkpoint, config))
+    assert error.exit_code == 4
+    assert "GiB" in str(error)
+    monkeypatch.undo()
+    monkeypatch.setattr(weights, "free_memory", lambda device: needs)
+    load_network(checkpoint, config)
+
+
+def test_free_memory_respects_a_containers_limit(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 200000\n")
+    assert weights._cgroup_free(tmp_path) == 500_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert weights._cgroup_free(tmp_path) is None
+    free = weights.free_memory(torch.device("cpu"))
+    assert free is not None
+    assert free > 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "device", "wants"),
+    [
+        ("auto", torch.float16, "cpu", torch.float32),
+        ("auto", torch.float16, "cuda", torch.float16),
+        ("auto", torch.bfloat16, "cpu", torch.bfloat16),
+        ("auto", torch.float32, "cpu", torch.float32),
+        ("float16", torch.bfloat16, "cpu", torch.float16),
+    ],
+)
+def test_what_dtype_auto_means(
+    name: str, stored: torch.dtype, device: str, wants: torch.dtype
+) -> None:
+    assert models._dtype(name, stored, torch.device(device)) == wants
+
+
+def test_unknown_dtypes_and_devices_are_refused() -> None:
+    assert refused(lambda: models._dtype("int4", torch.float32, torch.device("cpu"))).exit_code == 3
+    for name in ("tpu", "meta", "mps", "cuda:99", "cuda:x", ""):
+        assert refused(lambda name=name: models._device(name)).exit_code == 3
+    assert models._device("cpu") == torch.device("cpu")
+    assert models._device("auto").type in ("cpu", "cuda")
+
+
+def test_a_second_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, whatever the tensors are on."""
+    now = [0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", now.append)
+    assert models._device("cuda") == torch.device("cuda")
+    assert models._device("cuda:1") == torch.device("cuda:1")
+    assert now == [0, 1]
+    assert place.prepare("cuda:0", 0) == torch.device("cuda:0")
+    assert place.prepare("cpu", 0) == torch.device("cpu")
+    assert now == [0, 1, 0]
+
+
+def test_the_package_and_its_errors_import_without_torch() -> None:
+    code = "import sys, minikv.models.errors; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+PROBE = r"""
+import re, sys, torch
+from minikv.models.config import ModelConfig
+from minikv.models.weights import Checkpoint, load_network
+def highest():
+    # Not ru_maxrss: that begins with what the process which started this one held.
+    with open("/proc/self/status") as file:
+        return int(re.search(r"VmHWM:\s*(\d+) kB", file.read())[1]) * 1024
+
+folder = sys.argv[1]
+dtype = getattr(torch, sys.argv[2])
+checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
+torch.set_num_threads(1)  # a thread's stack is memory, too
+torch.ones(8, 8) @ torch.ones(8, 8)
+torch.ones(1 << 20).copy_(torch.ones(1 << 20, dtype=torch.bfloat16))
+slow = "sympy" in sys.modules
+before = highest()
+network = load_network(checkpoint, config, dtype=dtype)
+after = highest()
+maps = open("/proc/self/maps").read()
+import os
+files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+         if os.path.exists(f"/proc/self/fd/{fd}")]
+print(after - before, network.weight_bytes, "safetensors" in maps,
+      any(name.endswith(".safetensors") for name in files), slow != ("sympy" in sys.modules))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("wanted", ["bfloat16", "float32"])
+def test_loading_peaks_at_one_copy_and_keeps_no_file(wanted: str, tmp_path: Path) -> None:
+    """200 MB of bfloat16: the peak above the start is the weights and the staging buffer."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "vocab_size": 8000,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = Llama(ModelConfig.from_folder(tmp_path), dtype=torch.bfloat16)
+    state = {name: tensor.zero_().clone() for name, tensor in made.tensors()}
+    save_file(state, tmp_path / "model.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(tmp_path), wanted],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    grown, size, mapped, held, slow = done.stdout.split()
+    assert int(size) > 150 * 2**20
+    staging = weights.STAGING if wanted == "float32" else 0  # what stays as it is needs none
+    assert int(grown) < int(size) + staging + 16 * 2**20
+    assert (mapped, held, slow) == ("False", "False", "False")
+
+
+READING = """
+import sys, threading, time, torch
+from minikv.models.config import ModelConfig
+from minikv.models.llama import Llama
+from minikv.models.rope import RopeConfig
+
+class Nothing:
+    position = 0
+    def attend(self, layer, q, k, v):
+        return q
+    def advance(self, tokens):
+        pass
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+torch.set_num_threads(1)
+dtype, tokens = getattr(torch, sys.argv[1]), 8192
+config = ModelConfig(
+    family="llama", layers=2, heads=8, kv_heads=2, head_dim=64, hidden=512, mlp=1536, vocab=1000,
+    norm_eps=1e-5, rope=RopeConfig(), max_context=tokens, windows=(None, None), tied=True,
+)
+network = Llama(config, dtype=dtype).randomise()
+network.forward(torch.zeros(1024, dtype=torch.int64), Nothing())
+ids = torch.zeros(tokens, dtype=torch.int64)
+before = peak = resident()
+done = False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, resident())
+        time.sleep(0.001)
+thread = threading.Thread(target=watch)
+thread.start()
+network.forward(ids, Nothing())
+done = True
+thread.join()
+stream = tokens * 512 * dtype.itemsize
+wide = network.rows * 2 * 1536 * dtype.itemsize
+print(peak - before, stream, wide)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_long_prompt_holds_the_residual_stream_and_one_chunk(dtype: str) -> None:
+    """8192 tokens through a network without a cache; 10 MiB for a chunk on the way and the
+    holes that it leaves in the heap: a second tensor of full length, 8 or 16 MiB, would show."""
+    done = subprocess.run(
+        [sys.executable, "-c", READING, dtype], capture_output=True, text=True, check=True
+    )
+    grown, stream, wide = map(int, done.stdout.split())
+    assert grown >= stream  # the watch has seen the forward
+    assert grown <= stream + wide + 10 * 2**20

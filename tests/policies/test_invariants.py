@@ -1,0 +1,530 @@
+"""The invariants of shared/reference/policies.md, section 17, as properties.
+
+`TESTS` says where each number is tested: here, or beside the code that it is about.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small import COMPOSITIONS, PAIRS, Dense, engine, ids, least, network, over, spell
+from torch import Tensor
+
+from minikv import policies
+from minikv.cache.budget import Budget
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.stats import Shape
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.engine import Engine
+from minikv.policies import kvcrush
+from minikv.policies.adakv import wanted
+from minikv.policies.base import PromptPolicy, PromptView, StepPolicy, StepView
+from minikv.policies.counter_rng import gumbel, uniform
+from minikv.policies.snapkv import pool, window_scorer
+
+TESTS: dict[int, tuple[str, ...]] = {
+    1: (
+        "cache/test_kv_cache.py::test_budget_above_length_changes_no_bit",
+        "cache/test_block_prefill.py::test_a_budget_above_the_length_changes_nothing",
+        "policies/test_invariants.py::test_any_composition_on_a_large_budget_changes_no_bit",
+    ),
+    2: (
+        "cache/test_budgets.py::test_walks_with_every_part",
+        "cache/test_budgets.py::test_walks_with_every_step_policy",
+        "cache/test_budgets.py::test_walks_of_methods",
+    ),
+    3: ("cache/test_kv_cache.py::test_an_evicted_cache_is_a_masked_full_cache",),
+    4: ("policies/test_invariants.py::test_snapkv_without_pooling_is_nacl_without_its_draw",),
+    5: (
+        "policies/test_methods.py::test_proxies_that_are_all_queries_are_h2o",
+        "policies/test_invariants.py::test_scores_are_column_sums_of_the_attention",
+    ),
+    6: ("policies/test_invariants.py::test_tova_per_head_is_nacl_with_one_proxy",),
+    7: (
+        "policies/test_invariants.py::test_adakv_with_every_row_sure_is_snapkv",
+        "policies/test_invariants.py::test_official_rounding_is_the_authors_formula",
+        "policies/test_axes.py::test_adaptive_heads_keep_the_most_mass",
+        "policies/test_fixtures.py::test_exact_rounding_sums_to_the_row",
+        "cache/test_budgets.py::test_heads_sum_to_the_layers_total",
+    ),
+    8: (
+        "policies/test_invariants.py::test_a_pyramid_of_one_width_is_snapkv",
+        "cache/test_budgets.py::test_layers_sum_to_the_budget",
+    ),
+    9: ("cache/test_budgets.py::test_the_loss_is_within_ada_kvs_bound",),
+    10: (
+        "policies/test_invariants.py::test_roco_without_its_scope_takes_h2os_victim",
+        "policies/test_invariants.py::test_rocos_counters_are_ages",
+        "policies/test_axes.py::test_roco_takes_a_constant_stream_for_steady",
+    ),
+    11: ("policies/test_methods.py::test_h2o_columns_sum_to_the_queries",),
+    12: (
+        "policies/test_methods.py::test_simhash_law",
+        "policies/test_methods.py::test_hashevict_evicts_the_antipode_and_spares_the_twin",
+        "cache/test_budgets.py::test_walks_with_every_step_policy",
+    ),
+    13: (
+        "policies/test_invariants.py::test_kvcrush_without_representatives_is_its_base",
+        "policies/test_invariants.py::test_kvcrush_orders_by_the_marks_of_all_heads",
+        "policies/test_invariants.py::test_the_order_of_heads_is_nothing_to_kvcrush",
+        "policies/test_fixtures.py::test_kvcrush_in_blocks",
+        "policies/test_fixtures.py::test_kvcrush_selects_what_the_release_does",
+    ),
+    14: ("policies/test_invariants.py::test_streaming_is_the_same_however_rows_come",),
+    15: ("policies/test_invariants.py::test_the_group_comes_before_the_pool",),
+    16: ("cache/test_kv_cache.py::test_an_evicted_cache_is_a_masked_full_cache",),
+    17: ("cache/test_kv_cache.py::test_an_evicted_cache_is_a_masked_full_cache",),
+    18: (
+        "policies/test_invariants.py::test_the_same_seed_keeps_the_same_rows",
+        "policies/test_axes.py::test_best_keeps_the_higher_then_the_younger",
+    ),
+}
+
+BRIEF = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+SEEDS = st.integers(0, 1 << 30)
+
+
+def test_every_invariant_has_a_test() -> None:
+    assert list(TESTS) == list(range(1, 19))
+    here = Path(__file__).parents[1]
+    for place in {place for places in TESTS.values() for place in places}:
+        name, test = place.split("::")
+        assert f"def {test}(" in (here / name).read_text(), place
+
+
+def one(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy:
+    made = policies.prompt_policy(name, options)
+    assert made is not None
+    return made
+
+
+def step(name: str, options: Mapping[str, object] | None = None) -> StepPolicy:
+    made = policies.step_policy(name, options)
+    assert made is not None
+    return made
+
+
+Rows = tuple[Tensor, Tensor]
+"""Queries [L, N, H * G, D] and keys [L, N, H, D]."""
+
+
+def rows(seed: int, tokens: int, *, layers: int = 1, heads: int = 2, group: int = 2) -> Rows:
+    generator = torch.Generator().manual_seed(seed)
+    query = 2 * torch.randn(layers, tokens, heads * group, 8, generator=generator)
+    return query, torch.randn(layers, tokens, heads, 8, generator=generator)
+
+
+def cache(
+    made: Rows, prompt: PromptPolicy | None, step: StepPolicy | None, budget: int, stride: int = 0
+) -> KVCache:
+    layers, _, heads, size = made[1].shape
+    form = Shape(layers, heads, made[0].shape[2], size, (None,) * layers, 1 << 20)
+    return KVCache(form, prompt, step, Budget.parse(budget), stride=stride, poison=True)
+
+
+def read(kv: KVCache, made: Rows, lo: int, hi: int) -> None:
+    """Rows lo..hi as a prompt."""
+    kv.begin(hi - lo)
+    for layer, (query, key) in enumerate(zip(*made, strict=True)):
+        kv.attend(layer, query[lo:hi], key[lo:hi], key[lo:hi])
+    kv.advance(hi - lo)
+
+
+def write(kv: KVCache, made: Rows, lo: int, hi: int) -> None:
+    """Rows lo..hi as an answer."""
+    for at in range(lo, hi):
+        for layer, (query, key) in enumerate(zip(*made, strict=True)):
+            kv.attend(layer, query[at : at + 1], key[at : at + 1], key[at : at + 1])
+        kv.advance(1)
+
+
+def kept(kv: KVCache) -> list[list[int]]:
+    heads = range(kv.shape.kv_heads)
+    return [kv.kept(layer, h).tolist() for layer in range(kv.shape.layers) for h in heads]
+
+
+def chosen(policy: PromptPolicy, made: Rows, budget: int) -> list[list[int]]:
+    """What a prompt policy keeps of all rows."""
+    kv = cache(made, policy, None, budget)
+    read(kv, made, 0, made[1].shape[1])
+    return kept(kv)
+
+
+# -- 1 --------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(COMPOSITIONS), st.integers(0, 4), st.sampled_from(policies.step_names()))
+@BRIEF
+def test_any_composition_on_a_large_budget_changes_no_bit(
+    words: tuple[str, ...], outside: int, decode: str
+) -> None:
+    """Invariant 1 for parts, too."""
+    eviction = EvictionConfig.read(spell(words, outside), decode, 200)
+    assert least(eviction) <= 200
+    net = network(layers=2)
+    run, dense = Engine(net, over(net, *eviction.policies())), Dense(net)
+    for turn in range(2):
+        tokens = ids(40 - 9 * turn, seed=turn)
+        assert torch.equal(run.prompt(tokens), dense.prompt(tokens))
+        for token in range(3):
+            assert torch.equal(run.step(token), dense.step(token))
+    assert run.kv.stats().evicted == 0
+
+
+# -- 4 to 6 ---------------------------------------------------------------------------------
+
+
+@given(SEEDS, st.integers(1, 40), st.integers(1, 60), st.integers(0, 90))
+@BRIEF
+def test_snapkv_without_pooling_is_nacl_without_its_draw(
+    seed: int, window: int, more: int, extra: int
+) -> None:
+    """Invariant 4: the last W queries as proxies, no draw, no sinks."""
+    made = rows(seed, window + more + extra)
+    snap = one("snapkv", {"window": window, "kernel": 1})
+    nacl = one("nacl", {"proxies": window, "sinks": 0, "random": 0.0})
+    found = chosen(snap, made, window + more)
+    assert found == chosen(nacl, made, window + more)
+    assert {len(r) for r in found} == {window + more}
+
+
+@pytest.mark.parametrize("name", ["nacl", "h2o"])
+@given(SEEDS, st.integers(1, 50))
+@BRIEF
+def test_scores_are_column_sums_of_the_attention(name: str, seed: int, proxies: int) -> None:
+    """Invariant 5 by the definition: causal softmax, summed over the proxies, which for H2O are all
+    queries of the prompt, mean over the group."""
+    tokens = 80
+    made = rows(seed, tokens)
+    given = {"proxies": proxies, "sinks": 0} if name == "nacl" else {"window": proxies, "sinks": 0}
+    policy = one(name, given | ({"random": 0.0} if name == "nacl" else {}))
+    query, key = made[0][0].double().unflatten(1, (2, 2)), made[1][0].double()
+    logits = torch.einsum("thgd,nhd->hgtn", query, key) / 8**0.5
+    late = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    p = logits.masked_fill(late, -torch.inf).softmax(-1)
+    if name == "nacl":
+        p = p[:, :, -proxies:]
+    sums = p.sum(2).mean(1)[:, : tokens - proxies]
+    want = [[*sorted(s.topk(9).indices.tolist()), *range(tokens - proxies, tokens)] for s in sums]
+    assert chosen(policy, made, proxies + 9) == want
+
+
+@given(SEEDS, st.integers(2, 60), st.integers(0, 60))
+@BRIEF
+def test_tova_per_head_is_nacl_with_one_proxy(seed: int, budget: int, extra: int) -> None:
+    """Invariant 6. The newest row, which is the proxy, stays."""
+    made = rows(seed, budget + extra)
+    tova = one("tova", {"per_head": True, "protect_newest": True})
+    nacl = one("nacl", {"proxies": 1, "sinks": 0, "random": 0.0})
+    assert chosen(tova, made, budget) == chosen(nacl, made, budget)
+
+
+# -- 7 and 8 --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounding", ["exact", "official"])
+@given(SEEDS, st.integers(33, 70), st.integers(0, 60), st.sampled_from(["max", "avg"]))
+@BRIEF
+def test_adakv_with_every_row_sure_is_snapkv(
+    rounding: str, seed: int, budget: int, extra: int, pooling: str
+) -> None:
+    """Invariant 7: alpha = 1, for the exact and for the authors' rounding."""
+    made = rows(seed, budget + extra, heads=3, group=1)
+    ada = one("adakv", {"alpha": 1.0, "pooling": pooling, "rounding": rounding})
+    found = chosen(ada, made, budget)
+    assert found == chosen(one("snapkv", {"pooling": pooling}), made, budget)
+    assert {len(r) for r in found} == {budget}
+
+
+@given(SEEDS, st.integers(1, 8), st.integers(1, 50), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+@BRIEF
+def test_official_rounding_is_the_authors_formula(
+    seed: int, heads: int, each: int, alpha: float
+) -> None:
+    """Invariant 7: round(B* (1 - alpha) + int(b alpha)), halves to even, and so it drifts."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(heads, 90, generator=generator) ** 4
+    free, pos = torch.ones_like(scores, dtype=torch.bool), torch.arange(90).expand(heads, 90)
+    order = scores.flatten().argsort(descending=True)[: heads * each]
+    need = torch.bincount(order // 90, minlength=heads).tolist()
+    assert wanted(scores, pos, free, heads * each) == need
+    counts = one("adakv", {"alpha": alpha, "rounding": "official"}).heads(
+        scores, pos, free, heads * each
+    )
+    assert counts == [round(n * (1 - alpha) + int(each * alpha)) for n in need]
+
+
+@given(SEEDS, st.integers(33, 70), st.integers(0, 80), st.sampled_from(["", "+ada"]))
+@BRIEF
+def test_a_pyramid_of_one_width_is_snapkv(seed: int, budget: int, extra: int, more: str) -> None:
+    """Invariant 8: beta = 1."""
+    made = rows(seed, budget + extra, layers=3)
+    flat = chosen(one(f"pyramidkv{more}", {"beta": 1}), made, budget)
+    assert flat == chosen(one(f"snapkv{more}"), made, budget)
+
+
+# -- 10 -------------------------------------------------------------------------------------
+
+
+@given(SEEDS, st.integers(0, 5), st.integers(1, 12), st.integers(1, 40), st.integers(1, 9))
+@BRIEF
+def test_roco_without_its_scope_takes_h2os_victim(
+    seed: int, sinks: int, recent: int, older: int, age: int
+) -> None:
+    """Invariant 10: when all rows were seen by as many queries, a mean is a sum."""
+    count = sinks + older + recent
+    generator = torch.Generator().manual_seed(seed)
+    sums = torch.rand(3, count, generator=generator)
+    squares = torch.rand(3, count, generator=generator)  # whatever it is: nothing is out of scope
+    order = torch.stack([torch.randperm(count, generator=generator) for _ in range(3)])
+    columns = {"sum": sums, "squares": squares, "count": torch.full_like(sums, float(age))}
+    cap, zero = torch.full((3,), count - 1), torch.zeros(3, dtype=torch.int64)
+    seen = StepView(count, order, cap, zero, torch.arange(3), columns)
+    roco = step("roco", {"sinks": sinks, "recent": recent, "scope": 0.0})
+    share = min(0.95, (recent + 0.5) / (count - 1))
+    h2o = step("h2o", {"sinks": sinks, "recent_share": share})
+    victims = roco.victims(seen)
+    if int(share * (count - 1)) == recent:  # a share of 0.95 is the most
+        assert torch.equal(victims, h2o.victims(seen))
+    free = (order >= sinks) & (order < count - recent)
+    assert torch.equal(victims, sums.masked_fill(~free, torch.inf).argmin(1))
+
+
+@pytest.mark.parametrize("stride", [0, 4])
+@given(SEEDS, st.integers(1, 32))
+@BRIEF
+def test_rocos_counters_are_ages(stride: int, seed: int, first: int) -> None:
+    """Invariant 10: of every survivor, the queries since its own, that one included. A prompt of
+    more tokens than are observed is the only place where less is counted."""
+    made = rows(seed, first + 60, group=1)
+    policy = step("roco")
+    assert policy.observe >= first
+    kv = cache(made, None, policy, 24, stride)
+    read(kv, made, 0, first)
+    write(kv, made, first, first + 45)
+    read(kv, made, first + 45, first + 60)
+    index, live = kv.arena.index(0)
+    pos, count = (kv.arena.columns[name][index][live] for name in ("pos", "count"))
+    assert torch.equal(count, (kv.position - pos).float())
+    assert len(count) < 2 * kv.position
+
+
+# -- 13 -------------------------------------------------------------------------------------
+
+
+BASES = [
+    w[0]
+    for w in COMPOSITIONS
+    if len(w) == 1 and "select" not in {policies.PARTS[p].axis for p in policies.find(w[0]).parts}
+]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_kvcrush_without_representatives_is_its_base(base: str) -> None:
+    """Invariant 13, over every method that has no selector of its own."""
+    crushed = policies.find(f"kvcrush({base})").name
+    net = network(layers=2)
+    prompts = [
+        engine(net, name, "none", 50, prompt_options=given)
+        for name, given in (
+            (base, {}),
+            (crushed, presets(base) | {"ratio": 0.0}),
+        )
+    ]
+    for turn in range(2):
+        found = []
+        for run in prompts:
+            run.prompt(ids(90, seed=turn))
+            run.step(turn)
+            found.append(kept(run.kv))
+        assert found[0] == found[1]
+
+
+def presets(base: str) -> dict[str, object]:
+    """The base's own defaults, where another part brings some along."""
+    return {option.name: option.default for option in policies.find(base).prompt_options}
+
+
+def crushed_view(mass: Tensor) -> PromptView:
+    """A first prompt of which the last query gave mass [H, G, N]; the last row is no candidate."""
+    heads, _, count = mass.shape
+    key = torch.zeros(heads, count, 8)
+    pos = torch.arange(count).expand(heads, count)
+    return PromptView(0, count, pos, 1, mass, mass.mean(1) ** 2, lambda: key, lambda: key)
+
+
+def order_of(
+    monkeypatch: pytest.MonkeyPatch, mass: Tensor, kind: str, bits: str = "kv"
+) -> list[list[int]]:
+    """Per head all free rows from the nearest to the anchor to the farthest, as `select` sorts
+    them: it is asked for the first 1, 2, 3, ... of them."""
+    heads, _, count = mass.shape
+    options = {"ratio": 1.0, "anchor": kind, "per_head": True, "bits": bits}
+    policy, seen = one("kvcrush(tova)", options), crushed_view(mass)
+    free = seen.pos < count - 1
+    scores = policy.evidence.scorer(seen)
+    monkeypatch.setattr(kvcrush, "ranks", lambda found, wanted, how: list(range(wanted)))
+    order: list[list[int]] = [[] for _ in range(heads)]
+    for n in range(1, count):
+        chosen = policy.select(seen, scores, free, [n] * heads)
+        for h in range(heads):
+            (one_more,) = set(chosen[h].nonzero().flatten().tolist()) - set(order[h])
+            order[h].append(one_more)
+    return order
+
+
+def marks_of(mass: Tensor, bits: str) -> Tensor:
+    """int64 [N - 1]: in how many heads a row is in the better half."""
+    count = mass.shape[2]
+    worth = mass.mean(1) if bits == "kv" else mass.flatten(0, 1)
+    found = torch.zeros(count - 1, dtype=torch.int64)
+    for line in worth:
+        found[line[: count - 1].topk((count - 1) // 2).indices] += 1
+    return found
+
+
+MASSES = [
+    torch.rand(h, g, 21, generator=torch.Generator().manual_seed(h + g))
+    for h, g in ((1, 1), (3, 1), (4, 2), (5, 3))
+]
+
+
+@pytest.mark.parametrize("mass", MASSES, ids=lambda mass: str(tuple(mass.shape)))
+@pytest.mark.parametrize("bits", ["kv", "query"])
+def test_kvcrush_orders_by_the_marks_of_all_heads(
+    mass: Tensor, bits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 13: from an anchor of zeros a row is as far as it has marks, from one of ones as
+    far as it lacks them; equal ones by position."""
+    marks = marks_of(mass, bits).tolist()
+    total = mass.shape[0] * (mass.shape[1] if bits == "query" else 1)
+    near = sorted(range(20), key=lambda j: (marks[j], j))
+    far = sorted(range(20), key=lambda j: (total - marks[j], j))
+    assert near != far
+    for kind, want in (("zeros", near), ("ones", far)):
+        assert order_of(monkeypatch, mass, kind, bits) == [want] * mass.shape[0]
+
+
+@pytest.mark.parametrize("kind", ["zeros", "ones", "mean", "inv_mean"])
+def test_the_order_of_heads_is_nothing_to_kvcrush(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 13: permuted KV heads leave the distances as they are."""
+    mass = MASSES[2]
+    want = order_of(monkeypatch, mass, kind)
+    for seed in range(3):
+        order = torch.randperm(4, generator=torch.Generator().manual_seed(seed))
+        assert order_of(monkeypatch, mass[order], kind) == want
+    flipped = order_of(monkeypatch, mass.flip(0), "alternate")  # which does care
+    assert flipped != order_of(monkeypatch, mass, "alternate")
+
+
+# -- 14 and 15 ------------------------------------------------------------------------------
+
+
+@given(SEEDS, st.integers(0, 6), st.integers(16, 40), st.integers(1, 80), st.data())
+@BRIEF
+def test_streaming_is_the_same_however_rows_come(
+    seed: int, sinks: int, budget: int, tokens: int, data: st.DataObject
+) -> None:
+    """Invariant 14: as one prompt, in several, in blocks, token by token, and for any network."""
+    given = {"sinks": sinks}
+    prompt, decode = one("streaming", given), step("streaming", given)
+    first, newest = min(sinks, tokens), min(tokens, budget)
+    want = [*range(first), *range(max(first, tokens - (newest - first)), tokens)]
+    cut = data.draw(st.integers(1, tokens))
+    kinds = [  # (prompt policy, stride, ends of the prompts, the rest is an answer)
+        (prompt, 0, [tokens]),
+        (prompt, 0, [cut, tokens]),
+        (prompt, 0, [cut]),
+        (None, 0, [1]),
+        (None, 1, [tokens]),
+        (None, 8, [cut, tokens]),
+        (None, 8, [cut]),
+    ]
+    for i, (policy, stride, ends) in enumerate(kinds):
+        made = rows(seed + i, tokens)
+        kv = cache(made, policy, decode, budget, stride)
+        for lo, hi in itertools.pairwise([0, *dict.fromkeys(ends)]):
+            read(kv, made, lo, hi)
+        write(kv, made, ends[-1], tokens)
+        assert kept(kv) == [want] * 2, (i, ends)
+
+
+@given(SEEDS, st.sampled_from([3, 5, 7]))
+@BRIEF
+def test_the_group_comes_before_the_pool(seed: int, kernel: int) -> None:
+    """Invariant 15: average pooling commutes with the group's mean, maximum pooling does not, and
+    then ours is the one that joins the group first."""
+    generator = torch.Generator().manual_seed(seed)
+    mass = torch.rand(2, 3, 60, generator=generator)
+    pos, window = torch.arange(60).expand(2, 60), 6
+    free = pos < 60 - window
+    late = {
+        how: torch.stack([pool(mass[:, g], pos, free, kernel, how) for g in range(3)]).mean(0)
+        for how in ("avg", "max")
+    }
+    early = {how: pool(mass.mean(1), pos, free, kernel, how) for how in ("avg", "max")}
+    torch.testing.assert_close(early["avg"], late["avg"])
+    assert bool((late["max"] > early["max"] + 1e-3)[free].any())
+    seen = crushed_view(mass)
+    for how, want in early.items():
+        found = window_scorer(window, kernel, how, "mean")(seen)
+        torch.testing.assert_close(found[free], want[free])
+
+
+# -- 18 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("prompt", "decode"), PAIRS)
+def test_the_same_seed_keeps_the_same_rows(prompt: str, decode: str) -> None:
+    """Invariant 18, on one device: nothing is left to a global generator or to an order."""
+    found = []
+    for noise in range(2):
+        torch.manual_seed(noise)
+        net = network(layers=2)
+        run = engine(net, prompt, decode, 48)
+        run.prompt(ids(90))
+        for token in range(4):
+            run.step(token)
+        run.prompt(ids(30, seed=1))
+        found.append(kept(run.kv))
+    assert found[0] == found[1]
+
+
+# -- draws ----------------------------------------------------------------------------------
+
+
+def key_of(draw: int, seed: int) -> int:
+    """The key whose draw is made of the 64 bits `draw`: splitmix64 backwards."""
+    mask = (1 << 64) - 1
+
+    def undo_shift(x: int, bits: int) -> int:
+        found = x
+        for _ in range(64 // bits + 1):
+            found = x ^ (found >> bits)
+        return found
+
+    def undo(x: int) -> int:
+        x = undo_shift(x, 31) * pow(0x94D049BB133111EB, -1, 1 << 64) & mask
+        x = undo_shift(x, 27) * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & mask
+        return (undo_shift(x, 30) - 0x9E3779B97F4A7C15) & mask
+
+    key = undo((undo(draw) ^ seed) & mask)
+    return key - (1 << 64) if key >> 63 else key
+
+
+@pytest.mark.parametrize("seed", [0, 7, (1 << 31) - 1])
+def test_the_extreme_draws_are_inside_the_unit_interval(seed: int) -> None:
+    """0 < u < 1 for the largest and the smallest draw there is: no logarithm is infinite."""
+    keys = torch.tensor([key_of(0, seed), key_of((1 << 64) - 1, seed)])
+    low, high = uniform(seed, keys).tolist()
+    assert 0.0 < low < 2**-20
+    assert 1 - 2**-20 < high < 1.0
+    assert bool(torch.isfinite(gumbel(seed, keys)).all())

@@ -1,0 +1,259 @@
+"""Random checkpoints on disk, written by transformers, with the oracle that wrote them.
+
+One-dimensional weights (norms, biases) are randomised: transformers starts them at one and zero,
+under which a dropped bias or norm would go unseen.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "ministral": (MinistralConfig, MinistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+}
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "theta": {"rope_type": "default", "rope_theta": 500_000.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn_full": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.4,
+        "truncate": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One random model. Sizes are tiny but odd, so that a swapped axis shows."""
+
+    family: str = "llama"
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int | None = None
+    hidden: int = 48
+    rope: str = "default"
+    tied: bool = False
+    window: int | None = None
+    bias: bool = False
+    mlp_bias: bool = False
+    small: bool = False  # weights near zero, where norm_eps matters
+    layout: str = "hf"  # hf, sharded, original
+    spelling: str = "v5"  # v5, v4: how config.json spells the rotary settings
+    layers: int = 2
+    vocab: int = 67
+    seed: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        parts = [self.family, f"{self.heads}-{self.kv_heads}", f"d{self.head_dim or 'auto'}"]
+        parts += [self.rope, self.layout, self.spelling]
+        parts += [n for n in ("tied", "bias", "mlp_bias", "small") if getattr(self, n)]
+        if self.window:
+            parts.append(f"w{self.window}")
+        return "-".join(parts)
+
+
+def build(spec: Spec) -> PreTrainedModel:
+    """The oracle, in float32 with eager attention."""
+    config_class, model_class = CLASSES[spec.family]
+    settings: dict[str, Any] = {
+        "hidden_size": spec.hidden,
+        "intermediate_size": 56,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "vocab_size": spec.vocab,
+        "max_position_embeddings": 256,
+        "rope_parameters": dict(ROPES[spec.rope]),
+        "tie_word_embeddings": spec.tied,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "attn_implementation": "eager",
+    }
+    if spec.head_dim is not None:
+        settings["head_dim"] = spec.head_dim
+    if spec.family == "llama":
+        settings |= {"attention_bias": spec.bias, "mlp_bias": spec.mlp_bias}
+    elif spec.family == "qwen2":
+        if spec.window:
+            settings |= {
+                "use_sliding_window": True,
+                "sliding_window": spec.window,
+                "max_window_layers": 1,
+            }
+    else:
+        settings["sliding_window"] = spec.window
+    torch.manual_seed(spec.seed)
+    model = model_class(config_class(**settings | dict(spec.extra))).eval()
+    randomise(model, small=spec.small)
+    return model
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, *, small: bool = False) -> None:
+    """Every weight that transformers starts at a constant becomes random."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    if small:
+        model.get_input_embeddings().weight.mul_(0.02)
+
+
+def save(model: PreTrainedModel, spec: Spec, folder: Path) -> Path:
+    """Write the checkpoint of `model` in the layout and spelling of `spec`; returns `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if spec.layout == "sharded":
+        model.save_pretrained(folder, max_shard_size="20KB")
+    else:
+        model.save_pretrained(folder, max_shard_size="1GB")
+    edit_json(folder / "config.json", lambda raw: _respell(raw, spec))
+    if spec.layout == "original":
+        _to_original(model, folder)
+    return folder
+
+
+def write(spec: Spec, folder: Path) -> PreTrainedModel:
+    """`build` and `save`."""
+    model = build(spec)
+    save(model, spec, folder)
+    return model
+
+
+def edit_json(path: Path, change: Any) -> None:
+    """Rewrite a JSON file; `change` edits the object in place or returns another one."""
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(change(raw) or raw))
+
+
+def edit_tensors(path: Path, change: Any) -> None:
+    """Rewrite a safetensors file; `change` edits the dict in place or returns another one."""
+    tensors = load_file(path)
+    made = change(tensors) or tensors
+    save_file({name: t.contiguous() for name, t in made.items()}, path, {"format": "pt"})
+
+
+def _respell(raw: dict[str, Any], spec: Spec) -> None:
+    """transformers 5 writes rope_parameters and dtype; version 4 wrote these three keys."""
+    if spec.spelling == "v5":
+        return
+    table = raw.pop("rope_parameters")
+    raw["torch_dtype"] = raw.pop("dtype", "float32")
+    raw["rope_theta"] = table.pop("rope_theta")
+    kind = table.pop("rope_type")
+    raw["rope_scaling"] = None if kind == "default" else {"type": kind, **table}
+
+
+ORIGINAL = {
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+TOP = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}
+
+
+def interleave(rows: Tensor, heads: int) -> Tensor:
+    """Half-split rows of a query or key matrix -> rotary pairs, as the original releases have."""
+    size = rows.shape[0] // heads
+    order = [
+        h * size + pair + half * (size // 2)
+        for h in range(heads)
+        for pair in range(size // 2)
+        for half in range(2)
+    ]
+    return rows[order]
+
+
+def _to_original(model: PreTrainedModel, folder: Path) -> None:
+    """consolidated.safetensors and params.json instead of the Hugging Face files."""
+    config = model.config
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stem, kind = name.rsplit(".", 1)
+        if stem in TOP:
+            tensors[f"{TOP[stem]}.{kind}"] = tensor
+            continue
+        match = re.fullmatch(r"model\.(layers\.\d+)\.(.+)", stem)
+        assert match is not None
+        if ".q_proj" in name:
+            tensor = interleave(tensor, config.num_attention_heads)
+        elif ".k_proj" in name:
+            tensor = interleave(tensor, config.num_key_value_heads)
+        tensors[f"{match[1]}.{ORIGINAL[match[2]]}.{kind}"] = tensor.contiguous()
+    save_file(tensors, folder / "consolidated.safetensors")
+    (folder / "model.safetensors").unlink()
+    if config.rope_parameters["rope_type"] != "default":
+        return  # params.json cannot say it: config.json stays
+    params = {
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "head_dim": config.head_dim,
+        "hidden_dim": config.intermediate_size,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+    if getattr(config, "sliding_window", None):
+        params["sliding_window"] = config.sliding_window
+    if config.tie_word_embeddings:
+        params["tied_embeddings"] = True
+    (folder / "params.json").write_text(json.dumps(params))
+    (folder / "config.json").unlink()
+    (folder / "generation_config.json").unlink()

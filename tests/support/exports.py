@@ -1,0 +1,64 @@
+"""A chat over fakes with a cache that forgets, for tests of what is exported."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+
+import torch
+from fakes import ByteTokenizer, ChatML, FakeEngine, FakeKv
+
+from minikv.cache.stats import Shape
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.session import ChatSession, Facts
+from minikv.cli.export.facts import ChatFacts, Section
+
+LAYERS, HEADS = 3, 2
+HOSTILE = (
+    "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+    "<!-- ]]> ' \" ` &amp; &lt; {{ 7 * 7 }} {% raw %}\u2028\u2029\x1b]0;owned\x07\x1b[31m\x00\x9b"
+    "\u202egnp.exe\u202c\u2066x\u2069\U000e0041[bold]red[/bold] été 日本語 👩‍🔬 \U0001f600"
+)
+
+
+class Forgetful(FakeKv):
+    """Head h of layer l keeps the positions that l + h + 2 divides."""
+
+    def kept(self, layer: int, head: int) -> torch.Tensor:
+        return torch.arange(0, self.position, layer + head + 2)
+
+
+def chat(system: str = "") -> ChatSession:
+    engine = FakeEngine()
+    engine.kv = Forgetful()
+    engine.kv.shape = Shape(LAYERS, HEADS, HEADS, 8, (None,) * LAYERS, 4096)  # type: ignore[attr-defined]
+    tokenizer = ByteTokenizer()
+    return ChatSession(
+        engine,
+        tokenizer,
+        ChatML(tokenizer),  # type: ignore[arg-type]
+        max_context=4096,
+        system=system,
+        eviction=EvictionConfig.read("adakv", budget=64),
+        facts=Facts(model="someone/fake-7B", revision="abc", weight_bytes=1 << 30),
+    )
+
+
+def large(facts: ChatFacts, layers: int, heads: int, tokens: int) -> ChatFacts:
+    """`facts` with made-up tokens and kept sets of that size: a page as large as they get."""
+    draw = torch.Generator().manual_seed(0)
+    size = (tokens + 7) // 8
+    mask = 255 >> (-tokens % 8)  # no bits beyond the last token
+
+    def bits() -> str:
+        data = torch.randint(256, (size,), generator=draw, dtype=torch.uint8)
+        data[-1] &= mask
+        return base64.b64encode(bytes(data.tolist())).decode()
+
+    return replace(
+        facts,
+        model=replace(facts.model, layers=layers, kv_heads=heads),
+        pieces=tuple(f" word{i % 1000}" if i % 40 else "\n" for i in range(tokens)),
+        sections=(Section("document", "report.pdf", 10, tokens - 10),),
+        kept=tuple(tuple(bits() for _ in range(heads)) for _ in range(layers)),
+    )

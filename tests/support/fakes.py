@@ -1,0 +1,246 @@
+"""Small stand-ins for engine, tokenizer and template, so that a chat can be tested exactly.
+
+The fake network's next token is a digest of every token fed so far: one token too many, too few or
+out of order changes every answer after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minikv.cache.arena import Layout
+from minikv.cache.snapshot import CacheSnapshot, Outcome
+from minikv.engine.sampling import Sampling, pick
+from minikv.errors import NumericsError, UsageError
+
+BOS, END, USER, ASSISTANT, SYSTEM = range(256, 261)
+VOCAB = 261
+PADDED = 272  # rows of the logits, the last ones without a token
+ROLES = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM}
+
+
+class ByteStream:
+    def __init__(self) -> None:
+        self.held = b""
+
+    def push(self, token: int) -> str:
+        self.held += bytes([token]) if token < 256 else b""
+        try:
+            text = self.held.decode()
+        except UnicodeDecodeError as error:
+            if error.reason != "unexpected end of data":
+                text, self.held = self.held.decode("utf-8", "replace"), b""
+                return text
+            text, self.held = self.held[: error.start].decode(), self.held[error.start :]
+            return text
+        self.held = b""
+        return text
+
+    def flush(self) -> str:
+        text, self.held = self.held.decode("utf-8", "replace"), b""
+        return text
+
+
+class ByteTokenizer:
+    vocab = VOCAB
+    stop_ids = frozenset({END})
+    encoded = 0  # bytes that went through `encode`
+
+    def encode(self, text: str) -> list[int]:
+        self.encoded += len(text)
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(id for id in ids if id < 256).decode("utf-8", "replace")
+
+    def stream(self) -> ByteStream:
+        return ByteStream()
+
+
+class ChatML:
+    """<bos> then <role> content <end> per message, <assistant> where the answer begins."""
+
+    name = "fake"
+
+    def __init__(self, tokenizer: ByteTokenizer, notes: tuple[str, ...] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.notes = notes
+
+    def render(self, messages: Sequence[Any]) -> list[int]:
+        """Without the generation prompt; every message closed."""
+        ids = [BOS]
+        for message in messages:
+            ids += [ROLES[message.role], *self.tokenizer.encode(message.content), END]
+        return ids
+
+    def opening(self, messages: Sequence[Any]) -> list[int]:
+        assert messages[-1].role == "user"
+        return [*self.render(messages), ASSISTANT]
+
+    def following(self, messages: Sequence[Any]) -> list[int]:
+        assert [m.role for m in messages[-2:]] == ["assistant", "user"]
+        return [END, USER, *self.tokenizer.encode(messages[-1].content), END, ASSISTANT]
+
+    def lookalikes(self, text: str) -> int:
+        return text.count("<end>")
+
+    def markers(self, text: str) -> int:
+        return text.count("[USER]")
+
+
+@dataclass
+class FakeKv:
+    """A cache that keeps everything; `configured` records what the chat asked for."""
+
+    position: int = 0
+    configured: list[tuple[Any, ...]] = field(default_factory=list)
+    shaped: bool = False
+    budget_rows: int | None = 512
+    fed: list[int] = field(default_factory=list)
+    shape = SimpleNamespace(layers=1, kv_heads=1, windows=(None,))
+    lost = ()
+
+    @property
+    def arena(self) -> SimpleNamespace:
+        count = self.position
+        return SimpleNamespace(
+            length=torch.tensor([[count]]),
+            start=torch.tensor([[0]]),
+            hole=torch.tensor([[-1]]),
+            device=torch.device("cpu"),
+            columns={"pos": torch.arange(count, dtype=torch.int32)},
+        )
+
+    def stats(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            seen=self.position,
+            row_bytes=64,
+            kept_mean=float(self.position),
+            kept_min=self.position,
+            kept_max=self.position,
+            full_bytes=self.position * 256,
+            held_bytes=self.position * 256,
+            allocated_bytes=1 << 20,
+            peak_bytes=1 << 21,
+            state_bytes=0,
+            evicted=0,
+            lost_mean=None,
+            lost_max=None,
+            lost_layer=None,
+            evict_s=0.0,
+            budget_rows=self.budget_rows,
+            shaped=self.shaped,
+        )
+
+    def kept(self, layer: int, head: int) -> Tensor:
+        return torch.arange(self.position)
+
+    def check(self, *choice: Any) -> None:
+        budget = choice[2]
+        if budget is not None and budget.unit == "rows" and budget.value < 37:
+            raise UsageError("--budget is below the smallest useful one here: 37")
+
+    def configure(self, *choice: Any) -> None:
+        self.check(*choice)
+        self.configured.append(choice)
+
+    def snapshot(self) -> CacheSnapshot:
+        none, rows = torch.zeros((1, 1), dtype=torch.int64), len(self.fed)
+        some, ids = none + rows, torch.tensor(self.fed, dtype=torch.int64)
+        return CacheSnapshot(
+            self.position,
+            (),
+            0,
+            None,
+            False,
+            0,
+            0.0,
+            Outcome(),
+            (0, rows),
+            Layout(none, some, some, some, none - 1),
+            {"ids": ids},
+        )
+
+    def restore(self, held: CacheSnapshot, *choice: Any) -> None:
+        self.check(*choice)
+        self.fed, self.position = held.columns["ids"].tolist(), held.position
+
+
+class FakeEngine:
+    """`hook(fed)` may raise in place of a step; `nan_at` is the position whose logits are NaN."""
+
+    def __init__(self, length: int = 12, chunk: int = 4) -> None:
+        self.kv = FakeKv()
+        self.length = length
+        self.chunk = chunk
+        self.nan_at: int | None = None
+        self.script: list[int] | None = None
+        self.notices: list[str] = []
+        self.hook: Callable[[list[int]], None] = lambda fed: None
+
+    @property
+    def fed(self) -> list[int]:
+        """Every token that was fed; the cache has them, so that it can be set aside."""
+        return self.kv.fed
+
+    @fed.setter
+    def fed(self, ids: list[int]) -> None:
+        self.kv.fed = ids
+
+    def prompt(self, ids: list[int], progress: Any = None, room: int = 256) -> Tensor:
+        before = list(self.fed)
+        try:
+            for start in range(0, len(ids), self.chunk):
+                if progress is not None:
+                    progress(start, len(ids))
+                self.fed += ids[start : start + self.chunk]
+                self.hook(self.fed)
+            logits = self._logits()
+        except BaseException:
+            self.fed = before
+            raise
+        self.kv.position = len(self.fed)
+        return logits
+
+    def step(self, token: int) -> Tensor:
+        """As the real engine: on an error the token is not in the cache."""
+        self.fed.append(token)
+        try:
+            self.hook(self.fed)
+            logits = self._logits()
+        except BaseException:
+            self.fed.pop()
+            raise
+        self.kv.position = len(self.fed)
+        return logits
+
+    def next(
+        self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool = True
+    ) -> int:
+        return pick(self.step(token), vocab, sampling, seed, self.kv.position)
+
+    def reset(self) -> None:
+        self.fed = []
+        self.kv.position = 0
+
+    def _logits(self) -> Tensor:
+        if self.nan_at is not None and len(self.fed) >= self.nan_at:
+            raise NumericsError("the network produced NaN logits")
+        logits = torch.zeros(PADDED)
+        logits[VOCAB:] = 99.0  # padding rows must never win
+        since = len(self.fed) - 1 - max(i for i, id in enumerate(self.fed) if id == ASSISTANT)
+        if since >= self.length:
+            logits[END] = 9.0
+        elif self.script is not None:
+            logits[self.script[since]] = 9.0
+        else:
+            digest = hashlib.sha256(repr(self.fed).encode()).digest()
+            logits[97 + digest[0] % 26] = 9.0
+        return logits

@@ -1,0 +1,200 @@
+"""The real command line, forked from a process that has torch already.
+
+An interpreter of its own takes two seconds, most of them for torch. Here one server imports all
+that once, and every run is a fork of it: a session of its own with its own streams, environment and
+folder, which enters where the installed command enters. What hangs on how the interpreter starts
+(encodings, imports, the hub's variables) needs a process of its own and not this.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import pty
+import select
+import signal
+import struct
+import sys
+import tempfile
+import termios
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from terminals import Terminals
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    [
+        "torch",
+        "prompt_toolkit",
+        "minikv.cli.main",
+        "minikv.cli.chat",
+        "minikv.cli.ask",
+        "minikv.cli.markdown",
+        "minikv.cli.export.facts",
+        "minikv.models",
+        "minikv.engine.engine",
+        "minikv.cache.kv_cache",
+        "minikv.chat.session",
+        "minikv.cache.snapshot",
+    ]
+)
+Presses = Mapping[tuple[str, int], int]
+"""How often Ctrl-C is pressed at which moment: ("load", 1), ("chunk", 2) or ("token", 5) is the
+first report of loaded weights, the second of a read prompt, the fifth token of the answers."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(
+    *arguments: str,
+    stdin: str | bytes = b"",
+    env: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    presses: Presses | None = None,
+) -> Done:
+    """minikv with files for its streams, until it ends. `stdin` is what it can read."""
+    with tempfile.TemporaryDirectory() as place:
+        given, out, err = (Path(place, name) for name in ("in", "out", "err"))
+        given.write_bytes(stdin.encode() if isinstance(stdin, str) else stdin)
+        process = _start(arguments, (str(given), str(out), str(err)), env, folder, presses)
+        process.join(120)
+        if process.is_alive():
+            process.kill()
+            raise AssertionError(f"still running: {out.read_text()!r} {err.read_text()!r}")
+        return Done(process.exitcode, out.read_bytes().decode(), err.read_bytes().decode())
+
+
+class Forked(Terminals):
+    """minikv on a pseudo-terminal."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        env: Mapping[str, str],
+        folder: Path | None = None,
+        columns: int = 100,
+    ) -> None:
+        self.fd, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        self.process = _start(arguments, (os.ttyname(theirs),) * 3, env, folder, None)
+        os.close(theirs)
+        self.seen = ""
+        self.at = 0
+        self.prompt = "> " if env.get("TERM", "dumb") == "dumb" else "\x1b[?25h"
+
+    def code(self) -> int:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            if select.select([self.fd], [], [], 0.05)[0]:
+                try:
+                    self.seen += os.read(self.fd, 4096).decode("utf-8", "replace")
+                    continue
+                except OSError:  # nobody has the other side any more
+                    time.sleep(0.02)
+            if not self.process.is_alive():
+                return int(self.process.exitcode)
+        raise AssertionError(f"still running: {self.seen!r}")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        os.close(self.fd)
+
+
+def _start(
+    arguments: tuple[str, ...],
+    streams: tuple[str, str, str],
+    env: Mapping[str, str] | None,
+    folder: Path | None,
+    presses: Presses | None,
+) -> Any:
+    """A process that has its streams open when this returns."""
+    ready, told = _SERVER.Pipe(duplex=False)
+    process = _SERVER.Process(
+        target=_enter,
+        args=(
+            arguments,
+            streams,
+            {**os.environ, **(env or {})},
+            str(folder or Path.cwd()),
+            dict(presses or {}),
+            told,
+        ),
+    )
+    process.start()
+    ready.recv()
+    return process
+
+
+def _enter(
+    arguments: tuple[str, ...],
+    streams: tuple[str, str, str],
+    env: Mapping[str, str],
+    folder: str,
+    presses: Presses,
+    told: Any,
+) -> None:
+    os.setsid()
+    modes = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_WRONLY | os.O_CREAT)
+    for number, (path, mode) in enumerate(zip(streams, modes, strict=True)):
+        handle = os.open(path, os.O_RDWR if path.startswith("/dev/") else mode)
+        os.dup2(handle, number)
+        os.close(handle)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    told.send(True)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    sys.argv = ["minikv", *arguments]
+    if presses:
+        _press_at(presses)
+    from minikv.cli.__main__ import run as command
+
+    command()
+
+
+def _press_at(presses: Presses) -> None:
+    """A real SIGINT at exact moments of loading, reading and writing."""
+    from minikv.cli.progress import Loading
+    from minikv.engine.engine import Engine
+
+    seen: Counter[str] = Counter()
+    prompt, step, weights = Engine.prompt, Engine.next, Loading.weights
+
+    def press(moment: str) -> None:
+        seen[moment] += 1
+        for _ in range(presses.get((moment, seen[moment]), 0)):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def reading(self: Engine, ids: Any, progress: Any = None, room: int = 256) -> Any:
+        def told(done: int, total: int) -> None:
+            press("chunk")
+            progress(done, total)
+
+        return prompt(self, ids, told, room)
+
+    def writing(self: Engine, *how: Any, **more: Any) -> Any:
+        press("token")
+        return step(self, *how, **more)
+
+    def loading(self: Loading, done: int, total: int) -> None:
+        press("load")
+        weights(self, done, total)
+
+    Engine.prompt, Engine.next = reading, writing  # type: ignore[method-assign]
+    Loading.weights = loading  # type: ignore[method-assign]

@@ -1,0 +1,421 @@
+"""A small random network and its caches, and conversations that are checked at every token."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from minikv import policies
+from minikv.cache.attend import DenseAttend
+from minikv.cache.budget import Budget
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.stats import Shape
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.engine import Engine
+from minikv.errors import UsageError
+from minikv.models.config import ModelConfig
+from minikv.models.llama import Llama
+from minikv.models.rope import RopeConfig
+from minikv.policies.base import PromptPolicy, PromptView, StepPolicy, smallest_budget
+from minikv.policies.hashevict import codes, ones
+
+VOCAB = 97
+# Every prompt policy alone and with its own step policy; every step policy alone and with adakv.
+PAIRS = list(
+    dict.fromkeys(
+        [
+            *((p, s) for p in policies.prompt_names() for s in ("none", policies.default_step(p))),
+            *((p, s) for p in ("full", "adakv") for s in policies.step_names()),
+            ("h2o+ada+pyramid", "h2o"),
+            ("kvcrush(h2o)", "roco"),
+            ("l2+nacl+pyramid", "tova"),
+            ("snapkv+critical+turns", "scissorhands"),
+        ]
+    )
+)
+
+
+def network(
+    *,
+    layers: int = 3,
+    heads: int = 6,
+    kv_heads: int = 3,
+    head_dim: int = 8,
+    windows: tuple[int | None, ...] | None = None,
+    rows: int = 16,
+    max_context: int = 4096,
+    seed: int = 0,
+) -> Llama:
+    """Random weights large enough that attention is far from uniform."""
+    config = ModelConfig(
+        family="llama",
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=48,
+        mlp=64,
+        vocab=VOCAB,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4),
+        max_context=max_context,
+        windows=windows or (None,) * layers,
+    )
+    return Llama(config, rows=rows).randomise(seed, std=0.3)
+
+
+def shape(net: Llama) -> Shape:
+    c = net.config
+    return Shape(c.layers, c.kv_heads, c.heads, c.head_dim, c.windows, c.max_context)
+
+
+def scheduler(
+    net: Llama,
+    prompt: str = "full",
+    step: str = "none",
+    budget: int | str | None = 64,
+    *,
+    poison: bool = True,
+    prompt_options: dict[str, object] | None = None,
+    step_options: dict[str, object] | None = None,
+) -> KVCache:
+    """A scheduler whose arena is born full of NaN."""
+    return over(
+        net,
+        policies.prompt_policy(prompt, prompt_options),
+        policies.step_policy(step, step_options),
+        Budget.parse(budget) if budget is not None else None,
+        poison=poison,
+    )
+
+
+def over(
+    net: Llama,
+    prompt: PromptPolicy | None,
+    step: StepPolicy | None,
+    budget: Budget | None,
+    stride: int = 0,
+    *,
+    kv: torch.dtype | None = None,
+    poison: bool = True,
+) -> KVCache:
+    """A scheduler for `net` under policies that have been made."""
+    c = net.config
+    return KVCache(
+        shape(net),
+        prompt,
+        step,
+        budget,
+        dtype=net.dtype,
+        stride=stride,
+        kv=kv,
+        output=lambda i: net.layers[i].out.dense().T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
+        rotary=net.rotary.inverse,
+        poison=poison,
+    )
+
+
+def engine(net: Llama, *args: object, **kwargs: object) -> Engine:
+    return Engine(net, scheduler(net, *args, **kwargs))  # type: ignore[arg-type]
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (count,), generator=generator).tolist()
+
+
+class Dense:
+    """An engine over `DenseAttend`: the oracle."""
+
+    def __init__(self, net: Llama) -> None:
+        self.net, self.kv = net, DenseAttend(net.config.windows)
+
+    def prompt(self, tokens: list[int]) -> torch.Tensor:
+        self.kv.begin(len(tokens))
+        return self.net.forward(torch.tensor(tokens), self.kv)
+
+    def step(self, token: int) -> torch.Tensor:
+        return self.net.forward(torch.tensor([token]), self.kv)
+
+
+# -- every composition ------------------------------------------------------------------------
+
+
+def compositions() -> list[tuple[str, ...]]:
+    """All that the registry accepts: a base and at most one part per axis, one spelling each."""
+    axes: dict[str, list[str]] = {}
+    for part in policies.PARTS.values():
+        if part.axis != "scorer":
+            axes.setdefault(part.axis, []).append(part.name)
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    scorers = [part.name for part in policies.PARTS.values() if part.axis == "scorer"]
+    bases = [*(p.name for p in policies.POLICIES.values() if p.parts), *scorers]
+    for base in dict.fromkeys(bases):
+        for picks in itertools.product(*([None, *names] for names in axes.values())):
+            words = (base, *(part for part in picks if part is not None))
+            try:
+                parts = policies.find("+".join(words)).parts
+            except UsageError:
+                continue
+            if parts not in found or len(words) < len(found[parts]):
+                found[parts] = words
+    return list(found.values())
+
+
+COMPOSITIONS = compositions()
+
+
+def spell(words: tuple[str, ...], outside: int) -> str:
+    """`a+b+c`, with the last `outside` of them written as `c(b(a))`."""
+    inner = max(1, len(words) - outside)
+    name = "+".join(words[:inner])
+    for word in words[inner:]:
+        name = f"{word}({name})"
+    return name
+
+
+def least(eviction: EvictionConfig, pinned: int = 0) -> int:
+    """Rows per head that are always enough for a choice beside pinned rows."""
+    prompt, step, _, stride = eviction.policies()
+    block = stride - 1 if stride and step is not None and step.before else 0
+    return smallest_budget(prompt, step) + pinned + block
+
+
+class Walk:
+    """A conversation, checked after every prompt and every token of an answer.
+
+    Every forward is finite although all memory is born NaN; positions are unique, ascending and
+    none the head did not hold before; no head is above its cap and every layer at what its budget
+    says; sinks, windows and pins stay; every column of a row belongs to that row's token. Layers
+    may have sliding windows.
+    """
+
+    def __init__(
+        self,
+        eviction: EvictionConfig,
+        *,
+        windows: tuple[int | None, ...] = (None, None),
+        pinned: int = 0,
+    ) -> None:
+        self.net = network(layers=len(windows), windows=windows, rows=256)
+        self.windows, self.pinned, self.eviction = windows, pinned, eviction
+        self.causal = True  # so far no query was counted for rows after it
+        self.kv = over(self.net, *self._made(eviction))
+        self.kv.pin(pinned)
+        self.engine = Engine(self.net, self.kv)
+        self.fed: list[list[Tensor]] = [[] for _ in windows]  # k and v [t, 2, H, D] by layer
+        attend = self.kv.attend
+
+        def listen(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.fed[layer].append(torch.stack((k, v), 1))
+            return attend(layer, q, k, v)
+
+        self.kv.attend = listen  # type: ignore[method-assign]
+
+    def _made(
+        self, eviction: EvictionConfig
+    ) -> tuple[PromptPolicy | None, StepPolicy | None, Budget | None, int]:
+        """The choice's policies; what the prompt's scope and layers say is written down."""
+        self.rows: list[int] = []  # per head, by layer
+        self.scopes: dict[int, tuple[Tensor, Tensor]] = {}
+        prompt, step, budget, stride = eviction.policies()
+        if prompt is not None:
+            scope = prompt.evidence.scope
+
+            def told(view: PromptView, *more: object) -> Tensor:
+                inside: Tensor = scope(view, *more)  # type: ignore[call-arg]
+                self.scopes[view.layer] = view.pos, inside & view.live
+                return inside
+
+            layers = prompt.layers
+
+            def spread(*asked: int) -> list[int]:
+                self.rows = layers(*asked)
+                return self.rows
+
+            prompt = replace(prompt, evidence=replace(prompt.evidence, scope=told), layers=spread)
+            self.causal = self.causal and prompt.evidence.causal
+        return prompt, step, budget, stride
+
+    def configure(self, eviction: EvictionConfig) -> None:
+        """Another choice, from the next prompt on."""
+        self.kv.configure(*self._made(eviction))
+        self.eviction = eviction
+
+    def prompt(self, tokens: list[int]) -> None:
+        had, start = self._held(), self.kv.position
+        self.scopes.clear()
+        logits = self.engine.prompt(tokens)
+        assert bool(torch.isfinite(logits).all())
+        new = set(range(start, self.kv.position))
+        for layer, window in enumerate(self.windows):
+            alive = -1 if window is None else self.kv.position - window
+            had[layer] = [{p for p in old | new if p > alive} for old in had[layer]]
+        self._check()
+        if self.kv.stride:
+            self._after_blocks(had)
+        else:
+            self._after_prompt(had)
+
+    def step(self, token: int) -> None:
+        had, kv = self._held(), self.kv
+        caps, policy = kv.arena.cap.clone(), kv.step_policy
+        logits = self.engine.step(token)
+        assert bool(torch.isfinite(logits).all())
+        self._check()
+        assert torch.equal(kv.arena.cap, caps)
+        newest = kv.position - 1
+        judged = newest - (policy is not None and policy.before)  # the youngest row that may leave
+        for layer, head, now in self._each():
+            window, before = self.windows[layer], had[layer][head]
+            slid = -1 if window is None else kv.position - window
+            gone = {p for p in before - now if p > slid}
+            assert newest in now
+            assert now <= before | {newest}
+            if policy is None:
+                assert not gone
+                continue
+            cap = int(caps[layer, head])
+            assert len(gone) <= 1
+            assert len(now) <= cap
+            assert len(now) == min(len(before) + 1, cap) or window is not None
+            free = {
+                p
+                for p in before
+                if p >= max(policy.sinks, self.pinned) and p <= judged - policy.recent
+            }
+            assert gone <= free or not free
+            assert not any(p < self.pinned for p in gone)
+
+    def _after_prompt(self, had: list[list[set[int]]]) -> None:
+        kv, prompt, step = self.kv, self.kv.prompt_policy, self.kv.step_policy
+        live = [sum(map(len, heads)) for heads in had]
+        if prompt is None:
+            for layer, head, now in self._each():
+                assert now == had[layer][head]
+                if step is not None:
+                    assert int(kv.arena.cap[layer, head]) == max(len(now), self.budget)
+            return
+        heads, layers = kv.shape.kv_heads, kv.shape.layers
+        parts = policies.find(self.eviction.policy).parts
+        if "layers" not in {policies.PARTS[part].axis for part in parts}:
+            assert self.rows == [self.budget] * layers
+        assert sum(self.rows) == layers * self.budget
+        for layer, window in enumerate(self.windows):
+            total = heads * (self.rows[layer] if window is None else min(self.rows[layer], window))
+            assert int(kv.arena.held[layer].sum()) == min(total, live[layer])
+            if step is not None:
+                assert int(kv.arena.cap[layer].sum()) == total
+        for layer, head, now in self._each():
+            end = kv.position - prompt.evidence.window
+            stays = {p for p in had[layer][head] if p >= end or p < prompt.evidence.sinks}
+            assert stays <= now
+            assert now
+            assert {p for p in had[layer][head] if p < self.pinned} <= now
+            assert now <= had[layer][head]
+            if layer in self.scopes:
+                pos, inside = self.scopes[layer]
+                assert set(pos[head][inside[head]].tolist()) <= now
+
+    def _after_blocks(self, had: list[list[set[int]]]) -> None:
+        policy = self.kv.step_policy
+        assert policy is not None
+        for layer, head, now in self._each():
+            window, held = self.windows[layer], had[layer][head]
+            end = self.kv.position - max(1, policy.recent)
+            assert {p for p in held if p >= end or p < max(policy.sinks, self.pinned)} <= now
+            assert len(now) <= self.budget == int(self.kv.arena.cap[layer, head])
+            if window is None:
+                assert now <= held
+                assert policy.before or len(now) == min(len(held), self.budget)
+
+    def _check(self) -> None:
+        arena, end = self.kv.arena, self.kv.position
+        for layer, window in enumerate(self.windows):
+            index, live = arena.index(layer)
+            fed = torch.cat(self.fed[layer])
+            for head in range(arena.heads):
+                pos, rows = self.kv.kept(layer, head), index[head, live[head]]
+                assert len(pos) == len(rows) == int(arena.held[layer, head])
+                assert bool((pos.diff() > 0).all())
+                assert int(pos[0]) >= 0
+                if window is not None and not self.kv.stride:
+                    assert int(pos[0]) > end - window
+                columns = {name: column[rows] for name, column in arena.columns.items()}
+                at = columns["pos"].to(torch.int64)
+                assert torch.equal(at.sort().values, pos)
+                assert torch.equal(columns["k"], fed[at, 0, head])
+                assert torch.equal(columns["v"], fed[at, 1, head])
+                age = end - at if self.causal else torch.full_like(at, end)
+                self._check_state(layer, columns, age)
+        if self.kv.step_policy is not None:
+            assert bool((arena.held <= arena.cap).all())
+
+    def _check_state(self, layer: int, columns: dict[str, Tensor], age: Tensor) -> None:
+        """The step policy's own columns. age: queries that could see the row, at the most."""
+        for name, column in columns.items():
+            assert bool(torch.isfinite(column).all()), name
+        policy = self.kv.step_policy
+        if policy is not None and policy.name in _STATES:
+            assert _STATES[policy.name](policy, layer, columns, age)
+
+    def _held(self) -> list[list[set[int]]]:
+        kv = self.kv
+        heads = range(kv.shape.kv_heads)
+        return [
+            [set(kv.kept(layer, h).tolist()) if kv.position else set() for h in heads]
+            for layer in range(kv.shape.layers)
+        ]
+
+    def _each(self) -> list[tuple[int, int, set[int]]]:
+        kv = self.kv
+        return [
+            (layer, head, set(kv.kept(layer, head).tolist()))
+            for layer in range(kv.shape.layers)
+            for head in range(kv.shape.kv_heads)
+        ]
+
+    @property
+    def budget(self) -> int:
+        return int(self.eviction.budget.value)
+
+
+def _attention_sums(policy: StepPolicy, layer: int, c: dict[str, Tensor], age: Tensor) -> bool:
+    """A query gives a row between 0 and 1."""
+    return bool(((c["sum"] >= 0) & (c["sum"] <= age + 1e-3)).all())
+
+
+def _moments(policy: StepPolicy, layer: int, c: dict[str, Tensor], age: Tensor) -> bool:
+    """Shares lie between 0 and 1, and no row was counted for more queries than could see it."""
+    fine = (c["squares"] >= 0) & (c["squares"] <= c["sum"] + 1e-3)
+    fine &= (c["sum"] <= c["count"] + 1e-3) & (c["count"] >= 1) & (c["count"] <= age)
+    return bool(fine.all())
+
+
+def _norms(policy: StepPolicy, layer: int, c: dict[str, Tensor], age: Tensor) -> bool:
+    return torch.allclose(c["norm"], torch.linalg.vector_norm(c["k"], dim=-1))
+
+
+def _codes(policy: StepPolicy, layer: int, c: dict[str, Tensor], age: Tensor) -> bool:
+    matrix = policy.matrix(layer, c["k"])  # type: ignore[attr-defined]
+    return torch.equal(c["code"].to(torch.int64), codes(c["k"], matrix))
+
+
+def _bits(policy: StepPolicy, layer: int, c: dict[str, Tensor], age: Tensor) -> bool:
+    """Not more queries that gave little than queries."""
+    words = torch.stack([ones(w) for name, w in c.items() if name.startswith("below")])
+    return bool(((words.sum(0) <= c["queries"]) & (c["queries"] <= age)).all())
+
+
+_STATES: dict[str, Callable[[StepPolicy, int, dict[str, Tensor], Tensor], bool]] = {
+    "h2o": _attention_sums,
+    "roco": _moments,
+    "l2": _norms,
+    "hashevict": _codes,
+    "scissorhands": _bits,
+}
+"""What a policy's columns must be, beside finite."""

@@ -1,0 +1,109 @@
+"""A conversation led by two engines at once: one asks the host at every step, one asks nobody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from small import VOCAB, ids, network, shape
+from tape import Tape
+
+from minikv import policies
+from minikv.cache.budget import Budget
+from minikv.cache.kv_cache import KVCache
+from minikv.engine.decode_loop import Capture
+from minikv.engine.engine import Engine
+from minikv.engine.sampling import Sampling, pick
+from minikv.models.llama import Llama
+
+GREEDY = Sampling()
+STEPS = [name for name in policies.step_names() if name != "none"]
+
+
+def engine(
+    net: Llama,
+    capture: Capture | None,
+    prompt: str = "full",
+    step: str = "none",
+    budget: int | None = None,
+    *,
+    kv: torch.dtype | None = None,
+    options: dict[str, object] | None = None,
+) -> Engine:
+    c = net.config
+    cache = KVCache(
+        shape(net),
+        policies.prompt_policy(prompt),
+        policies.step_policy(step, options),
+        None if budget is None else Budget.parse(budget),
+        dtype=net.dtype,
+        kv=kv,
+        poison=True,
+        output=lambda i: net.layers[i].out.dense().T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
+        rotary=net.rotary.inverse,
+        kernels="torch" if isinstance(capture, Tape) else "auto",  # a tape hears torch alone
+    )
+    return Engine(net, cache, capture)
+
+
+@dataclass
+class Pair:
+    """`there` steps through a `Capture`, `here` through the scheduler; both must always agree."""
+
+    here: Engine
+    there: Engine
+    sampling: Sampling = GREEDY
+    seed: int = 3
+    token: int = 0
+    drawn: list[int] = field(default_factory=list)
+
+    def prompt(self, tokens: list[int], room: int = 256) -> None:
+        one, two = (e.prompt(tokens, room=room) for e in (self.here, self.there))
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
+        self.token = pick(one, VOCAB, self.sampling, self.seed, self.here.kv.position)
+
+    def write(self, steps: int, *, ahead: bool = True, forced: int | None = None) -> None:
+        """So many tokens of an answer; `forced` seeds tokens that nobody drew."""
+        others = ids(steps, forced) if forced is not None else None
+        for i in range(steps):
+            token = self.token if others is None else others[i]
+            how = (token, VOCAB, self.sampling, self.seed)
+            found = self.here.next(*how)
+            assert self.there.next(*how, ahead=ahead) == found
+            self.token = found
+            self.drawn.append(found)
+        assert self.there.notices == []
+
+    def agree(self) -> None:
+        """Every row that is held lies in the same slot of both, and nothing else is held."""
+        one, two = self.here.kv, self.there.kv
+        assert one.position == two.position
+        a, b = one.arena, two.arena
+        for name in ("start", "length", "capacity", "cap", "hole"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+        for layer in range(len(a.start)):
+            index, live = a.index(layer)
+            rows = index[live]
+            assert torch.equal(a.columns["pos"][rows], b.columns["pos"][rows])
+            for name, column in a.columns.items():
+                torch.testing.assert_close(
+                    column[rows], b.columns[name][rows], rtol=1e-3, atol=1e-3
+                )
+
+
+def pair(
+    capture: Capture,
+    prompt: str = "full",
+    step: str = "none",
+    budget: int | None = None,
+    *,
+    net: Llama | None = None,
+    sampling: Sampling = GREEDY,
+    kv: torch.dtype | None = None,
+    options: dict[str, object] | None = None,
+) -> Pair:
+    net = net or network(layers=2)
+    one, two = (
+        engine(net, c, prompt, step, budget, kv=kv, options=options) for c in (None, capture)
+    )
+    return Pair(one, two, sampling)

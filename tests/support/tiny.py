@@ -1,0 +1,94 @@
+"""A model folder that loads in a moment: random weights, a token per byte, Llama 3's markers.
+
+The network answers with small letters and never ends its turn by itself; each letter depends on
+what the cache held, so that a row too many or too few changes the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+CONTROL = ("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
+LAYERS, HEADS, KV_HEADS, HEAD, CONTEXT = 3, 4, 2, 12, 2048
+HIDDEN, MLP = HEADS * HEAD, 56
+TEMPLATE = (
+    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+def write(folder: Path, seed: int = 0) -> Path:
+    """Write the model's files; another `seed` is another model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: id for id, piece in enumerate([*CONTROL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(CONTROL))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": CONTROL[0], "eos_token": CONTROL[1]})
+    )
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "vocab_size": len(vocab),
+                "hidden_size": HIDDEN,
+                "intermediate_size": MLP,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": HEADS,
+                "num_key_value_heads": KV_HEADS,
+                "head_dim": HEAD,
+                "max_position_embeddings": CONTEXT,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 10000.0,
+                "tie_word_embeddings": False,
+                "bos_token_id": 0,
+                "eos_token_id": 1,
+                "hidden_act": "silu",
+                "torch_dtype": "float32",
+                "attention_bias": False,
+                "mlp_bias": False,
+            }
+        )
+    )
+    save_file(_weights(vocab, seed), str(folder / "model.safetensors"))
+    return folder
+
+
+def _weights(vocab: dict[str, int], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.3
+
+    weights = {
+        "model.embed_tokens.weight": random(len(vocab), HIDDEN),
+        "model.norm.weight": 1 + random(HIDDEN),
+    }
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            matrix = weights[f"{at}self_attn.{name}_proj.weight"] = random(rows * HEAD, HIDDEN)
+            if name == "q":  # the first KV head's queries see less, and that more sharply
+                matrix[: HEADS // KV_HEADS * HEAD] *= 40
+        weights[f"{at}self_attn.o_proj.weight"] = random(HIDDEN, HEADS * HEAD)
+        weights[f"{at}mlp.gate_proj.weight"] = random(MLP, HIDDEN)
+        weights[f"{at}mlp.up_proj.weight"] = random(MLP, HIDDEN)
+        weights[f"{at}mlp.down_proj.weight"] = random(HIDDEN, MLP)
+        weights[f"{at}input_layernorm.weight"] = 1 + random(HIDDEN)
+        weights[f"{at}post_attention_layernorm.weight"] = 1 + random(HIDDEN)
+    head = torch.zeros(len(vocab), HIDDEN)  # logits of 0, which the best of 26 others beats
+    letters = [vocab[letter] for letter in "abcdefghijklmnopqrstuvwxyz"]
+    head[letters] = random(26, HIDDEN)
+    return {**weights, "lm_head.weight": head}

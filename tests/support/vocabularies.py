@@ -1,0 +1,342 @@
+"""Real vocabularies for the text tests, and conversions between their file formats.
+
+They are the ones shipped inside mistral_common: sentencepiece files v1 (32,000 pieces), v3 and v7
+(32,768), and the ranks of tekken (131,072 byte-level entries). The conversions are written from
+the descriptions of the formats, so that one format can be checked against another.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from tokenizers.pre_tokenizers import ByteLevel
+
+from minikv.models.stream import byte_level_alphabet
+
+_FILES = {
+    "v1": "tokenizer.model.v1",
+    "v3": "mistral_instruct_tokenizer_240323.model.v3",
+    "v7": "mistral_instruct_tokenizer_241114.model.v7",
+}
+LLAMA_3 = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|python_tag|>",
+)
+CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+
+
+def vendor_file(version: str) -> Path:
+    return Path(str(files("mistral_common"))) / "data" / _FILES.get(version, version)
+
+
+@cache
+def vendor(version: str) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_file=str(vendor_file(version)))
+
+
+def added(id: int, content: str, **flags: bool) -> dict[str, Any]:
+    usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": id, "content": content, **usual, "special": True, **flags}
+
+
+@cache
+def _word_pieces(version: str) -> str:
+    """The sentencepiece file as the tokenizer.json that transformers 4 published."""
+    model = vendor(version)
+    count = model.vocab_size()
+    pieces = [model.id_to_piece(id) for id in range(count)]
+    vocab = {piece: id for id, piece in enumerate(pieces)}
+    fixed = [id for id in range(count) if model.is_control(id) or model.is_unknown(id)]
+    normal = [
+        id
+        for id in range(count)
+        if not (model.is_control(id) or model.is_unknown(id) or model.is_byte(id))
+    ]
+    # The 20 user-defined pieces of v3 have score 0 like the best merge, but no merge makes them.
+    own = [id for id in normal if pieces[id].startswith("[REFERENCE_DOC_")]
+    known = {pieces[id] for id in normal} - {pieces[id] for id in own}
+    merges: list[list[str]] = []
+    for id in sorted(set(normal) - set(own), key=model.get_score, reverse=True):
+        piece = pieces[id]
+        halves = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        found = [(a, b) for a, b in halves if a in known and b in known]
+        merges += [[a, b] for a, b in sorted(found, key=lambda ab: (vocab[ab[0]], vocab[ab[1]]))]
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [
+                *(added(id, pieces[id]) for id in sorted([*fixed, *own])),
+            ],
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Prepend", "prepend": "▁"},
+                    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+                ],
+            },
+            "pre_tokenizer": None,
+            "post_processor": None,
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [
+                    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                    {"type": "ByteFallback"},
+                    {"type": "Fuse"},
+                    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+                ],
+            },
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": "<unk>",
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": True,
+                "byte_fallback": True,
+                "ignore_merges": False,
+                "vocab": vocab,
+                "merges": merges,
+            },
+        }
+    )
+
+
+def legacy_json(version: str) -> dict[str, Any]:
+    """A space before the text after every control token (Llama-2, Mistral v0.1)."""
+    found: dict[str, Any] = json.loads(_word_pieces(version))
+    return found
+
+
+def first_json(version: str) -> dict[str, Any]:
+    """A space before the first text only (Mistral v0.3)."""
+    data = legacy_json(version)
+    data["normalizer"] = None
+    data["pre_tokenizer"] = {
+        "type": "Metaspace",
+        "replacement": "▁",
+        "prepend_scheme": "first",
+        "split": False,
+    }
+    return data
+
+
+TEKKEN_SPECIALS = 1000
+
+
+@cache
+def _tekken() -> tuple[str, list[bytes]]:
+    data = json.loads(vendor_file("tekken_240718.json").read_text("utf-8"))
+    count = data["config"]["default_vocab_size"] - TEKKEN_SPECIALS
+    ranks = [base64.b64decode(entry["token_bytes"]) for entry in data["vocab"][:count]]
+    return data["config"]["pattern"], ranks
+
+
+@cache
+def _byte_level(specials: tuple[str, ...], entries: int, count: int) -> str:
+    pattern, ranks = _tekken()
+    ranks = ranks[:entries]
+    order = {token: rank for rank, token in enumerate(ranks)}
+    letters = {byte: char for char, byte in byte_level_alphabet().items()}
+    names = [*specials, *(f"<SPECIAL_{n}>" for n in range(len(specials), count))]
+
+    def spell(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    vocab = {name: id for id, name in enumerate(names)}
+    vocab |= {spell(token): count + rank for rank, token in enumerate(ranks)}
+    merges = []
+    for rank, token in enumerate(ranks):
+        if len(token) > 1:
+            merges.append([spell(part) for part in _last_merge(token, rank, order)])
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [added(id, name) for id, name in enumerate(names)],
+            "normalizer": None,
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {
+                        "type": "Split",
+                        "pattern": {"Regex": pattern},
+                        "behavior": "Isolated",
+                        "invert": False,
+                    },
+                    {
+                        "type": "ByteLevel",
+                        "add_prefix_space": False,
+                        "trim_offsets": True,
+                        "use_regex": False,
+                    },
+                ],
+            },
+            "post_processor": None,
+            "decoder": {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "trim_offsets": True,
+                "use_regex": True,
+            },
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": True,
+                "vocab": vocab,
+                "merges": merges,
+            },
+        }
+    )
+
+
+def _last_merge(token: bytes, limit: int, order: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The two parts that a token is made of when only earlier ranks may merge."""
+    parts = [token[at : at + 1] for at in range(len(token))]
+    while len(parts) > 2:
+        rank, at = min(
+            (order.get(parts[n] + parts[n + 1], limit), n) for n in range(len(parts) - 1)
+        )
+        assert rank < limit, token
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts[0], parts[1]
+
+
+def byte_level_json(
+    specials: tuple[str, ...] = LLAMA_3, entries: int = 20_000, count: int = 64
+) -> dict[str, Any]:
+    """Byte-level BPE of the first tekken ranks, `count` special tokens first."""
+    found: dict[str, Any] = json.loads(_byte_level(specials, entries, count))
+    return found
+
+
+def tekken_json() -> dict[str, Any]:
+    """All of tekken, with the ids that the vendor gives."""
+    names = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
+    found: dict[str, Any] = json.loads(_byte_level(names, 1 << 20, TEKKEN_SPECIALS))
+    return found
+
+
+def write_folder(
+    folder: Path, tokenizer: dict[str, Any] | str, config: dict[str, Any] | None = None
+) -> Path:
+    """A model folder's text files: a tokenizer.json, or a sentencepiece file by version."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(tokenizer, str):
+        (folder / "tokenizer.model").write_bytes(vendor_file(tokenizer).read_bytes())
+    else:
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    return folder
+
+
+_WORDS = (
+    "the",
+    "and",
+    "of",
+    "Marvel",
+    "report",
+    "2024",
+    "3.14",
+    "Zürich",
+    "naïve",
+    "été",
+    "straße",
+    "ПРИВЕТ",
+    "мир",
+    "שלום",
+    "مرحبا",
+    "नमस्ते",
+    "你好",
+    "世界",
+    "日本語",
+    "한국어",
+    "ไทย",
+    "🇨🇭",
+    "🤗",
+    "👩\u200d👧",
+    "e\u0301",
+    "ﬁ",
+    "½",
+    "²",
+    "Ⅷ",
+    "İ",
+    "ß",
+    "x=y*2",
+    "foo_bar()",
+    "http://a.b?d=1&e",
+    "don't",
+    "HTML",
+    "<b>",
+    "</b>",
+    "{{",
+    "}}",
+    "{%",
+    "raw",
+    "%}",
+    "%s",
+    "\\n",
+    '"',
+    "'",
+    "`",
+    "~",
+    "^",
+    "\uffff",
+    "\ufffd",
+    "\u200b",
+    "\ufeff",
+    "\u00a0",
+    "\x00",
+    "\x7f",
+    "\u0085",
+    "<0x0A>",
+)
+_GAPS = ("", " ", " ", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", " \n ", "        ", "\u3000")
+
+
+def random_text(rng: random.Random, extra: tuple[str, ...] = (), longest: int = 12) -> str:
+    """Words of many scripts, runs of white space, stray characters and some of `extra`."""
+    parts = []
+    for _ in range(rng.randrange(longest + 1)):
+        draw = rng.random()
+        if extra and draw < 0.3:
+            parts.append(rng.choice(extra))
+        elif draw < 0.8:
+            parts.append(rng.choice(_WORDS))
+        elif draw < 0.9:
+            parts.append("".join(rng.choices("abcdefgXYZ0123456789,.;:!?-<>[]|/_", k=6)))
+        else:
+            code = rng.choice(
+                [
+                    rng.randrange(0x20, 0x250),
+                    rng.randrange(0x20, 0xD800),
+                    rng.randrange(0xE000, 0x110000),
+                ]
+            )
+            parts.append(chr(code) * rng.choice([1, 1, 2, 5]))
+        parts.append(rng.choice(_GAPS))
+    return "".join(parts)
+
+
+def alphabet_of_tokenizers() -> set[str]:
+    return set(ByteLevel.alphabet())
