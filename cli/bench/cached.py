@@ -74,7 +74,9 @@ class Cached:
     def step_kv_bytes(self) -> float:
         """Bytes of keys and values that a step reads."""
         config, stats = self.net.config, self.stats()
-        return stats.kept_mean * config.layers * config.kv_heads * stats.row_bytes
+        coded = 2 * (config.head_dim + torch.float32.itemsize)  # a byte a number, and a scale
+        each = coded if self.kv == "int8" else stats.row_bytes
+        return stats.kept_mean * config.layers * config.kv_heads * each
 
     @property
     def captured(self) -> bool:
