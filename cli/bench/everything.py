@@ -23,7 +23,8 @@ from minikv.cli.bench.report import Report, columns
 from minikv.cli.bench.results import Results, one_line
 from minikv.errors import MinikvError
 
-_GRACE = 10.0  # seconds in which a part that is told to end may write what it has
+_GRACE = 5.0  # seconds in which a part that is told to end may send what it has
+_LATE = "the time was up in the middle of it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,32 +174,33 @@ def _measure(part: Part, rates: Rates, results: Results, left: float) -> tuple[s
     process = context.Process(target=_work, args=(theirs, part.work, rates))
     process.start()
     theirs.close()
-    until, state, why = perf_counter() + left, "", ""
     try:
-        while not state:
-            if pipe.poll(max(0.0, until - perf_counter())):
-                state, why = _receive(pipe, results)
-            else:
-                state, why = "cut short", "the time was up in the middle of it"
+        state, why = _received(pipe, results, left)
+        if not state:
+            state, why = "cut short", _LATE
+        return state, why
     finally:
-        if state in ("", "cut short"):  # "": this process is told to end as well
-            process.terminate()
-            last, ended = perf_counter() + _GRACE, ""
-            while not ended and pipe.poll(max(0.0, last - perf_counter())):
-                ended, _ = _receive(pipe, results)
-        process.join(_GRACE)
+        process.terminate()  # of no consequence for one that has ended
+        _received(pipe, results, _GRACE)
         process.kill()
         process.join()
         pipe.close()
+
+
+def _received(pipe: Connection, results: Results, seconds: float) -> tuple[str, str]:
+    """Take the messages of a part for so long. Returns its state, and why, if it has ended."""
+    until, state, why = perf_counter() + seconds, "", ""
+    while not state and pipe.poll(max(0.0, until - perf_counter())):
+        state, why = _receive(pipe, results)
     return state, why
 
 
 def _receive(pipe: Connection, results: Results) -> tuple[str, str]:
-    """Take a message of a part. Returns its state, and why, if it was the last one."""
+    """Take a message. Returns the state, and why, if it was the last one."""
     try:
         kind, *content = pipe.recv()
     except (EOFError, OSError):
-        return "failed", "its process ended, see above"
+        return "failed", "its process ended without a word"
     if kind == "progress":
         results.progress(*content)
         return "", ""
@@ -229,7 +231,7 @@ def _work(pipe: Connection, work: Sequence[tuple[str, Arguments]], rates: Rates)
                 state = "measured in part" if results.measured else "failed"
                 why = one_line(results.failures[0])
         except KeyboardInterrupt:
-            state, why = "cut short", "the time was up in the middle of it"
+            state, why = "cut short", _LATE
         except Exception as error:  # of whatever kind: the other parts say something too
             state, why = "failed", one_line(error)
         results.add()  # the last notes
