@@ -11,6 +11,7 @@ import typer
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import device, shapes
 from minikv.cli.commands import read_pairs
+from minikv.cli.lists import read_list
 from minikv.cli.plan import read_count
 from minikv.errors import UsageError
 from minikv.loader import WEIGHTS, Settings
@@ -133,7 +134,7 @@ class Arguments:
 
     def formats(self) -> tuple[str, ...]:
         """How matrices are kept, each in turn. Raises UsageError."""
-        found = _listed(self.weights, "--weights")
+        found = read_list(self.weights, "--weights")
         for name in found:
             if name not in WEIGHTS:
                 raise UsageError(f"unknown weights {name!r}", f"use {', '.join(WEIGHTS)}")
@@ -144,9 +145,9 @@ class Arguments:
         UsageError."""
         given = read_pairs(self.options or [])
         found = [EvictionConfig.read("full", "none")]
-        for policy in _listed(self.policy, "--policy"):
-            for decode in _listed(self.decode, "--decode"):
-                for budget in _listed(self.budget, "--budget"):
+        for policy in read_list(self.policy, "--policy"):
+            for decode in read_list(self.decode, "--decode"):
+                for budget in read_list(self.budget, "--budget"):
                     if (policy, decode) in (("full", "auto"), ("full", "none")):
                         continue
                     made = EvictionConfig.read(policy, decode, budget, given, stride=self.stride)
@@ -156,16 +157,8 @@ class Arguments:
 
     def lengths(self) -> tuple[int, ...]:
         """Tokens of the prompts, in the order given. Raises UsageError."""
-        parts = _listed(self.length, "--length")
+        parts = read_list(self.length, "--length")
         found = tuple(dict.fromkeys(read_count(part) for part in parts))
         if min(found) < SHORTEST:
             raise UsageError(f"--length must be at least {SHORTEST}, got {min(found)}")
         return found
-
-
-def _listed(text: str, flag: str) -> tuple[str, ...]:
-    """What stands between commas. Raises UsageError if it is nothing."""
-    parts = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not parts:
-        raise UsageError(f"{flag} names nothing", "give one or more, with commas between them")
-    return parts

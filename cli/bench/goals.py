@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from minikv.cli.bench.report import figure, grid
+from minikv.cli.bench.report import figure
 from minikv.cli.bench.results import Results
+from minikv.cli.tables import grid
 
 STEPS = ("h2o", "tova", "roco", "hashevict")  # whose share of a step has a goal
 BUDGETS = (1024, 4096)

@@ -13,6 +13,7 @@ from minikv.chat.report import size
 from minikv.cli.bench.floors import Rates
 from minikv.cli.bench.results import Results, Row, Timing
 from minikv.cli.export import files
+from minikv.cli.tables import grid
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 
@@ -185,17 +186,6 @@ def kernels_table(timings: Sequence[Timing]) -> str:
         moved = f"{t.flops / 1e9:,.1f} GFLOP" if t.flops else size(t.bytes)
         lines.append([t.kernel, t.case, _time(t.seconds), moved, rate, f"{t.share_of_floor:.0%}"])
     return grid(lines, "<<>>>>")
-
-
-def grid(lines: Sequence[Sequence[str]], sides: Sequence[str]) -> str:
-    """Columns of equal width with two spaces between them; `sides`: < left, > right."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(sides))]
-    return "\n".join(
-        "  ".join(
-            f"{text:{side}{width}}" for text, side, width in zip(line, sides, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
 
 
 def figure(value: float, unit: str) -> str:

@@ -33,6 +33,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import machine, models, peer, report, shapes
 from minikv.cli.bench.arguments import SHORTEST
 from minikv.cli.bench.device import prepare
+from minikv.cli.tables import grid
 
 BUNDLED = Path(models.__file__).resolve().parents[2] / "models" / "bundled"
 MODULES = {
@@ -277,7 +278,7 @@ def main() -> None:
         )
     facts = machine.facts(device)
     print(report.header(facts, rates, f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,"))
-    print(report.grid(lines, "<>>>>>"))
+    print(grid(lines, "<>>>>>"))
     if args.json:
         record = {
             "command": " ".join(["python", "docs/measurements/peers.py", *sys.argv[1:]]),

@@ -26,7 +26,7 @@ from minikv.cache.budget import Budget
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Message
-from minikv.cli.evaluation import command, intervals, metrics, run, show, tasks
+from minikv.cli.evaluation import cells, command, intervals, metrics, passes, run, show, tasks
 from minikv.cli.evaluation.files import Item
 from minikv.cli.evaluation.measure import Shadow, agreement, negative_log_likelihood
 from minikv.cli.evaluation.rereading import Rereading
@@ -203,7 +203,7 @@ def test_a_small_run(tmp_path: Path) -> None:
             "--length",
             "400",
             "-n",
-            "3",
+            "2",
             "--json",
             str(out),
             "--csv",
@@ -246,7 +246,7 @@ def test_a_small_run(tmp_path: Path) -> None:
         (["--policy", "streaming", "--budget", "6,4"], "budget 4 is too small for streaming with"),
         (
             ["--policy", "hashevict", "--stride", "32", "--budget", "45"],
-            "budget 45 is too small for hashevict\n  the smallest useful budget is 46 rows",
+            "budget 45 is too small for hashevict\n  the smallest useful budget is 46 tokens per head",
         ),
         (
             ["--policy", "adakv", "-o", "alloc=floor", "-o", "normalize=true"],
@@ -333,8 +333,8 @@ def test_a_decode_policy_beside_the_full_cache_is_measured() -> None:
     assert held[1] < 0.8 * held[0]
 
 
-def _cell(task: str, policy: str, decode: str, budget: str = "64", **more: Any) -> run.Cell:
-    return run.Cell(task, policy, decode, budget, 0, 4, 0.5, 0.2, 0.8, 0.3, **more)
+def _cell(task: str, policy: str, decode: str, budget: str = "64", **more: Any) -> cells.Cell:
+    return cells.Cell(task, policy, decode, budget, 0, 4, 0.5, 0.2, 0.8, 0.3, **more)
 
 
 def test_rows_are_told_apart_by_their_decode_policy(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_rows_are_told_apart_by_their_decode_policy(tmp_path: Path) -> None:
     auto = [_cell("followup", name, default_step(name)) for name in ("snapkv", "streaming")]
     assert show.names([plain, *auto]) == ["full", "snapkv 64", "streaming 64"]
     assert show.names([plain, _cell("ppl", "full", "roco")]) == ["full", "full with roco 64"]
-    strided = run.Cell("facts", "tova", "tova", "64", 32, 4, 0.5, 0.2, 0.8, 0.3)
+    strided = cells.Cell("facts", "tova", "tova", "64", 32, 4, 0.5, 0.2, 0.8, 0.3)
     assert show.names([plain, strided]) == ["full", "tova /32 64"]
 
     pytest.importorskip("matplotlib")
@@ -384,7 +384,7 @@ def test_agreement_is_shown_in_full() -> None:
 
 
 def test_no_zero_has_a_sign() -> None:
-    cell = run.Cell("loss", "full", "none", "-", 0, 4, -1e-9, -2e-9, 1e-9, 1.0)
+    cell = cells.Cell("loss", "full", "none", "-", 0, 4, -1e-9, -2e-9, 1e-9, 1.0)
     assert "-0.0" not in show.table([cell])
     assert "-0.0" not in show.as_csv([cell])
     assert cell.record()["score"] == -1e-9, "what was measured stays"
@@ -404,15 +404,15 @@ def test_a_share_too_small_for_the_shortest_document_is_refused_at_once(
     assert result.exit_code == 2
     line, hint = result.stderr.strip().splitlines()
     found = re.fullmatch(
-        r"error: needle, document (\d+), the shortest: budget 5% of (\d+) tokens is (\d+) rows per "
-        r"head, too small for adakv with roco",
+        r"error: needle, document (\d+), the shortest: budget 5% of (\d+) tokens is (\d+) "
+        r"tokens per head, too small for adakv with roco",
         line,
     )
     assert found is not None, line
     number, tokens, rows = map(int, found.groups())
     assert 6 <= number <= 10
     assert rows == round(0.05 * tokens) < 37
-    told = re.fullmatch(r"  nothing was measured; .* is 37 rows per head, or (\d+)%", hint)
+    told = re.fullmatch(r"  nothing was measured; .* is 37 tokens per head, or (\d+)%", hint)
     assert told is not None, hint
     result = CliRunner().invoke(app, [*arguments, "--policy", "adakv", "--budget", f"{told[1]}%"])
     assert "something was measured" in result.stderr
@@ -426,7 +426,7 @@ def test_the_least_share_is_that_of_the_first_prompt(task: str) -> None:
     items = [
         Item("word " * n, ("What?",), (("word",),), source=f"x.jsonl, line {n}") for n in (90, 60)
     ]
-    tokens = run._READS["answers" if task == "facts" else task](chat, items[1])
+    tokens = passes.PASSES["answers" if task == "facts" else task].reads(chat, items[1])
     least = EvictionConfig.read("adakv").least_rows()
 
     def share(rows: int) -> EvictionConfig:
@@ -463,7 +463,7 @@ def test_the_bar_says_how_long() -> None:
 
 def test_the_map(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    cell = run.Cell(
+    cell = cells.Cell(
         "needle",
         "full",
         "none",
@@ -545,7 +545,7 @@ def test_perplexity_begins_as_a_chat_does(monkeypatch: pytest.MonkeyPatch) -> No
         fed.append((tokens, read))
         return negative_log_likelihood(engine, tokens, read)
 
-    monkeypatch.setattr(run, "negative_log_likelihood", spy)
+    monkeypatch.setattr(passes, "negative_log_likelihood", spy)
     text = "The mill was cold. " * 20
     one = run.Run(chat, ["ppl"], [Item(text, ("What?",), (("a",),))] * 2, full())
     one.measure(never)
@@ -595,7 +595,7 @@ def test_one_document_has_no_interval(tmp_path: Path) -> None:
 
 
 def test_json_has_no_infinity() -> None:
-    cell = run.Cell("ppl", "full", "none", "-", 0, 4, 9.0, 0.0, float("inf"), 1.0)
+    cell = cells.Cell("ppl", "full", "none", "-", 0, 4, 9.0, 0.0, float("inf"), 1.0)
     assert cell.record()["high"] is None
     assert cell.record()["score"] == 9.0
 
@@ -604,7 +604,7 @@ def test_what_was_measured_is_kept_when_a_run_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By Ctrl-C in the second policy of the third document: two documents, of every policy."""
-    out, asked, ask = tmp_path / "out.json", 0, run._answers
+    out, asked, ask = tmp_path / "out.json", 0, passes.answers
 
     def answers(chat: ChatSession, item: Item) -> list[str]:
         nonlocal asked
@@ -613,7 +613,7 @@ def test_what_was_measured_is_kept_when_a_run_is_stopped(
             raise KeyboardInterrupt
         return ask(chat, item)
 
-    monkeypatch.setattr(run, "_answers", answers)
+    monkeypatch.setitem(passes.PASSES, "answers", replace(passes.PASSES["answers"], run=answers))
     arguments = [
         "eval",
         "--tasks",
