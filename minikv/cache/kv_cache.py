@@ -308,7 +308,12 @@ class KVCache:
         """See `Attend`: every layer has seen the forward's tokens."""
         if self._reading is None:
             assert tokens == 1
-            self.decode.end()
+            try:
+                self.decode.end()
+            except BaseException:
+                # A step that is half ended counts: the rest is done before the next one.
+                self.position += self.decode.half_ended
+                raise
             self.position += 1
             return
         assert tokens == self._reading.plan.tokens
@@ -351,6 +356,8 @@ class KVCache:
         """
         assert self._reading is None, "a prompt is under way"
         step, decode = self.step_policy, self.decode
+        if decode.half_ended:
+            decode.end_if_accepted()
         if decode.is_open and (step is not None or self.position < self._full):
             return decode
         self.settle()
@@ -374,9 +381,9 @@ class KVCache:
         arena, step = self._arena, self.step_policy
         if step is not None:
             block = 0 if step.evict_first else step.block
-            if bool(
-                (arena.held > arena.cap).any()
-            ):  # another policy was in force when these rows came
+            # Between two evictions a head may be some rows over its cap; more came when another
+            # policy was in force.
+            if bool((arena.held > arena.cap + (step.block - 1)).any()):
                 arena = arena.trimmed(step.sinks, self._pinned)
             wanted = arena.cap + block
         else:
@@ -391,6 +398,8 @@ class KVCache:
         """Finish what steps have begun, and free what they work with. Between steps only."""
         if self.before_settling is not None:
             self.before_settling()
+        if self.decode.half_ended:
+            self.decode.end_if_accepted()
         if self.decode.is_open:
             self.decode.close()
 
