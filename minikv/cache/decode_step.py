@@ -85,7 +85,7 @@ class DecodeStep:
         if step is None:
             return True
         room = 0 if step.before else 1
-        full = (arena.length > arena.cap) & (arena.hole < 0)
+        full = (arena.length > arena.cap) & (arena.free_slot < 0)
         return not bool((full | (arena.capacity < arena.cap + room)).any())
 
     def load(
@@ -104,7 +104,7 @@ class DecodeStep:
             (self.start_row, arena.start),
             (self.length, arena.length),
             (self.cap, arena.cap),
-            (self.hole, arena.hole),
+            (self.hole, arena.free_slot),
         ):
             mine.copy_(theirs)
         self.position.fill_(position)
@@ -167,7 +167,7 @@ class DecodeStep:
     def unload(self, arena: Arena) -> None:
         """Give back to the host what became final. Waits for the device."""
         arena.length.copy_(self.length)
-        arena.hole.copy_(self.hole)
+        arena.free_slot.copy_(self.hole)
         self.columns = {}
 
     def release(self) -> None:

@@ -1,20 +1,23 @@
-"""The eviction scheduler: the `Attend` that a network runs on.
+"""The KV cache under eviction: the `Attend` that a network runs on.
 
-At the end of a prompt the prompt policy chooses who stays (see `Prefill`); while an answer is
+At the end of a prompt the prompt policy chooses which rows stay (see `Prefill`); while an answer is
 written, a newcomer overwrites the row that the step policy gave up. No head ever holds more rows
 than its cap between two steps.
+
+A prompt is a transaction: `begin` allocates another arena, the target, to which the rows that stay
+are written, and `advance` puts it in the place of the old one, which until then is never changed.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from minikv import kernels
-from minikv.cache.arena import Arena
+from minikv.cache.arena import Arena, Layout
 from minikv.cache.block_prefill import BlockPrefill
 from minikv.cache.budget import Budget
 from minikv.cache.prefill import Plan, Prefill
@@ -24,6 +27,7 @@ from minikv.cache.stopwatch import Stopwatch
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import choose
 from minikv.policies.base import PromptPolicy, StepPolicy, StepView, smallest_budget
+from minikv.policies.selection import fill
 
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
 _JOINT = 1 << 19  # logits up to which one product for all heads beats a loop over uneven ones
@@ -197,81 +201,132 @@ class KVCache:
     def begin(self, tokens: int, room: int = _ROOM) -> None:
         """The next forward is a prompt of `tokens` tokens (a single token may be a prompt, too).
 
-        `room`: answer rows to make place for when no step policy keeps the answer in bounds.
+        `room`: answer rows to make place for when no step policy keeps the answer in bounds. Waits
+        for the device. Raises UsageError for a budget that is too small; then, as when there is no
+        memory, nothing has changed.
         """
         assert tokens > 0
         assert self._reading is None, "a prompt is under way"
+        arena, step, rows = self.arena, self.step_policy, self._rows
         if self._open and self.budget is not None:
-            self._rows = self._count(self.budget, self.position + tokens)
-        arena, step = self.arena, self.step_policy
-        spare = room if step is None else 0 if step.before else 1
+            rows = self._count(self.budget, self.position + tokens)
         # More rows than positions can never be used.
-        each = min(self._rows, self.shape.max_context) if self._rows is not None else None
+        each = min(rows, self.shape.max_context) if rows is not None else None
         if each is not None:
             self._refuse_pins(self._pinned, each)
-        totals = self._totals(each, tokens)
-        if self.stride and each is not None:
-            totals = [self.shape.kv_heads * each] * self.shape.layers
-        needed, wide = [], []
-        for layer, window in enumerate(self.shape.windows):
-            rows = arena.length[layer] + tokens
+        held, visible = self._read_tables(tokens)
+        plan = self._plan(tokens, room, each, held, visible)
+        columns = step.columns if step is not None else {}
+        target = arena.sharing(columns) if plan.shares else arena.fresh(plan.needed, columns)
+        reading: Prefill | BlockPrefill
+        if self.stride and step is not None and each is not None:
+            reading = BlockPrefill(
+                self.shape, arena, held, target, step, plan, each, self.stride, self.dtype, self.ops
+            )
+        else:
+            reading = Prefill(
+                self.shape,
+                arena,
+                held,
+                target,
+                self.prompt_policy,
+                step,
+                plan,
+                self.dtype,
+                self.ops,
+            )
+        self._evicting = Stopwatch(self.device)
+        self._rows, self._reading = rows, reading
+
+    def _read_tables(self, tokens: int) -> tuple[Layout, list[int]]:
+        """The arena's tables on the host, and how many rows of each layer, over its heads, will
+        exist after a prompt of so many tokens and can still be seen. One transfer."""
+        arena, shape, end = self.arena, self.shape, self.position + tokens
+        tables = arena.start, arena.length, arena.capacity, arena.cap, arena.free_slot
+        if not self.position:  # nothing to ask for, and a device without memory can be planned for
+            empty = torch.zeros((shape.layers, shape.kv_heads), dtype=torch.int64)
+            held, before = Layout(empty, empty, empty, empty, empty - 1), [0] * shape.layers
+        else:
+            seen = [
+                arena.held[layer].sum()
+                if window is None or end <= window
+                else arena.count_from(layer, end - window + 1)
+                for layer, window in enumerate(shape.windows)
+            ]
+            numbers = torch.cat((torch.stack(tables).flatten(), torch.stack(seen))).cpu()
+            before = numbers[-shape.layers :].tolist()
+            held = Layout(*numbers[: -shape.layers].view(5, *arena.start.shape).unbind())
+        new = [tokens if window is None else min(tokens, window) for window in shape.windows]
+        return held, [b + shape.kv_heads * n for b, n in zip(before, new, strict=True)]
+
+    def _plan(
+        self, tokens: int, room: int, each: int | None, held: Layout, visible: list[int]
+    ) -> Plan:
+        """What the prompt is read under; each: the budget in rows per head."""
+        shape, step, arena = self.shape, self.step_policy, self.arena
+        spare = room if step is None else 0 if step.before else 1
+        totals = self._totals(each, int(held.held.max()) + tokens)
+        blocks = self.stride and each is not None
+        limits = [shape.kv_heads * each] * shape.layers if blocks and each is not None else totals
+        drift = self.prompt_policy.heads.drift if self.prompt_policy is not None else 0
+        needed = []
+        for layer, window in enumerate(shape.windows):
+            rows = held.length[layer] + tokens
             if window is not None:
                 rows = rows.clamp(max=window)
             if step is not None and each is not None:
                 rows = rows.clamp(min=each)
             most = int(rows.sum())
-            if totals is not None:
-                drift = self.prompt_policy.drift if self.prompt_policy is not None else 0
-                most = totals[layer] + self.shape.kv_heads * drift
-            needed.append(most + self.shape.kv_heads * spare)
-            wide.append(rows + spare)
-        shrinks = 2 * sum(needed) <= arena.rows  # a smaller budget gives its memory back
-        capacity = arena.capacity
-        if totals is None and self.position and not shrinks:
-            # Every row stays: in segments that are wide enough now, none is copied later.
-            capacity = torch.maximum(capacity, torch.stack(wide))
-        have = [b - a for a, b in zip(arena.region[:-1], arena.region[1:], strict=True)]
-        sums = capacity.sum(1).tolist()
-        region = [max(three) for three in zip(needed, have, sums, strict=True)]
-        moving = arena.resize(region, capacity)
-        self._relaid()
-        floor = each if each is not None and step is not None else 0
-        turns = [*self._turns, (self.position, self.position + tokens)]
+            if limits is not None:
+                most = limits[layer] + shape.kv_heads * drift
+            needed.append(most + shape.kv_heads * spare)
         plan = Plan(
             self.position,
             tokens,
             totals,
-            floor,
+            each if each is not None and step is not None else 0,
             spare,
             needed,
-            shrinks,
-            turns,
+            visible,
+            False,
+            [*self._turns, (self.position, self.position + tokens)],
             self.output,
             self.rotary,
             self._pinned,
         )
-        self._evicting = Stopwatch(self.device)
-        if self.stride and step is not None and each is not None:
-            self._reading = BlockPrefill(
-                self.shape, arena, step, plan, each, self.stride, self.dtype
-            )
-        else:
-            self._reading = Prefill(
-                self.shape, arena, self.prompt_policy, step, plan, self.dtype, self.ops
-            )
-        self._reading.peak = max(self._reading.peak, moving)
+        # A smaller budget gives its memory back.
+        shares = not blocks and self.position > 0 and 2 * sum(needed) > arena.rows
+        return replace(plan, shares=shares and self._fits(plan, held))
 
-    def _totals(self, each: int | None, tokens: int) -> list[int] | None:
+    def _fits(self, plan: Plan, held: Layout) -> bool:
+        """Every row stays, and every head has room for the new ones behind its old ones."""
+        for layer, window in enumerate(self.shape.windows):
+            count = held.held[layer]
+            uneven = bool((count != count[0]).any()) or bool((held.free_slot[layer] >= 0).any())
+            slides = window is not None and plan.position + plan.tokens > window
+            if uneven or slides or not int(count[0]) or plan.evicts(layer):
+                return False
+            kept = count + plan.tokens
+            if plan.totals is None:
+                sizes = kept.clamp(min=plan.floor) + plan.spare
+            else:
+                sizes = fill(kept, plan.totals[layer]) + plan.spare
+            if self.step_policy is None:
+                sizes = fill(sizes, plan.needed[layer])
+            if bool((held.capacity[layer] < sizes).any()):
+                return False
+        return True
+
+    def _totals(self, each: int | None, most: int) -> list[int] | None:
         """Rows that each layer may keep over all its heads, if the prompt policy evicts.
 
-        each: the budget in rows per head; tokens: the prompt's.
+        each: the budget in rows per head; most: rows that a head could hold at all.
         """
         if self.prompt_policy is None:
             return None
         assert each is not None
-        most = int(self.arena.held.max()) + tokens
         least = self._least()
-        rows = self.prompt_policy.layers(self.shape.layers, each, most, least)
+        rows = self.prompt_policy.layer_rows(self.shape.layers, each, most, least)
         if min(rows) < least:
             raise UsageError(
                 f"{self.prompt_policy.name} leaves a layer {min(rows)} rows per head, of which "
@@ -303,30 +358,27 @@ class KVCache:
             self._end_step()
             return
         assert tokens == self._reading.plan.tokens
-        reading, self._reading = self._reading, None
-        self._last = Outcome(tuple(reading.lost), reading.shaped)
+        reading = self._reading
+        outcome, evict_s = reading.complete(), self._evicting.total()
+        turns = [*self._turns, (self.position, self.position + tokens)]
+        # From here on nothing fails.
+        self._arena, self._reading = reading.target, None
+        self._last, self._evict_s, self._turns = outcome, evict_s, turns
         self._open = False
-        self._turns.append((self.position, self.position + tokens))
         self.position += tokens
-        reading.release()
-        self._evict_s = self._evicting.total()
-        self._peak = reading.peak + self._mean.nbytes
-        if reading.plan.shrinks:
-            # The prompt is in: memory that cannot be given back now does not undo it.
-            with contextlib.suppress(MemoryError, RuntimeError):
-                self.arena.resize(reading.plan.needed)
         self._relaid()
+        self._peak = reading.peak + self._mean.nbytes
 
     def rollback(self) -> None:
         """Undo an unfinished prompt or step: rows exist for exactly the tokens fed before it."""
         if self._open:
             self._rows = None
         if self._reading is not None:
-            self._reading.rollback()
             self._reading = None
         elif self._slot is not None:
             # A row that gave way to the unfinished step's newcomer is gone for good.
-            self.arena.hole = torch.where(self._taken, self._slot, self.arena.hole)
+            free_slot = torch.where(self._taken, self._slot, self.arena.free_slot)
+            self.arena.free_slot = free_slot
         self._relaid()
 
     # -- steps elsewhere ----------------------------------------------------------------------
@@ -348,9 +400,10 @@ class KVCache:
         assert self._slot is None, "a step is under way"
         arena = self.arena
         if self.step_policy is None and bool(
-            ((arena.length >= arena.capacity) & (arena.hole < 0)).any()
+            ((arena.length >= arena.capacity) & (arena.free_slot < 0)).any()
         ):
             self._grow()
+            arena = self._arena
         self._relaid()  # what was derived from the rows will not hold
         self._back = back
         return arena
@@ -367,9 +420,10 @@ class KVCache:
 
     def lasting(self) -> Tensor | None:
         """bool [R]: rows that leave after all others; None if the prompt policy prefers none."""
-        if self.prompt_policy is None or self.prompt_policy.prefer is None:
+        prefers = self.prompt_policy.preference if self.prompt_policy is not None else None
+        if prefers is None:
             return None
-        return self.prompt_policy.prefer(self.arena.columns["pos"].to(torch.int64), self._turns)
+        return prefers.prefers(self.arena.columns["pos"].to(torch.int64), self._turns)
 
     # -- set aside ----------------------------------------------------------------------------
 
@@ -414,7 +468,7 @@ class KVCache:
         ]
         if kinds[0] != kinds[1] or held.layout.start.shape != arena.start.shape:
             raise ValueError("the cache is not one of this network and policy")
-        arena.unpack(held.layout, held.region, held.columns)
+        arena = arena.unpack(held.layout, held.region, held.columns)
         self._set(prompt, step, budget, stride)
         self._end_loan()
         self._arena, self.position, self._turns = arena, held.position, list(held.turns)
@@ -442,7 +496,7 @@ class KVCache:
         """Rows moved, came or went other than by a step: forget what was derived from them."""
         step = self.step_policy
         self._slot: Tensor | None = None  # [L, H], where the step's newcomer goes
-        self._taken = torch.zeros_like(self.arena.hole, dtype=torch.bool)
+        self._taken = torch.zeros_like(self.arena.free_slot, dtype=torch.bool)
         rows = self.arena.rows if step is not None and not step.before else 0
         self._mean = torch.zeros(rows, device=self.device)  # this step's attention per row
         self._padded: tuple[Tensor, Tensor, Tensor] | None = None
@@ -451,14 +505,15 @@ class KVCache:
     def _start_step(self) -> None:
         """Decide where the newcomer goes in every head, and what each head then holds."""
         arena, step = self.arena, self.step_policy
-        open_ = arena.hole >= 0
+        open_ = arena.free_slot >= 0
         full = arena.length >= arena.capacity
         if step is not None:
             full |= arena.length >= arena.cap + (0 if step.before else 1)
         elif bool((full & ~open_).any()):
             self._grow()
-            open_, full = arena.hole >= 0, torch.zeros_like(full)
-        slot = torch.where(open_, arena.hole, arena.start + arena.length)
+            arena = self._arena
+            open_, full = arena.free_slot >= 0, torch.zeros_like(full)
+        slot = torch.where(open_, arena.free_slot, arena.start + arena.length)
         self._taken = full & ~open_
         self._grows = ~open_ & ~full
         self._slot = slot.masked_fill(self._taken, -1)
@@ -574,7 +629,7 @@ class KVCache:
         arena.length += self._grows
         if bool(self._grows.any()):
             self._padded = None
-        arena.hole = torch.full_like(arena.hole, -1)
+        arena.free_slot = torch.full_like(arena.free_slot, -1)
         entered, self._slot = self._slot, None
         self.position += 1
         full = torch.zeros_like(self._taken)
@@ -584,9 +639,9 @@ class KVCache:
             full = arena.length > arena.cap
         slid = self._slid_out()
         full = full & (slid < 0)
-        arena.hole = torch.where(slid >= 0, slid, arena.hole)
+        arena.free_slot = torch.where(slid >= 0, slid, arena.free_slot)
         if bool(full.any()):
-            arena.hole[full] = self._victims(full, entered=entered).cpu()
+            arena.free_slot[full] = self._victims(full, entered=entered).cpu()
         else:
             self._padded = None
 
@@ -603,7 +658,7 @@ class KVCache:
     def _slid_out(self) -> Tensor:
         """[L, H]: the oldest row that the layer's window no longer shows, or -1."""
         arena = self.arena
-        slid = torch.full_like(arena.hole, -1)
+        slid = torch.full_like(arena.free_slot, -1)
         for layer, window in enumerate(self.shape.windows):
             if window is None or self.position < window:
                 continue
@@ -649,8 +704,8 @@ class KVCache:
         def at_rows(column: Tensor) -> Tensor:
             return column.index_select(0, rows).view(index.shape)
 
-        if self.prompt_policy is not None and self.prompt_policy.prefer is not None:
-            shown = pos.masked_fill(self.prompt_policy.prefer(pos, self._turns), -1)
+        if self.prompt_policy is not None and self.prompt_policy.preference is not None:
+            shown = pos.masked_fill(self.prompt_policy.preference.prefers(pos, self._turns), -1)
             enough = (shown >= 0).sum(1, keepdim=True) > step.sinks + step.recent
             pos = torch.where(enough, shown, pos)
         where = heads.nonzero().to(self.device)
@@ -669,11 +724,7 @@ class KVCache:
 
     def _grow(self) -> None:
         """Nothing may leave and a head is full: give every head more rows."""
-        arena = self.arena
-        capacity = arena.capacity + _ROOM
-        have = [b - a for a, b in zip(arena.region[:-1], arena.region[1:], strict=True)]
-        sums = capacity.sum(1).tolist()
-        arena.resize([max(two) for two in zip(have, sums, strict=True)], capacity)
+        self._arena = self._arena.grown(self._arena.capacity + _ROOM)
         self._relaid()
 
     # -- what it tells ----------------------------------------------------------------------
@@ -695,9 +746,19 @@ class KVCache:
 
     @property
     def first(self) -> Prefill | None:
-        """The reading under way, if it is an exact one of a conversation's first prompt."""
+        """The prompt under way, if it is a conversation's first and is read exactly."""
         reading = self._reading
         return reading if isinstance(reading, Prefill) and not self.position else None
+
+    @property
+    def target(self) -> Arena | None:
+        """What the prompt under way is written to."""
+        return self._reading.target if self._reading is not None else None
+
+    @property
+    def budget_rows(self) -> int | None:
+        """The budget in rows per head; None where there is none or it is not known yet."""
+        return self._rows
 
     def attended(self, layer: int, head: int) -> Tensor:
         """Positions that the query of the step under way sees in a layer it has been through."""
@@ -720,7 +781,7 @@ class KVCache:
     def stats(self) -> CacheStats:
         """Counted from the tensors; see `CacheStats`."""
         arena, shape, last = self.arena, self.shape, self._last
-        held = arena.held
+        held = arena.layout().held
         rows = int(held.sum())
         row_bytes = 2 * shape.head_dim * self.dtype.itemsize  # as a full cache would hold them
         lost = [(s, i) for i, s in enumerate(last.lost) if s is not None]
@@ -742,6 +803,6 @@ class KVCache:
             lost_max=max(lost)[0] if lost else None,
             lost_layer=max(lost)[1] if lost else None,
             evict_s=self._evict_s,
-            budget_rows=self._rows,
+            budget_rows=self.budget_rows,
             shaped=last.shaped,
         )

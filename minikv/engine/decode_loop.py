@@ -235,7 +235,7 @@ class DecodeLoop:
             arena = kv.lend(self.settle)
             state.load(arena, kv.step_policy, kv.position, kv.pinned, later)
             self._arena = arena
-            used = torch.where(arena.hole < 0, arena.length, arena.length - 1)
+            used = torch.where(arena.free_slot < 0, arena.length, arena.length - 1)
             room = int((arena.capacity - used).min())
             self._full = kv.position + room if kv.step_policy is None else kv.shape.max_context
             kv.beside = state.nbytes
