@@ -237,7 +237,7 @@ class Prefill:
             k, v, _ = self._old
             there = self._landing
             parts.append(
-                self._ops.segments_attention(
+                self._ops.ragged_prefill(
                     query,
                     k,
                     v,
@@ -305,7 +305,7 @@ class Prefill:
             sources.insert(0, (self._old[0], self._old[2], self._listed))
         for key, pos, index in sources:
             end = begin + pos.shape[1]
-            self._ops.add_columns(
+            self._ops.add_attention_mass(
                 self._mass[:, :, begin:end],
                 self._squares[:, begin:end],
                 query,
