@@ -10,12 +10,17 @@
 
 #include "span.h"
 
+/* Number d of a row of floats of dtype `kind`. */
+static inline float float_at(const void *row, int kind, int64_t d) {
+    return kind == F16 ? from_f16(((const uint16_t *)row)[d]) : number_at(row, kind, d);
+}
+
 /* The signs of x [D] . matrix [D, B] as bits. With a constant B the sums stay in registers. */
 static inline __attribute__((always_inline)) uint64_t
 sign_bits(const void *x, int kind, int64_t D, const float *matrix, const int B) {
     float sums[64] = {0};
     for (int64_t d = 0; d < D; d++) {
-        const float one = number_at(x, kind, d);
+        const float one = float_at(x, kind, d);
 #pragma omp simd
         for (int b = 0; b < B; b++)
             sums[b] += one * matrix[d * B + b];

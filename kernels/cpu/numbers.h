@@ -73,14 +73,11 @@ static inline float from_f16(uint16_t x) {
 /* Bytes of a number of dtype `kind`. */
 static inline long item_size(int kind) { return kind == INT8 ? 1 : kind == F32 ? 4 : 2; }
 
-/* Number i of a row of dtype `kind`. */
+/* Number i of a row of dtype `kind`, which is not F16. */
 static inline float number_at(const void *row, int kind, int64_t i) {
-    if (kind == F32)
-        return ((const float *)row)[i];
     if (kind == INT8)
         return ((const int8_t *)row)[i];
-    const uint16_t x = ((const uint16_t *)row)[i];
-    return kind == BF16 ? from_bf16(x) : from_f16(x);
+    return kind == BF16 ? from_bf16(((const bf16 *)row)[i]) : ((const float *)row)[i];
 }
 
 /* The nearest bfloat16, ties to even, as torch rounds. NaN stays NaN. */

@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="no Triton on this system")
 def attention(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, length: Tensor, seen: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """float64: mixed [H, G, D], log-sum-exp [H, G], logits of each head [G, n]; seen bool [R]."""
+    """In float64: output [H, G, D], log-sum-exp [H, G], logits of each head [G, n]; seen [R]."""
     mixed = torch.zeros(q.shape, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
     logits = []
@@ -49,13 +49,26 @@ SEGMENTS = [
     (16, 64, [20, 50], torch.float32, 11, 16),
     (2, 64, [0, 0], torch.float32, 3, 16),
 ]
+USES = ("all", "window", "logits")
+IN_THE_INTERPRETER = {
+    *((0, "all"), (3, "all"), (4, "all")),
+    *((1, "window"), (2, "window"), (6, "window"), (7, "window")),
+    *((1, "logits"), (2, "logits"), (4, "logits"), (5, "logits"), (7, "logits")),
+}
+"""Every case, and every use with every kind of case; a GPU takes them all."""
 
 
 @on_device
-@pytest.mark.parametrize("case", SEGMENTS)
-@pytest.mark.parametrize("sees", ["all", "window", "logits"])
-def test_attention_over_segments(case: tuple[int, ...], sees: str) -> None:
-    group, size, lengths, dtype, programs, block = case
+@pytest.mark.parametrize(
+    ("case", "sees"),
+    [
+        pytest.param(i, use, marks=[] if (i, use) in IN_THE_INTERPRETER else [pytest.mark.soak])
+        for i in range(len(SEGMENTS))
+        for use in USES
+    ],
+)
+def test_attention_over_segments(case: int, sees: str) -> None:
+    group, size, lengths, dtype, programs, block = SEGMENTS[case]
     decode = kernel("triton.decode")
     start, length, rows = segments(lengths)  # type: ignore[arg-type]
     used = in_use(start, length, rows)

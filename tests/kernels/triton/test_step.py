@@ -94,8 +94,8 @@ def statistics(policy: str, rows: Rows, equal: bool) -> list[object]:
 
 SCENES = [
     ((2, 3, 2, 21), {"sinks": 2, "recent": 3, "pinned": 0, "equal": False, "aligned": False}),
-    ((2, 2, 3, 17), {"sinks": 1, "recent": 1, "pinned": 0, "equal": True, "aligned": False}),
-    ((2, 3, 1, 18), {"sinks": 0, "recent": 1, "pinned": 9, "equal": True, "aligned": True}),
+    ((1, 2, 3, 17), {"sinks": 1, "recent": 1, "pinned": 0, "equal": True, "aligned": False}),
+    ((2, 2, 1, 18), {"sinks": 0, "recent": 1, "pinned": 9, "equal": True, "aligned": True}),
     ((1, 5, 4, 16), {"sinks": 999, "recent": 1, "pinned": 3, "equal": False, "aligned": False}),
     ((1, 1, 7, 1), {"sinks": 0, "recent": 1, "pinned": 0, "equal": False, "aligned": False}),
 ]
