@@ -11,7 +11,6 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import CacheStats, Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import machine
-from minikv.engine.decode_loop import CudaGraphs
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.models.llama import Llama
@@ -81,12 +80,7 @@ class Cached:
     @property
     def captured(self) -> bool:
         """Whether the last steps were one CUDA graph each."""
-        writer = self.engine._writer
-        return (
-            writer is not None
-            and writer._replay is not None
-            and isinstance(writer._capture, CudaGraphs)
-        )
+        return self.engine.captured
 
     @property
     def notices(self) -> list[str]:

@@ -24,7 +24,7 @@ def measure(arguments: Arguments, device: torch.device, rates: Rates, results: R
         taken = _first_token()
         if number:
             seconds.append(taken)
-    results.add(figures={"ask_first_token_s": seconds})
+            results.add(figures={"ask_first_token_s": list(seconds)})
 
 
 def _first_token() -> float:

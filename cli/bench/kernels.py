@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from minikv.cli.bench import machine, shapes
 from minikv.cli.bench.arguments import Arguments
@@ -66,7 +67,7 @@ def measure(arguments: Arguments, device: torch.device, rates: Rates, results: R
         for number, case in enumerate(table):
             what = f"{case.name}, {case.case}"
             results.progress(f"kernels: {what}", number, len(table))
-            if case.needs and not hasattr(operations, case.needs):
+            if case.needs and getattr(operations, case.needs, None) is None:
                 results.note(f"{case.name}: {operations.name} has no {case.needs}")
                 continue
             try:
@@ -186,6 +187,11 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
                 needs=name,
             )
     for n in lengths:
+        every = sizes.layers * heads * n
+        make = partial(_lowest_step, sizes, n)
+        case = f"{n:,} rows, all layers"
+        yield Case("lowest step", case, make, every * (4 + 1), needs="lowest_step")
+    for n in lengths:
         few = min(64, n)
         yield Case(
             "observe",
@@ -200,7 +206,7 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
             partial(_column_sums, sizes, dtype, n),
             heads * n * (sizes.head_dim * item + 4 * group + 4),
             2 * sizes.heads * sizes.head_dim * (n * (n + 1) // 2),
-            "add_columns",
+            "add_attention_mass",
         )
         new = min(256, n)
         yield Case(
@@ -209,7 +215,7 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
             partial(_segments, sizes, dtype, uneven(heads, n), new),
             heads * n * row,
             4 * sizes.heads * sizes.head_dim * n * new,
-            "segments_attention",
+            "ragged_prefill",
         )
         yield Case(
             "gather rows",
@@ -283,11 +289,11 @@ def _hash_append(sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device,
     pos = torch.arange(n, device=device, dtype=torch.int32).repeat(heads)
     code = torch.randint(-(1 << 15), 1 << 15, (heads * n,), device=device).to(torch.int16)
     start, full = torch.arange(heads, device=device) * n, torch.full((heads,), n, device=device)
-    hole, position = torch.full_like(full, -1), torch.tensor(n, device=device)
-    spare = tuple(torch.empty_like(column[:heads]) for column in (k, v, pos, code))
+    free_slot, position = torch.full_like(full, -1), torch.tensor(n, device=device)
+    undo_rows = tuple(torch.empty_like(column[:heads]) for column in (k, v, pos, code))
 
     def call(ops: Any) -> object:
-        hole.fill_(-1)  # so that a token has to leave in every call
+        free_slot.fill_(-1)  # so that a token has to leave in every call
         return ops.hash_append(
             probe,
             key,
@@ -296,13 +302,13 @@ def _hash_append(sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device,
             start,
             full,
             full,
-            hole,
+            free_slot,
             position,
             k,
             v,
             pos,
             code,
-            spare,
+            undo_rows,
             width=n,
             sinks=4,
             recent=10,
@@ -312,32 +318,48 @@ def _hash_append(sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device,
     return call
 
 
-def _step(
-    sizes: Sizes, n: int, name: str, kinds: Sequence[torch.dtype], device: torch.device, seed: int
-) -> Call:
-    """All heads of all layers with n tokens, of which n - 1 may stay."""
-    layers, heads, group = sizes.layers, sizes.kv_heads, sizes.heads // sizes.kv_heads
-    logits = normal(device, seed, torch.float32, layers, heads, group, n)
-    full = torch.full((layers, heads), n, device=device)
+def _full_heads(sizes: Sizes, n: int, device: torch.device) -> tuple[Rows, Tensor, Tensor]:
+    """All heads of all layers with n tokens, of which n - 1 may stay: rows, go and free_slot."""
+    heads = sizes.layers * sizes.kv_heads
+    full = torch.full((sizes.layers, sizes.kv_heads), n, device=device)
     rows = Rows(
-        (torch.arange(layers * heads, device=device) * n).view(layers, heads),
+        (torch.arange(heads, device=device) * n).view_as(full),
         full,
         full - 1,
-        torch.arange(n, device=device, dtype=torch.int32).repeat(layers * heads),
+        torch.arange(n, device=device, dtype=torch.int32).repeat(heads),
         torch.tensor(n - 1, device=device),
         4,
         10,
         0,
     )
-    go, hole = torch.tensor(True, device=device), torch.full_like(full, -1)
+    return rows, torch.tensor(True, device=device), torch.full_like(full, -1)
+
+
+def _step(
+    sizes: Sizes,
+    n: int,
+    name: str,
+    kinds: Sequence[torch.dtype],
+    device: torch.device,
+    seed: int,
+) -> Call:
+    layers, heads, group = sizes.layers, sizes.kv_heads, sizes.heads // sizes.kv_heads
+    logits = normal(device, seed, torch.float32, layers, heads, group, n)
+    shared = (logits, logits.logsumexp(-1), *_full_heads(sizes, n, device))
     columns = [torch.ones(layers * heads * n, dtype=kind, device=device) for kind in kinds]
-    shared = (logits, logits.logsumexp(-1), rows, go, hole)
-    window = torch.full((layers,), n, device=device)
     if name == "scissorhands_step":
+        window = torch.full((layers,), n, device=device)
         return lambda ops: ops.scissorhands_step(*shared, columns[:2], columns[2], 64, window)
     if name == "tova_step":
         return lambda ops: ops.tova_step(*shared, layerwise=False)
-    return lambda ops: getattr(ops, name)(*shared, *columns, full // 2)
+    half = torch.full((layers, heads), n // 2, device=device)
+    return lambda ops: getattr(ops, name)(*shared, *columns, half)
+
+
+def _lowest_step(sizes: Sizes, n: int, device: torch.device, seed: int) -> Call:
+    scores = normal(device, seed, torch.float32, sizes.layers, sizes.kv_heads, n)
+    allowed, full = torch.ones_like(scores, dtype=torch.bool), _full_heads(sizes, n, device)
+    return lambda ops: ops.lowest_step(scores, allowed, *full)
 
 
 def _observe(
@@ -358,7 +380,7 @@ def _column_sums(sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device,
     # Any sums of exponentials will do for a clock, as long as nothing overflows.
     lse = torch.full((heads, group, n), 20.0, device=device)
     mass, squares = torch.zeros_like(lse), torch.zeros((heads, n), device=device)
-    return lambda ops: ops.add_columns(mass, squares, q, lse, at, k, at[None], None)
+    return lambda ops: ops.add_attention_mass(mass, squares, q, lse, at, k, at[None], None)
 
 
 def _segments(
@@ -374,8 +396,8 @@ def _segments(
     q = normal(device, seed, dtype, heads, sizes.heads // heads, new, size)
     k, v = (normal(device, seed + i, dtype, sum(lengths), size) for i in (1, 2))
     length = torch.tensor(lengths, device=device)
-    start, hole = length.cumsum(0) - length, torch.full_like(length, -1)
-    return lambda ops: ops.segments_attention(q, k, v, start, length, hole, width)
+    start, free_slot = length.cumsum(0) - length, torch.full_like(length, -1)
+    return lambda ops: ops.ragged_prefill(q, k, v, start, length, free_slot, width)
 
 
 def _gather(sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device, seed: int) -> Call:

@@ -65,5 +65,5 @@ class _Recorder:
         reading = self._cache.first
         assert reading is not None
         if reading.layer_complete:
-            self.traces.append(reading.told())
+            self.traces.append(reading.trace())
         return out
