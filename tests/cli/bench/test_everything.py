@@ -194,6 +194,8 @@ def test_a_part_sends_what_it_has_however_it_ends(
     pipe = Pipe()
     everything._work(pipe, GOOD.work, RATES)  # type: ignore[arg-type]
     assert pipe.sent[0][:2] == ("results", [row])
+    assert pipe.sent[1][0] == "results"  # the notes since
+    assert pipe.sent[2:] == pipe.sent[-1:]
     assert pipe.sent[-1][:2] == ("end", state)
     assert says in pipe.sent[-1][2]
 
