@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
