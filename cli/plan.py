@@ -347,7 +347,7 @@ def allocated_bytes(kv: KVCache) -> int:
     """Bytes of the cache while the answer is written: of its rows, and a step's score of each."""
     arena, step = kv.target, kv.step_policy
     assert arena is not None
-    return arena.nbytes + (4 * arena.rows if step is not None and not step.before else 0)
+    return arena.nbytes + (4 * arena.rows if step is not None and not step.evict_first else 0)
 
 
 def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:

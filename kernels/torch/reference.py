@@ -494,36 +494,41 @@ def advance(
     start: Tensor,
     length: Tensor,
     cap: Tensor,
-    hole: Tensor,
+    free_slot: Tensor,
     position: Tensor,
     count: Tensor,
     slot: Tensor,
-    taken: Tensor,
+    overwritten: Tensor,
     *,
     before: bool,
 ) -> None:
     """Make the last step final, then decide where the next one's newcomers go. In place, all heads.
 
-    go bool []; start, length, cap, hole, count, slot int64 [L, H]; taken bool [L, H]; position
+    go bool []; start, length, cap, free_slot, count, slot int64 [L, H]; overwritten bool [L, H]; position
     int64 [].
 
-    If go: length = count, position += 1, taken = false, go = false. Then, whatever go was: a head
-    with hole >= 0 does not grow; with `before` (victims leave before attention) one without a hole
-    and with length >= cap does not either, and is taken = true (others keep taken). count = length,
-    one more where a head grows; slot = hole if that is >= 0, else start + length, which means
+    If go: length = count, position += 1, overwritten = false, go = false. Then, whatever go was: a head
+    with free_slot >= 0 does not grow; with `before` (victims leave before attention) one without a free_slot
+    and with length >= cap does not either, and is overwritten = true (others keep overwritten). count = length,
+    one more where a head grows; slot = free_slot if that is >= 0, else start + length, which means
     nothing for a head whose victim is still to be chosen.
     """
-    length.copy_(torch.where(go, count, length))
-    position.add_(go)
-    taken.logical_and_(~go)
-    go.zero_()
-    still = hole >= 0
-    slot.copy_(torch.where(still, hole, start + length))
+    # What may fail comes first: then a step is counted or it is not.
+    final = torch.where(go, count, length)
+    grows = free_slot < 0
+    into = torch.where(grows, start + final, free_slot)
+    left = overwritten & ~go
     if before:
-        asked = ~still & (length >= cap)
-        taken.logical_or_(asked)
-        still = still | asked
-    torch.add(length, ~still, out=count)
+        asked = grows & (final >= cap)
+        left = left | asked
+        grows = grows & ~asked
+    used = final + grows
+    length.copy_(final)
+    position.add_(go)
+    overwritten.copy_(left)
+    slot.copy_(into)
+    count.copy_(used)
+    go.zero_()
 
 
 def hash_append(
@@ -698,6 +703,19 @@ def scissorhands_step(
         below += _bits(_into(word, index, new, go))
     asked = _into(queries, index, (queries[index] + 1.0).clamp(max=float(history)), go)
     _give_up(hole, rows, -(below / asked.clamp(min=1.0)), at, free, go)
+
+
+def lowest_step(scores: Tensor, allowed: Tensor, rows: Rows, go: Tensor, free_slot: Tensor) -> None:
+    """Victims of all heads by scores that were computed elsewhere: the lowest leaves. In place.
+
+    scores float32 and allowed bool [L, H, C], of which a head's first `length` rows mean something.
+    Where go is true, free_slot int64 [L, H] becomes, for a head that is over its cap, the index of
+    the allowed row of lowest score, of equal ones the one with the smallest pos, and without an
+    allowed row the head's first; -1 for the other heads.
+    """
+    index, live = _in_use(rows.start, rows.length, scores.shape[-1], len(rows.pos))
+    at = rows.pos[index].to(torch.int64)
+    _give_up(free_slot, rows, scores, at, allowed & live, go)
 
 
 def _in_use(start: Tensor, length: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from minikv import kernels
 
 _CORE = ("k", "v", "k_scale", "v_scale", "pos")
+_FIRST = 1 << 40  # above every position
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,27 @@ class Arena:
             target = made.columns[name]
             for old, new, count in zip(*tables, strict=True):
                 target[new : new + count] = column[old : old + count]
+        return made
+
+    def trimmed(self, sinks: int, pinned: int, most: Tensor) -> Arena:
+        """A copy in which no head holds more than most int64 [L, H] rows: the oldest leave, but for
+        the first `sinks` positions and those below `pinned`. Waits for the device."""
+        kinds = {name: self.columns[name].dtype for name in self.extra}
+        capacity = torch.maximum(self.capacity, most)
+        made = self.fresh(capacity.sum(1).tolist(), kinds)
+        made.lay(capacity)
+        made.cap.copy_(self.cap)
+        for layer in range(self.layers):
+            index, live = self.index(layer)
+            pos = self.columns["pos"][index].to(torch.int64)
+            age = torch.where(pos < max(sinks, pinned), pos + _FIRST, pos).masked_fill(~live, -1)
+            place = age.argsort(1, descending=True).argsort(1)
+            keep = live & (place < most[layer][:, None])
+            for head in range(self.heads):
+                rows, begin = index[head, keep[head]], int(made.start[layer, head])
+                for name, column in self.columns.items():
+                    made.columns[name][begin : begin + len(rows)] = column[rows]
+            made.length[layer] = keep.sum(1)
         return made
 
     # -- rows -----------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class Prefill:
         if self._all:
             observe = 0  # summed as chunks are mixed, not from a copy of the last queries
         self._observed = min(plan.tokens, observe)
-        last = min(plan.tokens, max(observe, step.history if step else 0))
+        last = min(plan.tokens, max(observe, step.prompt_history if step else 0))
         self._from = evidence.queries_from if evidence else None
         self._moments: Moments | None = None
         self._mass: Tensor | None = None
@@ -117,7 +117,7 @@ class Prefill:
         self._stayed: dict[int, Tensor] = {}  # float32 []: share of the attention that stayed
         # A head needs a row that an answer may overwrite; before attention a second one, if the
         # newest is protected.
-        self._least = 2 if step is not None and step.before and step.recent else 1
+        self._least = 2 if step is not None and step.evict_first and step.recent else 1
         self._shaped = False
         known = {id(column) for column in arena.columns.values()}
         self._held_bytes = arena.nbytes + sum(
@@ -318,7 +318,7 @@ class Prefill:
 
         def below() -> Tensor:
             assert self.step is not None
-            last = min(len(tail), self.step.history)
+            last = min(len(tail), self.step.prompt_history)
             queries, at = tail[len(tail) - last :], new[len(new) - last :]
             return kernels.below_uniform(queries, at, sources, window)
 
