@@ -16,22 +16,9 @@ from minikv.kernels.torch.attention import (
 )
 from minikv.kernels.torch.attention_mass import Part, add_attention_mass, below_uniform, observe
 from minikv.kernels.torch.compaction import gather_column, gather_rows, survivors
-from minikv.kernels.torch.decode import (
-    Rows,
-    decode_attention,
-    joint_attention,
-    lowest_step,
-    ragged_attention,
-)
+from minikv.kernels.torch.decode import Rows, lowest_step, ragged_attention
 from minikv.kernels.torch.int8 import from_codes, to_codes
 from minikv.kernels.torch.ragged_prefill import ragged_prefill
-from minikv.kernels.torch.step import (
-    h2o_step,
-    hash_append,
-    roco_step,
-    scissorhands_step,
-    tova_step,
-)
 from minikv.kernels.torch.window import window_attention
 
 __all__ = [
@@ -41,26 +28,19 @@ __all__ = [
     "advance",
     "append",
     "below_uniform",
-    "decode_attention",
     "from_codes",
     "gather_column",
     "gather_rows",
-    "h2o_step",
-    "hash_append",
-    "joint_attention",
     "last_rows_attention",
     "lowest_step",
     "merge",
     "observe",
     "ragged_attention",
     "ragged_prefill",
-    "roco_step",
     "rows_attention",
-    "scissorhands_step",
     "survivors",
     "to_codes",
     "total",
-    "tova_step",
     "visible_attention",
     "window_attention",
 ]

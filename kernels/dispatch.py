@@ -5,15 +5,15 @@
     ragged_attention       triton/decode            cpu/decode        torch/decode
     advance                triton/append            cpu/append        torch/append
     append                 triton/append            cpu/append        torch/append
-    hash_append            triton/hash_append       cpu/hash_append   torch/step
     lowest_step            triton/step              cpu/step          torch/decode
-    h2o_step               triton/step              cpu/step          torch/step
-    tova_step              triton/step              cpu/step          torch/step
-    roco_step              triton/step              cpu/step          torch/step
-    scissorhands_step      triton/step              cpu/step          torch/step
+    hash_append            triton/hash_append       cpu/hash_append   (the policy)
+    h2o_step               triton/step              cpu/step          (the policy)
+    tova_step              triton/step              cpu/step          (the policy)
+    roco_step              triton/step              cpu/step          (the policy)
+    scissorhands_step      triton/step              cpu/step          (the policy)
     rows_attention         -                        cpu/prefill       torch/attention
     last_rows_attention    -                        cpu/prefill       torch/attention
-    ragged_prefill         triton/ragged_prefill    -                 torch/ragged_prefill
+    ragged_prefill         triton/ragged_prefill    cpu/prefill       torch/ragged_prefill
     observe                triton/attention_mass    -                 torch/attention_mass
     add_attention_mass     triton/attention_mass    -                 torch/attention_mass
     rows_lse               triton/attention_mass    -                 torch/attention_mass
@@ -25,19 +25,29 @@
     int8_product           -                        cpu/product       torch/product
     row_product            -                        cpu/product       torch/product
 
-A "-" means that torch's own operators are the fastest there. The choice is made once, for a device
-and a head size, and handed on as a `Kernels` object; nothing is remembered here.
+A "-" means that torch's form is used. "(the policy)": the file of the step policy has the torch
+form, and `Kernels` has None. On a CPU without C, `TorchOnCPU` has another ragged_attention. The
+choice is made once, for a device and a head size, and handed on as a `Kernels` object.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
 
 from minikv.kernels.torch import append as append_row
-from minikv.kernels.torch import attention, attention_mass, compaction, decode, layer, product, step
+from minikv.kernels.torch import (
+    attention,
+    attention_mass,
+    compaction,
+    decode,
+    decode_cpu,
+    layer,
+    product,
+)
 from minikv.kernels.torch import ragged_prefill as ragged
 
 _OLDEST_TRITON = (3, 6)  # the oldest Triton that the kernels were built with
@@ -55,12 +65,12 @@ class Kernels:
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
-    hash_append = staticmethod(step.hash_append)
     lowest_step = staticmethod(decode.lowest_step)
-    h2o_step = staticmethod(step.h2o_step)
-    tova_step = staticmethod(step.tova_step)
-    roco_step = staticmethod(step.roco_step)
-    scissorhands_step = staticmethod(step.scissorhands_step)
+    hash_append: Callable[..., None] | None = None
+    h2o_step: Callable[..., None] | None = None
+    tova_step: Callable[..., None] | None = None
+    roco_step: Callable[..., None] | None = None
+    scissorhands_step: Callable[..., None] | None = None
     rows_attention = staticmethod(attention.rows_attention)
     last_rows_attention = staticmethod(attention.last_rows_attention)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
@@ -76,6 +86,12 @@ class Kernels:
     row_product = staticmethod(product.row_product)
 
 
+class TorchOnCPU(Kernels):
+    """Plain torch on a CPU, where numbers of a tensor can be read without waiting."""
+
+    ragged_attention = staticmethod(decode_cpu.ragged_attention)
+
+
 def choose(
     device: torch.device, name: str, head_dim: int, dtype: torch.dtype
 ) -> tuple[Kernels, str | None]:
@@ -87,7 +103,7 @@ def choose(
     seconds.
     """
     if name == "torch":
-        return Kernels(), None
+        return (TorchOnCPU() if device.type == "cpu" else Kernels()), None
     if name == "auto" and device.type == "cpu":
         return _native(head_dim, dtype)
     reason = unfit(device, head_dim, dtype)
@@ -110,8 +126,8 @@ def _native(head_dim: int, dtype: torch.dtype) -> tuple[Kernels, str | None]:
             assert isinstance(made, Kernels)
             return made, None
         if build.switched_off():
-            return Kernels(), None
-    return Kernels(), f"the C kernels are not used, and steps are slower: {why}"
+            return TorchOnCPU(), None
+    return TorchOnCPU(), f"the C kernels are not used, and steps are slower: {why}"
 
 
 def unfit(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:

@@ -74,8 +74,8 @@ static inline char *row_of(void *rows, int64_t row, int64_t bytes) {
 }
 
 /* HashEvict (arXiv 2412.16187, section 3) before attention, one layer; arguments and results as in
-   hash_append of kernels/torch/step.py. `kind`: of keys and values; `code_size`: bytes of a code;
-   undo_*: undo_rows. Returns 0, or 1 if there is no memory; then nothing was written. */
+   hash_append in kernels/cpu/hash_append.py. `kind`: of keys and values; `code_size`: bytes of a
+   code; undo_*: undo_rows. Returns 0, or 1 if there is no memory; then nothing was written. */
 int minikv_hash_append(
     int kind, int code_size, int64_t H, int64_t P, int64_t D, int64_t B, const void *probe,
     const void *key, const void *value, const float *matrix, const int64_t *start,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minikv.kernels.cpu.build import library
 from minikv.kernels.torch import attention as plain_torch
+from minikv.kernels.torch.ragged_prefill import head_by_head
 
 _MULTIPLE = 16
 _MAX_HEAD_DIM = 256
@@ -54,6 +55,24 @@ def last_rows_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     """See `torch.attention.last_rows_attention`. Computed at once, without `merge`."""
     found = _attend(q, k, v, k.shape[1] - q.shape[2] + 1)
     return plain_torch.last_rows_attention(q, k, v) if found is None else found
+
+
+def ragged_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    free_slot: Tensor,
+    max_length: int,
+    *,
+    pos: Tensor | None = None,
+    q_pos: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `torch.ragged_prefill.ragged_prefill`. Without a window, head by head in C."""
+    tables = torch.stack((start, length, free_slot), 1)
+    return head_by_head(q, k, v, tables, pos, q_pos, window, rows_attention)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor] | None:

@@ -29,6 +29,7 @@ class Native(Kernels):
     scissorhands_step = staticmethod(step.scissorhands_step)
     rows_attention = staticmethod(prefill.rows_attention)
     last_rows_attention = staticmethod(prefill.last_rows_attention)
+    ragged_prefill = staticmethod(prefill.ragged_prefill)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     silu_mul = staticmethod(layer.silu_mul)

@@ -64,14 +64,19 @@ def advance(
     keep it. count = length, plus one where a head grows. slot = free_slot where that is >= 0, else
     start + length, which means nothing for a head whose victim is not chosen yet.
     """
-    length.copy_(torch.where(go, count, length))
-    position.add_(go)
-    overwritten.logical_and_(~go)
-    go.zero_()
-    stays = free_slot >= 0
-    slot.copy_(torch.where(stays, free_slot, start + length))
+    # What may fail, for lack of memory, comes first: then a step is counted or it is not.
+    final = torch.where(go, count, length)
+    grows = free_slot < 0
+    target = torch.where(grows, start + final, free_slot)
+    marked = overwritten & ~go
     if before:
-        evicts = ~stays & (length >= cap)
-        overwritten.logical_or_(evicts)
-        stays = stays | evicts
-    torch.add(length, ~stays, out=count)
+        evicts = grows & (final >= cap)
+        marked = marked | evicts
+        grows = grows & ~evicts
+    used = final + grows
+    length.copy_(final)
+    position.add_(go)
+    overwritten.copy_(marked)
+    slot.copy_(target)
+    count.copy_(used)
+    go.zero_()

@@ -29,11 +29,10 @@ def observe(
     [H, N].
     """
     _, heads, group, _ = q.shape
-    keys = [_keys_of(part) for part in parts]
-    count = sum(k.shape[1] for k, _ in keys)
+    count = sum(part[1].shape[1] for part in parts)
     mass = q.new_empty((heads, group, count), dtype=torch.float32)
     squares = q.new_empty((heads, count), dtype=torch.float32)
-    for h, begin, _, p in _probabilities(q, q_pos, keys, window):
+    for h, begin, _, p in _probabilities(q, q_pos, parts, window):
         end = begin + p.shape[-1]
         mass[h, :, begin:end] = p.sum(1)
         squares[h, begin:end] = p.mean(0).square_().sum(0)
@@ -47,20 +46,19 @@ def below_uniform(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int |
     row and its probability, in the mean over G, is below 1 / (number of rows that it sees).
     """
     rows, heads = q.shape[:2]
-    keys = [_keys_of(part) for part in parts]
-    bits = q.new_zeros((heads, sum(k.shape[1] for k, _ in keys)), dtype=torch.int64)
+    bits = q.new_zeros((heads, sum(part[1].shape[1] for part in parts)), dtype=torch.int64)
     seen = torch.zeros((heads, rows), device=q.device)
-    for _, k_pos in keys:
-        seen += visible(q_pos, k_pos, window).sum(-1)
+    for part in parts:
+        seen += visible(q_pos, part[1], window).sum(-1)
     value = 1 << torch.arange(rows - 1, -1, -1, device=q.device)
-    for h, begin, at, p in _probabilities(q, q_pos, keys, window):
+    for h, begin, at, p in _probabilities(q, q_pos, parts, window):
         low = (p.mean(0) < 1.0 / seen[h, :, None]) & visible(q_pos, at[None], window)[0]
         bits[h, begin : begin + p.shape[-1]] = (low * value[:, None]).sum(0)
     return bits
 
 
 def _probabilities(
-    q: Tensor, q_pos: Tensor, parts: list[tuple[Tensor, Tensor]], window: int | None
+    q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Blocks of rows one after the other: head, first row, positions [n], probabilities [G, W, n].
 
@@ -72,17 +70,17 @@ def _probabilities(
     for h in range(heads):
         query = q[:, h].float().transpose(0, 1) * (1.0 / math.sqrt(size))  # [G, W, D]
 
-        def logits(k: Tensor, at: Tensor, h: int = h, query: Tensor = query) -> Tensor:
-            found = torch.matmul(query, k[h].float().T)  # [G, W, n]
+        def logits(k: Tensor, at: Tensor, query: Tensor = query) -> Tensor:
+            found = torch.matmul(query, k.float().T)  # [G, W, n]
             if earliest >= 0 and int(at.min()) >= 0 and int(at.max()) <= earliest:
                 return found  # every query sees every row
             return found.masked_fill_(~visible(q_pos, at[None], window), -math.inf)
 
         step = max(1, _LOGITS // (group * rows))
         blocks = [
-            (k[:, lo : lo + step], k_pos[h if k_pos.shape[0] > 1 else 0, lo : lo + step])
-            for k, k_pos in parts
-            for lo in range(0, k.shape[1], step)
+            (k[lo : lo + step], at[lo : lo + step])
+            for k, at in (_of_head(part, h) for part in parts)
+            for lo in range(0, len(k), step)
         ]
         # Logits of few blocks are kept. Those of many are computed twice: for the log-sum-exp and
         # for the probabilities.
@@ -114,17 +112,16 @@ def add_attention_mass(
     not decreasing; k, k_pos and index are one `Part`.
     """
     heads, group, rows, size = q.shape
-    if index is not None:
-        k = k[index]
     step = max(1, _LOGITS // (group * rows))
+    part: Part = (k, k_pos) if index is None else (k, k_pos, index)
     for h in range(heads):
         query = q[h].float() * (1.0 / math.sqrt(size))
-        for lo in range(0, k.shape[1], step):
-            hi = min(lo + step, k.shape[1])
-            logits = torch.matmul(query, k[h, lo:hi].float().T)
-            at = k_pos[h if k_pos.shape[0] > 1 else 0, lo:hi]
+        keys, at = _of_head(part, h)
+        for lo in range(0, len(keys), step):
+            hi = min(lo + step, len(keys))
+            logits = torch.matmul(query, keys[lo:hi].float().T)
             p = logits.sub_(lse[h, ..., None]).exp_()
-            p.masked_fill_(~visible(q_pos, at[None], window), 0.0)
+            p.masked_fill_(~visible(q_pos, at[None, lo:hi], window), 0.0)
             mass[h, :, lo:hi] += p.sum(1)
             squares[h, lo:hi] += p.mean(0).square_().sum(0)
 
@@ -141,6 +138,12 @@ def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
         seen = visible(q_pos, k_pos, window)[:, None]
         each.append(logits.masked_fill(~seen, -math.inf).logsumexp(-1))
     return torch.logsumexp(torch.stack(each), 0)
+
+
+def _of_head(part: Part, h: int) -> tuple[Tensor, Tensor]:
+    """The keys [n, D] of one head of a part, and their positions [n]."""
+    at = part[1][h if len(part[1]) > 1 else 0]
+    return part[0][h if len(part) == 2 else part[2][h]], at
 
 
 def _keys_of(part: Part) -> tuple[Tensor, Tensor]:

@@ -30,19 +30,21 @@ def gather_rows(
     index int64 [H, N], count and start int64 [H] (`survivors`): for r < count[h], row start[h] + r
     of `out` (k and v [R, D]) becomes row index[h, r] of head h. The rows of head h are those of
     `old` (k and v [E, D], and int64 [H, B]: which of them are the head's), followed by those of
-    `new` (k and v [H, T, D]). No count exceeds `max_count`. `old` and `new` share no memory with
-    `out`.
+    `new` (k and v [H, T, D]). Of the rows that are kept, too, those of `old` come first. No count
+    exceeds `max_count`. `old` and `new` share no row with those that are written.
     """
     before = 0 if old is None else old[2].shape[1]
     for h, (n, begin) in enumerate(torch.stack((count, start), 1).tolist()):
-        rows = index[h, :n]
-        is_new = rows >= before
+        rows, early = index[h, :n], 0
+        if old is not None:
+            early = int((rows < before).sum())
+            at = old[2][h, rows[:early]]
+        rows = rows[early:] - before
         for i in (0, 1):
-            found = new[i][h, (rows - before).clamp(min=0)]
+            target = out[i][begin : begin + n]
             if old is not None:
-                at = old[2][h, torch.where(is_new, 0, rows)]
-                found = torch.where(is_new[:, None], found, old[i][at])
-            out[i][begin : begin + n] = found
+                torch.index_select(old[i], 0, at, out=target[:early])
+            torch.index_select(new[i][h], 0, rows, out=target[early:])
 
 
 def gather_column(

@@ -1,8 +1,7 @@
 """The decode step: one query per head over its rows, and the row that leaves a head over its cap.
 
-`decode_attention` and `joint_attention` take rows that were gathered before. Everything else works
-on the segments of an arena and never waits for the device: shapes do not depend on values. Indices
-are int64. Rows that are not in use may hold anything, also NaN.
+Functions work on the segments of an arena and never wait for the device: shapes do not depend on
+values. Indices are int64. Rows that are not in use may hold anything, also NaN.
 """
 
 from __future__ import annotations
@@ -131,75 +130,3 @@ def lowest_row(scores: Tensor, at: Tensor, allowed: Tensor) -> Tensor:
     scores = scores.to(torch.float32).masked_fill(~allowed, math.inf)
     tied = allowed & (scores <= scores.amin(-1, keepdim=True))
     return at.masked_fill(~tied, 1 << 40).argmin(-1)
-
-
-def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One query per head over its rows, which were gathered into one tensor.
-
-    q [H, G, D]; k, v [H, N, D]; seen bool [H, N] or None for all; scales: those of k and v, [H, N]
-    each, where they are int8 (`to_codes`). Returns the output [H, G, D] and the probabilities
-    [H, G, N] in float32.
-    """
-    dtype = q.dtype
-    if scales is not None:
-        q, k, v = _with_codes(q, k, v)
-    if q.dtype == torch.float32:
-        logits = torch.matmul(q, k.transpose(1, 2))
-    else:  # on a CPU in bfloat16 about 15 times as fast as the product above
-        logits = torch.matmul(k, q.transpose(1, 2)).transpose(1, 2).float()
-    logits = logits * (1.0 / math.sqrt(q.shape[-1]))
-    if scales is not None:
-        logits = logits * scales[0][:, None]
-    if seen is not None:
-        logits = logits.masked_fill(~seen[:, None], -math.inf)
-    probabilities = logits.softmax(-1)
-    weights = probabilities if scales is None else probabilities * scales[1][:, None]
-    return torch.matmul(weights.to(v.dtype), v).to(dtype), probabilities
-
-
-def joint_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Tensor,
-    scales: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One query per head over rows of different heads, in one product for all heads.
-
-    q [H, G, D]; k, v [n, D], all finite; seen bool [H * G, n]: the rows of its own head that a
-    query sees, one at least; scales: those of k and v, [n] each, where they are int8 (`to_codes`).
-    Returns the output [H, G, D] and each row's probability [n] in float32, the mean over the G
-    queries of its head. It computes H times the products that are needed, which is faster than a
-    loop over heads as long as H * G * n is small.
-    """
-    heads, group, size = q.shape
-    dtype = q.dtype
-    if scales is not None:
-        q, k, v = _with_codes(q, k, v)
-    query = q.reshape(heads * group, size)
-    if q.dtype == torch.float32:
-        logits = torch.matmul(query, k.T)
-    else:  # see `decode_attention`
-        logits = torch.matmul(k, query.T).T.float()
-    logits = logits.mul_(1.0 / math.sqrt(size))
-    if scales is not None:
-        logits *= scales[0]
-    p = torch.where(seen, logits, -math.inf).softmax(-1)
-    weights = p if scales is None else p * scales[1]
-    out = torch.matmul(weights.to(v.dtype), v).view(heads, group, size)
-    return out.to(dtype), p.sum(0).mul_(1.0 / group)
-
-
-def _with_codes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, and int8 keys and values, in one dtype in which they can be multiplied.
-
-    An int8 is exact in bfloat16. Scales are applied to the sums, which float16 would not hold.
-    """
-    dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
-    return q.to(dtype), k.to(dtype), v.to(dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minikv.kernels.cpu import build
 from minikv.kernels.cpu import hash_append as native
-from minikv.kernels.torch import step as twins
+import step_oracle as twins
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from minikv.kernels import Rows
 from minikv.kernels.cpu import build
 from minikv.kernels.cpu import step as native
-from minikv.kernels.torch import step as twins
+import step_oracle as twins
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 HISTORIES = (16, 32, 33, 400)

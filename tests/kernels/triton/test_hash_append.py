@@ -13,7 +13,7 @@ import torch
 from ragged import in_use, segments
 from triton_device import DEVICE, draw, guarded, kernel, on_device, randoms, untouched
 
-from minikv.kernels.torch import step as twins
+import step_oracle as twins
 
 pytest.importorskip("triton", reason="no Triton on this system")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton_device import close, guarded, kernel, on_device, randoms, untouched
 
 from minikv.kernels import Rows
-from minikv.kernels.torch import step as twins
+import step_oracle as twins
 
 pytest.importorskip("triton", reason="no Triton on this system")
 
