@@ -5,12 +5,12 @@
     ragged_attention       triton/decode            cpu/decode        torch/decode
     advance                triton/append            cpu/append        torch/append
     append                 triton/append            cpu/append        torch/append
+    hash_append            triton/hash_append       cpu/hash_append   the policy's file
     lowest_step            triton/step              cpu/step          torch/decode
-    hash_append            triton/hash_append       cpu/hash_append   (the policy)
-    h2o_step               triton/step              cpu/step          (the policy)
-    tova_step              triton/step              cpu/step          (the policy)
-    roco_step              triton/step              cpu/step          (the policy)
-    scissorhands_step      triton/step              cpu/step          (the policy)
+    h2o_step               triton/step              cpu/step          the policy's file
+    tova_step              triton/step              cpu/step          the policy's file
+    roco_step              triton/step              cpu/step          the policy's file
+    scissorhands_step      triton/step              cpu/step          the policy's file
     rows_attention         -                        cpu/prefill       torch/attention
     last_rows_attention    -                        cpu/prefill       torch/attention
     ragged_prefill         triton/ragged_prefill    cpu/prefill       torch/ragged_prefill
@@ -25,9 +25,10 @@
     int8_product           -                        cpu/product       torch/product
     row_product            -                        cpu/product       torch/product
 
-A "-" means that torch's form is used. "(the policy)": the file of the step policy has the torch
-form, and `Kernels` has None. On a CPU without C, `TorchOnCPU` has another ragged_attention. The
-choice is made once, for a device and a head size, and handed on as a `Kernels` object.
+A "-" means that the torch form is the fastest there. "the policy's file": the torch form is in
+`minikv/policies`, and `Kernels` has None. On a CPU without C, `TorchOnCPU` takes ragged_attention
+from torch/decode_cpu. The choice is made once, for a device and a head size, and handed on as a
+`Kernels` object.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Kernels:
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
-    lowest_step = staticmethod(decode.lowest_step)
     hash_append: Callable[..., None] | None = None
+    lowest_step = staticmethod(decode.lowest_step)
     h2o_step: Callable[..., None] | None = None
     tova_step: Callable[..., None] | None = None
     roco_step: Callable[..., None] | None = None
@@ -87,7 +88,7 @@ class Kernels:
 
 
 class TorchOnCPU(Kernels):
-    """Plain torch on a CPU, where numbers of a tensor can be read without waiting."""
+    """Every operation in torch on a CPU, where numbers of a tensor can be read without waiting."""
 
     ragged_attention = staticmethod(decode_cpu.ragged_attention)
 

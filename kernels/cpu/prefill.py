@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minikv.kernels.cpu.build import library
 from minikv.kernels.torch import attention as plain_torch
-from minikv.kernels.torch.ragged_prefill import head_by_head
+from minikv.kernels.torch import ragged_prefill as plain_ragged
 
 _MULTIPLE = 16
 _MAX_HEAD_DIM = 256
@@ -72,7 +72,7 @@ def ragged_prefill(
 ) -> tuple[Tensor, Tensor]:
     """See `torch.ragged_prefill.ragged_prefill`. Without a window, head by head in C."""
     tables = torch.stack((start, length, free_slot), 1)
-    return head_by_head(q, k, v, tables, pos, q_pos, window, rows_attention)
+    return plain_ragged.head_by_head(q, k, v, tables, pos, q_pos, window, rows_attention)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor] | None:

@@ -64,7 +64,7 @@ def advance(
     keep it. count = length, plus one where a head grows. slot = free_slot where that is >= 0, else
     start + length, which means nothing for a head whose victim is not chosen yet.
     """
-    # What may fail, for lack of memory, comes first: then a step is counted or it is not.
+    # What may fail comes first, so that a step is counted whole or not at all.
     final = torch.where(go, count, length)
     grows = free_slot < 0
     target = torch.where(grows, start + final, free_slot)

@@ -112,18 +112,25 @@ def add_attention_mass(
     not decreasing; k, k_pos and index are one `Part`.
     """
     heads, group, rows, size = q.shape
-    step = max(1, _LOGITS // (group * rows))
     part: Part = (k, k_pos) if index is None else (k, k_pos, index)
+    step = max(1, _LOGITS // (group * rows))
     for h in range(heads):
         query = q[h].float() * (1.0 / math.sqrt(size))
-        keys, at = _of_head(part, h)
+        keys, positions = _of_head(part, h)
         for lo in range(0, len(keys), step):
             hi = min(lo + step, len(keys))
             logits = torch.matmul(query, keys[lo:hi].float().T)
+            at = positions[lo:hi]
             p = logits.sub_(lse[h, ..., None]).exp_()
-            p.masked_fill_(~visible(q_pos, at[None, lo:hi], window), 0.0)
+            p.masked_fill_(~visible(q_pos, at[None], window), 0.0)
             mass[h, :, lo:hi] += p.sum(1)
             squares[h, lo:hi] += p.mean(0).square_().sum(0)
+
+
+def _of_head(part: Part, head: int) -> tuple[Tensor, Tensor]:
+    """The keys [n, D] of one head of a part, and their positions [n]."""
+    at = part[1][head if len(part[1]) > 1 else 0]
+    return part[0][head if len(part) == 2 else part[2][head]], at
 
 
 def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None) -> Tensor:
@@ -138,12 +145,6 @@ def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
         seen = visible(q_pos, k_pos, window)[:, None]
         each.append(logits.masked_fill(~seen, -math.inf).logsumexp(-1))
     return torch.logsumexp(torch.stack(each), 0)
-
-
-def _of_head(part: Part, h: int) -> tuple[Tensor, Tensor]:
-    """The keys [n, D] of one head of a part, and their positions [n]."""
-    at = part[1][h if len(part[1]) > 1 else 0]
-    return part[0][h if len(part) == 2 else part[2][h]], at
 
 
 def _keys_of(part: Part) -> tuple[Tensor, Tensor]:

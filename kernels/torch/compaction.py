@@ -30,8 +30,8 @@ def gather_rows(
     index int64 [H, N], count and start int64 [H] (`survivors`): for r < count[h], row start[h] + r
     of `out` (k and v [R, D]) becomes row index[h, r] of head h. The rows of head h are those of
     `old` (k and v [E, D], and int64 [H, B]: which of them are the head's), followed by those of
-    `new` (k and v [H, T, D]). Of the rows that are kept, too, those of `old` come first. No count
-    exceeds `max_count`. `old` and `new` share no row with those that are written.
+    `new` (k and v [H, T, D]). Of the kept rows, too, those of `old` come first. No count exceeds
+    `max_count`. `old` and `new` share no row with those that are written.
     """
     before = 0 if old is None else old[2].shape[1]
     for h, (n, begin) in enumerate(torch.stack((count, start), 1).tolist()):

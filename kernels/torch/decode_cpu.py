@@ -1,8 +1,8 @@
 """`ragged_attention` on a CPU without a compiler: views of the rows instead of copies.
 
-A CPU tensor's numbers can be read without waiting, so the heads' places decide how it is computed:
-heads of one length at even distances are one batch; uneven heads are one product over all rows of
-the layer with a mask, as long as that is small; else one head after the other.
+The numbers of a CPU tensor can be read without waiting, so the layout of the heads decides how it
+is computed. Heads of one length at equal distances are one batch. Uneven heads are one product over
+all rows of the layer, with a mask, as long as that is small. Otherwise heads go one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-_JOINT = 1 << 19  # logits up to which one product for all heads beats a loop over uneven ones
+_MAX_JOINT = 1 << 19  # logits up to which one product for uneven heads is faster than a loop
 
 
 def ragged_attention(
@@ -30,7 +30,7 @@ def ragged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `minikv.kernels.torch.decode.ragged_attention`."""
+    """See `torch.decode.ragged_attention`."""
     heads, group, size = q.shape
     starts, counts = start.tolist(), length.tolist()
     count = counts[0]
@@ -50,54 +50,54 @@ def ragged_attention(
         seen = None
         if pos is not None and oldest is not None:
             seen = (_batch(pos, starts[0], heads, apart, count) >= oldest)[:, None]
-        found = _logits(q, keys, scales[0])
+        x = _logits(q, keys, scales[0])
         if seen is not None:
-            found = found.masked_fill(~seen, -math.inf)
-        mixed, sums = _mix(q, found, values, scales[1])
+            x = x.masked_fill(~seen, -math.inf)
+        out, sums = _output(q, x, values, scales[1])
         if logits is not None:
-            logits[..., :count] = found
-    elif min(counts) > 0 and heads * group * (end - begin) <= _JOINT:
+            logits[..., :count] = x
+    elif min(counts) > 0 and heads * group * (end - begin) <= _MAX_JOINT:
         reach = torch.arange(begin, end)
-        mine = (reach >= start[:, None]) & (reach < (start + length)[:, None])
-        seen = mine
+        own = (reach >= start[:, None]) & (reach < (start + length)[:, None])
+        seen = own
         if pos is not None and oldest is not None:
-            seen = mine & (pos[begin:end] >= oldest)
-        # What nobody has written yet is weighed with 0, and 0 x NaN is not 0.
-        rows = mine.any(0)
+            seen = own & (pos[begin:end] >= oldest)
+        # Rows that are not in use get probability 0, but 0 x NaN is not 0.
+        rows = own.any(0)
         part = slice(begin, end)
-        keys, values = (_clean(t[part], rows) for t in (k, v))
-        scales = [None if t is None else _clean(t[part], rows) for t in (k_scale, v_scale)]
+        keys, values = (_zero_unused(t[part], rows) for t in (k, v))
+        scales = [None if t is None else _zero_unused(t[part], rows) for t in (k_scale, v_scale)]
         query = q.reshape(1, heads * group, size)
-        found = _logits(query, keys[None], _first(scales[0]))[0].view(heads, group, -1)
-        found = found.masked_fill(~seen[:, None], -math.inf)
-        flat, sums = _mix(query, found.flatten(0, 1)[None], values[None], _first(scales[1]))
-        mixed, sums = flat.view(heads, group, size), sums.view(heads, group)
+        x = _logits(query, keys[None], _batch_of_one(scales[0]))[0].view(heads, group, -1)
+        x = x.masked_fill(~seen[:, None], -math.inf)
+        flat, sums = _output(query, x.flatten(0, 1)[None], values[None], _batch_of_one(scales[1]))
+        out, sums = flat.view(heads, group, size), sums.view(heads, group)
         if logits is not None:
             wide = min(width, end - begin)
             index = (start - begin)[:, None] + torch.arange(wide)
             index = index.clamp(max=end - begin - 1)[:, None].expand(heads, group, wide)
-            logits[..., :wide] = found.gather(2, index)
+            logits[..., :wide] = x.gather(2, index)
     else:
-        mixed = torch.zeros_like(q)
+        out = torch.zeros_like(q)
         sums = torch.full((heads, group), -math.inf)
         for h, (s, n) in enumerate(zip(starts, counts, strict=True)):
             if not n:
                 continue
             part = slice(s, s + n)
             scales = [None if t is None else t[None, part] for t in (k_scale, v_scale)]
-            found = _logits(q[h : h + 1], k[None, part], scales[0])
+            x = _logits(q[h : h + 1], k[None, part], scales[0])
             if pos is not None and oldest is not None:
-                found = found.masked_fill(pos[part] < oldest, -math.inf)
-            mixed[h : h + 1], sums[h : h + 1] = _mix(q[h : h + 1], found, v[None, part], scales[1])
+                x = x.masked_fill(pos[part] < oldest, -math.inf)
+            out[h : h + 1], sums[h : h + 1] = _output(q[h : h + 1], x, v[None, part], scales[1])
             if logits is not None:
-                logits[h, :, :n] = found[0]
+                logits[h, :, :n] = x[0]
     if lse is not None:
         sums = lse.copy_(sums)
-    return mixed, sums
+    return out, sums
 
 
 def _batch(t: Tensor, begin: int, heads: int, apart: int, count: int) -> Tensor:
-    """Rows [R, ...] as a view [H, count, ...]: head h has those from begin + h * apart on."""
+    """Rows [R, ...] as a view [H, count, ...]: head h has the rows from begin + h * apart on."""
     step = t.stride(0)
     return t.as_strided(
         (heads, count, *t.shape[1:]),
@@ -106,14 +106,14 @@ def _batch(t: Tensor, begin: int, heads: int, apart: int, count: int) -> Tensor:
     )
 
 
-def _clean(t: Tensor, rows: Tensor) -> Tensor:
-    """A copy with zeros in rows [n] that are not meant, if there are any."""
+def _zero_unused(t: Tensor, rows: Tensor) -> Tensor:
+    """The rows, or a copy with zeros where `rows` bool [n] is false for some."""
     if bool(rows.all()):
         return t
     return t.masked_fill(~rows.view(-1, *[1] * (t.dim() - 1)), 0)
 
 
-def _first(t: Tensor | None) -> Tensor | None:
+def _batch_of_one(t: Tensor | None) -> Tensor | None:
     return None if t is None else t[None]
 
 
@@ -124,15 +124,15 @@ def _logits(q: Tensor, k: Tensor, scale: Tensor | None) -> Tensor:
         q = q.float() if q.dtype == torch.float16 else q
         k = k.to(q.dtype)
     if q.dtype == torch.float32:
-        found = torch.matmul(q, k.transpose(1, 2))
-    else:  # on a CPU about 15 times as fast in bfloat16 as the product above
-        found = torch.matmul(k, q.transpose(1, 2)).transpose(1, 2).float()
-    found = found * (1.0 / math.sqrt(q.shape[-1]))
-    return found if scale is None else found * scale[:, None]
+        x = torch.matmul(q, k.transpose(1, 2))
+    else:  # in bfloat16 about 15 times as fast as the product above
+        x = torch.matmul(k, q.transpose(1, 2)).transpose(1, 2).float()
+    x = x * (1.0 / math.sqrt(q.shape[-1]))
+    return x if scale is None else x * scale[:, None]
 
 
-def _mix(q: Tensor, logits: Tensor, v: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mixed values [B, g, D] in q's dtype and the log-sum-exp [B, g] of logits [B, g, n]."""
+def _output(q: Tensor, logits: Tensor, v: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output [B, g, D] in q's dtype, and the log-sum-exp [B, g], of logits [B, g, n]."""
     sums = logits.logsumexp(-1)
     p = (logits - sums[..., None]).exp_()
     if scale is not None:

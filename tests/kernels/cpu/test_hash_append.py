@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+import step_oracle as twins
 import torch
 from guards import absurd, guarded, untouched
 from ragged import in_use
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from minikv.kernels.cpu import build
 from minikv.kernels.cpu import hash_append as native
-import step_oracle as twins
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,29 +12,64 @@ from guards import guarded, untouched
 from lowest import SHAPES, Case, draw, expected, outcome
 
 from minikv import kernels
+from minikv.kernels.torch import decode_cpu
 
 
+@pytest.mark.parametrize("attend", [kernels.ragged_attention, decode_cpu.ragged_attention])
 @pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize(("heads", "keys", "size"), [(1, 1, 8), (3, 17, 8), (2, 300, 80)])
+@pytest.mark.parametrize(
+    ("lengths", "size"), [((1,), 8), ((17, 17, 17), 8), ((300, 4), 80), ((7, 0, 9), 8)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("windowed", [False, True])
 def test_one_query_per_head(
-    heads: int, keys: int, size: int, group: int, dtype: torch.dtype
+    attend: Callable[..., Any],
+    lengths: tuple[int, ...],
+    size: int,
+    group: int,
+    dtype: torch.dtype,
+    windowed: bool,
 ) -> None:
-    generator = torch.Generator().manual_seed(keys)
+    """Output, log-sum-exp and logits of every head's own rows, in memory full of NaN."""
+    generator = torch.Generator().manual_seed(size)
+    heads, length = len(lengths), torch.tensor(lengths)
+    start = 2 + torch.arange(heads) * (int(length.max()) + 3)
+    rows = int(start[-1]) + int(length.max()) + 2
     q = torch.randn(heads, group, size, generator=generator).to(dtype) * 2
-    k, v = (torch.randn(heads, keys, size, generator=generator).to(dtype) for _ in range(2))
-    hidden = torch.zeros(k.shape[:2], dtype=torch.bool)
-    hidden[:, 1::3] = True
-    loose = 1e-5 if dtype == torch.float32 else 3e-2
-    for seen in (None, ~hidden):
-        out, p = kernels.decode_attention(q, k, v, seen)
-        logits = q.double() @ k.double().transpose(1, 2) / math.sqrt(size)
-        if seen is not None:
-            logits = logits.masked_fill(~seen[:, None], -math.inf)
-        want = logits.softmax(-1) @ v.double()
-        torch.testing.assert_close(out.double(), want, rtol=loose, atol=loose)
-        assert p.dtype == torch.float32
-        torch.testing.assert_close(p.sum(-1), torch.ones(p.shape[:2]))
+    k, v = (torch.full((rows, size), math.nan, dtype=dtype) for _ in range(2))
+    pos = torch.full((rows,), 1 << 30, dtype=torch.int32)
+    for s, n in zip(start.tolist(), lengths, strict=True):
+        k[s : s + n], v[s : s + n] = torch.randn(2, n, size, generator=generator).to(dtype)
+        pos[s : s + n] = torch.randperm(n, generator=generator).to(torch.int32)
+    logits = torch.full((heads, group, int(length.max()) + 5), math.nan)
+    lse = torch.full((heads, group), math.nan)
+    oldest = torch.tensor(3) if windowed and min(lengths) > 3 else None
+    out, same = attend(
+        q,
+        k,
+        v,
+        start,
+        length,
+        width=int(length.max()),
+        pos=None if oldest is None else pos,
+        oldest=oldest,
+        logits=logits,
+        lse=lse,
+    )
+    assert torch.equal(same, lse)
+    loose = 1e-4 if dtype == torch.float32 else 4e-2
+    for h, (s, n) in enumerate(zip(start.tolist(), lengths, strict=True)):
+        if not n:
+            assert not out[h].any()
+            assert bool((lse[h] == -math.inf).all())
+            continue
+        want = q[h].double() @ k[s : s + n].double().T / math.sqrt(size)
+        if oldest is not None:
+            want = want.masked_fill(pos[s : s + n] < oldest, -math.inf)
+        torch.testing.assert_close(logits[h, :, :n].double(), want, rtol=loose, atol=loose)
+        torch.testing.assert_close(lse[h].double(), want.logsumexp(-1), rtol=loose, atol=loose)
+        mixed = want.softmax(-1) @ v[s : s + n].double()
+        torch.testing.assert_close(out[h].double(), mixed, rtol=loose, atol=loose)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import step_oracle as twins
 import torch
 from ragged import in_use, segments
 from triton_device import DEVICE, draw, guarded, kernel, on_device, randoms, untouched
-
-import step_oracle as twins
 
 pytest.importorskip("triton", reason="no Triton on this system")
 

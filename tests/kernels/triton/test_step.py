@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import step_oracle as twins
 import torch
 from lowest import SHAPES, expected, outcome
 from lowest import draw as draw_lowest
@@ -17,7 +18,6 @@ from torch import Tensor
 from triton_device import close, guarded, kernel, on_device, randoms, untouched
 
 from minikv.kernels import Rows
-import step_oracle as twins
 
 pytest.importorskip("triton", reason="no Triton on this system")
 
