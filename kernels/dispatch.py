@@ -5,12 +5,12 @@
     ragged_attention       triton/decode            cpu/decode        torch/decode
     advance                triton/append            cpu/append        torch/append
     append                 triton/append            cpu/append        torch/append
-    hash_append            triton/hash_append       cpu/hash_append   the policy's file
+    hash_append            triton/hash_append       cpu/hash_append   policies
     lowest_step            triton/step              cpu/step          torch/decode
-    h2o_step               triton/step              cpu/step          the policy's file
-    tova_step              triton/step              cpu/step          the policy's file
-    roco_step              triton/step              cpu/step          the policy's file
-    scissorhands_step      triton/step              cpu/step          the policy's file
+    h2o_step               triton/step              cpu/step          policies
+    tova_step              triton/step              cpu/step          policies
+    roco_step              triton/step              cpu/step          policies
+    scissorhands_step      triton/step              cpu/step          policies
     rows_attention         -                        cpu/prefill       torch/attention
     last_rows_attention    -                        cpu/prefill       torch/attention
     ragged_prefill         triton/ragged_prefill    cpu/prefill       torch/ragged_prefill
@@ -25,10 +25,10 @@
     int8_product           -                        cpu/product       torch/product
     row_product            -                        cpu/product       torch/product
 
-A "-" means that the torch form is the fastest there. "the policy's file": the torch form is in
-`minikv/policies`, and `Kernels` has None. On a CPU without C, `TorchOnCPU` takes ragged_attention
-from torch/decode_cpu. The choice is made once, for a device and a head size, and handed on as a
-`Kernels` object.
+A "-" means that the torch form is used there. "policies" means that the torch form is in the
+policy's own file in minikv/policies, and `Kernels` has None. On a CPU without C, `TorchOnCPU` takes
+ragged_attention from torch/decode_cpu. The choice is made once, for a device and a head size, and
+handed on as a `Kernels` object; nothing is remembered here.
 """
 
 from __future__ import annotations

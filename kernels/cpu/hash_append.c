@@ -12,7 +12,10 @@
 
 /* Number d of a row of floats of dtype `kind`. */
 static inline float float_at(const void *row, int kind, int64_t d) {
-    return kind == F16 ? from_f16(((const uint16_t *)row)[d]) : number_at(row, kind, d);
+    if (kind == F32)
+        return ((const float *)row)[d];
+    const uint16_t x = ((const uint16_t *)row)[d];
+    return kind == BF16 ? from_bf16(x) : from_f16(x);
 }
 
 /* The signs of x [D] . matrix [D, B] as bits. With a constant B the sums stay in registers. */

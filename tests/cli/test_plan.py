@@ -227,8 +227,7 @@ def sliding() -> ChatSession:
 def measured_and_planned(
     session: ChatSession, config: ModelConfig, eviction: EvictionConfig, text: str, answer: int
 ) -> list[tuple[int, int]]:
-    """Of one turn: peak, allocated and held, as the turn record has them and as planned. What steps
-    derive from the rows is not planned; it depends on which heads hold how much."""
+    """Of one turn: peak, allocated and held, as the turn record has them and as planned."""
     session.configure(eviction)
     session.reset()
     session.attach(text)
@@ -237,12 +236,11 @@ def measured_and_planned(
     report = session.report
     assert report is not None
     tokens, kv_bytes = report.tokens, report.kv_bytes
-    assert session.engine.kv.derived <= 0.4 * kv_bytes.allocated
     kv = planning.begun(eviction, config, torch.float32, tokens.prompt_new, answer)
     steps = len(session.fed) - tokens.prompt_new
     return [
         (kv_bytes.peak_prefill, planning.peak(kv, eviction, tokens.prompt_new)),
-        (kv_bytes.allocated - session.engine.kv.derived, kv.stats().allocated_bytes),
+        (kv_bytes.allocated, planning.allocated_bytes(kv)),
         (kv_bytes.held, planning.held_bytes(kv, eviction, tokens.prompt_new, steps)),
         (
             kv_bytes.full,
