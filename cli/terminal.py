@@ -66,7 +66,7 @@ class Terminal:
         self.ascii = self._encodable(self.err, "›•│─█") != "›•│─█"
         self._status = False
         self._held = ""
-        self._set: Answer | None = None
+        self._markdown: Answer | None = None
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -78,16 +78,16 @@ class Terminal:
             return
         from minikv.cli.markdown import Answer  # with rich and a parser
 
-        self._set = Answer(
+        self._markdown = Answer(
             lambda: window(self.out),
             colour=not os.environ.get("NO_COLOR"),
             ascii=self._encodable(self.out, "•│─") != "•│─",
         )
         try:
-            with _unechoed(self.out, self._set.disturb):
+            with _unechoed(self.out, self._markdown.disturb):
                 yield
         finally:
-            self._set = None
+            self._markdown = None
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
@@ -98,8 +98,8 @@ class Terminal:
     def answer(self, piece: str) -> None:
         """A piece of the answer, at once. Trailing newlines wait until more text follows."""
         self.clear_status()
-        if self._set is not None:
-            self._write(self.out, self._set.push(self._encodable(self.out, clean(piece))))
+        if self._markdown is not None:
+            self._write(self.out, self._markdown.push(self._encodable(self.out, clean(piece))))
             return
         text = self._held + clean(piece)
         shown = text.rstrip("\n")
@@ -110,7 +110,7 @@ class Terminal:
         """Close the answer with exactly one newline."""
         self.clear_status()
         self._held = ""
-        self._write(self.out, "\n" if self._set is None else self._set.finish())
+        self._write(self.out, "\n" if self._markdown is None else self._markdown.finish())
 
     def data(self, text: str) -> None:
         """A whole output that is not an answer (a table, JSON), to stdout, with its newline."""
@@ -120,8 +120,8 @@ class Terminal:
     def say(self, text: str, style: str = "") -> None:
         """A line on stderr."""
         self.clear_status()
-        if self._set is not None:
-            self._set.disturb()
+        if self._markdown is not None:
+            self._markdown.disturb()
         line = clean(text)
         if _is_tty(self.err):
             line = "\n".join(_wrapped(part, columns(self.err)) for part in line.split("\n"))
