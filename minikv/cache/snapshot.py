@@ -13,7 +13,8 @@ from torch import Tensor
 
 from minikv.cache.arena import Layout
 
-_SIDES = ("start", "length", "capacity", "cap", "hole")
+_TABLES = ("start", "length", "capacity", "cap", "free_slot")
+_KEYS = {"free_slot": "hole"}  # in JSON, as the first files have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheSnapshot:
-    """A scheduler between two turns, its policies aside.
+    """A cache between two turns, its policies aside.
 
-    turns, pinned, peak, evict_s: as the scheduler has them. rows: the budget as counted, `open`
+    turns, pinned, peak, evict_s: as the cache has them. rows: the budget as counted, `open`
     until the next prompt makes a share of it. layout and region: where everything lies. columns:
     the rows in use, layer by layer and head by head, on the host.
     """
@@ -64,14 +65,14 @@ class CacheSnapshot:
             "lost": list(self.outcome.lost),
             "shaped": self.outcome.shaped,
             "region": list(self.region),
-            **{side: getattr(self.layout, side).tolist() for side in _SIDES},
+            **{_KEYS.get(name, name): getattr(self.layout, name).tolist() for name in _TABLES},
         }
 
     @staticmethod
     def read(record: Mapping[str, object], columns: Mapping[str, Tensor]) -> CacheSnapshot:
-        """The reverse of `record`. Raises ValueError, TypeError or KeyError for what no scheduler
-        would have written."""
-        sides = [torch.tensor(record[side], dtype=torch.int64) for side in _SIDES]
+        """The reverse of `record`. Raises ValueError, TypeError or KeyError for what no cache would
+        have written."""
+        tables = [torch.tensor(record[_KEYS.get(n, n)], dtype=torch.int64) for n in _TABLES]
         region = tuple(_count(n) for n in _list(record["region"]))
         rows, lost = record["rows"], _list(record["lost"])
         held = CacheSnapshot(
@@ -86,7 +87,7 @@ class CacheSnapshot:
                 tuple(None if x is None else _number(x) for x in lost), _flag(record["shaped"])
             ),
             region=region,
-            layout=Layout(*sides),
+            layout=Layout(*tables),
             columns=dict(columns),
         )
         held.check()
@@ -98,7 +99,7 @@ class CacheSnapshot:
         start, length, capacity = layout.start, layout.length, layout.capacity
         if start.dim() != 2 or len(region) != len(start) + 1 or region[0] != 0:
             raise ValueError("the layout is not one of layers and heads")
-        if any(getattr(layout, side).shape != start.shape for side in _SIDES):
+        if any(getattr(layout, name).shape != start.shape for name in _TABLES):
             raise ValueError("the layout's tables differ in size")
         if sorted(region) != list(region):
             raise ValueError("the layers' regions overlap")
@@ -107,10 +108,10 @@ class CacheSnapshot:
         apart = (start[:, 0] >= first).all() and (start + capacity <= after).all()
         if not apart or not ((length >= 0) & (length <= capacity) & (layout.cap >= 0)).all():
             raise ValueError("a head's rows lie outside of its segment")
-        hole = layout.hole
-        inside = (hole >= start) & (hole < start + length)
-        if not ((hole == -1) | inside).all():
-            raise ValueError("a hole lies outside of its segment")
+        slot = layout.free_slot
+        inside = (slot >= start) & (slot < start + length)
+        if not ((slot == -1) | inside).all():
+            raise ValueError("a free slot lies outside of its segment")
         if any(len(column) != int(length.sum()) for column in self.columns.values()):
             raise ValueError("a column has not a value for every row")
 

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
     ALL,
     Evidence,
     PromptView,
+    Scorer,
+    StepEnd,
     StepPolicy,
     StepView,
     ends,
@@ -25,38 +28,42 @@ from minikv.policies.base import (
 )
 
 
-def scorer(options: Mapping[str, object]) -> Evidence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class H2OScorer(Scorer):
     """Column sums over all queries of the prompt, and what a row had before it.
 
-    Of each head's budget `share` are the newest rows, or `window` of them if that is not 0.
+    Of each head's budget `recent_share` are the newest rows, or `window` of them if that is not 0.
     """
-    window, average = options["window"], bool(options["average"])
-    share, sinks = options["recent_share"], options["sinks"]
-    assert isinstance(window, int)
-    assert isinstance(share, float)
-    assert isinstance(sinks, int)
 
-    def score(view: PromptView) -> Tensor:
+    recent_share: float
+    sinks: int
+    window: int
+    average: bool
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(observe=ALL, asks=True, sinks=self.sinks, window=self.window)
+
+    def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
         sums = view.mass.mean(1)
-        if average:
+        if self.average:
             first = view.position - view.observed
             return sums / (view.position - view.pos.clamp(min=first)).clamp(min=1)
         return sums + view.carried["sum"] if "sum" in view.carried else sums
 
-    def scope(view: PromptView) -> Tensor:
-        room = max(0, view.budget - sinks - 1)  # a row is free to be chosen at least
-        recent = window or min(int(view.budget * share), room)
-        return ends(sinks, recent)(view)
-
-    return Evidence(score, scope, observe=ALL, asks=True, sinks=sinks, window=window)
+    def protected(self, view: PromptView) -> Tensor:
+        room = max(0, view.budget - self.sinks - 1)  # a row is free to be chosen at least
+        return ends(
+            view, self.sinks, self.window or min(int(view.budget * self.recent_share), room)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class H2O(StepPolicy):
-    """`share` of a head's cap are the newest rows, which never leave."""
+    """`recent_share` of a head's cap are the newest rows, which never leave."""
 
-    share: float
+    recent_share: float
     sinks: int
     name: str = "h2o"
     observe: int = 32
@@ -70,25 +77,30 @@ class H2O(StepPolicy):
         assert view.mass is not None
         return {"sum": old["sum"] + view.mass.mean(1)}
 
-    def step(
+    def update(
         self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
     ) -> None:
         columns["sum"].add_(probabilities)
 
-    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
-        real = view.pos >= 0
-        newest = (view.cap.to(torch.float64) * self.share).to(torch.int64).clamp(min=1)
-        newest = torch.minimum(newest, real.sum(1) - count).clamp(min=1)  # enough may leave
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        newest = torch.minimum(self.quota(view.cap), (view.pos >= 0).sum(1) - count).clamp(min=1)
         edge = view.pos.sort(1, descending=True).values.gather(1, newest[:, None] - 1)
-        free = unprotected(view, self)
-        older = free & (view.pos < edge)
-        free = torch.where(older.sum(1, keepdim=True) >= count, older, free)
-        return view.columns["sum"], free
+        allowed = unprotected(view, self)
+        older = allowed & (view.pos < edge)
+        allowed = torch.where(older.sum(1, keepdim=True) >= count, older, allowed)
+        return view.columns["sum"], allowed
+
+    def quota(self, cap: Tensor) -> Tensor:
+        """How many of a head's rows are the newest, int64 like `cap`."""
+        return (cap.to(torch.float64) * self.recent_share).to(torch.int64).clamp(min=1)
+
+    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
+        if ops.h2o_step is None:
+            return False
+        ops.h2o_step(*end.heads, end.columns["sum"], end.quota)
+        return True
 
 
 def step_policy(options: Mapping[str, object]) -> H2O:
     """Step form."""
-    share, sinks = options["recent_share"], options["sinks"]
-    assert isinstance(share, float)
-    assert isinstance(sinks, int)
-    return H2O(share=share, sinks=sinks)
+    return H2O(**options)  # type: ignore[arg-type]

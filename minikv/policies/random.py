@@ -15,26 +15,29 @@ from torch import Tensor
 from minikv.policies.base import (
     Evidence,
     PromptView,
+    Scorer,
     StepPolicy,
     StepView,
-    ends,
     unprotected,
 )
 from minikv.policies.counter_rng import uniform
 
 
-def scorer(options: Mapping[str, object]) -> Evidence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomScorer(Scorer):
     """One number per row and head."""
-    sinks, recent, seed = options["sinks"], options["recent"], options["seed"]
-    assert isinstance(sinks, int)
-    assert isinstance(recent, int)
-    assert isinstance(seed, int)
 
-    def score(view: PromptView) -> Tensor:
+    sinks: int
+    recent: int
+    seed: int
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(sinks=self.sinks, window=self.recent)
+
+    def score(self, view: PromptView) -> Tensor:
         heads = torch.arange(len(view.pos), device=view.pos.device)[:, None]
-        return uniform(seed, view.layer, heads, view.position, view.pos)
-
-    return Evidence(score, ends(sinks, recent), sinks=sinks, window=recent)
+        return uniform(self.seed, view.layer, heads, view.position, view.pos)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +48,13 @@ class Random(StepPolicy):
     recent: int
     seed: int
     name: str = "random"
-    before: bool = True
+    evict_first: bool = True
 
-    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         drawn = uniform(self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos)
         return drawn, unprotected(view, self)
 
 
 def step_policy(options: Mapping[str, object]) -> Random:
     """Step form."""
-    sinks, recent, seed = options["sinks"], options["recent"], options["seed"]
-    assert isinstance(sinks, int)
-    assert isinstance(recent, int)
-    assert isinstance(seed, int)
-    return Random(sinks=sinks, recent=recent, seed=seed)
+    return Random(**options)  # type: ignore[arg-type]

@@ -11,22 +11,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, StepPolicy, StepView, unprotected
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, unprotected
 
 
-def scorer(options: Mapping[str, object]) -> Evidence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamingScorer(Scorer):
     """Sinks by position, then recency."""
-    sinks = options["sinks"]
-    assert isinstance(sinks, int)
 
-    def scope(view: PromptView) -> Tensor:
-        return view.live & (view.pos < sinks)
+    sinks: int
 
-    return Evidence(_recency, scope, sinks=sinks, weighs=False)
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(sinks=self.sinks, adds_up=False)
 
-
-def _recency(view: PromptView) -> Tensor:
-    return view.pos.float()
+    def score(self, view: PromptView) -> Tensor:
+        return view.pos.float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +35,14 @@ class Streaming(StepPolicy):
 
     sinks: int
     name: str = "streaming"
-    before: bool = True
+    evict_first: bool = True
     recent: int = 0
 
-    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         age = view.pos.float()
         return age.where(view.pos >= self.sinks, -age), unprotected(view, self)
 
 
 def step_policy(options: Mapping[str, object]) -> Streaming:
     """Step form."""
-    sinks = options["sinks"]
-    assert isinstance(sinks, int)
-    return Streaming(sinks=sinks)
+    return Streaming(**options)  # type: ignore[arg-type]

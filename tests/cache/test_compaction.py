@@ -80,7 +80,7 @@ class Silent(Kernels):
     def __init__(self) -> None:
         self.called: list[str] = []
 
-    def segments_attention(self, q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def ragged_prefill(self, q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         self.called.append("segments")
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -125,7 +125,7 @@ def test_no_layer_asks_the_device(
         arena.length += 20
     if before == 2:
         arena.length[:, 1] = 7
-        arena.hole[:, 0] = arena.start[:, 0] + 3
+        arena.free_slot[:, 0] = arena.start[:, 0] + 3
     if window:
         monkeypatch.setattr(Prefill, "_count_visible", lambda _: [160, 160])  # asks, but only once
     total = None if chosen is None else [120, 120]

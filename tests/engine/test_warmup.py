@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import small
+import step_oracle
 import torch
 
 from minikv.cache import prefill
@@ -15,11 +16,18 @@ from minikv.cache.stats import Shape
 from minikv.engine import warmup as warming
 from minikv.engine.warmup import _tiles, warm
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch import reference
+from minikv.kernels.torch import attention_mass as mass
+from minikv.kernels.torch import ragged_prefill as ragged
 
 
 class Recorder(Kernels):
     """Notes what is called, and what keywords it was given."""
+
+    h2o_step = staticmethod(step_oracle.h2o_step)
+    tova_step = staticmethod(step_oracle.tova_step)
+    roco_step = staticmethod(step_oracle.roco_step)
+    scissorhands_step = staticmethod(step_oracle.scissorhands_step)
+    hash_append = staticmethod(step_oracle.hash_append)
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, frozenset[str]]] = []
@@ -57,11 +65,12 @@ def test_what_a_policy_launches(
     monkeypatch.setattr(warming, "_tiles", lambda kv: None)
     net = small.network()
     kv = small.scheduler(net, "full", step, 64 if step != "none" else None)
-    recorder = kv.ops = Recorder()
+    recorder = Recorder()
+    kv.use(recorder)
     warm(kv, net)
     assert kv.notice is None
     names = {name for name, _ in recorder.calls}
-    names -= {"advance", "observe", "add_columns", "rows_attention", "last_rows_attention"}
+    names -= {"advance", "observe", "add_attention_mass", "rows_attention", "last_rows_attention"}
     assert names == expected | {"ragged_attention"}
     assert kv.position == 0
     assert kv.arena.rows == 0
@@ -70,9 +79,9 @@ def test_what_a_policy_launches(
 @pytest.mark.parametrize(
     ("prompt", "step", "expected"),
     [
-        ("adakv", "roco", {"observe", "segments_attention", "roco_step"}),
-        ("h2o", "none", {"add_columns", "append"}),
-        ("snapkv+pyramid", "h2o", {"observe", "segments_attention", "h2o_step"}),
+        ("adakv", "roco", {"observe", "ragged_prefill", "roco_step"}),
+        ("h2o", "none", {"add_attention_mass", "append"}),
+        ("snapkv+pyramid", "h2o", {"observe", "ragged_prefill", "h2o_step"}),
     ],
 )
 def test_what_prompts_launch(
@@ -84,13 +93,14 @@ def test_what_prompts_launch(
     monkeypatch.setattr(warming, "_tiles", lambda kv: None)  # it must be the conversation's
     net = small.network()
     kv = small.scheduler(net, prompt, step, 512)
-    recorder = kv.ops = Recorder()
+    recorder = Recorder()
+    kv.use(recorder)
     warm(kv, net)
     assert kv.notice is None
     names = {name for name, _ in recorder.calls}
     assert names >= expected | {"gather_rows", "gather_column", "ragged_attention"}
     assert kv.ops is recorder
-    assert (kv.position, kv.arena.rows, kv.beside) == (0, 0, 0)
+    assert (kv.position, kv.arena.rows, kv.decode.nbytes) == (0, 0, 0)
 
 
 def test_the_tiles_of_few_queries_are_among_them() -> None:
@@ -101,7 +111,7 @@ def test_the_tiles_of_few_queries_are_among_them() -> None:
         @staticmethod
         def observe(q: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
             seen.append(len(q))
-            return reference.observe(q, *args)  # type: ignore[arg-type]
+            return mass.observe(q, *args)  # type: ignore[arg-type]
 
     net = small.network()
     kv = small.scheduler(net, "snapkv", "none", 512, prompt_options={"window": 64})
@@ -121,7 +131,7 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
 
     class Counting(Kernels):
         @staticmethod
-        def segments_attention(
+        def ragged_prefill(
             q: torch.Tensor,
             k: torch.Tensor,
             v: torch.Tensor,
@@ -131,7 +141,7 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
             window: int | None,
         ) -> tuple[torch.Tensor, torch.Tensor]:
             seen.add((q.shape[2], place[3] == 1, window))
-            return reference.segments_attention(
+            return ragged.ragged_prefill(
                 q,
                 k,
                 v,
@@ -143,10 +153,10 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
 
         @staticmethod
         def rows_lse(
-            q: torch.Tensor, at: torch.Tensor, parts: Sequence[reference.Part], window: int | None
+            q: torch.Tensor, at: torch.Tensor, parts: Sequence[mass.Part], window: int | None
         ) -> torch.Tensor:
             sums.add((q.shape[2], len(parts[0]), window))
-            return reference.rows_lse(q, at, parts, window)
+            return mass.rows_lse(q, at, parts, window)
 
     windows = (None, 40, None)
     shape = Shape(3, 2, 2 * group, 64, windows, 1000)
@@ -176,7 +186,8 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
 def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:
     net = small.network(max_context=100)
     kv = small.scheduler(net, "snapkv", "none", 64)
-    recorder = kv.ops = Recorder()
+    recorder = Recorder()
+    kv.use(recorder)
     warm(kv, net)
     assert kv.notice is None
     assert "observe" not in {name for name, _ in recorder.calls}
@@ -185,7 +196,8 @@ def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:
 def test_layers_with_and_without_a_window_and_rows_in_int8() -> None:
     net = small.network(windows=(None, 3, None))
     kv = small.over(net, None, None, None, kv=torch.int8)
-    recorder = kv.ops = Recorder()
+    recorder = Recorder()
+    kv.use(recorder)
     warm(kv, net)
     given = [keys for name, keys in recorder.calls if name == "ragged_attention"]
     assert all("k_scale" in keys for keys in given)
