@@ -344,10 +344,9 @@ def begun(
 
 
 def allocated_bytes(kv: KVCache) -> int:
-    """Bytes of the cache while the answer is written: of its rows, and a step's score of each."""
-    arena, step = kv.target, kv.step_policy
-    assert arena is not None
-    return arena.nbytes + (4 * arena.rows if step is not None and not step.evict_first else 0)
+    """Bytes of the cache between turns, when the prompt was read."""
+    assert kv.target is not None
+    return kv.target.nbytes
 
 
 def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
@@ -356,7 +355,6 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
 
     shape, arena, prompt, step = kv.shape, kv.target, kv.prompt_policy, kv.step_policy
     assert arena is not None
-    scores = allocated_bytes(kv) - arena.nbytes
     state = arena.row_nbytes(arena.extra)
     heads, reading = shape.kv_heads, kv.first
     if eviction.stride:
@@ -364,7 +362,7 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
         rows = kv.budget_rows
         assert rows is not None
         wide = 2 * shape.head_dim * kv.dtype.itemsize + 8 + state
-        return arena.nbytes + heads * (rows + eviction.stride) * wide + scores
+        return arena.nbytes + heads * (rows + eviction.stride) * wide
     assert reading is not None
     totals = reading.plan.totals
     evicts = totals is not None and any(
@@ -378,7 +376,7 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
         scratch = 4 * heads * tokens * (shape.heads // heads + 1)  # mass and squares, float32
         if observed != ALL:
             scratch += heads * tokens * state
-    return reading.peak + scratch + scores
+    return reading.peak + scratch
 
 
 def held_bytes(kv: KVCache, eviction: EvictionConfig, tokens: int, steps: int) -> int:

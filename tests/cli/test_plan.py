@@ -227,8 +227,7 @@ def sliding() -> ChatSession:
 def measured_and_planned(
     session: ChatSession, config: ModelConfig, eviction: EvictionConfig, text: str, answer: int
 ) -> list[tuple[int, int]]:
-    """Of one turn: peak, allocated and held, as the turn record has them and as planned. What steps
-    derive from the rows is not planned; it depends on which heads hold how much."""
+    """Of one turn: peak, allocated and held, as the turn record has them and as planned."""
     session.configure(eviction)
     session.reset()
     session.attach(text)
@@ -237,12 +236,11 @@ def measured_and_planned(
     report = session.report
     assert report is not None
     tokens, kv_bytes = report.tokens, report.kv_bytes
-    assert session.engine.kv.derived <= 0.4 * kv_bytes.allocated
     kv = planning.begun(eviction, config, torch.float32, tokens.prompt_new, answer)
     steps = len(session.fed) - tokens.prompt_new
     return [
         (kv_bytes.peak_prefill, planning.peak(kv, eviction, tokens.prompt_new)),
-        (kv_bytes.allocated - session.engine.kv.derived, kv.stats().allocated_bytes),
+        (kv_bytes.allocated, planning.allocated_bytes(kv)),
         (kv_bytes.held, planning.held_bytes(kv, eviction, tokens.prompt_new, steps)),
         (
             kv_bytes.full,
@@ -537,8 +535,8 @@ def test_codes_are_planned_as_they_are_kept(bundled: ChatSession) -> None:
         prompt = report.tokens.prompt_new
         kv = planning.begun(choice, config, torch.float32, prompt, 5, "int8")
         wide = planning.begun(choice, config, torch.float32, prompt, 5)
-        rows[budget] = kv.stats().budget_rows, wide.stats().budget_rows
-        held = report.kv_bytes.allocated - session.engine.kv.derived
-        assert held == kv.stats().allocated_bytes < wide.stats().allocated_bytes * 1.1
+        rows[budget] = kv.budget_rows, wide.budget_rows
+        bytes_, more = planning.allocated_bytes(kv), planning.allocated_bytes(wide)
+        assert report.kv_bytes.allocated == bytes_ < more * 1.1
     assert rows["72"] == (72, 72)
     assert rows["600KiB"][0] > 2 * rows["600KiB"][1]
