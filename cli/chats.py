@@ -31,7 +31,7 @@ from minikv.chat.reuse import REUSES
 from minikv.cli.failures import explain
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
-from minikv.loader import Settings
+from minikv.settings import Settings
 
 if TYPE_CHECKING:
     from minikv.chat.report import TurnReport

@@ -83,7 +83,7 @@ def _compare(context: Context, arguments: list[str]) -> None:
             for eviction in (choices[-1], *choices[:-1]):
                 name = label(eviction)
                 stop.session = beside(session, eviction)
-                most = context.limits.max_tokens
+                most = context.generation.max_tokens
                 runs.append(run(stop.session, name, question, most, _live(terminal, name), stop))
                 stop.session = None  # one more cache than the chat's at a time
     except Interrupted:

@@ -6,6 +6,7 @@ with every decode policy on a tiny random network.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -77,9 +78,7 @@ def doctor(terminal: Terminal, *, offline: bool = False, as_json: bool = False) 
                 terminal.data(line(check, shutil.get_terminal_size().columns))
     bad = [check for check in made if check.state == FAILED]
     if as_json:
-        from minikv.cli.ask import to_json
-
-        terminal.data(to_json({"ok": not bad, "checks": [asdict(check) for check in made]}))
+        terminal.data(json.dumps({"ok": not bad, "checks": [asdict(check) for check in made]}))
     if bad:
         raise typer.Exit(1)
 

@@ -53,15 +53,6 @@ class Help:
     toolbar: Callable[[], str] | None = None
 
 
-def history_path() -> Path:
-    """Where the history is kept: $MINIKV_HOME, else the user's directory for such files."""
-    home = os.environ.get("MINIKV_HOME")
-    if home:
-        return Path(home) / "history"
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "minikv" / "history"
-
-
 def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callable[[], str]:
     """A function that asks for one message. Without `history` nothing is kept after the chat.
 

@@ -7,11 +7,12 @@ the network's own work space, is added by hand.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
+from minikv.settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from minikv.cache.kv_cache import KVCache
     from minikv.models.config import ModelConfig
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 _CASES = (
     ("full", 0),
     ("adakv", 0),
@@ -99,37 +100,24 @@ class Forecast:
 
 
 def plan(
-    model: str | None,
+    settings: Settings,
     tokens: str,
     terminal: Terminal,
     *,
-    policy: str = "",
-    budget: str = "512",
-    decode: str = "auto",
-    stride: int = 0,
-    options: Mapping[str, object] | None = None,
-    dtype: str = "auto",
-    weights: str = "auto",
-    kv: str = "auto",
-    device: str = "auto",
     memory: str = "",
     max_tokens: int = 512,
-    revision: str | None = None,
-    offline: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Print what each policy of the list `policy` (with commas; "" is a selection) would need.
+    """Print what each policy of the list `settings.policy` (with commas; "" is a selection) would
+    need.
 
     `tokens` is "100k" or the like; `memory` ("24GiB") plans for another machine than this one.
     Raises UsageError, and ModelError where the model's configuration cannot be had.
     """
     count = read_count(tokens)
-    if max_tokens < 1:
-        raise UsageError(f"--max-tokens must be at least 1, got {max_tokens}")
-    if dtype not in DTYPES:
-        raise UsageError(f"unknown dtype {dtype!r}", ", ".join(DTYPES))
+    stride = settings.stride
     room = read_bytes(memory) if memory else None
-    names = [name.strip() for name in policy.split(",") if name.strip()]
+    names = [name.strip() for name in settings.policy.split(",") if name.strip()]
     cases = [(name, stride) for name in names]
     if not cases:
         cases = [(name, own) for name, own in _CASES if not stride or own]
@@ -137,33 +125,17 @@ def plan(
     choices: list[EvictionConfig | UsageError] = []
     for name, every in cases:
         try:
-            choices.append(EvictionConfig.read(name, decode, budget, options, 0, every))
+            choices.append(replace(settings, policy=name, stride=every).eviction())
         except UsageError as error:
             if names:
                 raise
             choices.append(error)  # one of the selection that the other flags do not suit
-    made = forecast(
-        model,
-        count,
-        cases,
-        choices,
-        budget=budget,
-        dtype=dtype,
-        form=weights,
-        kv=kv,
-        device=device,
-        room=room,
-        answer=max_tokens,
-        revision=revision,
-        offline=offline,
-    )
+    made = forecast(settings, count, cases, choices, room=room, answer=max_tokens)
     failed = [row for row in made.rows if row.error]
     if len(failed) == len(made.rows):
         raise UsageError(failed[0].error, "a larger --budget, or other policies")
     if as_json:
-        from minikv.cli.ask import to_json
-
-        terminal.data(to_json(asdict(made)))
+        terminal.data(json.dumps(asdict(made)))
     else:
         for note in made.notes:
             terminal.warn(note)
@@ -197,23 +169,17 @@ def read_bytes(text: str) -> int:
 
 
 def forecast(
-    model: str | None,
+    settings: Settings,
     tokens: int,
     cases: Sequence[tuple[str, int]],
     choices: Sequence[EvictionConfig | UsageError],
     *,
-    budget: str,
-    dtype: str = "auto",
-    form: str = "auto",
-    kv: str = "auto",
-    device: str = "auto",
     room: int | None = None,
     answer: int = 512,
-    revision: str | None = None,
-    offline: bool = False,
 ) -> Forecast:
     """The figures. `cases` are names and strides, `choices` what they were read to; an error
-    among them becomes a row without figures. `form` is --weights, `kv` --kv. Raises ModelError."""
+    among them becomes a row without figures. `room` is the memory of another machine. Raises
+    ModelError."""
     import torch
 
     from minikv.models.config import ModelConfig
@@ -225,10 +191,11 @@ def forecast(
         weight_bytes,
     )
 
-    folder = config_folder(model, revision=revision, offline=offline)
+    folder = config_folder(settings.model, revision=settings.revision, offline=settings.offline)
     config = ModelConfig.from_folder(folder)
     notes = list(config.notes)
-    where = _device(device, here=room is None)
+    where = _device(settings.device, here=room is None)
+    form, dtype = settings.weights, settings.dtype
     packed = form not in ("auto", "plain")
     kind = _dtype(folder, "bfloat16" if packed and dtype == "auto" else dtype, where, notes)
     check_form(form, where, kind)
@@ -243,13 +210,13 @@ def forecast(
         free, place = room, "as given"
     beside = weights + space, load
     rows = [
-        _row(name, stride, choice, config, (kind, kv), tokens, answer, beside, free)
+        _row(name, stride, choice, config, (kind, settings.kv), tokens, answer, beside, free)
         for (name, stride), choice in zip(cases, choices, strict=True)
     ]
     each = config.kv_row_bytes(kind.itemsize)
     windows = [min(tokens, window) if window else tokens for window in config.windows]
     return Forecast(
-        model=model or "bundled",
+        model=settings.model or "bundled",
         family=config.family,
         dtype=str(kind).removeprefix("torch."),
         kept=form if packed else "plain",
@@ -259,7 +226,7 @@ def forecast(
         suffices=tokens < config.max_context,
         tokens=tokens,
         answer=answer,
-        budget=budget,
+        budget=settings.budget,
         token_bytes=each,
         full=sum(windows) * each // config.layers,
         workspace=space,
@@ -477,8 +444,6 @@ def _device(name: str, *, here: bool) -> torch.device:
     """`here`: it must exist in this machine."""
     import torch
 
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise UsageError(f"unknown device {name!r}", "use auto, cpu, cuda or cuda:N")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)

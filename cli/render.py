@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import TurnReport, of_full, percent_saved, ratio, size
 from minikv.cli import refresh
-from minikv.cli.config import text
+from minikv.cli.config_command import text
 from minikv.policies import (
     PARTS,
     POLICIES,
     Option,
     Part,
     PolicyInfo,
+    find,
     prompt_names,
     step_names,
 )
@@ -147,7 +149,23 @@ def toolbar(session: ChatSession) -> str:
     return f"{policy_line(session)}{held} · {used}"
 
 
-def policies_table() -> str:
+def policies(*, as_json: bool) -> str:
+    """Every method in the registry, as JSON or as a table."""
+    if as_json:
+        return json.dumps([_policy_record(info) for info in POLICIES.values()])
+    return _policies_table()
+
+
+def policy(name: str, *, as_json: bool) -> str:
+    """One method or part of one. Raises UsageError for an unknown name."""
+    if name in PARTS and name not in POLICIES:
+        part = PARTS[name]
+        return json.dumps(_part_record(part)) if as_json else _part_card(part)
+    info = POLICIES[name] if name in POLICIES else find(name)
+    return json.dumps(_policy_record(info)) if as_json else _policy_card(info)
+
+
+def _policies_table() -> str:
     """Every method in the registry, one line of at most 80 characters each."""
     rows = [("POLICY", "WHEN", "SCORES WITH", "2ND QUESTION", "PAPER")]
     parts = [part.name for part in PARTS.values() if part.axis != "scorer"]
@@ -165,7 +183,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 80, subsequent_indent="    ")
 
 
-def policy_card(info: PolicyInfo) -> str:
+def _policy_card(info: PolicyInfo) -> str:
     """One method: what it does, and its options with defaults and limits."""
     rows = [
         ("flag", _flags(info)),
@@ -182,7 +200,7 @@ def policy_card(info: PolicyInfo) -> str:
     return text + _options(info.options)
 
 
-def part_card(part: Part) -> str:
+def _part_card(part: Part) -> str:
     """One part of a policy: which question it answers, and its options."""
     used = [info.name for info in POLICIES.values() if part.name in info.parts]
     rows = [
@@ -197,7 +215,7 @@ def _spelling(part: Part) -> str:
     return f"{part.name}+ada" if part.axis == "scorer" else f"h2o+{part.name}"
 
 
-def part_record(part: Part) -> dict[str, object]:
+def _part_record(part: Part) -> dict[str, object]:
     """A part as JSON has it."""
     return {
         "name": part.name,
@@ -219,7 +237,7 @@ def _options(options: Sequence[Option]) -> str:
     return "\n".join(lines)
 
 
-def policy_record(info: PolicyInfo) -> dict[str, object]:
+def _policy_record(info: PolicyInfo) -> dict[str, object]:
     """A registry row as JSON has it."""
     return {
         "name": info.name,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.cli import chats, render
 from minikv.cli.command import Command, Context
+from minikv.cli.settings_commands import reseeded
 from minikv.cli.turn import run_turn
 from minikv.errors import UsageError
 
@@ -59,7 +60,7 @@ def _retry(context: Context, arguments: list[str]) -> None:
     terminal.say(f"asking again: {_line(question)}", "dim")
     before = session.turn
     try:
-        run_turn(session, question, context.limits, terminal, context.interrupts)
+        run_turn(session, question, context.generation, terminal, context.interrupts)
     finally:
         if session.turn > before and session.report is not None:
             for part in session.report.lines():
@@ -95,13 +96,9 @@ def _settings(session: ChatSession, flags: dict[str, str]) -> tuple[EvictionConf
         digits = text.isascii() and text.isdigit() and len(text) <= 10
         if not digits or int(text) > _MOST_SEED:
             raise UsageError(f"--seed is a number from 0 to {_MOST_SEED:,}, got {text!r}")
-        before, seed = seed, int(text)
         # A policy that draws follows the chat's seed, unless it was given one of its own.
-        reading, writing = (
-            {n: seed if n == "seed" and value == before else value for n, value in options.items()}
-            for options in (eviction.policy_options, eviction.decode_options)
-        )
-        eviction = replace(eviction, policy_options=reading, decode_options=writing)
+        before, seed = seed, int(text)
+        eviction = reseeded(eviction, seed, before)
     if "policy" in flags:
         eviction = replace(EvictionConfig.read(flags["policy"], seed=seed), budget=eviction.budget)
     if "budget" in flags:

@@ -41,7 +41,8 @@ def load(
     `policy_options` are checked against `minikv.policies.POLICIES`. Raises MinikvError or
     ModelError, both with `exit_code`.
     """
-    from minikv.loader import Settings, build
+    from minikv.loader import build
+    from minikv.settings import Settings
 
     return build(
         Settings(

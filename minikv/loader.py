@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.reuse import checked
-from minikv.errors import UsageError
-from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
+from minikv.settings import Settings, no_cuda
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,61 +13,8 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 
-WEIGHTS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
-"""Values of --weights, as `models.linear` knows them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """All that decides what a chat computes, and `threads` to do it on (0: all that the process may
-    use; None: as torch has it). `model` None is the bundled one."""
-
-    model: str | None = None
-    policy: str = DEFAULT_PROMPT
-    budget: str = DEFAULT_BUDGET
-    decode: str = "auto"
-    device: str = "auto"
-    dtype: str = "auto"
-    weights: str = "auto"
-    kernels: str = "auto"
-    seed: int = 0
-    options: Mapping[str, object] = field(default_factory=dict)
-    stride: int = 0
-    kv: str = "auto"
-    pin_system: bool = False
-    revision: str | None = None
-    offline: bool = False
-    system: str = ""
-    reuse: str = "once"
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse at once, without torch, what no machine could have. Raises UsageError."""
-        checked(self.reuse)
-        if self.threads is not None and not 0 <= self.threads <= 4096:
-            raise UsageError(
-                f"--threads must be from 0 to 4,096, got {self.threads}", "0 uses all there are"
-            )
-        if self.kv not in ("auto", "int8"):
-            raise UsageError(f"keys and values cannot be kept in {self.kv!r}", "use auto or int8")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
-            raise UsageError(f"unknown device {self.device!r}", "use auto, cpu, cuda or cuda:N")
-        if self.weights not in WEIGHTS:
-            raise UsageError(f"unknown weights {self.weights!r}", f"use {', '.join(WEIGHTS)}")
-        if self.kernels not in ("auto", "triton", "torch"):
-            raise UsageError(f"unknown kernels {self.kernels!r}", "use auto, triton or torch")
-        if self.kernels == "triton" and self.device == "cpu":
-            raise _no_cuda()
-
-    def eviction(self) -> EvictionConfig:
-        """The eviction settings, checked without torch. Raises UsageError."""
-        return EvictionConfig.read(
-            self.policy, self.decode, self.budget, self.options, self.seed, self.stride
-        )
-
-
 class LoadProgress(Protocol):
-    """Who is told how far the assembly has come: `minikv.models.hub.Progress`, and the kernels."""
+    """Is called while a model loads: `minikv.models.hub.Progress`, and `kernels`."""
 
     def planned(self, files: int, size: int, free: int | None) -> None: ...
     def download(self, done: int, total: int) -> None: ...
@@ -84,7 +25,7 @@ class LoadProgress(Protocol):
 
 
 def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSession:
-    """Load the model and put cache, engine and chat around it; `progress` is told how far it is.
+    """Load the model and put cache, engine and chat around it; `progress` is called as it goes.
 
     Raises UsageError before anything is loaded where it can; ModelError when the model is missing,
     unsupported or damaged.
@@ -102,7 +43,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     from minikv.models import load
 
     if settings.kernels == "triton" and not torch.cuda.is_available():
-        raise _no_cuda()
+        raise no_cuda()
     if settings.threads is not None:
         threads.use(settings.threads)
     prompt, step, budget, stride = eviction.policies()
@@ -176,7 +117,3 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             notes=config.notes,
         ),
     )
-
-
-def _no_cuda() -> UsageError:
-    return UsageError("no triton kernels without a CUDA device", "use --kernels auto or torch")

@@ -10,7 +10,7 @@ from minikv.cli.bench import place, shapes
 from minikv.cli.commands import read_pairs
 from minikv.cli.plan import read_count
 from minikv.errors import UsageError
-from minikv.loader import WEIGHTS, Settings
+from minikv.settings import WEIGHTS, Settings
 
 LEAST = 64
 """Fewest tokens of a prompt: shorter ones say nothing about a policy."""

@@ -6,6 +6,7 @@ what was measured by then is shown and written first.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -61,9 +62,7 @@ class Record:
         self.made["complete"] = complete
         self.show()
         if self.target == show.STDOUT:
-            from minikv.cli.ask import to_json
-
-            self.terminal.data(to_json(self.made))
+            self.terminal.data(json.dumps(self.made))
         elif self.target is not None:
             show.write(self.made, Path(self.target))
             self.terminal.note(f"written to {self.target}")

@@ -32,7 +32,6 @@ from minikv.cli.chats import Keeper
 from minikv.cli.main import app
 from minikv.cli.terminal import Terminal
 from minikv.errors import ContextError, Interrupted, NumericsError, UsageError
-from minikv.loader import Settings
 from minikv.models.builtin_templates import (
     CHATML,
     LLAMA_2,
@@ -46,6 +45,7 @@ from minikv.models.builtin_templates import (
 )
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
+from minikv.settings import Settings
 
 MILL = "A mill stands by the river and grinds. " * 8
 WELL = "A well is deep and cold and dry. " * 6

@@ -25,7 +25,7 @@ from minikv.cli import chats
 from minikv.cli.chats import Keeper
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
-from minikv.loader import Settings
+from minikv.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -608,7 +608,8 @@ def test_a_header_that_does_not_say_how_the_chat_was_run_is_refused(home: Path) 
 _GO_ON = """
 import sys, minikv
 from minikv.cli import chats
-from minikv.loader import build, Settings
+from minikv.loader import build
+from minikv.settings import Settings
 from minikv.cli.terminal import Terminal
 session = build(chats.resumed(Settings(), chats.header(chats.newest()), ()))
 chats.Keeper(Terminal()).load(session, chats.newest())

@@ -345,14 +345,3 @@ def test_a_named_pipe_as_history_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(path)
     editor.add_to_history(path, "x")
     assert editor.read_history(path) == []
-
-
-def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("MINIKV_HOME", raising=False)
-    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert editor.history_path() == tmp_path / ".local/state/minikv/history"
-    monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert editor.history_path() == Path("/state/minikv/history")
-    monkeypatch.setenv("MINIKV_HOME", "/own")
-    assert editor.history_path() == Path("/own/history")

@@ -18,8 +18,9 @@ from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal, clean
-from minikv.cli.turn import Limits, run_turn
+from minikv.cli.turn import run_turn
 from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.settings import Generation
 
 RUN = {word: command.run for command in saving.COMMANDS for word in command.words}
 
@@ -34,7 +35,11 @@ class Talk:
 
     def ask(self, question: str) -> str:
         run_turn(
-            self.session, question, self.context.limits, self.terminal(), self.context.interrupts
+            self.session,
+            question,
+            self.context.generation,
+            self.terminal(),
+            self.context.interrupts,
         )
         return self.capsys.readouterr().out
 
@@ -68,7 +73,7 @@ class Talk:
 def make(session: ChatSession, capsys: pytest.CaptureFixture[str], active: bool = True) -> Talk:
     terminal = Terminal()
     context = Context(
-        session, terminal, "strict", Limits(12), Interrupts(), Keeper(terminal, active=active)
+        session, terminal, "strict", Generation(12), Interrupts(), Keeper(terminal, active=active)
     )
     return Talk(session, context, capsys)
 

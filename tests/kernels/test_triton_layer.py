@@ -17,7 +17,8 @@ from triton_device import INTERPRETED, close, draw, guarded, interpret, kernel, 
 from minikv.cache import kv_cache
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch import reference
-from minikv.loader import Settings, build
+from minikv.loader import build
+from minikv.settings import Settings
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("no Triton on this system", allow_module_level=True)
