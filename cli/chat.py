@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 import typer
 
 import minikv
-from minikv.cli import chats, commands, documents, render, saving
+from minikv.cli import commands, documents, render, saving
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Config
 from minikv.cli.editor import Cleared, Help, open_reader
 from minikv.cli.failures import show
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.paths import history_file
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.listing import newest
+from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.settings_commands import KEYS
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.cli.turn import open_chat, run_turn
@@ -66,13 +69,13 @@ def chat(
             "minikv chat --resume NAME --reread",
         )
     if resume is not None:  # refused, if at all, before the model is loaded
-        resume = resume or chats.newest()
-        settings = chats.resumed(settings, chats.header(resume), given)
+        resume = resume or newest()
+        settings = resumed(settings, header(resume), given)
     settings.eviction()
     texts = [documents.read_file(path, errors, config.loaders) for path in files]
     from minikv.chat.session import UNDO_TURNS
 
-    keeper = chats.Keeper(terminal, active=save)
+    keeper = Keeper(terminal, active=save)
     interrupts = Interrupts()
     session = open_chat(settings, [] if resume is not None else texts, terminal, interrupts)
     session.undo_turns = UNDO_TURNS

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from minikv.cli.chats import Keeper
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
 from minikv.settings import Generation
 

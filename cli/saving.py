@@ -8,8 +8,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.cli import chats, render
+from minikv.cli import render
 from minikv.cli.command import Command, Context
+from minikv.cli.paths import chats_folder
+from minikv.cli.saved.listing import Entry, listing
+from minikv.cli.saved.transcript import Saved
 from minikv.cli.settings_commands import reseeded
 from minikv.cli.turn import run_turn
 from minikv.errors import UsageError
@@ -118,7 +121,7 @@ def _save(context: Context, arguments: list[str]) -> None:
 def _load(context: Context, arguments: list[str]) -> None:
     names = [argument for argument in arguments if argument != "--reread"]
     if not arguments:
-        context.terminal.say(table(chats.listing()))
+        context.terminal.say(table(listing()))
         return
     if len(names) != 1 or len(arguments) - len(names) > 1 or names[0].startswith("-"):
         raise UsageError("/load takes a name", "/load thesis, or /load thesis --reread")
@@ -132,7 +135,7 @@ def _load(context: Context, arguments: list[str]) -> None:
 
 
 def origins(
-    saved: chats.Saved, given: Collection[str] | None = None, *, reread: bool = False
+    saved: Saved, given: Collection[str] | None = None, *, reread: bool = False
 ) -> dict[str, str]:
     """Where the settings come from that a chat brought along. `given` are those that the user
     stated for a run that began with it, `reread` as there; None: the run was there before."""
@@ -147,7 +150,7 @@ def origins(
     return dict.fromkeys(names, f"chat {saved.name}")
 
 
-def opened(session: ChatSession, saved: chats.Saved, seconds: float) -> str:
+def opened(session: ChatSession, saved: Saved, seconds: float) -> str:
     """What to say when a chat was taken up again, `seconds` of which were the files."""
     how = f"taken up in {1000 * seconds:.0f} ms, nothing was read again"
     if not session.fed:
@@ -157,10 +160,10 @@ def opened(session: ChatSession, saved: chats.Saved, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def table(entries: list[chats.Entry]) -> str:
+def table(entries: list[Entry]) -> str:
     """The saved chats, one line each."""
     if not entries:
-        return f"no saved chat in {chats.root()}"
+        return f"no saved chat in {chats_folder()}"
     rows = [(e.name, e.saved, _turns(e.turns), e.model, e.title) for e in entries]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(

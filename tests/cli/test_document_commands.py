@@ -14,9 +14,9 @@ from fakes import ByteTokenizer, ChatML, FakeEngine
 from minikv.chat.session import ChatSession
 from minikv.cli import document_commands as commands
 from minikv.cli import documents
-from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
 from minikv.settings import Generation

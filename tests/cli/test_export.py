@@ -25,13 +25,13 @@ from exports import HEADS, HOSTILE, LAYERS, chat, large
 import minikv
 from minikv.chat.report import DeviceMemory, KvBytes, Loss, percent_saved
 from minikv.chat.session import ChatSession
-from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.export import command, figures, html, markdown
 from minikv.cli.export.facts import ChatFacts, gather
 from minikv.cli.export.read import parse, read_file
 from minikv.cli.export.safe import visible
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.settings import Generation

@@ -20,11 +20,11 @@ from rich.cells import cell_len
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
 from minikv.cli import kept, kept_view
-from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.kept import Kept, Part
 from minikv.cli.kept_view import SHADES, Screen
+from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError

@@ -12,11 +12,12 @@ from fakes import ByteTokenizer, ChatML
 from test_snapshot import FakeEngineWithMemory, chat
 
 from minikv.chat.session import ChatSession
-from minikv.cli import chats, saving, settings_commands
-from minikv.cli.chats import Keeper
+from minikv.cli import saving, settings_commands
 from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.transcript import read
 from minikv.cli.terminal import Terminal, clean
 from minikv.cli.turn import run_turn
 from minikv.errors import ContextError, Interrupted, UsageError
@@ -212,7 +213,7 @@ def test_where_settings_come_from_after_a_retry_and_a_load(real: Talk) -> None:
 def test_what_a_run_took_from_the_chat_that_it_resumed(real: Talk) -> None:
     real.ask("Who?")
     real.run("save mine")
-    saved = chats.read("mine")
+    saved = read("mine")
     held = {"policy", "decode", "budget", "stride"}
     own = {"seed", "system", "pin_system", "reuse"}
     run = {"model", "revision", "dtype", "kv", "weights"}

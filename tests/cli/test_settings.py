@@ -23,12 +23,12 @@ import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession, Facts
 from minikv.cli import config, config_command, settings_commands
-from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS, Config, Interface, load
 from minikv.cli.flags import Call, Only, command
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
+from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.policies import POLICIES
