@@ -100,7 +100,7 @@ def held(session: ChatSession) -> Tensor:
     # Row i of the rows in use: its head's first row, plus how far it lies behind that.
     behind = torch.arange(len(head)) - (length.cumsum(0) - length)[head]
     row = arena.start.flatten()[head] + behind
-    live = row != arena.hole.flatten()[head]
+    live = row != arena.free_slot.flatten()[head]
     position = arena.columns["pos"][row[live].to(arena.device)].cpu()
     found = torch.zeros(len(length) * tokens, dtype=torch.bool)
     found[head[live] * tokens + position] = True

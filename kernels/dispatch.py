@@ -7,11 +7,12 @@ Chosen once, for a device and a head size, and handed on; nothing here is rememb
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
 
-from minikv.kernels.torch import reference
+from minikv.kernels.torch import decode_cpu, reference
 
 _OLDEST = (3, 6)  # the oldest Triton that the kernels were built with
 _CAPABILITY = (8, 0)
@@ -28,11 +29,12 @@ class Kernels:
     ragged_attention = staticmethod(reference.ragged_attention)
     advance = staticmethod(reference.advance)
     append = staticmethod(reference.append)
-    hash_append = staticmethod(reference.hash_append)
-    h2o_step = staticmethod(reference.h2o_step)
-    tova_step = staticmethod(reference.tova_step)
-    roco_step = staticmethod(reference.roco_step)
-    scissorhands_step = staticmethod(reference.scissorhands_step)
+    hash_append: Callable[..., None] | None = None
+    h2o_step: Callable[..., None] | None = None
+    tova_step: Callable[..., None] | None = None
+    roco_step: Callable[..., None] | None = None
+    scissorhands_step: Callable[..., None] | None = None
+    lowest_step = staticmethod(reference.lowest_step)
     rows_attention = staticmethod(reference.rows_attention)
     last_rows_attention = staticmethod(reference.last_rows_attention)
     observe = staticmethod(reference.observe)
@@ -48,6 +50,12 @@ class Kernels:
     row_product = staticmethod(reference.row_product)
 
 
+class TorchOnCPU(Kernels):
+    """The torch forms, with attention by views where numbers can be read without waiting."""
+
+    ragged_attention = staticmethod(decode_cpu.ragged_attention)
+
+
 def choose(
     device: torch.device, name: str, head_dim: int, dtype: torch.dtype
 ) -> tuple[Kernels, str | None]:
@@ -58,7 +66,7 @@ def choose(
     the twins. The first time on a machine this compiles the C kernels, which takes seconds.
     """
     if name == "torch":
-        return Kernels(), None
+        return (TorchOnCPU() if device.type == "cpu" else Kernels()), None
     if name == "auto" and device.type == "cpu":
         return _native(head_dim, dtype)
     reason = unfit(device, head_dim, dtype)
@@ -80,8 +88,8 @@ def _native(head_dim: int, dtype: torch.dtype) -> tuple[Kernels, str | None]:
             assert isinstance(made, Kernels)
             return made, None
         if build.switched_off():
-            return Kernels(), None
-    return Kernels(), f"the C kernels are not used, and steps are slower: {why}"
+            return TorchOnCPU(), None
+    return TorchOnCPU(), f"the C kernels are not used, and steps are slower: {why}"
 
 
 def unfit(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:

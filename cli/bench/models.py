@@ -23,7 +23,6 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.cli.bench import machine
 from minikv.cli.bench.shapes import Sizes
-from minikv.engine.decode_loop import CudaGraphs
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import MemoryShortError
@@ -247,12 +246,7 @@ class Cached:
     @property
     def captured(self) -> bool:
         """Whether the last steps were one CUDA graph each."""
-        writer = self.engine._writer
-        return (
-            writer is not None
-            and writer._replay is not None
-            and isinstance(writer._capture, CudaGraphs)
-        )
+        return self.engine.captured
 
     @property
     def notices(self) -> list[str]:
@@ -289,11 +283,11 @@ def _roomy(held: CacheSnapshot, room: int) -> CacheSnapshot:
     capacity = old.length + room
     ends = capacity.flatten().cumsum(0).view_as(capacity)
     start = ends - capacity
-    hole = torch.where(old.hole >= 0, old.hole - old.start + start, old.hole)
+    free = torch.where(old.free_slot >= 0, old.free_slot - old.start + start, old.free_slot)
     return replace(
         held,
         region=(0, *ends[:, -1].tolist()),
-        layout=replace(old, start=start, capacity=capacity, hole=hole),
+        layout=replace(old, start=start, capacity=capacity, free_slot=free),
     )
 
 

@@ -696,6 +696,19 @@ def scissorhands_step(
     _give_up(hole, rows, -(below / asked.clamp(min=1.0)), at, free, go)
 
 
+def lowest_step(scores: Tensor, allowed: Tensor, rows: Rows, go: Tensor, free_slot: Tensor) -> None:
+    """Victims of all heads by scores that were computed elsewhere: the lowest leaves. In place.
+
+    scores float32 and allowed bool [L, H, C], of which a head's first `length` rows mean something.
+    Where go is true, free_slot int64 [L, H] becomes, for a head that is over its cap, the index of
+    the allowed row of lowest score, of equal ones the one with the smallest pos, and without an
+    allowed row the head's first; -1 for the other heads.
+    """
+    index, live = _in_use(rows.start, rows.length, scores.shape[-1], len(rows.pos))
+    at = rows.pos[index].to(torch.int64)
+    _give_up(free_slot, rows, scores, at, allowed & live, go)
+
+
 def _in_use(start: Tensor, length: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
     """Rows of heads with start, length [...]: (index [..., width], live [..., width] bool).
 

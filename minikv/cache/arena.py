@@ -4,7 +4,7 @@ together.
 Every (layer, head) owns a contiguous segment of `capacity` rows, of which the first `length` are
 in use. The segments of a layer lie side by side in the layer's region. Keys are stored rotated, so
 the order of rows is free, and `pos` keeps the truth about positions. A row that was evicted and
-not yet overwritten is the head's `hole`: in use, but gone.
+not yet overwritten is the head's `free_slot`: in use, but gone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Layout:
     length: Tensor
     capacity: Tensor
     cap: Tensor
-    hole: Tensor
+    free_slot: Tensor
 
 
 class Arena:
@@ -37,7 +37,7 @@ class Arena:
 
     columns: k, v [R, D]; with a `kv` of int8 their k_scale, v_scale [R] float32; pos [R] int32;
     and the policy's own [R].
-    start, length, capacity, cap, hole: int64 [L, H] on the host: first row; rows in use; rows
+    start, length, capacity, cap, free_slot: int64 [L, H] on the host: first row; rows in use; rows
     owned; rows that the head may keep; the evicted row's index into the columns, or -1.
     region: L + 1 row numbers, the first row of each layer, then R.
     """
@@ -65,7 +65,7 @@ class Arena:
         self.length = torch.zeros_like(self.start)
         self.capacity = torch.zeros_like(self.start)
         self.cap = torch.zeros_like(self.start)
-        self.hole = torch.full_like(self.start, -1)
+        self.free_slot = torch.full_like(self.start, -1)
         self.region = [0] * (layers + 1)
         self.columns: dict[str, Tensor] = {
             "k": torch.empty((0, head_dim), dtype=kv or dtype, device=device),
@@ -127,7 +127,7 @@ class Arena:
     @property
     def held(self) -> Tensor:
         """int64 [L, H]: rows held, holes left out."""
-        return self.length - (self.hole >= 0).to(torch.int64)
+        return self.length - (self.free_slot >= 0).to(torch.int64)
 
     def resize(self, rows: Sequence[int], capacity: Tensor | None = None) -> int:
         """Give layer i a region of rows[i] rows, and every head a segment of capacity[i, h] rows
@@ -156,7 +156,9 @@ class Arena:
             for name in moved:
                 self._move(name, start, self.start, self.region[-1])
             raise
-        self.hole = torch.where(self.hole >= 0, self.hole + start - self.start, self.hole)
+        self.free_slot = torch.where(
+            self.free_slot >= 0, self.free_slot + start - self.start, self.free_slot
+        )
         self.start, self.capacity, self.region = start, owned.clone(), region
         return peak
 
@@ -180,6 +182,55 @@ class Arena:
             blank.fill_(float("nan") if real else torch.iinfo(blank.dtype).max // 2)
         return blank
 
+    def grown(self, capacity: Tensor) -> Arena:
+        """A copy in which every head owns capacity [L, H] rows, not fewer than it holds."""
+        every = [
+            torch.arange(start, start + length)
+            for start, length in zip(
+                self.start.flatten().tolist(), self.length.flatten().tolist(), strict=True
+            )
+        ]
+        free = torch.where(self.free_slot >= 0, self.free_slot - self.start, -1)
+        return self._copied(every, capacity, free)
+
+    def trimmed(self, sinks: int, pinned: int) -> Arena:
+        """A copy in which no head holds more rows than its cap: the oldest have left, but for the
+        first `sinks` positions and those below `pinned`."""
+        kept = []
+        tables = (self.start, self.length, self.cap, self.free_slot)
+        for start, length, cap, free in zip(*(t.flatten().tolist() for t in tables), strict=True):
+            rows = torch.arange(start, start + length)
+            rows = rows[rows != free]
+            pos = self.columns["pos"][rows.to(self.device)].to("cpu", torch.int64)
+            age = torch.where(pos < max(sinks, pinned), pos + (1 << 40), pos)
+            kept.append(rows[age.argsort(descending=True)[:cap].sort().values])
+        capacity = torch.maximum(self.capacity, self.cap)
+        return self._copied(kept, capacity, torch.full_like(self.free_slot, -1))
+
+    def _copied(self, rows: list[Tensor], capacity: Tensor, free: Tensor) -> Arena:
+        """A copy with the rows of each head, indices into the columns, in segments of capacity
+        [L, H]; free [L, H]: which row of a segment is a free slot, or -1."""
+        layers, heads = self.start.shape
+        made = Arena.__new__(Arena)
+        made.heads, made.device, made.poison = self.heads, self.device, self.poison
+        made.dtype, made.coded = self.dtype, self.coded
+        made.region = [0, *accumulate(capacity.sum(1).tolist())]
+        first = torch.tensor(made.region[:-1], device=capacity.device)[:, None]
+        made.start, made.capacity = first + capacity.cumsum(1) - capacity, capacity.clone()
+        made.length = torch.tensor([len(r) for r in rows], device=capacity.device)
+        made.length = made.length.view(layers, heads)
+        made.cap = self.cap.clone()
+        made.free_slot = torch.where(free >= 0, made.start + free, -1)
+        source = torch.cat(rows).to(self.device)
+        begins = made.start.flatten().tolist()
+        spans = [torch.arange(b, b + len(r)) for b, r in zip(begins, rows, strict=True)]
+        target = torch.cat(spans).to(self.device)
+        made.columns = {}
+        for name, column in self.columns.items():
+            made.columns[name] = self._blank(column, made.region[-1])
+            made.columns[name][target] = column[source]
+        return made
+
     def lay(self, layer: int, capacity: Sequence[int]) -> None:
         """Divide a layer's region into segments; what they held is forgotten."""
         sizes = torch.tensor(list(capacity))
@@ -187,7 +238,7 @@ class Arena:
         self.capacity[layer] = sizes
         self.start[layer] = self.region[layer] + sizes.cumsum(0) - sizes
         self.length[layer] = 0
-        self.hole[layer] = -1
+        self.free_slot[layer] = -1
 
     def segment(self, name: str, layer: int, head: int) -> Tensor:
         """The rows in use of one head: a view [length, ...] of a column."""
@@ -210,9 +261,9 @@ class Arena:
         """
         lists = []
         for head in range(self.heads):
-            begin, hole = int(self.start[layer, head]), int(self.hole[layer, head])
+            begin, free_slot = int(self.start[layer, head]), int(self.free_slot[layer, head])
             rows = torch.arange(begin, begin + int(self.length[layer, head]))
-            lists.append(rows[rows != hole] if hole >= 0 else rows)
+            lists.append(rows[rows != free_slot] if free_slot >= 0 else rows)
         most = max(len(rows) for rows in lists)
         index = torch.zeros((self.heads, most), dtype=torch.int64)
         live = torch.zeros((self.heads, most), dtype=torch.bool)
@@ -227,7 +278,7 @@ class Arena:
         length, capacity = self.length[layer], self.capacity[layer]
         n, step = int(length[0]), int(capacity[0])
         alike = bool((length == n).all()) and bool((capacity == step).all())
-        if not alike or bool((self.hole[layer] >= 0).any()):
+        if not alike or bool((self.free_slot[layer] >= 0).any()):
             return None
         begin = int(self.start[layer, 0])
         rows = self.columns[name][begin : begin + self.heads * step]
@@ -240,7 +291,7 @@ class Arena:
             self.length.clone(),
             self.capacity.clone(),
             self.cap.clone(),
-            self.hole.clone(),
+            self.free_slot.clone(),
         )
 
     def save(self, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
@@ -251,7 +302,7 @@ class Arena:
     def restore(self, layout: Layout, saved: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Go back to a layout, with the contents of the layers that were rewritten since."""
         self.start, self.length, self.capacity = layout.start, layout.length, layout.capacity
-        self.cap, self.hole = layout.cap, layout.hole
+        self.cap, self.free_slot = layout.cap, layout.free_slot
         for layer, columns in saved.items():
             begin, end = self._extent(layer)
             for name, rows in columns.items():
@@ -269,7 +320,7 @@ class Arena:
         self.region = list(region)
         self.start, self.length = layout.start.clone(), layout.length.clone()
         self.capacity, self.cap = layout.capacity.clone(), layout.cap.clone()
-        self.hole = layout.hole.clone()
+        self.free_slot = layout.free_slot.clone()
         used = self._used().to(self.device)
         for name, rows in columns.items():
             self.columns[name] = self._blank(self.columns[name], self.rows)

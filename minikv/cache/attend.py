@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
+from minikv.kernels.dispatch import Kernels
 
 
 class Attend(Protocol):
@@ -36,14 +37,14 @@ class Attend(Protocol):
 class DenseAttend:
     """`Attend` that keeps every row and evicts nothing; windows[i] is layer i's sliding window.
 
-    Uses the same kernels as the scheduler on the same rows in the same order, so that a cache
+    Uses the same kernels as the cache on the same rows in the same order, so that a cache
     which has evicted nothing must agree to the last bit (a layer whose window has begun to slide:
     to rounding, as rows that slid out are not kept there). A chunk of one row is a step unless
     `begin` announced a prompt.
     """
 
-    def __init__(self, windows: tuple[int | None, ...]) -> None:
-        self.windows = windows
+    def __init__(self, windows: tuple[int | None, ...], ops: Kernels | None = None) -> None:
+        self.windows, self._ops = windows, ops or Kernels()
         self.position = 0
         self._prompt = False
         self._k: list[Tensor | None] = [None] * len(windows)
@@ -64,12 +65,16 @@ class DenseAttend:
         window = self.windows[layer]
         pos = torch.arange(end, device=q.device)
         if rows == 1 and not self._prompt:
-            seen = None if window is None or end <= window else (pos > end - 1 - window)[None]
-            out, _ = kernels.decode_attention(
+            each = torch.arange(heads, device=q.device) * end
+            out, _ = self._ops.ragged_attention(
                 q[0].view(heads, -1, q.shape[2]),
-                keys,
-                values,
-                None if seen is None else seen.expand(heads, end),
+                keys.reshape(heads * end, -1),
+                values.reshape(heads * end, -1),
+                each,
+                torch.full_like(each, end),
+                width=end,
+                pos=None if window is None else pos.to(torch.int32).repeat(heads),
+                oldest=None if window is None else torch.tensor(end - window, device=q.device),
             )
             return out.reshape(1, q.shape[1], -1)
         query = q.view(len(q), heads, -1, q.shape[2]).permute(1, 2, 0, 3)

@@ -36,7 +36,7 @@ class BlockPrefill:
         stride: int,
         dtype: torch.dtype,
     ) -> None:
-        self.shape, self.arena, self.step = shape, arena, step.reader()
+        self.shape, self.arena, self.step = shape, arena, step.for_prefill()
         self.plan, self.cap, self.stride = plan, cap, stride
         self._dtype = dtype
         self._front = cap  # rows before those of the block
@@ -111,7 +111,7 @@ class BlockPrefill:
             rows = arena.read(name, index) if name in ("k", "v") else arena.columns[name][index]
             column[:, :count] = rows.to(column.dtype)
         # What a key says of its row may be missing: another policy may have been in force.
-        for name, values in self.step.admit(layer, self._columns["k"][:, :count]).items():
+        for name, values in self.step.init_state(layer, self._columns["k"][:, :count]).items():
             self._columns[name][:, :count] = values
         self._columns["pos"][:, :count].masked_fill_(~live, -1)
         self._compact(self._columns["pos"] >= 0)
@@ -135,13 +135,13 @@ class BlockPrefill:
         window = shape.windows[layer]
         if window is not None:  # what the block's first row no longer sees is dead
             columns["pos"].masked_fill_(columns["pos"] <= first - window, -1)
-        if step.before:
+        if step.evict_first:
             self._evict(layer, first, rows, None, query, key)
             columns = self._columns
         new = slice(self._front, self._front + rows)
         for name in step.columns:
             columns[name][:, new] = 0
-        for name, values in step.admit(layer, key).items():
+        for name, values in step.init_state(layer, key).items():
             columns[name][:, new] = values
         columns["k"][:, new], columns["v"][:, new] = key, v.transpose(0, 1)
         at = torch.arange(first, first + rows, device=q.device)
@@ -151,7 +151,7 @@ class BlockPrefill:
         pos = columns["pos"][:, :end]
         mixed, lse = kernels.visible_attention(query, *seen, at, pos, window)
         self._done += rows
-        if step.before:
+        if step.evict_first:
             self._compact(columns["pos"] >= 0)
         else:
             self._learn(query, lse, at, window)
@@ -171,7 +171,7 @@ class BlockPrefill:
         for i in range(len(at)):
             part = slice(0, self._front + i + 1)
             counts = (~gone[:, i, part]).sum(1, keepdim=True).to(torch.float32)
-            self.step.step(
+            self.step.update(
                 {name: columns[name][:, part] for name in self.step.columns},
                 p[:, i, part],
                 lambda counts=counts, part=part: counts.expand(-1, part.stop),  # type: ignore[misc]
@@ -207,8 +207,10 @@ class BlockPrefill:
                 attention,
                 None if query is None else query.flatten(1, 2),
                 key,
+                lambda: columns["k"],
+                layer,
             )
-            scores, free = self.step.judge(view, most)
+            scores, free = self.step.score(view, most)
             keep = keep & ~leaving(scores, shown, free, over)
             assert bool((keep.sum(1) + coming <= self.cap).all()), "too few rows may leave"
         self._compact(keep)

@@ -29,10 +29,10 @@ class Compaction:
 
     def __init__(self, arena: Arena, ops: Kernels) -> None:
         self.arena, self._ops = arena, ops
-        layout = torch.stack((arena.start, arena.length, arena.hole))
+        layout = torch.stack((arena.start, arena.length, arena.free_slot))
         if far(arena.device):
             layout = layout.pin_memory()
-        self.start, self.length, self.hole = layout.to(arena.device, non_blocking=True)
+        self.start, self.length, self.free_slot = layout.to(arena.device, non_blocking=True)
         self._layout = layout  # pinned memory must outlive the copy
         self._most = arena.length.amax(1).tolist()
         self._landed: dict[int, Tensor] = {}
@@ -45,13 +45,13 @@ class Compaction:
     def index(self, layer: int) -> tuple[Tensor, Tensor]:
         """The layer's rows before the prompt: (index into the columns [H, N], live [H, N] bool).
 
-        As `Arena.index`, but a hole stays where it is, and where a head has no row at all the
+        As `Arena.index`, but a free_slot stays where it is, and where a head has no row at all the
         index may be of a row that nobody has written.
         """
         start, length = self.start[layer][:, None], self.length[layer][:, None]
         reach = torch.arange(self.most(layer), device=start.device)
         index = start + torch.minimum(reach, (length - 1).clamp(min=0))
-        live = (reach < length) & (start + reach != self.hole[layer][:, None])
+        live = (reach < length) & (start + reach != self.free_slot[layer][:, None])
         return index.clamp(max=max(0, self.arena.rows - 1)), live
 
     def land(
@@ -111,7 +111,7 @@ class Compaction:
             assert int(size.sum()) <= arena.region[layer + 1] - arena.region[layer]
             arena.start[layer], arena.length[layer] = start, count
             arena.capacity[layer], arena.cap[layer] = size, cap
-            arena.hole[layer] = -1
+            arena.free_slot[layer] = -1
         lost = zip(self._lost, numbers[split:].tolist(), strict=True)
         self._landed, self._lost = {}, {}
         return {layer: 1.0 - share for layer, share in lost}

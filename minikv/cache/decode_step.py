@@ -1,12 +1,22 @@
-"""The steps of an answer with every decision on the device: nothing asks it for a value.
+"""One step of an answer: the new token's row enters every head, its query attends, and every head
+that is over its cap gives up a row.
 
-Shapes never depend on values, so that a step can be captured in a CUDA graph, and one graph serves
-heads that grow and heads that are full: the newcomer goes to the head's hole if there is one, else
-behind its last row. Slots and victims are those of `KVCache`.
+The step is the same on every device. In order:
 
-A step becomes final at the start of the next one, or by `commit`: until then it has written only to
-rows that nobody holds, so that `drop` undoes it, and a step may be begun before the host knows
-whether its token belongs to the answer.
+    place      which row of the arena each head's new row takes         (all heads at once)
+    append     the new row is written, in every column                  (layer by layer)
+    attention  the query attends to the rows of its head                (layer by layer)
+    update     the policy's statistics take in this step's attention    (all heads at once)
+    evict      the row that leaves each head over its cap               (all heads at once)
+
+`attend` does the second and the third, `end` the last two, and then the first of the next step. A
+policy that evicts before attention chooses between `place` and `append`. What differs between
+devices is the kernels (`ops`) and who calls: on a CPU the engine calls `end` as soon as the logits
+are known to be finite; on CUDA one graph holds [`end` of the last step, the next step], because the
+next step is launched before the host knows whether its token belongs to the answer. So every change
+in `end` depends on the flag `accepted`, on the device, and shapes never depend on values.
+
+Until `end` a step has written only to rows that no head holds, so `drop` undoes it.
 """
 
 from __future__ import annotations
@@ -17,278 +27,165 @@ from torch import Tensor
 from minikv import kernels
 from minikv.cache.arena import Arena
 from minikv.cache.stats import Shape
-from minikv.cache.step_kernels import Fused, Step, averages, fused, hashes
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import StepPolicy, StepView, oldest_of_lowest
+from minikv.policies.base import (
+    StepAppend,
+    StepEnd,
+    StepPolicy,
+    StepView,
+    leaving,
+    oldest_of_lowest,
+)
 
-_WIDE = 256  # widths are multiples of it, so that a graph outlives small changes of the caps
 _ENDLESS = 1 << 40  # a window that never slides
+_MULTIPLE = 256  # of the scratch's width under a graph, so that it outlives small changes of caps
 
 
 class DecodeStep:
-    """`Attend` for one token at a time, over an arena that was loaded.
+    """`Attend` for one token at a time over an arena. `open`, then for each token: the network's
+    forward, then `end` or `drop`; at last `close`.
 
-    Call `start`, feed the network one token, call `finish`. start, length, cap, hole int64 [L, H]
-    as in `Arena`; count [L, H]: rows in use with the newcomer of the step under way; position int64
-    []: tokens fed and final. go bool []: the last step may become final. taken bool [L, H]: heads
-    whose newcomer stands where a row stood that was not a hole, and which `spare` has.
+    count int64 [L, H]: rows in use, the new one included; slot [L, H]: the new row, an index into
+    the columns; overwritten bool [L, H]: heads whose new row took the place of a victim of this
+    step, which `undo_rows` keeps; position int64 []: tokens counted; accepted bool []: the step may
+    be made final.
     """
 
     def __init__(self, shape: Shape, device: torch.device, ops: Kernels | None = None) -> None:
-        self.shape, self.device, self._ops = shape, device, ops or Kernels()
+        self.shape, self.device, self.ops = shape, device, ops or Kernels()
         sides = (shape.layers, shape.kv_heads)
-
-        def whole(value: int = 0) -> Tensor:
-            return torch.full(sides, value, dtype=torch.int64, device=device)
-
-        with torch.inference_mode(False):  # written in a forward, and outside of one
-            self.start_row, self.length, self.cap, self.hole = whole(), whole(), whole(), whole(-1)
-            self.count, self.slot, self.quota = whole(), whole(), whole()
-            self.taken = torch.zeros(sides, dtype=torch.bool, device=device)
-            self.go = torch.zeros((), dtype=torch.bool, device=device)
+        with torch.inference_mode(False):  # written inside of a forward and outside
+            self.count = torch.zeros(sides, dtype=torch.int64, device=device)
+            self.slot = torch.zeros_like(self.count)
+            self.quota: Tensor | None = None
+            self.overwritten = torch.zeros(sides, dtype=torch.bool, device=device)
+            self.accepted = torch.zeros((), dtype=torch.bool, device=device)
             self.position = torch.zeros((), dtype=torch.int64, device=device)
             windows = [_ENDLESS if w is None else w for w in shape.windows]
             self.window = torch.tensor(windows, dtype=torch.int64, device=device)
-            self.oldest = torch.zeros_like(self.window)  # positions below it are out of sight
+            self.oldest_seen = torch.zeros_like(self.window)  # positions below it are out of sight
             self._layer = torch.arange(shape.layers, device=device).repeat_interleave(sides[1])
             self._head = torch.arange(shape.kv_heads, device=device).repeat(sides[0])
-            self._none = torch.empty(0, device=device)
+            self._nothing = torch.empty(0, device=device)
         self._slides = any(w is not None for w in shape.windows)
-        self.columns: dict[str, Tensor] = {}
-        self._extra: list[str] = []
+        self.arena: Arena | None = None
         self.policy: StepPolicy | None = None
-        self._fused: Fused | None = None
-        self.width = 0
-        self.pinned = 0
-        self._learned = False  # from the last step, which is not final yet
-        self.logits = self.lse = self._none
-        # Layer by layer, as views are not free: starts, counts, slots, oldest, logits, lse.
-        self._views: list[tuple[Tensor, ...]] = []
-        self._later: Tensor | None = None
-        self._spare: dict[str, Tensor] = {}
+        self.speculative = False
+        self.width = self.pinned = 0
+        self.logits = self.lse = self._nothing
+        self.leaves_last: Tensor | None = None
+        self.undo_rows: dict[str, Tensor] = {}
+        self._layers: list[tuple[Tensor, ...]] = []  # views by layer: making them is not free
+        self._rows: tuple[Tensor, Tensor, Tensor] | None = None  # see `_in_use`
+        self._updated = False  # this step's statistics are in, should `end` be called again
         self.key: tuple[object, ...] = ()
 
-    # -- between host and device --------------------------------------------------------------
+    # -- an answer begins and ends ------------------------------------------------------------
 
-    @staticmethod
-    def takes(arena: Arena, step: StepPolicy | None, later: Tensor | None) -> bool:
-        """Whether steps over this arena under this policy can be made here.
-
-        Not: HashEvict beside rows that leave last or in int8, and layer-wise TOVA beside the
-        former, as their kernels know neither; heads that hold more than they may, as a changed
-        policy leaves them until the next prompt.
-        """
-        if hashes(step) is not None and (later is not None or arena.coded):
-            return False
-        if averages(step) and later is not None:
-            return False
-        if step is None:
-            return True
-        room = 0 if step.before else 1
-        full = (arena.length > arena.cap) & (arena.hole < 0)
-        return not bool((full | (arena.capacity < arena.cap + room)).any())
-
-    def load(
+    def open(
         self,
         arena: Arena,
-        step: StepPolicy | None,
+        policy: StepPolicy | None,
         position: int,
-        pinned: int,
-        later: Tensor | None,
+        *,
+        pinned: int = 0,
+        leaves_last: Tensor | None = None,
+        speculative: bool = False,
     ) -> None:
-        """Take over from the host. later bool [R]: rows that leave after all others.
+        """Get ready for steps over `arena`: every head has room for a row, none is over its cap.
 
-        `key` changes whenever something that a captured step has fixed has changed.
+        position: tokens counted so far; positions below `pinned` never leave; `leaves_last` bool
+        [R]: rows that leave after all others. A `speculative` step is begun before its token is
+        known to be accepted; then nothing here asks the device for a value. Allocates what steps
+        work with; raises what torch raises, with nothing changed. `key` differs whenever something
+        that a captured step holds fixed has changed.
         """
-        for mine, theirs in (
-            (self.start_row, arena.start),
-            (self.length, arena.length),
-            (self.cap, arena.cap),
-            (self.hole, arena.hole),
-        ):
-            mine.copy_(theirs)
-        self.position.fill_(position)
-        self.go.zero_()
-        self.taken.zero_()
-        self._learned = False
-        self.count.copy_(self.length)
-        self.columns, self._extra = dict(arena.columns), arena.extra
-        self.policy, self.pinned = step, pinned
-        reads = step is not None and not step.before
-        self._fused = fused(step) if step is not None and reads and later is None else None
-        if self._fused is not None:
-            self.quota.copy_(self._fused.quota(arena.cap))
-        most = arena.capacity if step is None else arena.cap + int(reads)
-        self._widen(int(most.max()), reads)
+        reads = policy is not None and not policy.evict_first
+        most = arena.capacity if policy is None else arena.cap + (policy.block if reads else 0)
+        multiple = _MULTIPLE if speculative else 16
+        width = -(-int(most.max()) // multiple) * multiple
+        width = self.width if speculative and width <= self.width <= 4 * width else width
+        layers, heads = arena.length.shape
+        sides = (layers, heads, self.shape.heads // heads)
+        exact = torch.float32  # whatever torch's default is
         with torch.inference_mode(False):
-            self._keep(later, step is not None and step.before)
-            whole = (self.start_row, self.count, self.slot, self.oldest)
-            read = (self.logits, self.lse) if reads else ()
-            self._views = list(zip(*(t.unbind() for t in (*whole, *read)), strict=True))
-        buffers = (self.logits, *self._spare.values(), self._later)
+            logits, lse = self.logits, self.lse
+            if not reads:
+                logits = lse = self._nothing
+            elif logits.shape != (*sides, width):
+                logits = torch.empty((*sides, width), dtype=exact, device=self.device)
+                lse = torch.empty(sides, dtype=exact, device=self.device)
+            undo_rows = self._undo_rows(arena, policy)
+            quota = None if policy is None else policy.quota(arena.cap)
+            # A graph holds addresses: what it reads stays where it is.
+            leaves_last = _in_place(self.leaves_last, leaves_last)
+            quota = _in_place(self.quota, quota)
+        # From here on nothing fails.
+        self.arena, self.policy, self.pinned = arena, policy, pinned
+        self.speculative, self.width = speculative, width
+        self.logits, self.lse, self.undo_rows = logits, lse, undo_rows
+        self.leaves_last, self.quota = leaves_last, quota
+        self.position.fill_(position)
+        self.overwritten.zero_()
+        self._updated, self._rows = False, None
+        whole = (arena.start, self.count, self.slot, self.oldest_seen)
+        scratch = (logits, lse) if reads else ()
+        self._layers = list(zip(*(t.unbind() for t in (*whole, *scratch)), strict=True))
+        self.accepted.zero_()
+        self._place()
+        tables = (arena.start, arena.length, arena.cap, arena.free_slot)
+        fixed = (*arena.columns.values(), *tables, logits, *undo_rows.values(), leaves_last)
         self.key = (
-            step,
+            policy,
             pinned,
-            self.width,
+            width,
             arena.rows,
-            *(t.data_ptr() for t in (*self.columns.values(), *buffers) if t is not None),
+            *(t.data_ptr() for t in fixed if t is not None),
         )
 
-    def _widen(self, rows: int, reads: bool) -> None:
-        """Have scratch for heads of so many rows, if attention is read."""
-        wide = -(-rows // _WIDE) * _WIDE
-        if not wide <= self.width <= 4 * wide:
-            self.width, self.logits = wide, self._none
-        layers, heads = self.length.shape
-        sides = (layers, heads, self.shape.heads // heads)
-        if not reads:
-            self.logits = self.lse = self._none
-        elif not len(self.logits):
-            with torch.inference_mode(False):
-                exact = torch.float32  # whatever torch's default is
-                self.logits = torch.empty((*sides, self.width), dtype=exact, device=self.device)
-                self.lse = torch.empty(sides, dtype=exact, device=self.device)
+    def _undo_rows(self, arena: Arena, policy: StepPolicy | None) -> dict[str, Tensor]:
+        """Room for one row of every head, where a victim is overwritten before a step is final."""
+        if policy is None or not policy.evict_first:
+            return {}
+        heads = arena.length.numel()
+        wanted = {n: (c.dtype, (heads, *c.shape[1:])) for n, c in arena.columns.items()}
+        if wanted == {n: (c.dtype, tuple(c.shape)) for n, c in self.undo_rows.items()}:
+            return self.undo_rows
+        return {
+            name: torch.zeros(shape, dtype=dtype, device=self.device)
+            for name, (dtype, shape) in wanted.items()
+        }
 
-    def _keep(self, later: Tensor | None, before: bool) -> None:
-        """Have room for the marks of `later`, and for rows that newcomers overwrite."""
-        if later is None or self._later is None or len(self._later) != len(later):
-            self._later = None if later is None else later.clone()
-        else:
-            self._later.copy_(later)
-        heads = self.length.numel()
-        wanted = self.columns if before else {}
-        kinds = {name: (c.dtype, (heads, *c.shape[1:])) for name, c in wanted.items()}
-        if kinds != {name: (c.dtype, tuple(c.shape)) for name, c in self._spare.items()}:
-            self._spare = {
-                name: torch.zeros(shape, dtype=dtype, device=self.device)
-                for name, (dtype, shape) in kinds.items()
-            }
+    @property
+    def is_open(self) -> bool:
+        """Between `open` and `close`."""
+        return self.arena is not None
 
-    def unload(self, arena: Arena) -> None:
-        """Give back to the host what became final. Waits for the device."""
-        arena.length.copy_(self.length)
-        arena.hole.copy_(self.hole)
-        self.columns = {}
-
-    def release(self) -> None:
-        """Give back the memory that steps work with."""
-        self.logits = self.lse = self._none
-        self.width, self._later, self._spare, self._views = 0, None, {}, []
+    def close(self) -> None:
+        """No more steps: let the arena go and, unless a graph needs it, the memory of steps."""
+        self.arena, self._rows = None, None
+        if not self.speculative:
+            self.logits = self.lse = self._nothing
+            self.leaves_last, self.undo_rows, self._layers = None, {}, []
 
     @property
     def nbytes(self) -> int:
         """Bytes held beside the arena."""
-        found = (self.logits, self.lse, *self._spare.values(), self._later)
-        return sum(t.nbytes for t in found if t is not None)
+        held = (self.logits, self.lse, *self.undo_rows.values(), self.leaves_last)
+        return sum(t.nbytes for t in (*held, *(self._rows or ())) if t is not None)
 
-    # -- a step -----------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Make the last step final if it may be, and decide where the newcomers go."""
-        self.commit()
-        if self._slides:
-            torch.sub(self.position + 1, self.window, out=self.oldest)
-
-    def finish(self, good: Tensor) -> None:
-        """The newcomer is in every layer. good bool []: the step may become final."""
-        self.go.copy_(good)
-
-    def commit(self) -> None:
-        """Make the last step final, unless `go` is false: learn from it, evict, count it. Then
-        decide where the newcomers of the next one go."""
-        go = self.go
-        if self.policy is None or self.policy.before:
-            self.hole.masked_fill_(go, -1)
-        elif self._learned:  # it was interrupted right after that
-            pass
-        elif self._fused is not None:
-            self._fused.finish(self._ended(self.policy), self.hole)
-        else:
-            self._judge(self.policy)
-        self._learned = True
-        if self._slides:
-            self._slide()
-        self._ops.advance(
-            go,
-            self.start_row,
-            self.length,
-            self.cap,
-            self.hole,
-            self.position,
-            self.count,
-            self.slot,
-            self.taken,
-            before=self.policy is not None and self.policy.before,
-        )
-        self._learned = False
-
-    def drop(self) -> None:
-        """Undo the last step; nothing happens if it is final."""
-        self._learned = False
-        self.go.zero_()
-        if not self._spare:
-            return
-        # Where the step did not come to a layer, no row of it gave way.
-        gone = self.taken & (self.hole >= 0)
-        taken = gone.flatten()
-        place = torch.where(taken, self.hole.flatten(), self.start_row.flatten())
-        for name, saved in self._spare.items():
-            column = self.columns[name]
-            chosen = taken.view(-1, *[1] * (column.dim() - 1))
-            column.index_copy_(0, place, torch.where(chosen, saved, column[place]))
-        self.hole.masked_fill_(gone, -1)
-        self.taken.zero_()
+    # -- a step -------------------------------------------------------------------------------
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Attend`; one token."""
-        assert len(q) == 1
-        heads, columns = self.shape.kv_heads, self.columns
-        start, count, slot, oldest, *read = self._views[layer]
-        query = q[0].view(heads, -1, self.shape.head_dim)
-        policy = self.policy
-        hashing = hashes(policy)
-        if hashing is not None:
-            self._ops.hash_append(
-                k[0][:, None] if hashing.with_key else query,
-                k[0],
-                v[0],
-                hashing.matrix(layer, k),
-                start,
-                self.length[layer],
-                self.cap[layer],
-                self.hole[layer],
-                self.position,
-                columns["k"],
-                columns["v"],
-                columns["pos"],
-                columns["code"],
-                self._spares(layer),
-                width=self.width,
-                sinks=hashing.sinks,
-                recent=hashing.recent,
-                pinned=self.pinned,
-            )
-        else:
-            if policy is not None and policy.before:
-                slot = self._make_room(policy, layer, query, k[0])
-            extra = [columns[name] for name in self._extra]
-            blank = extra if self._later is None else [*extra, self._later]
-            self._ops.append(
-                k[0],
-                v[0],
-                slot,
-                self.position,
-                columns["k"],
-                columns["v"],
-                columns["pos"],
-                blank,
-                columns.get("k_scale"),
-                columns.get("v_scale"),
-            )
-            for name, values in (policy.admit(layer, k[0]) if policy else {}).items():
-                columns[name].index_copy_(0, slot, values)
+        """See `Attend`; one token. Writes the new row of each head, then attends."""
+        assert len(q) == 1, "a prompt must be announced with begin()"
+        assert self.arena is not None
+        columns = self.arena.columns
+        start, count, slot, oldest, *scratch = self._layers[layer]
+        query = q[0].view(self.shape.kv_heads, -1, self.shape.head_dim)
+        self._append(layer, query, k[0], v[0], slot)
         window = self.shape.windows[layer]
-        mixed, _ = self._ops.ragged_attention(
+        mixed, _ = self.ops.ragged_attention(
             query,
             columns["k"],
             columns["v"],
@@ -297,80 +194,253 @@ class DecodeStep:
             width=self.width,
             pos=None if window is None else columns["pos"],
             oldest=None if window is None else oldest,
-            logits=read[0] if read else None,
-            lse=read[1] if read else None,
+            logits=scratch[0] if scratch else None,
+            lse=scratch[1] if scratch else None,
             k_scale=columns.get("k_scale"),
             v_scale=columns.get("v_scale"),
         )
         return mixed.reshape(1, self.shape.heads, -1)
 
     def advance(self, tokens: int) -> None:
-        """See `Attend`; it counts only when the step becomes final."""
+        """See `Attend`. The step counts once `end` was called."""
         assert tokens == 1
 
-    # -- decisions without a kernel -----------------------------------------------------------
+    def end(self) -> None:
+        """The step's token is accepted: statistics, victims, and the step is final."""
+        self.accepted.fill_(True)
+        self.end_if_accepted()
 
-    def _make_room(self, policy: StepPolicy, layer: int, query: Tensor, key: Tensor) -> Tensor:
-        """Evict a row of each full head before attention; where newcomers go, [H]."""
-        start, length, hole = self.start_row[layer], self.length[layer], self.hole[layer]
-        index, live = self._index(start, length)
-        view = self._view(policy, self.position, index, live, self.cap[layer], layer)
-        view = StepView(
-            view.position,
-            view.pos,
-            view.cap,
-            view.layer,
-            view.head,
-            view.columns,
-            None,
-            query,
-            key[:, None],
+    def end_if_accepted(self) -> None:
+        """As `end`, where the flag `accepted` says so."""
+        arena, policy = self.arena, self.policy
+        assert arena is not None
+        if policy is None or policy.evict_first:
+            arena.free_slot.masked_fill_(self.accepted, -1)
+        elif not self._updated:  # an interrupt may have come right after this
+            self._update_and_evict(policy)
+        self._updated = True
+        if self._slides:
+            self._let_unseen_rows_go()
+        self._place()
+        self._updated = False
+
+    def _place(self) -> None:
+        """Count the last step, if accepted; then say where each head's next row goes: to its free
+        slot, else behind its last row."""
+        arena, policy = self.arena, self.policy
+        assert arena is not None
+        self.ops.advance(
+            self.accepted,
+            arena.start,
+            arena.length,
+            arena.cap,
+            arena.free_slot,
+            self.position,
+            self.count,
+            self.slot,
+            self.overwritten,
+            before=policy is not None and policy.evict_first,
         )
-        chosen = _victims(policy, view, index)
-        asked = (hole < 0) & (length >= self.cap[layer])
-        place = torch.where(asked, chosen, start)
-        for name, saved in self._spare.items():
-            column = self.columns[name]
-            mine = saved.view(self.shape.layers, -1, *saved.shape[1:])[layer]
-            mine.copy_(torch.where(asked.view(-1, *[1] * (mine.dim() - 1)), column[place], mine))
-        hole.copy_(torch.where(asked, chosen, hole))
-        return torch.where(hole >= 0, hole, start + length)
+        if self._slides:
+            torch.sub(self.position + 1, self.window, out=self.oldest_seen)
 
-    def _judge(self, policy: StepPolicy) -> None:
-        """As `Fused.finish`, by what the policy itself says."""
-        index, live = self._index(self.start_row.flatten(), self.count.flatten())
-        p = (self.logits.flatten(0, 1) - self.lse.flatten(0, 1)[..., None]).exp().mean(1)
-        p = p.masked_fill(~live, 0.0)
-        rows = len(self.columns["pos"])
-        # What pads goes to a row of its own behind the last one.
+    def drop(self) -> None:
+        """Undo the step under way; nothing happens if there is none."""
+        arena = self.arena
+        assert arena is not None
+        self._updated = False
+        self.accepted.zero_()
+        if self.undo_rows:
+            # In a layer that the step did not reach, no row was overwritten.
+            undone = self.overwritten & (arena.free_slot >= 0)
+            chosen = undone.flatten()
+            row = torch.where(chosen, arena.free_slot.flatten(), arena.start.flatten())
+            for name, saved in self.undo_rows.items():
+                column = arena.columns[name]
+                mask = chosen.view(-1, *[1] * (column.dim() - 1))
+                column.index_copy_(0, row, torch.where(mask, saved, column[row]))
+            arena.free_slot.masked_fill_(undone, -1)
+        self.overwritten.zero_()
+        self._place()
+
+    # -- before attention ---------------------------------------------------------------------
+
+    def _append(self, layer: int, query: Tensor, key: Tensor, value: Tensor, slot: Tensor) -> None:
+        """Write the new row of each head in every column. query [H, G, D]; key, value [H, D]."""
+        arena, policy = self.arena, self.policy
+        assert arena is not None
+        columns = arena.columns
+        if policy is not None and policy.evict_first:
+            if self.leaves_last is None and not arena.coded:
+                heads = slice(layer * len(key), (layer + 1) * len(key))
+                append = StepAppend(
+                    layer,
+                    query,
+                    key,
+                    value,
+                    arena.start[layer],
+                    arena.length[layer],
+                    arena.cap[layer],
+                    arena.free_slot[layer],
+                    self.position,
+                    columns,
+                    {name: saved[heads] for name, saved in self.undo_rows.items()},
+                    self.width,
+                    self.pinned,
+                )
+                if policy.append_kernel(self.ops, append):
+                    return
+            slot = self._evict_before_attention(policy, layer, query, key)
+        extra = [columns[name] for name in arena.extra]
+        self.ops.append(
+            key,
+            value,
+            slot,
+            self.position,
+            columns["k"],
+            columns["v"],
+            columns["pos"],
+            extra if self.leaves_last is None else [*extra, self.leaves_last],
+            columns.get("k_scale"),
+            columns.get("v_scale"),
+        )
+        if policy is not None:
+            for name, values in policy.init_state(layer, key).items():
+                columns[name].index_copy_(0, slot, values)
+
+    def _evict_before_attention(
+        self, policy: StepPolicy, layer: int, query: Tensor, key: Tensor
+    ) -> Tensor:
+        """Choose a victim in each full head of a layer; int64 [H], where the new rows go."""
+        arena = self.arena
+        assert arena is not None
+        start, length = arena.start[layer], arena.length[layer]
+        free_slot, cap = arena.free_slot[layer], arena.cap[layer]
+        full = (free_slot < 0) & (length >= cap)
+        if not self.speculative and self.device.type == "cpu" and not bool(full.any()):
+            return self.slot[layer]
+        index, live = self._index(start, length)
+        view = self._view(policy, self.position, index, live, cap, layer, query=query, key=key)
+        scores, allowed = policy.score(view, 1)
+        victim = index.gather(1, oldest_of_lowest(scores, view.pos, allowed)[:, None])[:, 0]
+        row = torch.where(full, victim, start)
+        for name, saved in self.undo_rows.items():
+            column = arena.columns[name]
+            mine = saved.view(self.shape.layers, -1, *saved.shape[1:])[layer]
+            mask = full.view(-1, *[1] * (mine.dim() - 1))
+            mine.copy_(torch.where(mask, column[row], mine))
+        free_slot.copy_(torch.where(full, victim, free_slot))
+        return torch.where(free_slot >= 0, free_slot, start + length)
+
+    # -- after attention ----------------------------------------------------------------------
+
+    def _update_and_evict(self, policy: StepPolicy) -> None:
+        """Statistics of all rows, and who leaves: `arena.free_slot`, -1 for a head that is not over
+        its cap. By the policy's own kernel where there is one, else by its torch form."""
+        arena = self.arena
+        assert arena is not None
+        rows = kernels.Rows(
+            arena.start,
+            self.count,
+            arena.cap,
+            arena.columns["pos"],
+            self.position,
+            policy.sinks,
+            policy.recent,
+            self.pinned,
+        )
+        columns = {name: arena.columns[name] for name in arena.extra}
+        end = StepEnd(
+            self.logits,
+            self.lse,
+            rows,
+            self.accepted,
+            arena.free_slot,
+            columns,
+            self.quota,
+            self.window,
+        )
+        if self.leaves_last is None and policy.end_kernel(self.ops, end):
+            return
+        index, live = self._in_use()
+        p = (self.logits - self.lse[..., None]).exp_().mean(2).flatten(0, 1)
+        p.masked_fill_(~live, 0.0)
+        self._update(policy, columns, p)
+        over = (self.count > arena.cap + (policy.block - 1)).flatten()
+        live = live & over[:, None]  # the other heads give up nothing and are not looked at
+        cap = arena.cap.flatten()
+        view = self._view(policy, self.position + 1, index, live, cap, None, attention=p)
+        scores, allowed = policy.score(view, policy.block)
+        if policy.block > 1:
+            self._evict_block(policy, view, index, scores, allowed)
+            return
+        shape = self.logits.shape[:2]
+        self.ops.lowest_step(
+            scores.view(*shape, -1), allowed.view(*shape, -1), rows, self.accepted, arena.free_slot
+        )
+
+    def _update(self, policy: StepPolicy, columns: dict[str, Tensor], p: Tensor) -> None:
+        """Let the policy add this step's attention p [L * H, N] to its columns [R]."""
+        if not columns:
+            return
+        index, live = self._in_use()
+        rows = self._arena_rows()
+        # Padding is written to a row of its own behind the last one.
         place = torch.where(live, index, rows).flatten()
 
-        def spread(values: Tensor) -> Tensor:
+        def by_row(values: Tensor) -> Tensor:
             return p.new_zeros(rows + 1).scatter_(0, place, values.flatten())[:rows]
 
         def visible() -> Tensor:
             seen = torch.minimum(self.count, self.window[:, None]).flatten()
-            return spread(seen[:, None].expand_as(p).to(torch.float32))
+            return by_row(seen[:, None].expand_as(p).to(torch.float32))
 
-        mine = {name: self.columns[name] for name in self._extra}
-        before = {name: column.clone() for name, column in mine.items()}
-        policy.step(mine, spread(p), visible)
-        for name, column in mine.items():
-            column.copy_(torch.where(self.go, column, before[name]))
-        over = self.count > self.cap
-        live &= over.flatten()[:, None]  # the others give up nothing and are not looked at
-        view = self._view(policy, self.position + 1, index, live, self.cap.flatten(), None, p)
-        chosen = _victims(policy, view, index).view_as(self.hole)
-        chosen = torch.where(over, chosen, -1)
-        self.hole.copy_(torch.where(self.go, chosen, self.hole))
+        before = {n: c.clone() for n, c in columns.items()} if self.speculative else {}
+        policy.update(columns, by_row(p), visible)
+        if before:  # only the rows in use, and only if the token is accepted
+            final = (by_row(live.to(torch.float32)) > 0) & self.accepted
+            for name, old in before.items():
+                columns[name].copy_(torch.where(final, columns[name], old))
 
-    def _slide(self) -> None:
-        """A row that its layer's window will not show again leaves before all others."""
-        index, live = self._index(self.start_row, self.count)
-        pos = self.columns["pos"][index].to(torch.int64).masked_fill(~live, _ENDLESS)
+    def _evict_block(
+        self, policy: StepPolicy, view: StepView, index: Tensor, scores: Tensor, allowed: Tensor
+    ) -> None:
+        """Heads that are `block` rows over their cap give up so many; the rows behind the cap move
+        into the gaps, in every column."""
+        arena, many = self.arena, policy.block
+        assert arena is not None
+        over = view.pos.new_zeros(len(view.pos))
+        over += (self.count > arena.cap + (many - 1)).flatten() & self.accepted
+        gone = leaving(scores, view.pos, allowed, over * many)
+        place = torch.arange(index.shape[1], device=index.device)
+        cap = arena.cap.flatten()[:, None]
+        inside = place < self.count.flatten()[:, None]
+        gaps = gone & (place < cap)
+        tails = inside & ~gone & (place >= cap) & (over > 0)[:, None]
+        valid = place[:many] < gaps.sum(1, keepdim=True)
+        newest = self.slot.flatten()[:, None]  # never leaves: a move that is not needed is its own
+        order = (~gaps).to(torch.int8).argsort(dim=1, stable=True)[:, :many]
+        into = torch.where(valid, index.gather(1, order), newest).flatten()
+        order = (~tails).to(torch.int8).argsort(dim=1, stable=True)[:, :many]
+        moved = torch.where(valid, index.gather(1, order), newest).flatten()
+        every = [*arena.columns.values()]
+        for column in every if self.leaves_last is None else [*every, self.leaves_last]:
+            column.index_copy_(0, into, column[moved])
+        shape = self.count.shape
+        self.count.copy_(torch.where(over.view(shape) > 0, arena.cap, self.count))
+        self._rows = None
+
+    def _let_unseen_rows_go(self) -> None:
+        """A row that its layer's window does not show any more leaves before all others."""
+        arena = self.arena
+        assert arena is not None
+        index, live = self._index(arena.start, self.count)
+        pos = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, _ENDLESS)
         oldest, at = pos.min(-1)
-        gone = self.go & (oldest <= self.position + 1 - self.window[:, None])
-        self.hole.copy_(torch.where(gone, self.start_row + at, self.hole))
+        unseen = self.accepted & (oldest <= self.position + 1 - self.window[:, None])
+        arena.free_slot.copy_(torch.where(unseen, arena.start + at, arena.free_slot))
+
+    # -- what a policy is shown ---------------------------------------------------------------
 
     def _view(
         self,
@@ -380,52 +450,67 @@ class DecodeStep:
         live: Tensor,
         cap: Tensor,
         layer: int | None,
+        *,
         attention: Tensor | None = None,
+        query: Tensor | None = None,
+        key: Tensor | None = None,
     ) -> StepView:
-        """What the policy sees of the rows `index` [F, N]: of a layer's heads, or of all."""
-        pos = self.columns["pos"][index].to(torch.int64)
+        """The rows `index` [F, N] of a layer's heads, or of all. Pinned rows are not shown, nor,
+        while there are enough others, those that leave last."""
+        arena = self.arena
+        assert arena is not None
+        pos = arena.columns["pos"][index].to(torch.int64)
         pos = pos.masked_fill(~live | (pos < self.pinned), -1)
-        if self._later is not None:
-            shown = pos.masked_fill(self._later[index], -1)
+        if self.leaves_last is not None:
+            shown = pos.masked_fill(self.leaves_last[index], -1)
             enough = (shown >= 0).sum(1, keepdim=True) > policy.sinks + policy.recent
             pos = torch.where(enough, shown, pos)
         heads = self.shape.kv_heads
         part = slice(None) if layer is None else slice(layer * heads, (layer + 1) * heads)
-        columns = {name: self.columns[name][index] for name in self._extra}
-        return StepView(position, pos, cap, self._layer[part], self._head[part], columns, attention)
+        return StepView(
+            position,
+            pos,
+            cap,
+            self._layer[part],
+            self._head[part],
+            {name: arena.columns[name][index] for name in arena.extra},
+            attention,
+            query,
+            None if key is None else key[:, None],
+            lambda: arena.read("k", index),
+            layer,
+        )
+
+    def _in_use(self) -> tuple[Tensor, Tensor]:
+        """`_index` of all heads with the new row, [L * H, width]; kept while no head grows."""
+        arena = self.arena
+        assert arena is not None
+        if self._rows is not None and not self.speculative and self.device.type == "cpu":
+            count, index, live = self._rows
+            if torch.equal(count, self.count):
+                return index, live
+        index, live = self._index(arena.start.flatten(), self.count.flatten())
+        if not self.speculative:
+            self._rows = (self.count.clone(), index, live)
+        return index, live
 
     def _index(self, start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of heads [...] as indices into the columns [..., width], and which are real."""
+        """Rows of heads [...]: (index into the columns [..., width], real [..., width] bool).
+
+        Padding repeats a head's last row.
+        """
         reach = torch.arange(self.width, device=self.device)
         last = (length[..., None] - 1).clamp(min=0)
         index = start[..., None] + torch.minimum(reach, last)
-        return index.clamp(max=len(self.columns["pos"]) - 1), reach < length[..., None]
+        return index.clamp(max=max(0, self._arena_rows() - 1)), reach < length[..., None]
 
-    def _ended(self, policy: StepPolicy) -> Step:
-        """The step as its end sees it."""
-        rows = kernels.Rows(
-            self.start_row,
-            self.count,
-            self.cap,
-            self.columns["pos"],
-            self.position,
-            policy.sinks,
-            policy.recent,
-            self.pinned,
-        )
-        mine = {name: self.columns[name] for name in self._extra}
-        return Step(self._ops, self.logits, self.lse, rows, self.go, mine, self.quota, self.window)
-
-    def _spares(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Where the rows of a layer that give way are kept."""
-        heads = self.shape.kv_heads
-        part = slice(layer * heads, (layer + 1) * heads)
-        k, v, pos, code = (self._spare[name][part] for name in ("k", "v", "pos", "code"))
-        return k, v, pos, code
+    def _arena_rows(self) -> int:
+        assert self.arena is not None
+        return len(self.arena.columns["pos"])
 
 
-def _victims(policy: StepPolicy, view: StepView, index: Tensor) -> Tensor:
-    """Rows that `StepPolicy.judge` gives up, as indices into the columns [F]. A policy's own
-    `victims` may ask for values, which is faster on a CPU."""
-    scores, free = policy.judge(view, 1)
-    return index.gather(1, oldest_of_lowest(scores, view.pos, free)[:, None])[:, 0]
+def _in_place(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """`new`, in the memory of `old` if they are alike."""
+    if old is None or new is None or old.shape != new.shape:
+        return new
+    return old.copy_(new)

@@ -13,17 +13,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minikv import kernels
 from minikv.cache.arena import Arena
 from minikv.cache.block_prefill import BlockPrefill
 from minikv.cache.budget import Budget
+from minikv.cache.decode_step import DecodeStep
 from minikv.cache.prefill import Plan, Prefill
 from minikv.cache.snapshot import CacheSnapshot, Outcome
 from minikv.cache.stats import CacheStats, Shape
 from minikv.cache.stopwatch import Stopwatch
 from minikv.errors import UsageError
-from minikv.kernels.dispatch import choose
-from minikv.policies.base import PromptPolicy, StepPolicy, StepView, smallest_budget
+from minikv.kernels.dispatch import Kernels, choose
+from minikv.policies.base import PromptPolicy, StepPolicy, smallest_budget
 
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
 _JOINT = 1 << 19  # logits up to which one product for all heads beats a loop over uneven ones
@@ -69,8 +69,11 @@ class KVCache:
         self._rows: int | None
         self._open: bool
         self._arena: Arena
-        self._back: Callable[[], None] | None = None  # ends a loan, see `lend`
-        self.beside = 0  # bytes of what the borrower works with
+        self.decode = DecodeStep(shape, self.device, self.ops)
+        self.before_settling: Callable[[], None] | None = (
+            None  # who makes steps ahead finishes them
+        )
+        self._full = 0  # see `full_at`
         self.progress: Callable[[int, int], None] | None = None
         self.output, self.rotary = output, rotary
         self._poison = poison
@@ -101,7 +104,6 @@ class KVCache:
         ):
             self.arena.declare({})  # what one policy noted means something else to another
         self.arena.declare(step.columns if step else {})
-        self._relaid()
 
     def check(
         self,
@@ -154,7 +156,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Forget the conversation and give its memory back."""
-        self._end_loan()
+        self.settle()
         self.position = 0
         self._turns: list[tuple[int, int]] = []
         self._pinned = 0
@@ -165,7 +167,12 @@ class KVCache:
         self._last = Outcome()
         self._peak = 0
         self._evict_s = 0.0
-        self._relaid()
+
+    def use(self, ops: Kernels) -> None:
+        """Compute with these kernels from now on. Between turns only."""
+        self.settle()
+        self.ops = ops
+        self.decode = DecodeStep(self.shape, self.device, ops)
 
     def pin(self, rows: int) -> None:
         """The first `rows` positions of the conversation never leave. Before the first prompt.
@@ -204,7 +211,7 @@ class KVCache:
         if self._open and self.budget is not None:
             self._rows = self._count(self.budget, self.position + tokens)
         arena, step = self.arena, self.step_policy
-        spare = room if step is None else 0 if step.before else 1
+        spare = room if step is None else 0 if step.evict_first else step.block
         # More rows than positions can never be used.
         each = min(self._rows, self.shape.max_context) if self._rows is not None else None
         if each is not None:
@@ -234,7 +241,6 @@ class KVCache:
         sums = capacity.sum(1).tolist()
         region = [max(three) for three in zip(needed, have, sums, strict=True)]
         moving = arena.resize(region, capacity)
-        self._relaid()
         floor = each if each is not None and step is not None else 0
         turns = [*self._turns, (self.position, self.position + tokens)]
         plan = Plan(
@@ -287,7 +293,9 @@ class KVCache:
         """See `Attend`. After `begin` the rows are the prompt's; otherwise it is a step, t = 1."""
         reading = self._reading
         if reading is None:
-            return self._step(layer, q, k, v)
+            if layer == 0:
+                self.open_steps()
+            return self.decode.attend(layer, q, k, v)
         out = reading.stage(layer, q, k, v)
         if reading.layer_complete:
             with self._evicting.running():
@@ -300,7 +308,8 @@ class KVCache:
         """See `Attend`: every layer has seen the forward's tokens."""
         if self._reading is None:
             assert tokens == 1
-            self._end_step()
+            self.decode.end()
+            self.position += 1
             return
         assert tokens == self._reading.plan.tokens
         reading, self._reading = self._reading, None
@@ -310,12 +319,11 @@ class KVCache:
         self.position += tokens
         reading.release()
         self._evict_s = self._evicting.total()
-        self._peak = reading.peak + self._mean.nbytes
+        self._peak = reading.peak
         if reading.plan.shrinks:
             # The prompt is in: memory that cannot be given back now does not undo it.
             with contextlib.suppress(MemoryError, RuntimeError):
-                self.arena.resize(reading.plan.needed)
-        self._relaid()
+                self._arena.resize(reading.plan.needed)
 
     def rollback(self) -> None:
         """Undo an unfinished prompt or step: rows exist for exactly the tokens fed before it."""
@@ -324,59 +332,89 @@ class KVCache:
         if self._reading is not None:
             self._reading.rollback()
             self._reading = None
-        elif self._slot is not None:
-            # A row that gave way to the unfinished step's newcomer is gone for good.
-            self.arena.hole = torch.where(self._taken, self._slot, self.arena.hole)
-        self._relaid()
+        elif self.decode.is_open:
+            self.decode.drop()
 
-    # -- steps elsewhere ----------------------------------------------------------------------
+    # -- steps ----------------------------------------------------------------------------------
 
     @property
     def arena(self) -> Arena:
-        """The rows. If they are lent, this ends the loan."""
-        self._end_loan()
+        """The rows, as of the last token that counts."""
+        self.settle()
         return self._arena
 
-    def lend(self, back: Callable[[], None]) -> Arena:
-        """Let someone else make the steps. Between steps only.
+    def open_steps(self, *, speculative: bool = False) -> DecodeStep:
+        """The decode step, ready for the next token: every head has room for its row.
 
-        `back` is called before anyone looks at the arena again: it brings length and hole up to
-        date. The borrower keeps `position` itself. Without a step policy every head has room for
-        a row at least.
+        See `DecodeStep.open`. May raise what torch raises; then nothing has changed. `settle` ends
+        it.
         """
-        assert self._reading is None
-        assert self._slot is None, "a step is under way"
-        arena = self.arena
-        if self.step_policy is None and bool(
-            ((arena.length >= arena.capacity) & (arena.hole < 0)).any()
-        ):
-            self._grow()
-        self._relaid()  # what was derived from the rows will not hold
-        self._back = back
+        assert self._reading is None, "a prompt is under way"
+        step, decode = self.step_policy, self.decode
+        if decode.is_open and (step is not None or self.position < self._full):
+            return decode
+        self.settle()
+        with torch.inference_mode(False):  # what is made here is written outside of a forward, too
+            arena = self._with_room()
+            decode.open(
+                arena,
+                step,
+                self.position,
+                pinned=self._pinned,
+                leaves_last=self._leaves_last(arena),
+                speculative=speculative,
+            )
+        self._arena = arena
+        self._full = self.position + int((arena.capacity - arena.held).min())
+        return decode
+
+    def _with_room(self) -> Arena:
+        """The arena, or a copy of it, in which every head can take a row and none is over its
+        cap."""
+        arena, step = self._arena, self.step_policy
+        if step is not None:
+            block = 0 if step.evict_first else step.block
+            if bool(
+                (arena.held > arena.cap).any()
+            ):  # another policy was in force when these rows came
+                arena = arena.trimmed(step.sinks, self._pinned)
+            wanted = arena.cap + block
+        else:
+            wanted = arena.capacity
+            if bool((arena.held >= arena.capacity).any()):
+                wanted = arena.capacity + _ROOM
+        if bool((wanted > arena.capacity).any()):
+            arena = arena.grown(torch.maximum(wanted, arena.capacity))
         return arena
 
-    def _end_loan(self) -> None:
-        if self._back is not None:
-            self._back()
-            self._back = None
+    def settle(self) -> None:
+        """Finish what steps have begun, and free what they work with. Between steps only."""
+        if self.before_settling is not None:
+            self.before_settling()
+        if self.decode.is_open:
+            self.decode.close()
+
+    @property
+    def full_at(self) -> int:
+        """The position at which a head may be without room, where no step policy makes some."""
+        return self._full if self.step_policy is None else self.shape.max_context
 
     @property
     def pinned(self) -> int:
         """Positions below it never leave."""
         return self._pinned
 
-    def lasting(self) -> Tensor | None:
+    def _leaves_last(self, arena: Arena) -> Tensor | None:
         """bool [R]: rows that leave after all others; None if the prompt policy prefers none."""
         if self.prompt_policy is None or self.prompt_policy.prefer is None:
             return None
-        return self.prompt_policy.prefer(self.arena.columns["pos"].to(torch.int64), self._turns)
+        return self.prompt_policy.prefer(arena.columns["pos"].to(torch.int64), self._turns)
 
     # -- set aside ----------------------------------------------------------------------------
 
     def snapshot(self) -> CacheSnapshot:
         """A copy of everything but the policies. Between turns only."""
         assert self._reading is None
-        assert self._slot is None, "a step is under way"
         return CacheSnapshot(
             self.position,
             tuple(self._turns),
@@ -416,11 +454,10 @@ class KVCache:
             raise ValueError("the cache is not one of this network and policy")
         arena.unpack(held.layout, held.region, held.columns)
         self._set(prompt, step, budget, stride)
-        self._end_loan()
+        self.settle()
         self._arena, self.position, self._turns = arena, held.position, list(held.turns)
         self._pinned, self._rows, self._open = held.pinned, held.rows, held.open
         self._peak, self._evict_s, self._last = held.peak, held.evict_s, held.outcome
-        self._relaid()
 
     def _empty(self, step: StepPolicy | None) -> Arena:
         """An arena without rows, with the columns that `step` needs."""
@@ -435,246 +472,6 @@ class KVCache:
             kv=self.kv,
             poison=self._poison,
         )
-
-    # -- a step -----------------------------------------------------------------------------
-
-    def _relaid(self) -> None:
-        """Rows moved, came or went other than by a step: forget what was derived from them."""
-        step = self.step_policy
-        self._slot: Tensor | None = None  # [L, H], where the step's newcomer goes
-        self._taken = torch.zeros_like(self.arena.hole, dtype=torch.bool)
-        rows = self.arena.rows if step is not None and not step.before else 0
-        self._mean = torch.zeros(rows, device=self.device)  # this step's attention per row
-        self._padded: tuple[Tensor, Tensor, Tensor] | None = None
-        self._seen: dict[int, Tensor] = {}  # layers with uneven heads: see `_joint`
-
-    def _start_step(self) -> None:
-        """Decide where the newcomer goes in every head, and what each head then holds."""
-        arena, step = self.arena, self.step_policy
-        open_ = arena.hole >= 0
-        full = arena.length >= arena.capacity
-        if step is not None:
-            full |= arena.length >= arena.cap + (0 if step.before else 1)
-        elif bool((full & ~open_).any()):
-            self._grow()
-            open_, full = arena.hole >= 0, torch.zeros_like(full)
-        slot = torch.where(open_, arena.hole, arena.start + arena.length)
-        self._taken = full & ~open_
-        self._grows = ~open_ & ~full
-        self._slot = slot.masked_fill(self._taken, -1)
-        # The host's integers for the whole step: first row, rows in use, rows owned.
-        self._starts = arena.start.tolist()
-        self._counts = (arena.length + self._grows).tolist()
-        self._owned = arena.capacity.tolist()
-        self._asked = self._taken.any(1).tolist()
-        self._growing = self._grows.any(1).tolist()
-        known = slot[~self._taken].to(self.device)
-        arena.columns["pos"].index_fill_(0, known, self.position)
-        for name in arena.extra:
-            arena.columns[name].index_fill_(0, known, 0)
-
-    def _step(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert len(q) == 1, "a prompt must be announced with begin()"
-        if layer == 0:
-            self._start_step()
-        assert self._slot is not None
-        arena, heads = self.arena, self.shape.kv_heads
-        query = q[0].view(heads, -1, self.shape.head_dim)
-        if self._asked[layer]:
-            self._make_room(layer, query, k[0])
-        slots = self._slot[layer].to(self.device)
-        for name, rows in arena.stored(k[0], v[0]).items():
-            arena.columns[name].index_copy_(0, slots, rows)
-        if self.step_policy is not None:
-            for name, values in self.step_policy.admit(layer, k[0]).items():
-                arena.columns[name][slots] = values
-        starts, counts, owned = self._starts[layer], self._counts[layer], self._owned[layer]
-        even = min(counts) == max(counts) and min(owned) == max(owned)
-        if not even and self.shape.heads * sum(owned) <= _JOINT and self.device.type == "cpu":
-            return self._joint(layer, query)
-        if even:
-            self._seen.pop(layer, None)  # heads that grow together are not noted there
-            spans = [(0, heads, starts[0], counts[0], owned[0])]
-        else:
-            spans = [(h, h + 1, starts[h], counts[h], counts[h]) for h in range(heads)]
-        window = self.shape.windows[layer]
-        mixed = []
-        for low, high, begin, count, stride in spans:
-            end = begin + (high - low) * stride
-            wide = (high - low, stride, self.shape.head_dim)
-            keys = arena.columns["k"][begin:end].view(wide)[:, :count]
-            values = arena.columns["v"][begin:end].view(wide)[:, :count]
-            seen = None
-            if window is not None and self.position >= window:
-                at = arena.columns["pos"][begin:end].view(wide[:2])[:, :count]
-                seen = at > self.position - window
-            scales = None
-            if arena.coded:
-                one, two = (
-                    arena.columns[name][begin:end].view(wide[:2])[:, :count]
-                    for name in arena.scales
-                )
-                scales = one, two
-            out, p = kernels.decode_attention(query[low:high], keys, values, seen, scales)
-            mixed.append(out)
-            if len(self._mean):
-                into = self._mean[begin:end].view(wide[:2])[:, :count]
-                torch.mean(p, 1, out=into) if into.is_contiguous() else into.copy_(p.mean(1))
-        whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-        return whole.reshape(1, self.shape.heads, -1)
-
-    def _joint(self, layer: int, query: Tensor) -> Tensor:
-        """Attention of a step over the layer's rows as they lie, of all heads at once."""
-        arena, heads = self.arena, self.shape.kv_heads
-        assert self._slot is not None
-        starts, counts, owned = self._starts[layer], self._counts[layer], self._owned[layer]
-        begin, end = starts[0], starts[-1] + owned[-1]
-        keys, values = arena.columns["k"][begin:end], arena.columns["v"][begin:end]
-        seen = self._seen.get(layer)
-        if seen is None:
-            seen = torch.zeros((heads, end - begin), dtype=torch.bool, device=self.device)
-            for h, (start, count, rows) in enumerate(zip(starts, counts, owned, strict=True)):
-                seen[h, start - begin : start - begin + count] = True
-                # What nobody has written yet is weighed with 0, and 0 x NaN is not 0.
-                for name in ("k", "v", *arena.scales):
-                    arena.columns[name][start + count : start + rows] = 0
-            seen = seen.repeat_interleave(query.shape[1], 0)
-            self._seen[layer] = seen
-        elif self._growing[layer]:
-            each = seen.view(heads, -1, end - begin)
-            each[torch.arange(heads), :, self._slot[layer] - begin] = True
-        window = self.shape.windows[layer]
-        if window is not None and self.position >= window:
-            seen = seen & (arena.columns["pos"][begin:end] > self.position - window)
-        scales = None
-        if arena.coded:
-            one, two = (arena.columns[name][begin:end] for name in arena.scales)
-            scales = one, two
-        mixed, mean = kernels.joint_attention(query, keys, values, seen, scales)
-        if len(self._mean):
-            self._mean[begin:end] = mean
-        return mixed.reshape(1, self.shape.heads, -1)
-
-    def _make_room(self, layer: int, query: Tensor, key: Tensor) -> None:
-        """Ask the policy for victims that leave before attention, in the heads that are full."""
-        assert self._slot is not None
-        asked = self._taken[layer]
-        where = torch.zeros_like(self._taken)
-        where[layer] = asked
-        full = asked.to(query.device)
-        slots = self._victims(where, query[full], key[full][:, None])
-        self._slot[layer, asked] = slots.cpu()
-        self.arena.columns["pos"][slots] = self.position
-        for name in self.arena.extra:
-            self.arena.columns[name][slots] = 0
-
-    def _end_step(self) -> None:
-        """The newcomer is in every layer: count it, learn from the step, and evict."""
-        arena, step = self.arena, self.step_policy
-        arena.length += self._grows
-        if bool(self._grows.any()):
-            self._padded = None
-        arena.hole = torch.full_like(arena.hole, -1)
-        entered, self._slot = self._slot, None
-        self.position += 1
-        full = torch.zeros_like(self._taken)
-        if step is not None and not step.before:
-            columns = {name: arena.columns[name] for name in arena.extra}
-            step.step(columns, self._mean, self._visible)
-            full = arena.length > arena.cap
-        slid = self._slid_out()
-        full = full & (slid < 0)
-        arena.hole = torch.where(slid >= 0, slid, arena.hole)
-        if bool(full.any()):
-            arena.hole[full] = self._victims(full, entered=entered).cpu()
-        else:
-            self._padded = None
-
-    def _visible(self) -> Tensor:
-        """float32 [R]: rows that the step's query saw in each row's head, 0 in unused rows."""
-        arena = self.arena
-        seen = torch.zeros(arena.rows)
-        for layer, window in enumerate(self.shape.windows):
-            for h in range(self.shape.kv_heads):
-                begin, count = int(arena.start[layer, h]), int(arena.length[layer, h])
-                seen[begin : begin + count] = min(count, window or count)
-        return seen.to(self.device)
-
-    def _slid_out(self) -> Tensor:
-        """[L, H]: the oldest row that the layer's window no longer shows, or -1."""
-        arena = self.arena
-        slid = torch.full_like(arena.hole, -1)
-        for layer, window in enumerate(self.shape.windows):
-            if window is None or self.position < window:
-                continue
-            for h in range(self.shape.kv_heads):
-                pos = arena.segment("pos", layer, h)
-                oldest = int(pos.argmin())
-                if int(pos[oldest]) <= self.position - window:
-                    slid[layer, h] = arena.start[layer, h] + oldest
-        return slid
-
-    def _victims(
-        self,
-        heads: Tensor,
-        query: Tensor | None = None,
-        key: Tensor | None = None,
-        entered: Tensor | None = None,
-    ) -> Tensor:
-        """Indices into the columns [F] of the rows that the F marked heads [L, H] give up.
-
-        entered [L, H]: where the newcomer of the step went, if it is over.
-        """
-        arena, step = self.arena, self.step_policy
-        assert step is not None
-        known = False
-        if entered is not None and self._padded is not None:
-            known = torch.equal(self._padded[0], heads)
-        if not known:
-            count = arena.length[heads]
-            reach = torch.arange(int(count.max()))
-            index = arena.start[heads][:, None] + torch.minimum(reach, count[:, None] - 1)
-            index, live = index.to(self.device), (reach < count[:, None]).to(self.device)
-            pos = arena.columns["pos"][index].to(torch.int64)
-            pos = pos.masked_fill(~live | (pos < self._pinned), -1)  # pinned rows are not shown
-            self._padded = (heads.clone(), index, pos)
-        assert self._padded is not None
-        _, index, pos = self._padded
-        if known:  # since then a row entered each head, and no other
-            assert entered is not None
-            where = (entered[heads] - arena.start[heads]).to(self.device)
-            pos.scatter_(1, where[:, None], self.position - 1)
-        rows = index.view(-1)
-
-        def at_rows(column: Tensor) -> Tensor:
-            return column.index_select(0, rows).view(index.shape)
-
-        if self.prompt_policy is not None and self.prompt_policy.prefer is not None:
-            shown = pos.masked_fill(self.prompt_policy.prefer(pos, self._turns), -1)
-            enough = (shown >= 0).sum(1, keepdim=True) > step.sinks + step.recent
-            pos = torch.where(enough, shown, pos)
-        where = heads.nonzero().to(self.device)
-        view = StepView(
-            self.position,
-            pos,
-            arena.cap[heads].to(self.device),
-            where[:, 0],
-            where[:, 1],
-            {name: at_rows(arena.columns[name]) for name in arena.extra},
-            at_rows(self._mean) if step.looks else None,
-            query,
-            key,
-        )
-        return index.gather(1, step.victims(view)[:, None])[:, 0]
-
-    def _grow(self) -> None:
-        """Nothing may leave and a head is full: give every head more rows."""
-        arena = self.arena
-        capacity = arena.capacity + _ROOM
-        have = [b - a for a, b in zip(arena.region[:-1], arena.region[1:], strict=True)]
-        sums = capacity.sum(1).tolist()
-        arena.resize([max(two) for two in zip(have, sums, strict=True)], capacity)
-        self._relaid()
 
     # -- what it tells ----------------------------------------------------------------------
 
@@ -701,21 +498,14 @@ class KVCache:
 
     def attended(self, layer: int, head: int) -> Tensor:
         """Positions that the query of the step under way sees in a layer it has been through."""
-        begin = self._starts[layer][head]
-        pos = self.arena.columns["pos"][begin : begin + self._counts[layer][head]]
+        begin, count = int(self._arena.start[layer, head]), int(self.decode.count[layer, head])
+        pos = self._arena.columns["pos"][begin : begin + count]
         return pos.to(torch.int64)
 
     @property
     def _allocated(self) -> int:
         """Bytes of the arena and of what the steps work with."""
-        return self.arena.nbytes + self._mean.nbytes + self.derived + self.beside
-
-    @property
-    def derived(self) -> int:
-        """Bytes that steps keep between them beside the rows: which rows a head's queries see, and
-        where the rows are that are judged."""
-        seen = sum(mask.nbytes for mask in self._seen.values())
-        return seen + sum(t.nbytes for t in self._padded or ())
+        return self._arena.nbytes + self.decode.nbytes
 
     def stats(self) -> CacheStats:
         """Counted from the tensors; see `CacheStats`."""
@@ -735,7 +525,7 @@ class KVCache:
             full_bytes=seen * shape.kv_heads * row_bytes,
             held_bytes=rows * arena.row_nbytes(),
             allocated_bytes=self._allocated,
-            peak_bytes=max(self._peak, self._allocated - self.derived),
+            peak_bytes=max(self._peak, self._allocated),
             state_bytes=rows * arena.row_nbytes(arena.extra),
             evicted=round(self.position - mean),
             lost_mean=sum(s for s, _ in lost) / len(lost) if lost else None,

@@ -87,7 +87,7 @@ class Prefill:
         if self._all:
             observe = 0  # summed as chunks are mixed, not from a copy of the last queries
         self._observed = min(plan.tokens, observe)
-        last = min(plan.tokens, max(observe, step.history if step else 0))
+        last = min(plan.tokens, max(observe, step.prompt_history if step else 0))
         self._from = evidence.queries_from if evidence else None
         self._moments: Moments | None = None
         self._mass: Tensor | None = None
@@ -107,7 +107,7 @@ class Prefill:
         self._lost: list[float | None] = [None] * shape.layers
         # A head needs a row that an answer may overwrite; before attention a second one, if the
         # newest is protected.
-        self._least = 2 if step is not None and step.before and step.recent else 1
+        self._least = 2 if step is not None and step.evict_first and step.recent else 1
         self._visible = self._count_visible()
         self.shaped = False
         self.peak = 0
@@ -243,7 +243,7 @@ class Prefill:
                     v,
                     there.start[layer],
                     there.length[layer],
-                    there.hole[layer],
+                    there.free_slot[layer],
                     there.most(layer),
                     pos=self.arena.columns["pos"],
                     q_pos=at,
@@ -378,7 +378,7 @@ class Prefill:
 
         def below() -> Tensor:
             assert self.step is not None
-            last = min(len(tail), self.step.history)
+            last = min(len(tail), self.step.prompt_history)
             queries, at = tail[len(tail) - last :], new[len(new) - last :]
             return kernels.below_uniform(queries, at, sources, window)
 
@@ -471,7 +471,7 @@ class Prefill:
             before > 0
             and not plan.shrinks  # segments as wide as before may reach beyond the new end
             and bool(keep.all())
-            and not bool((arena.hole[layer] >= 0).any())
+            and not bool((arena.free_slot[layer] >= 0).any())
             and all(a >= b for a, b in zip(owned, sizes, strict=True))
         )
         index = arena.index(layer)[0] if before and not stays else None
@@ -545,7 +545,7 @@ class Prefill:
         arena, plan, window = self.arena, self.plan, self.shape.windows[layer]
         held = arena.held[layer].tolist()
         hides = window is not None and plan.position + plan.tokens > window
-        alike = min(held) == max(held) and not bool((arena.hole[layer] >= 0).any())
+        alike = min(held) == max(held) and not bool((arena.free_slot[layer] >= 0).any())
         if not before or evicts or hides or not alike or plan.shrinks:
             return None
         kept = [n + plan.tokens for n in held]

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from minikv.cache.arena import Layout
 
-_SIDES = ("start", "length", "capacity", "cap", "hole")
+# Each table, and its name on disk.
+_TABLES = {
+    "start": "start",
+    "length": "length",
+    "capacity": "capacity",
+    "cap": "cap",
+    "free_slot": "hole",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +71,14 @@ class CacheSnapshot:
             "lost": list(self.outcome.lost),
             "shaped": self.outcome.shaped,
             "region": list(self.region),
-            **{side: getattr(self.layout, side).tolist() for side in _SIDES},
+            **{key: getattr(self.layout, name).tolist() for name, key in _TABLES.items()},
         }
 
     @staticmethod
     def read(record: Mapping[str, object], columns: Mapping[str, Tensor]) -> CacheSnapshot:
         """The reverse of `record`. Raises ValueError, TypeError or KeyError for what no scheduler
         would have written."""
-        sides = [torch.tensor(record[side], dtype=torch.int64) for side in _SIDES]
+        sides = [torch.tensor(record[key], dtype=torch.int64) for key in _TABLES.values()]
         region = tuple(_count(n) for n in _list(record["region"]))
         rows, lost = record["rows"], _list(record["lost"])
         held = CacheSnapshot(
@@ -98,7 +105,7 @@ class CacheSnapshot:
         start, length, capacity = layout.start, layout.length, layout.capacity
         if start.dim() != 2 or len(region) != len(start) + 1 or region[0] != 0:
             raise ValueError("the layout is not one of layers and heads")
-        if any(getattr(layout, side).shape != start.shape for side in _SIDES):
+        if any(getattr(layout, name).shape != start.shape for name in _TABLES):
             raise ValueError("the layout's tables differ in size")
         if sorted(region) != list(region):
             raise ValueError("the layers' regions overlap")
@@ -107,10 +114,10 @@ class CacheSnapshot:
         apart = (start[:, 0] >= first).all() and (start + capacity <= after).all()
         if not apart or not ((length >= 0) & (length <= capacity) & (layout.cap >= 0)).all():
             raise ValueError("a head's rows lie outside of its segment")
-        hole = layout.hole
-        inside = (hole >= start) & (hole < start + length)
-        if not ((hole == -1) | inside).all():
-            raise ValueError("a hole lies outside of its segment")
+        free_slot = layout.free_slot
+        inside = (free_slot >= start) & (free_slot < start + length)
+        if not ((free_slot == -1) | inside).all():
+            raise ValueError("a free_slot lies outside of its segment")
         if any(len(column) != int(length.sum()) for column in self.columns.values()):
             raise ValueError("a column has not a value for every row")
 

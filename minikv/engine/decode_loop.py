@@ -1,9 +1,8 @@
-"""An answer written without waiting for the device: a step is one CUDA graph, the token that it
-draws is the next step's input, and the host reads it one step late.
+"""Decoding on a GPU without waiting for it: a step is one CUDA graph, the token that it draws is
+the next step's input, and the host reads that token one step late.
 
-The step after the one that is asked for is launched before its token is known. If that token ends
-the answer, the step that was fed it never becomes final (`DecodeStep`): rows exist for exactly the
-tokens that the caller fed.
+A step is launched before the host knows whether its token belongs to the answer. If not, it is
+dropped (`DecodeStep.drop`): the cache holds exactly the tokens that the caller fed.
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from minikv.cache.arena import Arena
 from minikv.cache.attend import Attend
-from minikv.cache.decode_step import DecodeStep
 from minikv.cache.kv_cache import KVCache
 from minikv.engine.sampling import Sampling, choose, draw
 from minikv.errors import NumericsError
-from minikv.kernels.dispatch import Kernels
 
 _WARM = 2  # steps that run as they are before one is captured
 _DRAWS = 256  # random numbers that are made at once
@@ -35,10 +31,7 @@ class Network(Protocol):
 
 
 class Capture(Protocol):
-    """How a step that runs over and over is launched. `fixed`: what was recorded needs the memory
-    that it worked with to stay where it was."""
-
-    fixed: bool
+    """How a step that runs over and over is launched."""
 
     def warm(self, body: Callable[[], None]) -> None:
         """Run it as it is, as often as it takes until all is compiled and allocated."""
@@ -56,8 +49,6 @@ class Capture(Protocol):
 class Eager:
     """`Capture` that runs every step as it is: for a CPU, and for tests."""
 
-    fixed = False
-
     def warm(self, body: Callable[[], None]) -> None:
         """See `Capture`."""
         body()
@@ -74,8 +65,6 @@ class Eager:
 
 class CudaGraphs:
     """`Capture` in a CUDA graph; warmed on a stream of its own, as capturing demands."""
-
-    fixed = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -139,41 +128,36 @@ def captured(body: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[]
 
 
 class DecodeLoop:
-    """Steps of an answer over a `KVCache`'s cache, drawn as `sampling.pick` draws."""
+    """Steps of an answer, each launched before the host has read the token of the one before it.
 
-    def __init__(
-        self, network: Network, kv: KVCache, capture: Capture, ops: Kernels | None = None
-    ) -> None:
+    What is launched is [end the last step if it is accepted, a step, draw the next token]: the
+    drawn token is the next launch's input. Draws are those of `sampling.pick`.
+    """
+
+    def __init__(self, network: Network, kv: KVCache, capture: Capture) -> None:
         self._network, self._kv, self._capture = network, kv, capture
-        self._state = DecodeStep(kv.shape, kv.device, ops)
         with torch.inference_mode(False):
             self._token = torch.zeros(1, dtype=torch.int64, device=kv.device)
-            self._told = torch.zeros(2, dtype=torch.int64, device=kv.device)
+            self._found = torch.zeros(2, dtype=torch.int64, device=kv.device)
             self._draws = torch.zeros(_DRAWS, dtype=torch.float64, device=kv.device)
-            self._drawn_from = torch.zeros((), dtype=torch.int64, device=kv.device)
-        self._arena: Arena | None = None  # while it is on loan
+            self._first_draw = torch.zeros((), dtype=torch.int64, device=kv.device)
+        self._running = False  # steps may be under way
         self._how: tuple[int, Sampling, int] | None = None  # vocabulary, sampling, seed
         self._drawn = range(0)  # positions whose random numbers are on the device
         self._at = 0  # where the token of the next launch stands
-        self._full = 0  # a token that stands there may find a head without room
         self._early: Callable[[], list[int]] | None = None  # the step that nobody asked for yet
         self._guess = -1  # the token that it was fed
         self._failed: Exception | None = None
-        self._key: tuple[object, ...] = ()  # what the recorded step has fixed
+        self._key: tuple[object, ...] = ()  # what the recorded step holds fixed
         self._warmed = 0
         self._replay: Callable[[], None] | None = None
-
-    def takes(self) -> bool:
-        """Whether the cache as it is can be stepped here; see `DecodeStep.takes`."""
-        kv = self._kv
-        return self._arena is not None or self._state.takes(kv.arena, kv.step_policy, kv.lasting())
 
     def feed(self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool) -> int:
         """Feed one token and return the next, one of the first `vocab`.
 
         With `ahead` the step after it is launched, too, as if the token returned were fed next.
         Raises NumericsError if a logit is NaN or infinite, and what the network or the device
-        raises; after an error the scheduler's position says whether the token was taken.
+        raises; after an error the cache's position says whether the token was taken.
         """
         kv, how = self._kv, (vocab, sampling, seed)
         if self._failed is not None:
@@ -182,23 +166,23 @@ class DecodeLoop:
             asked, self._early = self._early, None
             if asked is None or (token, how) != (self._guess, self._how):
                 if asked is not None:
-                    self._state.drop()
+                    kv.decode.drop()
                 self._prepare(*how)
                 self._token.fill_(token)
                 asked = self._launch()
-            if ahead and self._at < min(self._full, kv.shape.max_context):
+            if ahead and self._at < min(kv.full_at, kv.shape.max_context):
                 try:
                     self._early = self._launch()
                 except Exception as error:  # what was asked for is under way none the less
                     self._failed = error
             found, good = asked()
         except BaseException:
-            if self._arena is not None:  # what the step after it made final was fed
-                kv.position = max(kv.position, int(self._state.position))
-            self.settle()
+            if self._running:  # what the step after it made final was fed
+                kv.position = max(kv.position, int(kv.decode.position))
+            kv.settle()
             raise
         if not good:
-            self.settle()
+            kv.settle()
             raise NumericsError(
                 f"the network produced NaN or infinite logits at position {kv.position + 1:,}",
                 "the turn was stopped; try --dtype float32",
@@ -207,48 +191,46 @@ class DecodeLoop:
         self._guess = found
         return found
 
-    def settle(self) -> None:
-        """Give the cache back as of the last token that was fed and taken. Waits."""
-        arena, self._early = self._arena, None
-        if arena is None:
+    @property
+    def captured(self) -> bool:
+        """Whether steps are CUDA graphs by now."""
+        return self._replay is not None and isinstance(self._capture, CudaGraphs)
+
+    def stop(self) -> None:
+        """No more steps from here: the cache is as of the last token that was fed and taken."""
+        self._kv.settle()
+        self._kv.before_settling = None
+
+    def _finish(self) -> None:
+        """Before the cache is looked at: end the step of the last token that was fed, or drop the
+        step of a token that was not. Waits for the device."""
+        self._early = None
+        if not self._running:
             return
-        state = self._state
-        if int(state.position) < self._kv.position:
-            state.commit()
+        decode = self._kv.decode
+        if int(decode.position) < self._kv.position:
+            decode.end_if_accepted()
         else:
-            state.drop()
-        assert int(state.position) == self._kv.position
-        state.unload(arena)
-        self._arena = None  # not before: what failed on the way is tried again
-        if not self._capture.fixed:
-            state.release()
-            self._kv.beside = 0
+            decode.drop()
+        assert int(decode.position) == self._kv.position
+        self._running = False  # not before: what failed on the way is tried again
 
     def _prepare(self, vocab: int, sampling: Sampling, seed: int) -> None:
-        """Have the cache on the device, with room for a step, and know what to run."""
-        kv, state = self._kv, self._state
-        if kv.position >= self._full:
-            self.settle()
-        if self._arena is None:
-            torch.get_num_threads()  # has this thread's kernels in C use as many as torch does
-            later = kv.lasting()
-            arena = kv.lend(self.settle)
-            state.load(arena, kv.step_policy, kv.position, kv.pinned, later)
-            self._arena = arena
-            used = torch.where(arena.hole < 0, arena.length, arena.length - 1)
-            room = int((arena.capacity - used).min())
-            self._full = kv.position + room if kv.step_policy is None else kv.shape.max_context
-            kv.beside = state.nbytes
+        """Have the cache ready for a step, and know what to run."""
+        kv = self._kv
+        kv.before_settling = self._finish
+        decode = kv.open_steps(speculative=True)
+        self._running = True
         if self._how is None or seed != self._how[2]:
             self._drawn = range(0)
         self._how = vocab, sampling, seed
         self._at = kv.position
-        key = (vocab, sampling, *state.key)
+        key = (vocab, sampling, *decode.key)
         if key != self._key:
             self._key, self._replay, self._warmed = key, None, 0
 
     def _launch(self) -> Callable[[], list[int]]:
-        """Start the step of the token that lies on the device; what waits for the next one."""
+        """Start the step of the token that lies on the device; what waits for the next token."""
         assert self._how is not None
         vocab, sampling, seed = self._how
         self._draw(sampling, seed)
@@ -256,9 +238,9 @@ class DecodeLoop:
         me = ref(self)  # what is recorded must not keep this, and with it the cache, alive
 
         def body() -> None:
-            writer = me()
-            assert writer is not None
-            writer._step(vocab, sampling)
+            loop = me()
+            assert loop is not None
+            loop._step(vocab, sampling)
 
         if self._replay is not None:
             self._replay()
@@ -269,20 +251,20 @@ class DecodeLoop:
             self._replay = self._capture.record(body)
             self._replay()
         self._at += 1
-        return self._capture.post(self._told)
+        return self._capture.post(self._found)
 
     @torch.inference_mode()
     def _step(self, vocab: int, sampling: Sampling) -> None:
-        """What is recorded: one token through the network, and the next one drawn."""
-        state = self._state
-        state.start()
-        logits = self._network.forward(self._token, state)
-        place = (state.position + 1 - self._drawn_from).clamp(0, _DRAWS - 1)
+        """What is recorded: end the last step, run one token through the network, draw the next."""
+        decode = self._kv.decode
+        decode.end_if_accepted()
+        logits = self._network.forward(self._token, decode)
+        place = (decode.position + 1 - self._first_draw).clamp(0, _DRAWS - 1)
         found = choose(logits[:vocab], sampling, self._draws.gather(0, place[None])[0])
         good = torch.isfinite(logits).all()
-        state.finish(good)
+        decode.accepted.copy_(good)
         self._token.copy_(found)
-        self._told.copy_(torch.stack((found, good)))
+        self._found.copy_(torch.stack((found, good)))
 
     def _draw(self, sampling: Sampling, seed: int) -> None:
         """Have the random number for the token after the next launch's on the device."""
@@ -294,4 +276,4 @@ class DecodeLoop:
         pinned = self._kv.device.type == "cuda"
         made = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
         self._draws.copy_(made, non_blocking=True)
-        self._drawn_from.fill_(self._drawn.start)
+        self._first_draw.fill_(self._drawn.start)

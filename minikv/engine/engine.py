@@ -10,10 +10,9 @@ from torch import Tensor
 
 from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
-from minikv.engine.decode_loop import Capture, CudaGraphs, DecodeLoop, Eager
+from minikv.engine.decode_loop import Capture, CudaGraphs, DecodeLoop
 from minikv.engine.sampling import Sampling, pick
 from minikv.errors import ContextError, NumericsError
-from minikv.kernels.dispatch import Kernels
 
 
 class Network(Protocol):
@@ -35,23 +34,19 @@ class Engine:
         network: Network,
         kv: KVCache,
         capture: Capture | Literal["auto"] | None = "auto",
-        ops: Kernels | None = None,
     ) -> None:
-        """`capture` is how `next` runs steps that decide everything where the rows are; None: as
-        `step` does. By default CUDA graphs on CUDA, `Eager` where the kernels are in C, None
-        elsewhere. `ops`: what they are made of, by default what the cache is."""
+        """`capture`: how `next` runs steps ahead of what the host has read (see `DecodeLoop`);
+        None: one step at a time. By default a CUDA graph on CUDA, None elsewhere."""
         self.network, self.kv = network, kv
         self.notices: list[str] = [kv.notice] if kv.notice else []
-        self._writer: DecodeLoop | None = None
-        self._waits = False  # a step is over when it was launched: nothing is gained by being early
         if capture == "auto":
-            capture = None
-            if kv.device.type == "cuda":
-                capture = CudaGraphs(kv.device)
-            elif kv.ops.name == "native":
-                capture, self._waits = Eager(), True
-        if capture is not None:
-            self._writer = DecodeLoop(network, kv, capture, ops or kv.ops)
+            capture = CudaGraphs(kv.device) if kv.device.type == "cuda" else None
+        self._loop = None if capture is None else DecodeLoop(network, kv, capture)
+
+    @property
+    def captured(self) -> bool:
+        """Whether the last step was one CUDA graph."""
+        return self._loop is not None and self._loop.captured
 
     def prompt(
         self,
@@ -116,19 +111,17 @@ class Engine:
         says whether the token is in the cache.
         """
         self._refuse_full()
-        if self._writer is not None and self._writer.takes():
+        if self._loop is not None:
             before = self.kv.position
             try:
-                return self._writer.feed(
-                    token, vocab, sampling, seed, ahead=ahead and not self._waits
-                )
+                return self._loop.feed(token, vocab, sampling, seed, ahead=ahead)
             except NumericsError:
                 raise
             except Exception as error:
-                if self._waits or self.kv.position != before:
+                if self.kv.position != before:
                     raise
-                self._writer.settle()
-                self._writer = None
+                self._loop.stop()
+                self._loop = None
                 why = str(error).strip().partition("\n")[0] or type(error).__name__
                 self.notices.append(f"steps are not captured in a CUDA graph and slower: {why}")
         logits = self.step(token)

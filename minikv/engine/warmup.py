@@ -50,7 +50,7 @@ def warm(kv: KVCache, network: Network) -> None:
         pass
     except Exception as error:  # what a compiler may raise is its own affair
         why = next(iter(str(error).splitlines()), "")[:200]
-        kv.ops = Kernels()
+        kv.use(Kernels())
         kv.notice = f"the Triton kernels are not used: {type(error).__name__}: {why}"
 
 
@@ -68,19 +68,15 @@ def _steps(kv: KVCache) -> None:
     sides = torch.full_like(arena.capacity, _ROWS)
     arena.resize([_ROWS * shape.kv_heads] * shape.layers, sides)
     arena.cap.fill_(1)
-    state = DecodeStep(shape, kv.device, kv.ops)
-    if not state.takes(arena, step, None):
-        return
+    decode = DecodeStep(shape, kv.device, kv.ops)
     with torch.inference_mode():
-        state.load(arena, step, 0, 0, None)
+        decode.open(arena, step, 0, speculative=True)
         heads = torch.zeros((1, shape.heads, shape.head_dim), dtype=kv.dtype, device=kv.device)
         rows = heads[:, : shape.kv_heads]
         for _ in range(2):
-            state.start()
             for layer in range(shape.layers):
-                state.attend(layer, heads, rows, rows)
-            state.finish(torch.ones((), dtype=torch.bool, device=kv.device))
-        state.commit()
+                decode.attend(layer, heads, rows, rows)
+            decode.end()
 
 
 def _talk(kv: KVCache, network: Network) -> None:
@@ -97,10 +93,10 @@ def _talk(kv: KVCache, network: Network) -> None:
         except UsageError:
             small, rows = None, 2 * rows
     found = network.forward(_ids(tokens, kv.device), small)
-    writer = DecodeLoop(network, small, Eager(), kv.ops)
+    loop = DecodeLoop(network, small, Eager())
     for token in range(3):
-        if writer.takes():
-            writer.feed(token, len(found), Sampling(), 0, ahead=False)
+        loop.feed(token, len(found), Sampling(), 0, ahead=False)
+    loop.stop()
     for tokens in _LATER:
         small.begin(tokens)
         network.forward(_ids(tokens, kv.device), small)
@@ -151,5 +147,5 @@ def _like(kv: KVCache, rows: int) -> KVCache:
         rotary=kv.rotary,
         kernels="torch",
     )
-    small.ops = kv.ops
+    small.use(kv.ops)
     return small

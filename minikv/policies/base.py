@@ -16,6 +16,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from minikv import kernels
+from minikv.kernels.dispatch import Kernels
+
 ALL = 1 << 62
 """As a number of observed queries: every query of the prompt."""
 
@@ -86,14 +89,14 @@ class PromptView:
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """The F heads (of all layers) that must give up one row each. Padded to N rows.
+    """F heads that may have to give up rows: a layer's, or those of all layers. Padded to N rows.
 
-    pos [F, N] int64, -1 for padding; cap [F]: rows a head keeps; position: tokens seen, the
-    newest row included unless the policy chooses before attention; columns: the policy's own,
-    [F, N] each; layer and head [F]; attention [F, N]: what the current query gave each row, mean
-    over G. A policy that chooses before attention has the current query [F, G, D] and the
-    newcomer's key [F, 1, D] instead; of a block of t rows all queries [F, G * t, D] and keys
-    [F, t, D].
+    pos [F, N] int64, -1 for padding and for rows that may not be judged; cap [F]: rows a head
+    keeps; position: tokens seen, the newest row included unless the policy evicts first; columns:
+    the policy's own, [F, N] each; layer and head [F]; attention [F, N]: what the current query gave
+    each row, mean over G. A policy that evicts first has the current query [F, G, D] and the new
+    row's key [F, 1, D] instead; of a block of t rows all queries [F, G * t, D] and keys [F, t, D].
+    keys() is [F, N, D]: the keys of all rows. layer_index: the layer, where all heads are of one.
     """
 
     position: int | Tensor
@@ -105,6 +108,57 @@ class StepView:
     attention: Tensor | None = None
     query: Tensor | None = None
     key: Tensor | None = None
+    keys: Callable[[], Tensor] | None = None
+    layer_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepAppend:
+    """What a kernel reads that evicts and then writes a new row, in one layer before attention.
+
+    query [H, G, D]; key, value [H, D]; start, length, cap, free_slot int64 [H]; position int64 []:
+    the new row's; columns: those of the arena [R, ...]; undo_rows: where overwritten rows are kept,
+    [H, ...] by column; no length exceeds `width`; positions below `pinned` never leave.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    start: Tensor
+    length: Tensor
+    cap: Tensor
+    free_slot: Tensor
+    position: Tensor
+    columns: Mapping[str, Tensor]
+    undo_rows: Mapping[str, Tensor]
+    width: int
+    pinned: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What a kernel reads that ends a step for all heads: statistics, then victims.
+
+    logits float32 [L, H, G, C] and lse [L, H, G] as attention left them; rows: `kernels.Rows`;
+    accepted bool []: where it is false nothing is written; free_slot int64 [L, H], in place: the
+    row that leaves, or -1; columns: the policy's, [R] each; quota: what `StepPolicy.quota` made of
+    the caps; window int64 [L]: rows that a layer's query sees at most.
+    """
+
+    logits: Tensor
+    lse: Tensor
+    rows: kernels.Rows
+    accepted: Tensor
+    free_slot: Tensor
+    columns: Mapping[str, Tensor]
+    quota: Tensor | None
+    window: Tensor
+
+    @property
+    def heads(self) -> tuple[Tensor, Tensor, kernels.Rows, Tensor, Tensor]:
+        """What every kernel's arguments begin with."""
+        return self.logits, self.lse, self.rows, self.accepted, self.free_slot
 
 
 Scorer = Callable[[PromptView], Tensor]
@@ -183,42 +237,46 @@ class PromptPolicy:
 
 
 class StepPolicy(ABC):
-    """A method that evicts one row per head and step once the head is at its cap.
+    """A method that evicts while an answer is written, once a head is at its cap.
 
-    `before`: the victim goes before attention and is not seen by the current query (the head
-    then needs exactly cap rows); otherwise it is chosen from this step's probabilities. `sinks`
-    and `recent`: rows that never leave, at either end. `observe`: queries of a prompt from which
-    the columns start (0: they start without). `history`: last queries of a prompt, at most 32, that
-    are told one by one (`PromptView.below`). `looks`: it judges by the step's own attention
-    (`StepView.attention`). The base remembers nothing.
+    `score` and `update` are the rule in torch: its specification, and what runs where there is no
+    kernel. `end_kernel` and `append_kernel` name the kernel that does the same faster.
+
+    evict_first: the victim leaves before attention and the current query does not see it (the head
+    then needs exactly cap rows); otherwise it is chosen by this step's attention. sinks and recent:
+    rows at either end that never leave. block: a head gives up so many rows at once, when it is so
+    many over its cap. observe: queries of a prompt from which the columns start (0: they start
+    without). prompt_history: last queries of a prompt, at most 32, that are shown one by one
+    (`PromptView.below`). needs_attention: `score` reads `StepView.attention`.
     """
 
     name: str
-    before: bool = False
+    evict_first: bool = False
     sinks: int = 0
     recent: int = 1
+    block: int = 1
     observe: int = 0
-    history: int = 0
-    looks: bool = False
+    prompt_history: int = 0
+    needs_attention: bool = False
 
-    def reader(self) -> StepPolicy:
+    def for_prefill(self) -> StepPolicy:
         """The policy that reads a prompt in blocks in this one's place (`BlockPrefill`)."""
         return self
 
     @property
     def columns(self) -> Mapping[str, torch.dtype]:
-        """Per-row state; a row that an answer adds starts at zero, then gets what `admit` says."""
+        """State per row; that of a new row starts at zero, then gets what `init_state` says."""
         return {}
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Columns [H, N] after a prompt, from `old` (zero for new rows) and the view's evidence."""
+        """Columns [H, N] after a prompt, from `old` (zero for new rows) and what the view shows."""
         return {}
 
-    def admit(self, layer: int, key: Tensor) -> dict[str, Tensor]:
+    def init_state(self, layer: int, key: Tensor) -> dict[str, Tensor]:
         """Columns [H] of the rows that an answer adds to a layer, whose keys are [H, D]."""
         return {}
 
-    def step(  # noqa: B027
+    def update(  # noqa: B027
         self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
     ) -> None:
         """Add one query's attention in place. All [R], the mean over G; 0 where a row is unused.
@@ -227,13 +285,20 @@ class StepPolicy(ABC):
         """
 
     @abstractmethod
-    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
-        """(scores float32, free bool) [F, N]: the `count` free rows of lowest score will leave."""
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        """(scores float32, allowed bool) [F, N]: the `count` allowed rows of lowest score leave."""
 
-    def victims(self, view: StepView) -> Tensor:
-        """int64 [F]: the column of each head's victim."""
-        scores, free = self.judge(view, 1)
-        return oldest_of_lowest(scores, view.pos, free)
+    def quota(self, cap: Tensor) -> Tensor | None:
+        """What its kernel must know of the caps int64 [L, H], of the same shape; or None."""
+        return None
+
+    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
+        """`update`, `score` and the choice of victims by a kernel. False if `ops` has none."""
+        return False
+
+    def append_kernel(self, ops: Kernels, append: StepAppend) -> bool:
+        """For `evict_first`: `score`, the choice of victims and the new row, in one layer."""
+        return False
 
 
 def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride: int = 0) -> int:
@@ -241,7 +306,7 @@ def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride
     `stride` rows those of a block are inside the cap when it attends, if `step` evicts before."""
     sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
     window = max(prompt.evidence.window if prompt else 0, step.recent if step else 0)
-    block = stride - 1 if stride and step is not None and step.before else 0
+    block = stride - 1 if stride and step is not None and step.evict_first else 0
     return sinks + window + 1 + block
 
 

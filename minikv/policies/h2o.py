@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
     ALL,
     Evidence,
     PromptView,
+    StepEnd,
     StepPolicy,
     StepView,
     ends,
@@ -54,9 +56,9 @@ def scorer(options: Mapping[str, object]) -> Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class H2O(StepPolicy):
-    """`share` of a head's cap are the newest rows, which never leave."""
+    """`recent_share` of a head's cap are the newest rows, which never leave."""
 
-    share: float
+    recent_share: float
     sinks: int
     name: str = "h2o"
     observe: int = 32
@@ -70,25 +72,30 @@ class H2O(StepPolicy):
         assert view.mass is not None
         return {"sum": old["sum"] + view.mass.mean(1)}
 
-    def step(
+    def update(
         self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
     ) -> None:
         columns["sum"].add_(probabilities)
 
-    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
-        real = view.pos >= 0
-        newest = (view.cap.to(torch.float64) * self.share).to(torch.int64).clamp(min=1)
-        newest = torch.minimum(newest, real.sum(1) - count).clamp(min=1)  # enough may leave
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        newest = torch.minimum(self.quota(view.cap), (view.pos >= 0).sum(1) - count).clamp(min=1)
         edge = view.pos.sort(1, descending=True).values.gather(1, newest[:, None] - 1)
-        free = unprotected(view, self)
-        older = free & (view.pos < edge)
-        free = torch.where(older.sum(1, keepdim=True) >= count, older, free)
-        return view.columns["sum"], free
+        allowed = unprotected(view, self)
+        older = allowed & (view.pos < edge)
+        allowed = torch.where(older.sum(1, keepdim=True) >= count, older, allowed)
+        return view.columns["sum"], allowed
+
+    def quota(self, cap: Tensor) -> Tensor:
+        """How many of a head's rows are the newest, int64 like `cap`."""
+        return (cap.to(torch.float64) * self.recent_share).to(torch.int64).clamp(min=1)
+
+    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
+        if ops.h2o_step is None:
+            return False
+        ops.h2o_step(*end.heads, end.columns["sum"], end.quota)
+        return True
 
 
 def step_policy(options: Mapping[str, object]) -> H2O:
     """Step form."""
-    share, sinks = options["recent_share"], options["sinks"]
-    assert isinstance(share, float)
-    assert isinstance(sinks, int)
-    return H2O(share=share, sinks=sinks)
+    return H2O(**options)  # type: ignore[arg-type]

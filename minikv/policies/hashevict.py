@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from minikv.policies.base import PromptView, StepPolicy, StepView, unprotected
+from minikv.kernels.dispatch import Kernels
+from minikv.policies.base import PromptView, StepAppend, StepPolicy, StepView, unprotected
 
 
 def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:
@@ -48,10 +49,10 @@ class HashEvict(StepPolicy):
     sinks: int
     recent: int
     bits: int
-    with_key: bool
+    hash_with: str
     seed: int
     name: str = "hashevict"
-    before: bool = True
+    evict_first: bool = True
     matrices: dict[int, Tensor] = field(default_factory=dict, compare=False)  # by layer
 
     @property
@@ -69,31 +70,48 @@ class HashEvict(StepPolicy):
         return made
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        key = view.key()
-        return self.admit(view.layer, key)
+        return self.init_state(view.layer, view.key())
 
-    def admit(self, layer: int, key: Tensor) -> dict[str, Tensor]:
+    def init_state(self, layer: int, key: Tensor) -> dict[str, Tensor]:
         return {"code": codes(key, self.matrix(layer, key)).to(self.columns["code"])}
 
-    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
-        probe = view.key if self.with_key else view.query
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        probe = view.key if self.hash_with == "key" else view.query
         assert probe is not None
-        mine = torch.stack(
-            [codes(x, self.matrix(int(i), x)) for x, i in zip(probe, view.layer, strict=True)]
-        )  # [F, G]
+        assert view.layer_index is not None
+        matrix = self.matrix(view.layer_index, probe)
+        mine = torch.stack([codes(x, matrix) for x in probe])  # [F, G]
         stored = view.columns["code"].to(torch.int64)
         distance = ones(mine[:, :, None] ^ stored[:, None]).sum(1)
         return -distance.to(torch.float32), unprotected(view, self)
 
+    def append_kernel(self, ops: Kernels, append: StepAppend) -> bool:
+        if ops.hash_append is None:
+            return False
+        key, columns, undo = append.key, append.columns, append.undo_rows
+        ops.hash_append(
+            key[:, None] if self.hash_with == "key" else append.query,
+            key,
+            append.value,
+            self.matrix(append.layer, key),
+            append.start,
+            append.length,
+            append.cap,
+            append.free_slot,
+            append.position,
+            columns["k"],
+            columns["v"],
+            columns["pos"],
+            columns["code"],
+            (undo["k"], undo["v"], undo["pos"], undo["code"]),
+            width=append.width,
+            sinks=self.sinks,
+            recent=self.recent,
+            pinned=append.pinned,
+        )
+        return True
+
 
 def step_policy(options: Mapping[str, object]) -> HashEvict:
     """Step form."""
-    sinks, recent = options["sinks"], options["recent"]
-    bits, seed = options["bits"], options["seed"]
-    assert isinstance(sinks, int)
-    assert isinstance(recent, int)
-    assert isinstance(bits, int)
-    assert isinstance(seed, int)
-    return HashEvict(
-        sinks=sinks, recent=recent, bits=bits, with_key=options["hash_with"] == "key", seed=seed
-    )
+    return HashEvict(**options)  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ class L2(StepPolicy):
     sinks: int
     recent: int
     name: str = "l2"
-    before: bool = True
+    evict_first: bool = True
 
     @property
     def columns(self) -> dict[str, torch.dtype]:
@@ -54,16 +54,13 @@ class L2(StepPolicy):
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"norm": norms(view.key())}
 
-    def admit(self, layer: int, key: Tensor) -> dict[str, Tensor]:
+    def init_state(self, layer: int, key: Tensor) -> dict[str, Tensor]:
         return {"norm": norms(key)}
 
-    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         return -view.columns["norm"], unprotected(view, self)
 
 
 def step_policy(options: Mapping[str, object]) -> L2:
     """Step form."""
-    sinks, recent = options["sinks"], options["recent"]
-    assert isinstance(sinks, int)
-    assert isinstance(recent, int)
-    return L2(sinks=sinks, recent=recent)
+    return L2(**options)  # type: ignore[arg-type]

@@ -45,17 +45,13 @@ class Random(StepPolicy):
     recent: int
     seed: int
     name: str = "random"
-    before: bool = True
+    evict_first: bool = True
 
-    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         drawn = uniform(self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos)
         return drawn, unprotected(view, self)
 
 
 def step_policy(options: Mapping[str, object]) -> Random:
     """Step form."""
-    sinks, recent, seed = options["sinks"], options["recent"], options["seed"]
-    assert isinstance(sinks, int)
-    assert isinstance(recent, int)
-    assert isinstance(seed, int)
-    return Random(sinks=sinks, recent=recent, seed=seed)
+    return Random(**options)  # type: ignore[arg-type]

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from minikv.policies.base import PromptView, StepPolicy, StepView, oldest_of_lowest, unprotected
+from minikv.kernels.dispatch import Kernels
+from minikv.policies.base import PromptView, StepEnd, StepPolicy, StepView, unprotected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class RoCo(StepPolicy):
     name: str = "roco"
     observe: int = 32
 
-    def reader(self) -> RoCo:
+    def for_prefill(self) -> RoCo:
         return replace(self, scope=self.scope_prompt)
 
     @property
@@ -51,55 +52,36 @@ class RoCo(StepPolicy):
             "count": old["count"] + count.to(torch.float32),
         }
 
-    def step(
+    def update(
         self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
     ) -> None:
         columns["sum"].add_(probabilities)
-        columns["squares"].addcmul_(probabilities, probabilities)
+        columns["squares"].add_(probabilities * probabilities)
         columns["count"].add_(1.0)
 
-    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
-        free, mean, spread, keep = self._evidence(view, count)
-        return mean, free & _steady(spread, keep)
-
-    def victims(self, view: StepView) -> Tensor:
-        """As by `judge`. The row of lowest mean is nearly always steady, and to know that needs no
-        sorting; only the other heads are sorted."""
-        free, mean, spread, keep = self._evidence(view, 1)
-        low = mean.masked_fill(~free, torch.inf)
-        found = low.argmin(1, keepdim=True)
-        sure = (spread < spread.gather(1, found)).sum(1) < keep
-        sure &= (low == low.gather(1, found)).sum(1) == 1
-        chosen = found[:, 0]
-        left = (~sure).nonzero()[:, 0]
-        if len(left):
-            scope = free[left] & _steady(spread[left], keep[left])
-            chosen[left] = oldest_of_lowest(mean[left], view.pos[left], scope)
-        return chosen
-
-    def _evidence(self, view: StepView, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Free rows, mean, variance (infinite where not free), and how many rows are in scope."""
-        free = unprotected(view, self)
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        allowed = unprotected(view, self)
         seen = view.columns["count"].clamp(min=1.0)
         mean = view.columns["sum"] / seen
-        spread = (view.columns["squares"] / seen - mean.square()).clamp(min=0.0)
-        # The `keep` steadiest of all rows, protected ones counting as unsteady, are in scope.
-        keep = view.cap - (view.cap.to(torch.float64) * self.scope).to(torch.int64)
-        keep = torch.minimum(keep.clamp(min=count), free.sum(1)).clamp(min=1)
-        return free, mean, spread.masked_fill(~free, torch.inf), keep
+        variance = (view.columns["squares"] / seen - mean.square()).clamp(min=0.0)
+        # The `keep` steadiest rows are in scope; protected rows count as unsteady.
+        keep = torch.minimum(self.quota(view.cap).clamp(min=count), allowed.sum(1)).clamp(min=1)
+        variance = variance.masked_fill(~allowed, torch.inf)
+        edge = variance.sort(1).values.gather(1, keep[:, None] - 1)
+        return mean, allowed & (variance <= edge)
 
+    def quota(self, cap: Tensor) -> Tensor:
+        """How many rows of a head are in scope, int64 like `cap`."""
+        return cap - (cap.to(torch.float64) * self.scope).to(torch.int64)
 
-def _steady(spread: Tensor, keep: Tensor) -> Tensor:
-    """bool [F, N]: the keep [F] rows that vary least, and those that vary as little."""
-    return spread <= spread.sort(1).values.gather(1, keep[:, None] - 1)
+    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
+        if ops.roco_step is None:
+            return False
+        c = end.columns
+        ops.roco_step(*end.heads, c["sum"], c["squares"], c["count"], end.quota)
+        return True
 
 
 def step_policy(options: Mapping[str, object]) -> RoCo:
     """RoCo as a row of the table."""
-    sinks, recent = options["sinks"], options["recent"]
-    scope, reading = options["scope"], options["scope_prompt"]
-    assert isinstance(sinks, int)
-    assert isinstance(recent, int)
-    assert isinstance(scope, float)
-    assert isinstance(reading, float)
-    return RoCo(sinks=sinks, recent=recent, scope=scope, scope_prompt=reading)
+    return RoCo(**options)  # type: ignore[arg-type]

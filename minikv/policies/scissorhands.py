@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.policies.base import PromptView, StepPolicy, StepView, unprotected
+from minikv.kernels.dispatch import Kernels
+from minikv.policies.base import PromptView, StepEnd, StepPolicy, StepView, unprotected
 from minikv.policies.hashevict import ones
 
 _BITS = 32  # bits of history in a column
@@ -22,26 +23,26 @@ _BITS = 32  # bits of history in a column
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScissorHands(StepPolicy):
-    """Columns are a shift register of `queries` bits per row, newest bit first, and its filling."""
+    """Columns are a shift register of `history` bits per row, newest bit first, and its filling."""
 
     sinks: int
     recent: int
-    queries: int
+    history: int
     name: str = "scissorhands"
 
     @property
-    def history(self) -> int:  # type: ignore[override]
-        return min(_BITS, self.queries)
+    def prompt_history(self) -> int:  # type: ignore[override]
+        return min(_BITS, self.history)
 
     @property
     def columns(self) -> dict[str, torch.dtype]:
-        words = {f"below{i}": torch.int64 for i in range(-(-self.queries // _BITS))}
+        words = {f"below{i}": torch.int64 for i in range(-(-self.history // _BITS))}
         return words | {"queries": torch.float32}
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert view.below is not None
         begin, end = view.turns[-1]
-        told = min(self.history, end - begin)
+        told = min(self.prompt_history, end - begin)
         able = (end - view.pos.clamp(min=end - told)).clamp(0, told)
         # As many steps as there were queries that could see the row, at once.
         columns: dict[str, Tensor] = {}
@@ -49,19 +50,16 @@ class ScissorHands(StepPolicy):
         words = len(old) - 1
         for i in range(words):
             word = old[f"below{i}"]
-            bits = min(_BITS, self.queries - i * _BITS)
+            bits = min(_BITS, self.history - i * _BITS)
             columns[f"below{i}"] = ((word << able) | carry) & ((1 << bits) - 1)
             carry = word >> (_BITS - able)
-        columns["queries"] = (old["queries"] + able).clamp(max=float(self.queries))
+        columns["queries"] = (old["queries"] + able).clamp(max=float(self.history))
         return columns
 
-    def step(
+    def update(
         self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
     ) -> None:
-        self._shift(columns, probabilities < 1.0 / visible())
-
-    def _shift(self, columns: Mapping[str, Tensor], bit: Tensor) -> None:
-        carry = bit.to(torch.int64)
+        carry = (probabilities < 1.0 / visible()).to(torch.int64)
         full = (1 << _BITS) - 1
         words = len(columns) - 1
         for i in range(words):
@@ -69,22 +67,26 @@ class ScissorHands(StepPolicy):
             out = word >> (_BITS - 1)
             word.bitwise_left_shift_(1).bitwise_and_(full).bitwise_or_(carry)
             carry = out
-        spare = words * _BITS - self.queries
+        spare = words * _BITS - self.history
         if spare:  # what has left the window
             columns[f"below{words - 1}"].bitwise_and_(full >> spare)
-        columns["queries"].add_(1.0).clamp_(max=float(self.queries))
+        columns["queries"].add_(1.0).clamp_(max=float(self.history))
 
-    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         words = [c for name, c in view.columns.items() if name != "queries"]
         below = torch.stack([ones(word) for word in words]).sum(0)
         share = below / view.columns["queries"].clamp(min=1.0)
         return -share, unprotected(view, self)
 
+    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
+        if ops.scissorhands_step is None:
+            return False
+        words = [column for name, column in end.columns.items() if name != "queries"]
+        queries = end.columns["queries"]
+        ops.scissorhands_step(*end.heads, words, queries, self.history, end.window)
+        return True
+
 
 def step_policy(options: Mapping[str, object]) -> ScissorHands:
     """Step form."""
-    sinks, recent, queries = options["sinks"], options["recent"], options["history"]
-    assert isinstance(sinks, int)
-    assert isinstance(recent, int)
-    assert isinstance(queries, int)
-    return ScissorHands(sinks=sinks, recent=recent, queries=queries)
+    return ScissorHands(**options)  # type: ignore[arg-type]

@@ -36,16 +36,14 @@ class Streaming(StepPolicy):
 
     sinks: int
     name: str = "streaming"
-    before: bool = True
+    evict_first: bool = True
     recent: int = 0
 
-    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         age = view.pos.float()
         return age.where(view.pos >= self.sinks, -age), unprotected(view, self)
 
 
 def step_policy(options: Mapping[str, object]) -> Streaming:
     """Step form."""
-    sinks = options["sinks"]
-    assert isinstance(sinks, int)
-    return Streaming(sinks=sinks)
+    return Streaming(**options)  # type: ignore[arg-type]

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
     Evidence,
     PromptView,
+    StepEnd,
     StepPolicy,
     StepView,
     last_rows,
@@ -26,15 +28,17 @@ from minikv.policies.base import (
 def layer_mean(values: Tensor, pos: Tensor, layer: Tensor) -> Tensor:
     """Mean of `values` [F, N] over the heads of a layer that hold the same position.
 
-    pos [F, N], -1 for no row; layer [F]. Where heads hold different rows, only holders count.
+    pos [F, N], -1 for no row; layer [F], the heads of a layer side by side. Where heads hold
+    different rows, only holders count. Nothing sensible where pos is -1.
     """
-    width = int(pos.max()) + 2
-    keys = (pos + 1 + layer[:, None] * width).reshape(-1)
-    each, index = torch.unique(keys, return_inverse=True)
-    sums = torch.zeros(len(each), dtype=torch.float64, device=values.device)
-    sums.index_add_(0, index, values.reshape(-1).to(torch.float64))
-    counts = torch.bincount(index, minlength=len(each))
-    return (sums / counts)[index].view(values.shape).to(values.dtype)
+    key = (layer[:, None] << 40 | (pos + 1)).flatten()
+    ordered, order = key.sort(stable=True)
+    new = torch.cat((ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).long()))
+    same = torch.empty_like(order).scatter_(0, order, new.cumsum(0))
+    sums = torch.zeros(len(key), dtype=torch.float64, device=values.device)
+    sums.scatter_add_(0, same, values.flatten().to(torch.float64))
+    counts = torch.zeros_like(sums).scatter_add_(0, same, torch.ones_like(sums))
+    return (sums / counts).gather(0, same).view(values.shape).to(values.dtype)
 
 
 def heads_mean(values: Tensor, pos: Tensor, end: int) -> Tensor:
@@ -70,23 +74,29 @@ class Tova(StepPolicy):
     """Stateless: each step's attention is all the evidence."""
 
     per_head: bool
+    protect_newest: bool
     sinks: int
-    recent: int
     name: str = "tova"
-    looks: bool = True
+    needs_attention: bool = True
 
-    def judge(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    @property
+    def recent(self) -> int:  # type: ignore[override]
+        return int(self.protect_newest)
+
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         assert view.attention is not None
         mean = view.attention
         if not self.per_head:
             mean = layer_mean(mean, view.pos, view.layer)
         return mean, unprotected(view, self)
 
+    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
+        if ops.tova_step is None:
+            return False
+        ops.tova_step(*end.heads, layerwise=not self.per_head)
+        return True
+
 
 def step_policy(options: Mapping[str, object]) -> Tova:
     """Step form."""
-    sinks = options["sinks"]
-    assert isinstance(sinks, int)
-    return Tova(
-        per_head=bool(options["per_head"]), sinks=sinks, recent=int(bool(options["protect_newest"]))
-    )
+    return Tova(**options)  # type: ignore[arg-type]

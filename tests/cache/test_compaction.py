@@ -125,7 +125,7 @@ def test_no_layer_asks_the_device(
         arena.length += 20
     if before == 2:
         arena.length[:, 1] = 7
-        arena.hole[:, 0] = arena.start[:, 0] + 3
+        arena.free_slot[:, 0] = arena.start[:, 0] + 3
     if window:
         monkeypatch.setattr(Prefill, "_count_visible", lambda _: [160, 160])  # asks, but only once
     total = None if chosen is None else [120, 120]

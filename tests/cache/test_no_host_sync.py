@@ -199,7 +199,7 @@ def read(
     if before:
         arena.length += 20
         arena.length[:, 1] = 7
-        arena.hole[:, 0] = arena.start[:, 0] + 3
+        arena.free_slot[:, 0] = arena.start[:, 0] + 3
     plan = Plan(
         30 * before,
         60,

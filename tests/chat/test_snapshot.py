@@ -126,7 +126,7 @@ def test_only_rows_in_use_are_copied_and_never_shared() -> None:
     go_on(run, 1)
     assert all(torch.equal(column, before[name]) for name, column in held.columns.items())
     assert torch.equal(held.layout.length, layout.length)
-    assert torch.equal(held.layout.hole, layout.hole)
+    assert torch.equal(held.layout.free_slot, layout.free_slot)
 
 
 def test_no_memory_for_the_old_cache_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

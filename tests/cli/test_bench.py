@@ -193,7 +193,7 @@ def test_the_twin_holds_the_same_rows_and_judges_none() -> None:
         arena = of.engine.kv.arena
         begin, count = int(arena.start[layer, head]), int(arena.length[layer, head])
         pos = arena.columns["pos"][begin : begin + count]
-        hole = int(arena.hole[layer, head]) - begin
+        hole = int(arena.free_slot[layer, head]) - begin
         live = torch.arange(count) != hole
         order = pos[live].argsort()
         return arena.columns["k"][begin : begin + count][live][order]

@@ -113,7 +113,7 @@ class FakeKv:
         return SimpleNamespace(
             length=torch.tensor([[count]]),
             start=torch.tensor([[0]]),
-            hole=torch.tensor([[-1]]),
+            free_slot=torch.tensor([[-1]]),
             device=torch.device("cpu"),
             columns={"pos": torch.arange(count, dtype=torch.int32)},
         )

@@ -17,6 +17,7 @@ from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
+from minikv.kernels.dispatch import choose
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
@@ -132,7 +133,8 @@ class Dense:
     """An engine over `DenseAttend`: the oracle."""
 
     def __init__(self, net: Llama) -> None:
-        self.net, self.kv = net, DenseAttend(net.config.windows)
+        ops, _ = choose(net.device, "auto", net.config.head_dim, net.dtype)
+        self.net, self.kv = net, DenseAttend(net.config.windows, ops)
 
     def prompt(self, tokens: list[int]) -> torch.Tensor:
         self.kv.begin(len(tokens))

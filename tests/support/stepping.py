@@ -79,7 +79,7 @@ class Pair:
         one, two = self.here.kv, self.there.kv
         assert one.position == two.position
         a, b = one.arena, two.arena
-        for name in ("start", "length", "capacity", "cap", "hole"):
+        for name in ("start", "length", "capacity", "cap", "free_slot"):
             assert torch.equal(getattr(a, name), getattr(b, name)), name
         for layer in range(len(a.start)):
             index, live = a.index(layer)

@@ -63,8 +63,6 @@ class _Recording(NoWaiting):
 class Tape(Eager):
     """Records the operations of a step and repeats them over the same memory."""
 
-    fixed = True
-
     def __init__(self) -> None:
         self.warmed = self.recorded = self.replayed = 0
 

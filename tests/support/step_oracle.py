@@ -1,0 +1,201 @@
+"""The torch form of every step policy behind the signatures of the kernels that compute the same.
+
+Each function has the arguments of the kernel of its name (see `minikv.kernels.cpu` and `.triton`)
+and runs the policy's own `update` and `score` through `DecodeStep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minikv.cache.decode_step import DecodeStep
+from minikv.cache.stats import Shape
+from minikv.kernels import Rows
+from minikv.policies.h2o import H2O
+from minikv.policies.hashevict import HashEvict
+from minikv.policies.roco import RoCo
+from minikv.policies.scissorhands import ScissorHands
+from minikv.policies.tova import Tova
+
+_ENDLESS = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenH2O(H2O):
+    """`young` newest rows of each head [L, H], whatever the cap."""
+
+    recent: int
+    young: Tensor = field(compare=False)
+
+    def quota(self, cap: Tensor) -> Tensor:
+        return self.young.view(cap.shape).clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenTova(Tova):
+    """Any number of protected newest rows."""
+
+    recent: int  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenRoCo(RoCo):
+    """`keep` rows of each head [L, H] in scope, whatever the cap."""
+
+    keep: Tensor = field(compare=False)
+
+    def quota(self, cap: Tensor) -> Tensor:
+        return self.keep.view(cap.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenHashEvict(HashEvict):
+    """Codes in the column's own dtype."""
+
+    code: torch.dtype
+
+    @property
+    def columns(self) -> dict[str, torch.dtype]:
+        return {"code": self.code}
+
+
+def end_of_step(
+    policy: Any,
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    go: Tensor,
+    free_slot: Tensor,
+    columns: dict[str, Tensor],
+    window: Tensor | None = None,
+) -> None:
+    """Statistics and victims by the policy's torch form, in place."""
+    layers, heads, group, width = logits.shape
+    shape = Shape(layers, heads, heads * group, 1, (None,) * layers, _ENDLESS)
+    step = DecodeStep(shape, logits.device)
+    step.arena = SimpleNamespace(  # type: ignore[assignment]
+        columns={**columns, "pos": rows.pos},
+        extra=list(columns),
+        start=rows.start,
+        length=rows.length,
+        cap=rows.cap,
+        free_slot=free_slot,
+        coded=False,
+    )
+    step.logits, step.lse, step.width = logits, lse, width
+    step.count, step.position, step.accepted = rows.length, rows.newest, go
+    step.pinned, step.speculative = rows.pinned, True
+    if window is not None:
+        step.window = window
+    step._update_and_evict(policy)
+
+
+def h2o_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    go: Tensor,
+    free_slot: Tensor,
+    sums: Tensor,
+    young: Tensor,
+) -> None:
+    policy = GivenH2O(recent_share=0.5, sinks=rows.sinks, recent=rows.recent, young=young)
+    end_of_step(policy, logits, lse, rows, go, free_slot, {"sum": sums})
+
+
+def tova_step(
+    logits: Tensor, lse: Tensor, rows: Rows, go: Tensor, free_slot: Tensor, *, layerwise: bool
+) -> None:
+    policy = GivenTova(
+        per_head=not layerwise, protect_newest=True, sinks=rows.sinks, recent=rows.recent
+    )
+    end_of_step(policy, logits, lse, rows, go, free_slot, {})
+
+
+def roco_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    go: Tensor,
+    free_slot: Tensor,
+    sums: Tensor,
+    squares: Tensor,
+    count: Tensor,
+    keep: Tensor,
+) -> None:
+    policy = GivenRoCo(
+        sinks=rows.sinks, recent=rows.recent, scope=0.3, scope_prompt=0.1, keep=keep
+    )
+    columns = {"sum": sums, "squares": squares, "count": count}
+    end_of_step(policy, logits, lse, rows, go, free_slot, columns)
+
+
+def scissorhands_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    go: Tensor,
+    free_slot: Tensor,
+    words: Sequence[Tensor],
+    queries: Tensor,
+    history: int,
+    window: Tensor,
+) -> None:
+    policy = ScissorHands(sinks=rows.sinks, recent=rows.recent, history=history)
+    columns = {f"below{i}": word for i, word in enumerate(words)} | {"queries": queries}
+    end_of_step(policy, logits, lse, rows, go, free_slot, columns, window)
+
+
+def hash_append(
+    probe: Tensor,
+    key: Tensor,
+    value: Tensor,
+    matrix: Tensor,
+    start: Tensor,
+    length: Tensor,
+    cap: Tensor,
+    free_slot: Tensor,
+    position: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    code: Tensor,
+    undo_rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    *,
+    width: int,
+    sinks: int,
+    recent: int,
+    pinned: int,
+) -> None:
+    heads, _, size = probe.shape
+    policy = GivenHashEvict(
+        code=code.dtype,
+        sinks=sinks,
+        recent=recent,
+        bits=matrix.shape[1],
+        hash_with="query",
+        seed=0,
+        matrices={0: matrix},
+    )
+    step = DecodeStep(Shape(1, heads, heads, size, (None,), _ENDLESS), key.device)
+    columns = {"k": k, "v": v, "pos": pos, "code": code}
+    step.arena = SimpleNamespace(  # type: ignore[assignment]
+        columns=columns,
+        extra=["code"],
+        start=start[None],
+        length=length[None],
+        cap=cap[None],
+        free_slot=free_slot[None],
+        coded=True,  # no kernel: the torch form
+    )
+    step.policy, step.position, step.pinned = policy, position, pinned
+    step.width, step.speculative = width, True
+    step.undo_rows = dict(zip(columns, undo_rows, strict=True))
+    slot = torch.where(free_slot >= 0, free_slot, start + length)
+    step._append(0, probe, key, value, slot)
