@@ -10,6 +10,7 @@ from dataclasses import replace
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.cli import (
     compare,
+    context_command,
     document_commands,
     kept_view,
     refresh,
@@ -167,8 +168,9 @@ COMMANDS = (
     *refresh.COMMANDS,
     *compare.COMMANDS,
     Command(("policy",), "[NAME [option=value...]]", "show or change the eviction policy", _policy),
-    Command(("budget",), "[ROWS | PERCENT | BYTES]", "show or change the budget", _budget),
+    Command(("budget",), "[TOKENS | PERCENT | BYTES]", "show or change the budget", _budget),
     *settings_commands.COMMANDS,
+    *context_command.COMMANDS,
     *saving.COMMANDS,
     *export.COMMANDS,
     Command(("clear",), "", "new conversation about the same documents", _clear),

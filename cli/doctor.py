@@ -390,9 +390,9 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
 
     from minikv.cache.attend import DenseAttend
     from minikv.cache.kv_cache import KVCache
-    from minikv.cache.stats import Shape
     from minikv.engine.engine import Engine
     from minikv.engine.sampling import Sampling
+    from minikv.loader import output_of, shape_of
     from minikv.policies.base import smallest_budget
 
     c = net.config
@@ -400,15 +400,13 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
     rows = smallest_budget(prompt, step) + stride + 8
     prompt, step, budget, _ = EvictionConfig.read(policy, decode, rows, stride=stride).policies()
     kv = KVCache(
-        Shape(c.layers, c.kv_heads, c.heads, c.head_dim, c.windows, c.max_context),
+        shape_of(c),
         prompt,
         step,
         budget,
         stride=stride,
         rotary=net.rotary.inverse,
-        output=lambda layer: (
-            net.layers[layer].out.dense().T.view(c.kv_heads, -1, c.head_dim, c.hidden)
-        ),
+        output=output_of(net),
     )
     engine = Engine(net, kv)
     generator = torch.Generator().manual_seed(0)
@@ -435,7 +433,7 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
 
 
 def _held(kv: object, bound: int) -> str:
-    """What is wrong with the rows held, of which there may be `bound` per head on average."""
+    """What is wrong with the tokens held, of which there may be `bound` per head on average."""
     from minikv.cache.kv_cache import KVCache
 
     assert isinstance(kv, KVCache)
@@ -448,9 +446,9 @@ def _held(kv: object, bound: int) -> str:
             if len(set(kept)) != len(kept) or not all(0 <= p < kv.position for p in kept):
                 return "positions are not unique"
             if kv.position - 1 not in kept:
-                return "the newest row is gone"
+                return "the newest token is gone"
     if total > bound * shape.layers * shape.kv_heads:
-        return f"{total} rows held, over the budget of {bound * shape.layers * shape.kv_heads}"
+        return f"{total} tokens held, over the budget of {bound * shape.layers * shape.kv_heads}"
     return ""
 
 

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 _QUESTIONS = {
-    "scorer": "what a row is worth, and which rows stay in any case",
-    "layers": "how many rows each layer gets",
-    "heads": "how many rows each head of a layer gets",
-    "select": "which of a head's rows stay",
-    "weigh": "what a row's score is multiplied with",
-    "prefer": "which rows leave last",
+    "scorer": "how much a token is worth, and which are always kept",
+    "layers": "how many tokens each layer keeps",
+    "heads": "how many tokens each head of a layer keeps",
+    "select": "which tokens a head keeps",
+    "weigh": "what a token's score is multiplied with",
+    "prefer": "which tokens are evicted last",
 }
 STOPS = {
     "eos": "end of turn",
@@ -65,7 +65,7 @@ def stats(report: TurnReport) -> str:
         lost += ", an estimate"
         before = report.shaped_by_turn is not None and report.shaped_by_turn < report.turn
         if before and tokens.prompt_reused:
-            lost += "; rows that were evicted before are not in it"
+            lost += "; tokens evicted before are not in it"
     rows = [
         (f"turn {report.turn}", f"policy {_policy(report)} · {_budget(report.budget)}{shaped}"),
         (
@@ -81,7 +81,7 @@ def stats(report: TurnReport) -> str:
         (
             "KV held",
             f"{of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved), "
-            f"{size(kv.policy_state)} of it kept by the policy about rows",
+            f"{size(kv.policy_state)} of it the state of the policy",
         ),
         ("allocated", f"{size(kv.allocated)}, the pool"),
         ("peak", f"{size(kv.peak_prefill)} while reading, before eviction"),
@@ -290,7 +290,7 @@ def _budget(budget: Mapping[str, object]) -> str:
     if unit is None:
         return "no budget"
     if unit == "rows":
-        return f"budget {value} rows per head"
+        return f"budget {value} tokens per head"
     if unit == "share":
         return f"budget {100 * float(str(value)):g}% of the prompt"
     return f"budget {size(int(float(str(value))))}"

@@ -1,4 +1,4 @@
-"""/set, /show, /system and /tokens: what a chat runs under, and what its context is used for."""
+"""/set, /show and /system: the settings of a chat."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from minikv.cli import documents, refresh, render
 from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS, typed
 from minikv.cli.config_command import listed, text
+from minikv.cli.context_command import count_tokens
 from minikv.errors import UsageError
 from minikv.policies import POLICIES
 from minikv.settings import Generation, settings_of
@@ -229,8 +230,8 @@ def _show_system(context: Context) -> None:
     session = context.session
     context.terminal.say(session.system or "no system prompt; /system TEXT sets one")
     if session.system:
-        pinned = "its rows never leave" if session.pin_system else "its rows may leave"
-        context.terminal.say(f"({_count(session, session.system):,} tokens; {pinned})")
+        pinned = "never evicted" if session.pin_system else "may be evicted"
+        context.terminal.say(f"({count_tokens(session, session.system):,} tokens; {pinned})")
 
 
 def _show_template(context: Context) -> None:
@@ -265,9 +266,9 @@ def _show_policy(context: Context) -> None:
     if eviction.evicts:
         counted = context.session.engine.kv.stats().budget_rows
         if counted is not None:
-            rows.append(("budget", f"{eviction.budget}, which is {counted:,} rows per head"))
+            rows.append(("budget", f"{eviction.budget}, which is {counted:,} tokens per head"))
     if eviction.stride:
-        rows.append(("stride", f"{eviction.stride} rows"))
+        rows.append(("stride", f"blocks of {eviction.stride} tokens"))
     rows.append(("reuse", refresh.line(context.session)))
     for name, options in (
         (eviction.policy, eviction.policy_options),
@@ -305,79 +306,8 @@ def _system(context: Context, arguments: list[str]) -> None:
     context.origins["system"] = "/system"
 
 
-# -- /tokens --------------------------------------------------------------------------------
-
-
-def _tokens(context: Context, arguments: list[str]) -> None:
-    session = context.session
-    rows = usage(session)
-    share = 100.0 / session.max_context
-    wide = max(len(name) for name, _, _ in rows)
-    lines = [
-        f"{name:<{wide}}  {count:>9,}  {share * count:>5.1f}%  {frees}".rstrip()
-        for name, count, frees in rows
-    ]
-    for line in lines:
-        context.terminal.say(line)
-    context.terminal.say(
-        f"of {session.max_context:,} positions; eviction frees memory, not positions"
-    )
-
-
-def usage(session: ChatSession) -> list[tuple[str, int, str]]:
-    """(what, tokens, the command that frees it). All but the waiting documents sum to the
-    model's context; the joins between parts count as markers."""
-    system = documents_ = questions = answers = 0
-    names: list[tuple[str, int]] = []
-    read = list(session.documents)
-    for message in session.messages:
-        count = _count(session, message.content)
-        if message.role == "system":
-            system += count
-        elif message.role == "assistant":
-            answers += count
-        else:
-            rest, own = message.content, 0
-            while read and rest.startswith(read[0].rendered()):
-                document = read.pop(0)
-                rest = rest.removeprefix(document.rendered())
-                part = min(_count(session, document.rendered()), count - own)
-                names.append((document.name or "piped text", part))
-                own += part
-            documents_ += own
-            questions += count - own
-    if not session.fed:
-        system = questions = answers = 0  # set, but not read yet
-    used = session.max_context - session.room
-    markers = used - system - documents_ - questions - answers
-    if markers < 0:  # parts encoded apart can take a few tokens more than together
-        questions, markers = max(0, questions + markers), 0
-    rows = [("system prompt", system, '/system "", then /clear' if system else "")]
-    for i, (name, count) in enumerate(names, 1):
-        rows.append((f"document {i}: {_cut(name)}", count, f"/drop {i}"))
-    rows += [
-        ("questions", questions, "/clear" if questions else ""),
-        ("answers", answers, "/clear" if answers else ""),
-        ("turn markers", markers, ""),
-        ("room left", session.room, ""),
-    ]
-    for i, pending in enumerate(session.pending, len(session.documents) + 1):
-        count = _count(session, pending.rendered())
-        rows.append((f"waiting: {_cut(pending.name or 'piped text')}", count, f"/drop {i}"))
-    return rows
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= 28 else f"{name[:13]}…{name[-14:]}"
-
-
-def _count(session: ChatSession, content: str) -> int:
-    return len(session.tokenizer.encode(content)) if content else 0
-
-
 COMMANDS = (
     Command(("set",), "[KEY VALUE]", "every setting and where it came from, or change one", _set),
     Command(("show",), f"[{' | '.join(_VIEWS)}]", "what this chat runs on", _show),
     Command(("system",), "[TEXT | @FILE]", "show or change the system prompt", _system, raw=True),
-    Command(("tokens",), "", "what the context is used for, and what frees it", _tokens),
 )

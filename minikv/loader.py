@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,7 +11,10 @@ from minikv.settings import Settings, no_cuda
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from minikv.cache.stats import Shape
     from minikv.chat.session import ChatSession
+    from minikv.models.config import ModelConfig
+    from minikv.models.llama import Llama
 
 
 class LoadProgress(Protocol):
@@ -35,7 +39,6 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     import torch
 
     from minikv.cache.kv_cache import KVCache
-    from minikv.cache.stats import Shape
     from minikv.chat.session import ChatSession, Facts
     from minikv.engine import threads
     from minikv.engine.engine import Engine
@@ -59,24 +62,10 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     )
     load_s = perf_counter() - began
     config, network = loaded.config, loaded.network
-    shape = Shape(
-        layers=config.layers,
-        kv_heads=config.kv_heads,
-        heads=config.heads,
-        head_dim=config.head_dim,
-        windows=config.windows,
-        max_context=config.max_context,
-    )
-
-    def output(layer: int) -> Tensor:
-        """W_O as [H, G, D, hidden]."""
-        matrix = network.layers[layer].out.dense().T
-        return matrix.view(config.kv_heads, -1, config.head_dim, config.hidden)
-
     if progress is not None and compiles(network.device, settings.kernels):
         progress.kernels()
     kv = KVCache(
-        shape,
+        shape_of(config),
         prompt,
         step,
         budget,
@@ -84,7 +73,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         device=network.device,
         stride=stride,
         kv=torch.int8 if settings.kv == "int8" else None,
-        output=output,
+        output=output_of(network),
         rotary=network.rotary.inverse,
         kernels=settings.kernels,
     )
@@ -117,3 +106,28 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             notes=config.notes,
         ),
     )
+
+
+def shape_of(config: ModelConfig) -> Shape:
+    """What a cache needs to know of a model."""
+    from minikv.cache.stats import Shape
+
+    return Shape(
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        heads=config.heads,
+        head_dim=config.head_dim,
+        windows=config.windows,
+        max_context=config.max_context,
+    )
+
+
+def output_of(network: Llama) -> Callable[[int], Tensor]:
+    """W_O of a layer as [H, G, D, hidden], for policies that weigh values."""
+    config = network.config
+
+    def output(layer: int) -> Tensor:
+        matrix = network.layers[layer].out.dense().T
+        return matrix.view(config.kv_heads, -1, config.head_dim, config.hidden)
+
+    return output

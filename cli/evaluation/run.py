@@ -95,7 +95,7 @@ def choices(
         if eviction.evicts and eviction.budget.unit == "rows" and eviction.budget.value < least:
             raise UsageError(
                 f"budget {eviction.budget} is too small for {eviction.pair}",
-                f"the smallest useful budget is {least} rows per head",
+                f"the smallest useful budget is {least} tokens per head",
             )
     return wanted
 
@@ -167,7 +167,7 @@ class Run:
                 percent = -(-100 * least // tokens)
                 raise UsageError(
                     f"{_called(self.items[number - 1], name, number)}, the shortest: budget "
-                    f"{eviction.budget} of {tokens:,} tokens is {rows} rows per head, too small "
+                    f"{eviction.budget} of {tokens:,} tokens is {rows} tokens per head, too small "
                     f"for {eviction.pair}",
                     f"nothing was measured; the smallest useful budget there is {least} rows per "
                     "head" + (f", or {percent}%" if percent <= 100 else ""),

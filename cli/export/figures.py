@@ -9,7 +9,7 @@ from minikv.cli.render import STOPS, per_second
 
 
 def policy_words(name: str, decode: str | None, budget: Mapping[str, object]) -> str:
-    """ "adakv, then roco, budget 512 rows per head"."""
+    """ "adakv, then roco, budget 512 tokens per head"."""
     words = name if decode in (None, "none") else f"{name}, then {decode}"
     return f"{words}, {budget_words(budget)}"
 
@@ -20,7 +20,7 @@ def budget_words(budget: Mapping[str, object]) -> str:
     if not isinstance(value, int | float):
         return "no budget"
     if unit == "rows":
-        return f"budget {value:g} rows per head"
+        return f"budget {value:g} tokens per head"
     if unit == "share":
         return f"budget {100 * value:g}% of the prompt"
     return f"budget {size(int(value))}"
@@ -42,7 +42,7 @@ def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
             f"(min {tokens.kept_min:,}, max {tokens.kept_max:,})",
         ),
         ("KV held", f"{of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved)"),
-        ("of it, kept about rows", size(kv.policy_state)),
+        ("of it, policy state", size(kv.policy_state)),
         ("KV allocated", f"{size(kv.allocated)}, the pool"),
         ("KV at the most", f"{size(kv.peak_prefill)}, while reading"),
         ("Reading", f"{time.prefill:.2f} s{per_second(rate.prefill_tok_s)}"),

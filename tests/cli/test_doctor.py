@@ -87,7 +87,7 @@ def test_a_policy_that_breaks_is_named(quick: None, monkeypatch: pytest.MonkeyPa
     def broken(*arguments: object) -> Any:
         raise ZeroDivisionError("by\nzero")
 
-    for method in ("prompt", "_evidence"):  # after a prompt, and while one is read in blocks
+    for method in ("prompt", "score"):  # after a prompt, and while one is read in blocks
         monkeypatch.setattr(RoCo, method, broken)
     found = policies(lambda text: None)
     assert {check.state for check in found} == {FAILED}
@@ -104,7 +104,7 @@ def test_a_policy_that_breaks_is_named(quick: None, monkeypatch: pytest.MonkeyPa
     ("change", "message"),
     [
         (lambda kept: torch.cat((kept, kept[-1:])), "positions are not unique"),
-        (lambda kept: kept[:-1], "the newest row is gone"),
+        (lambda kept: kept[:-1], "the newest token is gone"),
         (lambda kept: torch.arange(int(kept[-1]) + 1), "over the budget"),
         (lambda kept: kept + 1, "positions are not unique"),
     ],

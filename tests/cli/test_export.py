@@ -398,9 +398,9 @@ def test_the_figures_of_a_turn_in_words(facts: ChatFacts) -> None:
     assert rows.pop("Tokens written").endswith("stopped by end of turn")
     assert rows.pop("Rows kept per head")
     assert rows == {
-        "Policy": "adakv, then roco, budget 64 rows per head",
+        "Policy": "adakv, then roco, budget 64 tokens per head",
         "KV held": "0.2 of 1.0 MiB (75.0% saved)",
-        "of it, kept about rows": "1.0 KiB",
+        "of it, policy state": "1.0 KiB",
         "KV allocated": "512.0 KiB, the pool",
         "KV at the most": "3.0 MiB, while reading",
         "Reading": "1.50 s (1,234.6 tok/s)",

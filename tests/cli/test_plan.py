@@ -26,9 +26,10 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli import plan as planning
+from minikv.cli import forecast as figures
 from minikv.cli.doctor import one_thread
-from minikv.cli.plan import Forecast, forecast, plan, read_bytes, read_count
+from minikv.cli.forecast import Forecast, forecast
+from minikv.cli.plan import plan, read_bytes, read_count
 from minikv.cli.terminal import Terminal
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
@@ -234,8 +235,7 @@ def sliding() -> ChatSession:
 def measured_and_planned(
     session: ChatSession, config: ModelConfig, eviction: EvictionConfig, text: str, answer: int
 ) -> list[tuple[int, int]]:
-    """Of one turn: peak, allocated and held, as the turn record has them and as planned. What steps
-    derive from the rows is not planned; it depends on which heads hold how much."""
+    """Of one turn: peak, allocated and held, as the turn record has them and as planned."""
     session.configure(eviction)
     session.reset()
     session.attach(text)
@@ -244,13 +244,12 @@ def measured_and_planned(
     report = session.report
     assert report is not None
     tokens, kv_bytes = report.tokens, report.kv_bytes
-    assert session.engine.kv.derived <= 0.4 * kv_bytes.allocated
-    kv = planning.begun(eviction, config, torch.float32, tokens.prompt_new, answer)
+    kv = figures.begun(eviction, config, torch.float32, tokens.prompt_new, answer)
     steps = len(session.fed) - tokens.prompt_new
     return [
-        (kv_bytes.peak_prefill, planning.peak(kv, eviction, tokens.prompt_new)),
-        (kv_bytes.allocated - session.engine.kv.derived, kv.stats().allocated_bytes),
-        (kv_bytes.held, planning.held_bytes(kv, eviction, tokens.prompt_new, steps)),
+        (kv_bytes.peak_prefill, figures.peak(kv, eviction, tokens.prompt_new)),
+        (kv_bytes.allocated, kv.stats().allocated_bytes),
+        (kv_bytes.held, figures.held_bytes(kv, eviction, tokens.prompt_new, steps)),
         (
             kv_bytes.full,
             sum(min(session.engine.kv.position, w or 1 << 40) for w in config.windows)
@@ -544,10 +543,10 @@ def test_codes_are_planned_as_they_are_kept(bundled: ChatSession) -> None:
         report = session.report
         assert report is not None
         prompt = report.tokens.prompt_new
-        kv = planning.begun(choice, config, torch.float32, prompt, 5, "int8")
-        wide = planning.begun(choice, config, torch.float32, prompt, 5)
+        kv = figures.begun(choice, config, torch.float32, prompt, 5, "int8")
+        wide = figures.begun(choice, config, torch.float32, prompt, 5)
         rows[budget] = kv.stats().budget_rows, wide.stats().budget_rows
-        held = report.kv_bytes.allocated - session.engine.kv.derived
+        held = report.kv_bytes.allocated
         assert held == kv.stats().allocated_bytes < wide.stats().allocated_bytes * 1.1
     assert rows["72"] == (72, 72)
     assert rows["600KiB"][0] > 2 * rows["600KiB"][1]

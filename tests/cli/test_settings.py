@@ -22,9 +22,10 @@ from typer.testing import CliRunner, Result
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession, Facts
-from minikv.cli import config, config_command, settings_commands
+from minikv.cli import config, config_command, context_command, settings_commands
 from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS, Config, Interface, load
+from minikv.cli.context_command import usage
 from minikv.cli.flags import Call, Only, command
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
@@ -427,7 +428,11 @@ def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- slash commands -------------------------------------------------------------------------
 
-RUN = {word: command.run for command in settings_commands.COMMANDS for word in command.words}
+RUN = {
+    word: command.run
+    for command in (*settings_commands.COMMANDS, *context_command.COMMANDS)
+    for word in command.words
+}
 
 
 def traced(session: ChatSession) -> Context:
@@ -619,9 +624,9 @@ def test_the_system_prompt_holds_at_once_before_the_first_question(
     assert [m.role for m in session.messages] == ["system"]
     assert [d.name for d in session.pending] == ["a.txt"]
     assert row(do(context, "set"), "system") == ["system", "Be", "brief.", "/system"]
-    assert "(9 tokens; its rows may leave)" in do(context, "system")
+    assert "(9 tokens; may be evicted)" in do(context, "system")
     session.pin_system = True
-    assert "(9 tokens; its rows never leave)" in do(context, "system")
+    assert "(9 tokens; never evicted)" in do(context, "system")
     session.pin_system = False
     (tmp_path / "s.txt").write_text("From a file.\n")
     do(context, "system", f"@{tmp_path / 's.txt'}")
@@ -642,14 +647,14 @@ def test_the_system_prompt_holds_at_once_before_the_first_question(
 
 def test_tokens_adds_up_to_the_context(context: Context) -> None:
     session = context.session
-    assert sum(n for name, n, _ in settings_commands.usage(session)) == 4096
+    assert sum(n for name, n, _ in usage(session)) == 4096
     do(context, "system", "Be brief.")
     session.attach("A first text.", "a.txt")
     session.attach("A second text.", None)
     "".join(session.ask("What is it?", max_tokens=5))
     "".join(session.ask("And then?", max_tokens=5))
     session.attach("Not yet read.", "c.txt")
-    rows = {name: count for name, count, _ in settings_commands.usage(session)}
+    rows = {name: count for name, count, _ in usage(session)}
     waiting = rows.pop("waiting: c.txt")
     assert waiting == len("Document: c.txt\n\nNot yet read.\n\n")
     assert sum(rows.values()) == 4096
@@ -659,14 +664,14 @@ def test_tokens_adds_up_to_the_context(context: Context) -> None:
     assert rows["questions"] == len("What is it?") + len("And then?")
     assert rows["answers"] == 10
     assert rows["room left"] == session.room
-    frees = {name: how for name, _, how in settings_commands.usage(session)}
+    frees = {name: how for name, _, how in usage(session)}
     assert frees["system prompt"] == '/system "", then /clear'
     assert (frees["questions"], frees["answers"]) == ("/clear", "/clear")
     assert (frees["turn markers"], frees["room left"]) == ("", "")
     assert (frees["document 2: piped text"], frees["waiting: c.txt"]) == ("/drop 2", "/drop 3")
     session.system = ""
     session.reset()
-    frees = {name: how for name, _, how in settings_commands.usage(session)}
+    frees = {name: how for name, _, how in usage(session)}
     assert set(frees.values()) == {""}, "nothing is there to be freed"
     session.attach("A first text.", "a.txt")
     "".join(session.ask("What is it?", max_tokens=5))
@@ -679,7 +684,7 @@ def test_tokens_of_a_real_tokenizer_adds_up_too(bundled: ChatSession) -> None:
     bundled.reset()
     bundled.attach("The mill on the river is run by Ada. " * 9, "mill\x1b[2J.txt")
     "".join(bundled.ask("Who runs the mill?", max_tokens=5))
-    rows = settings_commands.usage(bundled)
+    rows = usage(bundled)
     assert all(count >= 0 for _, count, _ in rows)
     assert sum(count for _, count, _ in rows) == bundled.max_context
     assert "\x1b" not in do(traced(bundled), "tokens")
