@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from minikv.chat.report import TurnReport
 
 STDIN = "standard input"
-_PATIENCE = 3.0  # seconds of silence on a pipe before we say what we are waiting for
+_PATIENCE = 3.0  # seconds without input on a pipe before we say that we wait for it
 
 
 def ask(
@@ -91,7 +91,7 @@ def _inputs(
 
 
 def _read_stdin(terminal: Terminal) -> bytes:
-    """Everything that is piped in, up to the size limit and one byte."""
+    """What is piped in, at most one byte over the size limit."""
     stream = sys.stdin.buffer
     try:
         mode = os.fstat(stream.fileno()).st_mode

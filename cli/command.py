@@ -1,4 +1,4 @@
-"""What a slash command is and what it may touch; the table of them is in `commands`."""
+"""What a slash command is, and what it gets; the table of them is in `commands`."""
 
 from __future__ import annotations
 

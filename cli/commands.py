@@ -1,4 +1,4 @@
-"""Slash commands of the chat: exact words, one table that also feeds /help and the guesses."""
+"""The slash commands of a chat, in one table that /help, completion and guesses come from."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def plan(
         except UsageError as error:
             if names:
                 raise
-            choices.append(error)  # one of the selection that the other flags do not suit
+            choices.append(error)  # a policy of the selection that does not go with the other flags
     made = forecast(settings, count, cases, choices, room=room, answer=max_tokens)
     failed = [row for row in made.rows if row.error]
     if len(failed) == len(made.rows):

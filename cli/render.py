@@ -96,7 +96,7 @@ def stats(report: TurnReport) -> str:
     ]
     if report.reuse != "once" or report.turn > 1:
         rows.insert(2, ("reuse", f"{report.reuse}: {_READ[report.reuse]}"))
-    if report.weights not in ("", "plain"):  # of chats from before it was kept, or as usual
+    if report.weights not in ("", "plain"):  # chats of older versions do not have it
         rows.append(("weights", report.weights))
     if memory.peak_bytes is not None:
         where = "GPU" if memory.reserved_bytes is not None else "process"
@@ -134,7 +134,7 @@ def policy_line(session: ChatSession) -> str:
 
 
 def _gaps(session: ChatSession) -> bool:
-    """Whether rows are gone, other than those that windows of the layers have left behind."""
+    """Whether tokens were evicted, other than those outside of a layer's sliding window."""
     if not session.fed or session.report is None:
         return False
     windows = [w for w in session.engine.kv.shape.windows if w is not None]

@@ -1,4 +1,4 @@
-"""Going back, asking again, and saved chats: /undo, /retry, /save and /load."""
+"""/undo, /retry, /save and /load."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def origins(
 
 
 def opened(session: ChatSession, saved: Saved, seconds: float) -> str:
-    """What to say when a chat was taken up again, `seconds` of which were the files."""
+    """What to say about a chat that was loaded in so many `seconds`."""
     how = f"taken up in {1000 * seconds:.0f} ms, nothing was read again"
     if not session.fed:
         how = "your next question reads it again"

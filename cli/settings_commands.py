@@ -120,7 +120,7 @@ def _quiet(context: Context, value: bool) -> None:
 
 
 def _change_system(context: Context, given: str) -> None:
-    """At once while nothing was read; what was read keeps the old one until /clear."""
+    """Takes effect at once if nothing was read yet, else with the next conversation."""
     session = context.session
     if given.startswith("@"):
         if given == "@":
@@ -250,7 +250,7 @@ def _show_template(context: Context) -> None:
 
 
 def _spelled(session: ChatSession, ids: Sequence[int]) -> str:
-    """The text of ids, with the names of those that stand for no text."""
+    """The text of ids; control tokens by name."""
     control: Mapping[str, int] = getattr(session.tokenizer, "control", {})
     names = {id: name for name, id in control.items()}
     parts = [

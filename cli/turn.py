@@ -71,7 +71,7 @@ def run_turn(
             finished = True
         finally:
             terminal.clear_status()
-            # Also after an error: what was written stays in the conversation, so it ends properly.
+            # Also after an error, because what was written stays in the conversation.
             if show and (pieces or finished):
                 terminal.end_answer()
     return "".join(pieces)

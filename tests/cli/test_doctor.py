@@ -19,7 +19,9 @@ import typer
 
 from minikv.cache.kv_cache import KVCache
 from minikv.cli import doctor as examination
-from minikv.cli.doctor import FAILED, OK, WARNING, Check, attempt, doctor, line, policies, tiny
+from minikv.cli import selftest
+from minikv.cli.doctor import FAILED, OK, WARNING, Check, doctor, line, policies
+from minikv.cli.selftest import attempt, tiny
 from minikv.cli.terminal import Terminal
 from minikv.policies.roco import RoCo
 
@@ -29,8 +31,8 @@ SECRET = "hf_a_secret_that_must_not_be_seen"
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Few pairs, no network, no configuration of this machine."""
-    monkeypatch.setattr(examination, "prompt_names", lambda: ["full", "adakv"])
-    monkeypatch.setattr(examination, "step_names", lambda: ["roco", "none"])
+    monkeypatch.setattr(selftest, "prompt_names", lambda: ["full", "adakv"])
+    monkeypatch.setattr(selftest, "step_names", lambda: ["roco", "none"])
     monkeypatch.setenv("MINIKV_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(examination, "_PATIENCE", 0.2)
