@@ -170,9 +170,7 @@ def _pump(
                 raise Interrupted("stopped")
             if monotonic() > deadline:
                 raise TooSlow
-            ended = (
-                process.poll() is not None
-            )  # before reading: nothing is missed
+            ended = process.poll() is not None  # before reading: nothing is missed
             ready = selector.select(_TICK)
             if not ready and ended:
                 break
