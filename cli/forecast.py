@@ -131,18 +131,18 @@ def forecast(
             kv = begun(eviction, config, kind, tokens, answer, settings.kv)
         except UsageError as error:
             return Row(name, eviction.decode, stride, error=f"{error}; {error.hint}")
-        stats, reading = kv.stats(), peak(kv, eviction, tokens)
-        needs = max(weights + space + max(reading, stats.allocated_bytes), load)
+        reading, writing = peak(kv, eviction, tokens), allocated_bytes(kv)
+        needs = max(weights + space + max(reading, writing), load)
         return Row(
             name,
             eviction.decode,
             stride,
-            stats.budget_rows,
+            kv.budget_rows,
             reading,
-            writing=stats.allocated_bytes,
-            held=held_bytes(kv, eviction, tokens, answer),
-            needs=needs,
-            fits=None if free is None else needs <= free,
+            writing,
+            held_bytes(kv, eviction, tokens, answer),
+            needs,
+            None if free is None else needs <= free,
         )
 
     rows = [row(*case, choice) for case, choice in zip(cases, choices, strict=True)]
@@ -201,17 +201,25 @@ def begun(
     return kv
 
 
+def allocated_bytes(kv: KVCache) -> int:
+    """Bytes of the cache while the answer is written: of its rows, and a step's score of each."""
+    arena, step = kv.target, kv.step_policy
+    assert arena is not None
+    return arena.nbytes + (4 * arena.rows if step is not None and not step.evict_first else 0)
+
+
 def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
     """Bytes of KV cache that exist at once while the prompt is read, as the turn record counts."""
     from minikv.policies.base import ALL
 
-    shape, arena, prompt, step = kv.shape, kv.arena, kv.prompt_policy, kv.step_policy
-    scores = kv.stats().allocated_bytes - arena.nbytes  # of a step, one a row
+    shape, arena, prompt, step = kv.shape, kv.target, kv.prompt_policy, kv.step_policy
+    assert arena is not None
+    scores = allocated_bytes(kv) - arena.nbytes
     state = arena.row_nbytes(arena.extra)
     heads, reading = shape.kv_heads, kv.first
     if eviction.stride:
         # One layer at cap + stride rows, whose positions are counted in 64 bits.
-        rows = kv.stats().budget_rows
+        rows = kv.budget_rows
         assert rows is not None
         wide = 2 * shape.head_dim * kv.dtype.itemsize + 8 + state
         return arena.nbytes + heads * (rows + eviction.stride) * wide + scores
@@ -234,7 +242,7 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
 def held_bytes(kv: KVCache, eviction: EvictionConfig, tokens: int, steps: int) -> int:
     """Bytes of the rows held when `steps` tokens of the answer have been fed. Of layers with a
     sliding window an upper bound: rows slide out one by one."""
-    shape, reading, rows = kv.shape, kv.first, kv.stats().budget_rows or 0
+    shape, reading, rows = kv.shape, kv.first, kv.budget_rows or 0
     totals = reading.plan.totals if reading is not None else None
     if eviction.stride:
         totals = [shape.kv_heads * rows] * shape.layers

@@ -95,16 +95,17 @@ def held(session: ChatSession) -> Tensor:
     import torch
 
     arena, tokens = session.engine.kv.arena, len(session.fed)
-    length = arena.length.flatten()
+    table = arena.layout()
+    length = table.length.flatten()
     head = torch.arange(len(length)).repeat_interleave(length)
     # Row i of the rows in use: its head's first row, plus how far it lies behind that.
     behind = torch.arange(len(head)) - (length.cumsum(0) - length)[head]
-    row = arena.start.flatten()[head] + behind
-    live = row != arena.free_slot.flatten()[head]
+    row = table.start.flatten()[head] + behind
+    live = row != table.free_slot.flatten()[head]
     position = arena.columns["pos"][row[live].to(arena.device)].cpu()
     found = torch.zeros(len(length) * tokens, dtype=torch.bool)
     found[head[live] * tokens + position] = True
-    return found.view(*arena.length.shape, tokens)
+    return found.view(*table.length.shape, tokens)
 
 
 def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> Spans:

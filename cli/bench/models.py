@@ -283,11 +283,11 @@ def _roomy(held: CacheSnapshot, room: int) -> CacheSnapshot:
     capacity = old.length + room
     ends = capacity.flatten().cumsum(0).view_as(capacity)
     start = ends - capacity
-    free = torch.where(old.free_slot >= 0, old.free_slot - old.start + start, old.free_slot)
+    free_slot = torch.where(old.free_slot >= 0, old.free_slot - old.start + start, -1)
     return replace(
         held,
         region=(0, *ends[:, -1].tolist()),
-        layout=replace(old, start=start, capacity=capacity, free_slot=free),
+        layout=replace(old, start=start, capacity=capacity, free_slot=free_slot),
     )
 
 

@@ -68,5 +68,5 @@ class _Recorder:
         reading = self._scheduler.first
         assert reading is not None
         if reading.layer_complete:
-            self.told.append(reading.told())
+            self.told.append(reading.trace())
         return out

@@ -55,6 +55,24 @@ def last_rows_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return reference.last_rows_attention(q, k, v) if found is None else found
 
 
+def segments_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    hole: Tensor,
+    most: int,
+    *,
+    pos: Tensor | None = None,
+    q_pos: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.segments_attention`."""
+    tables = torch.stack((start, length, hole), 1)
+    return reference.segments_by_head(q, k, v, tables, pos, q_pos, window, rows_attention)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
     """Query i over the rows below first + i; None: the C does not take it."""
     heads, group, rows, size = q.shape

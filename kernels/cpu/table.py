@@ -26,6 +26,7 @@ class Native(Kernels):
     roco_step = staticmethod(evict.roco_step)
     scissorhands_step = staticmethod(evict.scissorhands_step)
     rows_attention = staticmethod(prefill.rows_attention)
+    segments_attention = staticmethod(prefill.segments_attention)
     last_rows_attention = staticmethod(prefill.last_rows_attention)
     add_norm = staticmethod(step.add_norm)
     rotate = staticmethod(step.rotate)

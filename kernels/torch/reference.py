@@ -7,7 +7,7 @@ N cached rows, W observation rows. Logits are scaled by 1/sqrt(D); softmax is in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -202,11 +202,10 @@ def observe(
     the W rows [H, G, N], and the sum over the rows of the squared mean over G [H, N].
     """
     _, heads, group, _ = q.shape
-    placed = [_placed(part) for part in parts]
-    total = sum(k.shape[1] for k, _ in placed)
+    total = sum(part[1].shape[1] for part in parts)
     mass = q.new_empty((heads, group, total), dtype=torch.float32)
     squares = q.new_empty((heads, total), dtype=torch.float32)
-    for h, begin, _, p in _looks(q, q_pos, placed, window):
+    for h, begin, _, p in _looks(q, q_pos, parts, window):
         end = begin + p.shape[-1]
         mass[h, :, begin:end] = p.sum(1)
         squares[h, begin:end] = p.mean(0).square_().sum(0)
@@ -220,20 +219,19 @@ def below_uniform(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int |
     could see the row and gave it, in the mean over G, less than 1 / (rows that it saw).
     """
     rows, heads = q.shape[:2]
-    placed = [_placed(part) for part in parts]
-    bits = q.new_zeros((heads, sum(k.shape[1] for k, _ in placed)), dtype=torch.int64)
+    bits = q.new_zeros((heads, sum(part[1].shape[1] for part in parts)), dtype=torch.int64)
     seen = torch.zeros((heads, rows), device=q.device)
-    for _, k_pos in placed:
-        seen += _visible(q_pos, k_pos, window).sum(-1)
+    for part in parts:
+        seen += _visible(q_pos, part[1], window).sum(-1)
     place = 1 << torch.arange(rows - 1, -1, -1, device=q.device)
-    for h, begin, at, p in _looks(q, q_pos, placed, window):
+    for h, begin, at, p in _looks(q, q_pos, parts, window):
         low = (p.mean(0) < 1.0 / seen[h, :, None]) & _visible(q_pos, at[None], window)[0]
         bits[h, begin : begin + p.shape[-1]] = (low * place[:, None]).sum(0)
     return bits
 
 
 def _looks(
-    q: Tensor, q_pos: Tensor, parts: list[tuple[Tensor, Tensor]], window: int | None
+    q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Head, first row, positions [n] and probabilities [G, W, n] of one block of rows after the
     other; arguments as `observe` takes them."""
@@ -243,17 +241,17 @@ def _looks(
     for h in range(heads):
         query = q[:, h].float().transpose(0, 1) * (1.0 / math.sqrt(size))  # [G, W, D]
 
-        def logits(k: Tensor, at: Tensor, h: int = h, query: Tensor = query) -> Tensor:
-            found = torch.matmul(query, k[h].float().T)  # [G, W, n]
+        def logits(k: Tensor, at: Tensor, query: Tensor = query) -> Tensor:
+            found = torch.matmul(query, k.float().T)  # [G, W, n]
             if earliest >= 0 and int(at.min()) >= 0 and int(at.max()) <= earliest:
                 return found  # every query sees every row
             return found.masked_fill_(~_visible(q_pos, at[None], window), -math.inf)
 
         step = max(1, _OBSERVED // (group * rows))
         blocks = [
-            (k[:, lo : lo + step], k_pos[h if k_pos.shape[0] > 1 else 0, lo : lo + step])
-            for k, k_pos in parts
-            for lo in range(0, k.shape[1], step)
+            (k[lo : lo + step], at[lo : lo + step])
+            for k, at in (_of_head(part, h) for part in parts)
+            for lo in range(0, len(k), step)
         ]
         # Few blocks are kept; many are computed twice, for the sum and for the probabilities.
         kept = [logits(*block) for block in blocks] if len(blocks) <= 2 else None
@@ -284,19 +282,25 @@ def add_columns(
     q_pos [T], never falling; k, k_pos and index are one `Part`.
     """
     heads, group, rows, size = q.shape
-    if index is not None:
-        k = k[index]
     step = max(1, _OBSERVED // (group * rows))
+    part: Part = (k, k_pos) if index is None else (k, k_pos, index)
     for h in range(heads):
         query = q[h].float() * (1.0 / math.sqrt(size))
-        for lo in range(0, k.shape[1], step):
-            hi = min(lo + step, k.shape[1])
-            logits = torch.matmul(query, k[h, lo:hi].float().T)
-            at = k_pos[h if k_pos.shape[0] > 1 else 0, lo:hi]
+        keys, places = _of_head(part, h)
+        for lo in range(0, len(keys), step):
+            hi = min(lo + step, len(keys))
+            logits = torch.matmul(query, keys[lo:hi].float().T)
+            at = places[lo:hi]
             p = logits.sub_(lse[h, ..., None]).exp_()
             p.masked_fill_(~_visible(q_pos, at[None], window), 0.0)
             mass[h, :, lo:hi] += p.sum(1)
             squares[h, lo:hi] += p.mean(0).square_().sum(0)
+
+
+def _of_head(part: Part, h: int) -> tuple[Tensor, Tensor]:
+    """The keys [n, D] of one head of a part, and their positions [n]."""
+    at = part[1][h if len(part[1]) > 1 else 0]
+    return part[0][h if len(part) == 2 else part[2][h]], at
 
 
 def _placed(part: Part) -> tuple[Tensor, Tensor]:
@@ -490,36 +494,41 @@ def advance(
     start: Tensor,
     length: Tensor,
     cap: Tensor,
-    hole: Tensor,
+    free_slot: Tensor,
     position: Tensor,
     count: Tensor,
     slot: Tensor,
-    taken: Tensor,
+    overwritten: Tensor,
     *,
     before: bool,
 ) -> None:
     """Make the last step final, then decide where the next one's newcomers go. In place, all heads.
 
-    go bool []; start, length, cap, hole, count, slot int64 [L, H]; taken bool [L, H]; position
+    go bool []; start, length, cap, free_slot, count, slot int64 [L, H]; overwritten bool [L, H]; position
     int64 [].
 
-    If go: length = count, position += 1, taken = false, go = false. Then, whatever go was: a head
-    with hole >= 0 does not grow; with `before` (victims leave before attention) one without a hole
-    and with length >= cap does not either, and is taken = true (others keep taken). count = length,
-    one more where a head grows; slot = hole if that is >= 0, else start + length, which means
+    If go: length = count, position += 1, overwritten = false, go = false. Then, whatever go was: a head
+    with free_slot >= 0 does not grow; with `before` (victims leave before attention) one without a free_slot
+    and with length >= cap does not either, and is overwritten = true (others keep overwritten). count = length,
+    one more where a head grows; slot = free_slot if that is >= 0, else start + length, which means
     nothing for a head whose victim is still to be chosen.
     """
-    length.copy_(torch.where(go, count, length))
-    position.add_(go)
-    taken.logical_and_(~go)
-    go.zero_()
-    still = hole >= 0
-    slot.copy_(torch.where(still, hole, start + length))
+    # What may fail comes first: then a step is counted or it is not.
+    final = torch.where(go, count, length)
+    grows = free_slot < 0
+    into = torch.where(grows, start + final, free_slot)
+    left = overwritten & ~go
     if before:
-        asked = ~still & (length >= cap)
-        taken.logical_or_(asked)
-        still = still | asked
-    torch.add(length, ~still, out=count)
+        asked = grows & (final >= cap)
+        left = left | asked
+        grows = grows & ~asked
+    used = final + grows
+    length.copy_(final)
+    position.add_(go)
+    overwritten.copy_(left)
+    slot.copy_(into)
+    count.copy_(used)
+    go.zero_()
 
 
 def hash_append(
@@ -831,19 +840,40 @@ def segments_attention(
     q_pos[i] - pos[j] < window; pos int32 [R], q_pos int64 [T]. Rows are older than all queries. A
     query that sees nothing gets zeros and a log-sum-exp of -inf.
     """
+    tables = torch.stack((start, length, hole), 1)
+    return segments_by_head(q, k, v, tables, pos, q_pos, window, rows_attention)
+
+
+def segments_by_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tensor,
+    pos: Tensor | None,
+    q_pos: Tensor | None,
+    window: int | None,
+    attend: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """`segments_attention` by one call of `attend`, which is `rows_attention` by whoever computes,
+    for each head. tables int64 [H, 3]: start, length and hole."""
     parts = []
-    for h, (begin, count, gone) in enumerate(torch.stack((start, length, hole), 1).tolist()):
-        rows = torch.arange(begin, begin + count, device=q.device)
-        rows = rows[rows != gone]
-        at, asked = torch.zeros_like(rows)[None], torch.zeros(q.shape[2], device=q.device)
-        if window is not None and pos is not None and q_pos is not None:
-            at, asked = pos[rows].to(torch.int64)[None], q_pos
+    for h, (begin, count, gone) in enumerate(tables.tolist()):
+        rows: slice | Tensor = slice(begin, begin + count)
+        if begin <= gone < begin + count:
+            rows = torch.arange(begin, begin + count - 1, device=q.device)
+            rows += rows >= gone
+            count -= 1
         one = q[h : h + 1]
-        if len(rows):
-            parts.append(visible_attention(one, k[None, rows], v[None, rows], asked, at, window))
-        else:
+        if not count:
             lse = torch.full(one.shape[:3], -math.inf, device=q.device)
             parts.append((torch.zeros_like(one), lse))
+        elif window is None:
+            parts.append(attend(one, k[rows][None], v[rows][None]))
+        else:
+            assert pos is not None
+            assert q_pos is not None
+            at = pos[rows].to(torch.int64)[None]
+            parts.append(visible_attention(one, k[rows][None], v[rows][None], q_pos, at, window))
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
@@ -867,19 +897,21 @@ def gather_rows(
 
     Row start[h] + r of `into` (k, v [R, D]) becomes row index[h, r] of the head, for r < count[h];
     int64 [H, N], [H], [H]. A head's rows are those of `old` (k, v [E, D] and which rows they are,
-    int64 [H, B]), then those of `fresh` (k, v [H, T, D]). No count exceeds `most`. `old` and
-    `fresh` share no memory with `into`.
+    int64 [H, B]), then those of `fresh` (k, v [H, T, D]). Of the kept rows, too, those of `old`
+    come first. No count exceeds `most`. `old` and `fresh` share no row with those written.
     """
     before = 0 if old is None else old[2].shape[1]
     for h, (n, begin) in enumerate(torch.stack((count, start), 1).tolist()):
-        rows = index[h, :n]
-        new = rows >= before
+        rows, early = index[h, :n], 0
+        if old is not None:
+            early = int((rows < before).sum())
+            place = old[2][h, rows[:early]]
+        rows = rows[early:] - before
         for name in (0, 1):
-            found = fresh[name][h, (rows - before).clamp(min=0)]
+            here = into[name][begin : begin + n]
             if old is not None:
-                place = old[2][h, torch.where(new, 0, rows)]
-                found = torch.where(new[:, None], found, old[name][place])
-            into[name][begin : begin + n] = found
+                torch.index_select(old[name], 0, place, out=here[:early])
+            torch.index_select(fresh[name][h], 0, rows, out=here[early:])
 
 
 def gather_column(

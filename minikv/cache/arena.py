@@ -1,17 +1,20 @@
-"""The preallocated cache: a table whose rows are (layer, KV head, token) and whose columns travel
+"""The storage of the cache: a table whose rows are (layer, KV head, token) and whose columns travel
 together.
 
 Every (layer, head) owns a contiguous segment of `capacity` rows, of which the first `length` are
 in use. The segments of a layer lie side by side in the layer's region. Keys are stored rotated, so
 the order of rows is free, and `pos` keeps the truth about positions. A row that was evicted and
-not yet overwritten is the head's `free_slot`: in use, but gone.
+not yet overwritten is the head's free slot: in use, but gone.
+
+An arena is never made wider or narrower in place. `fresh`, `sharing` and `grown` make another one,
+and whoever holds the old one may go on with it until the new one is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -19,11 +22,12 @@ from torch import Tensor
 from minikv import kernels
 
 _CORE = ("k", "v", "k_scale", "v_scale", "pos")
+_FIRST = 1 << 40  # above every position
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A copy of where everything lies: int64 [L, H] each, see `Arena`."""
+    """A copy of the tables on the host: int64 [L, H] each, see `Arena`."""
 
     start: Tensor
     length: Tensor
@@ -31,15 +35,21 @@ class Layout:
     cap: Tensor
     free_slot: Tensor
 
+    @property
+    def held(self) -> Tensor:
+        """int64 [L, H]: rows held, free slots left out."""
+        return self.length - (self.free_slot >= 0).to(torch.int64)
+
 
 class Arena:
     """Storage only: it never judges a row.
 
     columns: k, v [R, D]; with a `kv` of int8 their k_scale, v_scale [R] float32; pos [R] int32;
     and the policy's own [R].
-    start, length, capacity, cap, free_slot: int64 [L, H] on the host: first row; rows in use; rows
-    owned; rows that the head may keep; the evicted row's index into the columns, or -1.
-    region: L + 1 row numbers, the first row of each layer, then R.
+    start, length, capacity, cap, free_slot: int64 [L, H] on the device of the columns: first row;
+    rows in use; rows owned; rows that the head may keep; the evicted row's index into the columns,
+    or -1.
+    region: L + 1 row numbers on the host, the first row of each layer, then R.
     """
 
     def __init__(
@@ -53,28 +63,42 @@ class Arena:
         *,
         kv: torch.dtype | None = None,
         poison: bool = False,
+        rows: Sequence[int] = (),
     ) -> None:
-        """`dtype` is the network's; `kv` what k and v are stored in, the same by default.
+        """`dtype` is the network's; `kv` what k and v are stored in, the same by default; `rows`:
+        those of each layer's region, none by default.
 
         `poison` fills new memory with NaN, so that a test sees any read of an unwritten row.
         """
         assert kv in (None, dtype, torch.int8)
-        self.heads, self.device, self.poison, self.dtype = heads, device, poison, dtype
+        self.heads, self.head_dim = heads, head_dim
+        self.device, self.poison, self.dtype = device, poison, dtype
         self.coded = kv == torch.int8
-        self.start = torch.zeros((layers, heads), dtype=torch.int64)
-        self.length = torch.zeros_like(self.start)
-        self.capacity = torch.zeros_like(self.start)
-        self.cap = torch.zeros_like(self.start)
-        self.free_slot = torch.full_like(self.start, -1)
-        self.region = [0] * (layers + 1)
+        self.region = [0, *accumulate(rows or [0] * layers)]
+        with torch.inference_mode(False):  # written in a forward, and outside of one
+            self.start = torch.zeros((layers, heads), dtype=torch.int64, device=device)
+            self.length = torch.zeros_like(self.start)
+            self.capacity = torch.zeros_like(self.start)
+            self.cap = torch.zeros_like(self.start)
+            self.free_slot = torch.full_like(self.start, -1)
         self.columns: dict[str, Tensor] = {
-            "k": torch.empty((0, head_dim), dtype=kv or dtype, device=device),
-            "v": torch.empty((0, head_dim), dtype=kv or dtype, device=device),
-            "pos": torch.empty(0, dtype=torch.int32, device=device),
+            "k": self._blank(kv or dtype, head_dim),
+            "v": self._blank(kv or dtype, head_dim),
+            "pos": self._blank(torch.int32),
         }
         for name in self.scales:
-            self.columns[name] = torch.empty(0, dtype=torch.float32, device=device)
-        self.declare(extra)
+            self.columns[name] = self._blank(torch.float32)
+        for name, kind in extra.items():
+            self.columns[name] = self._blank(kind)
+
+    def _blank(self, dtype: torch.dtype, *size: int) -> Tensor:
+        """A column [R, *size] that nobody has written yet."""
+        with torch.inference_mode(False):
+            blank = torch.empty((self.rows, *size), dtype=dtype, device=self.device)
+        if self.poison:
+            real = blank.is_floating_point()
+            blank.fill_(float("nan") if real else torch.iinfo(dtype).max // 2)
+        return blank
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -96,18 +120,23 @@ class Arena:
         return kernels.from_codes(rows, self.columns[f"{name}_scale"][index], self.dtype)
 
     def declare(self, extra: Mapping[str, torch.dtype]) -> None:
-        """Have exactly these policy columns; one that is new starts at zero."""
-        for name in self.extra:
-            if name not in extra:
-                del self.columns[name]
+        """Have exactly these policy columns; one that is new starts at zero. Where there is no
+        memory for one, nothing changes."""
+        columns = {name: c for name, c in self.columns.items() if name in _CORE or name in extra}
         for name, dtype in extra.items():
-            if name not in self.columns:
-                self.columns[name] = torch.zeros(self.rows, dtype=dtype, device=self.device)
+            if name not in columns:
+                columns[name] = torch.zeros(self.rows, dtype=dtype, device=self.device)
+        self.columns = columns
 
     @property
     def extra(self) -> list[str]:
         """Names of the policy's columns."""
         return [name for name in self.columns if name not in _CORE]
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.start)
 
     @property
     def rows(self) -> int:
@@ -126,211 +155,143 @@ class Arena:
 
     @property
     def held(self) -> Tensor:
-        """int64 [L, H]: rows held, holes left out."""
+        """int64 [L, H] on the device: rows held, free slots left out."""
         return self.length - (self.free_slot >= 0).to(torch.int64)
 
-    def resize(self, rows: Sequence[int], capacity: Tensor | None = None) -> int:
-        """Give layer i a region of rows[i] rows, and every head a segment of capacity[i, h] rows
-        (by default as wide as it was). Rows keep their place in their segment. Returns the most
-        bytes that were allocated at once.
+    # -- other arenas -------------------------------------------------------------------------
 
-        Columns move one after the other, so that only one of them exists twice at a time. If there
-        is no memory for one, those before it move back, which takes no more than was there.
-        """
-        region = [0, *accumulate(rows)]
-        owned = self.capacity if capacity is None else capacity
-        if region == self.region and torch.equal(owned, self.capacity):
-            return self.nbytes
-        assert bool((self.length <= owned).all()), "a segment would lose rows"
-        assert bool((owned.sum(1) <= torch.tensor(rows)).all()), "a region is too small"
-        start = torch.tensor(region[:-1])[:, None] + owned.cumsum(1) - owned
-        moved: list[str] = []
-        peak = 0
-        try:
-            for name in self.columns:
-                before = self.nbytes
-                self._move(name, self.start, start, region[-1])
-                moved.append(name)
-                peak = max(peak, before + self.columns[name].nbytes)
-        except BaseException:
-            for name in moved:
-                self._move(name, start, self.start, self.region[-1])
-            raise
-        self.free_slot = torch.where(
-            self.free_slot >= 0, self.free_slot + start - self.start, self.free_slot
+    def fresh(self, rows: Sequence[int], extra: Mapping[str, torch.dtype]) -> Arena:
+        """An arena of the same kind, without rows: layer i's region has rows[i] of them."""
+        return Arena(
+            self.layers,
+            self.heads,
+            self.head_dim,
+            self.dtype,
+            self.device,
+            extra,
+            kv=torch.int8 if self.coded else None,
+            poison=self.poison,
+            rows=rows,
         )
-        self.start, self.capacity, self.region = start, owned.clone(), region
-        return peak
 
-    def _move(self, name: str, old: Tensor, new: Tensor, rows: int) -> None:
-        """Copy a column's rows in use from segments that began at old [L, H] to a column of `rows`
-        rows, where they begin at new [L, H]."""
-        source = self.columns[name]
-        target = self._blank(source, rows)
-        spans = zip(*(t.flatten().tolist() for t in (old, new, self.length)), strict=True)
-        for a, b, count in spans:
-            target[b : b + count] = source[a : a + count]
-        self.columns[name] = target
+    def sharing(self, extra: Mapping[str, torch.dtype]) -> Arena:
+        """An arena with the same rows in the same memory, but with tables and policy columns of its
+        own; what the latter hold is not copied.
 
-    def _blank(self, like: Tensor, rows: int) -> Tensor:
-        """A column as `like` with `rows` rows that nobody has written yet."""
-        shape = (rows, *like.shape[1:])
-        with torch.inference_mode(False):  # made in a forward, but also written outside of one
-            blank = torch.empty(shape, dtype=like.dtype, device=self.device)
-        if self.poison:
-            real = blank.is_floating_point()
-            blank.fill_(float("nan") if real else torch.iinfo(blank.dtype).max // 2)
-        return blank
-
-    def grown(self, capacity: Tensor) -> Arena:
-        """A copy in which every head owns capacity [L, H] rows, not fewer than it holds."""
-        every = [
-            torch.arange(start, start + length)
-            for start, length in zip(
-                self.start.flatten().tolist(), self.length.flatten().tolist(), strict=True
-            )
-        ]
-        free = torch.where(self.free_slot >= 0, self.free_slot - self.start, -1)
-        return self._copied(every, capacity, free)
-
-    def trimmed(self, sinks: int, pinned: int) -> Arena:
-        """A copy in which no head holds more rows than its cap: the oldest have left, but for the
-        first `sinks` positions and those below `pinned`."""
-        kept = []
-        tables = (self.start, self.length, self.cap, self.free_slot)
-        for start, length, cap, free in zip(*(t.flatten().tolist() for t in tables), strict=True):
-            rows = torch.arange(start, start + length)
-            rows = rows[rows != free]
-            pos = self.columns["pos"][rows.to(self.device)].to("cpu", torch.int64)
-            age = torch.where(pos < max(sinks, pinned), pos + (1 << 40), pos)
-            kept.append(rows[age.argsort(descending=True)[:cap].sort().values])
-        capacity = torch.maximum(self.capacity, self.cap)
-        return self._copied(kept, capacity, torch.full_like(self.free_slot, -1))
-
-    def _copied(self, rows: list[Tensor], capacity: Tensor, free: Tensor) -> Arena:
-        """A copy with the rows of each head, indices into the columns, in segments of capacity
-        [L, H]; free [L, H]: which row of a segment is a free slot, or -1."""
-        layers, heads = self.start.shape
-        made = Arena.__new__(Arena)
-        made.heads, made.device, made.poison = self.heads, self.device, self.poison
-        made.dtype, made.coded = self.dtype, self.coded
-        made.region = [0, *accumulate(capacity.sum(1).tolist())]
-        first = torch.tensor(made.region[:-1], device=capacity.device)[:, None]
-        made.start, made.capacity = first + capacity.cumsum(1) - capacity, capacity.clone()
-        made.length = torch.tensor([len(r) for r in rows], device=capacity.device)
-        made.length = made.length.view(layers, heads)
-        made.cap = self.cap.clone()
-        made.free_slot = torch.where(free >= 0, made.start + free, -1)
-        source = torch.cat(rows).to(self.device)
-        begins = made.start.flatten().tolist()
-        spans = [torch.arange(b, b + len(r)) for b, r in zip(begins, rows, strict=True)]
-        target = torch.cat(spans).to(self.device)
-        made.columns = {}
-        for name, column in self.columns.items():
-            made.columns[name] = self._blank(column, made.region[-1])
-            made.columns[name][target] = column[source]
+        Rows that are written behind those in use are in neither arena until a table says so.
+        """
+        made = self.fresh([0] * self.layers, {})
+        made.region = list(self.region)
+        for name in ("start", "length", "capacity", "cap", "free_slot"):
+            getattr(made, name).copy_(getattr(self, name))
+        made.columns = {name: c for name, c in self.columns.items() if name in _CORE}
+        made.columns |= {name: made._blank(kind) for name, kind in extra.items()}
         return made
 
-    def lay(self, layer: int, capacity: Sequence[int]) -> None:
-        """Divide a layer's region into segments; what they held is forgotten."""
-        sizes = torch.tensor(list(capacity))
-        assert int(sizes.sum()) <= self.region[layer + 1] - self.region[layer]
-        self.capacity[layer] = sizes
-        self.start[layer] = self.region[layer] + sizes.cumsum(0) - sizes
-        self.length[layer] = 0
-        self.free_slot[layer] = -1
+    def grown(self, capacity: Tensor) -> Arena:
+        """A copy in which head h of layer l owns capacity[l, h] rows, int64 [L, H]; rows keep their
+        place in their segment. Waits for the device."""
+        assert bool((self.length <= capacity).all()), "a segment would lose rows"
+        kinds = {name: self.columns[name].dtype for name in self.extra}
+        made = self.fresh(capacity.sum(1).tolist(), kinds)
+        made.lay(capacity)
+        made.length.copy_(self.length)
+        made.cap.copy_(self.cap)
+        moved = self.free_slot + made.start - self.start
+        made.free_slot.copy_(torch.where(self.free_slot >= 0, moved, -1))
+        tables = torch.stack((self.start, made.start, self.length)).flatten(1).tolist()
+        for name, column in self.columns.items():
+            target = made.columns[name]
+            for old, new, count in zip(*tables, strict=True):
+                target[new : new + count] = column[old : old + count]
+        return made
+
+    def trimmed(self, sinks: int, pinned: int, most: Tensor) -> Arena:
+        """A copy in which no head holds more than most int64 [L, H] rows: the oldest leave, but for
+        the first `sinks` positions and those below `pinned`. Waits for the device."""
+        kinds = {name: self.columns[name].dtype for name in self.extra}
+        capacity = torch.maximum(self.capacity, most)
+        made = self.fresh(capacity.sum(1).tolist(), kinds)
+        made.lay(capacity)
+        made.cap.copy_(self.cap)
+        for layer in range(self.layers):
+            index, live = self.index(layer)
+            pos = self.columns["pos"][index].to(torch.int64)
+            age = torch.where(pos < max(sinks, pinned), pos + _FIRST, pos).masked_fill(~live, -1)
+            place = age.argsort(1, descending=True).argsort(1)
+            keep = live & (place < most[layer][:, None])
+            for head in range(self.heads):
+                rows, begin = index[head, keep[head]], int(made.start[layer, head])
+                for name, column in self.columns.items():
+                    made.columns[name][begin : begin + len(rows)] = column[rows]
+            made.length[layer] = keep.sum(1)
+        return made
+
+    # -- rows -----------------------------------------------------------------------------
+
+    def lay(self, capacity: Tensor) -> None:
+        """Divide the regions into segments of capacity int64 [L, H] rows; they hold nothing."""
+        first = torch.tensor(self.region[:-1], device=self.device)[:, None]
+        self.capacity.copy_(capacity)
+        self.start.copy_(first + capacity.cumsum(1) - capacity)
+        self.length.zero_()
+        self.free_slot.fill_(-1)
 
     def segment(self, name: str, layer: int, head: int) -> Tensor:
-        """The rows in use of one head: a view [length, ...] of a column."""
+        """The rows in use of one head: a view [length, ...] of a column. Waits for the device."""
         begin = int(self.start[layer, head])
         return self.columns[name][begin : begin + int(self.length[layer, head])]
 
-    def append(self, layer: int, head: int, rows: Mapping[str, Tensor]) -> None:
-        """Copy rows [n, ...] of every column behind those in use."""
-        count = len(rows["pos"])
-        begin = int(self.start[layer, head] + self.length[layer, head])
-        assert int(self.length[layer, head]) + count <= int(self.capacity[layer, head])
-        for name, column in self.columns.items():
-            column[begin : begin + count] = rows[name]
-        self.length[layer, head] += count
+    def index(self, layer: int, most: int | None = None) -> tuple[Tensor, Tensor]:
+        """The rows of a layer's heads: (index into the columns [H, N], live [H, N] bool).
 
-    def index(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The rows held by a layer's heads: (index into the columns [H, N], live [H, N] bool).
-
-        Padding points at a row of the same head that has been written, so that it is finite.
+        A free slot is not live. Padding points at the head's last row; where a head has no row at
+        all, at one that may never have been written. N is `most`, by default the longest length,
+        for which it waits for the device.
         """
-        lists = []
-        for head in range(self.heads):
-            begin, free_slot = int(self.start[layer, head]), int(self.free_slot[layer, head])
-            rows = torch.arange(begin, begin + int(self.length[layer, head]))
-            lists.append(rows[rows != free_slot] if free_slot >= 0 else rows)
-        most = max(len(rows) for rows in lists)
-        index = torch.zeros((self.heads, most), dtype=torch.int64)
-        live = torch.zeros((self.heads, most), dtype=torch.bool)
-        for head, rows in enumerate(lists):
-            index[head] = rows[0] if len(rows) else 0
-            index[head, : len(rows)] = rows
-            live[head, : len(rows)] = True
-        return index.to(self.device), live.to(self.device)
+        start, length = self.start[layer][:, None], self.length[layer][:, None]
+        if most is None:
+            most = int(self.length[layer].max())
+        reach = torch.arange(most, device=self.device)
+        index = start + torch.minimum(reach, (length - 1).clamp(min=0))
+        live = (reach < length) & (start + reach != self.free_slot[layer][:, None])
+        return index.clamp(max=max(0, self.rows - 1)), live
 
-    def whole(self, layer: int, name: str) -> Tensor | None:
-        """A column as a view [H, N, ...], if the layer's heads are alike and without holes."""
-        length, capacity = self.length[layer], self.capacity[layer]
-        n, step = int(length[0]), int(capacity[0])
-        alike = bool((length == n).all()) and bool((capacity == step).all())
-        if not alike or bool((self.free_slot[layer] >= 0).any()):
-            return None
-        begin = int(self.start[layer, 0])
-        rows = self.columns[name][begin : begin + self.heads * step]
-        return rows.view(self.heads, step, *rows.shape[1:])[:, :n]
+    def count_from(self, layer: int, position: int) -> Tensor:
+        """int64 []: rows that a layer's heads hold at this position and later ones."""
+        begin, end = self.region[layer], self.region[layer + 1]
+        row = torch.arange(begin, end, device=self.device)
+        start, free_slot = self.start[layer][:, None], self.free_slot[layer][:, None]
+        mine = (row >= start) & (row < start + self.length[layer][:, None]) & (row != free_slot)
+        return (mine & (self.columns["pos"][begin:end] >= position)).sum()
+
+    # -- copies on the host -------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """A copy of where everything lies."""
-        return Layout(
-            self.start.clone(),
-            self.length.clone(),
-            self.capacity.clone(),
-            self.cap.clone(),
-            self.free_slot.clone(),
-        )
-
-    def save(self, layer: int, names: Iterable[str]) -> dict[str, Tensor]:
-        """A copy of the rows in use of a layer, in the named columns."""
-        begin, end = self._extent(layer)
-        return {name: self.columns[name][begin:end].clone() for name in names}
-
-    def restore(self, layout: Layout, saved: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Go back to a layout, with the contents of the layers that were rewritten since."""
-        self.start, self.length, self.capacity = layout.start, layout.length, layout.capacity
-        self.cap, self.free_slot = layout.cap, layout.free_slot
-        for layer, columns in saved.items():
-            begin, end = self._extent(layer)
-            for name, rows in columns.items():
-                self.columns[name][begin:end] = rows
+        """A copy of the tables on the host, in one transfer."""
+        tables = self.start, self.length, self.capacity, self.cap, self.free_slot
+        return Layout(*torch.stack(tables).cpu().unbind())
 
     def pack(self) -> dict[str, Tensor]:
         """A copy of all rows in use, layer by layer and head by head, on the host."""
-        used = self._used().to(self.device)
+        used = _used(self.layout()).to(self.device)
         return {name: column[used].to("cpu") for name, column in self.columns.items()}
 
-    def unpack(self, layout: Layout, region: Sequence[int], columns: Mapping[str, Tensor]) -> None:
-        """Lay an empty arena out as the one was that `pack` was called of, and fill it."""
-        assert self.rows == 0
+    def unpack(self, layout: Layout, region: Sequence[int], columns: Mapping[str, Tensor]) -> Arena:
+        """An arena of the same kind, laid out as the one was that `pack` was called of, and its
+        rows."""
         assert columns.keys() == self.columns.keys()
-        self.region = list(region)
-        self.start, self.length = layout.start.clone(), layout.length.clone()
-        self.capacity, self.cap = layout.capacity.clone(), layout.cap.clone()
-        self.free_slot = layout.free_slot.clone()
-        used = self._used().to(self.device)
+        sizes = [b - a for a, b in pairwise(region)]
+        made = self.fresh(sizes, {name: columns[name].dtype for name in self.extra})
+        for name in ("start", "length", "capacity", "cap", "free_slot"):
+            getattr(made, name).copy_(getattr(layout, name))
+        used = _used(layout).to(self.device)
         for name, rows in columns.items():
-            self.columns[name] = self._blank(self.columns[name], self.rows)
-            self.columns[name][used] = rows.to(self.device)
+            made.columns[name][used] = rows.to(self.device)
+        return made
 
-    def _used(self) -> Tensor:
-        """int64: the rows in use, as indices into the columns."""
-        spans = zip(self.start.flatten().tolist(), self.length.flatten().tolist(), strict=True)
-        return torch.cat([torch.arange(begin, begin + count) for begin, count in spans])
 
-    def _extent(self, layer: int) -> tuple[int, int]:
-        begin = self.region[layer]
-        return begin, max(begin, int((self.start[layer] + self.length[layer]).max()))
+def _used(layout: Layout) -> Tensor:
+    """int64: the rows in use, as indices into the columns."""
+    spans = zip(layout.start.flatten().tolist(), layout.length.flatten().tolist(), strict=True)
+    return torch.cat([torch.arange(begin, begin + count) for begin, count in spans])

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
-from minikv.cache.arena import Arena
-from minikv.cache.prefill import Plan
+from minikv.cache.arena import Arena, Layout
+from minikv.cache.compaction import gather_survivors
+from minikv.cache.prefill import Plan, check_places
+from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
+from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import StepPolicy, StepView, leaving
 
 
@@ -30,32 +33,30 @@ class BlockPrefill:
         self,
         shape: Shape,
         arena: Arena,
+        held: Layout,
+        target: Arena,
         step: StepPolicy,
         plan: Plan,
         cap: int,
         stride: int,
         dtype: torch.dtype,
+        ops: Kernels | None = None,
     ) -> None:
-        self.shape, self.arena, self.step = shape, arena, step.for_prefill()
+        """As `Prefill`; cap: rows per head that stay; stride: rows of a block."""
+        self._ops = ops or Kernels()
+        self.shape, self.arena, self.target, self.step = shape, arena, target, step.for_prefill()
         self.plan, self.cap, self.stride = plan, cap, stride
-        self._dtype = dtype
+        self._dtype, self._held = dtype, held
         self._front = cap  # rows before those of the block
         self._columns: dict[str, Tensor] = {}
         self._last: Tensor | None = None  # what the block's last query gave each row
         self._done = plan.tokens
-        self._layout = arena.layout()
-        self._saved: dict[int, dict[str, Tensor]] = {}
-        self.lost: list[float | None] = [None] * shape.layers
-        self.shaped = False
-        self.peak = arena.nbytes
+        self.peak = arena.nbytes + target.nbytes
 
-    def rollback(self) -> None:
-        """The arena is as it was before the prompt."""
-        self.arena.restore(self._layout, self._saved)
-
-    def release(self) -> None:
-        """The prompt is done: give the buffers back."""
-        self._columns, self._saved = {}, {}
+    def complete(self) -> Outcome:
+        """As `Prefill.complete`; what left is not known."""
+        check_places(self.target, ())
+        return Outcome((None,) * self.shape.layers)
 
     @property
     def layer_complete(self) -> bool:
@@ -77,24 +78,29 @@ class BlockPrefill:
         return torch.cat(mixed)
 
     def finish(self, layer: int) -> None:
-        """Move what is left into the layer's segments."""
-        arena, plan = self.arena, self.plan
-        if plan.position:
-            self._saved[layer] = arena.save(layer, arena.columns)
-            self._note_peak()
-        arena.lay(layer, [self.cap + plan.spare] * arena.heads)
-        for h in range(arena.heads):
-            rows = (self._columns["pos"][h] >= 0).nonzero().squeeze(1)
-            taken = {name: column[h, rows] for name, column in self._columns.items()}
-            taken |= arena.stored(taken["k"], taken["v"])
-            arena.append(layer, h, taken | {"pos": taken["pos"].to(torch.int32)})
-        arena.cap[layer] = self.cap
+        """Write what is left to the target."""
+        target, columns = self.target, self._columns
+        pos = columns["pos"]
+        caps = torch.full((target.heads,), self.cap, device=pos.device)
+        staged = target.stored(columns["k"], columns["v"])
+        extra = {name: columns[name] for name in self.step.columns}
+        gather_survivors(
+            self._ops,
+            target,
+            layer,
+            pos >= 0,
+            pos,
+            caps,
+            caps + self.plan.spare,
+            staged,
+            extra,
+        )
 
     def _begin(self, layer: int) -> None:
         """Rows of earlier turns, oldest first."""
         arena, heads = self.arena, self.shape.kv_heads
-        index, live = arena.index(layer)
-        count = index.shape[1]
+        count = int(self._held.length[layer].max())
+        index, live = arena.index(layer, count)
         self._done, self._front = 0, max(self.cap, count)
         wide, size = self._front + self.stride, self.shape.head_dim
         self._columns = {
@@ -105,7 +111,7 @@ class BlockPrefill:
         for name, kind in self.step.columns.items():
             self._columns[name] = torch.zeros((heads, wide), dtype=kind, device=arena.device)
         self._note_peak()
-        if not bool(live.any()):
+        if not count:
             return
         for name, column in self._columns.items():
             rows = arena.read(name, index) if name in ("k", "v") else arena.columns[name][index]
@@ -216,9 +222,8 @@ class BlockPrefill:
         self._compact(keep)
 
     def _note_peak(self) -> None:
-        held = self.arena.nbytes + sum(column.nbytes for column in self._columns.values())
-        held += sum(t.nbytes for saved in self._saved.values() for t in saved.values())
-        self.peak = max(self.peak, held)
+        held = self.arena.nbytes + self.target.nbytes
+        self.peak = max(self.peak, held + sum(column.nbytes for column in self._columns.values()))
 
 
 _NEVER = 1 << 40

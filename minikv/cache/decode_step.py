@@ -77,7 +77,7 @@ class DecodeStep:
         self.undo_rows: dict[str, Tensor] = {}
         self._layers: list[tuple[Tensor, ...]] = []  # views by layer: making them is not free
         self._rows: tuple[Tensor, Tensor, Tensor] | None = None  # see `_in_use`
-        self._updated = False  # this step's statistics are in, should `end` be called again
+        self.half_ended = False  # statistics and victims are final, the lengths are not
         self.key: tuple[object, ...] = ()
 
     # -- an answer begins and ends ------------------------------------------------------------
@@ -127,12 +127,16 @@ class DecodeStep:
         self.leaves_last, self.quota = leaves_last, quota
         self.position.fill_(position)
         self.overwritten.zero_()
-        self._updated, self._rows = False, None
+        self.half_ended, self._rows = False, None
         whole = (arena.start, self.count, self.slot, self.oldest_seen)
         scratch = (logits, lse) if reads else ()
         self._layers = list(zip(*(t.unbind() for t in (*whole, *scratch)), strict=True))
         self.accepted.zero_()
-        self._place()
+        try:
+            self._place()
+        except BaseException:
+            self.arena = None
+            raise
         tables = (arena.start, arena.length, arena.cap, arena.free_slot)
         fixed = (*arena.columns.values(), *tables, logits, *undo_rows.values(), leaves_last)
         self.key = (
@@ -206,7 +210,11 @@ class DecodeStep:
         assert tokens == 1
 
     def end(self) -> None:
-        """The step's token is accepted: statistics, victims, and the step is final."""
+        """The step's token is accepted: statistics, victims, and the step is final.
+
+        After an Exception nothing has changed, and the step may be dropped; after an interrupt
+        `half_ended` says whether it counts and `end_if_accepted` must be called again.
+        """
         self.accepted.fill_(True)
         self.end_if_accepted()
 
@@ -214,15 +222,24 @@ class DecodeStep:
         """As `end`, where the flag `accepted` says so."""
         arena, policy = self.arena, self.policy
         assert arena is not None
-        if policy is None or policy.evict_first:
-            arena.free_slot.masked_fill_(self.accepted, -1)
-        elif not self._updated:  # an interrupt may have come right after this
-            self._update_and_evict(policy)
-        self._updated = True
-        if self._slides:
-            self._let_unseen_rows_go()
-        self._place()
-        self._updated = False
+        unseen = self._unseen_rows() if self._slides else None
+        undo = [(arena.free_slot, arena.free_slot.clone())]
+        try:
+            if not self.half_ended:
+                if policy is None or policy.evict_first:
+                    arena.free_slot.masked_fill_(self.accepted, -1)
+                else:
+                    self._update_and_evict(policy, undo)
+                if unseen is not None:
+                    torch.where(*unseen, arena.free_slot, out=arena.free_slot)
+                self.half_ended = True
+            self._place()
+        except Exception:
+            for tensor, saved in undo:
+                tensor.copy_(saved)
+            self.half_ended = False
+            raise
+        self.half_ended = False
 
     def _place(self) -> None:
         """Count the last step, if accepted; then say where each head's next row goes: to its free
@@ -245,23 +262,21 @@ class DecodeStep:
             torch.sub(self.position + 1, self.window, out=self.oldest_seen)
 
     def drop(self) -> None:
-        """Undo the step under way; nothing happens if there is none."""
+        """Undo the step under way, without allocating; nothing happens if there is none."""
         arena = self.arena
         assert arena is not None
-        self._updated = False
         self.accepted.zero_()
-        if self.undo_rows:
-            # In a layer that the step did not reach, no row was overwritten.
-            undone = self.overwritten & (arena.free_slot >= 0)
-            chosen = undone.flatten()
-            row = torch.where(chosen, arena.free_slot.flatten(), arena.start.flatten())
-            for name, saved in self.undo_rows.items():
-                column = arena.columns[name]
-                mask = chosen.view(-1, *[1] * (column.dim() - 1))
-                column.index_copy_(0, row, torch.where(mask, saved, column[row]))
-            arena.free_slot.masked_fill_(undone, -1)
-        self.overwritten.zero_()
-        self._place()
+        if not self.undo_rows:
+            return
+        # In a layer that the step did not reach, no row was overwritten yet.
+        tables = zip(
+            self.overwritten.flatten().tolist(), arena.free_slot.flatten().tolist(), strict=True
+        )
+        for i, (overwritten, row) in enumerate(tables):
+            if overwritten and row >= 0:
+                for name, saved in self.undo_rows.items():
+                    arena.columns[name][row].copy_(saved[i])
+                arena.free_slot.view(-1)[i].fill_(-1)
 
     # -- before attention ---------------------------------------------------------------------
 
@@ -334,9 +349,10 @@ class DecodeStep:
 
     # -- after attention ----------------------------------------------------------------------
 
-    def _update_and_evict(self, policy: StepPolicy) -> None:
+    def _update_and_evict(self, policy: StepPolicy, undo: list[tuple[Tensor, Tensor]]) -> None:
         """Statistics of all rows, and who leaves: `arena.free_slot`, -1 for a head that is not over
-        its cap. By the policy's own kernel where there is one, else by its torch form."""
+        its cap. By the policy's own kernel where there is one, else by its torch form, which adds
+        what it is about to change to `undo`: (tensor, copy)."""
         arena = self.arena
         assert arena is not None
         rows = kernels.Rows(
@@ -365,7 +381,7 @@ class DecodeStep:
         index, live = self._in_use()
         p = (self.logits - self.lse[..., None]).exp_().mean(2).flatten(0, 1)
         p.masked_fill_(~live, 0.0)
-        self._update(policy, columns, p)
+        self._update(policy, columns, p, undo)
         over = (self.count > arena.cap + (policy.block - 1)).flatten()
         live = live & over[:, None]  # the other heads give up nothing and are not looked at
         cap = arena.cap.flatten()
@@ -379,7 +395,13 @@ class DecodeStep:
             scores.view(*shape, -1), allowed.view(*shape, -1), rows, self.accepted, arena.free_slot
         )
 
-    def _update(self, policy: StepPolicy, columns: dict[str, Tensor], p: Tensor) -> None:
+    def _update(
+        self,
+        policy: StepPolicy,
+        columns: dict[str, Tensor],
+        p: Tensor,
+        undo: list[tuple[Tensor, Tensor]],
+    ) -> None:
         """Let the policy add this step's attention p [L * H, N] to its columns [R]."""
         if not columns:
             return
@@ -395,12 +417,13 @@ class DecodeStep:
             seen = torch.minimum(self.count, self.window[:, None]).flatten()
             return by_row(seen[:, None].expand_as(p).to(torch.float32))
 
-        before = {n: c.clone() for n, c in columns.items()} if self.speculative else {}
+        before = [(column, column.clone()) for column in columns.values()]
+        undo += before
         policy.update(columns, by_row(p), visible)
-        if before:  # only the rows in use, and only if the token is accepted
+        if self.speculative:  # only the rows in use, and only if the token is accepted
             final = (by_row(live.to(torch.float32)) > 0) & self.accepted
-            for name, old in before.items():
-                columns[name].copy_(torch.where(final, columns[name], old))
+            for column, old in before:
+                column.copy_(torch.where(final, column, old))
 
     def _evict_block(
         self, policy: StepPolicy, view: StepView, index: Tensor, scores: Tensor, allowed: Tensor
@@ -424,21 +447,24 @@ class DecodeStep:
         order = (~tails).to(torch.int8).argsort(dim=1, stable=True)[:, :many]
         moved = torch.where(valid, index.gather(1, order), newest).flatten()
         every = [*arena.columns.values()]
-        for column in every if self.leaves_last is None else [*every, self.leaves_last]:
-            column.index_copy_(0, into, column[moved])
+        if self.leaves_last is not None:
+            every.append(self.leaves_last)
+        for column, rows in [(column, column[moved]) for column in every]:
+            column.index_copy_(0, into, rows)
         shape = self.count.shape
         self.count.copy_(torch.where(over.view(shape) > 0, arena.cap, self.count))
         self._rows = None
 
-    def _let_unseen_rows_go(self) -> None:
-        """A row that its layer's window does not show any more leaves before all others."""
+    def _unseen_rows(self) -> tuple[Tensor, Tensor]:
+        """(bool, int64) [L, H]: heads with a row that their window does not show to the next token,
+        and the oldest one. It leaves before all others."""
         arena = self.arena
         assert arena is not None
         index, live = self._index(arena.start, self.count)
         pos = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, _ENDLESS)
         oldest, at = pos.min(-1)
         unseen = self.accepted & (oldest <= self.position + 1 - self.window[:, None])
-        arena.free_slot.copy_(torch.where(unseen, arena.start + at, arena.free_slot))
+        return unseen, arena.start + at
 
     # -- what a policy is shown ---------------------------------------------------------------
 

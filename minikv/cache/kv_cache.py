@@ -1,19 +1,22 @@
-"""The eviction scheduler: the `Attend` that a network runs on.
+"""The KV cache under eviction: the `Attend` that a network runs on.
 
-At the end of a prompt the prompt policy chooses who stays (see `Prefill`); while an answer is
+At the end of a prompt the prompt policy chooses which rows stay (see `Prefill`); while an answer is
 written, a newcomer overwrites the row that the step policy gave up. No head ever holds more rows
 than its cap between two steps.
+
+A prompt is a transaction: `begin` allocates another arena, the target, to which the rows that stay
+are written, and `advance` puts it in the place of the old one, which until then is never changed.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from minikv.cache.arena import Arena
+from minikv.cache.arena import Arena, Layout
 from minikv.cache.block_prefill import BlockPrefill
 from minikv.cache.budget import Budget
 from minikv.cache.decode_step import DecodeStep
@@ -24,9 +27,9 @@ from minikv.cache.stopwatch import Stopwatch
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels, choose
 from minikv.policies.base import PromptPolicy, StepPolicy, smallest_budget
+from minikv.policies.selection import fill
 
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
-_JOINT = 1 << 19  # logits up to which one product for all heads beats a loop over uneven ones
 
 
 class KVCache:
@@ -204,80 +207,132 @@ class KVCache:
     def begin(self, tokens: int, room: int = _ROOM) -> None:
         """The next forward is a prompt of `tokens` tokens (a single token may be a prompt, too).
 
-        `room`: answer rows to make place for when no step policy keeps the answer in bounds.
+        `room`: answer rows to make place for when no step policy keeps the answer in bounds. Waits
+        for the device. Raises UsageError for a budget that is too small; then, as when there is no
+        memory, nothing has changed.
         """
         assert tokens > 0
         assert self._reading is None, "a prompt is under way"
+        arena, step, rows = self.arena, self.step_policy, self._rows
         if self._open and self.budget is not None:
-            self._rows = self._count(self.budget, self.position + tokens)
-        arena, step = self.arena, self.step_policy
-        spare = room if step is None else 0 if step.evict_first else step.block
+            rows = self._count(self.budget, self.position + tokens)
         # More rows than positions can never be used.
-        each = min(self._rows, self.shape.max_context) if self._rows is not None else None
+        each = min(rows, self.shape.max_context) if rows is not None else None
         if each is not None:
             self._refuse_pins(self._pinned, each)
-        totals = self._totals(each, tokens)
-        if self.stride and each is not None:
-            totals = [self.shape.kv_heads * each] * self.shape.layers
-        needed, wide = [], []
-        for layer, window in enumerate(self.shape.windows):
-            rows = arena.length[layer] + tokens
+        held, visible = self._read_tables(tokens)
+        plan = self._plan(tokens, room, each, held, visible)
+        columns = step.columns if step is not None else {}
+        target = arena.sharing(columns) if plan.shares else arena.fresh(plan.needed, columns)
+        reading: Prefill | BlockPrefill
+        if self.stride and step is not None and each is not None:
+            reading = BlockPrefill(
+                self.shape, arena, held, target, step, plan, each, self.stride, self.dtype, self.ops
+            )
+        else:
+            reading = Prefill(
+                self.shape,
+                arena,
+                held,
+                target,
+                self.prompt_policy,
+                step,
+                plan,
+                self.dtype,
+                self.ops,
+            )
+        self._evicting = Stopwatch(self.device)
+        self._rows, self._reading = rows, reading
+
+    def _read_tables(self, tokens: int) -> tuple[Layout, list[int]]:
+        """The arena's tables on the host, and how many rows of each layer, over its heads, will
+        exist after a prompt of so many tokens and can still be seen. One transfer."""
+        arena, shape, end = self.arena, self.shape, self.position + tokens
+        tables = arena.start, arena.length, arena.capacity, arena.cap, arena.free_slot
+        if not self.position:  # nothing to ask for, and a device without memory can be planned for
+            empty = torch.zeros((shape.layers, shape.kv_heads), dtype=torch.int64)
+            held, before = Layout(empty, empty, empty, empty, empty - 1), [0] * shape.layers
+        else:
+            seen = [
+                arena.held[layer].sum()
+                if window is None or end <= window
+                else arena.count_from(layer, end - window + 1)
+                for layer, window in enumerate(shape.windows)
+            ]
+            numbers = torch.cat((torch.stack(tables).flatten(), torch.stack(seen))).cpu()
+            before = numbers[-shape.layers :].tolist()
+            held = Layout(*numbers[: -shape.layers].view(5, *arena.start.shape).unbind())
+        new = [tokens if window is None else min(tokens, window) for window in shape.windows]
+        return held, [b + shape.kv_heads * n for b, n in zip(before, new, strict=True)]
+
+    def _plan(
+        self, tokens: int, room: int, each: int | None, held: Layout, visible: list[int]
+    ) -> Plan:
+        """What the prompt is read under; each: the budget in rows per head."""
+        shape, step, arena = self.shape, self.step_policy, self.arena
+        spare = room if step is None else 0 if step.evict_first else step.block
+        totals = self._totals(each, int(held.held.max()) + tokens)
+        blocks = self.stride and each is not None
+        limits = [shape.kv_heads * each] * shape.layers if blocks and each is not None else totals
+        drift = self.prompt_policy.heads.drift if self.prompt_policy is not None else 0
+        needed = []
+        for layer, window in enumerate(shape.windows):
+            rows = held.length[layer] + tokens
             if window is not None:
                 rows = rows.clamp(max=window)
             if step is not None and each is not None:
                 rows = rows.clamp(min=each)
             most = int(rows.sum())
-            if totals is not None:
-                drift = self.prompt_policy.drift if self.prompt_policy is not None else 0
-                most = totals[layer] + self.shape.kv_heads * drift
-            needed.append(most + self.shape.kv_heads * spare)
-            wide.append(rows + spare)
-        shrinks = 2 * sum(needed) <= arena.rows  # a smaller budget gives its memory back
-        capacity = arena.capacity
-        if totals is None and self.position and not shrinks:
-            # Every row stays: in segments that are wide enough now, none is copied later.
-            capacity = torch.maximum(capacity, torch.stack(wide))
-        have = [b - a for a, b in zip(arena.region[:-1], arena.region[1:], strict=True)]
-        sums = capacity.sum(1).tolist()
-        region = [max(three) for three in zip(needed, have, sums, strict=True)]
-        moving = arena.resize(region, capacity)
-        floor = each if each is not None and step is not None else 0
-        turns = [*self._turns, (self.position, self.position + tokens)]
+            if limits is not None:
+                most = limits[layer] + shape.kv_heads * drift
+            needed.append(most + shape.kv_heads * spare)
         plan = Plan(
             self.position,
             tokens,
             totals,
-            floor,
+            each if each is not None and step is not None else 0,
             spare,
             needed,
-            shrinks,
-            turns,
+            visible,
+            False,
+            [*self._turns, (self.position, self.position + tokens)],
             self.output,
             self.rotary,
             self._pinned,
         )
-        self._evicting = Stopwatch(self.device)
-        if self.stride and step is not None and each is not None:
-            self._reading = BlockPrefill(
-                self.shape, arena, step, plan, each, self.stride, self.dtype
-            )
-        else:
-            self._reading = Prefill(
-                self.shape, arena, self.prompt_policy, step, plan, self.dtype, self.ops
-            )
-        self._reading.peak = max(self._reading.peak, moving)
+        # A smaller budget gives its memory back.
+        shares = not blocks and self.position > 0 and 2 * sum(needed) > arena.rows
+        return replace(plan, shares=shares and self._fits(plan, held))
 
-    def _totals(self, each: int | None, tokens: int) -> list[int] | None:
+    def _fits(self, plan: Plan, held: Layout) -> bool:
+        """Every row stays, and every head has room for the new ones behind its old ones."""
+        for layer, window in enumerate(self.shape.windows):
+            count = held.held[layer]
+            uneven = bool((count != count[0]).any()) or bool((held.free_slot[layer] >= 0).any())
+            slides = window is not None and plan.position + plan.tokens > window
+            if uneven or slides or not int(count[0]) or plan.evicts(layer):
+                return False
+            kept = count + plan.tokens
+            if plan.totals is None:
+                sizes = kept.clamp(min=plan.floor) + plan.spare
+            else:
+                sizes = fill(kept, plan.totals[layer]) + plan.spare
+            if self.step_policy is None:
+                sizes = fill(sizes, plan.needed[layer])
+            if bool((held.capacity[layer] < sizes).any()):
+                return False
+        return True
+
+    def _totals(self, each: int | None, most: int) -> list[int] | None:
         """Rows that each layer may keep over all its heads, if the prompt policy evicts.
 
-        each: the budget in tokens per head; tokens: the prompt's.
+        each: the budget in rows per head; most: rows that a head could hold at all.
         """
         if self.prompt_policy is None:
             return None
         assert each is not None
-        most = int(self.arena.held.max()) + tokens
         least = self._least()
-        rows = self.prompt_policy.layers(self.shape.layers, each, most, least)
+        rows = self.prompt_policy.layer_rows(self.shape.layers, each, most, least)
         if min(rows) < least:
             raise UsageError(
                 f"{self.prompt_policy.name} leaves a layer {min(rows)} tokens per head, of which "
@@ -308,29 +363,30 @@ class KVCache:
         """See `Attend`: every layer has seen the forward's tokens."""
         if self._reading is None:
             assert tokens == 1
-            self.decode.end()
+            try:
+                self.decode.end()
+            except BaseException:
+                # A step that is half ended counts: the rest is done before the next one.
+                self.position += self.decode.half_ended
+                raise
             self.position += 1
             return
         assert tokens == self._reading.plan.tokens
-        reading, self._reading = self._reading, None
-        self._last = Outcome(tuple(reading.lost), reading.shaped)
+        reading = self._reading
+        outcome, evict_s = reading.complete(), self._evicting.total()
+        turns = [*self._turns, (self.position, self.position + tokens)]
+        # From here on nothing fails.
+        self._arena, self._reading = reading.target, None
+        self._last, self._evict_s, self._turns = outcome, evict_s, turns
         self._open = False
-        self._turns.append((self.position, self.position + tokens))
         self.position += tokens
-        reading.release()
-        self._evict_s = self._evicting.total()
         self._peak = reading.peak
-        if reading.plan.shrinks:
-            # The prompt is in: memory that cannot be given back now does not undo it.
-            with contextlib.suppress(MemoryError, RuntimeError):
-                self._arena.resize(reading.plan.needed)
 
     def rollback(self) -> None:
         """Undo an unfinished prompt or step: rows exist for exactly the tokens fed before it."""
         if self._open:
             self._rows = None
         if self._reading is not None:
-            self._reading.rollback()
             self._reading = None
         elif self.decode.is_open:
             self.decode.drop()
@@ -351,6 +407,8 @@ class KVCache:
         """
         assert self._reading is None, "a prompt is under way"
         step, decode = self.step_policy, self.decode
+        if decode.half_ended:
+            decode.end_if_accepted()
         if decode.is_open and (step is not None or self.position < self._full):
             return decode
         self.settle()
@@ -374,10 +432,11 @@ class KVCache:
         arena, step = self._arena, self.step_policy
         if step is not None:
             block = 0 if step.evict_first else step.block
-            if bool(
-                (arena.held > arena.cap).any()
-            ):  # another policy was in force when these rows came
-                arena = arena.trimmed(step.sinks, self._pinned)
+            # Between two evictions a head may be some rows over its cap; more came when another
+            # policy was in force.
+            most = arena.cap + (step.block - 1)
+            if bool((arena.held > most).any()):
+                arena = arena.trimmed(step.sinks, self._pinned, most)
             wanted = arena.cap + block
         else:
             wanted = arena.capacity
@@ -391,6 +450,8 @@ class KVCache:
         """Finish what steps have begun, and free what they work with. Between steps only."""
         if self.before_settling is not None:
             self.before_settling()
+        if self.decode.half_ended:
+            self.decode.end_if_accepted()
         if self.decode.is_open:
             self.decode.close()
 
@@ -406,9 +467,10 @@ class KVCache:
 
     def _leaves_last(self, arena: Arena) -> Tensor | None:
         """bool [R]: rows that leave after all others; None if the prompt policy prefers none."""
-        if self.prompt_policy is None or self.prompt_policy.prefer is None:
+        prefers = self.prompt_policy.preference if self.prompt_policy is not None else None
+        if prefers is None:
             return None
-        return self.prompt_policy.prefer(arena.columns["pos"].to(torch.int64), self._turns)
+        return prefers.prefers(arena.columns["pos"].to(torch.int64), self._turns)
 
     # -- set aside ----------------------------------------------------------------------------
 
@@ -452,7 +514,7 @@ class KVCache:
         ]
         if kinds[0] != kinds[1] or held.layout.start.shape != arena.start.shape:
             raise ValueError("the cache is not one of this network and policy")
-        arena.unpack(held.layout, held.region, held.columns)
+        arena = arena.unpack(held.layout, held.region, held.columns)
         self._set(prompt, step, budget, stride)
         self.settle()
         self._arena, self.position, self._turns = arena, held.position, list(held.turns)
@@ -492,9 +554,19 @@ class KVCache:
 
     @property
     def first(self) -> Prefill | None:
-        """The reading under way, if it is an exact one of a conversation's first prompt."""
+        """The prompt under way, if it is a conversation's first and is read exactly."""
         reading = self._reading
         return reading if isinstance(reading, Prefill) and not self.position else None
+
+    @property
+    def target(self) -> Arena | None:
+        """What the prompt under way is written to."""
+        return self._reading.target if self._reading is not None else None
+
+    @property
+    def budget_rows(self) -> int | None:
+        """The budget in rows per head; None where there is none or it is not known yet."""
+        return self._rows
 
     def attended(self, layer: int, head: int) -> Tensor:
         """Positions that the query of the step under way sees in a layer it has been through."""
@@ -510,7 +582,7 @@ class KVCache:
     def stats(self) -> CacheStats:
         """Counted from the tensors; see `CacheStats`."""
         arena, shape, last = self.arena, self.shape, self._last
-        held = arena.held
+        held = arena.layout().held
         rows = int(held.sum())
         row_bytes = 2 * shape.head_dim * self.dtype.itemsize  # as a full cache would hold them
         lost = [(s, i) for i, s in enumerate(last.lost) if s is not None]
@@ -532,6 +604,6 @@ class KVCache:
             lost_max=max(lost)[0] if lost else None,
             lost_layer=max(lost)[1] if lost else None,
             evict_s=self._evict_s,
-            budget_rows=self._rows,
+            budget_rows=self.budget_rows,
             shaped=last.shaped,
         )

@@ -13,14 +13,8 @@ from torch import Tensor
 
 from minikv.cache.arena import Layout
 
-# Each table, and its name on disk.
-_TABLES = {
-    "start": "start",
-    "length": "length",
-    "capacity": "capacity",
-    "cap": "cap",
-    "free_slot": "hole",
-}
+_TABLES = ("start", "length", "capacity", "cap", "free_slot")
+_KEYS = {"free_slot": "hole"}  # in JSON, as the first files have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +28,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheSnapshot:
-    """A scheduler between two turns, its policies aside.
+    """A cache between two turns, its policies aside.
 
-    turns, pinned, peak, evict_s: as the scheduler has them. rows: the budget as counted, `open`
+    turns, pinned, peak, evict_s: as the cache has them. rows: the budget as counted, `open`
     until the next prompt makes a share of it. layout and region: where everything lies. columns:
     the rows in use, layer by layer and head by head, on the host.
     """
@@ -71,14 +65,14 @@ class CacheSnapshot:
             "lost": list(self.outcome.lost),
             "shaped": self.outcome.shaped,
             "region": list(self.region),
-            **{key: getattr(self.layout, name).tolist() for name, key in _TABLES.items()},
+            **{_KEYS.get(name, name): getattr(self.layout, name).tolist() for name in _TABLES},
         }
 
     @staticmethod
     def read(record: Mapping[str, object], columns: Mapping[str, Tensor]) -> CacheSnapshot:
-        """The reverse of `record`. Raises ValueError, TypeError or KeyError for what no scheduler
-        would have written."""
-        sides = [torch.tensor(record[key], dtype=torch.int64) for key in _TABLES.values()]
+        """The reverse of `record`. Raises ValueError, TypeError or KeyError for what no cache would
+        have written."""
+        tables = [torch.tensor(record[_KEYS.get(n, n)], dtype=torch.int64) for n in _TABLES]
         region = tuple(_count(n) for n in _list(record["region"]))
         rows, lost = record["rows"], _list(record["lost"])
         held = CacheSnapshot(
@@ -93,7 +87,7 @@ class CacheSnapshot:
                 tuple(None if x is None else _number(x) for x in lost), _flag(record["shaped"])
             ),
             region=region,
-            layout=Layout(*sides),
+            layout=Layout(*tables),
             columns=dict(columns),
         )
         held.check()
@@ -114,10 +108,10 @@ class CacheSnapshot:
         apart = (start[:, 0] >= first).all() and (start + capacity <= after).all()
         if not apart or not ((length >= 0) & (length <= capacity) & (layout.cap >= 0)).all():
             raise ValueError("a head's rows lie outside of its segment")
-        free_slot = layout.free_slot
-        inside = (free_slot >= start) & (free_slot < start + length)
-        if not ((free_slot == -1) | inside).all():
-            raise ValueError("a free_slot lies outside of its segment")
+        slot = layout.free_slot
+        inside = (slot >= start) & (slot < start + length)
+        if not ((slot == -1) | inside).all():
+            raise ValueError("a free slot lies outside of its segment")
         if any(len(column) != int(length.sum()) for column in self.columns.values()):
             raise ValueError("a column has not a value for every row")
 

@@ -88,17 +88,20 @@ class Engine:
     def step(self, token: int) -> Tensor:
         """Feed one token of an answer; return the next logits, float32 [V].
 
-        On an error the token is not in the cache. Raises ContextError and NumericsError.
+        On an error the token is not in the cache; after an interrupt `kv.position` says whether it
+        is. Raises ContextError and NumericsError.
         """
         kv = self.kv
         self._refuse_full()
+        before = kv.position
         try:
             logits = self.network.forward(self._tensor([token]), _Withheld(kv))
             _check(logits, "writing the answer")
+            kv.advance(1)
         except BaseException:
-            kv.rollback()
+            if kv.position == before:
+                kv.rollback()
             raise
-        kv.advance(1)
         return logits
 
     def next(

@@ -64,9 +64,9 @@ def _steps(kv: KVCache) -> None:
         kv.device,
         step.columns if step else {},
         kv=kv.kv,
+        rows=[_ROWS * shape.kv_heads] * shape.layers,
     )
-    sides = torch.full_like(arena.capacity, _ROWS)
-    arena.resize([_ROWS * shape.kv_heads] * shape.layers, sides)
+    arena.lay(torch.full_like(arena.capacity, _ROWS))
     arena.cap.fill_(1)
     decode = DecodeStep(shape, kv.device, kv.ops)
     with torch.inference_mode():

@@ -3,109 +3,83 @@
 The layer's budget goes to the heads in proportion to how many of the layer's best rows each holds,
 blended with an even share (`alpha`, the safeguard of section 3.3). By default the blend is rounded
 so that the layer's total is exact to the row; `rounding=official` is the authors' arithmetic.
+`alloc=floor` is kvpress' rule: `alpha` of its even share is a head's own, all else goes to the
+layer's best rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from fractions import Fraction
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minikv.errors import UsageError
 from minikv.policies import selection
-from minikv.policies.base import DeviceHeads, Evidence, Heads, best, share
+from minikv.policies.base import Candidates, HeadAllocator, Scorer
 
 
-def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
-    """How many of the layer's `total` best free rows each head holds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaKV(HeadAllocator):
+    """(1 - alpha) x need + alpha x even share."""
 
-    scores, pos and free [H, N]. Equal scores: the younger row, then the first head.
-    """
-    heads, rows = scores.shape
-    flat = scores.masked_fill(~free, -torch.inf).reshape(-1)
-    if total <= 0:
-        return [0] * heads
-    if total >= int(free.sum()):
-        return [int(n) for n in free.sum(1)]
-    edge = torch.topk(flat, total).values[-1]
-    sure = (flat > edge).view(heads, rows).sum(1)
-    tied = (flat == edge).nonzero().squeeze(1)
-    young = torch.argsort(pos.reshape(-1)[tied], descending=True, stable=True)
-    chosen = tied[young[: total - int(sure.sum())]]
-    counts = sure + torch.bincount(chosen // rows, minlength=heads)
-    return [int(n) for n in counts]
+    alpha: float
+    rounding: str
+    normalize: bool
+    alloc: str
 
+    @property
+    def drift(self) -> int:
+        """The authors' rounding raises a head by half a row at most."""
+        return int(self.rounding == "official")
 
-def normalized(scores: Tensor, free: Tensor, each: int) -> Tensor:
-    """Weigh each head's scores [H, N] by the share of its mass that its best `each` rows hold."""
-    live = scores.masked_fill(~free, 0.0)
-    held = live.topk(min(each, live.shape[1])).values.sum(1, dtype=torch.float64)
-    weight = held / live.sum(1, dtype=torch.float64).clamp(min=1e-30)
-    return scores * weight.to(scores.dtype)[:, None]
-
-
-def floor_heads(alpha: float, window: int = 0) -> Heads:
-    """Heads: `alpha` of its even share is a head's own, all else goes to the layer's best rows.
-
-    kvpress' rule; `window` rows a head are kept anyway and count in its own share.
-    """
-
-    def spread(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
-        each = total // len(free)
-        sure = torch.zeros_like(free)
-        for h in range(len(free)):
-            own = max(0, int((each + window) * alpha) - window)
-            sure[h] = best(scores[h], pos[h], free[h], own)
-        rest = wanted(scores, pos, free & ~sure, max(0, total - int(sure.sum())))
-        return [int(n) + m for n, m in zip(sure.sum(1), rest, strict=True)]
-
-    return spread
-
-
-def adaptive_heads(alpha: float, rounding: str = "exact", normalize: bool = False) -> Heads:
-    """Heads: (1 - alpha) x need + alpha x even share, b rows a head on average."""
-
-    def spread(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
-        most = [int(n) for n in free.sum(1)]
-        if normalize:
-            scores = normalized(scores, free, total // len(most))
-        need = wanted(scores, pos, free, total)
-        if rounding == "official":
-            each = total // len(most)
-            floor = int(each * alpha)
-            blend = torch.tensor(need, dtype=torch.float32) * (1 - alpha) + floor
-            return [min(int(n), m) for n, m in zip(blend.round(), most, strict=True)]
-        a, even = selection.exact(alpha), Fraction(total, len(most))
-        return share([(1 - a) * n + a * even for n in need], most, total)
-
-    return spread
-
-
-def heads(options: Mapping[str, object], evidence: Evidence) -> Heads:
-    """Heads by need, from the options. Raises UsageError where they contradict each other."""
-    alpha, official = options["alpha"], options["rounding"] == "official"
-    assert isinstance(alpha, float)
-    if options["alloc"] == "floor":
-        if official or options["normalize"]:
+    def check(self, scorer: Scorer) -> None:
+        official = self.rounding == "official"
+        if self.alloc == "floor" and (official or self.normalize):
             other = "rounding=official" if official else "normalize"
             raise UsageError(
                 f"ada: alloc=floor and {other} do not go together",
                 "one is kvpress' rule, which blends and weighs nothing; leave one out",
             )
-        return floor_heads(alpha, evidence.window)
-    if options["normalize"] and not evidence.weighs:
-        raise UsageError(
-            "ada: normalize needs scores that add up, as attention does", "leave it out here"
-        )
-    return adaptive_heads(alpha, str(options["rounding"]), bool(options["normalize"]))
+        if self.normalize and not scorer.evidence.adds_up:
+            raise UsageError(
+                "ada: normalize needs scores that add up, as attention does", "leave it out here"
+            )
+
+    def share(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
+        if self.alloc == "floor":
+            return self._floor(rows, total, most)
+        heads, have, scores = len(rows.free), rows.free.sum(1), rows.scores
+        if self.normalize:
+            scores = normalized(scores, rows.free, total // heads, most // heads)
+        need = selection.wanted(scores, rows.view.pos, rows.free, total, most)
+        if self.rounding == "official":
+            floor = ((total // heads).to(torch.float64) * self.alpha).to(torch.int64)
+            blend = need.to(torch.float32) * (1 - self.alpha) + floor
+            return torch.minimum(blend.round().to(torch.int64), have)
+        a = selection.exact(self.alpha)
+        wish = need * ((a.denominator - a.numerator) * heads) + total * a.numerator
+        return selection.share(wish, a.denominator * heads, have, total)
+
+    def _floor(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
+        """The window's rows are kept anyway and count in a head's own share."""
+        heads, pos, window = len(rows.free), rows.view.pos, rows.scorer.evidence.window
+        each = total // heads + window
+        own = ((each.to(torch.float64) * self.alpha).to(torch.int64) - window).clamp(min=0)
+        sure = selection.best(rows.scores, pos, rows.free, own.expand(heads), most // heads)
+        have = sure.sum(1)
+        rest = rows.free & ~sure
+        return have + selection.wanted(rows.scores, pos, rest, total - have.sum(), most)
 
 
-def device_heads(options: Mapping[str, object], evidence: Evidence) -> DeviceHeads:
-    """`heads` where the scores are."""
-    alpha = options["alpha"]
-    assert isinstance(alpha, float)
-    if options["alloc"] == "floor":
-        return selection.floor_heads(alpha, evidence.window)
-    return selection.adaptive_heads(alpha, str(options["rounding"]), bool(options["normalize"]))
+def normalized(scores: Tensor, free: Tensor, each: Tensor, most: int) -> Tensor:
+    """Weigh each head's scores [H, N] by the share of its mass that its best `each` rows hold.
+
+    each int64 [], at most `most`.
+    """
+    live = scores.masked_fill(~free, 0.0)
+    found = live.topk(min(most, live.shape[1])).values
+    mine = torch.arange(found.shape[1], device=found.device) < each
+    held = found.masked_fill(~mine, 0.0).sum(1, dtype=torch.float64)
+    weight = held / live.sum(1, dtype=torch.float64).clamp(min=1e-30)
+    return scores * weight.to(scores.dtype)[:, None]

@@ -11,13 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from minikv import kernels
 from minikv.kernels.dispatch import Kernels
+from minikv.policies import selection
 
 ALL = 1 << 62
 """As a number of observed queries: every query of the prompt."""
@@ -44,8 +44,8 @@ class Moments:
     def normal(self) -> tuple[Tensor, Tensor]:
         """Mean [H, G, D] and covariance [H, G, D, D] (population), float32."""
         mean = self._sum / max(1, self.count)
-        spread = self._outer / max(1, self.count) - mean[..., None] * mean[..., None, :]
-        return mean.to(torch.float32), spread.to(torch.float32)
+        covariance = self._outer / max(1, self.count) - mean[..., None] * mean[..., None, :]
+        return mean.to(torch.float32), covariance.to(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,79 +161,178 @@ class StepEnd:
         return self.logits, self.lse, self.rows, self.accepted, self.free_slot
 
 
-Scorer = Callable[[PromptView], Tensor]
-"""-> float32 [H, N]: what each row is worth. Values where the view has no row are ignored."""
-
-Scope = Callable[[PromptView], Tensor]
-"""-> bool [H, N]: rows that must stay whatever their score."""
-
-Prefer = Callable[[Tensor, Sequence[tuple[int, int]]], Tensor]
-"""(pos of any shape, turns) -> bool of that shape: rows that leave after all others."""
-
-Layers = Callable[[int, int, int, int], list[int]]
-"""(L, budget, most, least) -> mean rows per head of each layer, summing to L x budget (a release's
-rounding aside); `most` is what a head could hold at all, `least` what it needs."""
-
-Heads = Callable[[Tensor, Tensor, Tensor, int], list[int]]
-"""(scores, pos, free [H, N], total) -> rows per head among the free ones, summing to total.
-
-No head gets more than it has free rows, if the heads together have enough. Equal scores: the
-younger row, then the first head.
-"""
-
-Selector = Callable[[PromptView, Tensor, Tensor, Sequence[int]], Tensor]
-"""(view, scores [H, N], free bool [H, N], counts [H]) -> bool [H, N]: the chosen free rows."""
-
-
-DeviceHeads = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
-"""As `Heads` where the scores are, without asking the device: (scores, pos, free, total int64 [],
-most >= total) -> int64 [H]."""
-
-DeviceSelector = Callable[[PromptView, Tensor, Tensor, Tensor, int], Tensor]
-"""As `Selector`: (view, scores, free, counts int64 [H], most >= counts) -> bool [H, N]."""
-
-
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a row is worth and which rows must stay: the first two of the four answers.
+    """What a scorer reads and protects.
 
-    `observe` is the number of last prompt queries whose attention the scorer reads (ALL: every
-    one); `asks` says whether the choice depends on what was asked; `sinks` and `window` are the
-    rows that the scope keeps at either end, for the smallest useful budget; without `causal` an
-    observed query also sees the rows after it; `queries_from`: the scorer reads the moments of the
-    prompt's queries from this position on; `weighs`: scores are at least 0 and can be added and
-    multiplied, as attention can; if not, only their order means something.
+    `observe`: number of last prompt queries whose attention it reads (ALL: every one). `asks`:
+    the choice depends on what was asked. `sinks` and `window`: rows that are protected at either
+    end, for the smallest useful budget. Without `causal` an observed query also sees the rows after
+    it. `queries_from`: it reads the moments of the prompt's queries from this position on.
+    `adds_up`: scores are at least 0 and can be added and multiplied, as attention can; if not, only
+    their order means something.
     """
 
-    scorer: Scorer
-    scope: Scope
     observe: int = 0
     asks: bool = False
     sinks: int = 0
     window: int = 0
     causal: bool = True
     queries_from: int | None = None
-    weighs: bool = True
+    adds_up: bool = True
+
+
+class Scorer(ABC):
+    """What a row is worth and which rows must stay: the first two of the four answers."""
+
+    @property
+    @abstractmethod
+    def evidence(self) -> Evidence:
+        """What it reads and protects."""
+
+    @abstractmethod
+    def score(self, view: PromptView) -> Tensor:
+        """float32 [H, N]: what each row is worth. Values where the view has no row are ignored."""
+
+    def protected(self, view: PromptView) -> Tensor:
+        """bool [H, N]: rows that stay whatever their score; the sinks and the window."""
+        return ends(view, self.evidence.sinks, self.evidence.window)
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPolicy:
-    """A one-shot method: it fires at the end of every prompt.
+class Candidates:
+    """The rows of a layer that compete for what is left of its budget: those that are free, with
+    their scores float32 [H, N] and free bool [H, N]."""
 
-    `drift` is how many rows per KV head `heads` may exceed its total by; rows that `prefer` marks
-    leave after all others, at the prompt and while an answer is written. device_heads and
-    device_select: the same answers as `heads` and `select`, without asking the device.
+    view: PromptView
+    scorer: Scorer
+    scores: Tensor
+    free: Tensor
+
+
+class LayerAllocator:
+    """How many rows each layer keeps. This one: all the same."""
+
+    def rows(self, layers: int, budget: int, most: int, least: int, protected: int) -> list[int]:
+        """Mean rows per head of each layer, summing to layers x budget (a release's rounding
+        aside).
+
+        most: what a head could hold at all; least: what it needs; protected: sinks and window.
+        """
+        return [budget] * layers
+
+
+class HeadAllocator:
+    """How many of a layer's free rows each head keeps. This one: all the same, as far as a head
+    has rows; what it cannot use goes to the others.
+
+    `drift`: rows per KV head by which the total may be exceeded.
     """
 
+    @property
+    def drift(self) -> int:
+        return 0
+
+    def check(self, scorer: Scorer) -> None:
+        """Raise UsageError if it does not go with the scorer."""
+
+    def share(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
+        """int64 [H], summing to `total` int64 [] <= most, or to all free rows if they are fewer.
+
+        No head gets more than it has free rows.
+        """
+        heads = len(rows.free)
+        return selection.share(total.expand(heads), heads, rows.free.sum(1), total)
+
+
+class Selector:
+    """Who stays. This one: the best rows of each head."""
+
+    def check(self, scorer: Scorer) -> None:
+        """Raise UsageError if it does not go with the scorer."""
+
+    def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
+        """bool [H, N]: counts[h] <= most of each head's free rows, or all of them if they are
+        fewer; counts int64 [H]."""
+        return selection.best(rows.scores, rows.view.pos, rows.free, counts, most)
+
+
+class Reweighter(ABC):
+    """Other scores for a part of the rows."""
+
+    @abstractmethod
+    def select(self, rows: Candidates, counts: Tensor, most: int, selector: Selector) -> Tensor:
+        """As `Selector.select`; `selector` chooses by the new scores."""
+
+
+class Preference(ABC):
+    """Rows that leave after all others, at the prompt and while an answer is written."""
+
+    @abstractmethod
+    def prefers(self, pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
+        """bool, of the shape of pos int64: these rows. turns: see `PromptView`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPolicy:
+    """A one-shot method: it fires at the end of every prompt. Raises UsageError for parts that do
+    not go together."""
+
     name: str
-    evidence: Evidence
-    heads: Heads
-    layers: Layers
-    select: Selector
-    drift: int = 0
-    prefer: Prefer | None = None
-    device_heads: DeviceHeads | None = None
-    device_select: DeviceSelector | None = None
+    scorer: Scorer
+    layers: LayerAllocator = field(default_factory=LayerAllocator)
+    heads: HeadAllocator = field(default_factory=HeadAllocator)
+    selector: Selector = field(default_factory=Selector)
+    reweighter: Reweighter | None = None
+    preference: Preference | None = None
+
+    def __post_init__(self) -> None:
+        self.heads.check(self.scorer)
+        self.selector.check(self.scorer)
+
+    @property
+    def evidence(self) -> Evidence:
+        """What its scorer reads and protects."""
+        return self.scorer.evidence
+
+    def layer_rows(self, layers: int, budget: int, most: int, least: int) -> list[int]:
+        """See `LayerAllocator.rows`."""
+        protected = self.evidence.sinks + self.evidence.window
+        return self.layers.rows(layers, budget, most, least, protected)
+
+    def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
+        """See `Selector.select`."""
+        if self.reweighter is None:
+            return self.selector.select(rows, counts, most)
+        return self.reweighter.select(rows, counts, most, self.selector)
+
+    def keep(self, view: PromptView, total: int, pinned: int = 0, least: int = 0) -> Tensor:
+        """bool [H, N]: the rows that stay, `total` over the layer's heads.
+
+        Rows at positions below `pinned` never leave, and every head gets `least` rows beside them.
+        """
+        stays = (self.scorer.protected(view) | (view.pos < pinned)) & view.live
+        free = view.live & ~stays
+        scores = self.scorer.score(view)
+        left = (total - stays.sum()).clamp(min=0)
+        if self.preference is not None:
+            preferred = self.preference.prefers(view.pos, view.turns) & free
+            count = preferred.sum()
+            fits = count <= left  # if not, there is room for some of them and for nothing else
+            stays = stays | (preferred & fits)
+            free = torch.where(fits, free & ~preferred, preferred)
+            left = left - count * fits
+        rows = Candidates(view, self.scorer, scores, free)
+        counts = self.heads.share(rows, left, total)
+        own = stays & (view.pos >= pinned)
+        counts = selection.ensure_least(counts, own.sum(1), free.sum(1), least)
+        return stays | self.select(rows, counts, total + len(free))
+
+
+def ends(view: PromptView, sinks: int, recent: int) -> Tensor:
+    """bool [H, N]: the conversation's first `sinks` rows and the `recent` youngest."""
+    young = view.pos >= max(0, view.position - recent)
+    return view.live & ((view.pos < sinks) | young)
 
 
 class StepPolicy(ABC):
@@ -310,134 +409,6 @@ def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride
     return sinks + window + 1 + block
 
 
-def best(scores: Tensor, pos: Tensor, free: Tensor, count: int) -> Tensor:
-    """bool [N]: the `count` best of the free rows, or all of them when there are fewer."""
-    rows = free.nonzero().squeeze(1)
-    chosen = torch.zeros_like(free)
-    if count >= len(rows):
-        chosen[rows] = True
-    elif count > 0:
-        s = scores[rows]
-        edge = torch.topk(s, count).values[-1]
-        sure = s > edge
-        tied = (s == edge).nonzero().squeeze(1)
-        chosen[rows[sure]] = True
-        left = count - int(sure.sum())
-        young = torch.argsort(pos[rows[tied]], descending=True, stable=True)[:left]
-        chosen[rows[tied[young]]] = True
-    return chosen
-
-
-def ranked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
-    """float32 [H, N] in (0, 1]: the share of a head's free rows that a row is at least as good as.
-
-    What stands in for scores of which only the order means something. Ties: the younger is better.
-    """
-    young = pos.argsort(dim=1, stable=True)
-    order = young.gather(
-        1, scores.masked_fill(~free, -torch.inf).gather(1, young).argsort(dim=1, stable=True)
-    )
-    places = torch.arange(1, pos.shape[1] + 1, device=pos.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(1, order, places)
-    rank = rank - (~free).sum(1, keepdim=True)  # rows that are not free come first
-    return (rank / free.sum(1, keepdim=True).clamp(min=1)).clamp(min=0.0)
-
-
-def top(view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]) -> Tensor:
-    """Selector: the best rows of each head."""
-    return torch.stack([best(scores[h], view.pos[h], free[h], n) for h, n in enumerate(counts)])
-
-
-def even_layers(layers: int, budget: int, most: int, least: int) -> list[int]:
-    """Layers: the same for all."""
-    return [budget] * layers
-
-
-def even_heads(scores: Tensor, pos: Tensor, free: Tensor, total: int) -> list[int]:
-    """Heads: the same for all, as far as a head has rows; what it cannot use goes to the others."""
-    return share([Fraction(total, len(free))] * len(free), free.sum(1).tolist(), total)
-
-
-def share(wish: Sequence[Fraction], most: Sequence[int], total: int) -> list[int]:
-    """Whole numbers near `wish` (which sums to `total`), each <= most, summing to `total` exactly.
-
-    Largest remainder, ties to the first. When a wish exceeds its `most`, the excess is spread
-    evenly over the rest. The sum is min(total, sum(most)).
-    """
-    total = min(total, sum(most))
-    x = [min(w, Fraction(m)) for w, m in zip(wish, most, strict=True)]
-    while (spare := total - sum(x)) > 0:
-        open_ = [i for i, m in enumerate(most) if x[i] < m]
-        for i in open_:
-            x[i] = min(x[i] + Fraction(spare) / len(open_), Fraction(most[i]))
-    counts = [w.numerator // w.denominator for w in x]
-    order = sorted(range(len(x)), key=lambda i: (counts[i] - x[i], i))
-    for i in order[: total - sum(counts)]:
-        counts[i] += 1
-    return counts
-
-
-def fill(used: Sequence[int], total: int) -> list[int]:
-    """Raise the lowest of `used` evenly until they sum to `total`; none is lowered.
-
-    fill([3, 9, 3], 18) == [5, 9, 4]: what heads with room to spare may grow to.
-    """
-    caps = list(used)
-    spare = total - sum(caps)
-    while spare > 0:
-        low = min(caps)
-        lowest = [i for i, c in enumerate(caps) if c == low]
-        above = [c for c in caps if c > low]
-        lift = min(spare // len(lowest), (min(above) - low) if above else spare)
-        if lift == 0:
-            for i in lowest[:spare]:
-                caps[i] += 1
-            break
-        for i in lowest:
-            caps[i] += lift
-        spare -= lift * len(lowest)
-    return caps
-
-
-def spread(
-    counts: Sequence[int], sure: Sequence[int], free: Sequence[int], least: int
-) -> list[int]:
-    """`counts` of free rows, but a head that would keep fewer than `least` rows is given some by
-    the richest heads, one after the other.
-
-    sure: rows that a head keeps in any case, those aside that never leave; free: rows it could
-    choose from. Nobody gives what would leave it with fewer than `least`.
-    """
-    given = list(counts)
-    for h in range(len(given)):
-        while given[h] + sure[h] < least and given[h] < free[h]:
-            rich = [i for i, n in enumerate(given) if n and n + sure[i] > least]
-            if not rich:
-                return given
-            given[max(rich, key=lambda i: given[i] + sure[i])] -= 1
-            given[h] += 1
-    return given
-
-
-def last_rows(count: int) -> Scope:
-    """Scope: the `count` youngest rows of each head stay."""
-
-    def scope(view: PromptView) -> Tensor:
-        return view.pos >= max(0, view.position - count)
-
-    return scope
-
-
-def ends(sinks: int, recent: int) -> Scope:
-    """Scope: the conversation's first `sinks` rows and the `recent` youngest stay."""
-
-    def scope(view: PromptView) -> Tensor:
-        young = view.pos >= max(0, view.position - recent)
-        return view.live & ((view.pos < sinks) | young)
-
-    return scope
-
-
 def unprotected(view: StepView, policy: StepPolicy) -> Tensor:
     """bool [F, N]: rows that may leave; all but the newest where sinks and recent rows are all."""
     newest = view.position - 1
@@ -466,10 +437,3 @@ def leaving(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor) -> Tensor
 
 
 _NEVER = 1 << 40
-
-
-def group(mass: Tensor, how: str) -> Tensor:
-    """[H, G, N] -> [H, N]: join the query heads of each KV head by mean, sum or max."""
-    if how == "max":
-        return mass.amax(1)
-    return mass.sum(1) if how == "sum" else mass.mean(1)

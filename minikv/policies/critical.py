@@ -7,15 +7,36 @@ Any selector may choose those. Where scores are no weights (a key's norm), their
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from minikv.policies import selection
-from minikv.policies.base import DeviceSelector, Evidence, PromptView, Selector, best, ranked
+from minikv.policies.base import Candidates, PromptView, Reweighter, Selector
 
 _ROWS = 4096  # rows projected at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalKV(Reweighter):
+    """The share `by_score` of a head's rows goes to the scores alone. The window's rows are kept
+    anyway and count in that share."""
+
+    by_score: float
+    epsilon: float
+
+    def select(self, rows: Candidates, counts: Tensor, most: int, selector: Selector) -> Tensor:
+        view, free, evidence = rows.view, rows.free, rows.scorer.evidence
+        sure = ((counts + evidence.window).to(torch.float64) * self.by_score).to(torch.int64)
+        sure = torch.minimum(counts, (sure - evidence.window).clamp(min=0))
+        first = selection.best(rows.scores, view.pos, free, sure, most)
+        worth = rows.scores
+        if not evidence.adds_up:
+            worth = selection.ranked(worth, view.pos, free)
+        weighed = (worth + self.epsilon) * value_norms(view)
+        rest = replace(rows, scores=weighed, free=free & ~first)
+        return first | selector.select(rest, counts - sure, most)
 
 
 def value_norms(view: PromptView) -> Tensor:
@@ -29,54 +50,3 @@ def value_norms(view: PromptView) -> Tensor:
             for one in matrix[h]:  # [D, hidden]
                 norms[h, lo : lo + _ROWS] += (rows @ one.float()).abs().sum(-1)
     return norms / matrix.shape[1]
-
-
-def weigh(options: Mapping[str, object], evidence: Evidence, select: Selector) -> Selector:
-    """`select`, after a share of the rows went to the scores alone, by what values weigh.
-
-    The window's rows are kept anyway and count in that share.
-    """
-    window, first = evidence.window, options["by_score"]
-    assert isinstance(first, float)
-
-    def choose(view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]) -> Tensor:
-        by_score = torch.zeros_like(free)
-        left = []
-        for h, count in enumerate(counts):
-            sure = min(count, max(0, int((count + window) * first) - window))
-            by_score[h] = best(scores[h], view.pos[h], free[h], sure)
-            left.append(count - sure)
-        weighed = _weighed(options, evidence, view, scores, free)
-        return by_score | select(view, weighed, free & ~by_score, left)
-
-    return choose
-
-
-def device_weigh(
-    options: Mapping[str, object], evidence: Evidence, select: DeviceSelector
-) -> DeviceSelector:
-    """`weigh` where the scores are."""
-    window, first = evidence.window, options["by_score"]
-    assert isinstance(first, float)
-
-    def choose(view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
-        sure = ((counts + window).to(torch.float64) * first).to(torch.int64) - window
-        sure = torch.minimum(counts, sure.clamp(min=0))
-        by_score = selection.best(scores, view.pos, free, sure, most)
-        weighed = _weighed(options, evidence, view, scores, free)
-        return by_score | select(view, weighed, free & ~by_score, counts - sure, most)
-
-    return choose
-
-
-def _weighed(
-    options: Mapping[str, object],
-    evidence: Evidence,
-    view: PromptView,
-    scores: Tensor,
-    free: Tensor,
-) -> Tensor:
-    epsilon = options["epsilon"]
-    assert isinstance(epsilon, float)
-    worth = scores if evidence.weighs else ranked(scores, view.pos, free)
-    return (worth + epsilon) * value_norms(view)

@@ -7,48 +7,51 @@ it on average, in closed form, times the length of its value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, ends
+from minikv.policies.base import Evidence, PromptView, Scorer
 
 
-def scorer(options: Mapping[str, object]) -> Evidence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedAttention(Scorer):
     """The mean over the group of the expected attention."""
-    sinks, recent, future = options["sinks"], options["recent"], options["future"]
-    covariance, norm = bool(options["covariance"]), bool(options["value_norm"])
-    epsilon = options["epsilon"]
-    assert isinstance(epsilon, float)
-    assert isinstance(sinks, int)
-    assert isinstance(recent, int)
-    assert isinstance(future, int)
 
-    def score(view: PromptView) -> Tensor:
+    sinks: int
+    recent: int
+    future: int
+    covariance: bool
+    value_norm: bool
+    epsilon: float
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(sinks=self.sinks, window=self.recent, queries_from=self.sinks)
+
+    def score(self, view: PromptView) -> Tensor:
         assert view.queries is not None
         assert view.rotary is not None, "the network's rotary frequencies are not known"
-        mean, spread = view.queries.normal()  # [H, G, D], [H, G, D, D]
-        turn = average_rotation(view.rotary, view.position, future)
+        mean, covariance = view.queries.normal()  # [H, G, D], [H, G, D, D]
+        turn = average_rotation(view.rotary, view.position, self.future)
         mean = mean @ turn.T
-        spread = turn @ spread @ turn.T
+        covariance = turn @ covariance @ turn.T
         size = mean.shape[-1]
-        free = view.live & (view.pos >= sinks)
-        value = view.value() if norm else None
+        free = view.live & (view.pos >= self.sinks)
+        value = view.value() if self.value_norm else None
         scores = []
         for h, key in enumerate(view.key()):
             rows = key.float()
             logits = mean[h] @ rows.T * size**-0.5  # [G, N]
-            if covariance:
-                logits += ((rows @ spread[h]) * rows).sum(-1) / (2 * size)
+            if self.covariance:
+                logits += ((rows @ covariance[h]) * rows).sum(-1) / (2 * size)
             worth = logits.masked_fill(~free[h], -torch.inf).softmax(-1).mean(0)
             if value is not None:
                 length = torch.linalg.vector_norm(value[h].float(), dim=-1)
-                worth = (worth + epsilon) * length
+                worth = (worth + self.epsilon) * length
             scores.append(worth)
         return torch.stack(scores)
-
-    return Evidence(score, ends(sinks, recent), sinks=sinks, window=recent, queries_from=sinks)
 
 
 def average_rotation(rotary: Tensor, position: int, future: int) -> Tensor:

@@ -19,6 +19,7 @@ from minikv.policies.base import (
     ALL,
     Evidence,
     PromptView,
+    Scorer,
     StepEnd,
     StepPolicy,
     StepView,
@@ -27,31 +28,35 @@ from minikv.policies.base import (
 )
 
 
-def scorer(options: Mapping[str, object]) -> Evidence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class H2OScorer(Scorer):
     """Column sums over all queries of the prompt, and what a row had before it.
 
-    Of each head's budget `share` are the newest rows, or `window` of them if that is not 0.
+    Of each head's budget `recent_share` are the newest rows, or `window` of them if that is not 0.
     """
-    window, average = options["window"], bool(options["average"])
-    share, sinks = options["recent_share"], options["sinks"]
-    assert isinstance(window, int)
-    assert isinstance(share, float)
-    assert isinstance(sinks, int)
 
-    def score(view: PromptView) -> Tensor:
+    recent_share: float
+    sinks: int
+    window: int
+    average: bool
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(observe=ALL, asks=True, sinks=self.sinks, window=self.window)
+
+    def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
         sums = view.mass.mean(1)
-        if average:
+        if self.average:
             first = view.position - view.observed
             return sums / (view.position - view.pos.clamp(min=first)).clamp(min=1)
         return sums + view.carried["sum"] if "sum" in view.carried else sums
 
-    def scope(view: PromptView) -> Tensor:
-        room = max(0, view.budget - sinks - 1)  # a row is free to be chosen at least
-        recent = window or min(int(view.budget * share), room)
-        return ends(sinks, recent)(view)
-
-    return Evidence(score, scope, observe=ALL, asks=True, sinks=sinks, window=window)
+    def protected(self, view: PromptView) -> Tensor:
+        room = max(0, view.budget - self.sinks - 1)  # a row is free to be chosen at least
+        return ends(
+            view, self.sinks, self.window or min(int(view.budget * self.recent_share), room)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

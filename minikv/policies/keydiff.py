@@ -5,27 +5,30 @@ A row's worth is minus the cosine between its key and the mean of all unit-lengt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, ends
+from minikv.policies.base import Evidence, PromptView, Scorer
 
 
-def scorer(options: Mapping[str, object]) -> Evidence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyDiff(Scorer):
     """Distance from the mean direction."""
-    sinks, recent = options["sinks"], options["recent"]
-    assert isinstance(sinks, int)
-    assert isinstance(recent, int)
 
-    def score(view: PromptView) -> Tensor:
+    sinks: int
+    recent: int
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(sinks=self.sinks, window=self.recent, adds_up=False)
+
+    def score(self, view: PromptView) -> Tensor:
         key, scores = view.key(), []
         for h in range(len(key)):
             unit = F.normalize(key[h].float(), dim=-1).masked_fill(~view.live[h, :, None], 0.0)
             anchor = F.normalize(unit.sum(0), dim=0)
             scores.append(-(unit @ anchor))
         return torch.stack(scores)
-
-    return Evidence(score, ends(sinks, recent), sinks=sinks, window=recent, weighs=False)

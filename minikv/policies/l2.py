@@ -11,9 +11,9 @@ from torch import Tensor
 from minikv.policies.base import (
     Evidence,
     PromptView,
+    Scorer,
     StepPolicy,
     StepView,
-    ends,
     unprotected,
 )
 
@@ -24,18 +24,19 @@ def norms(key: Tensor) -> Tensor:
     return found
 
 
-def scorer(options: Mapping[str, object]) -> Evidence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class L2Scorer(Scorer):
     """Minus the norm."""
-    sinks, recent = options["sinks"], options["recent"]
-    assert isinstance(sinks, int)
-    assert isinstance(recent, int)
-    return Evidence(
-        lambda view: -norms(view.key()),
-        ends(sinks, recent),
-        sinks=sinks,
-        window=recent,
-        weighs=False,
-    )
+
+    sinks: int
+    recent: int
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(sinks=self.sinks, window=self.recent, adds_up=False)
+
+    def score(self, view: PromptView) -> Tensor:
+        return -norms(view.key())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

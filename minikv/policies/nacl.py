@@ -9,77 +9,56 @@ softmax over its sums is all but uniform; counts are absolute, so that short pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minikv.policies import selection
-from minikv.policies.base import DeviceSelector, Evidence, PromptView, Selector, best, ends, ranked
+from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, Selector
 from minikv.policies.counter_rng import gumbel
 
 
-def scorer(options: Mapping[str, object]) -> Evidence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proxies(Scorer):
     """Attention of the proxies, summed over them, mean over the group; not pooled."""
-    proxies, sinks = options["proxies"], options["sinks"]
-    assert isinstance(proxies, int)
-    assert isinstance(sinks, int)
 
-    def score(view: PromptView) -> Tensor:
+    proxies: int
+    sinks: int
+    non_causal: bool
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(
+            observe=self.proxies,
+            asks=True,
+            sinks=self.sinks,
+            window=self.proxies,
+            causal=not self.non_causal,
+        )
+
+    def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
         return view.mass.mean(1)
 
-    return Evidence(
-        score,
-        ends(sinks, proxies),
-        observe=proxies,
-        asks=True,
-        sinks=sinks,
-        window=proxies,
-        causal=not options["non_causal"],
-    )
 
-
-def select(options: Mapping[str, object], evidence: Evidence) -> Selector:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw(Selector):
     """The best rows, and a seeded draw from the rest, in proportion to scores or to ranks."""
-    random, temperature, seed = options["random"], options["temperature"], options["seed"]
-    assert isinstance(random, float)
-    assert isinstance(temperature, float)
-    assert isinstance(seed, int)
-    softmax = options["draw"] == "softmax"
 
-    def choose(view: PromptView, scores: Tensor, free: Tensor, counts: Sequence[int]) -> Tensor:
-        chosen = torch.zeros_like(free)
-        worth = scores if evidence.weighs else ranked(scores, view.pos, free)
-        for h, count in enumerate(counts):
-            drawn = int(random * count)
-            sure = best(scores[h], view.pos[h], free[h], count - drawn)
-            rest = free[h] & ~sure
-            weight = worth[h] if softmax else worth[h].clamp(min=1e-30).log()
-            key = weight / temperature + gumbel(
-                seed, view.layer, torch.tensor(h, device=free.device), view.position, view.pos[h]
-            )
-            chosen[h] = sure | best(key, view.pos[h], rest, drawn)
-        return chosen
+    random: float
+    draw: str
+    temperature: float
+    seed: int
 
-    return choose
-
-
-def device_select(options: Mapping[str, object], evidence: Evidence) -> DeviceSelector:
-    """`select` where the scores are."""
-    random, temperature, seed = options["random"], options["temperature"], options["seed"]
-    assert isinstance(random, float)
-    assert isinstance(temperature, float)
-    assert isinstance(seed, int)
-    softmax = options["draw"] == "softmax"
-
-    def choose(view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
-        worth = scores if evidence.weighs else ranked(scores, view.pos, free)
-        drawn = (counts.to(torch.float64) * random).to(torch.int64)
-        sure = selection.best(scores, view.pos, free, counts - drawn, most)
-        weight = worth if softmax else worth.clamp(min=1e-30).log()
+    def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
+        view, free = rows.view, rows.free
+        drawn = (counts.to(torch.float64) * self.random).to(torch.int64)
+        sure = selection.best(rows.scores, view.pos, free, counts - drawn, most)
+        adds_up = rows.scorer.evidence.adds_up
+        worth = rows.scores if adds_up else selection.ranked(rows.scores, view.pos, free)
+        weight = worth if self.draw == "softmax" else worth.clamp(min=1e-30).log()
         heads = torch.arange(len(free), device=free.device)[:, None]
-        key = weight / temperature + gumbel(seed, view.layer, heads, view.position, view.pos)
+        noise = gumbel(self.seed, view.layer, heads, view.position, view.pos)
+        key = weight / self.temperature + noise
         return sure | selection.best(key, view.pos, free & ~sure, drawn, most)
-
-    return choose

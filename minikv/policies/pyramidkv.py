@@ -10,35 +10,49 @@ Ada-KV's release, which steps by whole rows and exceeds the total by up to (L - 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
-from minikv.policies.base import Layers, share
+from minikv.policies.base import LayerAllocator
 
 
-def layers(options: Mapping[str, object], window: int) -> Layers:
-    """`window` rows a head, which stay in any case, lie outside the line."""
-    beta, kind = options["beta"], options["line"]
-    assert isinstance(beta, int)
-    if kind == "exact" and options["rounding"] == "official":
-        kind = "official"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PyramidKV(LayerAllocator):
+    """A line that falls from the first layer to the last."""
 
-    def spread(layers: int, budget: int, most: int, least: int) -> list[int]:
+    beta: int
+    line: str
+    rounding: str
+
+    def rows(self, layers: int, budget: int, most: int, least: int, protected: int) -> list[int]:
+        """`protected` rows a head, which stay in any case, lie outside the line."""
+        kind, window = self.line, protected
+        if kind == "exact" and self.rounding == "official":
+            kind = "official"
         if kind == "kvpress":
-            return _kvpress(layers, budget, most, beta, window)
+            return _kvpress(layers, budget, most, self.beta, window)
         mean, room = budget - window, most - window
         even = layers == 1 or room <= mean or mean < 1
         if even or (kind == "factory" and most < 2 * mean):
             return [budget] * layers
         if kind != "exact":
-            return [n + window for n in _official(layers, mean, room, beta)]
-        low = max(Fraction(mean, beta), Fraction(max(1, least - window)))
+            return [n + window for n in _official(layers, mean, room, self.beta)]
+        low = max(Fraction(mean, self.beta), Fraction(max(1, least - window)))
         high = min(2 * mean - low, Fraction(room))
         fall = (2 * high - 2 * mean) / (layers - 1)
         line = [high - i * fall for i in range(layers)]
-        return [n + window for n in share(line, [room] * layers, layers * mean)]
+        return [n + window for n in _rounded(line, layers * mean)]
 
-    return spread
+
+def _rounded(line: Sequence[Fraction], total: int) -> list[int]:
+    """Whole numbers near `line`, which sums to `total`, that sum to it exactly: largest remainder,
+    ties to the first layer."""
+    counts = [n.numerator // n.denominator for n in line]
+    order = sorted(range(len(line)), key=lambda i: (counts[i] - line[i], i))
+    for i in order[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
 
 
 def _official(layers: int, mean: int, room: int, beta: int) -> list[int]:

@@ -15,26 +15,29 @@ from torch import Tensor
 from minikv.policies.base import (
     Evidence,
     PromptView,
+    Scorer,
     StepPolicy,
     StepView,
-    ends,
     unprotected,
 )
 from minikv.policies.counter_rng import uniform
 
 
-def scorer(options: Mapping[str, object]) -> Evidence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomScorer(Scorer):
     """One number per row and head."""
-    sinks, recent, seed = options["sinks"], options["recent"], options["seed"]
-    assert isinstance(sinks, int)
-    assert isinstance(recent, int)
-    assert isinstance(seed, int)
 
-    def score(view: PromptView) -> Tensor:
+    sinks: int
+    recent: int
+    seed: int
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(sinks=self.sinks, window=self.recent)
+
+    def score(self, view: PromptView) -> Tensor:
         heads = torch.arange(len(view.pos), device=view.pos.device)[:, None]
-        return uniform(seed, view.layer, heads, view.position, view.pos)
-
-    return Evidence(score, ends(sinks, recent), sinks=sinks, window=recent)
+        return uniform(self.seed, view.layer, heads, view.position, view.pos)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

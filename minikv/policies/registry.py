@@ -1,7 +1,8 @@
 """The registry of eviction policies: one row per published method, one per part it is made of.
 
 Importing this needs no torch, so that `--help`, validation and `minikv policies` answer at once.
-A row names the module that holds the method; `prompt_policy` and `step_policy` import it.
+A row names the module and the class that hold the method, and the options, which are the fields of
+that class; `prompt_policy` and `step_policy` import the module and make the object.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minikv.errors import UsageError
 
@@ -36,11 +37,17 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One answer to one of the four questions; its module has a function named like the axis."""
+    """One answer to one of the four questions: a class whose fields are `options`.
+
+    `axis`: what it answers, and with it the base class in `policies.base`: "scorer" (`Scorer`),
+    "layers" (`LayerAllocator`), "heads" (`HeadAllocator`), "select" (`Selector`), "weigh"
+    (`Reweighter`) or "prefer" (`Preference`).
+    """
 
     name: str
-    axis: str  # "scorer" (worth and scope), "layers", "heads", "select", "weigh" or "prefer"
+    axis: str
     module: str
+    cls: str
     summary: str
     options: tuple[Option, ...] = ()
 
@@ -50,7 +57,7 @@ class PolicyInfo:
     """The facts of one method, from which help, validation and the policies table are made.
 
     `parts`: what it is made of as --policy (empty: it is none, or evicts nothing). `module` and
-    `own`: its step form, `step_policy(options)`, and the options of that form.
+    `cls`: its step form, a `StepPolicy` whose fields are the options `own`.
     """
 
     name: str
@@ -65,6 +72,7 @@ class PolicyInfo:
     summary: str
     parts: tuple[str, ...] = ()
     module: str = ""
+    cls: str = ""
     own: tuple[Option, ...] = ()
     preset: Mapping[str, Value] = field(default_factory=dict)  # other defaults of the parts
     stride: str = ""  # what --stride makes of a prompt
@@ -116,6 +124,7 @@ PARTS: dict[str, Part] = {
             "snapkv",
             "scorer",
             "minikv.policies.snapkv",
+            "SnapKV",
             "last-window attention, pooled",
             (WINDOW, KERNEL, POOLING, GROUP, NO_SINKS),
         ),
@@ -123,6 +132,7 @@ PARTS: dict[str, Part] = {
             "h2o",
             "scorer",
             "minikv.policies.h2o",
+            "H2OScorer",
             "attention of all queries, summed",
             (
                 RECENT_SHARE,
@@ -146,6 +156,7 @@ PARTS: dict[str, Part] = {
             "tova",
             "scorer",
             "minikv.policies.tova",
+            "TovaScorer",
             "the last query's attention",
             (PER_HEAD, NEWEST),
         ),
@@ -153,6 +164,7 @@ PARTS: dict[str, Part] = {
             "proxies",
             "scorer",
             "minikv.policies.nacl",
+            "Proxies",
             "attention of proxy queries, summed",
             (
                 Option(
@@ -162,14 +174,20 @@ PARTS: dict[str, Part] = {
                 Option("non_causal", False, "a proxy also sees the rows after it (the release)"),
             ),
         ),
-        Part("l2", "scorer", "minikv.policies.l2", "small key norm", (SINKS, RECENT)),
+        Part("l2", "scorer", "minikv.policies.l2", "L2Scorer", "small key norm", (SINKS, RECENT)),
         Part(
-            "keydiff", "scorer", "minikv.policies.keydiff", "key unlike the others", (SINKS, RECENT)
+            "keydiff",
+            "scorer",
+            "minikv.policies.keydiff",
+            "KeyDiff",
+            "key unlike the others",
+            (SINKS, RECENT),
         ),
         Part(
             "expected",
             "scorer",
             "minikv.policies.expected",
+            "ExpectedAttention",
             "expected attention",
             (
                 SINKS,
@@ -180,12 +198,27 @@ PARTS: dict[str, Part] = {
                 Option("epsilon", 0.0, "added to the attention before that", 0.0, 1.0),
             ),
         ),
-        Part("random", "scorer", "minikv.policies.random", "a draw", (SINKS, RECENT, SEED)),
-        Part("streaming", "scorer", "minikv.policies.streaming", "position only", (SINKS,)),
+        Part(
+            "random",
+            "scorer",
+            "minikv.policies.random",
+            "RandomScorer",
+            "a draw",
+            (SINKS, RECENT, SEED),
+        ),
+        Part(
+            "streaming",
+            "scorer",
+            "minikv.policies.streaming",
+            "StreamingScorer",
+            "position only",
+            (SINKS,),
+        ),
         Part(
             "pyramid",
             "layers",
             "minikv.policies.pyramidkv",
+            "PyramidKV",
             "more rows in the first layers",
             (
                 Option("beta", 20, "the last layer keeps about the mean over this", 1, 1000),
@@ -202,6 +235,7 @@ PARTS: dict[str, Part] = {
             "ada",
             "heads",
             "minikv.policies.adakv",
+            "AdaKV",
             "head budgets by need",
             (
                 Option("alpha", 0.2, "share of the budget that every head is sure of", 0.0, 1.0),
@@ -225,6 +259,7 @@ PARTS: dict[str, Part] = {
             "draw",
             "select",
             "minikv.policies.nacl",
+            "Draw",
             "a share of each head's rows is drawn",
             (
                 Option("random", 0.35, "share of the free budget that is drawn", 0.0, 1.0),
@@ -242,6 +277,7 @@ PARTS: dict[str, Part] = {
             "critical",
             "weigh",
             "minikv.policies.critical",
+            "CriticalKV",
             "values weighed by |v W_O|",
             (
                 Option(
@@ -254,6 +290,7 @@ PARTS: dict[str, Part] = {
             "turns",
             "prefer",
             "minikv.policies.turns",
+            "Turns",
             "the ends of every turn",
             (Option("edge", 8, "rows at either end of a turn", 1, 4096),),
         ),
@@ -261,6 +298,7 @@ PARTS: dict[str, Part] = {
             "kvcrush",
             "select",
             "minikv.policies.kvcrush",
+            "KVCrush",
             "representatives beside the best rows",
             (
                 Option("ratio", 0.25, "share of the free budget for representatives", 0.0, 1.0),
@@ -322,6 +360,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "trained context is not extended",
             ("streaming",),
             "minikv.policies.streaming",
+            "Streaming",
             (SINKS,),
             stride=_BEFORE,
         ),
@@ -419,6 +458,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "later prompt counts there only with --decode h2o or roco",
             ("h2o",),
             "minikv.policies.h2o",
+            "H2O",
             (RECENT_SHARE, NO_SINKS),
             stride=_AFTER,
         ),
@@ -435,6 +475,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "the rows that the newest query attends to least leave",
             ("tova",),
             "minikv.policies.tova",
+            "Tova",
             (PER_HEAD, NEWEST, NO_SINKS),
             stride=_AFTER,
         ),
@@ -451,6 +492,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "rows whose key has a large norm leave; reads no attention",
             ("l2",),
             "minikv.policies.l2",
+            "L2",
             (SINKS, RECENT),
             stride=_BEFORE,
         ),
@@ -493,6 +535,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "any row may leave; the floor that a method should beat",
             ("random",),
             "minikv.policies.random",
+            "Random",
             (SINKS, RECENT, SEED),
             stride=_BEFORE,
         ),
@@ -509,6 +552,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "evicts the lowest mean attention among the rows of steady attention",
             (),
             "minikv.policies.roco",
+            "RoCo",
             (
                 SINKS,
                 replace(RECENT, low=1),
@@ -530,6 +574,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "evicts the row that most often got less than a uniform share of attention",
             (),
             "minikv.policies.scissorhands",
+            "ScissorHands",
             (
                 SINKS,
                 replace(RECENT, low=1),
@@ -550,6 +595,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "evicts the row whose hash differs most from the current query's, before attention",
             (),
             "minikv.policies.hashevict",
+            "HashEvict",
             (
                 SINKS,
                 RECENT,
@@ -698,6 +744,7 @@ def _composed(name: str, words: list[str]) -> PolicyInfo:
         when="prompt",
         state="-",
         module="",
+        cls="",
         own=(),
         stride="",
     )
@@ -773,31 +820,24 @@ def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> Pro
     values = read_options(info.name, info.prompt_options, options or {})
     if not info.parts:
         return None
-    from minikv.policies import selection
-    from minikv.policies.base import PromptPolicy, even_heads, even_layers, top
+    from minikv.policies.base import HeadAllocator, LayerAllocator, PromptPolicy, Selector
 
-    made = {PARTS[part].axis: importlib.import_module(PARTS[part].module) for part in info.parts}
-    evidence = made["scorer"].scorer(values)
-    kept = evidence.sinks + evidence.window
-    chosen, weigh = made.get("select"), made.get("weigh")
-    select = chosen.select(values, evidence) if chosen else top
-    there = chosen.device_select(values, evidence) if chosen else selection.top
+    parts = {PARTS[part].axis: _part(PARTS[part], values) for part in info.parts}
     return PromptPolicy(
-        info.name,
-        evidence,
-        made["heads"].heads(values, evidence) if "heads" in made else even_heads,
-        made["layers"].layers(values, kept) if "layers" in made else even_layers,
-        weigh.weigh(values, evidence, select) if weigh else select,
-        # A head is rounded up by half a row at most.
-        drift=int("heads" in made and values["rounding"] == "official"),
-        prefer=made["prefer"].prefer(values) if "prefer" in made else None,
-        device_heads=(
-            made["heads"].device_heads(values, evidence)
-            if "heads" in made
-            else selection.even_heads
-        ),
-        device_select=weigh.device_weigh(values, evidence, there) if weigh else there,
+        name=info.name,
+        scorer=parts["scorer"],
+        layers=parts.get("layers", LayerAllocator()),
+        heads=parts.get("heads", HeadAllocator()),
+        selector=parts.get("select", Selector()),
+        reweighter=parts.get("weigh"),
+        preference=parts.get("prefer"),
     )
+
+
+def _part(part: Part, values: Mapping[str, Value]) -> Any:
+    """The object that a part's row describes; `values` may be of other parts, too."""
+    made = getattr(importlib.import_module(part.module), part.cls)
+    return made(**{option.name: values[option.name] for option in part.options})
 
 
 def step_policy(name: str, options: Mapping[str, object] | None = None) -> StepPolicy | None:
@@ -806,6 +846,9 @@ def step_policy(name: str, options: Mapping[str, object] | None = None) -> StepP
     values = read_options(info.name, info.own, options or {})
     if not info.module:
         return None
-    made = importlib.import_module(info.module).step_policy(values)
+    module = importlib.import_module(info.module)
+    made = module.step_policy(values) if hasattr(module, "step_policy") else None
+    if made is None:
+        made = getattr(module, info.cls)(**values)
     assert made.name == name
     return made  # type: ignore[no-any-return]

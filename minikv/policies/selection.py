@@ -1,8 +1,8 @@
-"""The arithmetic of choosing, where the scores are: nothing is asked of the device.
+"""The arithmetic of choosing rows, as tensors: no value is read back from the device.
 
-The functions of the same names in `policy` and `policies.adakv` count on the host and say what must
-come out; these give the same rows and counts to the last one, ties included. Counts are int64 [H]
-on the device. `most` is the host's bound on a number that only the device knows.
+Counts are int64 [H]. `most` is a bound, known on the host, of a number that only the device knows.
+Ties are decided the same way everywhere: the younger row, then the first head.
+`tests/policies/oracle.py` says the same in plain Python, slowly.
 """
 
 from __future__ import annotations
@@ -12,29 +12,28 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from minikv.policies.base import DeviceHeads, PromptView
-
 _FINEST = 10**7  # denominators up to here leave room in 64 bits for 10^7 rows and 64 heads
 _NONE = torch.iinfo(torch.int64).min
 
 
 def best(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
-    """bool [H, N]: the counts[h] <= most best of each head's free rows, or all of them."""
-    key = _order(scores, pos, free)
+    """bool [H, N]: the counts[h] <= most best of each head's free rows, or all of them.
+
+    scores float32, pos int64, free bool, all [H, N].
+    """
+    key = order_key(scores, pos, free)
     count = counts.clamp(max=free.shape[1])[:, None]
     found = key.topk(max(1, min(most, key.shape[1])), dim=1).values
     edge = found.gather(1, (count - 1).clamp(min=0))
     return free & (key >= edge) & (count > 0)
 
 
-def top(view: PromptView, scores: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
-    """DeviceSelector: the best rows of each head."""
-    return best(scores, view.pos, free, counts, most)
-
-
 def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) -> Tensor:
-    """How many of the layer's `total` best free rows each head holds."""
-    key = _order(scores, pos, free)
+    """int64 [H]: how many of the layer's `total` best free rows each head holds.
+
+    scores, pos and free [H, N]; total int64 [], at most `most`.
+    """
+    key = order_key(scores, pos, free)
     flat = key.flatten()
     found = flat.topk(max(1, min(most, len(flat)))).values
     edge = found.gather(0, (total - 1).clamp(0, len(found) - 1)[None])
@@ -47,7 +46,8 @@ def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) 
 def share(wish: Tensor, parts: int, most: Tensor, total: Tensor) -> Tensor:
     """Whole numbers near wish / parts, each <= most, which sum to min(total, sum of most).
 
-    wish int64 [H] sums to parts x total; most int64 [H].
+    Largest remainder, ties to the first. When a wish exceeds its `most`, the excess is divided
+    evenly among the others. wish int64 [H] sums to parts x total; most int64 [H]; total int64 [].
     """
     heads = len(wish)
     total = torch.minimum(total, most.sum())
@@ -66,7 +66,10 @@ def share(wish: Tensor, parts: int, most: Tensor, total: Tensor) -> Tensor:
 
 
 def fill(used: Tensor, total: Tensor | int) -> Tensor:
-    """Raise the lowest of `used` evenly until they sum to `total`; none is lowered."""
+    """Raise the lowest of `used` int64 [H] evenly until they sum to `total`; none is lowered.
+
+    fill([3, 9, 3], 18) == [5, 9, 4]: what heads with room to spare may grow to.
+    """
     line = used.sort().values
     above = line.flip(0).cumsum(0).flip(0) - line
     many = torch.arange(1, len(used) + 1, device=used.device)
@@ -79,8 +82,13 @@ def fill(used: Tensor, total: Tensor | int) -> Tensor:
     return torch.where(lifted > 0, torch.maximum(used, level) + extra, used)
 
 
-def spread(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tensor:
-    """A head that would keep too little gets rows from the richest ones; see `policy.spread`."""
+def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tensor:
+    """`counts` of free rows, but a head that would keep fewer than `least` rows is given some by
+    the richest heads, one row after the other. All int64 [H].
+
+    sure: rows that a head keeps in any case, those that never leave not counted; free: rows it
+    could choose from. Nobody gives what would leave it with fewer than `least`.
+    """
     heads = len(counts)
     rich = counts + sure
     # What heads could give, one row after the other, each from who is richest by then.
@@ -96,9 +104,19 @@ def spread(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tensor:
     return counts - given + torch.minimum(got, lack)
 
 
-def even_heads(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) -> Tensor:
-    """DeviceHeads: the same for all, as far as a head has rows."""
-    return share(total.expand(len(free)), len(free), free.sum(1), total)
+def ranked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
+    """float32 [H, N] in (0, 1]: the share of a head's free rows that a row is at least as good as.
+
+    It stands in for scores of which only the order means something. Ties: the younger is better.
+    """
+    young = pos.argsort(dim=1, stable=True)
+    order = young.gather(
+        1, scores.masked_fill(~free, -torch.inf).gather(1, young).argsort(dim=1, stable=True)
+    )
+    places = torch.arange(1, pos.shape[1] + 1, device=pos.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
+    rank = rank - (~free).sum(1, keepdim=True)  # rows that are not free come first
+    return (rank / free.sum(1, keepdim=True).clamp(min=1)).clamp(min=0.0)
 
 
 def exact(alpha: float) -> Fraction:
@@ -107,49 +125,7 @@ def exact(alpha: float) -> Fraction:
     return Fraction(str(alpha)).limit_denominator(_FINEST)
 
 
-def normalized(scores: Tensor, free: Tensor, each: Tensor, most: int) -> Tensor:
-    """`policies.adakv.normalized`; each int64 [] <= most."""
-    live = scores.masked_fill(~free, 0.0)
-    found = live.topk(min(most, live.shape[1])).values
-    mine = torch.arange(found.shape[1], device=found.device) < each
-    held = found.masked_fill(~mine, 0.0).sum(1, dtype=torch.float64)
-    weight = held / live.sum(1, dtype=torch.float64).clamp(min=1e-30)
-    return scores * weight.to(scores.dtype)[:, None]
-
-
-def floor_heads(alpha: float, window: int = 0) -> DeviceHeads:
-    """DeviceHeads as `policies.adakv.floor_heads`."""
-
-    def spread(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) -> Tensor:
-        each = total // len(free) + window
-        own = ((each.to(torch.float64) * alpha).to(torch.int64) - window).clamp(min=0)
-        sure = best(scores, pos, free, own.expand(len(free)), most // len(free))
-        have = sure.sum(1)
-        return have + wanted(scores, pos, free & ~sure, total - have.sum(), most)
-
-    return spread
-
-
-def adaptive_heads(alpha: float, rounding: str = "exact", normalize: bool = False) -> DeviceHeads:
-    """DeviceHeads as `policies.adakv.adaptive_heads`."""
-    a = exact(alpha)
-
-    def spread(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) -> Tensor:
-        heads, have = len(free), free.sum(1)
-        if normalize:
-            scores = normalized(scores, free, total // heads, most // heads)
-        need = wanted(scores, pos, free, total, most)
-        if rounding == "official":
-            floor = ((total // heads).to(torch.float64) * alpha).to(torch.int64)
-            blend = need.to(torch.float32) * (1 - alpha) + floor
-            return torch.minimum(blend.round().to(torch.int64), have)
-        wish = need * ((a.denominator - a.numerator) * heads) + total * a.numerator
-        return share(wish, a.denominator * heads, have, total)
-
-    return spread
-
-
-def _order(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
+def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
     """int64 [H, N]: larger for a better row, of equal scores the younger; least if not free."""
     bits = (scores.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)  # -0.0 becomes 0.0
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

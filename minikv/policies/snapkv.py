@@ -9,13 +9,41 @@ an even share of the budget includes the window; max pooling of 7, as in the pub
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, Scorer, ends, group
+from minikv.policies.base import Evidence, PromptView, Scorer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapKV(Scorer):
+    """Pooled mean attention of the window's queries; the window's own rows all stay."""
+
+    window: int
+    kernel: int
+    pooling: str
+    group: str
+    sinks: int
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(observe=self.window, asks=True, sinks=self.sinks, window=self.window)
+
+    def score(self, view: PromptView) -> Tensor:
+        assert view.mass is not None
+        scores = join_group(view.mass / view.observed, self.group)
+        free = view.live & (view.pos < view.position - self.window) & (view.pos >= self.sinks)
+        return pool(scores, view.pos, free, self.kernel, self.pooling)
+
+
+def join_group(mass: Tensor, how: str) -> Tensor:
+    """[H, G, N] -> [H, N]: join the query heads of each KV head by mean, sum or max."""
+    if how == "max":
+        return mass.amax(1)
+    return mass.sum(1) if how == "sum" else mass.mean(1)
 
 
 def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
@@ -35,27 +63,3 @@ def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Te
     else:
         line = F.avg_pool1d(line.masked_fill(~real, 0.0), kernel, 1, kernel // 2)
     return torch.empty_like(scores).scatter_(1, order, line).masked_fill(~free, -torch.inf)
-
-
-def window_scorer(window: int, kernel: int, pooling: str, how: str, sinks: int = 0) -> Scorer:
-    """Scorer: pooled mean attention of the window's queries, rows that stay anyway left out."""
-
-    def score(view: PromptView) -> Tensor:
-        assert view.mass is not None
-        scores = group(view.mass / view.observed, how)
-        free = view.live & (view.pos < view.position - window) & (view.pos >= sinks)
-        return pool(scores, view.pos, free, kernel, pooling)
-
-    return score
-
-
-def scorer(options: Mapping[str, object]) -> Evidence:
-    """What the window's rows attend to; they all stay."""
-    window, kernel, sinks = options["window"], options["kernel"], options["sinks"]
-    assert isinstance(window, int)
-    assert isinstance(kernel, int)
-    assert isinstance(sinks, int)
-    score = window_scorer(window, kernel, str(options["pooling"]), str(options["group"]), sinks)
-    return Evidence(
-        score, ends(sinks, window), observe=window, asks=True, sinks=sinks, window=window
-    )

@@ -11,22 +11,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, StepPolicy, StepView, unprotected
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, unprotected
 
 
-def scorer(options: Mapping[str, object]) -> Evidence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamingScorer(Scorer):
     """Sinks by position, then recency."""
-    sinks = options["sinks"]
-    assert isinstance(sinks, int)
 
-    def scope(view: PromptView) -> Tensor:
-        return view.live & (view.pos < sinks)
+    sinks: int
 
-    return Evidence(_recency, scope, sinks=sinks, weighs=False)
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(sinks=self.sinks, adds_up=False)
 
-
-def _recency(view: PromptView) -> Tensor:
-    return view.pos.float()
+    def score(self, view: PromptView) -> Tensor:
+        return view.pos.float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

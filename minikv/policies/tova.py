@@ -17,10 +17,10 @@ from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
     Evidence,
     PromptView,
+    Scorer,
     StepEnd,
     StepPolicy,
     StepView,
-    last_rows,
     unprotected,
 )
 
@@ -55,18 +55,21 @@ def heads_mean(values: Tensor, pos: Tensor, end: int) -> Tensor:
     return (sums[place] / counts[place]).to(values.dtype)
 
 
-def scorer(options: Mapping[str, object]) -> Evidence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TovaScorer(Scorer):
     """What the last query of the prompt gives each row."""
-    alone, newest = bool(options["per_head"]), int(bool(options["protect_newest"]))
 
-    def score(view: PromptView) -> Tensor:
+    per_head: bool
+    protect_newest: bool
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(observe=1, asks=True, window=int(self.protect_newest))
+
+    def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
         mean = view.mass.mean(1)
-        if alone:
-            return mean
-        return heads_mean(mean, view.pos, view.position)
-
-    return Evidence(score, last_rows(newest), observe=1, asks=True, window=newest)
+        return mean if self.per_head else heads_mean(mean, view.pos, view.position)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

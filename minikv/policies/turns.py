@@ -5,24 +5,24 @@ What was asked and how a document begins lies there, and no scorer knows which q
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minikv.policies.base import Prefer
+from minikv.policies.base import Preference
 
 
-def prefer(options: Mapping[str, object]) -> Prefer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns(Preference):
     """The `edge` rows at either end of each prompt leave after all others."""
-    edge = options["edge"]
-    assert isinstance(edge, int)
 
-    def near(pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
+    edge: int
+
+    def prefers(self, pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
         found = torch.zeros_like(pos, dtype=torch.bool)
         for begin, end in turns:
             inside = (pos >= begin) & (pos < end)
-            found |= inside & ((pos < begin + edge) | (pos >= end - edge))
+            found |= inside & ((pos < begin + self.edge) | (pos >= end - self.edge))
         return found
-
-    return near

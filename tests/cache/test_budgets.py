@@ -15,7 +15,13 @@ from minikv.engine.decode_loop import Capture, Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
-from minikv.policies.base import oldest_of_lowest, smallest_budget
+from minikv.policies.base import (
+    Candidates,
+    PromptPolicy,
+    PromptView,
+    oldest_of_lowest,
+    smallest_budget,
+)
 
 PROMPTS = [name for name in policies.prompt_names() if name != "full"]
 COMPOSED = [*PROMPTS, "h2o+ada+pyramid", "kvcrush(adakv)", "snapkv+critical+turns", "l2+nacl+ada"]
@@ -41,11 +47,21 @@ def test_layers_sum_to_the_budget(name: str, layers: int) -> None:
     smallest = smallest_budget(policy, None)
     for budget in range(smallest, 4097):
         for most in (budget, budget + 1, 2 * budget, 5000, 1 << 20):
-            rows = policy.layers(layers, budget, most, smallest)
+            rows = policy.layer_rows(layers, budget, most, smallest)
             assert len(rows) == layers
             assert sum(rows) == layers * budget
             assert min(rows) >= smallest
             assert max(rows) <= max(most, budget)
+
+
+def shared(
+    policy: PromptPolicy, scores: Tensor, pos: Tensor, free: Tensor, total: int
+) -> list[int]:
+    """Rows per head; all [H, N]."""
+    view = PromptView(0, pos.shape[1], pos, 0, None, None, lambda: pos, lambda: pos)
+    rows = Candidates(view, policy.scorer, scores, free)
+    counts: list[int] = policy.heads.share(rows, torch.tensor(total), total).tolist()
+    return counts
 
 
 @pytest.mark.parametrize("name", COMPOSED)
@@ -63,7 +79,7 @@ def test_heads_sum_to_the_layers_total(name: str, data: st.DataObject) -> None:
     free = torch.rand(heads, rows, generator=generator) < data.draw(st.floats(0.05, 1.0))
     total = data.draw(st.integers(0, heads * rows))
     pos = torch.arange(rows).expand(heads, rows)
-    counts = policy.heads(scores, pos, free, total)
+    counts = shared(policy, scores, pos, free, total)
     assert sum(counts) == min(total, int(free.sum()))
     assert all(0 <= n <= m for n, m in zip(counts, free.sum(1).tolist(), strict=True))
 
@@ -333,7 +349,7 @@ def test_the_loss_is_within_ada_kvs_bound(alpha: float) -> None:
         w = torch.randn(heads, size, hidden, generator=generator)
         scores = (q[:, None] @ k.transpose(1, 2)).squeeze(1).mul(size**-0.5).softmax(-1)
         free = torch.ones(heads, rows, dtype=torch.bool)
-        counts = policy.heads(scores, torch.arange(rows).expand(heads, rows), free, total)
+        counts = shared(policy, scores, torch.arange(rows).expand(heads, rows), free, total)
         assert sum(counts) == total
         keep, most = bound(scores, counts, v, w)
         if min(counts):  # a head without a row has no output to compare

@@ -1,9 +1,13 @@
-"""Steps whose every decision is made on the device: the slots and victims of the host, and no value
-asked for on the way."""
+"""The decode step: one at a time and launched ahead it fills the same slots and evicts the same
+rows; nothing is asked of the device on the way; what is dropped leaves no trace.
+
+That a policy's kernels compute what its torch form says is tested in tests/kernels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,12 +16,13 @@ from stepping import STEPS, engine, pair
 from tape import NoWaiting, Tape
 from torch import Tensor
 
-from minikv import kernels, policies
+from minikv import kernels
 from minikv.cache import decode_step
+from minikv.cache.arena import Arena
 from minikv.cache.decode_step import DecodeStep
-from minikv.cache.step_kernels import fused
 from minikv.engine.decode_loop import Eager
-from minikv.policies.base import StepPolicy, StepView
+from minikv.kernels.dispatch import Kernels
+from minikv.policies.base import PromptView, StepEnd, StepPolicy, StepView, unprotected
 from minikv.policies.tova import Tova
 
 LAYERS, HEADS, GROUP, SIZE, WIDE = 2, 3, 2, 8, 24
@@ -27,7 +32,7 @@ NEWEST = 60
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads here have a few dozen rows: views need not be padded to 256."""
-    monkeypatch.setattr(decode_step, "_WIDE", 16)
+    monkeypatch.setattr(decode_step, "_MULTIPLE", 16)
 
 
 # -- the twins ------------------------------------------------------------------------------------
@@ -79,24 +84,6 @@ class Heads:
                 for i in range(LAYERS)
             ]
         )
-
-    def view(self, columns: Mapping[str, Tensor], pinned: int) -> tuple[StepView, Tensor, Tensor]:
-        """What the scheduler would show of the heads that are over, their rows, and which."""
-        over = (self.length > self.cap).nonzero()
-        at = over[:, 0], over[:, 1]
-        reach, count = torch.arange(WIDE), self.length[at][:, None]
-        index = self.start[at][:, None] + torch.minimum(reach, count - 1)
-        pos = self.pos[index].long()
-        pos = pos.masked_fill((reach >= count) | (pos < pinned), -1)
-        view = StepView(
-            NEWEST + 1,
-            pos,
-            self.cap[at],
-            *at,
-            {n: c[index] for n, c in columns.items()},
-            self.mean[index],
-        )
-        return view, index, over
 
 
 def test_attention_over_ragged_segments_is_that_over_each_head_alone() -> None:
@@ -161,161 +148,6 @@ def test_attention_and_appending_take_codes() -> None:
     torch.testing.assert_close(got, want, rtol=0.05, atol=0.03)
 
 
-FINISH: dict[str, Callable[..., None]] = {
-    "h2o": lambda a, p, c, cap: kernels.h2o_step(
-        *a, c["sum"], (cap.double() * p.share).long().clamp(min=1)
-    ),
-    "tova": lambda a, p, c, cap: kernels.tova_step(*a, layerwise=not p.per_head),
-    "roco": lambda a, p, c, cap: kernels.roco_step(
-        *a, c["sum"], c["squares"], c["count"], cap - (cap.double() * p.scope).long()
-    ),
-    "scissorhands": lambda a, p, c, cap: kernels.scissorhands_step(
-        *a,
-        [x for n, x in c.items() if n != "queries"],
-        c["queries"],
-        p.queries,
-        torch.full((LAYERS,), 1 << 40),
-    ),
-}
-
-
-def _columns(policy: StepPolicy, rows: int) -> dict[str, Tensor]:
-    """Statistics as a long answer might have left them."""
-    made: dict[str, Tensor] = {}
-    for name, dtype in policy.columns.items():
-        if name.startswith("below"):
-            bits = min(32, policy.queries - 32 * int(name[5:]))  # type: ignore[attr-defined]
-            made[name] = torch.randint(1 << bits, (rows,), dtype=dtype)
-        else:
-            made[name] = torch.rand(rows) * (30 if name in ("count", "queries") else 3)
-    return made
-
-
-@pytest.mark.parametrize("pinned", [0, 7])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("h2o", {}),
-        ("h2o", {"recent_share": 0.9}),
-        ("tova", {}),
-        ("tova", {"per_head": True}),
-        ("roco", {}),
-        ("roco", {"scope": 0.9}),
-        ("scissorhands", {}),
-        ("scissorhands", {"history": 40}),
-        ("scissorhands", {"history": 64}),
-    ],
-)
-def test_the_end_of_a_step_is_what_the_policy_says(
-    name: str, options: dict[str, object], pinned: int
-) -> None:
-    heads = Heads()
-    heads.attend()
-    policy = policies.step_policy(name, options)
-    assert policy is not None
-    theirs = _columns(policy, heads.rows)
-    mine = {n: c.clone() for n, c in theirs.items()}
-    for i, s in enumerate(heads.segments()):
-        logits = heads.logits[divmod(i, HEADS)][:, : s.stop - s.start]
-        heads.mean[s] = (logits - heads.lse[divmod(i, HEADS)][:, None]).exp().mean(0)
-
-    rows = kernels.Rows(
-        heads.start,
-        heads.length,
-        heads.cap,
-        heads.pos,
-        torch.tensor(NEWEST),
-        policy.sinks,
-        policy.recent,
-        pinned,
-    )
-    hole = torch.full_like(heads.cap, -7)
-    before = {n: c.clone() for n, c in mine.items()}
-    args = (heads.logits, heads.lse, rows)
-    FINISH[name]((*args, torch.tensor(False), hole), policy, mine, heads.cap)
-    assert (hole == -7).all()
-    assert all(torch.equal(mine[n], before[n]) for n in mine)
-    FINISH[name]((*args, torch.tensor(True), hole), policy, mine, heads.cap)
-
-    policy.step(theirs, heads.mean, lambda: _lengths(heads))
-    view, index, over = heads.view(theirs, pinned)
-    want = torch.full_like(hole, -1)
-    want[over[:, 0], over[:, 1]] = index.gather(1, policy.victims(view)[:, None])[:, 0]
-    assert torch.equal(hole, want)
-    for n, column in mine.items():
-        torch.testing.assert_close(column[heads.used], theirs[n][heads.used])
-
-
-def _lengths(heads: Heads) -> Tensor:
-    seen = torch.zeros(heads.rows)
-    for s in heads.segments():
-        seen[s] = s.stop - s.start
-    return seen
-
-
-@pytest.mark.parametrize("bits", [8, 16, 64])
-@pytest.mark.parametrize("with_key", [False, True])
-def test_hashing_evicts_what_the_policy_evicts(bits: int, with_key: bool) -> None:
-    heads, layer = Heads(), 1
-    policy = policies.step_policy(
-        "hashevict", {"bits": bits, "hash_with": "key" if with_key else "query"}
-    )
-    assert policy is not None
-    code = policy.admit(layer, heads.k.nan_to_num())["code"]
-    q, key, value = heads.q[layer], *torch.randn(2, HEADS, SIZE)
-    # Head 0 grows, head 1 is full, head 2 has a hole.
-    start, length = heads.start[layer], heads.length[layer]
-    cap = length + torch.tensor([50, 0, 0])
-    hole = torch.tensor([-1, -1, int(start[2]) + 2])
-    rows = start[1] + torch.arange(int(length[1]))
-    one = torch.tensor([1])
-    view = StepView(
-        NEWEST + 1,
-        heads.pos[rows].long()[None],
-        cap[1:2],
-        one * layer,
-        one,
-        {"code": code[rows][None]},
-        None,
-        q[1:2],
-        key[1:2, None],
-    )
-    victim = int(rows[policy.victims(view)[0]])
-    k, v, pos = heads.k.clone(), heads.v.clone(), heads.pos.clone()
-    spare = tuple(torch.zeros((HEADS, *c.shape[1:]), dtype=c.dtype) for c in (k, v, pos, code))
-    kernels.hash_append(
-        key[:, None] if with_key else q,
-        key,
-        value,
-        policy.matrix(layer, key),  # type: ignore[attr-defined]
-        start,
-        length,
-        cap,
-        hole,
-        torch.tensor(NEWEST + 1),
-        k,
-        v,
-        pos,
-        code.clone(),
-        spare,
-        width=WIDE,
-        sinks=policy.sinks,
-        recent=policy.recent,
-        pinned=0,
-    )
-    assert hole.tolist() == [-1, victim, int(start[2]) + 2]
-    for saved, column in zip(spare, (heads.k, heads.v, heads.pos, code), strict=True):
-        assert torch.equal(saved[1], column[victim])
-        assert not saved[[0, 2]].any()
-    slots = torch.tensor([int(start[0] + length[0]), victim, int(start[2]) + 2])
-    assert torch.equal(k[slots], key)
-    assert torch.equal(v[slots], value)
-    assert (pos[slots] == NEWEST + 1).all()
-    others = torch.ones(heads.rows, dtype=torch.bool)
-    others[slots] = False
-    assert torch.equal(pos[others], heads.pos[others])
-
-
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("go", [False, True])
 def test_the_next_newcomers_go_to_holes_or_behind_the_last_row(before: bool, go: bool) -> None:
@@ -341,7 +173,7 @@ def test_the_next_newcomers_go_to_holes_or_behind_the_last_row(before: bool, go:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_slots_and_victims_are_those_of_the_host(step: str) -> None:
+def test_slots_and_victims_are_those_of_single_steps(step: str) -> None:
     """Heads that grow, heads that are full, uneven caps, holes that a prompt leaves, replays."""
     tape = Tape()
     run = pair(tape, "adakv", step, 44)
@@ -394,13 +226,17 @@ def test_tova_per_head_and_an_answer_that_outgrows_its_segments() -> None:
     grown.agree()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Own(Tova):
     """A policy without a kernel that compares the heads which give up a row."""
 
+    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
+        return False
+
 
 def test_a_policy_without_a_kernel_sees_the_heads_that_give_up_a_row() -> None:
-    run = pair(Eager(), "full", "tova", 44)
-    own = Own(per_head=False, sinks=4, recent=1)
+    run = pair(Tape(), "full", "tova", 44)
+    own = Own(per_head=False, sinks=4, protect_newest=True)
     for made in (run.here, run.there):
         made.kv.configure(made.kv.prompt_policy, own, made.kv.budget)
     run.prompt(ids(36))
@@ -408,30 +244,121 @@ def test_a_policy_without_a_kernel_sees_the_heads_that_give_up_a_row() -> None:
         made.kv.arena.cap[:, 1] = 37  # full while the others of its layer grow
     run.write(10)
     run.agree()
-    assert fused(own) is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redundant(StepPolicy):
+    """Evicts `block` rows at once: those whose keys are most like the head's other keys. What a
+    method such as R-KV needs: old keys, and several rows of a head at a time."""
+
+    block: int = 4
+    sinks: int = 2
+    name: str = "redundant"
+
+    @property
+    def columns(self) -> dict[str, torch.dtype]:
+        return {"seen": torch.float32}
+
+    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(old)
+
+    def update(
+        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+    ) -> None:
+        columns["seen"].add_(1.0)
+
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        assert view.keys is not None
+        keys = view.keys().float()
+        keys = (keys / keys.norm(dim=-1, keepdim=True)).masked_fill(view.pos[..., None] < 0, 0.0)
+        return -(keys @ keys.sum(1)[..., None])[..., 0], unprotected(view, self)
+
+
+@pytest.mark.parametrize("kv", [None, torch.int8])
+def test_several_rows_of_a_head_leave_at_once(kv: torch.dtype | None) -> None:
+    """Heads grow to cap + block - 1 rows, then are at their cap; the rows that stay are those of
+    the highest score, in every column, and steps launched ahead agree."""
+    budget, policy = 24, Redundant()
+    run = pair(Tape(), "full", "tova", budget, kv=kv)
+    for made in (run.here, run.there):
+        made.kv.configure(None, policy, made.kv.budget)
+    run.prompt(ids(22))
+    lengths = []
+    for _ in range(14):
+        before = set(run.here.kv.kept(1, 0).tolist())
+        run.write(1)
+        run.agree()
+        after = set(run.here.kv.kept(1, 0).tolist())
+        lengths.append(len(after))
+        gone = before - after
+        assert len(gone) in (0, 4)
+        assert not gone & {0, 1}  # sinks
+        assert run.here.kv.position - 1 in after
+    assert lengths == [23, 24, 25, 26, 27, 24, 25, 26, 27, 24, 25, 26, 27, 24]
+    arena = run.here.kv.arena
+    for layer in range(len(arena.start)):
+        for head in range(arena.heads):
+            at = arena.segment("pos", layer, head)
+            seen = arena.segment("seen", layer, head)
+            # A row counts the steps since it came, so the columns moved with their rows.
+            want = (run.here.kv.position - at).clamp(max=14).to(torch.float32)
+            assert torch.equal(seen, want)
+
+
+def test_heads_over_their_cap_are_trimmed_when_steps_begin() -> None:
+    """A policy with a smaller budget came while an answer had grown without one."""
+    made = engine(network(layers=2), None, "full", "roco", 40)
+    made.prompt(ids(30))
+    made.kv.arena.cap -= 18  # 22 rows, of which 4 first ones and 8 pinned ones are not to go
+    made.kv._pinned = 8
+    made.step(7)
+    held = made.kv.arena.held
+    assert bool((held <= made.kv.arena.cap + 1).all())
+    for head in range(made.kv.shape.kv_heads):
+        kept = made.kv.kept(0, head).tolist()
+        assert len(kept) == 22
+        assert kept[:8] == list(range(8))
+        assert set(kept[8:]) <= set(range(16, 31))  # the 14 newest, then a step with its victim
+
+
+SERVED = [
+    ("snapkv+turns", "hashevict", None),
+    ("snapkv+turns", "tova", None),
+    ("adakv", "hashevict", torch.int8),
+    ("snapkv+turns", "roco", torch.int8),
+]
+
+
+@pytest.mark.parametrize(("prompt", "step", "kv"), SERVED)
+def test_every_pair_of_options_is_served_by_the_one_path(
+    prompt: str, step: str, kv: torch.dtype | None
+) -> None:
+    run = pair(Tape(), prompt, step, 48, net=network(layers=2), kv=kv)
+    run.prompt(ids(70))
+    run.write(6)
+    run.agree()
+    assert run.there.notices == []
 
 
 @pytest.mark.parametrize("step", ["none", *STEPS])
-def test_a_step_asks_the_device_for_nothing(step: str) -> None:
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_step_asks_the_device_for_nothing(step: str, marked: bool) -> None:
     net = network(layers=2, windows=(None, 16))
     made = engine(net, None, "full", step, None if step == "none" else 24)
     made.prompt(ids(22))
     kv = made.kv
-    state = DecodeStep(kv.shape, kv.device)
-    assert state.takes(kv.arena, kv.step_policy, None)
-    later = torch.zeros(kv.arena.rows, dtype=torch.bool)
-    for marks in (None, later):  # with marks no policy has a kernel of its own
-        if marks is not None and not state.takes(kv.arena, kv.step_policy, marks):
-            continue
-        state.load(kv.arena, kv.step_policy, kv.position, 0, marks)
-        with NoWaiting(), torch.inference_mode():
-            for _ in range(4):
-                state.start()
-                logits = made.network.forward(torch.tensor([5]), state)
-                state.finish(torch.isfinite(logits).all())
-            state.commit()
-            state.drop()
-        assert int(state.position) == kv.position + 4
+    # With marks no policy has a kernel of its own.
+    marks = torch.zeros(kv.arena.rows, dtype=torch.bool) if marked else None
+    decode = DecodeStep(kv.shape, kv.device)
+    arena = kv.arena if step != "none" else kv.arena.grown(kv.arena.capacity + 8)
+    decode.open(arena, kv.step_policy, kv.position, leaves_last=marks, speculative=True)
+    with NoWaiting(), torch.inference_mode():
+        for _ in range(4):
+            logits = made.network.forward(torch.tensor([5]), decode)
+            decode.accepted.copy_(torch.isfinite(logits).all())
+            decode.end_if_accepted()
+        decode.drop()
+    assert int(decode.position) == kv.position + 4
 
 
 @pytest.mark.parametrize("step", ["none", *STEPS])
@@ -439,45 +366,21 @@ def test_a_step_that_is_dropped_leaves_no_trace(step: str) -> None:
     made = engine(network(layers=2), None, "full", step, None if step == "none" else 24)
     made.prompt(ids(30 if step == "none" else 40))
     kv = made.kv
-    state = DecodeStep(kv.shape, kv.device)
-    state.load(kv.arena, kv.step_policy, kv.position, 0, None)
-    held = _held(made.kv.arena)
-    state.start()
-    made.network.forward(torch.tensor([5]), state)
-    state.finish(torch.tensor(True))
-    state.drop()
-    state.commit()
-    state.unload(kv.arena)
-    assert int(state.position) == kv.position
+    held = _held(kv.arena)
+    decode = kv.open_steps()
+    made.network.forward(torch.tensor([5]), decode)
+    decode.drop()
+    assert int(decode.position) == kv.position
     after = _held(kv.arena)
     assert held.keys() == after.keys()
     for name, rows in held.items():
         assert torch.equal(rows, after[name]), name
 
 
-def _held(arena: object) -> dict[str, Tensor]:
+def _held(arena: Arena) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for layer in range(len(arena.start)):  # type: ignore[attr-defined]
-        index, live = arena.index(layer)  # type: ignore[attr-defined]
-        for name, column in arena.columns.items():  # type: ignore[attr-defined]
+    for layer in range(len(arena.start)):
+        index, live = arena.index(layer)
+        for name, column in arena.columns.items():
             found[f"{name} {layer}"] = column[index[live]].clone()
     return found
-
-
-def test_what_the_kernels_do_not_know_stays_with_the_host() -> None:
-    net = network(layers=2)
-    for prompt, step, kv in (
-        ("snapkv+turns", "hashevict", None),
-        ("snapkv+turns", "tova", None),
-        ("adakv", "hashevict", torch.int8),
-    ):
-        run = pair(Eager(), prompt, step, 48, net=net, kv=kv)
-        run.prompt(ids(70))
-        assert not run.there._writer.takes()  # type: ignore[union-attr]
-        run.write(2)
-        run.agree()
-    over = engine(net, None, "full", "roco", 40).kv
-    over.begin(30)
-    net.forward(torch.tensor(ids(30)), over)
-    over.arena.cap -= 20  # as if a policy with a smaller budget had come since
-    assert not DecodeStep.takes(over.arena, over.step_policy, None)

@@ -138,7 +138,7 @@ def test_no_memory_for_the_old_cache_changes_nothing(monkeypatch: pytest.MonkeyP
     for each in (run, twin):
         each.prompt(ids(30, seed=1))
 
-    def refuse(self: Any, like: Tensor, rows: int) -> Tensor:
+    def refuse(self: Any, *like: Any) -> Tensor:
         raise MemoryError
 
     with monkeypatch.context() as patch:

@@ -29,7 +29,7 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_step, "_WIDE", 16)
+    monkeypatch.setattr(decode_step, "_MULTIPLE", 16)
 
 
 class Faulty:
@@ -62,7 +62,8 @@ def faulty(step: str = "hashevict", prompt: int = 30) -> tuple[Pair, Faulty]:
     run = pair(Eager(), "full", step, 24)
     net = Faulty(run.there.network)  # type: ignore[arg-type]
     run.there.network = net
-    run.there._writer._network = net  # type: ignore[union-attr]
+    assert run.there._loop is not None
+    run.there._loop._network = net
     run.prompt(ids(prompt))
     return run, net
 
@@ -141,7 +142,7 @@ def test_a_capture_that_fails_leaves_torch_able_to_go_on(
 def test_one_recording_serves_turns_and_another_sampling_takes_a_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decode_step, "_WIDE", 64)  # the caps change from turn to turn
+    monkeypatch.setattr(decode_step, "_MULTIPLE", 64)  # the caps change from turn to turn
     tape = Tape()
     run = pair(tape, "adakv", "roco", 44)
     for turn in range(3):
@@ -176,7 +177,7 @@ def test_a_stop_leaves_the_cache_as_if_nothing_had_been_begun(step: str) -> None
     run.prompt(ids(40))
     for turn in range(2):
         run.write(3 + turn)
-        assert run.there._writer._early is not None  # type: ignore[union-attr]
+        assert run.there._loop._early is not None  # type: ignore[union-attr]
         run.agree()
         run.prompt(ids(4, turn))  # it would differ if a row were missing
     run.write(3)
@@ -189,7 +190,7 @@ def test_the_last_step_counts_without_one_after_it() -> None:
     run = pair(Eager(), "full", "roco", 24)
     run.prompt(ids(30))
     run.write(4, ahead=False)
-    assert run.there._writer._early is None  # type: ignore[union-attr]
+    assert run.there._loop._early is None  # type: ignore[union-attr]
     run.agree()
     run.write(1, ahead=False)
     run.write(2)
@@ -208,7 +209,7 @@ def test_nothing_is_launched_beyond_the_context() -> None:
     run = pair(Eager(), "full", "roco", 24, net=network(layers=2, max_context=40))
     run.prompt(ids(36))
     run.write(4)
-    assert run.there._writer._early is None  # type: ignore[union-attr]
+    assert run.there._loop._early is None  # type: ignore[union-attr]
     run.agree()
     assert run.there.kv.position == 40
     with pytest.raises(ContextError):
@@ -306,55 +307,55 @@ def test_a_capture_that_fails_leaves_it_to_the_host() -> None:
     run.agree()
 
 
-@pytest.mark.parametrize("capture", [Eager, Tape])
-def test_what_the_steps_work_with_is_counted(capture: type[Eager]) -> None:
-    """As long as there is any: a recording needs it between turns, too."""
-    run = pair(capture(), "full", "roco", 24)
+def test_what_the_steps_work_with_is_counted() -> None:
+    """As long as there is any: a recording needs it between turns, too; single steps do not."""
+    run = pair(Eager(), "full", "roco", 24)
     run.prompt(ids(30))
     before = run.there.kv.stats().allocated_bytes
     run.write(2)
-    writer = run.there._writer
-    assert writer is not None
+    decode = run.there.kv.decode
     scratch = 2 * 6 * 32 * 4 + 2 * 6 * 4  # logits [L, H * G, C] and log-sum-exps, float32
-    assert writer._state.nbytes == scratch
-    kept = scratch if capture is Tape else 0
-    assert run.there.kv.stats().allocated_bytes == before + kept
-    assert writer._state.nbytes == kept
+    assert decode.nbytes == scratch
+    assert run.there.kv.stats().allocated_bytes == before + scratch
+    assert decode.nbytes == scratch
 
 
-def test_on_a_cpu_nothing_is_early() -> None:
-    """With C kernels a step decides by itself, too; with the torch twins it is the host's."""
+def test_on_a_cpu_steps_are_single() -> None:
+    """With any kernels; and what steps work with is freed when the cache is looked at."""
     net = network(layers=2)
-    c = KVCache(shape(net), None, None, None, kernels="torch")
-    assert Engine(net, c)._writer is None
-    there = engine(net, None)
-    if there.kv.ops.name != "native":
-        pytest.skip("no C compiler")
-    made = Engine(net, there.kv)
+    for kernels in ("torch", "auto"):
+        cache = KVCache(shape(net), None, None, None, kernels=kernels)
+        assert not Engine(net, cache).captured
+        assert Engine(net, cache)._loop is None
+    made = engine(net, None, "full", "roco", 24)
     made.prompt(ids(20))
+    before = made.kv.stats().allocated_bytes
     token = made.next(5, VOCAB, GREEDY, 0)
-    assert made._writer is not None
-    assert made._writer._early is None
+    assert made.kv.decode.nbytes > 0
+    assert made.kv.stats().allocated_bytes == before
     assert made.kv.position == 21
     made.next(token, VOCAB, GREEDY, 0)
-    made.network = made._writer._network = Failing()  # type: ignore[assignment]
+    made.network = Failing()  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="no memory"):
         made.next(1, VOCAB, GREEDY, 0)
     assert made.kv.position == 22
-    assert made.notices == []
 
 
 @pytest.mark.parametrize("failure", [MemoryError(), KeyboardInterrupt()])
-def test_what_fails_while_a_step_becomes_final_is_done_later(
+def test_a_step_that_fails_while_it_ends_counts_once_or_not_at_all(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every row of a token that was fed is there, and no step counts twice."""
+    """An error undoes the step; an interrupt after the victims were chosen lets it count, and the
+    rest is done later. No step's statistics are added twice."""
     run = pair(Eager(), "full", "h2o", 24)
     run.prompt(ids(12))
     run.write(6, ahead=False)
-    state = run.there._writer._state  # type: ignore[union-attr]
-    name = "h2o_step" if isinstance(failure, MemoryError) else "advance"
-    honest, left = getattr(state._ops, name), [2]
+    there, ops = run.there.kv, run.there.kv.ops
+    assert run.there._loop is not None
+    run.there._loop.stop()
+    run.there._loop = None  # single steps
+    name = "h2o_step" if isinstance(failure, MemoryError) and ops.h2o_step else "advance"
+    honest, left = getattr(ops, name), [1]
 
     def fail(*given: object, **more: object) -> None:
         if left[0]:
@@ -362,14 +363,17 @@ def test_what_fails_while_a_step_becomes_final_is_done_later(
             raise failure
         honest(*given, **more)
 
-    monkeypatch.setattr(state._ops, name, fail, raising=False)
     how = (run.token, VOCAB, GREEDY, run.seed)
-    run.there._waits = True
-    with pytest.raises((MemoryError, KeyboardInterrupt)):
-        run.there.next(*how, ahead=False)
-    assert run.there.kv.position == run.here.kv.position
+    there.open_steps()
+    monkeypatch.setattr(ops, name, fail, raising=False)
+    with pytest.raises(type(failure)):
+        run.there.next(*how)
+    counted = isinstance(failure, KeyboardInterrupt)
+    assert there.position == run.here.kv.position + counted
+    if counted:
+        run.token = run.here.next(*how)
     run.agree()
-    run.write(5, ahead=False)
+    run.write(5)
     run.agree()
 
 
@@ -420,7 +424,7 @@ def test_a_captured_step_writes_what_the_host_writes(step: str, kernels: str) ->
         run.agree()
         run.write(4, forced=turn)
         run.agree()
-    writer = two._writer
+    writer = two._loop
     assert writer is not None
     assert isinstance(writer._capture, CudaGraphs)
     assert writer._replay is not None

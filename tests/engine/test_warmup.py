@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import small
+import step_oracle
 import torch
 
 from minikv.cache import prefill
@@ -20,6 +21,12 @@ from minikv.kernels.torch import reference
 
 class Recorder(Kernels):
     """Notes what is called, and what keywords it was given."""
+
+    h2o_step = staticmethod(step_oracle.h2o_step)
+    tova_step = staticmethod(step_oracle.tova_step)
+    roco_step = staticmethod(step_oracle.roco_step)
+    scissorhands_step = staticmethod(step_oracle.scissorhands_step)
+    hash_append = staticmethod(step_oracle.hash_append)
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, frozenset[str]]] = []
@@ -57,7 +64,8 @@ def test_what_a_policy_launches(
     monkeypatch.setattr(warming, "_tiles", lambda kv: None)
     net = small.network()
     kv = small.scheduler(net, "full", step, 64 if step != "none" else None)
-    recorder = kv.ops = Recorder()
+    recorder = Recorder()
+    kv.use(recorder)
     warm(kv, net)
     assert kv.notice is None
     names = {name for name, _ in recorder.calls}
@@ -84,13 +92,14 @@ def test_what_prompts_launch(
     monkeypatch.setattr(warming, "_tiles", lambda kv: None)  # it must be the conversation's
     net = small.network()
     kv = small.scheduler(net, prompt, step, 512)
-    recorder = kv.ops = Recorder()
+    recorder = Recorder()
+    kv.use(recorder)
     warm(kv, net)
     assert kv.notice is None
     names = {name for name, _ in recorder.calls}
     assert names >= expected | {"gather_rows", "gather_column", "ragged_attention"}
     assert kv.ops is recorder
-    assert (kv.position, kv.arena.rows, kv.beside) == (0, 0, 0)
+    assert (kv.position, kv.arena.rows, kv.decode.nbytes) == (0, 0, 0)
 
 
 def test_the_tiles_of_few_queries_are_among_them() -> None:
@@ -176,7 +185,8 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
 def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:
     net = small.network(max_context=100)
     kv = small.scheduler(net, "snapkv", "none", 64)
-    recorder = kv.ops = Recorder()
+    recorder = Recorder()
+    kv.use(recorder)
     warm(kv, net)
     assert kv.notice is None
     assert "observe" not in {name for name, _ in recorder.calls}
@@ -185,7 +195,8 @@ def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:
 def test_layers_with_and_without_a_window_and_rows_in_int8() -> None:
     net = small.network(windows=(None, 3, None))
     kv = small.over(net, None, None, None, kv=torch.int8)
-    recorder = kv.ops = Recorder()
+    recorder = Recorder()
+    kv.use(recorder)
     warm(kv, net)
     given = [keys for name, keys in recorder.calls if name == "ragged_attention"]
     assert all("k_scale" in keys for keys in given)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.errors import UsageError
-from minikv.policies.adakv import adaptive_heads, wanted
-from minikv.policies.base import StepView, best, even_heads, fill, share
+from minikv.policies import selection
+from minikv.policies.base import Candidates, HeadAllocator, PromptView, StepView
 from minikv.policies.snapkv import pool
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(0, 400))
 @settings(max_examples=300, deadline=None)
 def test_fill_raises_the_lowest(used: list[int], total: int) -> None:
-    caps = fill(used, total)
+    caps = selection.fill(torch.tensor(used), total).tolist()
     assert sum(caps) == max(total, sum(used))
     raised = [c for c, u in zip(caps, used, strict=True) if c > u]
     assert all(c >= u for c, u in zip(caps, used, strict=True))
@@ -37,7 +37,8 @@ def test_share_is_exact(pairs: list[tuple[int, int]]) -> None:
     wish[0] += total - sum(wish)
     if wish[0] < 0:
         return
-    counts = share(wish, most, total)
+    thirds = torch.tensor([int(3 * w) for w in wish])
+    counts = selection.share(thirds, 3, torch.tensor(most), torch.tensor(total)).tolist()
     assert sum(counts) == min(total, sum(most))
     assert all(0 <= c <= m for c, m in zip(counts, most, strict=True))
     if all(w <= m for w, m in zip(wish, most, strict=True)):
@@ -52,11 +53,33 @@ def test_best_keeps_the_higher_then_the_younger(data: st.DataObject) -> None:
     pos = torch.tensor(data.draw(st.permutations(range(n))))
     free = torch.tensor([data.draw(st.booleans()) for _ in range(n)])
     count = data.draw(st.integers(0, n))
-    chosen = best(scores, pos, free, count)
+    chosen = selection.best(scores[None], pos[None], free[None], torch.tensor([count]), count)[0]
     order = sorted(
         (i for i in range(n) if free[i]), key=lambda i: (-float(scores[i]), -int(pos[i]))
     )
     assert set(chosen.nonzero().flatten().tolist()) == set(order[:count])
+
+
+def wanted(scores: torch.Tensor, pos: torch.Tensor, free: torch.Tensor, total: int) -> list[int]:
+    counts: list[int] = selection.wanted(scores, pos, free, torch.tensor(total), total).tolist()
+    return counts
+
+
+def shared(
+    heads: HeadAllocator, scores: torch.Tensor, pos: torch.Tensor, free: torch.Tensor, total: int
+) -> list[int]:
+    view = PromptView(0, pos.shape[1], pos, 0, None, None, lambda: pos, lambda: pos)
+    policy = policies.prompt_policy("snapkv")
+    assert policy is not None
+    rows = Candidates(view, policy.scorer, scores, free)
+    counts: list[int] = heads.share(rows, torch.tensor(total), total).tolist()
+    return counts
+
+
+def ada(alpha: float) -> HeadAllocator:
+    policy = policies.prompt_policy("adakv", {"alpha": alpha})
+    assert policy is not None
+    return policy.heads
 
 
 def test_adaptive_heads_follow_need() -> None:
@@ -64,10 +87,10 @@ def test_adaptive_heads_follow_need() -> None:
     free = torch.ones_like(scores, dtype=torch.bool)
     pos = torch.arange(4).expand(2, 4)
     assert wanted(scores, pos, free, 4) == [4, 0]
-    assert adaptive_heads(0.0)(scores, pos, free, 4) == [4, 0]
-    assert adaptive_heads(1.0)(scores, pos, free, 4) == [2, 2]
-    assert adaptive_heads(0.5)(scores, pos, free, 4) == [3, 1]
-    assert even_heads(scores, pos, free, 4) == [2, 2]
+    assert shared(ada(0.0), scores, pos, free, 4) == [4, 0]
+    assert shared(ada(1.0), scores, pos, free, 4) == [2, 2]
+    assert shared(ada(0.5), scores, pos, free, 4) == [3, 1]
+    assert shared(HeadAllocator(), scores, pos, free, 4) == [2, 2]
 
 
 def test_equal_scores_are_judged_by_age_and_not_by_slot() -> None:
@@ -95,7 +118,7 @@ def test_adaptive_heads_keep_the_most_mass() -> None:
         def mass(counts: list[int], scores: torch.Tensor = scores) -> float:
             return sum(float(s.topk(n).values.sum()) for s, n in zip(scores, counts, strict=True))
 
-        assert mass(adaptive_heads(0.0)(scores, pos, free, 48)) >= mass([12] * 4)
+        assert mass(shared(ada(0.0), scores, pos, free, 48)) >= mass([12] * 4)
 
 
 def test_pooling_is_over_neighbours_in_the_text() -> None:

@@ -20,10 +20,9 @@ from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Shape
 from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
-from minikv.policies import kvcrush
-from minikv.policies.adakv import adaptive_heads
-from minikv.policies.base import Evidence, PromptView, StepView, best
-from minikv.policies.snapkv import window_scorer
+from minikv.policies import kvcrush, selection
+from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, StepView
+from minikv.policies.snapkv import SnapKV
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = {case["id"]: case for case in json.loads((DATA / "parity.json").read_text())}
@@ -142,7 +141,7 @@ def test_scores(name: str, tensors: dict[str, Tensor]) -> None:
     view = PromptView(
         0, n, pos.expand(params["Hk"], n), w, mass, squares, lambda: mass, lambda: mass
     )
-    scores = window_scorer(w, params["kernel"], params["pooling"], params["group_reduce"])(view)
+    scores = SnapKV(**options(params), sinks=0).score(view)  # type: ignore[arg-type]
     want = data["expected_score"]
     if params["window_reduce"] == "sum":
         want = want / w
@@ -158,7 +157,11 @@ def test_exact_rounding_sums_to_the_row(alpha: float, heads: int) -> None:
         free = torch.rand(heads, 90, generator=generator) > 0.2
         total = heads * int(torch.randint(1, 60, (1,), generator=generator))
         pos = torch.arange(90).expand(heads, 90)
-        counts = adaptive_heads(alpha)(scores, pos, free, total)
+        view = PromptView(0, 90, pos, 0, None, None, torch.Tensor, torch.Tensor)
+        policy = policies.prompt_policy("adakv", {"alpha": alpha})
+        assert policy is not None
+        rows = Candidates(view, policy.scorer, scores, free)
+        counts = policy.heads.share(rows, torch.tensor(total), total).tolist()
         assert sum(counts) == min(total, int(free.sum()))
         floor = int(alpha * total / heads)
         for count, most in zip(counts, free.sum(1).tolist(), strict=True):
@@ -220,12 +223,12 @@ def test_pyramid_budgets(name: str, tensors: dict[str, Tensor]) -> None:
         given = {"beta": beta, "line": "factory" if name.endswith("factory") else "official"}
         spread = policies.prompt_policy("pyramidkv", given | {"window": window})
         assert spread is not None
-        made = torch.tensor(spread.layers(layers, budget, tokens, 1)).clamp(max=tokens)
+        made = torch.tensor(spread.layer_rows(layers, budget, tokens, 1)).clamp(max=tokens)
         assert made.tolist() == want[:layers].clamp(max=tokens).tolist()
         want = want[layers:]
         exact = policies.prompt_policy("pyramidkv", {"beta": beta, "window": window})
         assert exact is not None
-        line = exact.layers(layers, budget, tokens, 1)
+        line = exact.layer_rows(layers, budget, tokens, 1)
         assert sum(line) == layers * budget
         assert line == sorted(line, reverse=True)
         assert max(line) <= max(tokens, budget)
@@ -504,16 +507,34 @@ def test_kvcrush_in_blocks(name: str, tensors: dict[str, Tensor]) -> None:
     params = case["params"]
     scores = data["scores"]
     everything = torch.ones(len(scores), dtype=torch.bool)
-    half = best(scores, torch.arange(len(scores)), everything, len(scores) // 2)
+    half = selection.best(
+        scores[None],
+        torch.arange(len(scores))[None],
+        everything[None],
+        torch.tensor([len(scores) // 2]),
+        len(scores) // 2,
+    )[0]
     marks = half.view(params["blocks"], -1).T  # [block_size, blocks]
     assert marks.T.int().tolist() == data["expected_bits"].tolist()
     if params["anchor"] != "random":
         kind = {"alternating": "alternate"}.get(params["anchor"], params["anchor"])
-        assert kvcrush.anchor(kind, marks, 0, 0).int().tolist() == data["anchor"].tolist()
+        major = 2 * marks.sum(1) > marks.shape[1]
+        assert kvcrush.anchor(kind, major, 0, 0).int().tolist() == data["anchor"].tolist()
     rest = data["candidates"].long()
     rest = rest[data["expected_distance"][rest].argsort(stable=True)]
-    taken = kvcrush.ranks(len(rest), params["budget_blocks"], "step")
+    count = torch.tensor([params["budget_blocks"]])
+    taken = kvcrush.ranks(torch.tensor([len(rest)]), count, "step", int(count))[0]
     assert rest[taken].tolist() == data["expected_retained"].tolist()
+
+
+class Marks(Scorer):
+    """Attention as it is."""
+
+    evidence = Evidence(observe=1)
+
+    def score(self, view: PromptView) -> Tensor:
+        assert view.mass is not None
+        return view.mass[:, 0]
 
 
 @pytest.mark.parametrize("name", like("kvcrush_block"))
@@ -551,23 +572,12 @@ def test_kvcrush_selects_what_the_release_does(
     scores[asked, data["candidates"].long()] = 0.0
     pos = torch.arange(blocks + extra).expand(size, -1)
     view = PromptView(0, blocks + extra, pos, 1, mass[:, None], mass, lambda: mass, lambda: mass)
-    evidence = Evidence(
-        lambda seen: seen.mass[:, 0],
-        lambda seen: ~seen.live,
-        observe=1,  # type: ignore[index]
-    )
     count = int(free[asked].sum()) - params["candidates"] + params["budget_blocks"]
-    choose = kvcrush.select(
-        {
-            "ratio": params["budget_blocks"] / count,
-            "seed": 0,
-            "bits": "query",
-            "anchor": kind,
-            "ranks": "step",
-        },
-        evidence,
+    selector = kvcrush.KVCrush(
+        ratio=params["budget_blocks"] / count, seed=0, bits="query", anchor=kind, ranks="step"
     )
-    chosen = choose(view, scores, free, [count if h == asked else 0 for h in range(size)])
+    counts = torch.tensor([count if h == asked else 0 for h in range(size)])
+    chosen = selector.select(Candidates(view, Marks(), scores, free), counts, count)
     found = chosen[asked] & (scores[asked] == 0.0)
     assert found.nonzero().flatten().tolist() == sorted(data["expected_retained"].tolist())
     assert int(chosen.sum()) == count

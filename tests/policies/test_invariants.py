@@ -23,10 +23,10 @@ from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.policies import kvcrush
-from minikv.policies.adakv import wanted
-from minikv.policies.base import PromptPolicy, PromptView, StepPolicy, StepView
+from minikv.policies.base import Candidates, PromptPolicy, PromptView, StepPolicy, StepView
 from minikv.policies.counter_rng import gumbel, uniform
-from minikv.policies.snapkv import pool, window_scorer
+from minikv.policies.selection import wanted
+from minikv.policies.snapkv import SnapKV, pool
 
 TESTS: dict[int, tuple[str, ...]] = {
     1: (
@@ -253,10 +253,13 @@ def test_official_rounding_is_the_authors_formula(
     free, pos = torch.ones_like(scores, dtype=torch.bool), torch.arange(90).expand(heads, 90)
     order = scores.flatten().argsort(descending=True)[: heads * each]
     need = torch.bincount(order // 90, minlength=heads).tolist()
-    assert wanted(scores, pos, free, heads * each) == need
-    counts = one("adakv", {"alpha": alpha, "rounding": "official"}).heads(
-        scores, pos, free, heads * each
-    )
+    total = torch.tensor(heads * each)
+    assert wanted(scores, pos, free, total, heads * each).tolist() == need
+    policy = one("adakv", {"alpha": alpha, "rounding": "official"})
+    view = PromptView(0, 90, pos, 0, None, None, lambda: pos, lambda: pos)
+    counts = policy.heads.share(
+        Candidates(view, policy.scorer, scores, free), total, heads * each
+    ).tolist()
     assert counts == [round(n * (1 - alpha) + int(each * alpha)) for n in need]
 
 
@@ -368,11 +371,15 @@ def order_of(
     options = {"ratio": 1.0, "anchor": kind, "per_head": True, "bits": bits}
     policy, seen = one("kvcrush(tova)", options), crushed_view(mass)
     free = seen.pos < count - 1
-    scores = policy.evidence.scorer(seen)
-    monkeypatch.setattr(kvcrush, "ranks", lambda found, wanted, how: list(range(wanted)))
+    rows = Candidates(seen, policy.scorer, policy.scorer.score(seen), free)
+
+    def first(found: Tensor, wanted: Tensor, how: str, most: int) -> Tensor:
+        return torch.arange(most).expand(len(found), most)
+
+    monkeypatch.setattr(kvcrush, "ranks", first)
     order: list[list[int]] = [[] for _ in range(heads)]
     for n in range(1, count):
-        chosen = policy.select(seen, scores, free, [n] * heads)
+        chosen = policy.select(rows, torch.full((heads,), n), n)
         for h in range(heads):
             (one_more,) = set(chosen[h].nonzero().flatten().tolist()) - set(order[h])
             order[h].append(one_more)
@@ -475,7 +482,8 @@ def test_the_group_comes_before_the_pool(seed: int, kernel: int) -> None:
     assert bool((late["max"] > early["max"] + 1e-3)[free].any())
     seen = crushed_view(mass)
     for how, want in early.items():
-        found = window_scorer(window, kernel, how, "mean")(seen)
+        scorer = SnapKV(window=window, kernel=kernel, pooling=how, group="mean", sinks=0)
+        found = scorer.score(seen)
         torch.testing.assert_close(found[free], want[free])
 
 

@@ -1,9 +1,11 @@
-"""Counting on the device gives what counting on the host gives, ties and remainders included."""
+"""The tensors of the selection give what the oracle counts, ties and remainders included."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
+import oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minikv import policies
-from minikv.policies import adakv, base, kvcrush, selection, tova
-from minikv.policies.base import PromptView
+from minikv.policies import adakv, kvcrush, selection, tova
+from minikv.policies.base import Candidates, Evidence, HeadAllocator, PromptView, Scorer
+from minikv.policies.counter_rng import gumbel
+from minikv.policies.critical import value_norms
 
 few = st.integers(0, 9)
 
@@ -41,6 +45,38 @@ def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, int]:
     return torch.tensor(flat).view(shape), torch.tensor(pos), torch.tensor(free).view(shape), total
 
 
+def free_rows(free: Tensor) -> list[list[int]]:
+    return [row.nonzero().flatten().tolist() for row in free]
+
+
+class Anything(Scorer):
+    """Scores that were made elsewhere, and a window."""
+
+    def __init__(self, window: int = 0) -> None:
+        self.window = window
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(window=self.window)
+
+    def score(self, view: PromptView) -> Tensor:
+        raise AssertionError
+
+
+def candidates(scores: Tensor, pos: Tensor, free: Tensor, window: int = 0) -> Candidates:
+    def nothing() -> Tensor:
+        raise AssertionError
+
+    view = PromptView(0, pos.shape[1], pos, 0, None, None, nothing, nothing)
+    return Candidates(view, Anything(window), scores, free)
+
+
+def ada(
+    alpha: float, rounding: str = "exact", normalize: bool = False, alloc: str = "blend"
+) -> adakv.AdaKV:
+    return adakv.AdaKV(alpha=alpha, rounding=rounding, normalize=normalize, alloc=alloc)
+
+
 @settings(deadline=None, max_examples=80)
 @given(lists(3), st.integers(1, 7))
 def test_shares(case: list[list[int]], parts: int) -> None:
@@ -49,34 +85,34 @@ def test_shares(case: list[list[int]], parts: int) -> None:
     got = selection.share(
         torch.tensor(wish) * parts, parts, torch.tensor(most), torch.tensor(total)
     )
-    assert got.tolist() == base.share([Fraction(w) for w in wish], most, total)
+    assert got.tolist() == oracle.share([Fraction(w) for w in wish], most, total)
     uneven = [Fraction(w, parts) for w in wish]
     if sum(uneven).denominator == 1:
         total = int(sum(uneven))
         got = selection.share(torch.tensor(wish), parts, torch.tensor(most), torch.tensor(total))
-        assert got.tolist() == base.share(uneven, most, total)
+        assert got.tolist() == oracle.share(uneven, most, total)
 
 
 @settings(deadline=None, max_examples=80)
 @given(lists(1), st.integers(0, 60))
 def test_fill(case: list[list[int]], total: int) -> None:
-    assert selection.fill(torch.tensor(case[0]), total).tolist() == base.fill(case[0], total)
+    assert selection.fill(torch.tensor(case[0]), total).tolist() == oracle.fill(case[0], total)
 
 
 @settings(deadline=None, max_examples=120)
 @given(lists(3), st.integers(1, 2))
-def test_spread(case: list[list[int]], least: int) -> None:
+def test_every_head_gets_the_least(case: list[list[int]], least: int) -> None:
     counts, sure, more = case
     free = [n + m for n, m in zip(counts, more, strict=True)]
-    host = base.spread(counts, sure, free, least)
-    got = selection.spread(*(torch.tensor(x) for x in (counts, sure, free)), least)
-    assert got.tolist() == host
-    assert sum(host) == sum(counts)
-    assert all(0 <= n <= m for n, m in zip(host, free, strict=True))
-    have = [n + m for n, m in zip(host, sure, strict=True)]
+    want = oracle.ensure_least(counts, sure, free, least)
+    got = selection.ensure_least(*(torch.tensor(x) for x in (counts, sure, free)), least)
+    assert got.tolist() == want
+    assert sum(want) == sum(counts)
+    assert all(0 <= n <= m for n, m in zip(want, free, strict=True))
+    have = [n + m for n, m in zip(want, sure, strict=True)]
     can = [min(least, n + m) for n, m in zip(sure, free, strict=True)]
     poor = any(n < m for n, m in zip(have, can, strict=True))
-    assert not poor or all(n == 0 or m <= least for n, m in zip(host, have, strict=True))
+    assert not poor or all(n == 0 or m <= least for n, m in zip(want, have, strict=True))
 
 
 @settings(deadline=None, max_examples=80)
@@ -85,23 +121,35 @@ def test_best(case: tuple[Tensor, Tensor, Tensor, int], counts: list[int]) -> No
     scores, pos, free, _ = case
     counts = counts[: len(free)]
     got = selection.best(scores, pos, free, torch.tensor(counts), max(counts))
-    for h, count in enumerate(counts):
-        assert torch.equal(got[h], base.best(scores[h], pos[h], free[h], count))
+    for h, (count, mine) in enumerate(zip(counts, free_rows(free), strict=True)):
+        want = oracle.best(scores[h].tolist(), pos[h].tolist(), mine, count)
+        assert {*got[h].nonzero().flatten().tolist()} == want
+
+
+@settings(deadline=None, max_examples=80)
+@given(rows())
+def test_ranked(case: tuple[Tensor, Tensor, Tensor, int]) -> None:
+    scores, pos, free, _ = case
+    got = selection.ranked(scores, pos, free)
+    for h, mine in enumerate(free_rows(free)):
+        want = oracle.ranked(scores[h].tolist(), pos[h].tolist(), mine)
+        assert {i: float(got[h, i]) for i in mine} == pytest.approx(want)
 
 
 @settings(deadline=None, max_examples=80)
 @given(rows(), st.sampled_from([0.0, 0.2, 0.25, 0.333, 1 / 3, 0.123456789, 1.0]), st.integers(0, 9))
 def test_heads(case: tuple[Tensor, Tensor, Tensor, int], alpha: float, slack: int) -> None:
     scores, pos, free, total = case
-    want = adakv.wanted(scores, pos, free, total)
+    mine, most = free_rows(free), free.sum(1).tolist()
+    need = oracle.wanted(scores.tolist(), pos.tolist(), mine, total)
     some = torch.tensor(total), total + slack
-    assert selection.wanted(scores, pos, free, *some).tolist() == want
+    assert selection.wanted(scores, pos, free, *some).tolist() == need
     for rounding in ("exact", "official"):
-        host = adakv.adaptive_heads(alpha, rounding)(scores, pos, free, total)
-        device = selection.adaptive_heads(alpha, rounding)
-        assert device(scores, pos, free, *some).tolist() == host
-    even = selection.even_heads(scores, pos, free, *some)
-    assert even.tolist() == base.even_heads(scores, pos, free, total)
+        a = selection.exact(alpha) if rounding == "exact" else alpha
+        want = oracle.adaptive(need, most, total, a, rounding)
+        assert ada(alpha, rounding).share(candidates(scores, pos, free), *some).tolist() == want
+    even = HeadAllocator().share(candidates(scores, pos, free), *some)
+    assert even.tolist() == oracle.even(mine, total)
 
 
 @settings(deadline=None, max_examples=100)
@@ -110,17 +158,23 @@ def test_heads_with_other_rules(
     case: tuple[Tensor, Tensor, Tensor, int], alpha: float, slack: int, window: int
 ) -> None:
     scores, pos, free, total = case
-    some = torch.tensor(total), total + slack
-    host = adakv.floor_heads(alpha, window)(scores, pos, free, total)
-    assert selection.floor_heads(alpha, window)(scores, pos, free, *some).tolist() == host
+    mine, some = free_rows(free), (torch.tensor(total), total + slack)
+    want = oracle.floored(scores.tolist(), pos.tolist(), mine, total, alpha, window)
+    floor = ada(alpha, alloc="floor")
+    assert floor.share(candidates(scores, pos, free, window), *some).tolist() == want
     scores = scores.abs() * torch.tensor([1.0, 1e4, 1.0, 0.5, 7.0])[: len(scores), None]
-    each = torch.tensor(total // len(scores))
-    weighed = adakv.normalized(scores, free, int(each))
-    assert torch.equal(selection.normalized(scores, free, each, int(each) + slack), weighed)
-    for rounding in ("exact", "official"):
-        host = adakv.adaptive_heads(alpha, rounding, normalize=True)(scores, pos, free, total)
-        device = selection.adaptive_heads(alpha, rounding, normalize=True)
-        assert device(scores, pos, free, *some).tolist() == host
+    each = total // len(scores)
+    weighed = []
+    for h, rows_ in enumerate(mine):
+        values = sorted((float(scores[h, i]) for i in rows_), reverse=True)
+        weight = torch.tensor(sum(values[:each]) / max(sum(values), 1e-30))  # as float32
+        weighed.append((scores[h] * weight).tolist())
+    got = adakv.normalized(scores, free, torch.tensor(each), each + slack)
+    torch.testing.assert_close(got, torch.tensor(weighed))
+    need = oracle.wanted(got.tolist(), pos.tolist(), mine, total)
+    want = oracle.adaptive(need, free.sum(1).tolist(), total, selection.exact(alpha), "exact")
+    device = ada(alpha, normalize=True)
+    assert device.share(candidates(scores, pos, free), *some).tolist() == want
 
 
 @pytest.mark.parametrize("window", [0, 2])
@@ -131,9 +185,10 @@ def test_heads_of_unlike_scores_with_a_floor(window: int) -> None:
         scores *= torch.tensor([[1.0], [5.0], [9.0]])
         pos = torch.stack([torch.randperm(10, generator=random) for _ in range(3)])
         free, total = torch.rand((3, 10), generator=random) < 0.9, 6 + seed % 18
-        host = adakv.floor_heads(0.8, window)(scores, pos, free, total)
-        device = selection.floor_heads(0.8, window)
-        assert device(scores, pos, free, torch.tensor(total), total + seed % 3).tolist() == host
+        want = oracle.floored(scores.tolist(), pos.tolist(), free_rows(free), total, 0.8, window)
+        rows_ = candidates(scores, pos, free, window)
+        got = ada(0.8, alloc="floor").share(rows_, torch.tensor(total), total + seed % 3)
+        assert got.tolist() == want
 
 
 @pytest.mark.parametrize(
@@ -213,6 +268,76 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
+def expected(
+    name: str, values: dict[str, policies.Value], rows_: Candidates, counts: list[int]
+) -> list[set[int]]:
+    """Who stays of each head, by the oracle."""
+    view, free, parts = rows_.view, free_rows(rows_.free), policies.find(name).parts
+    pos, seed = view.pos.tolist(), int(values.get("seed", 0))
+    evidence = rows_.scorer.evidence
+
+    def weights(scores: Tensor) -> Tensor:
+        """Scores, or ranks where they do not add up; of all rows that are free here."""
+        return scores if evidence.adds_up else selection.ranked(scores, view.pos, rows_.free)
+
+    def then(head: int, scores: oracle.Rows, some: list[int], count: int) -> set[int]:
+        return oracle.best(scores, pos[head], some, count)
+
+    if "draw" in parts:
+
+        def keys(head: int, scores: oracle.Rows, some: list[int]) -> oracle.Rows:
+            worth = torch.tensor(scores)[None]
+            if not evidence.adds_up:
+                here = torch.zeros_like(rows_.free[:1])
+                here[0, some] = True
+                worth = selection.ranked(worth, view.pos[head : head + 1], here)
+            weight = worth if values["draw"] == "softmax" else worth.clamp(min=1e-30).log()
+            noise = gumbel(seed, view.layer, torch.tensor(head), view.position, view.pos[head])
+            return (weight[0] / values["temperature"] + noise).tolist()  # type: ignore[operator]
+
+        then = oracle.draw(pos, keys, float(values["random"]))
+    weighed = rows_.scores
+    if "critical" in parts:
+        weighed = (weights(rows_.scores) + values["epsilon"]) * value_norms(view)  # type: ignore[operator]
+
+    def goal(major: list[bool]) -> list[bool]:
+        return kvcrush.anchor(str(values["anchor"]), torch.tensor(major), seed, view.layer).tolist()
+
+    found = []
+    for head, count in enumerate(counts):
+        how = then
+        first: set[int] = set()
+        if "critical" in parts:
+            window = evidence.window
+            sure = [
+                min(n, max(0, int((n + window) * float(values["by_score"])) - window))
+                for n in counts
+            ]
+            firsts = [
+                oracle.best(rows_.scores[h].tolist(), pos[h], free[h], n)
+                for h, n in enumerate(sure)
+            ]
+            first, count = firsts[head], count - sure[head]
+            left = [
+                [i for i in mine if i not in gone] for mine, gone in zip(free, firsts, strict=True)
+            ]
+        else:
+            left = free
+        if "kvcrush" in parts:
+            worths = [[weighed[h].tolist()] for h in range(len(free))]
+            if values["bits"] == "query":
+                assert view.mass is not None
+                each = [
+                    rows_.scorer.score(replace(view, mass=view.mass[:, g : g + 1]))
+                    for g in range(view.mass.shape[1])
+                ]
+                worths = [[worth[h].tolist() for worth in each] for h in range(len(free))]
+            distance = oracle.distances(worths, pos, left, goal)
+            how = oracle.crush(pos, distance, float(values["ratio"]), str(values["ranks"]))
+        found.append(first | how(head, weighed[head].tolist(), left[head], count))
+    return found
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -227,24 +352,22 @@ SETTINGS = st.fixed_dictionaries(
         "l2+ada+nacl+critical",
     ],
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(views(), SETTINGS, st.integers(0, 3))
 def test_who_stays(
     name: str, case: tuple[PromptView, Tensor, list[int]], setting: dict[str, object], slack: int
 ) -> None:
     view, free, counts = case
-    takes = {option.name for option in policies.find(name).prompt_options}
-    options = {key: value for key, value in setting.items() if key in takes}
+    takes = policies.find(name).prompt_options
+    options = {o.name: setting[o.name] for o in takes if o.name in setting}
     if name.endswith("(l2)"):
         options["bits"] = "kv"
     made = policies.prompt_policy(name, options)
     assert made is not None
-    assert made.device_select is not None
-    scores = made.evidence.scorer(view)
-    host = made.select(view, scores, free, counts)
-    most = max(counts) + slack
-    got = made.device_select(view, scores, free, torch.tensor(counts), most)
-    assert torch.equal(got, host)
+    rows_ = Candidates(view, made.scorer, made.scorer.score(view), free)
+    got = made.select(rows_, torch.tensor(counts), max(counts) + slack)
+    want = expected(name, policies.read_options(name, takes, options), rows_, counts)
+    assert [{*row.nonzero().flatten().tolist()} for row in got] == want
     assert got.sum(1).tolist() == torch.minimum(torch.tensor(counts), free.sum(1)).tolist()
 
 
@@ -255,10 +378,10 @@ def test_who_stays(
 )
 def test_which_stand_for_all(pairs: list[tuple[int, int]], how: str) -> None:
     pairs = [(max(pair), min(pair)) for pair in pairs]
-    rows, count = (torch.tensor(x) for x in zip(*pairs, strict=True))
-    got = kvcrush.device_ranks(rows, count, how, 41)
+    rows_, count = (torch.tensor(x) for x in zip(*pairs, strict=True))
+    got = kvcrush.ranks(rows_, count, how, 41)
     for line, (n, m) in zip(got.tolist(), pairs, strict=True):
-        assert line[:m] == kvcrush.ranks(n, m, how)
+        assert line[:m] == oracle.ranks(n, m, how)
 
 
 @settings(deadline=None, max_examples=60)
@@ -281,5 +404,5 @@ def test_large_numbers_stay_exact(heads: int) -> None:
     wish = need * ((a.denominator - a.numerator) * heads) + a.numerator * total
     got = selection.share(wish, a.denominator * heads, most, torch.tensor(total))
     even = Fraction(total, heads)
-    want = base.share([(1 - a) * int(n) + a * even for n in need], most.tolist(), total)
+    want = oracle.share([(1 - a) * int(n) + a * even for n in need], most.tolist(), total)
     assert got.tolist() == want

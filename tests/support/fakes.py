@@ -110,10 +110,13 @@ class FakeKv:
     @property
     def arena(self) -> SimpleNamespace:
         count = self.position
-        return SimpleNamespace(
+        tables = SimpleNamespace(
             length=torch.tensor([[count]]),
             start=torch.tensor([[0]]),
             free_slot=torch.tensor([[-1]]),
+        )
+        return SimpleNamespace(
+            layout=lambda: tables,
             device=torch.device("cpu"),
             columns={"pos": torch.arange(count, dtype=torch.int32)},
         )

@@ -21,7 +21,15 @@ from minikv.kernels.dispatch import choose
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
-from minikv.policies.base import PromptPolicy, PromptView, StepPolicy, smallest_budget
+from minikv.policies.base import (
+    Evidence,
+    LayerAllocator,
+    PromptPolicy,
+    PromptView,
+    Scorer,
+    StepPolicy,
+    smallest_budget,
+)
 from minikv.policies.hashevict import codes, ones
 
 VOCAB = 97
@@ -84,7 +92,7 @@ def scheduler(
     prompt_options: dict[str, object] | None = None,
     step_options: dict[str, object] | None = None,
 ) -> KVCache:
-    """A scheduler whose arena is born full of NaN."""
+    """A cache whose arena is born full of NaN."""
     return over(
         net,
         policies.prompt_policy(prompt, prompt_options),
@@ -104,7 +112,7 @@ def over(
     kv: torch.dtype | None = None,
     poison: bool = True,
 ) -> KVCache:
-    """A scheduler for `net` under policies that have been made."""
+    """A cache for `net` under policies that have been made."""
     c = net.config
     return KVCache(
         shape(net),
@@ -187,6 +195,36 @@ def least(eviction: EvictionConfig, pinned: int = 0) -> int:
     return smallest_budget(prompt, step) + pinned + block
 
 
+class _Layers(LayerAllocator):
+    """Another one, whose answer a walk writes down."""
+
+    def __init__(self, of: LayerAllocator, walk: Walk) -> None:
+        self.of, self.walk = of, walk
+
+    def rows(self, *asked: int) -> list[int]:
+        self.walk.rows = self.of.rows(*asked)
+        return self.walk.rows
+
+
+class _Scorer(Scorer):
+    """Another one; what it protects is written down."""
+
+    def __init__(self, of: Scorer, walk: Walk) -> None:
+        self.of, self.walk = of, walk
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.of.evidence
+
+    def score(self, view: PromptView) -> Tensor:
+        return self.of.score(view)
+
+    def protected(self, view: PromptView) -> Tensor:
+        inside = self.of.protected(view)
+        self.walk.scopes[view.layer] = view.pos, inside & view.live
+        return inside
+
+
 class Walk:
     """A conversation, checked after every prompt and every token of an answer.
 
@@ -221,25 +259,13 @@ class Walk:
     def _made(
         self, eviction: EvictionConfig
     ) -> tuple[PromptPolicy | None, StepPolicy | None, Budget | None, int]:
-        """The choice's policies; what the prompt's scope and layers say is written down."""
+        """The choice's policies; what its scorer and layers say is written down."""
         self.rows: list[int] = []  # per head, by layer
         self.scopes: dict[int, tuple[Tensor, Tensor]] = {}
         prompt, step, budget, stride = eviction.policies()
         if prompt is not None:
-            scope = prompt.evidence.scope
-
-            def told(view: PromptView, *more: object) -> Tensor:
-                inside: Tensor = scope(view, *more)  # type: ignore[call-arg]
-                self.scopes[view.layer] = view.pos, inside & view.live
-                return inside
-
-            layers = prompt.layers
-
-            def spread(*asked: int) -> list[int]:
-                self.rows = layers(*asked)
-                return self.rows
-
-            prompt = replace(prompt, evidence=replace(prompt.evidence, scope=told), layers=spread)
+            layers, scorer = _Layers(prompt.layers, self), _Scorer(prompt.scorer, self)
+            prompt = replace(prompt, layers=layers, scorer=scorer)
             self.causal = self.causal and prompt.evidence.causal
         return prompt, step, budget, stride
 

@@ -93,7 +93,7 @@ def end_of_step(
     step.pinned, step.speculative = rows.pinned, True
     if window is not None:
         step.window = window
-    step._update_and_evict(policy)
+    step._update_and_evict(policy, [])
 
 
 def h2o_step(
@@ -129,9 +129,7 @@ def roco_step(
     count: Tensor,
     keep: Tensor,
 ) -> None:
-    policy = GivenRoCo(
-        sinks=rows.sinks, recent=rows.recent, scope=0.3, scope_prompt=0.1, keep=keep
-    )
+    policy = GivenRoCo(sinks=rows.sinks, recent=rows.recent, scope=0.3, scope_prompt=0.1, keep=keep)
     columns = {"sum": sums, "squares": squares, "count": count}
     end_of_step(policy, logits, lse, rows, go, free_slot, columns)
 

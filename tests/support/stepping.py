@@ -14,6 +14,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.engine.decode_loop import Capture
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling, pick
+from minikv.kernels.dispatch import Kernels
 from minikv.models.llama import Llama
 
 GREEDY = Sampling()
@@ -41,8 +42,9 @@ def engine(
         poison=True,
         output=lambda i: net.layers[i].out.dense().T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
         rotary=net.rotary.inverse,
-        kernels="torch" if isinstance(capture, Tape) else "auto",  # a tape hears torch alone
     )
+    if isinstance(capture, Tape):
+        cache.use(Kernels())  # a tape hears torch alone, and nothing may read a value
     return Engine(net, cache, capture)
 
 
