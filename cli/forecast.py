@@ -131,7 +131,8 @@ def forecast(
             kv = begun(eviction, config, kind, tokens, answer, settings.kv)
         except UsageError as error:
             return Row(name, eviction.decode, stride, error=f"{error}; {error.hint}")
-        reading, writing = peak(kv, eviction, tokens), allocated_bytes(kv)
+        assert kv.target is not None
+        reading, writing = peak(kv, eviction, tokens), kv.target.nbytes
         needs = max(weights + space + max(reading, writing), load)
         return Row(
             name,
@@ -201,20 +202,12 @@ def begun(
     return kv
 
 
-def allocated_bytes(kv: KVCache) -> int:
-    """Bytes of the cache while the answer is written: of its rows, and a step's score of each."""
-    arena, step = kv.target, kv.step_policy
-    assert arena is not None
-    return arena.nbytes + (4 * arena.rows if step is not None and not step.evict_first else 0)
-
-
 def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
     """Bytes of KV cache that exist at once while the prompt is read, as the turn record counts."""
     from minikv.policies.base import ALL
 
     shape, arena, prompt, step = kv.shape, kv.target, kv.prompt_policy, kv.step_policy
     assert arena is not None
-    scores = allocated_bytes(kv) - arena.nbytes
     state = arena.row_nbytes(arena.extra)
     heads, reading = shape.kv_heads, kv.first
     if eviction.stride:
@@ -222,7 +215,7 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
         rows = kv.budget_rows
         assert rows is not None
         wide = 2 * shape.head_dim * kv.dtype.itemsize + 8 + state
-        return arena.nbytes + heads * (rows + eviction.stride) * wide + scores
+        return arena.nbytes + heads * (rows + eviction.stride) * wide
     assert reading is not None
     totals = reading.plan.totals
     evicts = totals is not None and any(
@@ -236,7 +229,7 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
         scratch = 4 * heads * tokens * (shape.heads // heads + 1)  # mass and squares, float32
         if observed != ALL:
             scratch += heads * tokens * state
-    return reading.peak + scratch + scores
+    return reading.peak + scratch
 
 
 def held_bytes(kv: KVCache, eviction: EvictionConfig, tokens: int, steps: int) -> int:

@@ -248,7 +248,7 @@ def measured_and_planned(
     steps = len(session.fed) - tokens.prompt_new
     return [
         (kv_bytes.peak_prefill, figures.peak(kv, eviction, tokens.prompt_new)),
-        (kv_bytes.allocated, figures.allocated_bytes(kv)),
+        (kv_bytes.allocated, kv.target.nbytes),
         (kv_bytes.held, figures.held_bytes(kv, eviction, tokens.prompt_new, steps)),
         (
             kv_bytes.full,
@@ -547,6 +547,6 @@ def test_codes_are_planned_as_they_are_kept(bundled: ChatSession) -> None:
         wide = figures.begun(choice, config, torch.float32, prompt, 5)
         rows[budget] = kv.budget_rows, wide.budget_rows
         held = report.kv_bytes.allocated
-        assert held == figures.allocated_bytes(kv) < figures.allocated_bytes(wide) * 1.1
+        assert held == kv.target.nbytes < wide.target.nbytes * 1.1
     assert rows["72"] == (72, 72)
     assert rows["600KiB"][0] > 2 * rows["600KiB"][1]
