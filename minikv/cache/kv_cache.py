@@ -198,7 +198,7 @@ class KVCache:
         least = self._least(rows)
         if rows and each < least:
             raise UsageError(
-                f"a budget of {each} rows is too small beside {rows} pinned ones",
+                f"a budget of {each} tokens is too small beside {rows} pinned ones",
                 f"the smallest useful budget here is {least} tokens per head",
             )
 

@@ -336,6 +336,12 @@ def test_every_key_is_a_real_flag_with_the_same_default() -> None:
             assert {setting.flag, *setting.letters} == set(known[home][name].opts)
 
 
+def test_help_speaks_of_tokens_per_head() -> None:
+    for setting in SETTINGS.values():
+        assert not re.search(r"\brows?\b", setting.help), setting.name
+    assert SETTINGS["budget"].help.startswith("tokens per head")
+
+
 def test_what_python_loads_with_are_settings_with_the_same_defaults() -> None:
     parameters = inspect.signature(minikv.load).parameters
     assert set(parameters) - {"policy_options"} <= {field.name for field in fields(Settings)}
