@@ -1,66 +1,50 @@
-"""Attention and eviction primitives. The torch versions in `reference` are their specification.
+"""Attention and eviction as functions of plain tensors. They know nothing of caches or policies.
 
-Every function takes plain tensors and knows nothing of caches or policies.
+`torch/` has every operation in plain torch: the specification, and what runs where nothing faster
+does. `triton/` computes on NVIDIA's GPUs, `cpu/` in C. `dispatch` chooses.
 """
 
 from __future__ import annotations
 
-from minikv.kernels.torch.reference import (
-    Part,
-    Rows,
-    add_columns,
-    advance,
-    append,
-    below_uniform,
-    decode_attention,
-    from_codes,
-    gather_column,
-    gather_rows,
-    h2o_step,
-    hash_append,
-    joint_attention,
+from minikv.kernels.torch.append import advance, append
+from minikv.kernels.torch.attention import (
     last_rows_attention,
     merge,
-    observe,
-    ragged_attention,
-    roco_step,
     rows_attention,
-    scissorhands_step,
-    segments_attention,
-    survivors,
-    to_codes,
     total,
-    tova_step,
     visible_attention,
 )
+from minikv.kernels.torch.attention_mass import Part, add_attention_mass, below_uniform, observe
+from minikv.kernels.torch.compaction import gather_column, gather_rows, survivors
+from minikv.kernels.torch.decode import (
+    Rows,
+    lowest_step,
+    ragged_attention,
+)
+from minikv.kernels.torch.int8 import from_codes, to_codes
+from minikv.kernels.torch.ragged_prefill import ragged_prefill
 from minikv.kernels.torch.window import window_attention
 
 __all__ = [
     "Part",
     "Rows",
-    "add_columns",
+    "add_attention_mass",
     "advance",
     "append",
     "below_uniform",
-    "decode_attention",
     "from_codes",
     "gather_column",
     "gather_rows",
-    "h2o_step",
-    "hash_append",
-    "joint_attention",
     "last_rows_attention",
+    "lowest_step",
     "merge",
     "observe",
     "ragged_attention",
-    "roco_step",
+    "ragged_prefill",
     "rows_attention",
-    "scissorhands_step",
-    "segments_attention",
     "survivors",
     "to_codes",
     "total",
-    "tova_step",
     "visible_attention",
     "window_attention",
 ]

@@ -1,7 +1,32 @@
-"""Who computes: the Triton kernels on a CUDA device, the C kernels on a CPU, the torch twins where
-those cannot.
+"""Who computes what: Triton on a CUDA device, C on a CPU, plain torch for the rest.
 
-Chosen once, for a device and a head size, and handed on; nothing here is remembered.
+    operation              Triton                   C on a CPU        torch
+    ---------------------  -----------------------  ----------------  --------------------
+    ragged_attention       triton/decode            cpu/decode        torch/decode
+    advance                triton/append            cpu/append        torch/append
+    append                 triton/append            cpu/append        torch/append
+    hash_append            triton/hash_append       cpu/hash_append   the policy's file
+    lowest_step            triton/step              cpu/step          torch/decode
+    h2o_step               triton/step              cpu/step          the policy's file
+    tova_step              triton/step              cpu/step          the policy's file
+    roco_step              triton/step              cpu/step          the policy's file
+    scissorhands_step      triton/step              cpu/step          the policy's file
+    rows_attention         -                        cpu/prefill       torch/attention
+    last_rows_attention    -                        cpu/prefill       torch/attention
+    ragged_prefill         triton/ragged_prefill    -                 torch/ragged_prefill
+    observe                triton/attention_mass    -                 torch/attention_mass
+    add_attention_mass     triton/attention_mass    -                 torch/attention_mass
+    rows_lse               triton/attention_mass    -                 torch/attention_mass
+    gather_rows            triton/compaction        -                 torch/compaction
+    gather_column          triton/compaction        -                 torch/compaction
+    add_norm               triton/layer             cpu/layer         torch/layer
+    rotate                 triton/layer             cpu/layer         torch/layer
+    silu_mul               triton/layer             cpu/layer         torch/layer
+    int8_product           -                        cpu/product       torch/product
+    row_product            -                        cpu/product       torch/product
+
+A "-" means that torch's own operators are the fastest there. The choice is made once, for a device
+and a head size, and handed on as a `Kernels` object; nothing is remembered here.
 """
 
 from __future__ import annotations
@@ -12,42 +37,52 @@ from importlib import import_module
 
 import torch
 
-from minikv.kernels.torch import decode_cpu, reference
+from minikv.kernels.torch import append as append_row
+from minikv.kernels.torch import (
+    attention,
+    attention_mass,
+    compaction,
+    decode,
+    decode_cpu,
+    layer,
+    product,
+)
+from minikv.kernels.torch import ragged_prefill as ragged
 
-_OLDEST = (3, 6)  # the oldest Triton that the kernels were built with
+_OLDEST_TRITON = (3, 6)  # the oldest Triton that the kernels were built with
 _CAPABILITY = (8, 0)
-_SIZES = range(16, 257, 8)  # head sizes: rows that are read 16 bytes at a time
-_WIDEST = 128  # of float32 heads, whose halves would not stay in registers
+_HEAD_DIMS = range(16, 257, 8)  # heads whose rows are read 16 bytes at a time
+_LARGEST_FLOAT32 = 128  # head size; halves of larger float32 heads do not fit the registers
 
 
 class Kernels:
-    """Every operation that has a kernel of its own somewhere, by its torch twin."""
+    """Every operation in torch. `cpu.table` and `triton.table` replace those that they have."""
 
     name = "torch"
     products = False
-    """Whether int8_product and row_product are quicker than torch's own."""
-    ragged_attention = staticmethod(reference.ragged_attention)
-    advance = staticmethod(reference.advance)
-    append = staticmethod(reference.append)
+    """Whether int8_product and row_product are faster than torch's own products."""
+    ragged_attention = staticmethod(decode.ragged_attention)
+    advance = staticmethod(append_row.advance)
+    append = staticmethod(append_row.append)
     hash_append: Callable[..., None] | None = None
+    lowest_step = staticmethod(decode.lowest_step)
     h2o_step: Callable[..., None] | None = None
     tova_step: Callable[..., None] | None = None
     roco_step: Callable[..., None] | None = None
     scissorhands_step: Callable[..., None] | None = None
-    lowest_step = staticmethod(reference.lowest_step)
-    rows_attention = staticmethod(reference.rows_attention)
-    last_rows_attention = staticmethod(reference.last_rows_attention)
-    observe = staticmethod(reference.observe)
-    add_columns = staticmethod(reference.add_columns)
-    rows_lse = staticmethod(reference.rows_lse)
-    segments_attention = staticmethod(reference.segments_attention)
-    gather_rows = staticmethod(reference.gather_rows)
-    gather_column = staticmethod(reference.gather_column)
-    add_norm = staticmethod(reference.add_norm)
-    rotate = staticmethod(reference.rotate)
-    silu_mul = staticmethod(reference.silu_mul)
-    int8_product = staticmethod(reference.int8_product)
-    row_product = staticmethod(reference.row_product)
+    rows_attention = staticmethod(attention.rows_attention)
+    last_rows_attention = staticmethod(attention.last_rows_attention)
+    ragged_prefill = staticmethod(ragged.ragged_prefill)
+    observe = staticmethod(attention_mass.observe)
+    add_attention_mass = staticmethod(attention_mass.add_attention_mass)
+    rows_lse = staticmethod(attention_mass.rows_lse)
+    gather_rows = staticmethod(compaction.gather_rows)
+    gather_column = staticmethod(compaction.gather_column)
+    add_norm = staticmethod(layer.add_norm)
+    rotate = staticmethod(layer.rotate)
+    silu_mul = staticmethod(layer.silu_mul)
+    int8_product = staticmethod(product.int8_product)
+    row_product = staticmethod(product.row_product)
 
 
 class TorchOnCPU(Kernels):
@@ -60,10 +95,11 @@ def choose(
     device: torch.device, name: str, head_dim: int, dtype: torch.dtype
 ) -> tuple[Kernels, str | None]:
     """The kernels for heads of `head_dim` numbers of `dtype`, and a line that says why they are
-    not those of the device where these were to be expected.
+    not the ones that the device could be expected to have; None if they are.
 
-    name: "auto" takes the device's wherever they can run, "triton" expects Triton's, "torch" takes
-    the twins. The first time on a machine this compiles the C kernels, which takes seconds.
+    name: "auto" takes the device's kernels wherever they can run, "triton" expects Triton's,
+    "torch" takes plain torch. The first time on a machine, this compiles the C kernels, which takes
+    seconds.
     """
     if name == "torch":
         return (TorchOnCPU() if device.type == "cpu" else Kernels()), None
@@ -79,8 +115,9 @@ def choose(
 
 
 def _native(head_dim: int, dtype: torch.dtype) -> tuple[Kernels, str | None]:
-    build, step = (import_module(f"minikv.kernels.cpu.{name}") for name in ("build", "step"))
-    why = step.unfit(dtype, head_dim)
+    """`choose` for a CPU."""
+    build, heads = (import_module(f"minikv.kernels.cpu.{name}") for name in ("build", "decode"))
+    why = heads.unfit(dtype, head_dim)
     if not why:
         found, why = build.library()
         if found is not None:
@@ -93,7 +130,7 @@ def _native(head_dim: int, dtype: torch.dtype) -> tuple[Kernels, str | None]:
 
 
 def unfit(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernels cannot serve such heads on this device, or None."""
+    """Why the Triton kernels cannot serve such heads on this device; None if they can."""
     if device.type != "cuda":
         return f"they need a CUDA device, and this is {device.type}"
     if torch.version.hip is not None:
@@ -103,33 +140,35 @@ def unfit(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None
         return "they need compute capability {}.{}, this GPU has {}.{}".format(
             *_CAPABILITY, *capability
         )
-    return _triton() or _rows(head_dim, dtype)
+    return _unfit_triton() or _unfit_heads(head_dim, dtype)
 
 
-def _triton() -> str | None:
-    """What is wrong with the Triton that is here, if anything."""
+def _unfit_triton() -> str | None:
+    """What is wrong with the installed Triton, or None."""
     try:
-        # Not the distribution's: a nightly build is called something else there.
+        # The module's version, not the distribution's: nightly builds have another name there.
         version = str(import_module("triton").__version__)
         import_module("triton.language")
     except ModuleNotFoundError as error:
         if error.name == "triton":
             return "triton is not installed"
         return f"triton cannot be imported (no {error.name})"
-    except Exception as error:  # a broken one may raise anything
+    except Exception as error:  # a broken installation may raise anything
         return f"triton cannot be imported ({type(error).__name__})"
     number = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    if number < _OLDEST:
-        return "triton {} is too old, they need {}.{}".format(version, *_OLDEST)
+    if number < _OLDEST_TRITON:
+        return "triton {} is too old, they need {}.{}".format(version, *_OLDEST_TRITON)
     return None
 
 
-def _rows(head_dim: int, dtype: torch.dtype) -> str | None:
-    """What is wrong with the rows, if anything."""
+def _unfit_heads(head_dim: int, dtype: torch.dtype) -> str | None:
+    """What the Triton kernels do not take about such heads, or None."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"they take no {str(dtype).removeprefix('torch.')}"
-    if head_dim not in _SIZES:
-        return f"they take heads of {_SIZES[0]} to {_SIZES[-1]} in steps of 8, not {head_dim}"
-    if dtype == torch.float32 and head_dim > _WIDEST:
-        return f"they take float32 heads of {_WIDEST} at most, not {head_dim}"
+    if head_dim not in _HEAD_DIMS:
+        return (
+            f"they take heads of {_HEAD_DIMS[0]} to {_HEAD_DIMS[-1]} in steps of 8, not {head_dim}"
+        )
+    if dtype == torch.float32 and head_dim > _LARGEST_FLOAT32:
+        return f"they take float32 heads of {_LARGEST_FLOAT32} at most, not {head_dim}"
     return None

@@ -238,7 +238,7 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
             _columns,
             heads * n * (sizes.head_dim * dtype.itemsize + 4 * group + 4),
             2 * sizes.heads * sizes.head_dim * (n * (n + 1) // 2),
-            needs=("add_columns",),
+            needs=("add_attention_mass",),
         )
     for n in lengths:
         yield Case(
@@ -248,7 +248,7 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
             _over,
             heads * n * row,
             4 * sizes.heads * sizes.head_dim * n * min(256, n),
-            needs=("segments_attention",),
+            needs=("ragged_prefill",),
         )
         yield Case(
             "gather rows",
@@ -521,7 +521,7 @@ def _observe(operations: Any, i: Inputs) -> object:
 
 
 def _columns(operations: Any, i: Inputs) -> None:
-    operations.add_columns(
+    operations.add_attention_mass(
         i["mass"], i["squares"], i["head_first"], i["lse"], i["q_pos"], i["k"], i["k_pos"], None
     )
 
@@ -541,7 +541,7 @@ def _segments(
 
 
 def _over(operations: Any, i: Inputs) -> object:
-    return operations.segments_attention(
+    return operations.ragged_prefill(
         i["new"], i["k"], i["v"], i["start"], i["length"], i["hole"], i["width"]
     )
 

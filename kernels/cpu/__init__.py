@@ -1,1 +1,2 @@
-"""The kernels of a CPU in C. `build` compiles them; the other modules bind them to tensors."""
+"""The kernels of a CPU, in C. `build` compiles them; a module with a C file beside it binds its
+functions."""

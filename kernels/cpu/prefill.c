@@ -1,17 +1,18 @@
-/* Attention of many queries over rows, in blocks that stay in the caches (FlashAttention-2, Dao
-   2023, section 3.1), by bf16 dot products of AVX-512.
+/* Attention of many queries over rows, in blocks that stay in the caches (FlashAttention-2, arXiv
+   2307.08691, section 3.1), by the bfloat16 dot products of AVX-512.
 
-   Queries lie along the lanes of a vector: logits are keys x queries, and the mixed values D x
-   queries until they are written. So keys are broadcast as they lie in memory, sums over keys are
-   sums of vectors, and only values are repacked. The G heads of one KV head share its keys: row
-   t * G + g of a block is query t of head g.
+   Queries lie along the lanes of a vector: logits are [keys, queries], and outputs [D, queries]
+   until they are written. So keys are broadcast from where they are in memory, sums over keys are
+   sums of vectors, and only values are repacked. The G heads of a KV head share its keys: row t * G
+   + g of a block is query t of head g.
 
-   Exponents are taken against a bound of each query that need not be the maximum: it is the largest
-   of its first logits, and moves only when the sum of a block exceeds `MOST`. Floats keep their
-   relative precision up there, and most logits are never looked at for a maximum.
+   The exponents of a query are relative to its `shift`, which need not be the maximum of its
+   logits: it is the largest of the first eight, and changes only when the sum of a block exceeds
+   SUM_LIMIT. Floats keep their relative precision up to there, and of most logits no maximum is
+   needed.
 
-   Weights are rounded to bf16 and their sum is taken after that, so that rounding moves no query's
-   total; the log-sum-exp is of the sum before. */
+   Probabilities are rounded to bfloat16, and the output is divided by the sum of the rounded ones.
+   The log-sum-exp is that of the sum before rounding. */
 #include "numbers.h"
 
 #include <stdlib.h>
@@ -27,23 +28,28 @@
 #include <omp.h>
 #endif
 
+/* LANES: queries of a vector. WIDE: vectors of a strip. STRIP: queries of a strip. TILE: keys, or
+   numbers of a value, that are summed at once. STRIPS: the most strips of a block. */
 enum { LANES = 16, WIDE = 3, STRIP = LANES * WIDE, TILE = 8, STRIPS = 4 };
 
+/* Sizes H, G, T, N, D; how many rows query 0 sees; and strides in numbers. */
 typedef struct {
     int64_t heads, group, rows, keys, size, first;
     int64_t q_head, q_group, q_row, k_head, k_row, v_head, v_row, out_head, out_group, out_row;
 } Shape;
 
-/* How the work is cut: `blocks` of `strips` strips of queries for each KV head. */
+/* How the work is divided: `blocks` blocks of `strips` strips for each KV head; `each`: bytes of
+   memory of a thread. */
 typedef struct {
     int64_t strips, blocks, threads, each;
-} Cut;
+} Division;
 
-/* How many keys a block has: they and the values of a strip share the first cache. */
+/* How many keys a block has: with their values they stay in the first cache. */
 static int64_t block_keys(int64_t size) { return size <= 64 ? 128 : 64; }
 
-static Cut cut(const Shape *s) {
-    Cut c;
+/* The division for this shape and number of threads. */
+static Division divide(const Shape *s) {
+    Division c;
 #ifdef _OPENMP
     c.threads = omp_get_max_threads();
 #else
@@ -51,17 +57,20 @@ static Cut cut(const Shape *s) {
 #endif
     int64_t all = (s->rows * s->group + STRIP - 1) / STRIP;
     c.strips = STRIPS;
-    while (c.strips > 1 && s->heads * (all / c.strips) < 4 * c.threads) c.strips /= 2;
+    while (c.strips > 1 && s->heads * (all / c.strips) < 4 * c.threads)
+        c.strips /= 2;
     c.blocks = (all + c.strips - 1) / c.strips;
-    if (c.threads > s->heads * c.blocks) c.threads = s->heads * c.blocks;
-    /* Queries, values, weights, the tail of the keys, mixed values, and four numbers per query.
-       Each is a multiple of 64. */
+    if (c.threads > s->heads * c.blocks)
+        c.threads = s->heads * c.blocks;
+    /* Queries, values, probabilities, the last keys, outputs, and four numbers per query. Each is a
+       multiple of 64 bytes. */
     int64_t keys = block_keys(s->size), rows = STRIPS * STRIP;
-    c.each = 2 * rows * s->size + 2 * keys * s->size + 2 * keys * STRIP + 2 * TILE * s->size
-        + 4 * rows * s->size + 4 * 4 * rows;
+    c.each = 2 * rows * s->size + 2 * keys * s->size + 2 * keys * STRIP + 2 * TILE * s->size +
+             4 * rows * s->size + 4 * 4 * rows;
     return c;
 }
 
+/* Whether the processor that this is compiled for has the instructions. */
 int minikv_rows_attention_available(void) { return AVAILABLE; }
 
 #if AVAILABLE
@@ -69,27 +78,28 @@ int minikv_rows_attention_available(void) { return AVAILABLE; }
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-#define MOST 1073741824.0f /* 2^30 */
-#define NEVER -3e38f
+#define SUM_LIMIT 1073741824.0f /* 2^30 */
+#define LOWEST -3e38f
 
-/* Two vectors of 16 bf16 as 16 pairs. */
-INLINE __m512i interleave(__m512i both) {
+/* Two vectors of 16 bfloat16, as 16 pairs. */
+INLINE __m512i interleave(__m512i pairs) {
     const __m512i order = _mm512_set_epi16(
         31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
         19, 3, 18, 2, 17, 1, 16, 0
     );
-    return _mm512_permutexvar_epi16(order, both);
+    return _mm512_permutexvar_epi16(order, pairs);
 }
 
+/* Two bfloat16 at x, in all lanes. */
 INLINE __m512i pair(const void *x) {
-    int32_t both;
-    memcpy(&both, x, 4);
-    return _mm512_set1_epi32(both);
+    int32_t pairs;
+    memcpy(&pairs, x, 4);
+    return _mm512_set1_epi32(pairs);
 }
 
-/* sum[i][w] += over `steps` pairs: b's pair at i * row + step * next, times a[step][w]; b's strides
-   in bf16. */
-INLINE void product(
+/* sum[i][w] += the sum over `steps` of pair a[step][w] times the pair of b at i * row + step *
+   next, counted in bfloat16. */
+INLINE void add_products(
     const int wide, __m512 sum[TILE][WIDE], int64_t steps, const uint32_t *a, const bf16 *b,
     int64_t row, int64_t next
 ) {
@@ -102,12 +112,13 @@ INLINE void product(
         for (int i = 0; i < TILE; i++) {
             __m512bh y = (__m512bh)pair(b + i * row + step * next);
             UNROLL
-            for (int w = 0; w < wide; w++) sum[i][w] = _mm512_dpbf16_ps(sum[i][w], x[w], y);
+            for (int w = 0; w < wide; w++)
+                sum[i][w] = _mm512_dpbf16_ps(sum[i][w], x[w], y);
         }
     }
 }
 
-/* 2^x, to 4e-6 of it; 0 below the range of float32 and infinite above it. */
+/* 2^x with a relative error of 4e-6; 0 below the range of float32 and infinity above it. */
 INLINE __m512 power(__m512 x) {
     __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 p = _mm512_set1_ps(1.3534167e-2f);
@@ -118,7 +129,7 @@ INLINE __m512 power(__m512 x) {
     return _mm512_scalef_ps(p, x);
 }
 
-/* 16 x 16 numbers of 4 bytes. */
+/* Transpose 16 x 16 numbers of 4 bytes. */
 static void transpose(__m512i x[16]) {
     __m512i y[16];
     UNROLL
@@ -149,50 +160,52 @@ static void transpose(__m512i x[16]) {
     }
 }
 
-/* 16 * wide queries, one behind the other along the lanes. */
+/* LANES * wide queries, and what is known of them so far. */
 typedef struct {
     int wide;
-    uint32_t *q;    /* [D / 2][lanes] pairs along D */
-    float *mixed;   /* [D][lanes] */
-    float *bound;   /* [lanes], logits times log2(e), as all exponents here */
-    float *sum;     /* [lanes] */
-    float *given;   /* [lanes], the sum of the rounded weights */
-    int32_t *limit; /* [lanes], never falling: how many rows a query sees */
+    uint32_t *q;        /* [D / 2][lanes], pairs along D */
+    float *out_sum;     /* [D][lanes], outputs before they are divided */
+    float *shift;       /* [lanes], in units of log2, as all exponents here */
+    float *sum;         /* [lanes], of probabilities before they are rounded */
+    float *rounded_sum; /* [lanes], of rounded probabilities */
+    int32_t *limit;     /* [lanes], how many rows a query sees; not decreasing */
 } Strip;
 
-/* One thread's scratch. */
+/* Memory of one thread. */
 typedef struct {
     Strip strips[STRIPS];
-    uint32_t *v; /* [D / 8][keys / 2][8] pairs along the keys */
-    uint32_t *p; /* [keys / 2][lanes] pairs along the keys */
-    bf16 *tail;  /* [8][D]: the last keys, and anything: it is not seen */
-} Room;
+    uint32_t *v; /* [D / 8][keys / 2][8], values as pairs along the keys */
+    uint32_t *p; /* [keys / 2][lanes], probabilities as pairs along the keys */
+    bf16 *tail;  /* [8][D], the last keys; beyond them anything, which no query sees */
+} Workspace;
 
-static void *take(char **at, int64_t bytes) {
-    void *taken = *at;
+/* The next `bytes` bytes of the memory that begins at *at. */
+static void *carve(char **at, int64_t bytes) {
+    void *begin = *at;
     *at += bytes;
-    return taken;
+    return begin;
 }
 
-static Room furnish(char *at, int64_t size) {
+/* A workspace in `at`, for heads of `size`. */
+static Workspace init_workspace(char *at, int64_t size) {
     int64_t keys = block_keys(size);
-    Room r;
+    Workspace r;
     for (int i = 0; i < STRIPS; i++) {
         Strip *x = &r.strips[i];
-        x->q = take(&at, 2 * STRIP * size);
-        x->mixed = take(&at, 4 * STRIP * size);
-        x->bound = take(&at, 4 * STRIP);
-        x->sum = take(&at, 4 * STRIP);
-        x->given = take(&at, 4 * STRIP);
-        x->limit = take(&at, 4 * STRIP);
+        x->q = carve(&at, 2 * STRIP * size);
+        x->out_sum = carve(&at, 4 * STRIP * size);
+        x->shift = carve(&at, 4 * STRIP);
+        x->sum = carve(&at, 4 * STRIP);
+        x->rounded_sum = carve(&at, 4 * STRIP);
+        x->limit = carve(&at, 4 * STRIP);
     }
-    r.v = take(&at, 2 * keys * size);
-    r.p = take(&at, 2 * keys * STRIP);
-    r.tail = take(&at, 2 * TILE * size);
+    r.v = carve(&at, 2 * keys * size);
+    r.p = carve(&at, 2 * keys * STRIP);
+    r.tail = carve(&at, 2 * TILE * size);
     return r;
 }
 
-/* Rows begin..begin + lanes of one KV head, those beyond the last as zeros. */
+/* Load the strip of one KV head that begins at row `begin`; rows beyond the last are zeros. */
 static void load_queries(const Shape *s, const bf16 *q, int64_t begin, Strip *x) {
     int64_t all = s->rows * s->group, pairs = s->size / 2;
     x->wide = all - begin < STRIP ? (int)((all - begin + LANES - 1) / LANES) : WIDE;
@@ -218,7 +231,7 @@ static void load_queries(const Shape *s, const bf16 *q, int64_t begin, Strip *x)
     }
 }
 
-/* Values of `count` keys, up to a multiple of 8 with zeros. */
+/* Pack the values of `count` keys, with zeros up to a multiple of 8. */
 static void load_values(const Shape *s, const bf16 *v, int64_t count, uint32_t *packed) {
     int64_t steps = block_keys(s->size) / 2;
     int64_t used = (count + TILE - 1) / TILE * TILE / 2;
@@ -226,196 +239,212 @@ static void load_values(const Shape *s, const bf16 *v, int64_t count, uint32_t *
         int64_t key = 2 * step;
         for (int64_t d = 0; d < s->size; d += LANES) {
             __m256i even = _mm256_setzero_si256(), odd = even;
-            if (key < count) even = _mm256_loadu_si256((const void *)(v + key * s->v_row + d));
+            if (key < count)
+                even = _mm256_loadu_si256((const void *)(v + key * s->v_row + d));
             if (key + 1 < count)
                 odd = _mm256_loadu_si256((const void *)(v + (key + 1) * s->v_row + d));
-            __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1);
-            both = interleave(both);
+            __m512i pairs = _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1);
+            pairs = interleave(pairs);
             uint32_t *to = packed + (d * steps + step * TILE);
-            _mm256_store_si256((void *)to, _mm512_castsi512_si256(both));
-            _mm256_store_si256((void *)(to + steps * TILE), _mm512_extracti64x4_epi64(both, 1));
+            _mm256_store_si256((void *)to, _mm512_castsi512_si256(pairs));
+            _mm256_store_si256((void *)(to + steps * TILE), _mm512_extracti64x4_epi64(pairs, 1));
         }
     }
 }
 
-/* Logits, before they are scaled, of the eight keys from `key` on. */
-INLINE void logits(
-    const int wide, const Shape *s, const Room *r, const Strip *strip, const bf16 *k, int64_t key,
-    __m512 x[TILE][WIDE]
+/* The products of queries and the eight keys from `key` on, before they are scaled. */
+INLINE void find_logits(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, const bf16 *k,
+    int64_t key, __m512 x[TILE][WIDE]
 ) {
     int whole = key + TILE <= s->keys;
     UNROLL
-    for (int i = 0; i < TILE; i++)
+    for (int i = 0; i < TILE; i++) {
         UNROLL
-        for (int w = 0; w < wide; w++) x[i][w] = _mm512_setzero_ps();
-    product(
+        for (int w = 0; w < wide; w++)
+            x[i][w] = _mm512_setzero_ps();
+    }
+    add_products(
         wide, x, s->size / 2, strip->q, whole ? k + key * s->k_row : r->tail,
         whole ? s->k_row : s->size, 2
     );
 }
 
+/* Which of the 16 queries of vector w see a key. */
 INLINE __mmask16 sees(const Strip *strip, int w, int64_t key) {
     __m512i limit = _mm512_load_si512(strip->limit + w * LANES);
     return _mm512_cmpgt_epi32_mask(limit, _mm512_set1_epi32((int32_t)key));
 }
 
-/* Raise `most` to the largest scaled logit of each query among the keys begin..end that it sees. */
-INLINE void raise(
-    const int wide, const Shape *s, const Room *r, const Strip *strip, const bf16 *k,
+/* Raise `most` to the largest scaled logit of each query, among keys begin .. end - 1 that it
+   sees. */
+INLINE void raise_max(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, const bf16 *k,
     int64_t begin, int64_t end, float scale, __m512 most[WIDE]
 ) {
     for (int64_t key = begin; key < end; key += TILE) {
         __m512 x[TILE][WIDE];
-        logits(wide, s, r, strip, k, key, x);
+        find_logits(wide, s, r, strip, k, key, x);
         UNROLL
-        for (int i = 0; i < TILE; i++)
+        for (int i = 0; i < TILE; i++) {
             UNROLL
             for (int w = 0; w < wide; w++) {
                 __m512 logit = _mm512_mul_ps(x[i][w], _mm512_set1_ps(scale));
                 most[w] = _mm512_mask_max_ps(most[w], sees(strip, w, key + i), most[w], logit);
             }
+        }
     }
 }
 
-/* The weights of the keys begin..end against the bound, into r->p, and their sums: before and after
-   they are rounded. */
-INLINE void weigh(
-    const int wide, const Shape *s, const Room *r, const Strip *strip, const bf16 *k,
-    int64_t begin, int64_t end, float scale, __m512 sum[WIDE], __m512 given[WIDE]
+/* The probabilities of keys begin .. end - 1 relative to the shift, rounded, into r->p; their sums
+   before (`sum`) and after rounding (`rounded_sum`). */
+INLINE void find_probs(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, const bf16 *k,
+    int64_t begin, int64_t end, float scale, __m512 sum[WIDE], __m512 rounded_sum[WIDE]
 ) {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
     uint32_t *to = r->p;
-    for (int w = 0; w < wide; w++) sum[w] = given[w] = _mm512_setzero_ps();
+    for (int w = 0; w < wide; w++)
+        sum[w] = rounded_sum[w] = _mm512_setzero_ps();
     for (int64_t key = begin; key < end; key += TILE) {
         __m512 x[TILE][WIDE];
-        logits(wide, s, r, strip, k, key, x);
-        if (key + TILE > strip->limit[0]) { /* some query does not see them all */
+        find_logits(wide, s, r, strip, k, key, x);
+        if (key + TILE > strip->limit[0]) { /* some query does not see all of them */
             UNROLL
-            for (int i = 0; i < TILE; i++)
+            for (int i = 0; i < TILE; i++) {
                 UNROLL
                 for (int w = 0; w < wide; w++)
                     x[i][w] = _mm512_mask_mov_ps(
-                        _mm512_set1_ps(NEVER), sees(strip, w, key + i), x[i][w]
+                        _mm512_set1_ps(LOWEST), sees(strip, w, key + i), x[i][w]
                     );
+            }
         }
         UNROLL
         for (int w = 0; w < wide; w++) {
-            __m512 bound = _mm512_load_ps(strip->bound + w * LANES);
+            __m512 shift = _mm512_load_ps(strip->shift + w * LANES);
             UNROLL
             for (int i = 0; i < TILE; i += 2) {
-                __m512 even = power(_mm512_fmsub_ps(x[i][w], _mm512_set1_ps(scale), bound));
-                __m512 odd = power(_mm512_fmsub_ps(x[i + 1][w], _mm512_set1_ps(scale), bound));
+                __m512 even = power(_mm512_fmsub_ps(x[i][w], _mm512_set1_ps(scale), shift));
+                __m512 odd = power(_mm512_fmsub_ps(x[i + 1][w], _mm512_set1_ps(scale), shift));
                 sum[w] = _mm512_add_ps(sum[w], _mm512_add_ps(even, odd));
-                __m512i both = interleave((__m512i)_mm512_cvtne2ps_pbh(odd, even));
-                given[w] = _mm512_dpbf16_ps(given[w], (__m512bh)both, ones);
-                _mm512_store_si512(to + (i / 2 * wide + w) * LANES, both);
+                __m512i pairs = interleave((__m512i)_mm512_cvtne2ps_pbh(odd, even));
+                rounded_sum[w] = _mm512_dpbf16_ps(rounded_sum[w], (__m512bh)pairs, ones);
+                _mm512_store_si512(to + (i / 2 * wide + w) * LANES, pairs);
             }
         }
         to += TILE / 2 * wide * LANES;
     }
 }
 
-/* Make the largest logit up to key `end` the bound, and lower what was summed against the old. */
-INLINE void rebound(
-    const int wide, const Shape *s, const Room *r, const Strip *strip, const bf16 *k,
+/* Make the largest logit up to key `end` the shift, and scale what was summed with the old one. */
+INLINE void move_shift(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, const bf16 *k,
     int64_t begin, int64_t end, float scale
 ) {
     __m512 most[WIDE], less[WIDE];
-    for (int w = 0; w < wide; w++) most[w] = _mm512_load_ps(strip->bound + w * LANES);
-    raise(wide, s, r, strip, k, begin, end, scale, most);
+    for (int w = 0; w < wide; w++)
+        most[w] = _mm512_load_ps(strip->shift + w * LANES);
+    raise_max(wide, s, r, strip, k, begin, end, scale, most);
     for (int w = 0; w < wide; w++) {
-        float *bound = strip->bound + w * LANES, *sum = strip->sum + w * LANES;
-        float *given = strip->given + w * LANES;
-        less[w] = power(_mm512_sub_ps(_mm512_load_ps(bound), most[w]));
-        _mm512_store_ps(bound, most[w]);
+        float *shift = strip->shift + w * LANES, *sum = strip->sum + w * LANES;
+        float *rounded_sum = strip->rounded_sum + w * LANES;
+        less[w] = power(_mm512_sub_ps(_mm512_load_ps(shift), most[w]));
+        _mm512_store_ps(shift, most[w]);
         _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), less[w]));
-        _mm512_store_ps(given, _mm512_mul_ps(_mm512_load_ps(given), less[w]));
+        _mm512_store_ps(rounded_sum, _mm512_mul_ps(_mm512_load_ps(rounded_sum), less[w]));
     }
     for (int64_t d = 0; d < s->size; d++)
         for (int w = 0; w < wide; w++) {
-            float *at = strip->mixed + (d * wide + w) * LANES;
+            float *at = strip->out_sum + (d * wide + w) * LANES;
             _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), less[w]));
         }
 }
 
-/* One strip of queries over the keys begin..end, whose values are in r->v. */
-INLINE void attend(
-    const int wide, const Shape *s, const Room *r, const Strip *strip, const bf16 *k,
+/* Attention of one strip over keys begin .. end - 1, whose values are in r->v. */
+INLINE void attend_strip(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, const bf16 *k,
     int64_t begin, int64_t end, float scale
 ) {
     int64_t most = strip->limit[wide * LANES - 1], steps = block_keys(s->size) / 2;
-    if (end > most) end = most;
-    if (end <= begin) return;
-    __m512 sum[WIDE], given[WIDE];
+    if (end > most)
+        end = most;
+    if (end <= begin)
+        return;
+    __m512 sum[WIDE], rounded_sum[WIDE];
     if (begin == 0) {
         __m512 first[WIDE];
-        for (int w = 0; w < wide; w++) first[w] = _mm512_set1_ps(NEVER);
-        raise(wide, s, r, strip, k, 0, 1, scale, first);
-        for (int w = 0; w < wide; w++) _mm512_store_ps(strip->bound + w * LANES, first[w]);
+        for (int w = 0; w < wide; w++)
+            first[w] = _mm512_set1_ps(LOWEST);
+        raise_max(wide, s, r, strip, k, 0, 1, scale, first);
+        for (int w = 0; w < wide; w++)
+            _mm512_store_ps(strip->shift + w * LANES, first[w]);
         memset(strip->sum, 0, (size_t)(4 * wide * LANES));
-        memset(strip->given, 0, (size_t)(4 * wide * LANES));
-        memset(strip->mixed, 0, (size_t)(4 * s->size * wide * LANES));
+        memset(strip->rounded_sum, 0, (size_t)(4 * wide * LANES));
+        memset(strip->out_sum, 0, (size_t)(4 * s->size * wide * LANES));
     }
-    weigh(wide, s, r, strip, k, begin, end, scale, sum, given);
+    find_probs(wide, s, r, strip, k, begin, end, scale, sum, rounded_sum);
     int beyond = 0;
-    for (int w = 0; w < wide; w++) /* or not a number */
-        beyond |= _mm512_cmp_ps_mask(sum[w], _mm512_set1_ps(MOST), _CMP_NLE_UQ);
+    for (int w = 0; w < wide; w++) /* also if a sum is NaN */
+        beyond |= _mm512_cmp_ps_mask(sum[w], _mm512_set1_ps(SUM_LIMIT), _CMP_NLE_UQ);
     if (__builtin_expect(beyond, 0)) {
-        rebound(wide, s, r, strip, k, begin, end, scale);
-        weigh(wide, s, r, strip, k, begin, end, scale, sum, given);
+        move_shift(wide, s, r, strip, k, begin, end, scale);
+        find_probs(wide, s, r, strip, k, begin, end, scale, sum, rounded_sum);
     }
     for (int w = 0; w < wide; w++) {
-        float *at = strip->sum + w * LANES, *rounded = strip->given + w * LANES;
+        float *at = strip->sum + w * LANES, *rounded = strip->rounded_sum + w * LANES;
         _mm512_store_ps(at, _mm512_add_ps(_mm512_load_ps(at), sum[w]));
-        _mm512_store_ps(rounded, _mm512_add_ps(_mm512_load_ps(rounded), given[w]));
+        _mm512_store_ps(rounded, _mm512_add_ps(_mm512_load_ps(rounded), rounded_sum[w]));
     }
     int64_t used = (end - begin + TILE - 1) / TILE * (TILE / 2);
     for (int64_t d = 0; d < s->size; d += TILE) {
         __m512 x[TILE][WIDE];
-        float *at = strip->mixed + d * wide * LANES;
+        float *at = strip->out_sum + d * wide * LANES;
         UNROLL
-        for (int i = 0; i < TILE; i++)
+        for (int i = 0; i < TILE; i++) {
             UNROLL
-            for (int w = 0; w < wide; w++) x[i][w] = _mm512_load_ps(at + (i * wide + w) * LANES);
-        product(wide, x, used, r->p, (const bf16 *)(r->v + d * steps), 2, 2 * TILE);
+            for (int w = 0; w < wide; w++)
+                x[i][w] = _mm512_load_ps(at + (i * wide + w) * LANES);
+        }
+        add_products(wide, x, used, r->p, (const bf16 *)(r->v + d * steps), 2, 2 * TILE);
         UNROLL
-        for (int i = 0; i < TILE; i++)
+        for (int i = 0; i < TILE; i++) {
             UNROLL
-            for (int w = 0; w < wide; w++) _mm512_store_ps(at + (i * wide + w) * LANES, x[i][w]);
+            for (int w = 0; w < wide; w++)
+                _mm512_store_ps(at + (i * wide + w) * LANES, x[i][w]);
+        }
     }
 }
 
-/* The width as a constant: the sums of a tile are then registers. */
-#define ATTEND(WIDTH)                                                                      \
-    static __attribute__((noinline)) void attend_##WIDTH(                                  \
-        const Shape *s, const Room *r, const Strip *strip, const bf16 *k, int64_t begin,   \
-        int64_t end, float scale                                                           \
-    ) {                                                                                    \
-        attend(WIDTH, s, r, strip, k, begin, end, scale);                                  \
+/* With a constant width, the sums of a tile are registers. */
+#define ATTEND_STRIP(WIDTH)                                                                   \
+    static __attribute__((noinline)) void attend_strip_##WIDTH(                               \
+        const Shape *s, const Workspace *r, const Strip *strip, const bf16 *k, int64_t begin, \
+        int64_t end, float scale                                                              \
+    ) {                                                                                       \
+        attend_strip(WIDTH, s, r, strip, k, begin, end, scale);                               \
     }
-ATTEND(1)
-ATTEND(2)
-ATTEND(3)
+ATTEND_STRIP(1)
+ATTEND_STRIP(2)
+ATTEND_STRIP(3)
 
-static void write_mixed(
-    const Shape *s, int64_t begin, const Strip *strip, bf16 *out, float *lse
-) {
+/* Divide the outputs of a strip, and write them and the log-sum-exps. */
+static void write_out(const Shape *s, int64_t begin, const Strip *strip, bf16 *out, float *lse) {
     for (int w = 0; w < strip->wide; w++) {
         int64_t row = begin + w * LANES, left = s->rows * s->group - row;
         int count = (int)(left < LANES ? left : LANES);
-        const float *sum = strip->sum + w * LANES, *bound = strip->bound + w * LANES;
-        __m512 given = _mm512_load_ps(strip->given + w * LANES);
-        __m512 share = _mm512_div_ps(_mm512_set1_ps(1.0f), given);
+        const float *sum = strip->sum + w * LANES, *shift = strip->shift + w * LANES;
+        __m512 rounded_sum = _mm512_load_ps(strip->rounded_sum + w * LANES);
+        __m512 share = _mm512_div_ps(_mm512_set1_ps(1.0f), rounded_sum);
         bf16 *to[LANES];
         for (int i = 0; i < count; i++) {
             int64_t t = (row + i) / s->group, g = (row + i) % s->group;
             to[i] = out + g * s->out_group + t * s->out_row;
-            lse[g * s->rows + t] = bound[i] * 0.69314718055994531f + logf(sum[i]);
+            lse[g * s->rows + t] = shift[i] * 0.69314718055994531f + logf(sum[i]);
         }
         for (int64_t d = 0; d < s->size; d += LANES) {
             __m512i x[LANES];
             for (int i = 0; i < LANES; i++) {
-                const float *at = strip->mixed + ((d + i) * strip->wide + w) * LANES;
+                const float *at = strip->out_sum + ((d + i) * strip->wide + w) * LANES;
                 x[i] = (__m512i)_mm512_mul_ps(_mm512_load_ps(at), share);
             }
             transpose(x);
@@ -427,10 +456,10 @@ static void write_mixed(
     }
 }
 
-/* A block of queries from row `begin` on over the rows of one KV head. */
+/* Attention of the block of queries that begins at row `begin`, over the rows of one KV head. */
 static void block(
-    const Shape *s, Room *r, const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse,
-    int64_t begin, int64_t strips
+    const Shape *s, Workspace *r, const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out,
+    float *lse, int64_t begin, int64_t strips
 ) {
     int64_t all = s->rows * s->group, size = s->size, keys = block_keys(size), most = 0;
     int count = 0;
@@ -448,35 +477,39 @@ static void block(
         load_values(s, v + at * s->v_row, end - at, r->v);
         for (int i = 0; i < count; i++) {
             const Strip *strip = &r->strips[i];
-            if (strip->wide == 3) attend_3(s, r, strip, k, at, end, scale);
-            else if (strip->wide == 2) attend_2(s, r, strip, k, at, end, scale);
-            else attend_1(s, r, strip, k, at, end, scale);
+            if (strip->wide == 3)
+                attend_strip_3(s, r, strip, k, at, end, scale);
+            else if (strip->wide == 2)
+                attend_strip_2(s, r, strip, k, at, end, scale);
+            else
+                attend_strip_1(s, r, strip, k, at, end, scale);
         }
     }
     for (int i = 0; i < count; i++)
-        write_mixed(s, begin + i * STRIP, &r->strips[i], out, lse);
+        write_out(s, begin + i * STRIP, &r->strips[i], out, lse);
 }
 
 #endif
 
-/* q [H, G, T, D], k and v [H, N, D], out [H, G, T, D] in bf16, lse [H, G, T] in float32, none
+/* q [H, G, T, D], k and v [H, N, D], out [H, G, T, D] in bfloat16, lse [H, G, T] in float32, none
    empty; D is a multiple of 16. Query i sees the first min(N, first + i) rows, first at least 1.
-   0, or what is missing: 1 the instructions, 2 memory. */
+   Returns 0, or what is missing: 1 the instructions, 2 memory. */
 int minikv_rows_attention(
     const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, const Shape *s
 ) {
 #if AVAILABLE
-    Cut c = cut(s);
+    Division c = divide(s);
     char *memory = aligned_alloc(64, (size_t)(c.threads * c.each));
-    if (memory == NULL) return 2;
+    if (memory == NULL)
+        return 2;
 #pragma omp parallel num_threads((int)c.threads)
     {
         int64_t thread = 0;
 #ifdef _OPENMP
         thread = omp_get_thread_num();
 #endif
-        Room r = furnish(memory + thread * c.each, s->size);
-        /* The last queries see most: they go first. */
+        Workspace r = init_workspace(memory + thread * c.each, s->size);
+        /* The last queries see most rows, so they go first. */
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < s->heads * c.blocks; i++) {
             int64_t h = i % s->heads, begin = (c.blocks - 1 - i / s->heads) * c.strips * STRIP;

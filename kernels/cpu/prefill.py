@@ -1,7 +1,7 @@
-"""Attention of a prompt's queries, in C: `prefill.c` behind the signature of the torch twin.
+"""Attention of a prompt's queries, in C: `prefill.c`.
 
-What the C does not take goes to the twin: other dtypes than bfloat16, heads whose size is no
-multiple of 16 or above 256, processors without AVX-512's bf16 products.
+It needs a processor with the bfloat16 products of AVX-512, bfloat16 tensors, and heads whose size
+is a multiple of 16 up to 256. Everything else goes to `torch/attention.py`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import torch
 from torch import Tensor
 
 from minikv.kernels.cpu.build import library
-from minikv.kernels.torch import reference
+from minikv.kernels.torch import attention as plain_torch
+from minikv.kernels.torch import ragged_prefill as plain_ragged
 
-_STEP = 16
-_WIDEST = 256
+_MULTIPLE = 16
+_MAX_HEAD_DIM = 256
 _NO_MEMORY = 2
 
 
-# H, G, T, N, D, first; q's strides of H, G, T, k's and v's of H, N, and the result's of H, G, T.
 _Shape = c_int64 * 16
+"""H, G, T, N, D, first; strides of q over H, G, T, of k and of v over H, N, of the output over
+H, G, T."""
 
 
 @cache
-def _bound() -> ctypes.CDLL | None:
-    """The library, its arguments declared; None where it cannot compute here."""
+def _library() -> ctypes.CDLL | None:
+    """The library, the arguments of its functions declared; None where it cannot compute this."""
     found, _ = library()
     if found is None or not found.minikv_rows_attention_available():
         return None
@@ -37,51 +39,51 @@ def _bound() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """The C computes here: there is a library, and the processor has the instructions."""
-    return _bound() is not None
+    """Whether there is a library, and the processor has the instructions."""
+    return _library() is not None
 
 
 def rows_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.rows_attention`. In memory the mixed values are [T, H, G, D]."""
+    """See `torch.attention.rows_attention`. In memory the output is [T, H, G, D]."""
     found = _attend(q, k, v, 1 if causal else k.shape[1])
-    return reference.rows_attention(q, k, v, causal=causal) if found is None else found
+    return plain_torch.rows_attention(q, k, v, causal=causal) if found is None else found
 
 
 def last_rows_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """See `reference.last_rows_attention`. At once: there is nothing to merge."""
+    """See `torch.attention.last_rows_attention`. Computed at once, without `merge`."""
     found = _attend(q, k, v, k.shape[1] - q.shape[2] + 1)
-    return reference.last_rows_attention(q, k, v) if found is None else found
+    return plain_torch.last_rows_attention(q, k, v) if found is None else found
 
 
-def segments_attention(
+def ragged_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     start: Tensor,
     length: Tensor,
-    hole: Tensor,
-    most: int,
+    free_slot: Tensor,
+    max_length: int,
     *,
     pos: Tensor | None = None,
     q_pos: Tensor | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.segments_attention`."""
-    tables = torch.stack((start, length, hole), 1)
-    return reference.segments_by_head(q, k, v, tables, pos, q_pos, window, rows_attention)
+    """See `minikv.kernels.torch.ragged_prefill`."""
+    tables = torch.stack((start, length, free_slot), 1)
+    return plain_ragged.head_by_head(q, k, v, tables, pos, q_pos, window, rows_attention)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
-    """Query i over the rows below first + i; None: the C does not take it."""
+    """Query i over rows 0 .. first + i - 1; None if C does not take these tensors."""
     heads, group, rows, size = q.shape
     keys = k.shape[1]
     alike = all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in (q, k, v))
     dense = q.stride(3) == k.stride(2) == v.stride(2) == 1
     if not (alike and dense and q.numel() and keys and first > 0):
         return None
-    found = _bound() if size % _STEP == 0 and size <= _WIDEST else None
+    found = _library() if size % _MULTIPLE == 0 and size <= _MAX_HEAD_DIM else None
     if found is None:
         return None
     out = torch.empty((rows, heads, group, size), dtype=q.dtype, device=q.device)

@@ -1,4 +1,4 @@
-"""Products of few rows and a matrix, in C: `product.c` behind the signatures of the twins."""
+"""Matrix products of few rows, in C: `product.c`. Other dtypes and strides: `torch/product.py`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from minikv.kernels.cpu.build import library
-from minikv.kernels.torch import reference
+from minikv.kernels.cpu.binding import loaded
+from minikv.kernels.torch import product as plain_torch
 
 
 @cache
-def _bound() -> ctypes.CDLL:
-    found, why = library()
-    assert found is not None, why
+def _library() -> ctypes.CDLL:
+    """The library, the arguments of its functions declared."""
+    found = loaded()
     found.minikv_int8_product.argtypes = [c_int64] * 3 + [c_void_p] * 4
     found.minikv_row_product.argtypes = [c_int64] * 2 + [c_void_p] * 3
     found.minikv_int8_product.restype = ctypes.c_int
@@ -26,13 +26,13 @@ def _bound() -> ctypes.CDLL:
 
 
 def threads() -> int:
-    """Threads that a product is shared by."""
-    found: int = _bound().minikv_threads()
+    """The number of threads that share a product."""
+    found: int = _library().minikv_threads()
     return found
 
 
 def _taken(x: Tensor, matrix: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the C can take rows of bfloat16 and this matrix. The twin says what is wrong."""
+    """Whether C takes these rows and this matrix. If not, torch computes, or raises an error."""
     return (
         x.dtype == torch.bfloat16
         and matrix.dtype == dtype
@@ -45,13 +45,13 @@ def _taken(x: Tensor, matrix: Tensor, dtype: torch.dtype = torch.bfloat16) -> bo
 
 
 def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """See `reference.int8_product`. Activations are rounded to 16 bits, 256 columns to a scale, and
-    multiplied as integers."""
+    """See `torch.product.int8_product`. Activations are rounded to 16 bits, with a scale for 256
+    columns, and multiplied as integers."""
     fits = scale.dtype == torch.bfloat16 and scale.is_contiguous() and len(scale) == len(codes)
     if not fits or not _taken(x, codes, torch.int8):
-        return reference.int8_product(x, codes, scale)
+        return plain_torch.int8_product(x, codes, scale)
     out = torch.empty((x.shape[0], codes.shape[0]), dtype=x.dtype, device=x.device)
-    failed = _bound().minikv_int8_product(
+    failed = _library().minikv_int8_product(
         x.shape[0],
         x.shape[1],
         codes.shape[0],
@@ -66,11 +66,11 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def row_product(x: Tensor, weight: Tensor) -> Tensor:
-    """See `reference.row_product`. Summed in float32, in another order than torch's."""
+    """See `torch.product.row_product`. Summed in float32, in another order than torch's."""
     if not _taken(x, weight) or x.shape[0] != 1:
-        return reference.row_product(x, weight)
+        return plain_torch.row_product(x, weight)
     out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device)
-    _bound().minikv_row_product(
+    _library().minikv_row_product(
         weight.shape[1], weight.shape[0], x.data_ptr(), weight.data_ptr(), out.data_ptr()
     )
     return out

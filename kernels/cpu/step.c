@@ -1,398 +1,521 @@
-/* What happens to one token between the products: attention over segments, newcomers, and the small
-   operators. What each function computes is said by its twin in kernels/reference.py. */
-#include "numbers.h"
+/* The end of a decode step: statistics of all rows, and the row that leaves each head that is over
+   its cap. The arguments are those of kernels/torch/step.py and `lowest_step` of
+   kernels/torch/decode.py.
 
-#include <stdlib.h>
+   Rows that may leave have positions in a span, and the victim is the row with the lowest score in
+   it. Some policies narrow the choice to the n newest rows or the n smallest variances. Then a
+   threshold is guessed and checked by counting, and found by bisection if the guess is wrong.
+   Nothing is sorted. */
 
-typedef uint16_t half_bits __attribute__((vector_size(2 * VEC)));
-typedef int8_t codes __attribute__((vector_size(VEC)));
-
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+/* Products are rounded before they are added, as in torch: a row that always got the same
+   probability has variance 0. */
+#ifdef __clang__
+#pragma clang fp contract(off)
 #else
-typedef int32_t i4 __attribute__((vector_size(16)));
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i4){__VA_ARGS__})
+#pragma GCC optimize("fp-contract=off")
 #endif
 
-enum { CODES = 3, WIDEST = 256 / VEC /* vectors of a row: heads of 256 */ };
+#include "span.h"
 
-static inline vec load(const void *row, int kind, int i) {
-    if (kind == BF16) {
-        half_bits x;
-        memcpy(&x, (const char *)row + sizeof x * i, sizeof x);
-        return (vec)(__builtin_convertvector(x, words) << 16);
-    }
-    if (kind == CODES) {
-        codes x;
-        memcpy(&x, (const char *)row + sizeof x * i, sizeof x);
-        return __builtin_convertvector(x, vec);
-    }
-    vec x;
-    memcpy(&x, (const char *)row + sizeof x * i, sizeof x);
-    return x;
-}
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
-static inline long item(int kind) { return kind == CODES ? 1 : kind == BF16 ? 2 : 4; }
+/* THREADS_FROM: the number of probabilities from which on threads are faster, about 50 us of one
+   thread. BLOCK: rows that are worked on at once, so that what belongs to them stays in the first
+   cache. */
+enum { THREADS_FROM = 30000, BLOCK = 256 };
 
-static inline void store(void *row, int kind, long i, float x) {
-    if (kind == BF16)
-        ((bf16 *)row)[i] = to_bf16(x);
-    else
-        ((float *)row)[i] = x;
-}
-
-static inline float number(const void *row, int kind, long i) {
-    if (kind == CODES)
-        return ((const int8_t *)row)[i];
-    return kind == BF16 ? from_bf16(((const bf16 *)row)[i]) : ((const float *)row)[i];
-}
-
-/* The rows of a head and what is known of each; stored: what k and v are. */
+/* What every step function takes: logits [L, H, G, C], lse [L, H, G], and the fields of `Rows` in
+   kernels/torch/decode.py. */
 typedef struct {
-    int D, stored;
-    long n;
-    const char *k, *v;
-    const int32_t *pos; /* NULL: all are seen */
-    int64_t oldest;
-    const float *k_scale, *v_scale;
-} rows_t;
+    int64_t L, H, G, C;
+    const float *logits, *lse;
+    const int64_t *start, *length, *cap;
+    const int32_t *pos;
+    int64_t newest, sinks, recent, pinned;
+} Heads;
 
-enum { FOUR = 4 /* rows, queries and vectors that are worked on together: they stay in registers */ };
+/* The first parameters of every step function, and `Heads` made of them. */
+#define HEAD_PARAMS                                                                              \
+    int64_t L, int64_t H, int64_t G, int64_t C, const float *logits, const float *lse,           \
+        const int64_t *start, const int64_t *length, const int64_t *cap, const int32_t *pos,     \
+        const int64_t *newest, int64_t sinks, int64_t recent, int64_t pinned, const uint8_t *go, \
+        int64_t *free_slot
+#define HEAD_FACTS \
+    {L, H, G, C, logits, lse, start, length, cap, pos, *newest, sinks, recent, pinned}
 
-static inline float shown(const rows_t *r, long j, float x) {
-    if (r->stored == CODES)
-        x *= r->k_scale[j];
-    return r->pos && r->pos[j] < r->oldest ? -INFINITY : x;
+/* `lowest` among the evictable rows of a head. */
+static int lowest_evictable(const Heads *a, const float *score, const int32_t *pos, int n) {
+    int found = lowest(score, pos, n, evictable_span(a->newest, a->sinks, a->recent, a->pinned));
+    return found >= 0 ? found : lowest(score, pos, n, fallback_span(a->newest, a->pinned));
 }
 
-/* Sums of four vectors, as one. */
-static inline v4 sums(vec a, vec b, vec c, vec d) {
-    const v4 part[FOUR] = {by_fours(a), by_fours(b), by_fours(c), by_fours(d)};
-    v4 low = SHUFFLE(part[0], part[1], 0, 4, 1, 5) + SHUFFLE(part[0], part[1], 2, 6, 3, 7);
-    v4 high = SHUFFLE(part[2], part[3], 0, 4, 1, 5) + SHUFFLE(part[2], part[3], 2, 6, 3, 7);
-    return SHUFFLE(low, high, 0, 1, 4, 5) + SHUFFLE(low, high, 2, 3, 6, 7);
-}
-
-/* The logits of B queries, n of them each, `pitch` apart. W: whole vectors of a row. */
-static inline __attribute__((always_inline)) void scores(
-    const int B, const int W, const int kind, const int stored, const rows_t *r, const char *q,
-    float *into, long pitch) {
-    const int D = r->D;
-    const long wide = (long)D * item(stored), each = (long)D * item(kind);
-    const float scale = 1.0f / sqrtf((float)D);
-    vec query[FOUR][WIDEST];
-    for (int b = 0; b < B; b++)
-        for (int i = 0; i < W; i++)
-            query[b][i] = load(q + b * each, kind, i) * scale;
-    long j = 0;
-    for (; j + FOUR <= r->n; j += FOUR) {
-        const char *k = r->k + j * wide;
-        vec sum[FOUR][FOUR] = {0};
-#pragma GCC unroll 1
-        for (int i = 0; i < W; i++)
-            for (int c = 0; c < FOUR; c++) {
-                vec key = load(k + c * wide, stored, i);
-                for (int b = 0; b < B; b++)
-                    sum[b][c] += key * query[b][i];
-            }
-        for (int b = 0; b < B; b++) {
-            v4 x = sums(sum[b][0], sum[b][1], sum[b][2], sum[b][3]);
-            for (int c = 0; c < FOUR; c++) {
-                float y = x[c];
-                for (int d = VEC * W; d < D; d++)
-                    y += number(q + b * each, kind, d) * scale * number(k + c * wide, stored, d);
-                into[b * pitch + j + c] = shown(r, j + c, y);
-            }
+/* p [n] = the probabilities of head i's rows, exp(logit - lse), in the mean over its G queries. */
+static void mean_probs(const Heads *a, int64_t i, int n, float *p) {
+    const float *x = a->logits + i * a->G * a->C, *sums = a->lse + i * a->G;
+    for (int64_t g = 0; g < a->G; g++, x += a->C) {
+        const float lse = sums[g];
+        if (!g) {
+#pragma omp simd
+            for (int j = 0; j < n; j++)
+                p[j] = exp_negative(x[j] - lse);
+        } else {
+#pragma omp simd
+            for (int j = 0; j < n; j++)
+                p[j] += exp_negative(x[j] - lse);
         }
     }
-    for (; j < r->n; j++)
-        for (int b = 0; b < B; b++) {
-            const char *k = r->k + j * wide;
-            vec sum = {0};
-            for (int i = 0; i < W; i++)
-                sum += query[b][i] * load(k, stored, i);
-            float x = total(sum);
-            for (int d = VEC * W; d < D; d++)
-                x += number(q + b * each, kind, d) * scale * number(k, stored, d);
-            into[b * pitch + j] = shown(r, j, x);
-        }
-}
-
-/* out[b] = share[b] * sum over rows of p[b] times their values; p [B, n]. */
-static inline __attribute__((always_inline)) void mix(
-    const int B, const int W, const int kind, const int stored, const rows_t *r, const float *p,
-    const float *share, char *out) {
-    const int D = r->D;
-    const long wide = (long)D * item(stored);
-    for (int from = 0; from < W; from += FOUR) {
-        vec mixed[FOUR][FOUR] = {0};
-        const int many = W - from < FOUR ? W - from : FOUR;
-        for (long j = 0; j < r->n; j++) {
-            const float by = stored == CODES ? r->v_scale[j] : 1.0f;
-            vec value[FOUR];
-            for (int i = 0; i < many; i++)
-                value[i] = load(r->v + j * wide, stored, from + i);
-            for (int b = 0; b < B; b++)
-                for (int i = 0; i < many; i++)
-                    mixed[b][i] += value[i] * (p[b * r->n + j] * by);
-        }
-        for (int b = 0; b < B; b++)
-#pragma GCC unroll 1
-            for (int i = 0; i < VEC * many; i++)
-                store(out, kind, (long)b * D + VEC * from + i, ((float *)mixed[b])[i] * share[b]);
+    if (a->G > 1) {
+        const float group = (float)a->G;
+#pragma omp simd
+        for (int j = 0; j < n; j++)
+            p[j] /= group;
     }
-    for (int d = VEC * W; d < D; d++)
-        for (int b = 0; b < B; b++) {
-            float sum = 0.0f;
-            for (long j = 0; j < r->n; j++)
-                sum += p[b * r->n + j] * number(r->v + j * wide, stored, d) *
-                       (stored == CODES ? r->v_scale[j] : 1.0f);
-            store(out, kind, (long)b * D + d, sum * share[b]);
-        }
 }
 
-/* e = exp(x - the largest x), of n; one over their sum. NaN among x makes the sum NaN, and that the
-   answer. */
-static __attribute__((noinline)) float soften(const float *x, float *e, long n, float *lse) {
-    float most = -INFINITY, total = 0.0f;
-#pragma omp simd reduction(max : most)
-    for (long j = 0; j < n; j++)
-        most = x[j] > most ? x[j] : most;
-    const float top = most == -INFINITY ? 0.0f : most;
-#pragma omp simd reduction(+ : total)
-    for (long j = 0; j < n; j++) {
-        float y = exp_negative(x[j] - top);
-        total += y;
-        e[j] = y;
+/* Whether head i is over its cap. */
+static inline int over(const Heads *a, int64_t i) { return a->length[i] > a->cap[i]; }
+
+/* The victim of head i as an index into the columns; the first row if none was found. */
+static inline int64_t victim_row(const Heads *a, int64_t i, int found) {
+    return a->start[i] + (found < 0 ? 0 : found);
+}
+
+/* How many threads to use: one, or as many as torch's own loops take, because OpenMP ends threads
+   that a smaller team does not use. */
+static int thread_count(const Heads *a) {
+#ifdef _OPENMP
+    int64_t weights = 0;
+    for (int64_t i = 0; i < a->L * a->H; i++)
+        weights += a->length[i] * a->G;
+    return weights < THREADS_FROM ? 1 : omp_get_max_threads();
+#else
+    (void)a;
+    return 1;
+#endif
+}
+
+/* The number of this thread. */
+static inline int thread_number(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+/* The position from which on there are the n newest unpinned rows, and no others. There are n rows
+   at least; their positions differ. */
+static int32_t recent_edge(const int32_t *pos, int rows, int64_t pinned, int64_t newest, int n) {
+    int64_t high = newest + 1; /* fewer than n rows are at it or later */
+    /* Each missing row moves the guess by one, which cannot lead below the edge. */
+    for (int i = 0, late = 0; i < 8; i++) {
+        const int64_t guess = high - (n - late);
+        if (guess <= pinned)
+            break;
+        late = count_within(pos, rows, (Span){to_int32(guess), INT32_MAX});
+        if (late == n)
+            return to_int32(guess);
+        if (late > n)
+            break;
+        high = guess;
     }
-    *lse = total == 0.0f ? -INFINITY : top + logf(total);
-    return total == 0.0f ? 0.0f : 1.0f / total;
-}
-
-/* B <= FOUR queries over the rows of their head; p [B, n] is room. */
-static inline __attribute__((always_inline)) void few_queries(
-    const int B, const int W, const int kind, const int stored, const rows_t *r, const char *q,
-    float *logits, long pitch, float *lse, char *out, float *p) {
-    float share[FOUR];
-    if (!logits)
-        pitch = r->n;
-    float *found = logits ? logits : p;
-    scores(B, W, kind, stored, r, q, found, pitch);
-    for (int b = 0; b < B; b++)
-        share[b] = soften(found + b * pitch, p + b * r->n, r->n, lse + b);
-    mix(B, W, kind, stored, r, p, share, out);
-}
-
-/* With all sizes known, loops unroll and sums stay in registers. */
-#define OF(B, W, KIND, STORED)                                                         \
-    if (queries == B && r->D == VEC * W && kind == KIND && r->stored == STORED) {       \
-        few_queries(B, W, KIND, STORED, r, q, logits, pitch, lse, out, p);             \
-        return;                                                                        \
+    int64_t low = pinned < INT32_MIN ? INT32_MIN : pinned; /* n rows are at it or later */
+    if (count_within(pos, rows, (Span){to_int32(high), INT32_MAX}) >= n)
+        high = (int64_t)INT32_MAX + 1; /* rows beyond the newest position, which no cache has */
+    while (low + 1 < high) {
+        const int64_t middle = low + (high - low) / 2;
+        const int late = count_within(pos, rows, (Span){to_int32(middle), INT32_MAX});
+        if (late == n)
+            return to_int32(middle);
+        if (late > n)
+            low = middle;
+        else
+            high = middle;
     }
-#define EACH(W, STORED) OF(1, W, BF16, STORED) OF(3, W, BF16, STORED) OF(4, W, BF16, STORED)
-
-static void some_queries(
-    int queries, int kind, const rows_t *r, const char *q, float *logits, long pitch, float *lse,
-    char *out, float *p) {
-    EACH(64 / VEC, BF16)
-    EACH(128 / VEC, BF16)
-    EACH(64 / VEC, CODES)
-    EACH(128 / VEC, CODES)
-    few_queries(queries, r->D / VEC, kind, r->stored, r, q, logits, pitch, lse, out, p);
+    return to_int32(low);
 }
 
-/* 0, or 1 if there is no memory. kind: of q and out; stored: of k and v (CODES: int8). */
-int minikv_ragged_attention(
-    int kind, int stored, int H, int G, int D, const void *q, const void *k, const void *v,
-    const int64_t *start, const int64_t *length, const int32_t *pos, const int64_t *oldest,
-    const float *k_scale, const float *v_scale, float *logits, int64_t pitch, float *lse, void *out) {
-    const long wide = (long)D * item(stored);
-    const long each = (long)D * item(kind);
-    long most = 0, all = 0;
-    for (int h = 0; h < H; h++) {
-        most = length[h] > most ? length[h] : most;
-        all += length[h];
-    }
-    float *room = malloc(sizeof(float) * FOUR * H * (most ? most : 1));
-    if (!room)
+/* The row that leaves under H2O: among the evictable rows older than the newest ones the one with
+   the lowest sum; -1 if there is none. */
+static int h2o_victim(
+    const Heads *a, const float *sums, const int32_t *pos, int n, int64_t newest_rows
+) {
+    const int unpinned = count_within(pos, n, (Span){to_int32(a->pinned), INT32_MAX});
+    if (!unpinned)
+        return -1;
+    int64_t count = newest_rows < unpinned - 1 ? newest_rows : unpinned - 1;
+    count = count < 1 ? 1 : count;
+    const int32_t before = recent_edge(pos, n, a->pinned, a->newest, (int)count);
+    Span all = evictable_span(a->newest, a->sinks, a->recent, a->pinned);
+    if (!count_within(pos, n, all))
+        all = fallback_span(a->newest, a->pinned);
+    Span older = all;
+    if (before == INT32_MIN)
+        return lowest(sums, pos, n, all);
+    older.high = older.high < before - 1 ? older.high : before - 1;
+    const int found = lowest(sums, pos, n, older);
+    return found >= 0 ? found : lowest(sums, pos, n, all);
+}
+
+/* H2O (arXiv 2306.14048, section 4). sums [R] += p; newest_rows [L, H]: how many of the newest rows
+   are kept. Returns 0, or 1 if there is no memory; then nothing was written. */
+int minikv_h2o_step(HEAD_PARAMS, float *sums, const int64_t *newest_rows) {
+    if (!*go)
+        return 0;
+    const Heads a = HEAD_FACTS;
+    const int threads = thread_count(&a);
+    float *memory = scratch(threads * C, sizeof(float));
+    if (!memory)
         return 1;
-#pragma omp parallel for schedule(dynamic) if (all * G * D > 200000)
-    for (int h = 0; h < H; h++) {
-        float *p = room + FOUR * h * most;
-        const int64_t at = start[h];
-        const rows_t rows = {
-            D, stored, length[h], (const char *)k + at * wide, (const char *)v + at * wide,
-            pos ? pos + at : NULL, pos ? *oldest : 0, k_scale ? k_scale + at : NULL,
-            v_scale ? v_scale + at : NULL,
-        };
-        for (int g = 0, queries; g < G; g += queries) {
-            queries = G - g < FOUR ? G - g == 3 ? 3 : 1 : FOUR;
-            const long first = (long)h * G + g;
-            some_queries(queries, kind, &rows, (const char *)q + first * each,
-                         logits ? logits + first * pitch : NULL, pitch, lse + first,
-                         (char *)out + first * each, p);
-        }
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < L * H; i++) {
+        const int n = (int)length[i];
+        float *p = memory + thread_number() * C, *total = sums + start[i];
+        mean_probs(&a, i, n, p);
+#pragma omp simd
+        for (int j = 0; j < n; j++)
+            total[j] += p[j];
+        free_slot[i] =
+            over(&a, i)
+                ? victim_row(&a, i, h2o_victim(&a, total, pos + start[i], n, newest_rows[i]))
+                : -1;
     }
-    free(room);
+    free(memory);
     return 0;
 }
 
-/* A row of numbers as int8 codes; its scale. */
-static float encode(const void *row, int kind, int D, int8_t *codes) {
-    float most = 0.0f;
-    for (int d = 0; d < D; d++) {
-        float x = fabsf(number(row, kind, d));
-        most = x > most || x != x ? x : most;
-    }
-    float scale = most == 0.0f ? 1.0f : most / 127.0f;
-    for (int d = 0; d < D; d++) {
-        float x = rintf(number(row, kind, d) / scale);
-        codes[d] = (int8_t)(x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x);
-    }
-    return scale;
+/* The probabilities of the rows at one position. */
+typedef struct {
+    double sum;
+    int32_t at, count;
+} PositionSum;
+
+/* Whether the heads `first` .. `end` - 1 that are over their cap hold the same positions in the
+   same order. Heads that always evicted together do. */
+static int same_positions(const Heads *a, int64_t first, int64_t end) {
+    const int64_t n = a->length[first];
+    for (int64_t i = first + 1; i < end; i++)
+        if (over(a, i) &&
+            (a->length[i] != n ||
+             memcmp(a->pos + a->start[i], a->pos + a->start[first], n * sizeof(int32_t))))
+            return 0;
+    return 1;
 }
 
-/* blank: `blanks` columns of `sizes` bytes a number. */
-void minikv_append(
-    int kind, int coded, int H, int D, const void *key, int64_t key_pitch, const void *value,
-    int64_t value_pitch, const int64_t *slot, const int64_t *position, void *k, void *v, int32_t *pos,
-    float *k_scale, float *v_scale, int blanks, void *const *blank, const int32_t *sizes) {
-    const long item = kind == BF16 ? 2 : 4;
-    for (int h = 0; h < H; h++) {
-        const int64_t at = slot[h];
-        const char *one = (const char *)key + h * key_pitch * item;
-        const char *two = (const char *)value + h * value_pitch * item;
-        if (coded) {
-            k_scale[at] = encode(one, kind, D, (int8_t *)k + at * D);
-            v_scale[at] = encode(two, kind, D, (int8_t *)v + at * D);
-        } else {
-            memcpy((char *)k + at * D * item, one, D * item);
-            memcpy((char *)v + at * D * item, two, D * item);
-        }
-        pos[at] = (int32_t)*position;
-        for (int i = 0; i < blanks; i++)
-            memset((char *)blank[i] + at * sizes[i], 0, sizes[i]);
-    }
+/* The size of a hash table for this many positions: a power of two, at most half full. */
+static int64_t table_size(int64_t rows) {
+    int64_t size = 16;
+    while (size < 2 * rows)
+        size *= 2;
+    return size;
 }
 
-void minikv_advance(
-    int64_t heads, int before, uint8_t *go, const int64_t *start, int64_t *length,
-    const int64_t *cap, const int64_t *hole, int64_t *position, int64_t *count, int64_t *slot,
-    uint8_t *taken) {
-    const int final = *go;
-    *position += final;
-    *go = 0;
-    for (int64_t i = 0; i < heads; i++) {
-        if (final) {
-            length[i] = count[i];
-            taken[i] = 0;
+/* Replace p [H, C] of a layer's rows by the mean over the rows at the same position. slot [H, C]
+   and table: memory to work with. */
+static void mean_by_position(
+    const Heads *a, int64_t first, int64_t end, float *p, int32_t *slot, PositionSum *table
+) {
+    int64_t rows = 0;
+    for (int64_t i = first; i < end; i++)
+        rows += over(a, i) ? a->length[i] : 0;
+    const int64_t size = table_size(rows);
+    int shift = 32;
+    while ((int64_t)1 << (32 - shift) < size)
+        shift--;
+    memset(table, 0, size * sizeof(PositionSum));
+    for (int64_t i = first; i < end; i++) {
+        if (!over(a, i))
+            continue;
+        const int32_t *pos = a->pos + a->start[i];
+        const int64_t mine = (i - first) * a->C;
+        for (int64_t j = 0; j < a->length[i]; j++) {
+            if (pos[j] < a->pinned)
+                continue; /* it never leaves */
+            uint32_t s = (uint32_t)pos[j] * 2654435769u >> shift;
+            while (table[s].count && table[s].at != pos[j])
+                s = (s + 1) & (uint32_t)(size - 1);
+            table[s].at = pos[j];
+            table[s].sum += p[mine + j];
+            table[s].count++;
+            slot[mine + j] = (int32_t)s;
         }
-        int still = hole[i] >= 0;
-        slot[i] = still ? hole[i] : start[i] + length[i];
-        if (before && !still && length[i] >= cap[i]) {
-            taken[i] = 1;
-            still = 1;
-        }
-        count[i] = length[i] + !still;
     }
-}
-
-/* RMSNorm of t rows x of n numbers into `out`, after y was added to them in place (NULL: nothing). */
-void minikv_add_norm(
-    int kind, int64_t t, int64_t n, int64_t pitch, void *x, const void *y, const void *weight,
-    double eps, void *out) {
-#pragma omp parallel for schedule(static) if (t * n > 100000)
-    for (int64_t r = 0; r < t; r++) {
-        if (kind == BF16) {
-            bf16 *row = (bf16 *)x + r * pitch, *into = (bf16 *)out + r * n;
-            const bf16 *more = y ? (const bf16 *)y + r * n : NULL, *w = weight;
-            float squares = 0.0f;
-            if (more) {
-#pragma omp simd
-                for (int64_t i = 0; i < n; i++)
-                    row[i] = to_bf16(from_bf16(row[i]) + from_bf16(more[i]));
+    for (int64_t i = first; i < end; i++) {
+        if (!over(a, i))
+            continue;
+        const int32_t *pos = a->pos + a->start[i];
+        const int64_t mine = (i - first) * a->C;
+        for (int64_t j = 0; j < a->length[i]; j++)
+            if (pos[j] >= a->pinned) {
+                const PositionSum *all = table + slot[mine + j];
+                p[mine + j] = (float)(all->sum / (double)all->count);
             }
-#pragma omp simd reduction(+ : squares)
-            for (int64_t i = 0; i < n; i++)
-                squares += from_bf16(row[i]) * from_bf16(row[i]);
-            const float scale = (float)(1.0 / sqrt(squares / (double)n + eps));
-#pragma omp simd
-            for (int64_t i = 0; i < n; i++)
-                into[i] = to_bf16(from_bf16(to_bf16(from_bf16(row[i]) * scale)) * from_bf16(w[i]));
-        } else {
-            float *row = (float *)x + r * pitch, *into = (float *)out + r * n;
-            const float *more = y ? (const float *)y + r * n : NULL, *w = weight;
-            float squares = 0.0f;
-            if (more) {
-#pragma omp simd
-                for (int64_t i = 0; i < n; i++)
-                    row[i] += more[i];
-            }
-#pragma omp simd reduction(+ : squares)
-            for (int64_t i = 0; i < n; i++)
-                squares += row[i] * row[i];
-            const float scale = (float)(1.0 / sqrt(squares / (double)n + eps));
-#pragma omp simd
-            for (int64_t i = 0; i < n; i++)
-                into[i] = row[i] * scale * w[i];
-        }
     }
 }
 
-/* Rotate t rows of `heads` heads; x [t] rows `pitch` apart, cos and sin [t, D], out contiguous. */
-void minikv_rotate(
-    int kind, int64_t t, int64_t heads, int64_t D, int64_t pitch, const void *x, const void *cos,
-    const void *sin, void *out) {
-    const int64_t half = D / 2;
-#pragma omp parallel for schedule(static) if (t * heads * D > 100000)
-    for (int64_t r = 0; r < t; r++)
-        for (int64_t h = 0; h < heads; h++) {
-            if (kind == BF16) {
-                const bf16 *row = (const bf16 *)x + r * pitch + h * D;
-                const bf16 *c = (const bf16 *)cos + r * D, *s = (const bf16 *)sin + r * D;
-                bf16 *into = (bf16 *)out + (r * heads + h) * D;
+/* Layer-wise TOVA in one layer, heads `first` .. `end` - 1. p and slot [H, C] and table: memory to
+   work with. */
+static void tova_layer(
+    const Heads *a, int64_t first, int64_t end, int64_t *free_slot, float *p, int32_t *slot,
+    PositionSum *table
+) {
+    int64_t one = end, heads = 0;
+    for (int64_t i = end - 1; i >= first; i--) {
+        free_slot[i] = -1;
+        if (!over(a, i))
+            continue;
+        mean_probs(a, i, (int)a->length[i], p + (i - first) * a->C);
+        one = i;
+        heads++;
+    }
+    if (one == end)
+        return;
+    if (same_positions(a, one, end)) {
+        const int n = (int)a->length[one];
+        float *mean = p + (one - first) * a->C;
+        for (int begin = 0; begin < n; begin += BLOCK) {
+            const int size = n - begin < BLOCK ? n - begin : BLOCK;
+            double sum[BLOCK] = {0};
+            for (int64_t i = one; i < end; i++)
+                if (over(a, i)) {
+                    const float *mine = p + (i - first) * a->C + begin;
 #pragma omp simd
-                for (int64_t i = 0; i < half; i++) {
-                    float a = from_bf16(row[i]), b = from_bf16(row[half + i]);
-                    into[i] = to_bf16(mad(b, from_bf16(s[i]), a * from_bf16(c[i])));
-                    into[half + i] =
-                        to_bf16(mad(a, from_bf16(s[half + i]), b * from_bf16(c[half + i])));
+                    for (int j = 0; j < size; j++)
+                        sum[j] += mine[j];
                 }
-            } else {
-                const float *row = (const float *)x + r * pitch + h * D;
-                const float *c = (const float *)cos + r * D, *s = (const float *)sin + r * D;
-                float *into = (float *)out + (r * heads + h) * D;
 #pragma omp simd
-                for (int64_t i = 0; i < half; i++) {
-                    float a = row[i], b = row[half + i];
-                    into[i] = mad(b, s[i], a * c[i]);
-                    into[half + i] = mad(a, s[half + i], b * c[half + i]);
-                }
+            for (int j = 0; j < size; j++)
+                mean[begin + j] = (float)(sum[j] / (double)heads);
+        }
+        const int found = lowest_evictable(a, mean, a->pos + a->start[one], n);
+        for (int64_t i = one; i < end; i++)
+            if (over(a, i))
+                free_slot[i] = victim_row(a, i, found);
+        return;
+    }
+    mean_by_position(a, first, end, p, slot, table);
+    for (int64_t i = one; i < end; i++)
+        if (over(a, i)) {
+            const int n = (int)a->length[i];
+            free_slot[i] = victim_row(
+                a, i, lowest_evictable(a, p + (i - first) * a->C, a->pos + a->start[i], n)
+            );
+        }
+}
+
+/* TOVA (arXiv 2401.06104). `layerwise`: p is the mean over the heads of a layer. Returns as
+   minikv_h2o_step. */
+int minikv_tova_step(HEAD_PARAMS, int layerwise) {
+    if (!*go)
+        return 0;
+    const Heads a = HEAD_FACTS;
+    const int threads = thread_count(&a);
+    const int64_t rows = layerwise ? H * C : C, size = layerwise ? table_size(rows) : 0;
+    float *memory = scratch(threads * rows, sizeof(float));
+    int32_t *slot = scratch(size ? threads * rows : 0, sizeof(int32_t));
+    PositionSum *table = scratch(threads * size, sizeof(PositionSum));
+    const int good = memory && slot && table;
+    if (good && layerwise) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+        for (int64_t l = 0; l < L; l++)
+            tova_layer(
+                &a, l * H, l * H + H, free_slot, memory + thread_number() * rows,
+                slot + thread_number() * rows, table + thread_number() * size
+            );
+    } else if (good) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+        for (int64_t i = 0; i < L * H; i++) {
+            const int n = (int)length[i];
+            float *p = memory + thread_number() * rows;
+            free_slot[i] = -1;
+            if (over(&a, i)) {
+                mean_probs(&a, i, n, p);
+                free_slot[i] = victim_row(&a, i, lowest_evictable(&a, p, pos + start[i], n));
             }
         }
+    }
+    free(table);
+    free(slot);
+    free(memory);
+    return !good;
 }
 
-static inline float silu(float x) {
-    float e = exp_negative(-fabsf(x));
-    return x * (x < 0.0f ? e : 1.0f) / (1.0f + e);
+/* How many rows in the span have a variance below the limit. */
+static int count_below(const float *variance, const int32_t *pos, int n, Span s, float limit) {
+    int found = 0;
+#pragma omp simd reduction(+ : found)
+    for (int j = 0; j < n; j++)
+        found += within(s, pos[j]) & (variance[j] < limit);
+    return found;
 }
 
-/* silu(gate) * up of t rows [2 n], `pitch` apart, into gate's place. */
-void minikv_silu_mul(int kind, int64_t t, int64_t n, int64_t pitch, void *both) {
-#pragma omp parallel for schedule(static) if (t * n > 50000)
-    for (int64_t r = 0; r < t; r++) {
-        if (kind == BF16) {
-            bf16 *gate = (bf16 *)both + r * pitch;
-            const bf16 *up = gate + n;
+/* The row that leaves under RoCo: of the evictable rows whose variance is at most the n-th
+   smallest, the one with the lowest mean; -1 if there is none. n is steady_rows, or all of them if
+   fewer. Of rows with a larger variance, mean may become NaN. */
+static int roco_victim(
+    const Heads *a, float *mean, const float *variance, const int32_t *pos, int n,
+    int64_t steady_rows
+) {
+    Span s = evictable_span(a->newest, a->sinks, a->recent, a->pinned);
+    int rows = count_within(pos, n, s);
+    if (!rows) {
+        s = fallback_span(a->newest, a->pinned);
+        rows = count_within(pos, n, s);
+    }
+    const int found = lowest(mean, pos, n, s);
+    if (found < 0)
+        return -1;
+    int64_t nth = steady_rows < rows ? steady_rows : rows;
+    nth = nth < 1 ? 1 : nth;
+    /* The row with the lowest mean is nearly always among them. */
+    if (count_below(variance, pos, n, s, variance[found]) < nth)
+        return found;
+    /* Variances are not negative, so that their bits have the order of the numbers. Fewer than n
+       are below `low`. */
+    uint32_t low = 0, high = float_bits(variance[found]);
+    while (low + 1 < high) {
+        const uint32_t middle = low + (high - low) / 2;
+        const int below = count_below(variance, pos, n, s, bits_float(middle));
+        if (below < nth)
+            low = middle;
+        else
+            high = middle;
+        if (below == nth)
+            break;
+    }
+    const float limit = bits_float(high);
 #pragma omp simd
-            for (int64_t i = 0; i < n; i++)
-                gate[i] = to_bf16(from_bf16(to_bf16(silu(from_bf16(gate[i])))) * from_bf16(up[i]));
-        } else {
-            float *gate = (float *)both + r * pitch;
-            const float *up = gate + n;
+    for (int j = 0; j < n; j++)
+        mean[j] = variance[j] < limit ? mean[j] : NAN;
+    return lowest(mean, pos, n, s);
+}
+
+/* RoCo (arXiv 2402.06262, section 4.2). sums, squares, count [R] += p, p * p, 1; steady_rows [L,
+   H]. Returns as minikv_h2o_step. */
+int minikv_roco_step(
+    HEAD_PARAMS, float *sums, float *squares, float *count, const int64_t *steady_rows
+) {
+    if (!*go)
+        return 0;
+    const Heads a = HEAD_FACTS;
+    const int threads = thread_count(&a);
+    float *memory = scratch(2 * threads * C, sizeof(float));
+    if (!memory)
+        return 1;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < L * H; i++) {
+        const int n = (int)length[i];
+        float *mean = memory + 2 * thread_number() * C, *variance = mean + C;
+        float *sum = sums + start[i], *square = squares + start[i], *seen = count + start[i];
+        mean_probs(&a, i, n, mean);
 #pragma omp simd
-            for (int64_t i = 0; i < n; i++)
-                gate[i] = silu(gate[i]) * up[i];
+        for (int j = 0; j < n; j++) {
+            const float p = mean[j], total = sum[j] + p, power = square[j] + p * p;
+            const float seen_by = seen[j] + 1.0f, queries = seen_by < 1.0f ? 1.0f : seen_by;
+            sum[j] = total;
+            square[j] = power;
+            seen[j] = seen_by;
+            const float middle = total / queries, varies = power / queries - middle * middle;
+            mean[j] = middle;
+            variance[j] = varies > 0.0f ? varies : 0.0f;
         }
+        free_slot[i] =
+            over(&a, i)
+                ? victim_row(
+                      &a, i, roco_victim(&a, mean, variance, pos + start[i], n, steady_rows[i])
+                  )
+                : -1;
+    }
+    free(memory);
+    return 0;
+}
+
+/* The number of set bits. Loops over it become vectors with or without an instruction for it. */
+static inline uint32_t popcount(uint32_t x) {
+#ifdef __AVX512VPOPCNTDQ__
+    return (uint32_t)__builtin_popcount(x);
+#else
+    x = x - ((x >> 1) & 0x55555555u);
+    x = (x & 0x33333333u) + ((x >> 2) & 0x33333333u);
+    x = (x + (x >> 4)) & 0x0f0f0f0fu;
+    return x * 0x01010101u >> 24;
+#endif
+}
+
+/* ScissorHands (arXiv 2305.17118, section 4). words: `count` columns [R], one shift register of
+   `history` bits per row; queries [R]; window [L]: rows that a query of the layer sees at most.
+   Returns as minikv_h2o_step. */
+int minikv_scissorhands_step(
+    HEAD_PARAMS, int64_t count, int64_t *const *words, float *queries, int64_t history,
+    const int64_t *window
+) {
+    if (!*go)
+        return 0;
+    const Heads a = HEAD_FACTS;
+    const int threads = thread_count(&a);
+    float *memory = scratch(threads * C, sizeof(float));
+    if (!memory)
+        return 1;
+    const float most = (float)history;
+    const int64_t bits = history - 32 * (count - 1);
+    const uint32_t last = bits < 32 ? ((uint32_t)1 << bits) - 1 : UINT32_MAX;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < L * H; i++) {
+        const int n = (int)length[i];
+        const int64_t sees = window[i / H] < n ? window[i / H] : n;
+        const float even = 1.0f / (float)sees;
+        float *p = memory + thread_number() * C, *counts = queries + start[i];
+        mean_probs(&a, i, n, p);
+        for (int begin = 0; begin < n; begin += BLOCK) {
+            const int size = n - begin < BLOCK ? n - begin : BLOCK;
+            uint32_t carry[BLOCK], below[BLOCK];
+            float *score = p + begin, *seen_by = counts + begin;
+#pragma omp simd
+            for (int j = 0; j < size; j++) {
+                carry[j] = score[j] < even;
+                below[j] = 0;
+            }
+            for (int64_t w = 0; w < count; w++) {
+                const uint32_t mask = w < count - 1 ? UINT32_MAX : last;
+                int64_t *word = words[w] + start[i] + begin;
+#pragma omp simd
+                for (int j = 0; j < size; j++) {
+                    const uint32_t old = (uint32_t)word[j], new = (old << 1 & mask) | carry[j];
+                    carry[j] = old >> 31;
+                    below[j] += popcount(new);
+                    word[j] = (int64_t)new;
+                }
+            }
+#pragma omp simd
+            for (int j = 0; j < size; j++) {
+                const float one = seen_by[j] + 1.0f, all = one > most ? most : one;
+                seen_by[j] = all;
+                score[j] = -((float)(int32_t)below[j] / (all < 1.0f ? 1.0f : all));
+            }
+        }
+        free_slot[i] =
+            over(&a, i) ? victim_row(&a, i, lowest_evictable(&a, p, pos + start[i], n)) : -1;
+    }
+    free(memory);
+    return 0;
+}
+
+/* lowest_step: score and allowed [F, C], for F heads of all layers; the rest as in `Rows`. */
+void minikv_lowest_step(
+    int64_t F, int64_t C, const float *score, const uint8_t *allowed, const int64_t *start,
+    const int64_t *length, const int64_t *cap, const int32_t *pos, const uint8_t *go,
+    int64_t *free_slot
+) {
+    if (!*go)
+        return;
+    for (int64_t i = 0; i < F; i++) {
+        free_slot[i] = -1;
+        if (length[i] <= cap[i])
+            continue;
+        const int found =
+            lowest_of(score + i * C, pos + start[i], (int)length[i], (Span){0, 0}, allowed + i * C);
+        free_slot[i] = start[i] + (found < 0 ? 0 : found);
     }
 }

@@ -1,243 +1,177 @@
-"""The token's way between the products, in C: `step.c` behind the signatures of the torch twins.
+"""The end of a decode step, in C: `step.c`. Statistics of all rows, and the victims of all heads.
 
-What the C does not take (other dtypes, heads of more than 256) goes to the twin.
+A decode step hands over contiguous tensors in main memory: float32 logits, scores and statistics,
+int32 positions, int64 layouts. Anything else is a bug, and an assertion says so.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_double, c_int, c_int64, c_void_p
+from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from minikv.kernels.cpu.build import library
-from minikv.kernels.torch import reference
+from minikv.kernels.cpu.binding import loaded, plain
+from minikv.kernels.torch.decode import Rows
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_CODES = 3
-_WIDEST = 256  # numbers of a head
+_TAKES = "the C step kernels take contiguous CPU tensors: "
+_STATISTICS = _TAKES + "float32 statistics and int64 row counts"
+
+Heads = tuple[int, ...]
+"""The first arguments of every step function."""
 
 
 @cache
-def _bound() -> ctypes.CDLL:
-    """The library, its arguments declared."""
-    found, why = library()
-    assert found is not None, why
+def _library() -> ctypes.CDLL:
+    """The library, the arguments of its functions declared."""
+    found = loaded()
     p, i, n = c_void_p, c_int, c_int64
-    found.minikv_ragged_attention.argtypes = [i] * 5 + [p] * 9 + [p, n, p, p]
-    found.minikv_ragged_attention.restype = c_int
-    found.minikv_append.argtypes = [i, i, i, i, p, n, p, n, p, p, p, p, p, p, p, i, p, p]
-    found.minikv_advance.argtypes = [n, i] + [p] * 9
-    found.minikv_add_norm.argtypes = [i, n, n, n, p, p, p, c_double, p]
-    found.minikv_rotate.argtypes = [i, n, n, n, n, p, p, p, p]
-    found.minikv_silu_mul.argtypes = [i, n, n, n, p]
-    for name in ("append", "advance", "add_norm", "rotate", "silu_mul"):
-        getattr(found, f"minikv_{name}").restype = None
+    heads = [n] * 4 + [p] * 7 + [n] * 3 + [p] * 2
+    found.minikv_h2o_step.argtypes = [*heads, p, p]
+    found.minikv_tova_step.argtypes = [*heads, i]
+    found.minikv_roco_step.argtypes = [*heads, p, p, p, p]
+    found.minikv_scissorhands_step.argtypes = [*heads, n, p, p, n, p]
+    for name in ("h2o_step", "tova_step", "roco_step", "scissorhands_step"):
+        getattr(found, f"minikv_{name}").restype = c_int
+    found.minikv_lowest_step.argtypes = [n, n] + [p] * 8
+    found.minikv_lowest_step.restype = None
     return found
 
 
-def unfit(dtype: torch.dtype, head_dim: int) -> str:
-    """Why the C does not attend to such heads, or ""."""
-    if dtype not in _KINDS:
-        return f"they take no {str(dtype).removeprefix('torch.')}"
-    return f"they take heads of at most {_WIDEST}, not {head_dim}" if head_dim > _WIDEST else ""
-
-
-def ragged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    length: Tensor,
-    *,
-    width: int,
-    pos: Tensor | None = None,
-    oldest: Tensor | None = None,
-    logits: Tensor | None = None,
-    lse: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See `reference.ragged_attention`."""
-    heads, group, size = q.shape
-    stored = _CODES if k_scale is not None else _KINDS.get(k.dtype, -1)
-    kind = _KINDS.get(q.dtype, -1)
-    fits = kind >= 0 and stored in (kind, _CODES) and size <= _WIDEST and q.is_contiguous()
-    if not (fits and _exact(logits) and _exact(lse)):
-        return reference.ragged_attention(
-            q,
-            k,
-            v,
-            start,
-            length,
-            width=width,
-            pos=pos,
-            oldest=oldest,
-            logits=logits,
-            lse=lse,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-    seen = None if pos is None or oldest is None else pos
-    out = torch.empty_like(q)
-    sums = lse
-    if sums is None:
-        sums = torch.empty((heads, group), dtype=torch.float32, device=q.device)
-    failed = _bound().minikv_ragged_attention(
-        kind,
-        stored,
-        heads,
-        group,
-        size,
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        start.data_ptr(),
-        length.data_ptr(),
-        _at(seen),
-        _at(oldest),
-        _at(k_scale),
-        _at(v_scale),
-        _at(logits),
-        0 if logits is None else logits.shape[-1],
-        sums.data_ptr(),
-        out.data_ptr(),
+def lowest_step(scores: Tensor, allowed: Tensor, rows: Rows, go: Tensor, free_slot: Tensor) -> None:
+    """See `torch.decode.lowest_step`: the allowed row with the lowest score leaves."""
+    assert plain(torch.float32, scores), _TAKES + "float32 scores"
+    assert plain(torch.bool, allowed, go), _TAKES + "bool allowed and go"
+    assert plain(torch.int64, rows.start, rows.length, rows.cap, free_slot), (
+        _TAKES + "int64 layouts"
     )
-    if failed:
-        raise MemoryError("attention found no memory")
-    return out, sums
-
-
-def append(
-    key: Tensor,
-    value: Tensor,
-    slot: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    blank: Sequence[Tensor],
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    """See `reference.append`."""
-    kind, coded = _KINDS.get(key.dtype, -1), k_scale is not None
-    dense = key.stride(1) == 1 == value.stride(1)
-    if kind < 0 or not dense or not (coded or k.dtype == key.dtype):
-        reference.append(key, value, slot, position, k, v, pos, blank, k_scale, v_scale)
-        return
-    count = len(blank)
-    columns = (c_void_p * count)(*(column.data_ptr() for column in blank))
-    sizes = (ctypes.c_int32 * count)(*(column.itemsize for column in blank))
-    _bound().minikv_append(
-        kind,
-        coded,
-        len(slot),
-        key.shape[1],
-        key.data_ptr(),
-        key.stride(0),
-        value.data_ptr(),
-        value.stride(0),
-        slot.data_ptr(),
-        position.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        pos.data_ptr(),
-        _at(k_scale),
-        _at(v_scale),
-        count,
-        columns,
-        sizes,
-    )
-
-
-def advance(
-    go: Tensor,
-    start: Tensor,
-    length: Tensor,
-    cap: Tensor,
-    hole: Tensor,
-    position: Tensor,
-    count: Tensor,
-    slot: Tensor,
-    taken: Tensor,
-    *,
-    before: bool,
-) -> None:
-    """See `reference.advance`."""
-    _bound().minikv_advance(
-        length.numel(),
-        before,
+    assert plain(torch.int32, rows.pos), _TAKES + "int32 positions"
+    assert scores.shape == allowed.shape, "one score for each column that may be allowed"
+    _library().minikv_lowest_step(
+        free_slot.numel(),
+        scores.shape[-1],
+        scores.data_ptr(),
+        allowed.data_ptr(),
+        rows.start.data_ptr(),
+        rows.length.data_ptr(),
+        rows.cap.data_ptr(),
+        rows.pos.data_ptr(),
         go.data_ptr(),
+        free_slot.data_ptr(),
+    )
+
+
+def h2o_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    go: Tensor,
+    free_slot: Tensor,
+    sums: Tensor,
+    newest_rows: Tensor,
+) -> None:
+    """H2O: add the step's probabilities to sums [R]; the row with the lowest sum leaves.
+
+    newest_rows int64 [L, H]: how many of a head's newest rows are kept.
+    """
+    assert plain(torch.float32, sums), _STATISTICS
+    assert plain(torch.int64, newest_rows), _STATISTICS
+    heads = _heads(logits, lse, rows, go, free_slot)
+    _check(_library().minikv_h2o_step(*heads, sums.data_ptr(), newest_rows.data_ptr()))
+
+
+def tova_step(
+    logits: Tensor, lse: Tensor, rows: Rows, go: Tensor, free_slot: Tensor, *, layerwise: bool
+) -> None:
+    """TOVA: the row with the lowest probability of this step leaves.
+
+    layerwise: with the lowest mean over the heads of its layer.
+    """
+    heads = _heads(logits, lse, rows, go, free_slot)
+    _check(_library().minikv_tova_step(*heads, layerwise))
+
+
+def roco_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    go: Tensor,
+    free_slot: Tensor,
+    sums: Tensor,
+    squares: Tensor,
+    count: Tensor,
+    steady_rows: Tensor,
+) -> None:
+    """RoCo: add to sums, squares and count [R]; of the rows with the smallest variances the one
+    with the lowest mean leaves.
+
+    steady_rows int64 [L, H]: how many rows with the smallest variances are candidates.
+    """
+    assert plain(torch.float32, sums, squares, count), _STATISTICS
+    assert plain(torch.int64, steady_rows), _STATISTICS
+    heads = _heads(logits, lse, rows, go, free_slot)
+    _check(
+        _library().minikv_roco_step(
+            *heads, sums.data_ptr(), squares.data_ptr(), count.data_ptr(), steady_rows.data_ptr()
+        )
+    )
+
+
+def scissorhands_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    go: Tensor,
+    free_slot: Tensor,
+    words: Sequence[Tensor],
+    queries: Tensor,
+    history: int,
+    window: Tensor,
+) -> None:
+    """ScissorHands: note which rows got less than an even share; the row with most notes leaves.
+
+    words int64 [R] each: a shift register of `history` bits per row, 32 in each; queries [R]: how
+    many of them count; window int64 [L]: rows that a query of the layer sees at most.
+    """
+    assert plain(torch.float32, queries), _STATISTICS
+    assert plain(torch.int64, window, *words), _STATISTICS
+    heads = _heads(logits, lse, rows, go, free_slot)
+    count = len(words)
+    columns = (c_void_p * count)(*[word.data_ptr() for word in words])
+    _check(
+        _library().minikv_scissorhands_step(
+            *heads, count, columns, queries.data_ptr(), history, window.data_ptr()
+        )
+    )
+
+
+def _heads(logits: Tensor, lse: Tensor, rows: Rows, go: Tensor, free_slot: Tensor) -> Heads:
+    """The heads of all layers as C takes them."""
+    start, length, cap, pos, newest = rows.start, rows.length, rows.cap, rows.pos, rows.newest
+    assert plain(torch.float32, logits, lse), _TAKES + "float32 logits and lse"
+    assert plain(torch.int64, start, length, cap, newest, free_slot), _TAKES + "int64 layouts"
+    assert plain(torch.int32, pos), _TAKES + "int32 positions"
+    assert plain(torch.bool, go), _TAKES + "bool go"
+    return (
+        *logits.shape,
+        logits.data_ptr(),
+        lse.data_ptr(),
         start.data_ptr(),
         length.data_ptr(),
         cap.data_ptr(),
-        hole.data_ptr(),
-        position.data_ptr(),
-        count.data_ptr(),
-        slot.data_ptr(),
-        taken.data_ptr(),
+        pos.data_ptr(),
+        newest.data_ptr(),
+        rows.sinks,
+        rows.recent,
+        rows.pinned,
+        go.data_ptr(),
+        free_slot.data_ptr(),
     )
 
 
-def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.add_norm`."""
-    kind = _KINDS.get(x.dtype, -1)
-    dense = x.stride(1) == 1 and (y is None or (y.is_contiguous() and y.dtype == x.dtype))
-    if kind < 0 or not dense or weight.dtype != x.dtype:
-        return reference.add_norm(x, y, weight, eps)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _bound().minikv_add_norm(
-        kind,
-        x.shape[0],
-        x.shape[1],
-        x.stride(0),
-        x.data_ptr(),
-        _at(y),
-        weight.data_ptr(),
-        eps,
-        out.data_ptr(),
-    )
-    return out
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `reference.rotate`."""
-    rows, heads, size = x.shape
-    kind = _KINDS.get(x.dtype, -1)
-    dense = x.stride(2) == 1 and x.stride(1) == size and cos.is_contiguous() and sin.is_contiguous()
-    if kind < 0 or not dense or not cos.dtype == sin.dtype == x.dtype:
-        return reference.rotate(x, cos, sin)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _bound().minikv_rotate(
-        kind,
-        rows,
-        heads,
-        size,
-        x.stride(0),
-        x.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        out.data_ptr(),
-    )
-    return out
-
-
-def silu_mul(both: Tensor) -> Tensor:
-    """See `reference.silu_mul`."""
-    kind, size = _KINDS.get(both.dtype, -1), both.shape[1] // 2
-    if kind < 0 or both.stride(1) != 1:
-        return reference.silu_mul(both)
-    _bound().minikv_silu_mul(kind, both.shape[0], size, both.stride(0), both.data_ptr())
-    return both[:, :size]
-
-
-def _exact(tensor: Tensor | None) -> bool:
-    return tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
-
-
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("the end of a step found no memory")

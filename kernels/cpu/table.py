@@ -1,35 +1,37 @@
-"""The C kernels in the places of their twins. Importing this compiles nothing; `choose` does."""
+"""The operations that C computes on a CPU. Importing this compiles nothing; `choose` does."""
 
 from __future__ import annotations
 
 import torch
 
-from minikv.kernels.cpu import evict, prefill, product, step
+from minikv.kernels.cpu import append as append_row
+from minikv.kernels.cpu import decode, hash_append, layer, prefill, product, step
 from minikv.kernels.dispatch import Kernels
 
 
 class Native(Kernels):
-    """Operations of `Kernels` by their C kernel."""
+    """Operations of `Kernels` in C."""
 
     name = "native"
 
     def __init__(self) -> None:
-        # Compiled without threads, they would leave all but one of the processors idle.
+        # Compiled without threads, the products would use only one of the processors.
         self.products = product.threads() > 1 or torch.get_num_threads() == 1
 
-    ragged_attention = staticmethod(step.ragged_attention)
-    advance = staticmethod(step.advance)
-    append = staticmethod(step.append)
-    hash_append = staticmethod(evict.hash_append)
-    h2o_step = staticmethod(evict.h2o_step)
-    tova_step = staticmethod(evict.tova_step)
-    roco_step = staticmethod(evict.roco_step)
-    scissorhands_step = staticmethod(evict.scissorhands_step)
+    ragged_attention = staticmethod(decode.ragged_attention)
+    advance = staticmethod(append_row.advance)
+    append = staticmethod(append_row.append)
+    hash_append = staticmethod(hash_append.hash_append)
+    lowest_step = staticmethod(step.lowest_step)
+    h2o_step = staticmethod(step.h2o_step)
+    tova_step = staticmethod(step.tova_step)
+    roco_step = staticmethod(step.roco_step)
+    scissorhands_step = staticmethod(step.scissorhands_step)
     rows_attention = staticmethod(prefill.rows_attention)
-    segments_attention = staticmethod(prefill.segments_attention)
+    ragged_prefill = staticmethod(prefill.ragged_prefill)
     last_rows_attention = staticmethod(prefill.last_rows_attention)
-    add_norm = staticmethod(step.add_norm)
-    rotate = staticmethod(step.rotate)
-    silu_mul = staticmethod(step.silu_mul)
+    add_norm = staticmethod(layer.add_norm)
+    rotate = staticmethod(layer.rotate)
+    silu_mul = staticmethod(layer.silu_mul)
     int8_product = staticmethod(product.int8_product)
     row_product = staticmethod(product.row_product)

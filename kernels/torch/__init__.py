@@ -1,1 +1,1 @@
-"""Every operation in plain torch: the specification of the kernels."""
+"""Every operation in plain torch: the specification of the C and Triton kernels."""

@@ -30,7 +30,7 @@ def ragged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `minikv.kernels.torch.reference.ragged_attention`."""
+    """See `minikv.kernels.torch.decode.ragged_attention`."""
     heads, group, size = q.shape
     starts, counts = start.tolist(), length.tolist()
     count = counts[0]

@@ -1,10 +1,14 @@
-"""Attention of a prompt's new rows under a sliding window, by kernels that know no window.
+"""Attention of a prompt's queries under a sliding window, by kernels that have no window.
 
-What a stretch of C rows lo .. hi - 1, C < window, sees is three sets of rows, each of which a
-kernel behind scaled_dot_product_attention takes without a mask: the stretch itself, causally;
-before it hi - window + 1 .. lo - 1, which all of its rows see; and the C rows before those, of
-which row lo + r sees all but the first r. With queries and keys both in reverse the last is causal
-too. Every row sees some of each set, and the sets are joined by their log-sum-exp (`merge`).
+Take rows lo .. hi - 1, fewer than the window. What they see are three sets of rows, and each set
+goes to a kernel behind scaled_dot_product_attention without a mask:
+
+- the rows themselves, causally;
+- before them, rows hi - window + 1 .. lo - 1, which all of them see;
+- before those, hi - lo rows of which row lo + r sees all but the first r. With queries and keys
+  both in reverse order, this set is causal, too.
+
+Every row sees some row of each set. The sets are joined by their log-sum-exp (`merge`).
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from minikv.kernels.torch.reference import merge, rows_attention, total
+from minikv.kernels.torch.attention import merge, rows_attention, total
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
@@ -24,9 +28,9 @@ def window_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last T of N rows: row i sees rows max(0, i - window + 1) .. i.
 
-    q [H, G, T, D], k and v [H, N, D], N >= T, strides free except the last. `attend` is
-    `rows_attention` by whoever computes; returns as it does. Beside the results it holds copies of
-    at most T rows, never a mask.
+    q [H, G, T, D], k and v [H, N, D], N >= T, strides free except the last. `attend`: the
+    `rows_attention` to call. Results as in `rows_attention`. Memory beside the results: copies of
+    at most T rows, no mask.
     """
     first = k.shape[1] - q.shape[2]
     parts = [
@@ -39,8 +43,11 @@ def window_attention(
 
 
 def _stretches(first: int, rows: int, window: int) -> Iterator[tuple[int, int]]:
-    """Cut `rows` rows from row `first` on: those that see all rows before them, and then as few
-    stretches shorter than the window as there can be, about alike."""
+    """Cut `rows` rows from row `first` on: (begin, end) of each stretch.
+
+    The first stretch are the rows that see all rows before them. The others are shorter than the
+    window, as few as possible, and of about the same size.
+    """
     lo = min(max(0, window - first), rows)
     if lo:
         yield 0, lo

@@ -1,1 +1,1 @@
-"""The kernels of a GPU, in Triton."""
+"""The kernels of NVIDIA's GPUs, in Triton."""

@@ -1,9 +1,9 @@
-"""What queries give each row, from a saved log-sum-exp: column sums of softmax, never T x N.
+"""The attention that queries give each row, in Triton: column sums of the softmax, never T x N.
 
-A program owns a block of keys of one KV head and runs over the queries that can see it, so that
-nothing is added by two programs at once. The keys are the rows of its products: sums over queries
-then stay inside a warp. Log-sum-exps of the observed rows, where nobody has them, are a pass of
-their own over the keys, in spans side by side.
+A program has a block of keys of one KV head and reads all queries that see them, so that no two
+programs add to the same number. Keys are the rows of its products: sums over queries stay inside a
+warp. It needs the log-sum-exp of each query. For the observation window another kernel computes it
+first, over spans of keys in parallel. Specification: `torch/attention_mass.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.torch.reference import Part
+from minikv.kernels.torch.attention_mass import Part
 from minikv.kernels.triton.tiles import FAR, Tile, in_rows, power, row_stride, typed, upcast, width
 from minikv.kernels.triton.variants import Variant
 
-_PROGRAMS = 512  # how many are wanted at once: a few for every multiprocessor
+_PROGRAMS = 512  # enough to occupy the device: a few for every multiprocessor
 _INTEGERS = [
     "q_head",
     "q_group",
@@ -54,12 +54,12 @@ def _first(positions, rows, least):
     return lo
 
 
-# Slices begin where they begin: a build for each alignment would be made in the middle of a turn.
+# Slices have any alignment. A build for each would take seconds in the middle of a turn.
 @triton.jit(
     do_not_specialize=_INTEGERS[:12] + _INTEGERS[13:],
     do_not_specialize_on_alignment=["index", "lse", "q_pos", "k_pos", "mass", "squares"],
 )
-def _columns(
+def _mass(
     q,
     k,
     index,
@@ -102,7 +102,7 @@ def _columns(
     at = tl.load(k_pos + h * pos_head + j, mask=inside, other=-1).to(tl.int32)
     lowest = tl.min(tl.where(at < 0, FAR, at), 0)
     highest = tl.max(at, 0)
-    at = tl.where(at < 0, FAR, at)  # no query is so late
+    at = tl.where(at < 0, FAR, at)  # no query is as late
     if INDEXED:
         row = tl.load(index + h * index_head + j, mask=inside, other=0).to(tl.int64)
     else:
@@ -119,9 +119,9 @@ def _columns(
     sums = tl.zeros((BN, GP), tl.float32)
     square = tl.zeros((BN,), tl.float32)
     mean = tl.zeros((BN, BM), tl.float32)
-    for turn in tl.range(first // BM * G, tl.cdiv(last, BM) * G, num_stages=STAGES):
-        g = turn % G
-        i = turn // G * BM + tl.arange(0, BM)
+    for step in tl.range(first // BM * G, tl.cdiv(last, BM) * G, num_stages=STAGES):
+        g = step % G
+        i = step // G * BM + tl.arange(0, BM)
         real = i < rows
         line = h * q_head + g * q_group + i.to(tl.int64) * q_row
         query = tl.load(
@@ -139,24 +139,24 @@ def _columns(
         sums += tl.where(g_[None, :] == g, tl.sum(p, 1)[:, None], 0.0)
         if G == 1:
             square += tl.sum(p * p, 1)
-        else:  # the mean over the group is whole when its last head has been
+        else:  # after the last head of the group the mean is complete
             mean += p
             full = g == G - 1
             square += tl.sum(tl.where(full, mean * mean, 0.0), 1)
             mean = tl.where(full, 0.0, mean)
     square = square * (1.0 / (G * G))
-    into = mass + h * mass_head + g_[None, :] * mass_group + j[:, None]
+    mass_at = mass + h * mass_head + g_[None, :] * mass_group + j[:, None]
     some = inside[:, None] & (g_ < G)[None, :]
-    beside = squares + h * squares_head + j
+    squares_at = squares + h * squares_head + j
     if ADD:
-        sums += tl.load(into, mask=some, other=0.0)
-        square += tl.load(beside, mask=inside, other=0.0)
-    tl.store(into, sums, mask=some)
-    tl.store(beside, square, mask=inside)
+        sums += tl.load(mass_at, mask=some, other=0.0)
+        square += tl.load(squares_at, mask=inside, other=0.0)
+    tl.store(mass_at, sums, mask=some)
+    tl.store(squares_at, square, mask=inside)
 
 
 @triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=["index", "q_pos", "k_pos"])
-def _sums(
+def _lse(
     q,
     k,
     index,
@@ -224,10 +224,10 @@ def _sums(
             seen = seen & (now[:, None] - at[None, :] < window)
         x = tl.where(seen, x, -float("inf"))
         top = tl.maximum(best, tl.max(x, 1))
-        base = tl.where(top == -float("inf"), 0.0, top)  # nothing seen yet: no inf - inf
+        base = tl.where(top == -float("inf"), 0.0, top)  # no row seen yet: avoids inf - inf
         total = total * tl.exp2(best - base) + tl.sum(tl.exp2(x - base[:, None]), 1)
         best = top
-    # In natural units; a row that saw nothing has -inf, from the logarithm of 0.
+    # As a natural logarithm; -inf, from the logarithm of 0, if no row is seen.
     base = tl.where(best == -float("inf"), 0.0, best)
     result = (base + tl.log2(total)) * 0.6931471805599453
     heads = tl.num_programs(1)
@@ -239,9 +239,9 @@ _LOG2E = 1.4426950408889634
 
 
 def _tile(dtype: torch.dtype, size: int, rows: int) -> Tile:
-    """Keys and queries of one product of `_columns`."""
+    """Keys and queries of one product of `_mass`."""
     wide = width(size)
-    if dtype == torch.float32:  # no matrix instruction takes it unrounded
+    if dtype == torch.float32:  # no matrix instruction takes float32 unrounded
         return Tile(32, 32, 8, 1) if wide <= 128 else Tile(16, 16, 4, 1)
     if wide > 128:
         return Tile(64, 32, 4, 2)
@@ -249,14 +249,14 @@ def _tile(dtype: torch.dtype, size: int, rows: int) -> Tile:
 
 
 def _span_tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
-    """Queries and keys of one product of `_sums`; `lines` queries of all heads of a group."""
+    """Queries and keys of one product of `_lse`; `lines`: queries of all heads of a group."""
     wide = width(size)
     if dtype == torch.float32:
         return Tile(32, 32, 8, 1) if wide <= 128 else Tile(16, 16, 4, 1)
     return Tile(min(64, max(16, power(lines))), 64 if wide <= 128 else 32, 4, 3)
 
 
-def add_columns(
+def add_attention_mass(
     mass: Tensor,
     squares: Tensor,
     q: Tensor,
@@ -267,17 +267,17 @@ def add_columns(
     window: int | None,
     index: Tensor | None = None,
 ) -> None:
-    """As `reference.add_columns`; q_pos must not fall."""
+    """See `torch.attention_mass.add_attention_mass`."""
     _launch(mass, squares, q, lse, q_pos, (k, k_pos, index), window, add=True)
 
 
 def observe(
     q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.observe`; q_pos must not fall. A query that sees no row gives nothing."""
+    """See `torch.attention_mass.observe`. A query that sees no row adds nothing."""
     q = in_rows(q.permute(1, 2, 0, 3))
     heads, group = q.shape[:2]
-    each = [_split(part) for part in parts]
+    each = [_with_index(part) for part in parts]
     counts = [k_pos.shape[1] for _, k_pos, _ in each]
     lse = rows_lse(q, q_pos, parts, window)
     mass = q.new_empty((heads, group, sum(counts)), dtype=torch.float32)
@@ -285,19 +285,19 @@ def observe(
     begin = 0
     for part, count in zip(each, counts, strict=True):
         end = begin + count
-        into = mass[:, :, begin:end], squares[:, begin:end]
-        _launch(*into, q, lse, q_pos, part, window, add=False)
+        target = mass[:, :, begin:end], squares[:, begin:end]
+        _launch(*target, q, lse, q_pos, part, window, add=False)
         begin = end
     return mass, squares
 
 
 def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None) -> Tensor:
-    """As `reference.rows_lse`."""
+    """See `torch.attention_mass.rows_lse`."""
     q, q_pos = in_rows(q), q_pos.contiguous()
     heads, group, rows, size = q.shape
     lines = rows * group
     sums = []
-    for k, k_pos, index in map(_split, parts):
+    for k, k_pos, index in map(_with_index, parts):
         keys = k_pos.shape[1]
         if keys == 0:
             continue
@@ -308,7 +308,7 @@ def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
         span = -(-keys // (spans * tile.right)) * tile.right
         spans = -(-keys // span)
         out = q.new_empty((spans, heads, group, rows), dtype=torch.float32)
-        _sums[(spans, heads, blocks)](
+        _lse[(spans, heads, blocks)](
             q,
             k,
             k if index is None else index,
@@ -352,7 +352,7 @@ def _launch(
     *,
     add: bool,
 ) -> None:
-    """Write, or add, what the queries give the keys of one part."""
+    """Write, or add, the attention that the queries give the keys of one part."""
     k, k_pos, index = part
     q, k, lse, q_pos = in_rows(q), in_rows(k), lse.contiguous(), q_pos.contiguous()
     heads, group, rows, size = q.shape
@@ -360,7 +360,7 @@ def _launch(
     if keys == 0:
         return
     tile = _tile(q.dtype, size, rows)
-    _columns[(-(-keys // tile.left), heads)](
+    _mass[(-(-keys // tile.left), heads)](
         q,
         k,
         k if index is None else index,
@@ -396,12 +396,12 @@ def _launch(
     )
 
 
-def _split(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
+def _with_index(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
     return (*part, None) if len(part) == 2 else part
 
 
 def _key_strides(k: Tensor, index: Tensor | None) -> tuple[int, int, int]:
-    """Of a head and a row of k [H, N, D] in rows, and of a head of the index."""
+    """The strides of k [H, N, D] over heads and rows, in rows, and of the index over heads."""
     if index is None:
         return row_stride(k, 0), row_stride(k, 1), 0
     return 0, 0, index.stride(0)
@@ -443,24 +443,24 @@ def variants() -> list[Variant]:
         }
         found.append(
             Variant(
-                f"columns-{name}",
-                _columns,
-                typed(_columns, kinds, constants),
+                f"mass-{name}",
+                _mass,
+                typed(_mass, kinds, constants),
                 constants,
                 tile.warps,
                 tile.stages,
                 mma=kind != "fp32",
             )
         )
-        if rows > 64:  # of so many queries the log-sum-exp is at hand
+        if rows > 64:  # the log-sum-exp of so many queries is known from attention
             continue
         tile = _span_tile(dtype, size, rows * group)
         constants = same | {"BM": tile.left, "BN": tile.right}
         found.append(
             Variant(
-                f"sums-{name}",
-                _sums,
-                typed(_sums, kinds, constants),
+                f"lse-{name}",
+                _lse,
+                typed(_lse, kinds, constants),
                 constants,
                 tile.warps,
                 tile.stages,

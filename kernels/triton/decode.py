@@ -1,12 +1,12 @@
-"""One new query per head over ragged segments of the arena, in Triton: a split kernel and a merge.
+"""Attention of a decode step, in Triton: one query per head over ragged segments of the arena.
 
-The rows of all heads, cut into blocks, are dealt out evenly to a fixed number of programs, from
-lengths that only the device knows: nothing comes from the host and the grid is the same at every
-step, so that one CUDA graph serves them all. A program whose share spans several heads leaves a
-part for each; part number = program + head, which no two parts have in common, because of two
-parts in order at least one of the two is larger and neither is smaller. Parts are merged by their
-log-sum-exp (Flash-Decoding). The G query heads of a KV head share a tile of 16 rows, the least
-that the matrix instructions take. Specification: `reference.ragged_attention`.
+Two kernels, as in Flash-Decoding. `split`: the rows of all heads, in blocks, are divided evenly
+among a fixed number of programs. The lengths are read on the device, and the grid is the same at
+every step, so that one CUDA graph serves all steps. A program may have blocks of several heads, and
+writes a part for each. The number of a part is program + head: in the order of the blocks neither
+decreases and one of them increases, so that no two parts have the same number. `join`: the parts of
+a head are joined by their log-sum-exp. The G query heads of a KV head share a tile of 16 rows, the
+fewest that matrix instructions take. Specification: `torch/decode.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -26,32 +26,32 @@ from minikv.kernels.triton.tiles import width as columns
 from minikv.kernels.triton.variants import Variant
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_MERGED = 16  # parts that a merging program reads at once
+_MERGED = 16  # parts that a program of `join` reads at once
 
 
 @triton.jit
 def _block_of(program, total, P: tl.constexpr):
-    """The first of `total` blocks that a program of P works on; the next one's is its end."""
+    """The first of a program's blocks, of `total` blocks and P programs."""
     return program * (total // P) + tl.minimum(program, total % P)
 
 
 @triton.jit
 def _program_of(block, total, P: tl.constexpr):
-    """Whose block it is."""
+    """The program that has the block."""
     each = total // P
-    more = total % P  # so many programs have one block more
+    more = total % P  # the first `more` programs have one block more
     below = more * (each + 1)
     late = more + (block - below) // tl.maximum(each, 1)
     return tl.where(block < below, block // (each + 1), late)
 
 
 @triton.jit
-def _pick(values, at, index):
-    """values[index] of a tile in registers; 0 where there is no such index."""
+def _at_index(values, at, index):
+    """values[index] of a tile in registers; 0 if there is no such index."""
     return tl.sum(tl.where(at == index, values, 0), 0)
 
 
-# A layer's slice of what all layers share begins anywhere; one build serves all layers.
+# The slices of the layers have any alignment; one build serves all layers.
 @triton.jit(
     do_not_specialize=["width"],
     do_not_specialize_on_alignment=["start", "length", "pos", "oldest", "logits"],
@@ -104,12 +104,12 @@ def split(
         if WINDOW:
             edge = tl.load(oldest)
         for head in tl.range(first, last + 1):
-            count = _pick(blocks, heads, head)
-            before = _pick(ends, heads, head) - count
+            count = _at_index(blocks, heads, head)
+            before = _at_index(ends, heads, head) - count
             row = (tl.maximum(lo, before) - before) * BN
             stop = tl.minimum(
                 (tl.minimum(hi, before + count) - before) * BN,
-                _pick(rows, heads, head).to(tl.int32),
+                _at_index(rows, heads, head).to(tl.int32),
             )
             if row < stop:
                 begin = tl.load(start + head)
@@ -122,7 +122,7 @@ def split(
                     query = query.to(tl.float32)
                 most = tl.full((GP,), -float("inf"), tl.float32)
                 weight = tl.zeros((GP,), tl.float32)
-                mixed = tl.zeros((GP, DP), tl.float32)
+                out_sum = tl.zeros((GP, DP), tl.float32)
                 for s in tl.range(row, stop, BN, num_stages=STAGES):
                     at = begin + s  # 64 bits: an arena may have more than 2^31 numbers
                     ok = s + n < stop
@@ -133,7 +133,7 @@ def split(
                     if SCALED or UPCAST:
                         keys = keys.to(query.dtype)
                         values = values.to(query.dtype)
-                    # Of float32 rows three products of its halves: float32's precision, nearly.
+                    # For float32, three products of halves: nearly the precision of float32.
                     x = tl.dot(query, tl.trans(keys), input_precision="tf32x3") * scale
                     if SCALED:
                         x *= tl.load(k_scale + at + n, mask=ok, other=0.0).to(tl.float32)[None, :]
@@ -145,26 +145,29 @@ def split(
                         tl.store(logits + where, x, mask=(g < G)[:, None] & (s + n < stop)[None, :])
                     x *= _LOG2E
                     top = tl.maximum(most, tl.max(x, 1))
-                    if WINDOW:  # no row seen yet: -inf less -inf
+                    if WINDOW:  # no row seen yet: avoids inf - inf
                         top = tl.maximum(top, -1e30)
                     fade = tl.exp2(most - top)
                     p = tl.exp2(x - top[:, None])
                     weight = weight * fade + tl.sum(p, 1)
                     if SCALED:
                         p *= tl.load(v_scale + at + n, mask=ok, other=0.0).to(tl.float32)[None, :]
-                    mixed = tl.dot(
-                        p.to(values.dtype), values, mixed * fade[:, None], input_precision="tf32x3"
+                    out_sum = tl.dot(
+                        p.to(values.dtype),
+                        values,
+                        out_sum * fade[:, None],
+                        input_precision="tf32x3",
                     )
                     most = top
                 some = weight > 0
                 weight = tl.where(some, weight, 1.0)
                 lse = tl.where(some, most + tl.log2(weight), -float("inf"))
-                mixed = mixed / weight[:, None]
+                out_sum = out_sum / weight[:, None]
                 to = (program + head) * G + g
                 tl.store(part_lse + to, lse, mask=g < G)
                 tl.store(
                     part + to[:, None] * D + d[None, :],
-                    mixed,
+                    out_sum,
                     mask=(g < G)[:, None] & real[None, :],
                 )
 
@@ -192,12 +195,12 @@ def join(
     heads = tl.arange(0, HP)
     blocks = tl.cdiv(tl.load(length + heads, mask=heads < H, other=0), BN).to(tl.int32)
     total = tl.sum(blocks, 0)
-    count = _pick(blocks, heads, head)
-    end = _pick(tl.cumsum(blocks, 0), heads, head)
+    count = _at_index(blocks, heads, head)
+    end = _at_index(tl.cumsum(blocks, 0), heads, head)
     d = tl.arange(0, DP)
     most = tl.full((), -1e30, tl.float32)
     weight = tl.full((), 0.0, tl.float32)
-    mixed = tl.zeros((DP,), tl.float32)
+    out_sum = tl.zeros((DP,), tl.float32)
     if count > 0:
         last = _program_of(end - 1, total, P)
         for s in tl.range(_program_of(end - count, total, P), last + 1, BP):
@@ -211,19 +214,19 @@ def join(
             parts = tl.load(
                 part + at[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0
             )
-            mixed = mixed * fade + tl.sum(parts * w[:, None], 0)
+            out_sum = out_sum * fade + tl.sum(parts * w[:, None], 0)
             weight = weight * fade + tl.sum(w, 0)
             most = top
     some = weight > 0
     weight = tl.where(some, weight, 1.0)
-    tl.store(out + mine * D + d, (mixed / weight).to(out.dtype.element_ty), mask=d < D)
+    tl.store(out + mine * D + d, (out_sum / weight).to(out.dtype.element_ty), mask=d < D)
     tl.store(lse + mine, tl.where(some, (most + tl.log2(weight)) / _LOG2E, -float("inf")))
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """block: rows of a tile; programs: of the split kernel, each of `warps` warps, with `stages`
-    tiles under way."""
+    """block: rows of a tile; programs: of `split`, each of `warps` warps that load `stages` tiles
+    ahead."""
 
     block: int
     warps: int
@@ -233,22 +236,25 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What the split kernel leaves for the merge: part [P + H - 1, G, D], lse [P + H - 1, G]."""
+    """What `split` writes for `join`: part [P + H - 1, G, D], lse [P + H - 1, G]."""
 
     part: Tensor
     lse: Tensor
 
 
 _TILE = 32768  # bytes of k and v in a tile
-_DEEP = {(8, 0), (9, 0), (10, 0), (10, 3)}  # capabilities with shared memory for two tiles ahead
-# in each of two blocks: at least 163 KiB; the others have 99 KiB.
+_DEEP = {(8, 0), (9, 0), (10, 0), (10, 3)}
+"""Compute capabilities with 163 KiB of shared memory or more, in which each of two blocks can load
+two tiles ahead; others have 99 KiB."""
 
 
 def configure(
     size: int, dtype: torch.dtype, device: torch.device, capability: tuple[int, int] | None = None
 ) -> Config:
-    """The table of configurations: by head size D, dtype of the rows and compute capability."""
-    most = 64 if dtype == torch.int8 else 128  # int8 takes registers for what it stands for
+    """The configuration for head size D, the dtype of the rows and a compute capability."""
+    most = (
+        64 if dtype == torch.int8 else 128
+    )  # int8 needs registers for the numbers that it becomes
     block = max(16, min(most, _TILE // (2 * columns(size) * dtype.itemsize)))
     warps = 4 if size <= 128 else 8
     programs = 5  # in the interpreter
@@ -268,7 +274,7 @@ def workspace(heads: int, group: int, size: int, config: Config, device: torch.d
 
 
 def _tiles(heads: int, group: int, size: int, config: Config) -> dict[str, int]:
-    """The constants that both kernels share, and those of `split`."""
+    """The constants of both kernels, and GP, which only `split` has."""
     return {
         "H": heads,
         "G": group,
@@ -298,16 +304,15 @@ def ragged_attention(
     config: Config | None = None,
     space: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.ragged_attention` on the device; see there. All contiguous; `width` is not needed.
+    """See `torch.decode.ragged_attention`. All tensors are contiguous; `width` is not needed.
 
-    With k_scale and v_scale [R], k and v are int8 and row r stands for k_scale[r] * k[r]. `space`
-    (of `workspace`, for this `config`) spares the allocation of what passes between the kernels.
+    `space`: memory between the kernels, from `workspace` for this `config`; allocated if None.
     """
     assert all(t.is_contiguous() for t in (q, k, v, start, length))
     heads, group, size = q.shape
     config = config or configure(size, k.dtype, q.device)
     space = space or workspace(heads, group, size, config, q.device)
-    mixed = torch.empty_like(q)
+    out = torch.empty_like(q)
     if lse is None:
         lse = torch.empty((heads, group), dtype=torch.float32, device=q.device)
     shared = _tiles(heads, group, size, config)
@@ -340,13 +345,13 @@ def ragged_attention(
         space.part,
         space.lse,
         length,
-        mixed,
+        out,
         lse,
         **shared,
         BP=_MERGED,
         num_warps=4,
     )
-    return mixed, lse
+    return out, lse
 
 
 _TYPES = {
@@ -362,12 +367,12 @@ _BUILDS: list[tuple[int, torch.dtype, tuple[str, ...]]] = [
     (64, torch.float16, ("window logits",)),
     (128, torch.float32, ("window logits",)),
 ]
-"""Head size, dtype of the rows, and what policies and models ask for."""
+"""Head size, dtype of the rows, and the uses of policies and models."""
 
 
 def variants(heads: int = 8, group: int = 4) -> list[Variant]:
-    """Builds for the compile gate, for models of H KV heads of G queries: what is asked for with
-    bfloat16, with other sizes and dtypes what needs most."""
+    """Builds for the compile gate, for models of H KV heads of G queries: every use with bfloat16
+    heads of 128, and of other sizes and dtypes those that need most registers."""
     found = []
     for size, dtype, wanted in _BUILDS:
         kind = _TYPES[dtype]

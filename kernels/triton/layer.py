@@ -1,7 +1,6 @@
-"""What a network does to its rows between products, one launch each, in Triton.
+"""The small operators of a layer, in Triton, one launch each.
 
-Every result is rounded where torch's operators round it, one after the other. Specifications: the
-functions of these names in `reference`.
+Results are rounded where torch's operators round them. Specification: `torch/layer.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -13,18 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.torch import reference
+from minikv.kernels.torch import layer as plain_torch
 from minikv.kernels.triton.tiles import in_rows, power, row_stride, typed
 from minikv.kernels.triton.variants import Variant
 
-_WIDEST = 16384  # of a row that one program holds
-_HEADS = 8  # that a program turns
-_PART = 1024  # numbers of a row of gates that a program takes
+_MAX_ROW = 16384  # row that one program can hold
+_HEADS = 8  # that one program rotates
+_PART = 1024  # numbers of a row that one program multiplies
 
 
 @triton.jit
 def _rounded(x, like):
-    """float32 x as it is after a visit in the dtype of the pointer `like`."""
+    """float32 x, rounded to the dtype of the pointer `like`."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
@@ -78,27 +77,27 @@ def _rotate(
     c2 = tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
     s1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     s2 = tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
-    into = out + t * heads * D + at
-    tl.store(into, (_rounded(one * c1, x) + two * s1).to(out.dtype.element_ty), mask=ok)
-    tl.store(into + HALF, (_rounded(two * c2, x) + one * s2).to(out.dtype.element_ty), mask=ok)
+    target = out + t * heads * D + at
+    tl.store(target, (_rounded(one * c1, x) + two * s1).to(out.dtype.element_ty), mask=ok)
+    tl.store(target + HALF, (_rounded(two * c2, x) + one * s2).to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def _silu_mul(both, N: tl.constexpr, BN: tl.constexpr):
     j = tl.program_id(1) * BN + tl.arange(0, BN)
     ok = j < N
-    place = both + tl.program_id(0).to(tl.int64) * (2 * N) + j
-    gate = tl.load(place, mask=ok, other=0.0).to(tl.float32)
-    up = tl.load(place + N, mask=ok, other=0.0).to(tl.float32)
+    target = both + tl.program_id(0).to(tl.int64) * (2 * N) + j
+    gate = tl.load(target, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(target + N, mask=ok, other=0.0).to(tl.float32)
     gate = _rounded(gate / (1.0 + tl.exp(-gate)), both)
-    tl.store(place, (gate * up).to(both.dtype.element_ty), mask=ok)
+    tl.store(target, (gate * up).to(both.dtype.element_ty), mask=ok)
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """`reference.add_norm` on the device."""
+    """See `torch.layer.add_norm`. Rows too long for a program are left to torch."""
     rows, size = x.shape
-    if size > _WIDEST:
-        return reference.add_norm(x, y, weight, eps)
+    if size > _MAX_ROW:
+        return plain_torch.add_norm(x, y, weight, eps)
     y = None if y is None else y.contiguous()
     assert x.is_contiguous()
     assert weight.is_contiguous()
@@ -118,7 +117,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`reference.rotate` on the device."""
+    """See `torch.layer.rotate`."""
     rows, heads, size = x.shape
     if x.stride(1) != size:
         x = x.contiguous()
@@ -142,7 +141,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_mul(both: Tensor) -> Tensor:
-    """`reference.silu_mul` on the device."""
+    """See `torch.layer.silu_mul`."""
     assert both.is_contiguous()
     size = both.shape[1] // 2
     _silu_mul[(len(both), -(-size // _PART))](both, N=size, BN=_PART, num_warps=4)

@@ -1,9 +1,9 @@
-"""Attention of a prompt's new rows over what is left of earlier turns, where every head holds
-another number of rows: the segments are read where they lie, without a padded copy.
+"""Attention of a prompt's queries over the rows of earlier turns, in Triton, without padding.
 
-All of those rows come before the new ones, so that nothing is causal here; the causal part is
-joined by its log-sum-exp (`merge`). Where few queries would leave the device idle, a segment is
-cut into spans, whose results are joined in the same way.
+Every head has its own number of rows. All of them come before the queries, so nothing is causal
+here; the causal part is joined by its log-sum-exp (`merge`). If there are too few queries to occupy
+the device, segments are divided into spans, whose results are joined in the same way.
+Specification: `torch/ragged_prefill.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -20,23 +20,23 @@ from torch import Tensor
 from minikv.kernels.triton.tiles import Tile, in_rows, power, row_stride, typed, upcast, width
 from minikv.kernels.triton.variants import Variant
 
-_PROGRAMS = 256  # how many are wanted at once
+_PROGRAMS = 256  # enough to occupy the device
 
 
 @triton.jit(
     do_not_specialize=["q_head", "q_group", "q_row", "rows", "span", "window"],
-    do_not_specialize_on_alignment=["start", "length", "hole", "pos", "q_pos"],
+    do_not_specialize_on_alignment=["start", "length", "free_slot", "pos", "q_pos"],
 )
-def _segments(
+def _ragged_prefill(
     q,
     k,
     v,
     start,
     length,
-    hole,
+    free_slot,
     pos,
     q_pos,
-    mixed,
+    outs,
     lse,
     q_head,
     q_group,
@@ -68,7 +68,7 @@ def _segments(
     if WINDOW:
         now = tl.load(q_pos + i, mask=real, other=0).to(tl.int32)
     begin = tl.load(start + h)
-    gone = tl.load(hole + h)
+    free = tl.load(free_slot + h)
     lo = tl.program_id(2) * span
     hi = tl.minimum(lo + span, tl.load(length + h).to(tl.int32))
     best = tl.full((BM,), -float("inf"), tl.float32)
@@ -76,7 +76,7 @@ def _segments(
     sums = tl.zeros((BM, DP), tl.float32)
     for s in tl.range(lo, hi, BN, num_stages=STAGES):
         j = begin + s + tl.arange(0, BN)
-        there = (j < begin + hi) & (j != gone)
+        there = (j < begin + hi) & (j != free)
         key = tl.load(
             k + j[None, :] * D + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0
         )
@@ -89,7 +89,7 @@ def _segments(
             seen = seen & (now[:, None] - at[None, :] < window)
         x = tl.where(seen, x, -float("inf"))
         top = tl.maximum(best, tl.max(x, 1))
-        base = tl.where(top == -float("inf"), 0.0, top)  # nothing seen yet: no inf - inf
+        base = tl.where(top == -float("inf"), 0.0, top)  # no row seen yet: avoids inf - inf
         fade = tl.exp2(best - base)
         p = tl.exp2(x - base[:, None])
         total = total * fade + tl.sum(p, 1)
@@ -99,22 +99,22 @@ def _segments(
         sums = sums * fade[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
         best = top
     base = tl.where(best == -float("inf"), 0.0, best)
-    # A query that saw nothing: zeros, and -inf from the logarithm of 0.
+    # A query that sees no row: zeros, and -inf from the logarithm of 0.
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-    whole = (base + tl.log2(total)) * 0.6931471805599453
+    total_lse = (base + tl.log2(total)) * 0.6931471805599453
     out = ((tl.program_id(2) * tl.num_programs(1) + h) * G + g) * rows + i
     tl.store(
-        mixed + out[:, None] * D + d[None, :],
-        sums.to(mixed.dtype.element_ty),
+        outs + out[:, None] * D + d[None, :],
+        sums.to(outs.dtype.element_ty),
         mask=real[:, None] & narrow,
     )
-    tl.store(lse + out, whole, mask=real)
+    tl.store(lse + out, total_lse, mask=real)
 
 
 def _tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
     """Queries of all heads of a group, and keys, of one product."""
     wide = width(size)
-    if dtype == torch.float32:  # no matrix instruction takes it unrounded
+    if dtype == torch.float32:  # no matrix instruction takes float32 unrounded
         return Tile(32, 32, 8, 1) if wide <= 64 else Tile(16, 16, 4 if wide <= 128 else 8, 1)
     if wide > 128:
         return Tile(min(64, max(16, power(lines))), 32, 8 if lines > 32 else 4, 2)
@@ -122,41 +122,41 @@ def _tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
     return Tile(max(16, power(lines)) if few else 128, 64, 4 if few else 8, 3)
 
 
-def segments_attention(
+def ragged_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     start: Tensor,
     length: Tensor,
-    hole: Tensor,
-    most: int,
+    free_slot: Tensor,
+    max_length: int,
     *,
     pos: Tensor | None = None,
     q_pos: Tensor | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.segments_attention`."""
+    """See `torch.ragged_prefill.ragged_prefill`."""
     q, q_pos = in_rows(q), None if q_pos is None else q_pos.contiguous()
     heads, group, rows, size = q.shape
     lines = rows * group
     tile = _tile(q.dtype, size, lines)
     blocks = -(-lines // tile.left)
-    spans = max(1, min(-(-most // (4 * tile.right)), _PROGRAMS // (heads * blocks)))
-    span = max(1, -(-most // (spans * tile.right))) * tile.right
+    spans = max(1, min(-(-max_length // (4 * tile.right)), _PROGRAMS // (heads * blocks)))
+    span = max(1, -(-max_length // (spans * tile.right))) * tile.right
     kind = q.dtype if spans == 1 else torch.float32
-    mixed = q.new_empty((spans, heads, group, rows, size), dtype=kind)
+    outs = q.new_empty((spans, heads, group, rows, size), dtype=kind)
     lse = q.new_empty((spans, heads, group, rows), dtype=torch.float32)
     windowed = window is not None and pos is not None and q_pos is not None
-    _segments[(blocks, heads, spans)](
+    _ragged_prefill[(blocks, heads, spans)](
         q,
         k,
         v,
         start,
         length,
-        hole,
+        free_slot,
         pos if windowed else start,
         q_pos if windowed else start,
-        mixed,
+        outs,
         lse,
         *(row_stride(q, dim) for dim in (0, 1, 2)),
         rows,
@@ -175,10 +175,10 @@ def segments_attention(
         num_stages=tile.stages,
     )
     if spans == 1:
-        return mixed[0], lse[0]
-    whole = torch.logsumexp(lse, 0)
-    share = (lse - whole.masked_fill(whole == -math.inf, 0.0)).exp()
-    return (mixed * share[..., None]).sum(0).to(q.dtype), whole
+        return outs[0], lse[0]
+    total_lse = torch.logsumexp(lse, 0)
+    share = (lse - total_lse.masked_fill(total_lse == -math.inf, 0.0)).exp()
+    return (outs * share[..., None]).sum(0).to(q.dtype), total_lse
 
 
 _LOG2E = 1.4426950408889634
@@ -191,8 +191,8 @@ def variants() -> list[Variant]:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
         tile = _tile(dtype, size, lines)
         kinds = dict.fromkeys(("q", "k", "v"), f"*{kind}")
-        kinds |= dict.fromkeys(("start", "length", "hole", "q_pos"), "*i64")
-        kinds |= {"pos": "*i32", "lse": "*fp32", "mixed": f"*{kind}" if lines > 64 else "*fp32"}
+        kinds |= dict.fromkeys(("start", "length", "free_slot", "q_pos"), "*i64")
+        kinds |= {"pos": "*i32", "lse": "*fp32", "outs": f"*{kind}" if lines > 64 else "*fp32"}
         constants: dict[str, object] = {
             "G": group,
             "D": size,
@@ -205,9 +205,9 @@ def variants() -> list[Variant]:
         }
         found.append(
             Variant(
-                f"segments-{kind}-d{size}-g{group}-lines{lines}" + "-window" * window,
-                _segments,
-                typed(_segments, kinds, constants),
+                f"ragged-prefill-{kind}-d{size}-g{group}-lines{lines}" + "-window" * window,
+                _ragged_prefill,
+                typed(_ragged_prefill, kinds, constants),
                 constants,
                 tile.warps,
                 tile.stages,

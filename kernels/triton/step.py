@@ -1,12 +1,11 @@
-"""Statistics and victims of a step for all layers and heads in one launch, in Triton.
+"""The end of a decode step, in Triton: statistics and victims of all heads in one launch.
 
-A program has one KV head of one layer and walks its rows a tile at a time, in as few passes as the
-answer takes. Scores are not negative, so their bits order as integers; a row's key is its score's
-bits above its position, and the least key is the victim by the tie rule: the lowest score, of
-equal ones the oldest. The scopes of H2O (an edge in positions) and RoCo (an edge in deviation) are
-first guessed and checked by counting, which nearly always does; where it does not, the edge is
-found by bisection on its bits, never by a sort. Specification: the `_step` functions of
-`reference`, whose statistics and victims these are.
+A program has one KV head of one layer and reads its rows in tiles, in as few passes as possible. A
+row's key is one integer: its score above its position, in an order in which the lowest key is the
+victim, the row with the lowest score and of equal scores the oldest. H2O and RoCo narrow the choice
+(to rows older than the n newest, to the n smallest variances). The limit is guessed and checked by
+counting, which nearly always works; otherwise it is found by bisection on its bits. Nothing is
+sorted. Specification: `torch/decode.py` for `lowest_step`, and the files of the policies.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -19,22 +18,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.torch.reference import Rows
+from minikv.kernels.torch.decode import Rows
 from minikv.kernels.triton.tiles import typed
 from minikv.kernels.triton.variants import Variant
 
-NONE = tl.constexpr((1 << 63) - 1)  # no row's key
+NONE = tl.constexpr((1 << 63) - 1)  # a key that no row has
 _LAST = tl.constexpr((1 << 31) - 1)
-_INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity
+_INFINITE = tl.constexpr(0x7F800000)  # the bits of float32 infinity
 _SCALARS = ["width", "sinks", "recent", "pinned"]
 _BLOCK, _WARPS = 1024, 8
-_LAYER = (256, 32)  # rows of a head, and rows of another that they are compared with at once
-_WORDS = 128  # most words of history: 32 queries each
+_LAYER_TILE = (256, 32)  # rows of a head, and rows of another head to compare them with, at once
+_MAX_WORDS = 128  # the most words of 32 bits of history
 
 
 @triton.jit
-def _weight(logits, lse, head, width, j, ok, G: tl.constexpr):
-    """What the step's query gave rows j of a head: the mean over its G queries."""
+def _mean_prob(logits, lse, head, width, j, ok, G: tl.constexpr):
+    """The probabilities of rows j of a head, in the mean over its G queries."""
     p = tl.zeros(j.shape, tl.float32)
     for g in tl.static_range(G):
         at = head * G + g
@@ -45,30 +44,63 @@ def _weight(logits, lse, head, width, j, ok, G: tl.constexpr):
 
 @triton.jit
 def _key(score, at):
-    """int64: orders by score (not negative), then by position."""
+    """int64, ordered by a score that is not negative, then by position."""
     bits = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # -0 is 0
     return (bits.to(tl.int64) << 32) | at.to(tl.int64)
 
 
 @triton.jit
-def lower(best, row, key, j, free):
-    """Lane by lane the lower of the best key so far and a free row's."""
-    lower = free & (key < best)
+def lower(best, row, key, j, evictable):
+    """In each lane the lower of the best key so far and the key of a row that may leave."""
+    lower = evictable & (key < best)
     return tl.where(lower, key, best), tl.where(lower, j, row)
 
 
 @triton.jit
 def lowest(best, row):
-    """The least key of all lanes, and its row; row 0 where no row is free."""
+    """The lowest key of all lanes, and its row; row 0 if no row may leave."""
     least = tl.min(best, 0)
     found = tl.min(tl.where(best == least, row, _LAST), 0)
     return least, tl.where(least == NONE, 0, found)
 
 
 @triton.jit
-def free_rows(at, shown, newest, sinks, recent, strict):
-    """Rows that may leave; not `strict`: those that may if no others may. See `Rows`."""
-    return shown & tl.where(strict, (at >= sinks) & (at <= newest - recent), at < newest)
+def may_leave(at, unpinned, newest, sinks, recent, strict):
+    """Evictable rows: see `Rows`. Not `strict`: those that are evictable if no others are."""
+    return unpinned & tl.where(strict, (at >= sinks) & (at <= newest - recent), at < newest)
+
+
+@triton.jit
+def _signed_key(score, at):
+    """int64, ordered by score, then by position; of a NaN NONE, the key of no row."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
+    bits = bits ^ (
+        (bits >> 31) & 0x7FFFFFFF
+    )  # negative floats have the reverse order of their bits
+    key = (bits.to(tl.int64) << 32) | at.to(tl.int64)
+    return tl.where(score == score, key, NONE)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _lowest(scores, allowed, start, length, cap, pos, go, free_slot, width, BN: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    if tl.load(go):
+        count = tl.load(length + head).to(tl.int32)
+        begin = tl.load(start + head)
+        victim = tl.full((), -1, tl.int64)
+        if count > tl.load(cap + head):
+            best = tl.full((BN,), NONE, tl.int64)
+            row = tl.zeros((BN,), tl.int32)
+            for s in tl.range(0, count, BN):
+                j = s + tl.arange(0, BN)
+                ok = j < count
+                here = head * width + j
+                score = tl.load(scores + here, mask=ok, other=0.0)
+                may = ok & (tl.load(allowed + here, mask=ok, other=0) != 0)
+                at = tl.load(pos + begin + j, mask=ok, other=0)
+                best, row = lower(best, row, _signed_key(score, at), j, may)
+            victim = begin + lowest(best, row)[1]
+        tl.store(free_slot + head, victim)
 
 
 @triton.jit(do_not_specialize=_SCALARS)
@@ -81,9 +113,9 @@ def _h2o(
     pos,
     newest,
     go,
-    hole,
+    free_slot,
     sums,
-    young,
+    newest_rows,
     width,
     sinks,
     recent,
@@ -96,8 +128,8 @@ def _h2o(
         count = tl.load(length + head).to(tl.int32)
         begin = tl.load(start + head)
         now = tl.load(newest)
-        wish = tl.load(young + head)
-        guess = now - wish + 1  # if the `wish` newest rows of all are the head's newest
+        wanted = tl.load(newest_rows + head)
+        guess = now - wanted + 1  # if the head has the newest `wanted` positions
         n = tl.arange(0, BN)
         best = tl.full((BN,), NONE, tl.int64)
         row = tl.zeros((BN,), tl.int32)
@@ -109,24 +141,24 @@ def _h2o(
             ok = j < count
             where = begin + j
             total = tl.load(sums + where, mask=ok, other=0.0)
-            total += _weight(logits, lse, head, width, j, ok, G)
+            total += _mean_prob(logits, lse, head, width, j, ok, G)
             tl.store(sums + where, total, mask=ok)
             at = tl.load(pos + where, mask=ok, other=-1)
-            shown = ok & (at >= pinned)
-            free = free_rows(at, shown, now, sinks, recent, True)
-            best, row = lower(best, row, _key(total, at), j, free & (at < guess))
-            seen += shown.to(tl.int32)
-            late += (shown & (at >= guess)).to(tl.int32)
-            some += free.to(tl.int32)
+            unpinned = ok & (at >= pinned)
+            evictable = may_leave(at, unpinned, now, sinks, recent, True)
+            best, row = lower(best, row, _key(total, at), j, evictable & (at < guess))
+            seen += unpinned.to(tl.int32)
+            late += (unpinned & (at >= guess)).to(tl.int32)
+            some += evictable.to(tl.int32)
         victim = tl.full((), -1, tl.int64)
         if count > tl.load(cap + head):
             tl.debug_barrier()  # what other threads of the program stored is read below
             shown_rows = tl.sum(seen, 0)
-            newer = tl.maximum(tl.minimum(wish, shown_rows - 1), 1)
+            newer = tl.maximum(tl.minimum(wanted, shown_rows - 1), 1)
             least, found = lowest(best, row)
-            if (least == NONE) | (newer != wish) | (tl.sum(late, 0) != newer):
+            if (least == NONE) | (newer != wanted) | (tl.sum(late, 0) != newer):
                 strict = tl.sum(some, 0) > 0
-                lo = tl.full((), -1, tl.int64)  # at least `newer` rows are this late
+                lo = tl.full((), -1, tl.int64)  # `newer` rows or more are this late
                 hi = now + 1  # fewer are
                 while lo + 1 < hi:
                     middle = (lo + hi) // 2
@@ -146,15 +178,15 @@ def _h2o(
                     j = s + n
                     ok = j < count
                     at = tl.load(pos + begin + j, mask=ok, other=-1)
-                    free = free_rows(at, ok & (at >= pinned), now, sinks, recent, strict)
+                    evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
                     key = _key(tl.load(sums + begin + j, mask=ok, other=0.0), at)
-                    best, row = lower(best, row, key, j, free & (at < lo))
-                    rest, other = lower(rest, other, key, j, free)
+                    best, row = lower(best, row, key, j, evictable & (at < lo))
+                    rest, other = lower(rest, other, key, j, evictable)
                 least, found = lowest(best, row)
                 if least == NONE:
                     least, found = lowest(rest, other)
             victim = begin + found
-        tl.store(hole + head, victim)
+        tl.store(free_slot + head, victim)
 
 
 @triton.jit(do_not_specialize=_SCALARS)
@@ -167,7 +199,7 @@ def _tova(
     pos,
     newest,
     go,
-    hole,
+    free_slot,
     width,
     sinks,
     recent,
@@ -191,29 +223,31 @@ def _tova(
                 j = s + n
                 ok = j < count
                 at = tl.load(pos + begin + j, mask=ok, other=-1)
-                shown = ok & (at >= pinned)
-                key = _key(_weight(logits, lse, head, width, j, ok, G), at)
-                best, row = lower(best, row, key, j, free_rows(at, shown, now, sinks, recent, True))
+                unpinned = ok & (at >= pinned)
+                key = _key(_mean_prob(logits, lse, head, width, j, ok, G), at)
+                best, row = lower(
+                    best, row, key, j, may_leave(at, unpinned, now, sinks, recent, True)
+                )
                 rest, other = lower(
-                    rest, other, key, j, free_rows(at, shown, now, sinks, recent, False)
+                    rest, other, key, j, may_leave(at, unpinned, now, sinks, recent, False)
                 )
             least, found = lowest(best, row)
             if least == NONE:
                 least, found = lowest(rest, other)
             victim = begin + found
-        tl.store(hole + head, victim)
+        tl.store(free_slot + head, victim)
 
 
 @triton.jit(do_not_specialize=["width"])
-def _weights(logits, lse, length, cap, go, weights, width, G: tl.constexpr, BN: tl.constexpr):
-    """What each row of a head that is over was given: weights [L * H, width]."""
+def _probs(logits, lse, length, cap, go, weights, width, G: tl.constexpr, BN: tl.constexpr):
+    """The probabilities of the rows of heads that are over their cap: weights [L * H, width]."""
     head = tl.program_id(0).to(tl.int64)
     count = tl.load(length + head).to(tl.int32)
     if tl.load(go) & (count > tl.load(cap + head)):
         for s in tl.range(0, count, BN):
             j = s + tl.arange(0, BN)
             ok = j < count
-            p = _weight(logits, lse, head, width, j, ok, G)
+            p = _mean_prob(logits, lse, head, width, j, ok, G)
             tl.store(weights + head * width + j, p, mask=ok)
 
 
@@ -226,7 +260,7 @@ def _tova_layer(
     pos,
     newest,
     go,
-    hole,
+    free_slot,
     width,
     sinks,
     recent,
@@ -235,10 +269,10 @@ def _tova_layer(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Judges by the mean of `weights` over the heads of the layer that hold the same position.
+    """TOVA with the mean of `weights` over the heads of the layer that hold the same position.
 
-    Heads that evict together hold the same rows in the same order: a row's peer is looked for at
-    its own place first, and among all rows of the other head only where it is not there.
+    Heads that evict together hold the same positions in the same order: a position is looked for at
+    the same index of the other head first, and among all its rows only if it is not there.
     """
     head = tl.program_id(0).to(tl.int64)
     if tl.load(go):
@@ -257,7 +291,7 @@ def _tova_layer(
                 j = s + n
                 ok = j < count
                 at = tl.load(pos + begin + j, mask=ok, other=-1)
-                shown = ok & (at >= pinned)
+                unpinned = ok & (at >= pinned)
                 total = tl.zeros((BN,), tl.float64)
                 holders = tl.zeros((BN,), tl.int32)
                 for h in tl.range(0, H):
@@ -266,10 +300,10 @@ def _tova_layer(
                     if rows > tl.load(cap + peer):
                         first = tl.load(start + peer)
                         given = weights + peer * width
-                        hit = shown & (tl.load(pos + first + j, mask=j < rows, other=-2) == at)
+                        hit = unpinned & (tl.load(pos + first + j, mask=j < rows, other=-2) == at)
                         total += tl.load(given + j, mask=hit, other=0.0).to(tl.float64)
                         holders += hit.to(tl.int32)
-                        lost = shown & (hit == 0)
+                        lost = unpinned & (hit == 0)
                         if tl.max(lost.to(tl.int32), 0) > 0:
                             for r in tl.range(0, rows, BK):
                                 i = r + m
@@ -281,27 +315,29 @@ def _tova_layer(
                                 holders += tl.sum(same.to(tl.int32), 1)
                 mean = (total / tl.maximum(holders, 1).to(tl.float64)).to(tl.float32)
                 key = _key(mean, at)
-                best, row = lower(best, row, key, j, free_rows(at, shown, now, sinks, recent, True))
+                best, row = lower(
+                    best, row, key, j, may_leave(at, unpinned, now, sinks, recent, True)
+                )
                 rest, other = lower(
-                    rest, other, key, j, free_rows(at, shown, now, sinks, recent, False)
+                    rest, other, key, j, may_leave(at, unpinned, now, sinks, recent, False)
                 )
             least, found = lowest(best, row)
             if least == NONE:
                 least, found = lowest(rest, other)
             victim = begin + found
-        tl.store(hole + head, victim)
+        tl.store(free_slot + head, victim)
 
 
 @triton.jit
 def _steadiness(total, power, seen):
-    """Mean and variance of a row's stream, the latter clamped at 0; rounded as torch rounds."""
+    """Mean and variance of a row's probabilities, the variance at least 0; rounded as by torch."""
     seen = tl.maximum(seen, 1.0)
     mean = tl.div_rn(total, seen)
     return mean, tl.maximum(tl.div_rn(power, seen) - mean * mean, 0.0)
 
 
 @triton.jit
-def _noted(sums, squares, counted, where, ok):
+def _load_steadiness(sums, squares, counted, where, ok):
     """`_steadiness` of rows whose statistics are in memory."""
     return _steadiness(
         tl.load(sums + where, mask=ok, other=0.0),
@@ -320,11 +356,11 @@ def _roco(
     pos,
     newest,
     go,
-    hole,
+    free_slot,
     sums,
     squares,
     counted,
-    keep,
+    steady_rows,
     width,
     sinks,
     recent,
@@ -345,7 +381,7 @@ def _roco(
             j = s + n
             ok = j < count
             where = begin + j
-            p = _weight(logits, lse, head, width, j, ok, G)
+            p = _mean_prob(logits, lse, head, width, j, ok, G)
             total = tl.load(sums + where, mask=ok, other=0.0) + p
             power = tl.load(squares + where, mask=ok, other=0.0) + p * p
             seen = tl.load(counted + where, mask=ok, other=0.0) + 1.0
@@ -354,29 +390,29 @@ def _roco(
             tl.store(counted + where, seen, mask=ok)
             mean = _steadiness(total, power, seen)[0]
             at = tl.load(pos + where, mask=ok, other=-1)
-            free = free_rows(at, ok & (at >= pinned), now, sinks, recent, True)
-            best, row = lower(best, row, _key(mean, at), j, free)
-            some += free.to(tl.int32)
+            evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, True)
+            best, row = lower(best, row, _key(mean, at), j, evictable)
+            some += evictable.to(tl.int32)
         victim = tl.full((), -1, tl.int64)
         if count > tl.load(cap + head):
             tl.debug_barrier()  # what other threads of the program stored is read below
             rows = tl.sum(some, 0)
             strict = rows > 0
-            wish = tl.load(keep + head)
-            # The free row of lowest mean is nearly always steady; then it is the victim.
+            wanted = tl.load(steady_rows + head)
+            # The evictable row with the lowest mean nearly always has a small variance.
             found = lowest(best, row)[1]
-            edge = _noted(sums, squares, counted, begin + found, strict)[1]
+            edge = _load_steadiness(sums, squares, counted, begin + found, strict)[1]
             fewer = tl.zeros((BN,), tl.int32)
             for s in tl.range(0, count, BN):
                 j = s + n
                 ok = j < count
                 at = tl.load(pos + begin + j, mask=ok, other=-1)
-                free = free_rows(at, ok & (at >= pinned), now, sinks, recent, strict)
-                spread = _noted(sums, squares, counted, begin + j, ok)[1]
-                fewer += (free & (spread < edge)).to(tl.int32)
+                evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
+                variance = _load_steadiness(sums, squares, counted, begin + j, ok)[1]
+                fewer += (evictable & (variance < edge)).to(tl.int32)
                 if not strict:
-                    some += free.to(tl.int32)
-            nth = tl.maximum(tl.minimum(wish, tl.sum(some, 0)), 1)
+                    some += evictable.to(tl.int32)
+            nth = tl.maximum(tl.minimum(wanted, tl.sum(some, 0)), 1)
             if (not strict) | (tl.sum(fewer, 0) >= nth):
                 # The n-th smallest variance: the largest bits that fewer than n rows are below.
                 limit = tl.full((), 0, tl.int32)
@@ -387,10 +423,10 @@ def _roco(
                         j = s + n
                         ok = j < count
                         at = tl.load(pos + begin + j, mask=ok, other=-1)
-                        free = free_rows(at, ok & (at >= pinned), now, sinks, recent, strict)
-                        spread = _noted(sums, squares, counted, begin + j, ok)[1]
-                        bits = spread.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-                        fewer += (free & (bits < tried)).to(tl.int32)
+                        evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
+                        variance = _load_steadiness(sums, squares, counted, begin + j, ok)[1]
+                        bits = variance.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                        fewer += (evictable & (bits < tried)).to(tl.int32)
                     limit = tl.where(tl.sum(fewer, 0) < nth, tried, limit)
                 best = tl.full((BN,), NONE, tl.int64)
                 row = tl.zeros((BN,), tl.int32)
@@ -398,18 +434,18 @@ def _roco(
                     j = s + n
                     ok = j < count
                     at = tl.load(pos + begin + j, mask=ok, other=-1)
-                    free = free_rows(at, ok & (at >= pinned), now, sinks, recent, strict)
-                    mean, spread = _noted(sums, squares, counted, begin + j, ok)
-                    bits = spread.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-                    best, row = lower(best, row, _key(mean, at), j, free & (bits <= limit))
+                    evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
+                    mean, variance = _load_steadiness(sums, squares, counted, begin + j, ok)
+                    bits = variance.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                    best, row = lower(best, row, _key(mean, at), j, evictable & (bits <= limit))
                 found = lowest(best, row)[1]
             victim = begin + found
-        tl.store(hole + head, victim)
+        tl.store(free_slot + head, victim)
 
 
 @triton.jit
-def ones(x):
-    """The set bits of 32-bit numbers; Triton has no instruction for it that its interpreter has."""
+def popcount(x):
+    """The number of set bits of 32-bit numbers. Triton's interpreter has no operation for it."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -426,7 +462,7 @@ def _scissorhands(
     pos,
     newest,
     go,
-    hole,
+    free_slot,
     words,
     queries,
     window,
@@ -456,7 +492,7 @@ def _scissorhands(
             j = s + n
             ok = j < count
             where = begin + j
-            carry = (_weight(logits, lse, head, width, j, ok, G) < even).to(tl.uint32)
+            carry = (_mean_prob(logits, lse, head, width, j, ok, G) < even).to(tl.uint32)
             below = tl.zeros((BN,), tl.uint32)
             for i in tl.static_range(len(words)):
                 old = tl.load(words[i] + where, mask=ok, other=0).to(tl.uint32)
@@ -466,20 +502,20 @@ def _scissorhands(
                     new &= tl.full((), 0xFFFFFFFF, tl.uint32) >> (32 - bits).to(tl.uint32)
                 carry = old >> 31
                 tl.store(words[i] + where, new.to(tl.int64), mask=ok)
-                below += ones(new)
-            asked = tl.load(queries + where, mask=ok, other=0.0) + 1.0
-            asked = tl.minimum(asked, history.to(tl.float32))
-            tl.store(queries + where, asked, mask=ok)
-            share = tl.div_rn(below.to(tl.float32), tl.maximum(asked, 1.0))
+                below += popcount(new)
+            seen_by = tl.load(queries + where, mask=ok, other=0.0) + 1.0
+            seen_by = tl.minimum(seen_by, history.to(tl.float32))
+            tl.store(queries + where, seen_by, mask=ok)
+            fraction = tl.div_rn(below.to(tl.float32), tl.maximum(seen_by, 1.0))
             at = tl.load(pos + where, mask=ok, other=-1)
-            shown = ok & (at >= pinned)
-            # The largest share leaves: its bits are counted down from infinity's.
+            unpinned = ok & (at >= pinned)
+            # The row with the largest fraction leaves: the bits of infinity minus its bits.
             most = tl.full((BN,), _INFINITE, tl.int32)
-            turned = most - share.to(tl.int32, bitcast=True)
-            key = _key(turned.to(tl.float32, bitcast=True), at)
-            best, row = lower(best, row, key, j, free_rows(at, shown, now, sinks, recent, True))
+            inverted = most - fraction.to(tl.int32, bitcast=True)
+            key = _key(inverted.to(tl.float32, bitcast=True), at)
+            best, row = lower(best, row, key, j, may_leave(at, unpinned, now, sinks, recent, True))
             rest, other = lower(
-                rest, other, key, j, free_rows(at, shown, now, sinks, recent, False)
+                rest, other, key, j, may_leave(at, unpinned, now, sinks, recent, False)
             )
         victim = tl.full((), -1, tl.int64)
         if over:
@@ -487,17 +523,19 @@ def _scissorhands(
             if least == NONE:
                 least, found = lowest(rest, other)
             victim = begin + found
-        tl.store(hole + head, victim)
+        tl.store(free_slot + head, victim)
 
 
-def _rows(logits: Tensor, lse: Tensor, rows: Rows, go: Tensor, hole: Tensor) -> tuple[Tensor, ...]:
-    """The arguments that every policy's kernel begins with."""
-    given = (logits, lse, rows.start, rows.length, rows.cap, rows.pos, rows.newest, go, hole)
-    assert all(t.is_contiguous() for t in given)
-    return given
+def _head_args(
+    logits: Tensor, lse: Tensor, rows: Rows, go: Tensor, free_slot: Tensor
+) -> tuple[Tensor, ...]:
+    """The first arguments of every policy's kernel."""
+    args = (logits, lse, rows.start, rows.length, rows.cap, rows.pos, rows.newest, go, free_slot)
+    assert all(t.is_contiguous() for t in args)
+    return args
 
 
-def _scope(logits: Tensor, rows: Rows) -> dict[str, int]:
+def _scalars(logits: Tensor, rows: Rows) -> dict[str, int]:
     return {
         "width": logits.shape[-1],
         "sinks": rows.sinks,
@@ -506,23 +544,45 @@ def _scope(logits: Tensor, rows: Rows) -> dict[str, int]:
     }
 
 
+def lowest_step(
+    scores: Tensor,
+    allowed: Tensor,
+    rows: Rows,
+    go: Tensor,
+    free_slot: Tensor,
+    *,
+    block: int = _BLOCK,
+) -> None:
+    """See `torch.decode.lowest_step`. `block`: rows that a program reads at once."""
+    layout = (rows.start, rows.length, rows.cap, rows.pos, go, free_slot)
+    assert all(t.is_contiguous() for t in (scores, allowed, *layout))
+    assert scores.shape == allowed.shape
+    _lowest[(free_slot.numel(),)](
+        scores, allowed, *layout, width=scores.shape[-1], BN=block, num_warps=_WARPS
+    )
+
+
 def h2o_step(
     logits: Tensor,
     lse: Tensor,
     rows: Rows,
     go: Tensor,
-    hole: Tensor,
+    free_slot: Tensor,
     sums: Tensor,
-    young: Tensor,
+    newest_rows: Tensor,
     *,
     block: int = _BLOCK,
 ) -> None:
-    """`reference.h2o_step` on the device; `block` rows at once."""
-    _h2o[(hole.numel(),)](
-        *_rows(logits, lse, rows, go, hole),
+    """H2O: add the step's probabilities to sums [R]; the row with the lowest sum leaves.
+
+    newest_rows int64 [L, H]: how many of a head's newest rows are kept. `block`: rows that a
+    program reads at once.
+    """
+    _h2o[(free_slot.numel(),)](
+        *_head_args(logits, lse, rows, go, free_slot),
         sums,
-        young,
-        **_scope(logits, rows),
+        newest_rows,
+        **_scalars(logits, rows),
         G=logits.shape[2],
         BN=block,
         num_warps=_WARPS,
@@ -534,22 +594,27 @@ def tova_step(
     lse: Tensor,
     rows: Rows,
     go: Tensor,
-    hole: Tensor,
+    free_slot: Tensor,
     *,
     layerwise: bool,
     weights: Tensor | None = None,
     block: int = _BLOCK,
 ) -> None:
-    """`reference.tova_step` on the device; `block` rows at once. `layerwise` needs `weights`,
-    float32 [L, H, C], to work with, allocated here if it is not given."""
-    given = _rows(logits, lse, rows, go, hole)
+    """TOVA: the row with the lowest probability of this step leaves.
+
+    layerwise: with the lowest mean over the heads of its layer. That needs memory, `weights`
+    float32 [L, H, C], allocated here if it is None. `block`: rows that a program reads at once.
+    """
+    args = _head_args(logits, lse, rows, go, free_slot)
     heads, group, width = logits.shape[1:]
     if not layerwise:
-        _tova[(hole.numel(),)](*given, **_scope(logits, rows), G=group, BN=block, num_warps=_WARPS)
+        _tova[(free_slot.numel(),)](
+            *args, **_scalars(logits, rows), G=group, BN=block, num_warps=_WARPS
+        )
         return
     if weights is None:
         weights = logits.new_empty((*logits.shape[:2], width))
-    _weights[(hole.numel(),)](
+    _probs[(free_slot.numel(),)](
         logits,
         lse,
         rows.length,
@@ -561,13 +626,13 @@ def tova_step(
         BN=block,
         num_warps=_WARPS,
     )
-    _tova_layer[(hole.numel(),)](
+    _tova_layer[(free_slot.numel(),)](
         weights,
-        *given[2:],
-        **_scope(logits, rows),
+        *args[2:],
+        **_scalars(logits, rows),
         H=heads,
-        BN=min(block, _LAYER[0]),
-        BK=_LAYER[1],
+        BN=min(block, _LAYER_TILE[0]),
+        BK=_LAYER_TILE[1],
         num_warps=_WARPS,
     )
 
@@ -577,22 +642,27 @@ def roco_step(
     lse: Tensor,
     rows: Rows,
     go: Tensor,
-    hole: Tensor,
+    free_slot: Tensor,
     sums: Tensor,
     squares: Tensor,
     count: Tensor,
-    keep: Tensor,
+    steady_rows: Tensor,
     *,
     block: int = _BLOCK,
 ) -> None:
-    """`reference.roco_step` on the device; `block` rows at once."""
-    _roco[(hole.numel(),)](
-        *_rows(logits, lse, rows, go, hole),
+    """RoCo: add to sums, squares and count [R]; of the rows with the smallest variances the one
+    with the lowest mean leaves.
+
+    steady_rows int64 [L, H]: how many rows with the smallest variances are candidates. `block`:
+    rows that a program reads at once.
+    """
+    _roco[(free_slot.numel(),)](
+        *_head_args(logits, lse, rows, go, free_slot),
         sums,
         squares,
         count,
-        keep,
-        **_scope(logits, rows),
+        steady_rows,
+        **_scalars(logits, rows),
         G=logits.shape[2],
         BN=block,
         num_warps=_WARPS,
@@ -605,7 +675,7 @@ def scissorhands_step(
     lse: Tensor,
     rows: Rows,
     go: Tensor,
-    hole: Tensor,
+    free_slot: Tensor,
     words: Sequence[Tensor],
     queries: Tensor,
     history: int,
@@ -613,15 +683,20 @@ def scissorhands_step(
     *,
     block: int = _BLOCK,
 ) -> None:
-    """`reference.scissorhands_step` on the device; `block` rows at once."""
-    assert len(words) == -(-history // 32) <= _WORDS
-    _scissorhands[(hole.numel(),)](
-        *_rows(logits, lse, rows, go, hole),
+    """ScissorHands: note which rows got less than an even share; the row with most notes leaves.
+
+    words int64 [R] each: a shift register of `history` bits per row, 32 in each; queries [R]: how
+    many of them count; window int64 [L]: rows that a query of the layer sees at most. `block`: rows
+    that a program reads at once.
+    """
+    assert len(words) == -(-history // 32) <= _MAX_WORDS
+    _scissorhands[(free_slot.numel(),)](
+        *_head_args(logits, lse, rows, go, free_slot),
         tuple(words),
         queries,
         window,
         history,
-        **_scope(logits, rows),
+        **_scalars(logits, rows),
         H=logits.shape[1],
         G=logits.shape[2],
         BN=block,
@@ -630,8 +705,10 @@ def scissorhands_step(
 
 
 def variants(heads: int = 8, group: int = 4, history: int = 400) -> list[Variant]:
-    """Every build of this file's kernels for a model of H KV heads of G queries."""
-    common = {
+    """Builds for the compile gate, for a model of H KV heads of G queries."""
+    common: dict[str, str | tuple[str, ...]] = {
+        "scores": "*fp32",
+        "allowed": "*i1",
         "logits": "*fp32",
         "lse": "*fp32",
         "start": "*i64",
@@ -640,13 +717,13 @@ def variants(heads: int = 8, group: int = 4, history: int = 400) -> list[Variant
         "pos": "*i32",
         "newest": "*i64",
         "go": "*i1",
-        "hole": "*i64",
+        "free_slot": "*i64",
         "weights": "*fp32",
         "sums": "*fp32",
         "squares": "*fp32",
         "counted": "*fp32",
-        "young": "*i64",
-        "keep": "*i64",
+        "newest_rows": "*i64",
+        "steady_rows": "*i64",
         "words": ("*i64",) * -(-history // 32),
         "queries": "*fp32",
         "window": "*i64",
@@ -654,16 +731,17 @@ def variants(heads: int = 8, group: int = 4, history: int = 400) -> list[Variant
     shapes = {"H": heads, "G": group, "BN": _BLOCK}
     found = []
     for name, fn in (
+        ("lowest", _lowest),
         ("h2o", _h2o),
         ("tova", _tova),
-        ("tova-weights", _weights),
+        ("tova-weights", _probs),
         ("tova-layer", _tova_layer),
         ("roco", _roco),
         ("scissorhands", _scissorhands),
     ):
         constants: dict[str, object] = {k: v for k, v in shapes.items() if k in fn.arg_names}
         if fn is _tova_layer:
-            constants |= {"BN": _LAYER[0], "BK": _LAYER[1]}
-        signature = typed(fn, common, constants)  # type: ignore[arg-type]
+            constants |= {"BN": _LAYER_TILE[0], "BK": _LAYER_TILE[1]}
+        signature = typed(fn, common, constants)
         found.append(Variant(name, fn, signature, constants, warps=_WARPS, vector=False))
     return found

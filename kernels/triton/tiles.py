@@ -1,4 +1,4 @@
-"""What the kernels of a prompt share: sizes of tiles, strides counted in rows, the interpreter."""
+"""What the Triton kernels share: sizes of tiles, strides in rows, the interpreter's limits."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def width(size: int) -> int:
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Triton's interpreter multiplies the bits of bfloat16 as integers: it gets float32."""
+    """Whether to multiply in float32: Triton's interpreter multiplies bfloat16 as integers."""
     return bool(triton.knobs.runtime.interpret) and dtype == torch.bfloat16
 
 
 def in_rows(t: Tensor) -> Tensor:
-    """`t` [..., D], copied only if a stride or its first byte is not a whole number of rows of D.
+    """`t` [..., D]; a copy if a stride is not a multiple of D or if it is not aligned to 16 bytes.
 
-    A kernel that counts strides in rows knows that every row begins at 16 bytes, if D does.
+    With strides counted in rows, a kernel knows that all rows are aligned to 16 bytes if D is.
     """
     size = t.shape[-1]
     whole = all(s % size == 0 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
@@ -51,15 +51,15 @@ def in_rows(t: Tensor) -> Tensor:
 
 
 def row_stride(t: Tensor, dim: int) -> int:
-    """A stride of `in_rows(t)` in rows; 0 where it is never taken."""
+    """A stride of `in_rows(t)` in rows; 0 for a dimension of size 1."""
     return 0 if t.shape[dim] <= 1 else t.stride(dim) // t.shape[-1]
 
 
 def typed(
     fn: object, kinds: Mapping[str, str | tuple[str, ...]], constants: Mapping[str, object]
 ) -> dict[str, str | tuple[str, ...]]:
-    """A kernel's signature in its own order: pointers as given, "constexpr", fp32 for the scale,
-    32-bit integers for all else."""
+    """A kernel's signature in its own order: `kinds`, "constexpr" for the constants, "fp32" for
+    `scale`, "i32" for all others."""
     names: list[str] = fn.arg_names  # type: ignore[attr-defined]
     rest = {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
     return {name: kinds[name] if name in kinds else rest.get(name, "i32") for name in names}

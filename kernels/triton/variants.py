@@ -1,4 +1,4 @@
-"""What a compiler must be told to build a kernel without a GPU: the compile gate walks these."""
+"""What the compiler must know to build a kernel without a GPU; for the compile gate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Variant:
     fn: the `triton.jit` function; signature: the type of every argument in order, as Triton writes
     types ("*bf16", "i64", "constexpr"; a tuple of types for a tuple); constants: the value of every
     "constexpr"; warps and stages: how it is launched; mma: it must use matrix instructions; vector:
-    it must read rows 16 bytes at a time. Integers are not specialised at a launch.
+    it must read rows 16 bytes at a time. A launch does not specialize integers.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Variant:
 
     @property
     def aligned(self) -> tuple[int, ...]:
-        """Places of the pointers of which a launch knows that they are 16-byte aligned."""
+        """Indices of the pointers that a launch knows to be aligned to 16 bytes."""
         free = [p.do_not_specialize_on_alignment for p in self.fn.params]  # type: ignore[attr-defined]
         kinds = enumerate(self.signature.values())
         return tuple(

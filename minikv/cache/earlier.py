@@ -92,7 +92,7 @@ class EarlierRows:
         rows_pos = pos if self.listed else self.pos.flatten().to(torch.int32)
         size = query.shape[-1]
         start, length, free_slot = self.segments
-        return ops.segments_attention(
+        return ops.ragged_prefill(
             query,
             self.key.reshape(-1, size),
             self.value.reshape(-1, size),

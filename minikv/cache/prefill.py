@@ -239,7 +239,7 @@ class Prefill:
             sources.insert(0, self._old.part)
         for key, pos, *index in sources:
             end = begin + pos.shape[1]
-            self._ops.add_columns(
+            self._ops.add_attention_mass(
                 self._mass[:, :, begin:end],
                 self._squares[:, begin:end],
                 query,

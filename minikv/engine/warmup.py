@@ -120,7 +120,7 @@ def _tiles(kv: KVCache) -> None:
                 q = rows.new_zeros((heads, group, count, shape.head_dim))
                 at = torch.ones(count, dtype=torch.int64, device=device)
                 for most in (1, _FAR):
-                    kv.ops.segments_attention(
+                    kv.ops.ragged_prefill(
                         q, rows, rows, start, length, hole, most, pos=pos, q_pos=at, window=window
                     )
                 kv.ops.rows_lse(q, at, ((rows[:, None], seen),), window)

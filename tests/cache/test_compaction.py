@@ -80,7 +80,7 @@ class Silent(Kernels):
     def __init__(self) -> None:
         self.called: list[str] = []
 
-    def segments_attention(self, q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def ragged_prefill(self, q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         self.called.append("segments")
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from dense import decode_attention
 from small import ids, network
 from stepping import STEPS, engine, pair
 from tape import NoWaiting, Tape
@@ -92,7 +93,7 @@ def test_attention_over_ragged_segments_is_that_over_each_head_alone() -> None:
     for i, s in enumerate(heads.segments()):
         layer, h = divmod(i, HEADS)
         q = heads.q[layer, h][None]
-        want, p = kernels.decode_attention(q, heads.k[None, s], heads.v[None, s])
+        want, p = decode_attention(q, heads.k[None, s], heads.v[None, s])
         torch.testing.assert_close(mixed[layer, h], want[0])
         logits, lse = heads.logits[layer, h], heads.lse[layer, h]
         torch.testing.assert_close((logits[:, : s.stop - s.start] - lse[:, None]).exp(), p[0])
@@ -120,7 +121,7 @@ def test_a_head_without_rows_gives_zeros_and_a_window_hides_rows() -> None:
     rows = torch.arange(int(heads.start[0, 0]), int(heads.start[0, 0] + length[0]))
     seen = rows[heads.pos[rows] >= 20]
     assert 0 < len(seen) < len(rows)
-    want, _ = kernels.decode_attention(heads.q[0, :1], heads.k[None, seen], heads.v[None, seen])
+    want, _ = decode_attention(heads.q[0, :1], heads.k[None, seen], heads.v[None, seen])
     torch.testing.assert_close(mixed[0], want[0])
     assert torch.equal((logits[0, 0, : len(rows)] == -torch.inf), heads.pos[rows] < 20)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from minikv import kernels, policies
 from minikv.cache.budget import Budget
 from minikv.engine.engine import Engine
 from minikv.errors import Interrupted, UsageError
+from minikv.kernels.torch import decode_cpu
 from minikv.models.llama import Llama
 
 
@@ -64,18 +67,14 @@ def test_no_entry_is_off_by_more_than_half_a_step(seed: int, size: float, wide: 
     assert bool((codes.abs().amax(-1) == 127).all())
 
 
-@pytest.mark.parametrize("even", [True, False])
-def test_float16_does_not_overflow_before_the_scale(even: bool) -> None:
-    q, k = torch.full((1, 1, 128), 5.0).half(), torch.ones(1, 3, 128).half()
+@pytest.mark.parametrize("attend", [kernels.ragged_attention, decode_cpu.ragged_attention])
+def test_float16_does_not_overflow_before_the_scale(attend: Callable[..., Any]) -> None:
+    q, k = torch.full((1, 1, 128), 5.0).half(), torch.ones(3, 128).half()
     codes, scale = kernels.to_codes(k)  # 127 x 5 x 128 is more than float16 holds
-    if even:
-        got, p = kernels.decode_attention(q, codes, codes, None, (scale, scale))
-    else:
-        seen = torch.ones(1, 3, dtype=torch.bool)
-        got, p = kernels.joint_attention(q, codes[0], codes[0], seen, (scale[0], scale[0]))
+    start, length = torch.tensor([0]), torch.tensor([3])
+    got, _ = attend(q, codes, codes, start, length, width=3, k_scale=scale, v_scale=scale)
     assert got.dtype == torch.float16
     torch.testing.assert_close(got, torch.ones(1, 1, 128).half(), atol=1e-3, rtol=0)
-    torch.testing.assert_close(p.flatten(), torch.full((3,), 1 / 3))
 
 
 def test_a_row_of_zeros_stays_zero_and_nan_stays_nan() -> None:
@@ -85,26 +84,29 @@ def test_a_row_of_zeros_stays_zero_and_nan_stays_nan() -> None:
     assert back[1].isnan().all()
 
 
-@pytest.mark.parametrize("even", [True, False])
-def test_attention_over_codes_is_attention_over_what_they_stand_for(even: bool) -> None:
+@pytest.mark.parametrize("attend", [kernels.ragged_attention, decode_cpu.ragged_attention])
+@pytest.mark.parametrize("lengths", [(40, 40, 40), (40, 17, 31), (9000, 9000, 8000)])
+def test_attention_over_codes_is_attention_over_what_they_stand_for(
+    attend: Callable[..., Any], lengths: tuple[int, ...]
+) -> None:
+    """Heads alike, uneven heads in one product, and so many rows that heads go one by one."""
     made = torch.Generator().manual_seed(1)
-    heads, group, rows, size = 3, 2, 40, 8
+    heads, group, size = 3, 7, 8
     q = torch.randn(heads, group, size, generator=made)
-    k, v = (torch.randn(heads, rows, size, generator=made) for _ in range(2))
+    length = torch.tensor(lengths)
+    start = torch.arange(heads) * (int(length.max()) + 2)
+    k, v = (torch.randn(int(start[-1] + length[-1]), size, generator=made) for _ in range(2))
     (ck, sk), (cv, sv) = kernels.to_codes(k), kernels.to_codes(v)
+    got, lse = attend(q, ck, cv, start, length, width=int(length.max()), k_scale=sk, v_scale=sv)
     dense = kernels.from_codes(ck, sk, torch.float32), kernels.from_codes(cv, sv, torch.float32)
-    want, p = kernels.decode_attention(q, *dense)
-    if even:
-        got, mean = kernels.decode_attention(q, ck, cv, None, (sk, sv))
-        torch.testing.assert_close(mean, p)
-    else:
-        own = torch.eye(heads, dtype=torch.bool).repeat_interleave(group, 0)
-        seen = own.repeat_interleave(rows, 1)
-        flat = [t.flatten(0, 1) for t in (ck, cv, sk, sv)]
-        got, mean = kernels.joint_attention(q, *flat[:2], seen, (flat[2], flat[3]))
-        torch.testing.assert_close(mean.view(heads, rows), p.mean(1))
-    torch.testing.assert_close(got, want)
-    assert not torch.equal(got, kernels.decode_attention(q, k, v)[0])  # codes do lose something
+    for h in range(heads):
+        rows = slice(int(start[h]), int(start[h] + length[h]))
+        logits = q[h].double() @ dense[0][rows].double().T * size**-0.5
+        want = logits.softmax(-1) @ dense[1][rows].double()
+        torch.testing.assert_close(got[h].double(), want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[h].double(), logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    exact, _ = attend(q, k, v, start, length, width=int(length.max()))
+    assert not torch.equal(got, exact)  # codes do lose something
 
 
 @pytest.mark.parametrize(("prompt", "step"), PAIRS)

@@ -16,7 +16,8 @@ from minikv.cache.stats import Shape
 from minikv.engine import warmup as warming
 from minikv.engine.warmup import _tiles, warm
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch import reference
+from minikv.kernels.torch import attention_mass as mass
+from minikv.kernels.torch import ragged_prefill as ragged
 
 
 class Recorder(Kernels):
@@ -69,7 +70,7 @@ def test_what_a_policy_launches(
     warm(kv, net)
     assert kv.notice is None
     names = {name for name, _ in recorder.calls}
-    names -= {"advance", "observe", "add_columns", "rows_attention", "last_rows_attention"}
+    names -= {"advance", "observe", "add_attention_mass", "rows_attention", "last_rows_attention"}
     assert names == expected | {"ragged_attention"}
     assert kv.position == 0
     assert kv.arena.rows == 0
@@ -78,9 +79,9 @@ def test_what_a_policy_launches(
 @pytest.mark.parametrize(
     ("prompt", "step", "expected"),
     [
-        ("adakv", "roco", {"observe", "segments_attention", "roco_step"}),
-        ("h2o", "none", {"add_columns", "append"}),
-        ("snapkv+pyramid", "h2o", {"observe", "segments_attention", "h2o_step"}),
+        ("adakv", "roco", {"observe", "ragged_prefill", "roco_step"}),
+        ("h2o", "none", {"add_attention_mass", "append"}),
+        ("snapkv+pyramid", "h2o", {"observe", "ragged_prefill", "h2o_step"}),
     ],
 )
 def test_what_prompts_launch(
@@ -110,7 +111,7 @@ def test_the_tiles_of_few_queries_are_among_them() -> None:
         @staticmethod
         def observe(q: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
             seen.append(len(q))
-            return reference.observe(q, *args)  # type: ignore[arg-type]
+            return mass.observe(q, *args)  # type: ignore[arg-type]
 
     net = small.network()
     kv = small.scheduler(net, "snapkv", "none", 512, prompt_options={"window": 64})
@@ -130,7 +131,7 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
 
     class Counting(Kernels):
         @staticmethod
-        def segments_attention(
+        def ragged_prefill(
             q: torch.Tensor,
             k: torch.Tensor,
             v: torch.Tensor,
@@ -140,7 +141,7 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
             window: int | None,
         ) -> tuple[torch.Tensor, torch.Tensor]:
             seen.add((q.shape[2], place[3] == 1, window))
-            return reference.segments_attention(
+            return ragged.ragged_prefill(
                 q,
                 k,
                 v,
@@ -152,10 +153,10 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
 
         @staticmethod
         def rows_lse(
-            q: torch.Tensor, at: torch.Tensor, parts: Sequence[reference.Part], window: int | None
+            q: torch.Tensor, at: torch.Tensor, parts: Sequence[mass.Part], window: int | None
         ) -> torch.Tensor:
             sums.add((q.shape[2], len(parts[0]), window))
-            return reference.rows_lse(q, at, parts, window)
+            return mass.rows_lse(q, at, parts, window)
 
     windows = (None, 40, None)
     shape = Shape(3, 2, 2 * group, 64, windows, 1000)

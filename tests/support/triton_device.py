@@ -7,20 +7,37 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
+import guards
 import pytest
 import torch
+from guards import untouched
 from torch import Tensor
+
+__all__ = [
+    "DEVICE",
+    "INTERPRETED",
+    "close",
+    "draw",
+    "guarded",
+    "interpret",
+    "kernel",
+    "on_device",
+    "randoms",
+    "untouched",
+]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SEED = 5 if INTERPRETED else int.from_bytes(os.urandom(4))
 
 
-def interpret(file: str) -> None:
-    """Run the tests of a file in Triton's interpreter, which is chosen at the first import."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+def interpret(files: list[Path]) -> None:
+    """Run the tests of files in Triton's interpreter, which is chosen at the first import."""
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-6000:]
@@ -48,24 +65,8 @@ def randoms(seed: int) -> torch.Generator:
 
 
 def guarded(t: Tensor) -> Tensor:
-    """A copy on the device between NaN (integers: absurd) numbers, beginning at 16 bytes."""
-    edge = 16 * 64
-    if t.dtype == torch.bool:
-        bad: float = True
-    else:
-        bad = math.nan if t.is_floating_point() else torch.iinfo(t.dtype).max // 2
-    memory = torch.full((t.numel() + 2 * edge,), bad, dtype=t.dtype, device=DEVICE)
-    middle = memory[edge : edge + t.numel()].view(t.shape)
-    middle.copy_(t)
-    return middle
-
-
-def untouched(t: Tensor) -> bool:
-    """Whether what `guarded` laid around a tensor is still there."""
-    edge = 16 * 64
-    memory = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
-    around = torch.cat((memory[:edge], memory[edge + t.numel() :]))
-    return bool((around != around).all() if t.is_floating_point() else (around == around[0]).all())
+    """A copy on the device between absurd numbers, beginning at 16 bytes."""
+    return guards.guarded(t, DEVICE)
 
 
 def draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> Tensor:

@@ -1,5 +1,5 @@
-"""The C kernel of a prompt's attention against float64 arithmetic and its twin, on odd sizes and in
-the strides that a reading makes."""
+"""Attention of prompts in C, against float64 arithmetic and torch, on odd sizes and in the strides
+that a prefill has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.kernels.cpu import build, prefill
-from minikv.kernels.torch import reference
+from minikv.kernels.torch import attention
 
 needs_kernel = pytest.mark.skipif(
     not prefill.available(),
@@ -80,7 +80,7 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", ["rows", "causal", "last"])
 def test_odd_sizes(sizes: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "rows_attention", lambda *_, **__: pytest.fail("the twin"))
+    monkeypatch.setattr(attention, "rows_attention", lambda *_, **__: pytest.fail("the twin"))
     heads, group, rows, keys, size = sizes
     keys = rows if kind == "causal" else rows + keys if kind == "last" else keys
     q, k, v = make(heads, group, rows, keys, size)
@@ -113,7 +113,7 @@ def test_as_precise_as_the_twin(rows: int) -> None:
     q, k, v = make(2, 3, rows, rows, 64, seed=5)
     want, sums = truth(q, k, v, 1)
     errors = []
-    for attend in (prefill.rows_attention, reference.rows_attention):
+    for attend in (prefill.rows_attention, attention.rows_attention):
         out, lse = attend(q, k, v, causal=True)
         off = (out.double() - want).square().mean().sqrt()
         errors.append((float(off), float((lse.double() - sums).abs().max())))
@@ -214,7 +214,7 @@ def test_the_twin_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> 
     elif what == "nothing":
         q = q[:, :, :0]
     elif what == "no library":
-        monkeypatch.setattr(prefill, "_bound", lambda: None)
+        monkeypatch.setattr(prefill, "_library", lambda: None)
         assert not prefill.available()
     asked = []
 
@@ -224,7 +224,7 @@ def test_the_twin_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> 
         return out, out[..., 0]
 
     # Only who is asked: torch's kernel fails on no queries.
-    monkeypatch.setattr(reference, "rows_attention", twin)
+    monkeypatch.setattr(attention, "rows_attention", twin)
     prefill.rows_attention(q, k, v)
     prefill.rows_attention(q, k, v, causal=True)
     prefill.last_rows_attention(q, k, v)
@@ -232,7 +232,7 @@ def test_the_twin_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_last_rows_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_bound", lambda: None)
+    monkeypatch.setattr(prefill, "_library", lambda: None)
     q, k, v = make(2, 3, 20, 50, 64)
     check(prefill.last_rows_attention(q, k, v), q, k, v, 31)
     check(prefill.last_rows_attention(q, k[:, :20], v[:, :20]), q, k[:, :20], v[:, :20], 1)
@@ -242,16 +242,16 @@ def test_the_last_rows_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_machine_without_the_instructions(found: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """No library, or one that says no."""
     monkeypatch.setattr(prefill, "library", lambda: (found, "" if found else "no compiler"))
-    prefill._bound.cache_clear()
+    prefill._library.cache_clear()
     try:
         assert not prefill.available()
     finally:
-        prefill._bound.cache_clear()
+        prefill._library.cache_clear()
 
 
 @needs_kernel
 def test_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = SimpleNamespace(minikv_rows_attention=lambda *_: 2)
-    monkeypatch.setattr(prefill, "_bound", lambda: failing)
+    monkeypatch.setattr(prefill, "_library", lambda: failing)
     with pytest.raises(MemoryError):
         prefill.rows_attention(*make(1, 1, 3, 3, 64))

@@ -1,54 +1,34 @@
-"""The C kernels at the end of a step, and HashEvict's, against their torch twins: many random
-cases of odd sizes, with NaN or absurd numbers in every row that nobody holds and around it all.
+"""The end of a decode step in C, against torch: many random cases of odd sizes, with NaN or absurd
+numbers in every row that no head has and around every tensor.
 
 Two ways of drawing make victims comparable. *Exact*: a logit is its log-sum-exp or -inf, so that a
-query gives 1 or 0, a row gets k / G, and every number that a twin and C compute is the same bit for
-bit, with many ties. *Smooth*: random logits, drawn again until the twin's decisions withstand
-changes of them by 1e-5, some fifty times what two ways of computing exp differ by.
+query gives 1 or 0, a row gets k / G, and torch and C compute the same numbers bit for bit, with
+many ties. *Smooth*: random logits, drawn again until torch's decisions withstand changes of them by
+1e-5, about fifty times the difference of two ways of computing exp.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import ModuleType
 
 import pytest
+import step_oracle as twins
 import torch
+from guards import absurd, guarded, untouched
+from lowest import SHAPES, draw, expected, outcome
 from torch import Tensor
 
-from minikv.kernels.cpu import build, evict
-from minikv.kernels.torch import reference
-from minikv.kernels.torch.reference import Rows
+from minikv.kernels import Rows
+from minikv.kernels.cpu import build
+from minikv.kernels.cpu import step as native
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
-
-EDGE = 64
 HISTORIES = (16, 32, 33, 400)
 POLICIES = ["h2o", "tova", "tova-layerwise", "roco", "scissorhands"]
-
-
-def absurd(dtype: torch.dtype) -> float:
-    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).max // 2
-
-
-def guarded(t: Tensor) -> Tensor:
-    """A copy between absurd numbers."""
-    if t.dtype == torch.bool:
-        return t.clone()
-    memory = torch.full((t.numel() + 2 * EDGE,), absurd(t.dtype), dtype=t.dtype)
-    middle = memory[EDGE : EDGE + t.numel()].view(t.shape)
-    return middle.copy_(t)
-
-
-def untouched(t: Tensor) -> bool:
-    """Whether what `guarded` laid around a tensor is still there."""
-    memory = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
-    around = torch.cat((memory[:EDGE], memory[EDGE + t.numel() :]))
-    return bool((around != around).all() if t.is_floating_point() else (around == around[0]).all())
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -58,7 +38,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The end of a step: arguments of a policy's function; `notes` follow `hole`."""
+    """The end of a step: arguments of a policy's function; `notes` follow `free_slot`."""
 
     rows: Rows
     used: Tensor  # bool [R]
@@ -70,7 +50,7 @@ class Case:
 def run(
     module: ModuleType, policy: str, case: Case, go: bool = True
 ) -> tuple[Tensor, list[Tensor]]:
-    """What stands in `hole`, and in the policy's columns, after the function has run."""
+    """What is in `free_slot`, and in the policy's columns, after the function has run."""
     r = case.rows
     moved = Rows(
         *(guarded(t) for t in (r.start, r.length, r.cap, r.pos, r.newest)),
@@ -78,7 +58,7 @@ def run(
         r.recent,
         r.pinned,
     )
-    hole = guarded(torch.full(r.length.shape, 77))
+    free_slot = guarded(torch.full(r.length.shape, 77))
     notes = [
         guarded(n)
         if isinstance(n, Tensor)
@@ -90,17 +70,17 @@ def run(
     name = policy.split("-")[0] + "_step"
     named = {"layerwise": policy == "tova-layerwise"} if name == "tova_step" else {}
     given = [guarded(t) for t in (case.logits, case.lse)]
-    getattr(module, name)(*given, moved, torch.tensor(go), hole, *notes, **named)
+    getattr(module, name)(*given, moved, torch.tensor(go), free_slot, *notes, **named)
     columns = [t for n in notes for t in (n if isinstance(n, list) else [n])]
     kept = [t for t in columns if isinstance(t, Tensor)]
-    assert all(untouched(t) for t in (hole, *kept))
+    assert all(untouched(t) for t in (free_slot, *kept))
     for mine, before in zip(
         (moved.start, moved.length, moved.cap, moved.pos, moved.newest, *given),
         (r.start, r.length, r.cap, r.pos, r.newest, case.logits, case.lse),
         strict=True,
     ):
         assert same(mine, before)
-    return hole, kept
+    return free_slot, kept
 
 
 def drawn(
@@ -143,7 +123,7 @@ def drawn(
             used[a : a + n] = True
             old = shared if alike else torch.randperm(spread * most, generator=generator)
             if policy != "tova-layerwise" and seed % 7 == 6:
-                old = old // 3  # no cache holds a position twice, but the twins say what leaves
+                old = old // 3  # no cache has a position twice, but the order is defined
             held = torch.cat((torch.tensor([newest]), old[: n - 1]))
             pos[a : a + n] = held if alike else held[torch.randperm(n, generator=generator)]
             if not exact:
@@ -189,14 +169,14 @@ def drawn(
 
 
 def settled(policy: str, case: Case) -> bool:
-    """Whether the twin decides the same if logits are a little different."""
-    hole, notes = run(reference, policy, case)
+    """Whether torch decides the same if logits are a little different."""
+    free_slot, notes = run(twins, policy, case)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         noise = 2e-5 * torch.rand(case.logits.shape, generator=generator) - 1e-5
-        other, changed = run(reference, policy, replace(case, logits=case.logits + noise))
+        other, changed = run(twins, policy, replace(case, logits=case.logits + noise))
         words = [i for i, t in enumerate(notes) if t.dtype == torch.int64]
-        if not (same(hole, other) and all(same(notes[i], changed[i]) for i in words)):
+        if not (same(free_slot, other) and all(same(notes[i], changed[i]) for i in words)):
             return False
     return True
 
@@ -213,7 +193,7 @@ def draw_settled(policy: str, seed: int) -> Case:
 def test_exact_numbers_and_ties_as_the_twin(policy: str) -> None:
     for seed in range(60):
         case = drawn(policy, seed, exact=True)
-        (want, wanted), (got, noted) = run(reference, policy, case), run(evict, policy, case)
+        (want, wanted), (got, noted) = run(twins, policy, case), run(native, policy, case)
         assert same(got, want), seed
         assert all(same(a, b) for a, b in zip(noted, wanted, strict=True)), seed
 
@@ -222,7 +202,7 @@ def test_exact_numbers_and_ties_as_the_twin(policy: str) -> None:
 def test_victims_of_random_logits_as_the_twins(policy: str) -> None:
     for seed in range(40):
         case = draw_settled(policy, seed)
-        (want, wanted), (got, noted) = run(reference, policy, case), run(evict, policy, case)
+        (want, wanted), (got, noted) = run(twins, policy, case), run(native, policy, case)
         assert same(got, want), seed
         for mine, theirs in zip(noted, wanted, strict=True):
             if mine.dtype == torch.float32:
@@ -251,15 +231,15 @@ def test_spreads_next_to_each_other_by_hand() -> None:
     notes = (sums, torch.cat((squares, blank[:1])), blank, torch.tensor([[1]]))
     logits = torch.tensor([-math.inf, -math.inf, -math.inf, 0.0]).view(1, 1, 1, 4)
     case = Case(rows, blank == 0, logits, torch.zeros(1, 1, 1), notes)
-    for module in (reference, evict):
+    for module in (twins, native):
         assert int(run(module, "roco", case)[0]) == 2
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_that_is_not_final_writes_nothing(policy: str) -> None:
     case = drawn(policy, 3, exact=False)
-    hole, kept = run(evict, policy, case, go=False)
-    assert bool((hole == 77).all())
+    free_slot, kept = run(native, policy, case, go=False)
+    assert bool((free_slot == 77).all())
     before = [t for n in case.notes for t in (n if isinstance(n, list) else [n])]
     olds = [t for t in before if isinstance(t, Tensor)]
     assert all(same(a, b) for a, b in zip(kept, olds, strict=True))
@@ -272,13 +252,13 @@ def test_many_rows_on_several_threads(policy: str) -> None:
     r = case.rows
     full = replace(case, rows=replace(r, cap=r.length - 1))
     assert int(r.length.sum()) * 4 > 130_000
-    want, wanted = run(reference, policy, full)
+    want, wanted = run(twins, policy, full)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
 
     def once(_: int) -> tuple[Tensor, list[Tensor]]:
         torch.set_num_threads(2)
-        return run(evict, policy, full)
+        return run(native, policy, full)
 
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -290,130 +270,43 @@ def test_many_rows_on_several_threads(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_other_strides_and_dtypes_go_to_the_twin(policy: str) -> None:
+def test_other_strides_and_dtypes_are_refused(policy: str) -> None:
     case = drawn(policy, 5, exact=True, sides=(2, 3, 2, 33))
-    want, wanted = run(reference, policy, case)
     turned = case.logits.transpose(2, 3).contiguous().transpose(2, 3)
-    wide = replace(case.rows, pos=case.rows.pos.long())
-    for logits, rows in ((turned, case.rows), (case.logits, wide)):
-        hole = torch.full(rows.length.shape, 77)
-        notes = [
-            n.clone()
-            if isinstance(n, Tensor)
-            else [w.clone() for w in n]
-            if isinstance(n, list)
-            else n
-            for n in case.notes
-        ]
-        named = {"layerwise": policy == "tova-layerwise"} if policy.startswith("tova") else {}
-        getattr(evict, policy.split("-")[0] + "_step")(
-            logits, case.lse, rows, torch.tensor(True), hole, *notes, **named
-        )
-        assert same(hole, want)
-        columns = [t for n in notes for t in (n if isinstance(n, list) else [n])]
-        kept = [t for t in columns if isinstance(t, Tensor)]
-        assert all(same(a, b) for a, b in zip(kept, wanted, strict=True))
+    with pytest.raises(AssertionError, match="contiguous CPU tensors: float32 logits"):
+        call(native, policy, replace(case, logits=turned))
+    with pytest.raises(AssertionError, match="int32 positions"):
+        call(native, policy, replace(case, rows=replace(case.rows, pos=case.rows.pos.long())))
 
 
-# -- HashEvict ------------------------------------------------------------------------------------
-
-Hashed = tuple[list[Tensor], dict[str, int]]
-"""The tensors that the function takes, `spare` last and one by one, and its numbers."""
-
-
-def hashed(seed: int, dtype: torch.dtype, bits: int, *, exact: bool) -> Hashed:
-    """Heads with a hole, heads that grow and heads that are full, one of them without a row.
-
-    exact: entries of queries, keys and matrix are small whole numbers (of 2^-24 in float16: half of
-    what it has below its normal numbers), so that every order of summing gives the same, often 0.
-    Otherwise products are well away from 0.
-    """
-    pick, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    heads, probes, size = pick.randint(1, 5), pick.randint(1, 7), pick.choice((5, 16, 64, 80, 129))
-    length = torch.tensor([pick.choice((0, 1, 2, 19, 40, 77)) for _ in range(heads)])
-    start = (length + 3).cumsum(0) - length
-    rows = int(start[-1] + length[-1]) + 3
-    cap, hole = length.clone(), torch.full((heads,), -1)
-    for h in range(heads):
-        kind = pick.choice(("hole", "grows", "full", "full"))
-        if kind == "grows":
-            cap[h] += 1
-        elif kind == "hole" and length[h] > 0:
-            hole[h] = start[h] + length[h] // 2
-    used = torch.zeros(rows, dtype=torch.bool)
-    for a, n in zip(start.tolist(), length.tolist(), strict=True):
-        used[a : a + n] = True
-    pos = torch.randperm(rows, generator=generator).to(torch.int32)
-    wide = torch.int16 if bits <= 16 else torch.int32 if bits <= 32 else torch.int64
-    while True:
-        if exact:
-            unit, most = (2.0**-24, 1500) if dtype == torch.float16 else (1.0, 4)
-            whole = torch.randint(-most, most + 1, (heads, probes + 1, size), generator=generator)
-            x = (whole * unit).to(dtype)
-            matrix = torch.randint(-1, 2, (size, bits), generator=generator).float()
-            break
-        x = torch.randn(heads, probes + 1, size, generator=generator).to(dtype)
-        matrix = torch.randn(size, bits, generator=generator)
-        if bool(((x.double() @ matrix.double()).abs() > 1e-5).all()):
-            break
-    code = torch.randint(0, 1 << min(bits, 4), (rows,), generator=generator).to(wide)
-    if bits in (16, 32, 64):
-        code[::3] = -1 - code[::3]
-    k, v = (torch.randn(rows, size, generator=generator).to(dtype) for _ in range(2))
-    value = torch.randn(heads, size, generator=generator).to(dtype)
-    k[~used] = v[~used] = math.nan
-    code[~used], pos[~used] = absurd(wide), absurd(torch.int32)  # type: ignore[call-overload]
-    spare = [torch.full((heads, *t.shape[1:]), 3, dtype=t.dtype) for t in (k, v, pos, code)]
-    given = [
-        x[:, :-1].contiguous(),
-        x[:, -1].contiguous(),
-        value,
-        matrix,
-        start,
-        length,
-        cap,
-        hole,
-        torch.tensor(rows),
-        k,
-        v,
-        pos,
-        code,
-        *spare,
-    ]
-    numbers = {
-        "width": int(length.max()) + 2,
-        "sinks": pick.choice((0, 5, 10**6)),
-        "recent": pick.choice((0, 1, rows // 3)),
-        "pinned": pick.choice((0, 9)),
-    }
-    return given, numbers
+def call(module: ModuleType, policy: str, case: Case) -> None:
+    """Call a policy's function with the case as it is."""
+    named = {"layerwise": policy == "tova-layerwise"} if policy.startswith("tova") else {}
+    free_slot = torch.full(case.rows.length.shape, 77)
+    function = getattr(module, policy.split("-")[0] + "_step")
+    function(case.logits, case.lse, case.rows, torch.tensor(True), free_slot, *case.notes, **named)
 
 
-def run_hash(function: Callable[..., None], case: Hashed) -> list[Tensor]:
-    given, numbers = case
-    mine = [guarded(t) for t in given]
-    function(*mine[:13], tuple(mine[13:]), **numbers)
-    assert all(untouched(t) for t in mine)
-    return mine
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_lowest_score_leaves(shape: tuple[int, int, int, int]) -> None:
+    for seed in range(40):
+        case = draw(shape, seed)
+        got = outcome(native.lowest_step, case, guarded, go=True)
+        assert untouched(got)
+        assert torch.equal(got, expected(case)), seed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [1, 8, 15, 16, 31, 32, 63, 64])
-@pytest.mark.parametrize("exact", [True, False])
-def test_hash_append_as_the_twin(dtype: torch.dtype, bits: int, exact: bool) -> None:
-    for seed in range(10):
-        case = hashed(seed + 100 * bits, dtype, bits, exact=exact)
-        want, got = run_hash(reference.hash_append, case), run_hash(evict.hash_append, case)
-        assert all(same(a, b) for a, b in zip(got, want, strict=True)), seed
+def test_the_lowest_score_stays_if_the_step_is_not_final() -> None:
+    case = draw(SHAPES[1], 0)
+    assert bool((outcome(native.lowest_step, case, guarded, go=False) == 77).all())
 
 
-def test_hash_append_of_other_strides_and_dtypes_goes_to_the_twin() -> None:
-    given, numbers = hashed(1, torch.float32, 8, exact=True)
-    want = run_hash(reference.hash_append, (given, numbers))
-    for at, other in ((3, given[3].T.contiguous().T), (7, guarded(given[7].to(torch.int32)))):
-        mine = [guarded(t) for t in given]
-        mine[at] = other  # the matrix, the holes
-        evict.hash_append(*mine[:13], tuple(mine[13:]), **numbers)  # type: ignore[call-arg, arg-type, misc]
-        results = [t for i, t in enumerate(mine) if i != at]
-        wanted = [t for i, t in enumerate(want) if i != at]
-        assert all(same(a, b) for a, b in zip(results, wanted, strict=True))
+def test_scores_of_another_dtype_are_refused() -> None:
+    case = draw(SHAPES[1], 0)
+    for wrong in (
+        replace(case, scores=case.scores.double()),
+        replace(case, scores=case.scores[..., :-1]),
+        replace(case, allowed=case.allowed.long()),
+    ):
+        with pytest.raises(AssertionError, match="contiguous CPU tensors"):
+            outcome(native.lowest_step, wrong, lambda t: t, go=True)

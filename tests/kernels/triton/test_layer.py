@@ -1,47 +1,26 @@
-"""The kernels between a network's products against torch, on odd sizes, in NaN-guarded memory.
+"""The small operators of a layer in Triton, against torch, on odd sizes, in NaN-guarded memory.
 
-Triton's interpreter is chosen when the kernels are imported, so the file runs itself in a process
-of its own; where there is a CUDA device, the same tests also run on it (marker `gpu`).
+Triton's interpreter runs these tests in a process of its own (test_interpreter.py). Where there is
+a CUDA device, they also run on it (marker `gpu`).
 """
 
 from __future__ import annotations
-
-import importlib.util
 
 import pytest
 import small
 import torch
 import torch.nn.functional as F
-from triton_device import INTERPRETED, close, draw, guarded, interpret, kernel, on_device, untouched
+from triton_device import INTERPRETED, close, draw, guarded, kernel, on_device, untouched
 
 from minikv.cache import kv_cache
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch import reference
+from minikv.kernels.torch import layer as plain_torch
 from minikv.loader import build
 from minikv.settings import Settings
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("no Triton on this system", allow_module_level=True)
+pytest.importorskip("triton", reason="no Triton on this system")
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-def test_in_the_interpreter() -> None:
-    if INTERPRETED:
-        pytest.skip("this is the interpreter")
-    interpret(__file__)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "size"), [(1, 48), (3, 129), (17, 576)])
-@pytest.mark.parametrize("adds", [False, True])
-def test_twin_of_add_norm(dtype: torch.dtype, rows: int, size: int, adds: bool) -> None:
-    """In float64, by the definition."""
-    x, y, weight = (draw(i, s, dtype, 2.0) for i, s in enumerate([(rows, size)] * 2 + [(size,)]))
-    total = (x + y if adds else x).double()
-    want = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    close(reference.add_norm(x, y if adds else None, weight, 1e-5), want, DTYPES[dtype])
-    close(x, total)
 
 
 @on_device
@@ -52,7 +31,7 @@ def test_add_norm(dtype: torch.dtype, rows: int, size: int, adds: bool) -> None:
     x, y, weight = (draw(i, s, dtype, 2.0) for i, s in enumerate([(rows, size)] * 2 + [(size,)]))
     there, beside = guarded(x), guarded(y) if adds else None
     got = kernel("triton.layer").add_norm(there, beside, guarded(weight), 1e-5)
-    want = reference.add_norm(x, y if adds else None, weight, 1e-5)
+    want = plain_torch.add_norm(x, y if adds else None, weight, 1e-5)
     close(got, want, DTYPES[dtype])
     close(there, x, 1e-6 if dtype == torch.float32 else DTYPES[dtype])
     assert untouched(there)
@@ -63,7 +42,7 @@ def test_a_row_that_no_program_holds() -> None:
     x, y, weight = (draw(i, s, torch.float32) for i, s in enumerate([(2, 16400)] * 2 + [(16400,)]))
     there = guarded(x)
     got = kernel("triton.layer").add_norm(there, guarded(y), guarded(weight), 1e-6)
-    close(got, reference.add_norm(x, y, weight, 1e-6))
+    close(got, plain_torch.add_norm(x, y, weight, 1e-6))
 
 
 @on_device
@@ -91,7 +70,7 @@ def test_rotate(dtype: torch.dtype, rows: int, heads: int, more: int, size: int)
     one, two = qkv[:, :heads].double().chunk(2, -1)
     c, s = angle.cos(), angle.sin()
     close(got, torch.cat((one * c - two * s, two * c + one * s), -1), 2 * DTYPES[dtype])
-    close(got, reference.rotate(qkv[:, :heads], cos, sin), DTYPES[dtype])
+    close(got, plain_torch.rotate(qkv[:, :heads], cos, sin), DTYPES[dtype])
 
 
 @on_device
@@ -104,7 +83,7 @@ def test_silu_mul(dtype: torch.dtype, rows: int, size: int) -> None:
     got = kernel("triton.layer").silu_mul(there)
     assert got.data_ptr() == there.data_ptr()
     close(got, F.silu(gate) * up, 2 * DTYPES[dtype])
-    close(got, reference.silu_mul(both), DTYPES[dtype])
+    close(got, plain_torch.silu_mul(both), DTYPES[dtype])
     assert untouched(there)
     close(there[:, size:], up)
 
@@ -154,7 +133,7 @@ def test_a_chat_takes_them_where_the_cache_does(
         def silu_mul(both: torch.Tensor) -> torch.Tensor:
             if broken:
                 raise RuntimeError("cannot be built")
-            return reference.silu_mul(both)
+            return plain_torch.silu_mul(both)
 
     monkeypatch.setattr(
         kv_cache, "choose", lambda *a: ((Stand() if a[1] == "auto" else Kernels()), None)

@@ -1,7 +1,8 @@
-"""Survivors of a prompt move into their segments: rows by index lists that only the device knows.
+"""After a prompt, in Triton: the rows that stay move out the segments of their heads.
 
-The grid covers the most rows that a head may keep; a program beyond a head's count ends at once.
-Rows of earlier turns are read from a copy, since others may go where they lay.
+How many rows a head keeps is known on the device only. The grid covers the most that it may keep;
+a program beyond a head's count ends at once. Rows of earlier turns are read from a copy, because
+other rows may be written where they were. Specification: `torch/compaction.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -15,15 +16,15 @@ from torch import Tensor
 from minikv.kernels.triton.tiles import in_rows, power, row_stride, typed
 from minikv.kernels.triton.variants import Variant
 
-_ROWS = 32  # that one program moves, of k and of v
+_ROWS = 32  # that one program moves
 _VALUES = 1024
 
 
 @triton.jit(
     do_not_specialize=[
         "index_head",
-        "fresh_head",
-        "fresh_row",
+        "new_head",
+        "new_row",
         "at_head",
         "before",
     ]
@@ -37,11 +38,11 @@ def _rows(
     old_k,
     old_v,
     at,
-    into_k,
-    into_v,
+    out_k,
+    out_v,
     index_head,
-    fresh_head,
-    fresh_row,
+    new_head,
+    new_row,
     at_head,
     before,
     D: tl.constexpr,
@@ -57,11 +58,11 @@ def _rows(
         d = tl.arange(0, DP)
         narrow = (d < D)[None, :]
         row = tl.load(index + h * index_head + j, mask=real, other=0).to(tl.int64)
-        here = (tl.load(start + h) + j)[:, None] * D + d[None, :]
-        fresh = real & (row >= before)
-        there = (h * fresh_head + (row - before) * fresh_row)[:, None] * D + d[None, :]
-        key = tl.load(k + there, mask=fresh[:, None] & narrow, other=0.0)
-        value = tl.load(v + there, mask=fresh[:, None] & narrow, other=0.0)
+        target = (tl.load(start + h) + j)[:, None] * D + d[None, :]
+        is_new = real & (row >= before)
+        there = (h * new_head + (row - before) * new_row)[:, None] * D + d[None, :]
+        key = tl.load(k + there, mask=is_new[:, None] & narrow, other=0.0)
+        value = tl.load(v + there, mask=is_new[:, None] & narrow, other=0.0)
         if OLD:
             early = real & (row < before)
             place = tl.load(at + h * at_head + row, mask=early, other=0)[:, None] * D + d[None, :]
@@ -73,12 +74,12 @@ def _rows(
                 tl.load(old_v + place, mask=early[:, None] & narrow, other=0.0),
                 value,
             )
-        tl.store(into_k + here, key, mask=real[:, None] & narrow)
-        tl.store(into_v + here, value, mask=real[:, None] & narrow)
+        tl.store(out_k + target, key, mask=real[:, None] & narrow)
+        tl.store(out_v + target, value, mask=real[:, None] & narrow)
 
 
 @triton.jit(do_not_specialize=["index_head", "values_head"])
-def _column(index, count, start, values, into, index_head, values_head, BN: tl.constexpr):
+def _column(index, count, start, values, out, index_head, values_head, BN: tl.constexpr):
     h = tl.program_id(1).to(tl.int64)
     n = tl.load(count + h)
     if tl.program_id(0) * BN < n:
@@ -86,27 +87,27 @@ def _column(index, count, start, values, into, index_head, values_head, BN: tl.c
         real = j < n
         row = tl.load(index + h * index_head + j, mask=real, other=0)
         value = tl.load(values + h * values_head + row, mask=real, other=0)
-        tl.store(into + tl.load(start + h) + j, value.to(into.dtype.element_ty), mask=real)
+        tl.store(out + tl.load(start + h) + j, value.to(out.dtype.element_ty), mask=real)
 
 
 def gather_rows(
     index: Tensor,
     count: Tensor,
     start: Tensor,
-    fresh: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor],
     old: tuple[Tensor, Tensor, Tensor] | None,
-    into: tuple[Tensor, Tensor],
-    most: int,
+    out: tuple[Tensor, Tensor],
+    max_count: int,
 ) -> None:
-    """As `reference.gather_rows`."""
-    k, v = (in_rows(t) for t in fresh)
+    """See `torch.compaction.gather_rows`."""
+    k, v = (in_rows(t) for t in new)
     if v.stride() != k.stride():
         k, v = k.contiguous(), v.contiguous()
-    if most == 0:
+    if max_count == 0:
         return
     heads, _, size = k.shape
     old_k, old_v, at = (k, v, index) if old is None else old
-    _rows[(-(-most // _ROWS), heads)](
+    _rows[(-(-max_count // _ROWS), heads)](
         index,
         count,
         start,
@@ -115,7 +116,7 @@ def gather_rows(
         old_k,
         old_v,
         at,
-        *into,
+        *out,
         index.stride(0),
         row_stride(k, 0),
         row_stride(k, 1),
@@ -130,18 +131,18 @@ def gather_rows(
 
 
 def gather_column(
-    index: Tensor, count: Tensor, start: Tensor, values: Tensor, into: Tensor, most: int
+    index: Tensor, count: Tensor, start: Tensor, values: Tensor, out: Tensor, max_count: int
 ) -> None:
-    """As `reference.gather_column`."""
-    if most == 0:
+    """See `torch.compaction.gather_column`."""
+    if max_count == 0:
         return
     values = values if values.stride(-1) == 1 else values.contiguous()
-    _column[(-(-most // _VALUES), len(index))](
+    _column[(-(-max_count // _VALUES), len(index))](
         index,
         count,
         start,
         values,
-        into,
+        out,
         index.stride(0),
         0 if len(values) == 1 else values.stride(0),
         BN=_VALUES,
@@ -154,7 +155,7 @@ def variants() -> list[Variant]:
     found = []
     lists = {"index": "*i64", "count": "*i64", "start": "*i64"}
     for size, kind, old in ((128, "bf16", True), (80, "fp32", False)):
-        data = dict.fromkeys(("k", "v", "old_k", "old_v", "into_k", "into_v"), f"*{kind}")
+        data = dict.fromkeys(("k", "v", "old_k", "old_v", "out_k", "out_v"), f"*{kind}")
         constants: dict[str, object] = {"D": size, "DP": power(size), "BN": _ROWS, "OLD": old}
         found.append(
             Variant(
@@ -164,6 +165,6 @@ def variants() -> list[Variant]:
                 constants,
             )
         )
-    kinds, constants = lists | {"values": "*i64", "into": "*i32"}, {"BN": _VALUES}
+    kinds, constants = lists | {"values": "*i64", "out": "*i32"}, {"BN": _VALUES}
     signature = typed(_column, kinds, constants)
     return [*found, Variant("column", _column, signature, constants, vector=False)]

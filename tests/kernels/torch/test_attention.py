@@ -1,4 +1,4 @@
-"""Each torch operation against float64 arithmetic written out, on odd sizes."""
+"""Attention of prompts in torch against float64 arithmetic, on odd sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
-from minikv.kernels.torch import reference
+from minikv.kernels.torch import attention
 
 SIZES = [
     (1, 1, 1, 1, 8),
@@ -71,7 +71,7 @@ def test_visible_rows_by_position(sizes: tuple[int, ...], window: int | None) ->
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-5)
     # The arithmetic written out, which is what runs where there is no such kernel.
-    out, lse = reference._masked(q, k, v, seen)
+    out, lse = attention.masked_attention(q, k, v, seen)
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-5)
 
@@ -82,7 +82,7 @@ def test_visible_rows_in_other_dtypes_and_blocks(
 ) -> None:
     q, k, v = (t.to(dtype) for t in make(3, 2, 40, 90, 16))
     at, pos = torch.arange(60, 100), torch.arange(90)[None]
-    monkeypatch.setattr(reference, "_LOGITS", 7 * 90)
+    monkeypatch.setattr(attention, "_LOGITS", 7 * 90)
     out, lse = kernels.visible_attention(q, k, v, at, pos, 50)
     distance = at[:, None] - pos
     want, sums = truth(q, k, v, ((distance >= 0) & (distance < 50)).expand(3, -1, -1))
@@ -105,46 +105,6 @@ def test_parts_join_to_the_whole(sizes: tuple[int, ...]) -> None:
     torch.testing.assert_close(kernels.merge(parts), whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decode(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    q, k, v = (t.to(dtype) for t in make(*sizes))
-    hidden = torch.zeros(k.shape[:2], dtype=torch.bool)
-    hidden[:, 1::3] = True
-    for seen in (None, ~hidden):
-        out, p = kernels.decode_attention(q[:, :, 0], k, v, seen)
-        mask = torch.ones_like(hidden) if seen is None else seen
-        want, _ = truth(q[:, :, :1], k, v, mask[:, None])
-        loose = 1e-5 if dtype == torch.float32 else 3e-2
-        torch.testing.assert_close(out.double(), want[:, :, 0], rtol=loose, atol=loose)
-        assert p.dtype == torch.float32
-        torch.testing.assert_close(p.sum(-1), torch.ones(p.shape[:2]))
-
-
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("keys", [40, 2300])
-def test_observation(window: int | None, keys: int) -> None:
-    """Two parts, the first with missing rows; more keys than a block holds."""
-    heads, group, rows, size = 3, 2, 6, 8
-    q, k, _ = make(heads, group, rows, keys, size)
-    pos = torch.arange(keys).expand(heads, keys).clone()
-    pos[1, 3:20] = -1
-    at = torch.arange(keys - rows, keys)
-    cut = keys - 11
-    mass, squares = kernels.observe(
-        q.permute(2, 0, 1, 3), at, [(k[:, :cut], pos[:, :cut]), (k[:, cut:], pos[:1, cut:])], window
-    )
-    distance = at[None, :, None] - pos[:, None]
-    seen = (distance >= 0) & (pos >= 0)[:, None]
-    if window is not None:
-        seen &= distance < window
-    logits = torch.einsum("hgtd,hnd->hgtn", q.double(), k.double()) / math.sqrt(size)
-    p = logits.masked_fill(~seen[:, None], -math.inf).softmax(-1)
-    torch.testing.assert_close(mass.double(), p.sum(2), rtol=1e-5, atol=1e-6)
-    want = p.mean(1).square().sum(1)
-    torch.testing.assert_close(squares.double(), want, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("dtype", "capability", "kernel"),
     [
@@ -164,7 +124,7 @@ def test_which_of_the_librarys_kernels_a_gpu_takes(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     q, k, v = (t.to(dtype) for t in make(2, 2, 4, 8, 16))
     if kernel is None:
-        assert reference._library(q, k, v, False) is None
+        assert attention._cuda_attention(q, k, v, False) is None
         return
     with pytest.raises(NotImplementedError, match=f"_dot_product_{kernel}_attention"):
-        reference._library(q, k, v, False)
+        attention._cuda_attention(q, k, v, False)

@@ -1,0 +1,70 @@
+/* The row of a new token: where it goes, and writing it. Arguments and results as in
+   kernels/torch/append.py. */
+#include "numbers.h"
+
+/* Quantize a row of D numbers to int8; returns its scale. See to_codes of kernels/torch/int8.py. */
+static float quantize(const void *row, int kind, int D, int8_t *codes) {
+    float most = 0.0f;
+    for (int d = 0; d < D; d++) {
+        float x = fabsf(number_at(row, kind, d));
+        most = x > most || x != x ? x : most;
+    }
+    float scale = most == 0.0f ? 1.0f : most / 127.0f;
+    for (int d = 0; d < D; d++) {
+        float x = rintf(number_at(row, kind, d) / scale);
+        codes[d] = (int8_t)(x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x);
+    }
+    return scale;
+}
+
+/* append: key and value [H, D] of dtype `kind`, their rows key_pitch and value_pitch numbers apart;
+   slot [H]. With `coded`, k and v are int8 with scales. blank: `blanks` columns, of sizes[i] bytes
+   a number. */
+void minikv_append(
+    int kind, int coded, int H, int D, const void *key, int64_t key_pitch, const void *value,
+    int64_t value_pitch, const int64_t *slot, const int64_t *position, void *k, void *v,
+    int32_t *pos, float *k_scale, float *v_scale, int blanks, void *const *blank,
+    const int32_t *sizes
+) {
+    const long size = item_size(kind);
+    for (int h = 0; h < H; h++) {
+        const int64_t at = slot[h];
+        const char *new_key = (const char *)key + h * key_pitch * size;
+        const char *new_value = (const char *)value + h * value_pitch * size;
+        if (coded) {
+            k_scale[at] = quantize(new_key, kind, D, (int8_t *)k + at * D);
+            v_scale[at] = quantize(new_value, kind, D, (int8_t *)v + at * D);
+        } else {
+            memcpy((char *)k + at * D * size, new_key, D * size);
+            memcpy((char *)v + at * D * size, new_value, D * size);
+        }
+        pos[at] = (int32_t)*position;
+        for (int i = 0; i < blanks; i++)
+            memset((char *)blank[i] + at * sizes[i], 0, sizes[i]);
+    }
+}
+
+/* advance: start, length, cap, free_slot, count, slot and overwritten of all `heads` of all layers;
+   `before`: eviction before attention. */
+void minikv_advance(
+    int64_t heads, int before, uint8_t *go, const int64_t *start, int64_t *length,
+    const int64_t *cap, const int64_t *free_slot, int64_t *position, int64_t *count, int64_t *slot,
+    uint8_t *overwritten
+) {
+    const int final = *go;
+    *position += final;
+    *go = 0;
+    for (int64_t i = 0; i < heads; i++) {
+        if (final) {
+            length[i] = count[i];
+            overwritten[i] = 0;
+        }
+        int stays = free_slot[i] >= 0;
+        slot[i] = stays ? free_slot[i] : start[i] + length[i];
+        if (before && !stays && length[i] >= cap[i]) {
+            overwritten[i] = 1;
+            stays = 1;
+        }
+        count[i] = length[i] + !stays;
+    }
+}

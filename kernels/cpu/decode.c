@@ -1,0 +1,253 @@
+/* Attention of one query per head over the head's own segment of rows: arguments and results as in
+   ragged_attention of kernels/torch/decode.py. */
+#include "numbers.h"
+
+#include <stdlib.h>
+
+typedef uint16_t half_vec __attribute__((vector_size(2 * VEC)));
+typedef int8_t int8_vec __attribute__((vector_size(VEC)));
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t i4 __attribute__((vector_size(16)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i4){__VA_ARGS__})
+#endif
+
+/* MAX_VECS: vectors of the longest row, a head of 256. FOUR: rows, queries and vectors that are
+   worked on together; they stay in registers. */
+enum { MAX_VECS = 256 / VEC, FOUR = 4 };
+
+/* Vector i of a row of dtype `kind`. */
+static inline vec load_vec(const void *row, int kind, int i) {
+    if (kind == BF16) {
+        half_vec x;
+        memcpy(&x, (const char *)row + sizeof x * i, sizeof x);
+        return (vec)(__builtin_convertvector(x, uvec) << 16);
+    }
+    if (kind == INT8) {
+        int8_vec x;
+        memcpy(&x, (const char *)row + sizeof x * i, sizeof x);
+        return __builtin_convertvector(x, vec);
+    }
+    vec x;
+    memcpy(&x, (const char *)row + sizeof x * i, sizeof x);
+    return x;
+}
+
+/* Write x as number i of a row of bfloat16 or float32. */
+static inline void store(void *row, int kind, long i, float x) {
+    if (kind == BF16)
+        ((bf16 *)row)[i] = to_bf16(x);
+    else
+        ((float *)row)[i] = x;
+}
+
+/* The n rows of a head: keys and values [n, D] of dtype `stored`, and what is known of each row. */
+typedef struct {
+    int D, stored;
+    long n;
+    const char *k, *v;
+    const int32_t *pos; /* NULL: every row is seen */
+    int64_t oldest;
+    const float *k_scale, *v_scale;
+} Segment;
+
+/* The logit of row j, from the product x of query and key; -inf if the row is not seen. */
+static inline float finish_logit(const Segment *r, long j, float x) {
+    if (r->stored == INT8)
+        x *= r->k_scale[j];
+    return r->pos && r->pos[j] < r->oldest ? -INFINITY : x;
+}
+
+/* The sums of four vectors, as one vector. */
+static inline v4 sum_four(vec a, vec b, vec c, vec d) {
+    const v4 part[FOUR] = {by_fours(a), by_fours(b), by_fours(c), by_fours(d)};
+    v4 low = SHUFFLE(part[0], part[1], 0, 4, 1, 5) + SHUFFLE(part[0], part[1], 2, 6, 3, 7);
+    v4 high = SHUFFLE(part[2], part[3], 0, 4, 1, 5) + SHUFFLE(part[2], part[3], 2, 6, 3, 7);
+    return SHUFFLE(low, high, 0, 1, 4, 5) + SHUFFLE(low, high, 2, 3, 6, 7);
+}
+
+/* The scaled logits of B queries q [B, D] over the rows, into out [B, n], whose rows are `pitch`
+   apart. W: whole vectors of a row; kind: dtype of q. */
+static inline __attribute__((always_inline)) void find_logits(
+    const int B, const int W, const int kind, const int stored, const Segment *r, const char *q,
+    float *out, long pitch
+) {
+    const int D = r->D;
+    const long k_size = (long)D * item_size(stored), q_size = (long)D * item_size(kind);
+    const float scale = 1.0f / sqrtf((float)D);
+    vec query[FOUR][MAX_VECS];
+    for (int b = 0; b < B; b++)
+        for (int i = 0; i < W; i++)
+            query[b][i] = load_vec(q + b * q_size, kind, i) * scale;
+    long j = 0;
+    for (; j + FOUR <= r->n; j += FOUR) {
+        const char *k = r->k + j * k_size;
+        vec sum[FOUR][FOUR] = {0};
+#pragma GCC unroll 1
+        for (int i = 0; i < W; i++)
+            for (int c = 0; c < FOUR; c++) {
+                vec key = load_vec(k + c * k_size, stored, i);
+                for (int b = 0; b < B; b++)
+                    sum[b][c] += key * query[b][i];
+            }
+        for (int b = 0; b < B; b++) {
+            v4 x = sum_four(sum[b][0], sum[b][1], sum[b][2], sum[b][3]);
+            for (int c = 0; c < FOUR; c++) {
+                float y = x[c];
+                for (int d = VEC * W; d < D; d++)
+                    y += number_at(q + b * q_size, kind, d) * scale *
+                         number_at(k + c * k_size, stored, d);
+                out[b * pitch + j + c] = finish_logit(r, j + c, y);
+            }
+        }
+    }
+    for (; j < r->n; j++)
+        for (int b = 0; b < B; b++) {
+            const char *k = r->k + j * k_size;
+            vec sum = {0};
+            for (int i = 0; i < W; i++)
+                sum += query[b][i] * load_vec(k, stored, i);
+            float x = sum_vec(sum);
+            for (int d = VEC * W; d < D; d++)
+                x += number_at(q + b * q_size, kind, d) * scale * number_at(k, stored, d);
+            out[b * pitch + j] = finish_logit(r, j, x);
+        }
+}
+
+/* out[b] = norm[b] * the sum over rows of p[b] times their values; p [B, n], out [B, D]. */
+static inline __attribute__((always_inline)) void weighted_sum(
+    const int B, const int W, const int kind, const int stored, const Segment *r, const float *p,
+    const float *norm, char *out
+) {
+    const int D = r->D;
+    const long v_size = (long)D * item_size(stored);
+    for (int from = 0; from < W; from += FOUR) {
+        vec sum[FOUR][FOUR] = {0};
+        const int many = W - from < FOUR ? W - from : FOUR;
+        for (long j = 0; j < r->n; j++) {
+            const float scale = stored == INT8 ? r->v_scale[j] : 1.0f;
+            vec value[FOUR];
+            for (int i = 0; i < many; i++)
+                value[i] = load_vec(r->v + j * v_size, stored, from + i);
+            for (int b = 0; b < B; b++)
+                for (int i = 0; i < many; i++)
+                    sum[b][i] += value[i] * (p[b * r->n + j] * scale);
+        }
+        for (int b = 0; b < B; b++)
+#pragma GCC unroll 1
+            for (int i = 0; i < VEC * many; i++)
+                store(out, kind, (long)b * D + VEC * from + i, ((float *)sum[b])[i] * norm[b]);
+    }
+    for (int d = VEC * W; d < D; d++)
+        for (int b = 0; b < B; b++) {
+            float sum = 0.0f;
+            for (long j = 0; j < r->n; j++)
+                sum += p[b * r->n + j] * number_at(r->v + j * v_size, stored, d) *
+                       (stored == INT8 ? r->v_scale[j] : 1.0f);
+            store(out, kind, (long)b * D + d, sum * norm[b]);
+        }
+}
+
+/* e [n] = exp(x - the largest x), and lse = log of the sum of exp(x). Returns 1 / the sum of e, 0
+   if every x is -inf. A NaN among x makes the result NaN, and so the output. */
+static __attribute__((noinline)) float softmax(const float *x, float *e, long n, float *lse) {
+    float most = -INFINITY, total = 0.0f;
+#pragma omp simd reduction(max : most)
+    for (long j = 0; j < n; j++)
+        most = x[j] > most ? x[j] : most;
+    const float top = most == -INFINITY ? 0.0f : most;
+#pragma omp simd reduction(+ : total)
+    for (long j = 0; j < n; j++) {
+        float y = exp_negative(x[j] - top);
+        total += y;
+        e[j] = y;
+    }
+    *lse = total == 0.0f ? -INFINITY : top + logf(total);
+    return total == 0.0f ? 0.0f : 1.0f / total;
+}
+
+/* Attention of B <= FOUR queries q [B, D] over the rows of their head, into out [B, D], lse [B]
+   and, if not NULL, logits [B, n] with rows `pitch` apart. p [B, n] is memory to work with. */
+static inline __attribute__((always_inline)) void attend(
+    const int B, const int W, const int kind, const int stored, const Segment *r, const char *q,
+    float *logits, long pitch, float *lse, char *out, float *p
+) {
+    float norm[FOUR];
+    if (!logits)
+        pitch = r->n;
+    float *x = logits ? logits : p;
+    find_logits(B, W, kind, stored, r, q, x, pitch);
+    for (int b = 0; b < B; b++)
+        norm[b] = softmax(x + b * pitch, p + b * r->n, r->n, lse + b);
+    weighted_sum(B, W, kind, stored, r, p, norm, out);
+}
+
+/* With all sizes constant, loops are unrolled and sums stay in registers. */
+#define IF_SIZES(B, W, KIND, STORED)                                              \
+    if (queries == B && r->D == VEC * W && kind == KIND && r->stored == STORED) { \
+        attend(B, W, KIND, STORED, r, q, logits, pitch, lse, out, p);             \
+        return;                                                                   \
+    }
+#define IF_QUERIES(W, STORED) \
+    IF_SIZES(1, W, BF16, STORED) IF_SIZES(3, W, BF16, STORED) IF_SIZES(4, W, BF16, STORED)
+
+/* `attend` with constant sizes for the usual ones: heads of 64 and 128, bfloat16. */
+static void attend_queries(
+    int queries, int kind, const Segment *r, const char *q, float *logits, long pitch, float *lse,
+    char *out, float *p
+) {
+    IF_QUERIES(64 / VEC, BF16)
+    IF_QUERIES(128 / VEC, BF16)
+    IF_QUERIES(64 / VEC, INT8)
+    IF_QUERIES(128 / VEC, INT8)
+    attend(queries, r->D / VEC, kind, r->stored, r, q, logits, pitch, lse, out, p);
+}
+
+/* ragged_attention: q and out [H, G, D] of dtype `kind`, k and v [R, D] of dtype `stored`, start
+   and length [H], lse [H, G]; logits [H, G, pitch] or NULL; pos and oldest, and the scales,
+   together or NULL. Returns 0, or 1 if there is no memory. */
+int minikv_ragged_attention(
+    int kind, int stored, int H, int G, int D, const void *q, const void *k, const void *v,
+    const int64_t *start, const int64_t *length, const int32_t *pos, const int64_t *oldest,
+    const float *k_scale, const float *v_scale, float *logits, int64_t pitch, float *lse, void *out
+) {
+    const long row_size = (long)D * item_size(stored);
+    const long q_size = (long)D * item_size(kind);
+    long most = 0, all = 0;
+    for (int h = 0; h < H; h++) {
+        most = length[h] > most ? length[h] : most;
+        all += length[h];
+    }
+    float *memory = malloc(sizeof(float) * FOUR * H * (most ? most : 1));
+    if (!memory)
+        return 1;
+#pragma omp parallel for schedule(dynamic) if (all * G * D > 200000)
+    for (int h = 0; h < H; h++) {
+        float *p = memory + FOUR * h * most;
+        const int64_t at = start[h];
+        const Segment rows = {
+            D,
+            stored,
+            length[h],
+            (const char *)k + at * row_size,
+            (const char *)v + at * row_size,
+            pos ? pos + at : NULL,
+            pos ? *oldest : 0,
+            k_scale ? k_scale + at : NULL,
+            v_scale ? v_scale + at : NULL,
+        };
+        for (int g = 0, queries; g < G; g += queries) {
+            queries = G - g < FOUR ? G - g == 3 ? 3 : 1 : FOUR;
+            const long first = (long)h * G + g;
+            attend_queries(
+                queries, kind, &rows, (const char *)q + first * q_size,
+                logits ? logits + first * pitch : NULL, pitch, lse + first,
+                (char *)out + first * q_size, p
+            );
+        }
+    }
+    free(memory);
+    return 0;
+}

@@ -1,0 +1,105 @@
+"""Attention of a decode step, in C: `decode.c`. Other dtypes, strides and heads of more than 256 go
+to `torch/decode.py`."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_int64, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from minikv.kernels.cpu.binding import INT8, KINDS, address, loaded
+from minikv.kernels.torch import decode as plain_torch
+
+_MAX_HEAD_DIM = 256
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The library, the arguments of its functions declared."""
+    found = loaded()
+    p, i, n = c_void_p, c_int, c_int64
+    found.minikv_ragged_attention.argtypes = [i] * 5 + [p] * 9 + [p, n, p, p]
+    found.minikv_ragged_attention.restype = c_int
+    return found
+
+
+def unfit(dtype: torch.dtype, head_dim: int) -> str:
+    """Why the C kernels do not take such heads; "" if they do."""
+    if dtype not in KINDS:
+        return f"they take no {str(dtype).removeprefix('torch.')}"
+    if head_dim > _MAX_HEAD_DIM:
+        return f"they take heads of at most {_MAX_HEAD_DIM}, not {head_dim}"
+    return ""
+
+
+def ragged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    *,
+    width: int,
+    pos: Tensor | None = None,
+    oldest: Tensor | None = None,
+    logits: Tensor | None = None,
+    lse: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `torch.decode.ragged_attention`."""
+    heads, group, size = q.shape
+    stored = INT8 if k_scale is not None else KINDS.get(k.dtype, -1)
+    kind = KINDS.get(q.dtype, -1)
+    fits = kind >= 0 and stored in (kind, INT8) and size <= _MAX_HEAD_DIM and q.is_contiguous()
+    if not (fits and _exact(logits) and _exact(lse)):
+        return plain_torch.ragged_attention(
+            q,
+            k,
+            v,
+            start,
+            length,
+            width=width,
+            pos=pos,
+            oldest=oldest,
+            logits=logits,
+            lse=lse,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+    seen = None if pos is None or oldest is None else pos
+    out = torch.empty_like(q)
+    sums = lse
+    if sums is None:
+        sums = torch.empty((heads, group), dtype=torch.float32, device=q.device)
+    failed = _library().minikv_ragged_attention(
+        kind,
+        stored,
+        heads,
+        group,
+        size,
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        start.data_ptr(),
+        length.data_ptr(),
+        address(seen),
+        address(oldest),
+        address(k_scale),
+        address(v_scale),
+        address(logits),
+        0 if logits is None else logits.shape[-1],
+        sums.data_ptr(),
+        out.data_ptr(),
+    )
+    if failed:
+        raise MemoryError("attention found no memory")
+    return out, sums
+
+
+def _exact(tensor: Tensor | None) -> bool:
+    """Whether C can write float32 to it; None is not written."""
+    return tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())

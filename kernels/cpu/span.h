@@ -1,0 +1,92 @@
+/* Which rows may leave, and the one with the lowest score among them. */
+#ifndef MINIKV_SPAN_H
+#define MINIKV_SPAN_H
+
+#include "numbers.h"
+
+#include <stdlib.h>
+
+/* Memory for `count` things of `size` bytes, or NULL. */
+static inline void *scratch(int64_t count, int64_t size) { return malloc(count * size + 1); }
+
+/* Positions low .. high. */
+typedef struct {
+    int32_t low, high;
+} Span;
+
+/* The nearest int32. */
+static inline int32_t to_int32(int64_t x) {
+    return x < INT32_MIN ? INT32_MIN : x > INT32_MAX ? INT32_MAX : (int32_t)x;
+}
+
+/* Positions of the evictable rows: see `Rows` in kernels/torch/decode.py. */
+static inline Span evictable_span(int64_t newest, int64_t sinks, int64_t recent, int64_t pinned) {
+    return (Span){to_int32(sinks > pinned ? sinks : pinned), to_int32(newest - recent)};
+}
+
+/* Positions of the rows that are evictable if no row is in `evictable_span`. */
+static inline Span fallback_span(int64_t newest, int64_t pinned) {
+    return (Span){to_int32(pinned), to_int32(newest - 1)};
+}
+
+/* Whether a position is in the span. */
+static inline int within(Span s, int32_t at) { return (at >= s.low) & (at <= s.high); }
+
+/* The number of rows, of pos [n], in the span. */
+static inline int count_within(const int32_t *pos, int n, Span s) {
+    int found = 0;
+#pragma omp simd reduction(+ : found)
+    for (int j = 0; j < n; j++)
+        found += within(s, pos[j]);
+    return found;
+}
+
+/* Whether row j may leave: by `allowed` if that is given, else by its position. */
+static inline int may_leave(Span s, const uint8_t *allowed, const int32_t *pos, int j) {
+    return allowed ? allowed[j] != 0 : within(s, pos[j]);
+}
+
+/* Of n rows with score and pos [n], the row with the lowest score among those that may leave, of
+   equal scores the one with the smallest position; -1 if there is none. A row whose score is NaN
+   does not leave. */
+static inline __attribute__((always_inline)) int lowest_of(
+    const float *score, const int32_t *pos, int n, Span s, const uint8_t *allowed
+) {
+    float least = INFINITY;
+#pragma omp simd reduction(min : least)
+    for (int j = 0; j < n; j++) {
+        float x = may_leave(s, allowed, pos, j) ? score[j] : INFINITY;
+        least = x < least ? x : least;
+    }
+    int ties = 0, first = INT32_MAX;
+#pragma omp simd reduction(+ : ties) reduction(min : first)
+    for (int j = 0; j < n; j++) {
+        int tied = may_leave(s, allowed, pos, j) & (score[j] <= least);
+        int here = tied ? j : INT32_MAX;
+        ties += tied;
+        first = here < first ? here : first;
+    }
+    if (ties < 2)
+        return ties ? first : -1;
+    int32_t oldest = INT32_MAX;
+#pragma omp simd reduction(min : oldest)
+    for (int j = 0; j < n; j++) {
+        int32_t at = may_leave(s, allowed, pos, j) & (score[j] <= least) ? pos[j] : INT32_MAX;
+        oldest = at < oldest ? at : oldest;
+    }
+    first = INT32_MAX;
+#pragma omp simd reduction(min : first)
+    for (int j = 0; j < n; j++) {
+        int same = may_leave(s, allowed, pos, j) & (pos[j] == oldest) & (score[j] <= least);
+        int here = same ? j : INT32_MAX;
+        first = here < first ? here : first;
+    }
+    return first;
+}
+
+/* `lowest_of` among the rows whose position is in the span. */
+static inline int lowest(const float *score, const int32_t *pos, int n, Span s) {
+    return lowest_of(score, pos, n, s, NULL);
+}
+
+#endif

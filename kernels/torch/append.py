@@ -1,0 +1,82 @@
+"""The row of a new token: where it goes, and writing it. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minikv.kernels.torch.int8 import to_codes
+
+
+def append(
+    key: Tensor,
+    value: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    blank: Sequence[Tensor],
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write a new row into each head of one layer, in every column, in place.
+
+    key, value [H, D], rotated by the network; slot int64 [H]: the rows to write, all different;
+    position int64 []: goes into `pos` int32 [R]; k, v [R, D]; `blank`: further columns [R]
+    (float32, int16, int32, int64 or bool), in which the row becomes 0. With k_scale and v_scale
+    float32 [R], k and v are int8: codes and scales as `to_codes` makes them.
+    """
+    if k_scale is not None and v_scale is not None:
+        (key, scale), (value, other) = to_codes(key), to_codes(value)
+        k_scale.index_copy_(0, slot, scale)
+        v_scale.index_copy_(0, slot, other)
+    k.index_copy_(0, slot, key)
+    v.index_copy_(0, slot, value)
+    pos.index_copy_(0, slot, position.to(pos.dtype).expand(len(slot)))
+    for column in blank:
+        column.index_fill_(0, slot, 0)
+
+
+def advance(
+    go: Tensor,
+    start: Tensor,
+    length: Tensor,
+    cap: Tensor,
+    free_slot: Tensor,
+    position: Tensor,
+    count: Tensor,
+    slot: Tensor,
+    overwritten: Tensor,
+    *,
+    before: bool,
+) -> None:
+    """Make the last decode step final, then choose the rows of the next one. In place, all heads.
+
+    go bool []: the last step is to become final; start, length, cap, free_slot, count, slot int64
+    [L, H]; overwritten bool [L, H]; position int64 []: tokens so far.
+
+    If go: length = count, position += 1, overwritten = false, go = false. After that, for any go: a
+    head with free_slot >= 0 does not grow. With `before` (eviction before attention) a head with
+    free_slot < 0 and length >= cap does not grow either, and gets overwritten = true; other heads
+    keep it. count = length, plus one where a head grows. slot = free_slot where that is >= 0, else
+    start + length, which means nothing for a head whose victim is not chosen yet.
+    """
+    # What may fail comes first, so that a step is counted whole or not at all.
+    final = torch.where(go, count, length)
+    grows = free_slot < 0
+    into = torch.where(grows, start + final, free_slot)
+    marked = overwritten & ~go
+    if before:
+        evicts = grows & (final >= cap)
+        marked = marked | evicts
+        grows = grows & ~evicts
+    used = final + grows
+    length.copy_(final)
+    position.add_(go)
+    overwritten.copy_(marked)
+    slot.copy_(into)
+    count.copy_(used)
+    go.zero_()

@@ -1,0 +1,179 @@
+"""Attention of a prompt's queries over rows that all heads have in equal number.
+
+Shapes use the project's letters (`minikv`). Logits are scaled by 1/sqrt(D); softmax is in float32.
+Attention over disjoint sets of rows is joined by the log-sum-exp of the logits (`merge`), as in
+FlashAttention (arXiv 2205.14135, section 3.1).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_LOGITS = 1 << 22
+"""The most logits, or entries of a mask, that one block of queries has."""
+
+
+def rows_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention over rows that all queries see, or causal: query i sees rows 0 .. i.
+
+    q [H, G, T, D], k and v [H, N, D], strides free except the last. Returns the output
+    [H, G, T, D] in q's dtype and the log-sum-exp of the logits [H, G, T] in float32, by which
+    parts are joined (`merge`). T x N logits are never held at once.
+    """
+    if q.device.type == "cpu":
+        return _cpu_attention(q, k, v, None, causal=causal)
+    fused = _cuda_attention(q, k, v, causal) if q.device.type == "cuda" else None
+    if fused is not None:
+        return fused
+    keys = torch.arange(k.shape[1], device=q.device)
+    outs, sums = [], []
+    for part, begin in _row_blocks(q, q.shape[0] * q.shape[1] * k.shape[1]):
+        mask = None
+        if causal:
+            at = torch.arange(begin, begin + part.shape[2], device=q.device)
+            mask = (keys <= at[:, None])[None]
+        out, lse = masked_attention(part, k, v, mask)
+        outs.append(out)
+        sums.append(lse)
+    return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
+def last_rows_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of the last T of N rows over all of them: query i sees rows 0 .. N - T + i.
+
+    Shapes and results as in `rows_attention`.
+    """
+    earlier = k.shape[1] - q.shape[2]
+    parts = [rows_attention(q, k[:, earlier:], v[:, earlier:], causal=True)]
+    if earlier:
+        parts.append(rows_attention(q, k[:, :earlier], v[:, :earlier]))
+    return merge(parts), total(parts)
+
+
+def visible_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Attention by position: query i sees row j iff 0 <= q_pos[i] - k_pos[h, j] < window.
+
+    q [H, G, T, D]; k, v [H, N, D]; q_pos [T]; k_pos [H or 1, N], -1 for padding. Results as in
+    `rows_attention`; a query that sees no row gets zeros and a log-sum-exp of -inf.
+    """
+    on_cpu = q.device.type == "cpu"
+    padding = k_pos[..., None] < 0
+    if on_cpu and bool(padding.any()):  # a mask that is added does not hide NaN
+        k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+    wide = len(k_pos) if on_cpu else q.shape[0] * q.shape[1]
+    outs, sums = [], []
+    for part, begin in _row_blocks(q, wide * k.shape[1]):
+        at = q_pos[begin : begin + part.shape[2]]
+        out, lse = (_cpu_attention if on_cpu else masked_attention)(
+            part, k, v, visible(at, k_pos, window)
+        )
+        outs.append(out)
+        sums.append(lse)
+    return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
+def total(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The log-sum-exp over all parts: [(output [..., D], log-sum-exp [...])] -> [...]."""
+    return torch.logsumexp(torch.stack([lse for _, lse in parts]), 0)
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Join attention over disjoint sets of rows: [(output [..., D], log-sum-exp [...])] -> output.
+
+    A part whose log-sum-exp is -inf saw no row and has no weight. One part at least saw a row.
+    """
+    if len(parts) == 1:
+        return parts[0][0]
+    whole = total(parts)
+    joined = torch.empty_like(parts[0][0])
+    for h in range(len(joined)):  # head by head: the float32 copies stay small
+        out = parts[0][0][h] * (parts[0][1][h] - whole[h]).exp()[..., None]
+        for other, lse in parts[1:]:
+            out = out.addcmul_(other[h], (lse[h] - whole[h]).exp()[..., None])
+        joined[h] = out
+    return joined
+
+
+def visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
+    """Which rows each query sees, bool [H or 1, T, N], from q_pos [T] and k_pos [H or 1, N]."""
+    distance = q_pos[None, :, None] - k_pos[:, None, :]
+    seen = (distance >= 0) & (k_pos >= 0)[:, None, :]
+    return seen if window is None else seen & (distance < window)
+
+
+def _row_blocks(q: Tensor, width: int) -> list[tuple[Tensor, int]]:
+    """The queries in blocks of few logits, each with its first row. `width`: numbers per row."""
+    size = max(1, _LOGITS // max(1, width))
+    return [(q[:, :, lo : lo + size], lo) for lo in range(0, q.shape[2], size)]
+
+
+def _cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `masked_attention`, by the kernel behind scaled_dot_product_attention on a CPU.
+
+    It is called directly for its log-sum-exp. The expanded heads have stride 0, so that nothing is
+    copied. k and v must be finite.
+    """
+    heads, group, rows, size = q.shape
+    shape = (heads, group, k.shape[1], size)
+    bias = None
+    if mask is not None:
+        bias = q.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
+        bias = bias[:, None].expand(heads, group, rows, -1)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k[:, None].expand(shape), v[:, None].expand(shape), 0.0, causal, attn_mask=bias
+    )
+    if mask is not None:
+        unseen = ~mask.any(2)[:, None]
+        out = out.masked_fill(unseen[..., None], 0.0)
+        lse = lse.masked_fill(unseen, -math.inf)
+    return out, lse
+
+
+def _cuda_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor] | None:
+    """`rows_attention` by the kernels behind scaled_dot_product_attention on CUDA, or None.
+
+    They are called directly for their log-sum-exp. None: neither takes the dtype and head size.
+    """
+    heads, group, rows, size = q.shape
+    ops = torch.ops.aten
+    if (size * q.element_size()) % 16 or size > 256 or q.dtype == torch.float64:
+        return None
+    modern = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if q.dtype == torch.bfloat16 and not modern:
+        return None
+    if q.dtype != torch.float32 and modern:
+        # It takes grouped heads: query head i goes with KV head i // G.
+        out = ops._scaled_dot_product_flash_attention(
+            q.flatten(0, 1)[None], k[None], v[None], 0.0, causal
+        )
+    else:  # it takes one key head per query head: stride 0, nothing is copied
+        shape = (heads, group, k.shape[1], size)
+        out = ops._scaled_dot_product_efficient_attention(
+            q, k[:, None].expand(shape), v[:, None].expand(shape), None, True, 0.0, causal
+        )
+    # The second pads the log-sum-exp to a multiple of 32 queries.
+    return out[0].view(q.shape), out[1][..., :rows].reshape(heads, group, rows)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention in plain operations under mask [H or 1, T, N]: True where query i sees row j.
+
+    q [H, G, T, D], k and v [H, N, D]. A query that sees no row gets zeros and -inf.
+    """
+    logits = torch.matmul(q, k[:, None].transpose(2, 3)).float() * (1.0 / math.sqrt(q.shape[-1]))
+    if mask is not None:
+        logits = logits.masked_fill(~mask[:, None], -math.inf)
+        # A row that no query sees may hold NaN, and 0 x NaN is not 0.
+        v = v.masked_fill(~mask.any(1)[..., None], 0.0)
+    lse = torch.logsumexp(logits, -1)
+    p = (logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+    return torch.matmul(p.to(v.dtype), v[:, None]), lse

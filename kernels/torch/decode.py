@@ -1,0 +1,132 @@
+"""The decode step: one query per head over its rows, and the row that leaves a head over its cap.
+
+Everything works on the segments of an arena and never waits for the device: shapes do not depend on
+values. Indices are int64. Rows that are not in use may hold anything, also NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minikv.kernels.torch.int8 import from_codes
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The heads of all layers at the end of a decode step, and which of their rows may leave.
+
+    start, length, cap int64 [L, H]: a head's first row, its rows in use with the new one (one at
+    least), and how many it may keep; pos int32 [R]: the position of each row; newest int64 []: the
+    position of the new row. Only a head that is over its cap, length > cap, gives up a row.
+
+    Rows with pos < pinned never leave. Of the others, a row is *evictable* if
+    sinks <= pos <= newest - recent. If a head has no such row, then those with pos < newest are.
+    """
+
+    start: Tensor
+    length: Tensor
+    cap: Tensor
+    pos: Tensor
+    newest: Tensor
+    sinks: int
+    recent: int
+    pinned: int
+
+
+def ragged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    *,
+    width: int,
+    pos: Tensor | None = None,
+    oldest: Tensor | None = None,
+    logits: Tensor | None = None,
+    lse: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One query per head over the head's own segment of rows.
+
+    q [H, G, D]; k, v [R, D]; start, length int64 [H]: head h has rows start[h] .. start[h] +
+    length[h] - 1. No length exceeds `width`. With `pos` int32 [R] and `oldest` int64 [], a query
+    sees rows with pos >= oldest, one at least if the head has rows. With k_scale and v_scale
+    float32 [R], k and v are int8: row r means k_scale[r] * k[r] and v_scale[r] * v[r].
+
+    Returns the output [H, G, D] in q's dtype and the log-sum-exp [H, G] of the scaled logits in
+    float32; 0 and -inf for a head without rows. Products are summed in float32; probabilities may
+    be rounded to v's dtype before they are multiplied with v.
+
+    Written in place where given: `lse` float32 [H, G], which is then the one that is returned;
+    `logits` float32 [H, G, C], C >= width: the scaled logits of rows 0 .. length - 1 of each head,
+    -inf where a row is not seen. Beyond a head's length they stay as they are.
+    """
+    index, live = in_use(start, length, width, len(k))
+    seen = live if pos is None or oldest is None else live & (pos[index] >= oldest)
+    keys, values = k[index].float(), v[index]
+    if k_scale is not None and v_scale is not None:
+        keys = keys * k_scale[index][..., None]
+        values = from_codes(values, v_scale[index], q.dtype)
+    keys = keys.masked_fill(~live[..., None], 0.0)
+    values = values.masked_fill(~live[..., None], 0.0)
+    x = torch.matmul(q.float(), keys.transpose(1, 2)) * (1.0 / math.sqrt(q.shape[-1]))
+    x = x.masked_fill(~seen[:, None], -math.inf)
+    if logits is not None:
+        target = logits[..., :width]
+        target.copy_(torch.where(live[:, None], x, target))
+    sums = torch.logsumexp(x, -1)
+    p = (x - sums.masked_fill(sums == -math.inf, 0.0)[..., None]).exp()
+    out = torch.matmul(p.to(values.dtype), values).to(q.dtype)
+    if lse is not None:
+        sums = lse.copy_(sums)
+    return out, sums
+
+
+def lowest_step(scores: Tensor, allowed: Tensor, rows: Rows, go: Tensor, free_slot: Tensor) -> None:
+    """The row with the lowest score leaves: the end of a step of any policy that scores rows.
+
+    scores float32 and allowed bool [L, H, C] or [L * H, C], C >= every length: column j is row
+    start + j of the head, `allowed` whether the policy lets it go. Beyond a head's length both may
+    hold anything. rows: start, length, cap and pos are used. go bool []: where it is false, nothing
+    is written.
+
+    In place, free_slot int64 [L, H]: for a head that is over its cap, the row (index into the
+    columns) with the lowest score among the allowed ones, of equal scores the one with the smallest
+    position; the head's first row if no row is allowed; -1 for all other heads. A row whose score
+    is NaN counts as not allowed.
+    """
+    wide = (*free_slot.shape, scores.shape[-1])
+    scores, allowed = scores.view(wide), allowed.view(wide)
+    index, live = in_use(rows.start, rows.length, wide[-1], len(rows.pos))
+    allowed = allowed & live & ~scores.isnan()
+    leaves = rows.start + lowest_row(scores, rows.pos[index].to(torch.int64), allowed)
+    leaves = torch.where(rows.length > rows.cap, leaves, -1)
+    free_slot.copy_(torch.where(go, leaves, free_slot))
+
+
+def in_use(start: Tensor, length: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows of heads with start, length [...]: (index [..., width], live bool [..., width]).
+
+    Padding repeats the head's last row, so that writing to it what is written to that row does no
+    harm. For a head without rows it may be any row.
+    """
+    reach = torch.arange(width, device=start.device)
+    last = (length[..., None] - 1).clamp(min=0)
+    index = start[..., None] + torch.minimum(reach, last)
+    return index.clamp(max=rows - 1), reach < length[..., None]
+
+
+def lowest_row(scores: Tensor, at: Tensor, allowed: Tensor) -> Tensor:
+    """The row with the lowest score, of equal ones that with the smallest position: int64 [...].
+
+    scores and at (positions) [..., C], allowed bool [..., C]; 0 if no row is allowed.
+    """
+    scores = scores.to(torch.float32).masked_fill(~allowed, math.inf)
+    tied = allowed & (scores <= scores.amin(-1, keepdim=True))
+    return at.masked_fill(~tied, 1 << 40).argmin(-1)

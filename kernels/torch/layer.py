@@ -1,0 +1,37 @@
+"""The small operators of a transformer layer, between its matrix products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Add y to x in place, then RMSNorm: x, y and the result [t, n], weight [n].
+
+    The norm is in float32 and is cast back before the weight is applied (arXiv 1910.07467).
+    """
+    if y is not None:
+        x.add_(y)
+    x32 = x.to(torch.float32)
+    normed = x32 * torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embeddings to x [t, heads, D], half-split (arXiv 2104.09864).
+
+    cos and sin [t, 1, D]; the sine of the first half is negated. Returns a new contiguous tensor.
+    """
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
+
+
+def silu_mul(both: Tensor) -> Tensor:
+    """silu(gate) * up of both [t, 2 * n], the gate first. Written over the gate: a view [t, n]."""
+    size = both.shape[1] // 2
+    gate = both[:, :size]
+    return gate.copy_(torch.nn.functional.silu(gate)).mul_(both[:, size:])

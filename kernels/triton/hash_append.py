@@ -1,0 +1,244 @@
+"""HashEvict before attention, in Triton, in one launch for a layer.
+
+A program has one KV head. It hashes the queries and the new key, finds the row that is least like
+the queries by the Hamming distance of packed codes, copies that row to `undo_rows`, and writes the
+new row over it. Source: arXiv 2412.16187, section 3.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minikv.kernels.triton.step import NONE, lower, lowest, may_leave, popcount
+from minikv.kernels.triton.tiles import power, typed
+from minikv.kernels.triton.variants import Variant
+
+_BLOCK, _WARPS = 1024, 8
+
+
+@triton.jit
+def _code(x, matrix, d, B: tl.constexpr, BP: tl.constexpr, D: tl.constexpr):
+    """int64: the signs of x [DP] @ matrix [D, B], bit b for column b; zero is positive."""
+    b = tl.arange(0, BP)
+    inside = (d < D)[:, None] & (b < B)[None, :]
+    columns = tl.load(matrix + d[:, None] * B + b[None, :], mask=inside, other=0.0)
+    along = tl.sum(columns * x.to(tl.float32)[:, None], 0)
+    return tl.sum(((along >= 0) & (b < B)).to(tl.int64) << b, 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "key_row",
+        "value_row",
+        "probe_head",
+        "probe_row",
+        "sinks",
+        "recent",
+        "pinned",
+    ],
+    do_not_specialize_on_alignment=[
+        "probe",
+        "key",
+        "value",
+        "matrix",
+        "start",
+        "length",
+        "cap",
+        "free_slot",
+        "position",
+        "undo_k",
+        "undo_v",
+        "undo_pos",
+        "undo_code",
+    ],
+)
+def _hash_append(
+    probe,
+    key,
+    value,
+    matrix,
+    start,
+    length,
+    cap,
+    free_slot,
+    position,
+    k,
+    v,
+    pos,
+    code,
+    undo_k,
+    undo_v,
+    undo_pos,
+    undo_code,
+    probe_head,
+    probe_row,
+    key_row,
+    value_row,
+    sinks,
+    recent,
+    pinned,
+    P: tl.constexpr,
+    PP: tl.constexpr,
+    B: tl.constexpr,
+    BP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BN: tl.constexpr,
+):
+    head = tl.program_id(0)
+    d = tl.arange(0, DP)
+    count = tl.load(length + head).to(tl.int32)
+    begin = tl.load(start + head)
+    now = tl.load(position)
+    slot = tl.load(free_slot + head)
+    new_key = tl.load(key + head * key_row + d, mask=d < D, other=0.0)
+    if slot < 0:
+        slot = begin + count
+        if count >= tl.load(cap + head):
+            probes = tl.arange(0, PP)
+            codes = tl.zeros((PP,), tl.int64)
+            for p in tl.static_range(P):
+                x = tl.load(probe + head * probe_head + p * probe_row + d, mask=d < D, other=0.0)
+                codes = tl.where(probes == p, _code(x, matrix, d, B, BP, D), codes)
+            n = tl.arange(0, BN)
+            best = tl.full((BN,), NONE, tl.int64)
+            row = tl.zeros((BN,), tl.int32)
+            rest = best
+            other = row
+            for s in tl.range(0, count, BN):
+                j = s + n
+                ok = j < count
+                stored = tl.load(code + begin + j, mask=ok, other=0).to(tl.int64)
+                distance = tl.zeros((BN,), tl.int32)
+                for p in tl.static_range(P):
+                    differ = tl.sum(tl.where(probes == p, codes, 0), 0) ^ stored
+                    distance += popcount(differ.to(tl.uint32)).to(tl.int32)
+                    if B > 32:
+                        distance += popcount((differ >> 32).to(tl.uint32)).to(tl.int32)
+                at = tl.load(pos + begin + j, mask=ok, other=-1)
+                unpinned = ok & (at >= pinned)
+                # The largest distance leaves, of equal popcount the oldest row.
+                rank = ((P * B - distance).to(tl.int64) << 32) | at.to(tl.int64)
+                best, row = lower(
+                    best, row, rank, j, may_leave(at, unpinned, now - 1, sinks, recent, True)
+                )
+                rest, other = lower(
+                    rest, other, rank, j, may_leave(at, unpinned, now - 1, sinks, recent, False)
+                )
+            least, found = lowest(best, row)
+            if least == NONE:
+                least, found = lowest(rest, other)
+            slot = begin + found
+            old_k = tl.load(k + slot * D + d, mask=d < D)
+            old_v = tl.load(v + slot * D + d, mask=d < D)
+            tl.store(undo_k + head * D + d, old_k, mask=d < D)
+            tl.store(undo_v + head * D + d, old_v, mask=d < D)
+            tl.store(undo_pos + head, tl.load(pos + slot))
+            tl.store(undo_code + head, tl.load(code + slot))
+            tl.store(free_slot + head, slot)
+            tl.debug_barrier()  # every thread has read the row before any overwrites it
+    tl.store(k + slot * D + d, new_key, mask=d < D)
+    tl.store(v + slot * D + d, tl.load(value + head * value_row + d, mask=d < D), mask=d < D)
+    tl.store(pos + slot, now.to(tl.int32))
+    new_code = _code(new_key, matrix, d, B, BP, D)
+    tl.store(code + slot, new_code.to(code.dtype.element_ty))
+
+
+def hash_append(
+    probe: Tensor,
+    key: Tensor,
+    value: Tensor,
+    matrix: Tensor,
+    start: Tensor,
+    length: Tensor,
+    cap: Tensor,
+    free_slot: Tensor,
+    position: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    code: Tensor,
+    undo_rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    *,
+    width: int,
+    sinks: int,
+    recent: int,
+    pinned: int,
+    block: int = _BLOCK,
+) -> None:
+    """Write the new row, in a full head over the row whose code is least like the probes.
+
+    probe [H, P, D], key and value [H, D], matrix float32 [D, B], start, length, cap, free_slot
+    int64 [H], position int64 []; k, v [R, D], pos int32 [R], code [R]. undo_rows (k, v, pos and
+    code of each head) gets the row that is overwritten, free_slot its index. `width` is not needed;
+    `block`: rows that a program reads at once.
+    """
+    heads, probes, size = probe.shape
+    bits = matrix.shape[1]
+    assert probe.stride(2) == key.stride(1) == value.stride(1) == 1
+    assert all(t.is_contiguous() for t in (matrix, start, length, cap, free_slot, k, v, *undo_rows))
+    _hash_append[(heads,)](
+        probe,
+        key,
+        value,
+        matrix,
+        start,
+        length,
+        cap,
+        free_slot,
+        position,
+        k,
+        v,
+        pos,
+        code,
+        *undo_rows,
+        probe.stride(0),
+        probe.stride(1),
+        key.stride(0),
+        value.stride(0),
+        sinks,
+        recent,
+        pinned,
+        P=probes,
+        PP=power(probes),
+        B=bits,
+        BP=power(bits),
+        D=size,
+        DP=power(size),
+        BN=block,
+        num_warps=_WARPS,
+    )
+
+
+def variants() -> list[Variant]:
+    """Builds for the compile gate."""
+    found = []
+    kinds = dict.fromkeys(("probe", "key", "value", "k", "v", "undo_k", "undo_v"), "*bf16")
+    kinds |= dict.fromkeys(("start", "length", "cap", "free_slot", "position"), "*i64")
+    kinds |= {"matrix": "*fp32", "pos": "*i32", "undo_pos": "*i32"}
+    for size, bits, probes in ((80, 8, 4), (128, 24, 1), (256, 64, 4)):
+        code = "*i16" if bits < 16 else "*i32" if bits < 32 else "*i64"
+        constants: dict[str, object] = {
+            "P": probes,
+            "PP": power(probes),
+            "B": bits,
+            "BP": power(bits),
+            "D": size,
+            "DP": power(size),
+            "BN": _BLOCK,
+        }
+        found.append(
+            Variant(
+                f"hash-append-{size}-{bits}x{probes}",
+                _hash_append,
+                typed(_hash_append, kinds | {"code": code, "undo_code": code}, constants),
+                constants,
+                _WARPS,
+                vector=False,
+            )
+        )
+    return found

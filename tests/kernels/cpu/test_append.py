@@ -1,0 +1,57 @@
+"""The row of a new token in C, as torch writes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from drawing import randoms
+from torch import Tensor
+
+from minikv.kernels.cpu import append as native
+from minikv.kernels.cpu import build
+from minikv.kernels.torch import append as plain_torch
+
+pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("coded", [False, True])
+def test_append(dtype: torch.dtype, coded: bool) -> None:
+    heads, size, rows = 3, 20, 40
+    both = randoms(1, heads, 2, size, dtype=dtype)
+    key, value, slot = both[:, 0], both[:, 1], torch.tensor([7, 39, 0])
+    key[1] = 0.0
+    kinds = (torch.float32, torch.int16, torch.int32, torch.int64, torch.bool)
+
+    def fresh() -> tuple[list[Tensor], list[Tensor]]:
+        kind = torch.int8 if coded else dtype
+        columns = [torch.full((rows, size), 5).to(kind) for _ in range(2)]
+        columns.append(torch.full((rows,), 5, dtype=torch.int32))
+        scales = [torch.full((rows,), 5.0) for _ in range(2)] if coded else []
+        return columns + [torch.full((rows,), 1).to(kind) for kind in kinds], scales
+
+    (ours, mine), (theirs, other) = fresh(), fresh()
+    for who, columns, scales in ((native, ours, mine), (plain_torch, theirs, other)):
+        who.append(key, value, slot, torch.tensor(77), *columns[:3], columns[3:], *scales)
+    for one, two in zip([*ours, *mine], [*theirs, *other], strict=True):
+        assert torch.equal(one, two)
+    assert int(ours[2].sum()) == 5 * (rows - heads) + 77 * heads
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("go", [False, True])
+def test_advance(before: bool, go: bool) -> None:
+    generator = torch.Generator().manual_seed(before + 2 * go)
+    for _ in range(20):
+        heads = torch.randint(0, 9, (5, 2, 3), generator=generator)
+        start, length, cap, count, slot = heads.unbind(0)
+        free_slot = torch.randint(-2, 4, (2, 3), generator=generator).clamp(min=-1)
+        overwritten = torch.randint(0, 2, (2, 3), generator=generator).to(torch.bool)
+        flag, position = torch.tensor(go), torch.tensor(11)
+        given = [flag, start, length, cap, free_slot, position, count, slot, overwritten]
+        ours, theirs = ([t.clone() for t in given] for _ in range(2))
+        native.advance(*ours, before=before)
+        plain_torch.advance(*theirs, before=before)
+        for one, two in zip(ours, theirs, strict=True):
+            assert torch.equal(one, two)
+        assert int(ours[5]) == 11 + go

@@ -1,0 +1,213 @@
+"""Compiling the C library: where it is kept, what is trusted, and compilers that fail."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minikv.kernels import dispatch
+from minikv.kernels.cpu import build
+
+needs_compiler = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache directory, nothing loaded, and one small source that compiles at once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "FOLDER", tmp_path / "sources")
+    build.FOLDER.mkdir()
+    (build.FOLDER / "tiny.c").write_text("int tiny(void) { return 7; }\n")
+    monkeypatch.delenv(build.OFF, raising=False)
+    build.library.cache_clear()
+    yield tmp_path / "minikv" / "kernels"  # type: ignore[misc]
+    build.library.cache_clear()
+
+
+@needs_compiler
+@pytest.mark.parametrize("umask", [0o022, 0o002])
+def test_it_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        assert build.compiles()
+        assert build.library()[0] is not None
+    finally:
+        os.umask(before)
+    made = list(kept.iterdir())
+    assert [path.suffix for path in made] == [".so"]
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    assert not build.compiles()
+    build.library.cache_clear()
+    assert not build.compiles()
+    monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
+    assert build.library()[0] is not None
+    assert list(kept.iterdir()) == made
+
+
+@needs_compiler
+@pytest.mark.parametrize("which", ["folder", "parent"])
+def test_what_others_may_write_to_is_not_run(kept: Path, which: str) -> None:
+    """A library in a directory that others write to could be theirs: it is compiled anew."""
+    kept.mkdir(parents=True)
+    open_ = kept if which == "folder" else kept.parent
+    open_.chmod(0o777)
+    assert build.store() is None
+    found, why = build.library()
+    assert found is not None, why
+    assert list(kept.iterdir()) == []
+
+
+@needs_compiler
+def test_a_damaged_library_is_made_anew(kept: Path) -> None:
+    compiler = build.find()
+    assert compiler is not None
+    kept.mkdir(parents=True)
+    path = kept / f"{build.key(compiler)}.so"
+    path.write_bytes(b"")
+    old = kept / "old.so"
+    old.write_bytes(b"")
+    os.utime(old, (1e9, 1e9))
+    assert build.library()[0] is not None
+    assert path.stat().st_size > 0
+    assert not old.exists()
+
+
+@needs_compiler
+def test_another_source_is_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = build.find()
+    assert compiler is not None
+    before = build.key(compiler)
+    for path in (*build.FOLDER.glob("*.c"), *build.FOLDER.glob("*.h")):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    assert build.key(compiler) == before
+    with (tmp_path / "numbers.h").open("a") as file:
+        file.write("\n")
+    assert build.key(compiler) != before
+
+
+def test_no_compiler_is_one_line_and_the_twins(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    chosen, notice = dispatch.choose(torch.device("cpu"), "auto", 64, torch.bfloat16)
+    assert chosen.name == "torch"
+    assert notice is not None
+    assert "no C compiler" in notice
+    assert "\n" not in notice
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "ways"),
+    [
+        ("", 1, len(build.WAYS)),
+        ("native.c:1: error: nothing works\nmore", 1, len(build.WAYS)),
+        ("", -9, 1),
+    ],
+)
+def test_a_compiler_that_fails_is_one_line(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, said: str, status: int, ways: int
+) -> None:
+    """One that is killed is not asked for something worse, which would be kept."""
+    tried = []
+
+    def run(command: list[str], **more: object) -> SimpleNamespace:
+        if command[1:] == ["--version"]:
+            return SimpleNamespace(returncode=0, stdout=b"cc 12", stderr=b"")
+        tried.append(command)
+        return SimpleNamespace(returncode=status, stderr=said.encode())
+
+    monkeypatch.setattr(build, "find", lambda: "/usr/bin/env")
+    monkeypatch.setattr(build.subprocess, "run", run)
+    found, why = build.library()
+    assert found is None
+    assert "env failed" in why
+    assert "\n" not in why
+    assert len(tried) == ways * len(build.sources())
+    assert not [path for path in kept.iterdir() if path.suffix == ".so"]
+
+
+def test_clang_is_asked_for_no_threads(monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
+    tried = []
+
+    def run(command: list[str], **more: object) -> SimpleNamespace:
+        tried.append(command)
+        return SimpleNamespace(returncode=1, stdout=b"Apple clang version 16", stderr=b"no")
+
+    monkeypatch.setattr(build, "find", lambda: "/usr/bin/env")
+    monkeypatch.setattr(build.subprocess, "run", run)
+    assert build.library()[0] is None
+    assert len(tried) == 1 + (len(build.WAYS) - 1) * len(build.sources())
+    assert not any("-fopenmp" in command for command in tried)
+
+
+def test_it_can_be_switched_off(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(build.OFF, "0")
+    chosen, notice = dispatch.choose(torch.device("cpu"), "auto", 64, torch.bfloat16)
+    assert (chosen.name, notice) == ("torch", None)
+    assert not kept.exists()
+
+
+def test_what_the_c_does_not_take_is_said(kept: Path) -> None:
+    for size, dtype in ((64, torch.float16), (264, torch.float32)):
+        chosen, notice = dispatch.choose(torch.device("cpu"), "auto", size, dtype)
+        assert chosen.name == "torch"
+        assert notice is not None
+        assert ("float16" if size == 64 else "264") in notice
+
+
+@needs_compiler
+def test_without_threads_it_compiles_too(tmp_path: Path) -> None:
+    """A compiler without OpenMP, as on some systems, still makes a library."""
+    for way in build.WAYS[1:]:
+        quick = ["-O0" if flag == "-O3" else flag for flag in build.FLAGS]
+        command = [str(build.find()), *quick, *way, "-shared", *map(str, build.sources())]
+        done = subprocess.run(
+            [*command, "-o", str(tmp_path / "made.so"), "-lm"],
+            capture_output=True,
+            check=False,
+            env={**os.environ},
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        made = ctypes.CDLL(str(tmp_path / "made.so"))
+        assert made.minikv_threads() == 1
+        (tmp_path / "made.so").unlink()  # the next is another file, not another state of this one
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86's names")
+@pytest.mark.parametrize("processor", ["haswell", "x86-64"])
+@pytest.mark.parametrize("level", ["-O1", pytest.param("-O3", marks=pytest.mark.soak)])
+def test_processors_with_shorter_vectors(processor: str, level: str, tmp_path: Path) -> None:
+    """What one with AVX2, and one without any AVX, would compile passes the same tests."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec "{build.find()}" "$@" -march={processor} {level}\n')
+    compiler.chmod(0o755)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            *(str(Path(__file__).with_name(f"test_{name}.py")) for name in ("decode", "product")),
+        ],
+        env={**os.environ, "CC": str(compiler), "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+    assert list((tmp_path / "minikv" / "kernels").glob("*.so"))

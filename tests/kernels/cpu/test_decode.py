@@ -1,0 +1,112 @@
+"""Attention of a decode step in C, against float64 arithmetic and torch, on odd sizes, with NaN in
+every row that no head has."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from drawing import close, randoms
+from ragged import in_use, segments
+
+from minikv.kernels import to_codes
+from minikv.kernels.cpu import build, decode
+from minikv.kernels.torch import decode as plain_torch
+
+pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
+DTYPES = [torch.float32, torch.bfloat16]
+LOOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+CASES = [
+    (1, 64, [1]),
+    (3, 80, [0, 37, 1]),
+    (4, 96, [16, 0, 130, 1, 5]),
+    (7, 128, [3, 0, 200, 17, 64]),
+    (1, 256, [40, 33, 0]),
+    (5, 8, [9, 30]),
+    (2, 20, [31, 2]),
+    (4, 64, [700, 900, 513]),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "size", "lengths"), CASES)
+@pytest.mark.parametrize("sees", ["all", "window", "logits"])
+def test_attention_over_segments(
+    group: int, size: int, lengths: list[int], dtype: torch.dtype, sees: str
+) -> None:
+    start, length, rows = segments(lengths)
+    used = in_use(start, length, rows)
+    q = randoms(1, len(lengths), group, size, dtype=dtype, by=2.0)
+    k, v = (randoms(i, len(used), size, dtype=dtype) for i in (2, 3))
+    k[~used] = v[~used] = math.nan
+    pos = torch.randperm(len(used), generator=torch.Generator().manual_seed(4)).to(torch.int32)
+    for a, n in zip(start.tolist(), lengths, strict=True):
+        if n:
+            pos[a + n // 2] = len(used)  # a head that has rows sees one
+    oldest = torch.tensor(len(used) // 3)
+    wide = max(lengths) + 5
+    logits = torch.full((len(lengths), group, wide), 7.0) if sees == "logits" else None
+    lse = torch.empty(len(lengths), group) if sees == "logits" else None
+    windowed = {} if sees == "all" else {"pos": pos, "oldest": oldest}
+    mixed, sums = decode.ragged_attention(
+        q, k, v, start, length, width=wide, logits=logits, lse=lse, **windowed
+    )
+    assert mixed.dtype == dtype
+    for h, (a, n) in enumerate(zip(start.tolist(), lengths, strict=True)):
+        x = q[h].double() @ k[a : a + n].double().T / math.sqrt(size)
+        if sees != "all":
+            x = x.masked_fill(pos[a : a + n] < oldest, -math.inf)
+        want = x.softmax(-1) @ v[a : a + n].double() if n else torch.zeros(group, size)
+        close(mixed[h], want, LOOSE[dtype])
+        close(sums[h], x.logsumexp(-1) if n else torch.full((group,), -math.inf))
+        if logits is not None:
+            close(logits[h, :, :n], x)
+            assert bool((logits[h, :, n:] == 7.0).all())
+    if lse is not None:
+        assert sums is lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [20, 64, 96])
+def test_attention_over_codes(dtype: torch.dtype, size: int) -> None:
+    start, length, rows = segments([30, 0, 1, 70])
+    used = in_use(start, length, rows)
+    q = randoms(1, 4, 3, size, dtype=dtype, by=2.0)
+    (k, ks), (v, vs) = (to_codes(randoms(i, len(used), size)) for i in (2, 3))
+    got, lse = decode.ragged_attention(q, k, v, start, length, width=70, k_scale=ks, v_scale=vs)
+    want, other = plain_torch.ragged_attention(
+        q.double(), k.double() * ks[:, None], v.double() * vs[:, None], start, length, width=70
+    )
+    close(got, want, LOOSE[dtype])
+    close(lse, other)
+
+
+def test_what_is_not_finite_is_not_hidden() -> None:
+    """A NaN in a row that is seen comes out, so that the turn is stopped."""
+    q, k = randoms(1, 1, 2, 64).abs(), randoms(2, 9, 64)
+    start, length = torch.tensor([0]), torch.tensor([9])
+    for bad in (math.nan, math.inf):
+        k[4, 3] = bad
+        mixed, _ = decode.ragged_attention(q, k, randoms(3, 9, 64), start, length, width=9)
+        assert bool(mixed.isnan().any())
+
+
+def test_torchs_defaults_do_not_matter() -> None:
+    """The C writes float32, whatever torch would make."""
+    q, k = randoms(1, 1, 2, 64, dtype=torch.bfloat16), randoms(2, 9, 64, dtype=torch.bfloat16)
+    start, length = torch.tensor([0]), torch.tensor([9])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        _, lse = decode.ragged_attention(q, k, k, start, length, width=9)
+        logits = torch.zeros(1, 2, 9)
+        decode.ragged_attention(q, k, k, start, length, width=9, logits=logits)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert lse.dtype == torch.float32
+    assert logits.dtype == torch.bfloat16
+    want = (q[0].float() @ k.float().T / 8).logsumexp(-1)
+    close(lse[0], want, 1e-2)
+    close(logits[0].logsumexp(-1), want, 5e-2)

@@ -1,0 +1,103 @@
+"""The decode step in torch, against float64 arithmetic and a plain loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from guards import guarded, untouched
+from lowest import SHAPES, Case, draw, expected, outcome
+
+from minikv import kernels
+from minikv.kernels.torch import decode_cpu
+
+
+@pytest.mark.parametrize("attend", [kernels.ragged_attention, decode_cpu.ragged_attention])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    ("lengths", "size"), [((1,), 8), ((17, 17, 17), 8), ((300, 4), 80), ((7, 0, 9), 8)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_one_query_per_head(
+    attend: Callable[..., Any],
+    lengths: tuple[int, ...],
+    size: int,
+    group: int,
+    dtype: torch.dtype,
+    windowed: bool,
+) -> None:
+    """Output, log-sum-exp and logits of every head's own rows, in memory full of NaN."""
+    generator = torch.Generator().manual_seed(size)
+    heads, length = len(lengths), torch.tensor(lengths)
+    start = 2 + torch.arange(heads) * (int(length.max()) + 3)
+    rows = int(start[-1]) + int(length.max()) + 2
+    q = torch.randn(heads, group, size, generator=generator).to(dtype) * 2
+    k, v = (torch.full((rows, size), math.nan, dtype=dtype) for _ in range(2))
+    pos = torch.full((rows,), 1 << 30, dtype=torch.int32)
+    for s, n in zip(start.tolist(), lengths, strict=True):
+        k[s : s + n], v[s : s + n] = torch.randn(2, n, size, generator=generator).to(dtype)
+        pos[s : s + n] = torch.randperm(n, generator=generator).to(torch.int32)
+    logits = torch.full((heads, group, int(length.max()) + 5), math.nan)
+    lse = torch.full((heads, group), math.nan)
+    oldest = torch.tensor(3) if windowed and min(lengths) > 3 else None
+    out, same = attend(
+        q,
+        k,
+        v,
+        start,
+        length,
+        width=int(length.max()),
+        pos=None if oldest is None else pos,
+        oldest=oldest,
+        logits=logits,
+        lse=lse,
+    )
+    assert torch.equal(same, lse)
+    loose = 1e-4 if dtype == torch.float32 else 4e-2
+    for h, (s, n) in enumerate(zip(start.tolist(), lengths, strict=True)):
+        if not n:
+            assert not out[h].any()
+            assert bool((lse[h] == -math.inf).all())
+            continue
+        want = q[h].double() @ k[s : s + n].double().T / math.sqrt(size)
+        if oldest is not None:
+            want = want.masked_fill(pos[s : s + n] < oldest, -math.inf)
+        torch.testing.assert_close(logits[h, :, :n].double(), want, rtol=loose, atol=loose)
+        torch.testing.assert_close(lse[h].double(), want.logsumexp(-1), rtol=loose, atol=loose)
+        mixed = want.softmax(-1) @ v[s : s + n].double()
+        torch.testing.assert_close(out[h].double(), mixed, rtol=loose, atol=loose)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_lowest_score_leaves(shape: tuple[int, int, int, int]) -> None:
+    for seed in range(40):
+        case = draw(shape, seed)
+        got = outcome(kernels.lowest_step, case, guarded, go=True)
+        assert untouched(got)
+        assert torch.equal(got, expected(case)), seed
+
+
+def test_the_lowest_score_stays_if_the_step_is_not_final() -> None:
+    case = draw(SHAPES[1], 0)
+    assert bool((outcome(kernels.lowest_step, case, guarded, go=False) == 77).all())
+
+
+def test_the_lowest_score_by_hand() -> None:
+    """Two rows have the lowest score; the older of them is the last one."""
+    one = torch.tensor([[4]])
+    pos = torch.tensor([9, 7, 5, 3], dtype=torch.int32)
+    rows = kernels.Rows(one - 4, one, one - 1, pos, torch.tensor(9), 0, 0, 0)
+    scores = torch.tensor([[[3.0, -1.0, -2.0, -1.0]]])
+    allowed = torch.tensor([[[True, True, False, True]]])
+    got = outcome(kernels.lowest_step, Case(scores, allowed, rows), guarded, go=True)
+    assert int(got) == 3
+
+
+def test_scores_may_have_all_heads_in_one_dimension() -> None:
+    case = draw(SHAPES[1], 3)
+    flat = Case(case.scores.flatten(0, 1), case.allowed.flatten(0, 1), case.rows)
+    assert torch.equal(outcome(kernels.lowest_step, flat, guarded, go=True), expected(case))

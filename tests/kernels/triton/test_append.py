@@ -1,0 +1,84 @@
+"""The row of a new token in Triton, as torch writes it, in guarded memory.
+
+Triton's interpreter runs these tests in a process of its own (test_interpreter.py). Where there is
+a CUDA device, they also run on it (marker `gpu`).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_device import DEVICE, draw, guarded, kernel, on_device, randoms, untouched
+
+from minikv.kernels.torch import append as plain_torch
+
+pytest.importorskip("triton", reason="no Triton on this system")
+
+
+@on_device
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("final", [False, True])
+def test_advance(final: bool, before: bool) -> None:
+    sides = (3, 5)
+    start, length, cap = (torch.randint(0, 9, sides, generator=randoms(i)) for i in range(3))
+    free_slot = torch.randint(-4, 5, sides, generator=randoms(3)).clamp(min=-1)
+    overwritten = torch.rand(sides, generator=randoms(4)) < 0.5
+    outcomes = []
+    for advance in (plain_torch.advance, kernel("triton.append").advance):
+        mine = [
+            guarded(t)
+            for t in (
+                torch.tensor(final),
+                start,
+                length,
+                cap,
+                free_slot,
+                torch.tensor(40),
+                length + 1,
+                torch.full(sides, 77),
+                overwritten,
+            )
+        ]
+        advance(*mine, before=before)
+        assert all(untouched(t) for t in mine)
+        outcomes.append(mine)
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert not bool(outcomes[1][0])
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "size", "coded"), [(1, 64, False), (5, 80, True), (9, 256, False)]
+)
+def test_append(heads: int, size: int, coded: bool, dtype: torch.dtype) -> None:
+    rows = 3 * heads + 2
+    key, value = (draw(i, (heads, size), dtype, 3.0) for i in (1, 2))
+    key[0, :3] = 0.0
+    if heads > 1:
+        value[1] = 0.0
+    wide = guarded(torch.cat((key, value), 1))  # rows of another stride, as a network hands over
+    slot = torch.randperm(rows, generator=randoms(3))[:heads]
+    stored = torch.int8 if coded else dtype
+    outcomes = []
+    for append in (plain_torch.append, kernel("triton.append").append):
+        k, v = (guarded(torch.full((rows, size), 3).to(stored)) for _ in range(2))
+        pos = guarded(torch.full((rows,), 5, dtype=torch.int32))
+        kinds = (torch.float32, torch.int16, torch.int64, torch.bool)
+        blank = [guarded(torch.ones(rows, dtype=kind)) for kind in kinds]
+        scales = [guarded(torch.full((rows,), 9.0)) for _ in range(2)] if coded else []
+        append(
+            wide[:, :size],
+            wide[:, size:],
+            slot.to(DEVICE),
+            torch.tensor(41, device=DEVICE),
+            k,
+            v,
+            pos,
+            blank,
+            *scales,
+        )
+        assert all(untouched(t) for t in (k, v, pos, *blank, *scales))
+        outcomes.append([k, v, pos, *blank, *scales])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert bool((outcomes[1][2][slot.to(DEVICE)] == 41).all())

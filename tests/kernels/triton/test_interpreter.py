@@ -1,0 +1,20 @@
+"""The tests of this folder in Triton's interpreter. It is chosen when Triton is imported, so the
+tests run in a process of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from triton_device import INTERPRETED, interpret
+
+pytest.importorskip("triton", reason="no Triton on this system")
+
+NOT_HERE = {"test_interpreter.py", "test_compile_gate.py"}
+
+
+def test_in_the_interpreter() -> None:
+    if INTERPRETED:
+        pytest.skip("this is the interpreter")
+    files = sorted(Path(__file__).parent.glob("test_*.py"))
+    interpret([file for file in files if file.name not in NOT_HERE])
