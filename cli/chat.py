@@ -14,7 +14,6 @@ import minikv
 from minikv.cli import commands, documents, render, saving
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Config
-from minikv.cli.editor import Cleared, Help, open_reader
 from minikv.cli.failures import show
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.paths import history_file
@@ -30,6 +29,7 @@ from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
+    from minikv.cli.editor import Help
 
 
 def chat(
@@ -109,6 +109,8 @@ def chat(
         )
         read_line = _piped
         if typed:
+            from minikv.cli.editor import open_reader
+
             read_line = open_reader(terminal, _help(session), history_file() if history else None)
         code = converse(context, read_line, typed=typed)
     finally:
@@ -128,8 +130,6 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             if typed:
                 terminal.say("")
             return first_failure
-        except Cleared:
-            continue
         except KeyboardInterrupt:
             if not typed or interrupts.again():
                 raise
@@ -181,6 +181,7 @@ def _piped() -> str:
 
 def _help(session: ChatSession) -> Help:
     """What the line editor completes and shows."""
+    from minikv.cli.editor import Help
 
     def words(command: str) -> Sequence[str]:
         if not command:

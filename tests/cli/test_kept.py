@@ -23,8 +23,9 @@ from minikv.cli import kept, kept_view
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.kept import Kept, Part
-from minikv.cli.kept_view import SHADES, Screen
+from minikv.cli.kept_view import SHADES
 from minikv.cli.saved.keeper import Keeper
+from minikv.cli.strips import Screen
 from minikv.cli.terminal import Terminal
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
