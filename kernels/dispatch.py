@@ -5,15 +5,15 @@
     ragged_attention       triton/decode            cpu/decode        torch/decode
     advance                triton/append            cpu/append        torch/append
     append                 triton/append            cpu/append        torch/append
-    hash_append            triton/hash_append       cpu/hash_append   the policy's file
+    hash_append            triton/hash_append       cpu/hash_append   policies
     lowest_step            triton/step              cpu/step          torch/decode
-    h2o_step               triton/step              cpu/step          the policy's file
-    tova_step              triton/step              cpu/step          the policy's file
-    roco_step              triton/step              cpu/step          the policy's file
-    scissorhands_step      triton/step              cpu/step          the policy's file
+    h2o_step               triton/step              cpu/step          policies
+    tova_step              triton/step              cpu/step          policies
+    roco_step              triton/step              cpu/step          policies
+    scissorhands_step      triton/step              cpu/step          policies
     rows_attention         -                        cpu/prefill       torch/attention
     last_rows_attention    -                        cpu/prefill       torch/attention
-    ragged_prefill         triton/ragged_prefill    -                 torch/ragged_prefill
+    ragged_prefill         triton/ragged_prefill    cpu/prefill       torch/ragged_prefill
     observe                triton/attention_mass    -                 torch/attention_mass
     add_attention_mass     triton/attention_mass    -                 torch/attention_mass
     rows_lse               triton/attention_mass    -                 torch/attention_mass
@@ -25,8 +25,9 @@
     int8_product           -                        cpu/product       torch/product
     row_product            -                        cpu/product       torch/product
 
-A "-" means that torch's own operators are the fastest there. The choice is made once, for a device
-and a head size, and handed on as a `Kernels` object; nothing is remembered here.
+A "-" means that torch's own operators are the fastest there; "policies", that the specification is
+the policy's own file in minikv/policies and torch has no function of that name. The choice is made
+once, for a device and a head size, and handed on as a `Kernels` object; nothing is remembered here.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class EarlierRows:
         """The rows of a layer whose tables on the host are `held`; None if it has none.
 
         Heads that are alike are views of the arena, int8 rows a copy. `copied` is its bytes, or,
-        where heads are uneven, those of the one head that a kernel may copy at a time.
+        where heads are uneven, those of one head's keys, which `kernels.observe` may copy.
         """
         length, free_slot = held.length[layer], held.free_slot[layer]
         if not bool((held.held[layer] > 0).any()):
@@ -64,7 +64,7 @@ class EarlierRows:
             )
             return EarlierRows(index, live, pos, key, value, False, None, 0)
         key, value = arena.columns["k"], arena.columns["v"]
-        size = most * (key[:1].nbytes + value[:1].nbytes)
+        size = most * key[:1].nbytes
         return EarlierRows(index, live, pos, key, value, True, tables, size)
 
     @property

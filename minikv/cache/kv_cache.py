@@ -11,7 +11,7 @@ are written, and `advance` puts it in the place of the old one, which until then
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from minikv.cache.budget import Budget
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.prefill import Plan, Prefill
 from minikv.cache.snapshot import CacheSnapshot, Outcome
-from minikv.cache.stats import CacheStats, Shape
+from minikv.cache.stats import CacheStats, PromptFigures, Shape
 from minikv.cache.stopwatch import Stopwatch
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels, choose
@@ -30,6 +30,21 @@ from minikv.policies.base import PromptPolicy, StepPolicy, smallest_budget
 from minikv.policies.selection import fill
 
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """A cache between two turns, see `KVCache.mark`. The fields are the cache's own."""
+
+    arena: Arena
+    position: int
+    turns: tuple[tuple[int, int], ...]
+    pinned: int
+    rows: int | None
+    open: bool
+    peak: int
+    evict_s: float
+    outcome: Outcome
 
 
 class KVCache:
@@ -472,6 +487,35 @@ class KVCache:
             return None
         return prefers.prefers(arena.columns["pos"].to(torch.int64), self._turns)
 
+    # -- the way back ---------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """The cache as it is, to go back to. Holds its memory, copies nothing. Between turns."""
+        self.settle()
+        assert self._reading is None
+        return Mark(
+            self._arena,
+            self.position,
+            tuple(self._turns),
+            self._pinned,
+            self._rows,
+            self._open,
+            self._peak,
+            self._evict_s,
+            self._last,
+        )
+
+    def go_back(self, mark: Mark) -> None:
+        """Be as at `mark`, if only prompts came after it: steps write to the arena they find.
+
+        Allocates nothing and cannot fail.
+        """
+        self._reading = None
+        self.decode.close()
+        self._arena, self.position, self._turns = mark.arena, mark.position, list(mark.turns)
+        self._pinned, self._rows, self._open = mark.pinned, mark.rows, mark.open
+        self._peak, self._evict_s, self._last = mark.peak, mark.evict_s, mark.outcome
+
     # -- set aside ----------------------------------------------------------------------------
 
     def snapshot(self) -> CacheSnapshot:
@@ -543,6 +587,19 @@ class KVCache:
         return self.arena.columns["pos"][index[head, live[head]]].to(torch.int64).sort().values
 
     @property
+    def last_prompt(self) -> PromptFigures:
+        """What the last prompt cost. Computed from numbers that are there: it cannot fail."""
+        lost = [(s, i) for i, s in enumerate(self._last.lost) if s is not None]
+        return PromptFigures(
+            self._evict_s,
+            max(self._peak, self._allocated),
+            self._last.shaped,
+            sum(s for s, _ in lost) / len(lost) if lost else None,
+            max(lost)[0] if lost else None,
+            max(lost)[1] if lost else None,
+        )
+
+    @property
     def lost(self) -> tuple[float | None, ...]:
         """Per layer, the share of the last window's attention that was evicted; None: not known."""
         return self._last.lost
@@ -581,11 +638,10 @@ class KVCache:
 
     def stats(self) -> CacheStats:
         """Counted from the tensors; see `CacheStats`."""
-        arena, shape, last = self.arena, self.shape, self._last
+        arena, shape, last = self.arena, self.shape, self.last_prompt
         held = arena.layout().held
         rows = int(held.sum())
         row_bytes = 2 * shape.head_dim * self.dtype.itemsize  # as a full cache would hold them
-        lost = [(s, i) for i, s in enumerate(last.lost) if s is not None]
         seen = sum(min(self.position, w) if w else self.position for w in shape.windows)
         mean = rows / held.numel()
         return CacheStats(
@@ -597,13 +653,13 @@ class KVCache:
             full_bytes=seen * shape.kv_heads * row_bytes,
             held_bytes=rows * arena.row_nbytes(),
             allocated_bytes=self._allocated,
-            peak_bytes=max(self._peak, self._allocated),
+            peak_bytes=last.peak_bytes,
             state_bytes=rows * arena.row_nbytes(arena.extra),
             evicted=round(self.position - mean),
-            lost_mean=sum(s for s, _ in lost) / len(lost) if lost else None,
-            lost_max=max(lost)[0] if lost else None,
-            lost_layer=max(lost)[1] if lost else None,
-            evict_s=self._evict_s,
+            lost_mean=last.lost_mean,
+            lost_max=last.lost_max,
+            lost_layer=last.lost_layer,
+            evict_s=last.evict_s,
             budget_rows=self.budget_rows,
             shaped=last.shaped,
         )

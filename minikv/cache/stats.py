@@ -48,3 +48,16 @@ class CacheStats:
     evict_s: float
     budget_rows: int | None
     shaped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFigures:
+    """What the last prompt cost: seconds of eviction, the most bytes allocated at once, whether its
+    question decided what stayed, and the loss as `CacheStats` has it."""
+
+    evict_s: float
+    peak_bytes: int
+    shaped: bool
+    lost_mean: float | None
+    lost_max: float | None
+    lost_layer: int | None

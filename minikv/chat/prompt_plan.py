@@ -1,24 +1,18 @@
 """What a turn feeds to the engine, and the way back when that fails.
 
-A prompt undoes itself (see `Engine.prompt`). Where a turn is read as several, or in the place of
-what is in the cache, a copy of the cache on the host is the way back.
+A prompt undoes itself (see `Engine.prompt`). Where a turn is read as several prompts, or replaces
+what is in the cache, the cache of before is kept until all of it was read.
 """
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from minikv.engine.engine import Engine
 from minikv.errors import Interrupted
-
-if TYPE_CHECKING:
-    from minikv.cache.snapshot import CacheSnapshot
-    from minikv.chat.eviction_config import EvictionConfig
-    from minikv.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +54,18 @@ class Read:
 
 def read(
     engine: Engine,
-    eviction: EvictionConfig,
-    feed: PromptPlan,
-    held: CacheSnapshot | None,
+    plan: PromptPlan,
     room: int,
     progress: Callable[[int, int], None] | None,
     stopped: Callable[[], bool],
 ) -> Read:
-    """Feed it. `choice`: the engine's policies; `held`: a copy of its cache, if there is one.
+    """Feed the plan's prompts. room: answer tokens that are expected.
 
     Between chunks `progress(done, total)` is told, and Interrupted raised once `stopped()`. After
-    any error the cache is as it was before, or empty if there is no memory for that any more.
+    any error the cache is as it was before.
     """
-    kv, total, done, evict_s, peak, blind = engine.kv, feed.tokens, 0, 0.0, 0, False
-    replaces = feed.anew and kv.position > 0
+    kv, total, done, evict_s, peak, blind = engine.kv, plan.tokens, 0, 0.0, 0, False
+    replaces = plan.anew and kv.position > 0
 
     def between_chunks(so_far: int, _: int) -> None:
         if stopped():
@@ -85,38 +77,24 @@ def read(
             progress(done + so_far, total)
 
     lost: tuple[float | None, float | None, int | None] = (None, None, None)
-    copied = replaces or len(feed.parts) > 1
-    if copied and held is None:
-        held = kv.snapshot()
+    before = kv.mark()
     try:
         if replaces:
             engine.reset()
-        if feed.anew and feed.pinned:
-            kv.pin(feed.pinned)
-        for part in feed.parts:
+        if plan.anew and plan.pinned:
+            kv.pin(plan.pinned)
+        for part in plan.parts:
             last = done + len(part) == total
             logits = engine.prompt(part, between_chunks, room if last else 1)
-            stats = kv.stats()
+            figures = kv.last_prompt
             done += len(part)
-            evict_s, peak = evict_s + stats.evict_s, max(peak, stats.peak_bytes)
-            blind = blind or (stats.shaped and not last)
-            if (stats.lost_mean or 0.0) >= (lost[0] or 0.0):
-                lost = stats.lost_mean, stats.lost_max, stats.lost_layer
-    except BaseException as error:
-        if copied and held is not None:
-            _put_back(engine, eviction, held, error)
+            evict_s, peak = evict_s + figures.evict_s, max(peak, figures.peak_bytes)
+            blind = blind or (figures.shaped and not last)
+            if (figures.lost_mean or 0.0) >= (lost[0] or 0.0):
+                lost = figures.lost_mean, figures.lost_max, figures.lost_layer
+    except BaseException:
+        kv.go_back(before)
         raise
-    if copied and held is not None and kv.arena.device.type == "cpu":
-        peak += held.nbytes  # it lay in the same memory
+    if replaces:
+        peak += before.arena.nbytes  # it was kept until the last prompt was read
     return Read(logits, evict_s, peak, blind, lost)
-
-
-def _put_back(
-    engine: Engine, eviction: EvictionConfig, held: CacheSnapshot, error: BaseException
-) -> None:
-    traceback.clear_frames(error.__traceback__)  # their locals keep the memory of the reading
-    engine.reset()
-    try:
-        engine.kv.restore(held, *eviction.policies())
-    except (MemoryError, RuntimeError):
-        engine.reset()

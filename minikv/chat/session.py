@@ -12,7 +12,7 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -393,8 +393,9 @@ class ChatSession:
         self._tell(warn)
 
         before = self._set_aside()
+        known = self.engine.kv.stats()
         reading = perf_counter()
-        read = self._read(feed, before, max_tokens, progress)
+        read = prompt_plan.read(self.engine, feed, max_tokens, progress, lambda: self._cancelled)
         prefill_s = perf_counter() - reading
 
         # The prompt is in the cache: from here on the turn counts, whatever happens.
@@ -418,9 +419,9 @@ class ChatSession:
         decode_s = 0.0
         reason = ""
         try:
-            stats = self.engine.kv.stats()
-            self._mark(stats)
-            self._warn_after(stats, bool(attached), warn)
+            known = self.engine.kv.stats()
+            self._mark(known)
+            self._warn_after(known, bool(attached), warn)
             while True:
                 if self._cancelled:
                     reason = "user"
@@ -464,7 +465,7 @@ class ChatSession:
             answer = "".join(pieces)
             self.messages = [*messages, Message("assistant", answer)]
             self._tell(warn)
-            stats = self.engine.kv.stats()
+            stats = self._measure(known)
             self._mark(stats)
             total_s = perf_counter() - began
             self.report = self._report(
@@ -512,6 +513,14 @@ class ChatSession:
             # An empty cache, as before the first question, costs nothing and stays.
             if self._before[n].nbytes and (old or total > self.undo_bytes):
                 del self._before[n]
+
+    def _measure(self, known: CacheStats) -> CacheStats:
+        """The cache's figures; where there is no memory to count them, the last ones `known`. A
+        turn is closed by this, which must not fail."""
+        try:
+            return self.engine.kv.stats()
+        except (MemoryError, RuntimeError):
+            return replace(known, seen=self.engine.kv.position)
 
     def _mark(self, stats: CacheStats) -> None:
         self.curve.append((stats.seen, stats.held_bytes, stats.full_bytes))
@@ -562,29 +571,6 @@ class ChatSession:
         here = [report for report in self.reports if report.device == self.facts.device]
         asks = prompt is not None and prompt.evidence.asks
         return reuse.decide(self.eviction.policy, asks, tokens, here)
-
-    def _read(
-        self,
-        feed: PromptPlan,
-        before: ChatSnapshot | None,
-        room: int,
-        progress: Callable[[int, int], None] | None,
-    ) -> Read:
-        try:
-            return prompt_plan.read(
-                self.engine,
-                self.eviction,
-                feed,
-                before.held if before else None,
-                room,
-                progress,
-                lambda: self._cancelled,
-            )
-        except BaseException:
-            if not self.engine.kv.position:
-                # Nothing was left to put the cache back: the chat stays, to be read again.
-                self.fed, self.pending_token, self.shaped_by, self.rereads = [], None, None, False
-            raise
 
     def _next(self, token: int, sampling: Sampling, *, ahead: bool) -> int:
         """Feed the pending token, pick the next one. If the engine fails, the cache says whether

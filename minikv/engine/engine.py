@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from minikv.cache.kv_cache import KVCache
 from minikv.engine.decode_loop import Capture, CudaGraphs, DecodeLoop
 from minikv.engine.sampling import Sampling, pick
 from minikv.errors import ContextError, NumericsError
+
+T = TypeVar("T")
 
 
 class Network(Protocol):
@@ -91,18 +93,23 @@ class Engine:
         On an error the token is not in the cache; after an interrupt `kv.position` says whether it
         is. Raises ContextError and NumericsError.
         """
+        return self._step(token, lambda logits: logits)
+
+    def _step(self, token: int, use: Callable[[Tensor], T]) -> T:
+        """Feed one token and return what `use` makes of the logits. Only then does it count."""
         kv = self.kv
         self._refuse_full()
         before = kv.position
         try:
             logits = self.network.forward(self._tensor([token]), _Withheld(kv))
             _check(logits, "writing the answer")
+            found = use(logits)
             kv.advance(1)
         except BaseException:
             if kv.position == before:
                 kv.rollback()
             raise
-        return logits
+        return found
 
     def next(
         self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool = True
@@ -127,8 +134,8 @@ class Engine:
                 self._loop = None
                 why = str(error).strip().partition("\n")[0] or type(error).__name__
                 self.notices.append(f"steps are not captured in a CUDA graph and slower: {why}")
-        logits = self.step(token)
-        return pick(logits, vocab, sampling, seed, self.kv.position)
+        at = self.kv.position + 1
+        return self._step(token, lambda logits: pick(logits, vocab, sampling, seed, at))
 
     def _refuse_full(self) -> None:
         most = self.kv.shape.max_context

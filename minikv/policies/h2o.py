@@ -99,8 +99,3 @@ class H2O(StepPolicy):
             return False
         ops.h2o_step(*end.heads, end.columns["sum"], end.quota)
         return True
-
-
-def step_policy(options: Mapping[str, object]) -> H2O:
-    """Step form."""
-    return H2O(**options)  # type: ignore[arg-type]

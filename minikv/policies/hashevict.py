@@ -110,8 +110,3 @@ class HashEvict(StepPolicy):
             pinned=append.pinned,
         )
         return True
-
-
-def step_policy(options: Mapping[str, object]) -> HashEvict:
-    """Step form."""
-    return HashEvict(**options)  # type: ignore[arg-type]

@@ -60,8 +60,3 @@ class L2(StepPolicy):
 
     def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         return -view.columns["norm"], unprotected(view, self)
-
-
-def step_policy(options: Mapping[str, object]) -> L2:
-    """Step form."""
-    return L2(**options)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ run can be repeated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +52,3 @@ class Random(StepPolicy):
     def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         drawn = uniform(self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos)
         return drawn, unprotected(view, self)
-
-
-def step_policy(options: Mapping[str, object]) -> Random:
-    """Step form."""
-    return Random(**options)  # type: ignore[arg-type]

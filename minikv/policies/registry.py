@@ -846,9 +846,6 @@ def step_policy(name: str, options: Mapping[str, object] | None = None) -> StepP
     values = read_options(info.name, info.own, options or {})
     if not info.module:
         return None
-    module = importlib.import_module(info.module)
-    made = module.step_policy(values) if hasattr(module, "step_policy") else None
-    if made is None:
-        made = getattr(module, info.cls)(**values)
+    made = getattr(importlib.import_module(info.module), info.cls)(**values)
     assert made.name == name
     return made  # type: ignore[no-any-return]

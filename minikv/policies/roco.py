@@ -80,8 +80,3 @@ class RoCo(StepPolicy):
         c = end.columns
         ops.roco_step(*end.heads, c["sum"], c["squares"], c["count"], end.quota)
         return True
-
-
-def step_policy(options: Mapping[str, object]) -> RoCo:
-    """RoCo as a row of the table."""
-    return RoCo(**options)  # type: ignore[arg-type]

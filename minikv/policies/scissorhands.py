@@ -85,8 +85,3 @@ class ScissorHands(StepPolicy):
         queries = end.columns["queries"]
         ops.scissorhands_step(*end.heads, words, queries, self.history, end.window)
         return True
-
-
-def step_policy(options: Mapping[str, object]) -> ScissorHands:
-    """Step form."""
-    return ScissorHands(**options)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ position, which makes it a sliding window with sinks and does not extend the con
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -41,8 +40,3 @@ class Streaming(StepPolicy):
     def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         age = view.pos.float()
         return age.where(view.pos >= self.sinks, -age), unprotected(view, self)
-
-
-def step_policy(options: Mapping[str, object]) -> Streaming:
-    """Step form."""
-    return Streaming(**options)  # type: ignore[arg-type]

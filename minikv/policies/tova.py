@@ -7,7 +7,6 @@ newest row is protected, where the release lets it go if its own attention is lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -98,8 +97,3 @@ class Tova(StepPolicy):
             return False
         ops.tova_step(*end.heads, layerwise=not self.per_head)
         return True
-
-
-def step_policy(options: Mapping[str, object]) -> Tova:
-    """Step form."""
-    return Tova(**options)  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ def test_blocks_of_one_are_steps(name: str, windows: tuple[int | None, ...] | No
     for token in tokens[1:]:
         want = steps.step(token)
     assert torch.allclose(logits, want, rtol=1e-4, atol=1e-4)
-    if windows is None or not steps.kv.step_policy.before:  # type: ignore[union-attr]
+    if windows is None or not steps.kv.step_policy.evict_first:  # type: ignore[union-attr]
         gone = [  # a step marks its victim at once, a block removes it at the next
             set(a) ^ set(b) for a, b in zip(kept(blocks.kv), kept(steps.kv), strict=True)
         ]
@@ -108,7 +108,7 @@ def test_caps_hold_over_turns(name: str, stride: int, blocks: list[int]) -> None
         assert blocks == split(length, stride) * 2
         seen = run.kv.position
         for rows in kept(run.kv):
-            assert len(rows) == min(96, seen) or run.kv.step_policy.before  # type: ignore[union-attr]
+            assert len(rows) == min(96, seen) or run.kv.step_policy.evict_first  # type: ignore[union-attr]
             assert len(rows) <= 96
             assert len(set(rows)) == len(rows)
             assert rows[-1] == seen - 1

@@ -543,7 +543,7 @@ def test_reading_more_with_nothing_evicted_copies_no_old_row_twice() -> None:
     assert stats.peak_bytes < 1.1 * held
     for token in ids(20):  # out of room: the cache grows while it answers
         assert run.step(token).isfinite().all()
-    assert run.kv.stats().kept_min == 2050
+    assert run.kv.stats().kept_min == 2070
 
 
 def test_a_cache_that_grew_in_a_forward_can_be_rolled_back() -> None:

@@ -1,4 +1,4 @@
-"""No part of any policy asks a device that is far for a value, or sends it one, within a layer.
+"""No part of any policy reads a value back from the device, or sends it one, within a layer.
 
 The device is torch's `meta`, which has no memory: a question for a value fails there by itself.
 What only makes the host wait on a GPU is refused by name. The walk is made from the registry, so
@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from small import COMPOSITIONS, PAIRS, ids, network, scheduler
+from small import PAIRS, ids, network, scheduler
 from tape import NoWaiting
-from test_compaction import Silent
+from test_compaction import Silent, empty, uneven
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from minikv import policies
-from minikv.cache import prefill
 from minikv.cache.arena import Arena
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.prefill import Plan, Prefill
@@ -189,17 +188,11 @@ def test_the_walk_takes_every_part() -> None:
 def read(
     prompt: str, options: Mapping[str, object], step: str, own: Mapping[str, object], before: bool
 ) -> None:
-    """A layer of a prompt; `before`: into a cache of uneven heads with holes."""
+    """A layer of a prompt; `before`: into a cache of uneven heads with free slots."""
     chosen = policies.prompt_policy(prompt, options)
     stepper = policies.step_policy(step, own)
-    arena = Arena(LAYERS, HEADS, SIZE, torch.float32, FAR, stepper.columns if stepper else {})
-    arena.resize([400] * LAYERS)
-    for layer in range(LAYERS):
-        arena.lay(layer, [130] * HEADS)
-    if before:
-        arena.length += 20
-        arena.length[:, 1] = 7
-        arena.free_slot[:, 0] = arena.start[:, 0] + 3
+    columns = stepper.columns if stepper else {}
+    arena = Arena(LAYERS, HEADS, SIZE, torch.float32, FAR, columns, rows=[400] * LAYERS)
     plan = Plan(
         30 * before,
         60,
@@ -207,21 +200,18 @@ def read(
         0,
         1,
         [400] * LAYERS,
-        False,
+        [160] * LAYERS,
         turns=[(0, 30), (30, 90)] if before else [(0, 60)],
         rotary=far(SIZE // 2),
         output=lambda layer: far(HEADS, GROUP, SIZE, HIDDEN),
     )
     shape = Shape(LAYERS, HEADS, HEADS * GROUP, SIZE, (None,) * LAYERS, 4096)
-    one = Prefill(shape, arena, chosen, stepper, plan, torch.float32, Silent())
+    held = uneven(LAYERS, HEADS) if before else empty(LAYERS, HEADS)
+    target = arena.fresh(plan.needed, columns)
+    one = Prefill(shape, arena, held, target, chosen, stepper, plan, torch.float32, Silent())
     with without_waiting():
         one.stage(0, *(far(60, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS)))
         one.finish(0)
-
-
-@pytest.fixture(autouse=True)
-def _everything_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "far", lambda _: True)
 
 
 @pytest.mark.parametrize(("name", "options"), PROMPTS)
@@ -238,15 +228,6 @@ def test_the_end_of_a_first_prompt(name: str, options: dict[str, object]) -> Non
 def test_the_columns_of_a_step_policy(name: str, options: dict[str, object]) -> None:
     read("snapkv", {"window": 4}, name, options, True)
     read("full", {}, name, options, False)
-
-
-def test_every_composition_has_both_forms() -> None:
-    """What is made of parts that do not wait does not wait."""
-    for words in COMPOSITIONS:
-        made = policies.prompt_policy("+".join(words))
-        if made is not None:
-            assert made.device_heads is not None
-            assert made.device_select is not None
 
 
 # -- on a GPU ---------------------------------------------------------------------------------

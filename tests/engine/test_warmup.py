@@ -11,7 +11,6 @@ import small
 import step_oracle
 import torch
 
-from minikv.cache import prefill
 from minikv.cache.stats import Shape
 from minikv.engine import warmup as warming
 from minikv.engine.warmup import _tiles, warm
@@ -71,6 +70,7 @@ def test_what_a_policy_launches(
     assert kv.notice is None
     names = {name for name, _ in recorder.calls}
     names -= {"advance", "observe", "add_attention_mass", "rows_attention", "last_rows_attention"}
+    names -= {"gather_rows", "gather_column", "ragged_prefill"}
     assert names == expected | {"ragged_attention"}
     assert kv.position == 0
     assert kv.arena.rows == 0
@@ -89,7 +89,6 @@ def test_what_prompts_launch(
 ) -> None:
     """As on a GPU: a layer ends without asking the device, and later prompts find its rows. The
     chat's own cache is left as it was."""
-    monkeypatch.setattr(prefill, "far", lambda _: True)
     monkeypatch.setattr(warming, "_tiles", lambda kv: None)  # it must be the conversation's
     net = small.network()
     kv = small.scheduler(net, prompt, step, 512)

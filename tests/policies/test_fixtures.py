@@ -382,7 +382,7 @@ def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
         for h, victim in enumerate(victims):
             if victim >= 0:
                 pos = torch.tensor([slots[h]])
-                code = step.admit(0, data["k"][h, slots[h]])["code"]
+                code = step.init_state(0, data["k"][h, slots[h]])["code"]
                 zero = torch.zeros(1, dtype=torch.int64)
                 view = StepView(
                     at,
@@ -393,7 +393,7 @@ def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
                     {"code": code[None]},
                     key=data["k"][h, at][None, None],
                 )
-                mine = int(step.victims(view))
+                mine = int(victims(step, view))
                 far = data["expected_distance"][i, h]
                 free = (pos[0] >= params["sinks"]) & (pos[0] < at - params["recent"])
                 assert bool(free[mine])

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import Dense, engine, ids, network, scheduler
+from small import Dense, engine, ids, network, scheduler, victims
 from torch import Tensor
 
 from minikv import policies
@@ -105,10 +105,10 @@ def test_random_takes_every_row_alike() -> None:
     rows, trials = 25, 4000
     pos = torch.arange(rows).expand(trials, rows)
     heads = torch.arange(trials)
-    victims = step.victims(
-        StepView(rows, pos, torch.full((trials,), rows), heads // 50, heads % 50, {})
+    first = victims(
+        step, StepView(rows, pos, torch.full((trials,), rows), heads // 50, heads % 50, {})
     )
-    counts = torch.bincount(victims, minlength=rows).float()
+    counts = torch.bincount(first, minlength=rows).float()
     assert counts[:2].sum() == 0
     assert counts[-3:].sum() == 0
     free = counts[2:-3]
@@ -303,7 +303,7 @@ def test_tova_keeps_the_heads_of_a_layer_alike() -> None:
 @pytest.mark.parametrize("window", [5, 32, 40, 64, 100])
 def test_scissorhands_counts_the_last_queries(window: int) -> None:
     """C1: the shift register against an explicit recount, rows joining along the way."""
-    step = ScissorHands(sinks=4, recent=10, queries=window)
+    step = ScissorHands(sinks=4, recent=10, history=window)
     rows, generator = 12, torch.Generator().manual_seed(5)
     columns = {name: torch.zeros(rows, dtype=dtype) for name, dtype in step.columns.items()}
     history: list[Tensor] = []
@@ -315,7 +315,7 @@ def test_scissorhands_counts_the_last_queries(window: int) -> None:
                 column[3] = 0
             for bits in history:
                 bits[3] = False
-        step.step(columns, p, lambda seen=seen: seen)  # type: ignore[misc]
+        step.update(columns, p, lambda seen=seen: seen)  # type: ignore[misc]
         history.append(p < 0.5)
         want = torch.stack(history[-window:]).sum(0)
         words = [column for name, column in columns.items() if name != "queries"]
@@ -326,11 +326,11 @@ def test_scissorhands_counts_the_last_queries(window: int) -> None:
 
 def test_scissorhands_takes_uniform_attention_for_enough() -> None:
     """C2: exactly a uniform share is not below it, for any number of rows."""
-    step = ScissorHands(sinks=4, recent=10, queries=50)
+    step = ScissorHands(sinks=4, recent=10, history=50)
     for rows in range(1, 400):
         columns = {name: torch.zeros(rows, dtype=dtype) for name, dtype in step.columns.items()}
         seen = torch.full((rows,), float(rows))
-        step.step(columns, torch.full((rows,), 1.0 / rows), lambda seen=seen: seen)  # type: ignore[misc]
+        step.update(columns, torch.full((rows,), 1.0 / rows), lambda seen=seen: seen)  # type: ignore[misc]
         assert int(columns["below0"].sum()) == 0, rows
 
 
@@ -405,13 +405,13 @@ def test_hashevict_evicts_the_antipode_and_spares_the_twin(bits: int) -> None:
     query = torch.randn(1, 1, 16, generator=generator)
     keys = torch.randn(9, 16, generator=generator)
     keys[4], keys[7] = -3.0 * query[0, 0], 0.1 * query[0, 0]
-    code = step.admit(0, keys)["code"]
-    assert torch.equal(code, step.admit(0, 5.0 * keys)["code"])
+    code = step.init_state(0, keys)["code"]
+    assert torch.equal(code, step.init_state(0, 5.0 * keys)["code"])
     zero, pos = torch.zeros(1, dtype=torch.int64), torch.arange(9)[None]
     order = []
     for _ in range(9):
         seen = StepView(9, pos, torch.tensor([9]), zero, zero, {"code": code[None]}, query=query)
-        victim = int(step.victims(seen))
+        victim = int(victims(step, seen))
         order.append(victim)
         pos = pos.clone()
         pos[0, victim] = -1

@@ -142,6 +142,21 @@ class FakeKv:
             shaped=self.shaped,
         )
 
+    @property
+    def last_prompt(self) -> SimpleNamespace:
+        figures = self.stats()
+        names = ("evict_s", "peak_bytes", "shaped", "lost_mean", "lost_max", "lost_layer")
+        return SimpleNamespace(**{name: getattr(figures, name) for name in names})
+
+    def mark(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            arena=SimpleNamespace(nbytes=0), position=self.position, fed=list(self.fed)
+        )
+
+    def go_back(self, mark: SimpleNamespace) -> None:
+        self.position = mark.position
+        self.fed[:] = mark.fed
+
     def kept(self, layer: int, head: int) -> Tensor:
         return torch.arange(self.position)
 

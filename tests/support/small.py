@@ -28,6 +28,8 @@ from minikv.policies.base import (
     PromptView,
     Scorer,
     StepPolicy,
+    StepView,
+    oldest_of_lowest,
     smallest_budget,
 )
 from minikv.policies.hashevict import codes, ones
@@ -152,6 +154,12 @@ class Dense:
         return self.net.forward(torch.tensor([token]), self.kv)
 
 
+def victims(policy: StepPolicy, view: StepView) -> Tensor:
+    """int64 [F]: the column of the row that each head gives up first."""
+    scores, allowed = policy.score(view, 1)
+    return oldest_of_lowest(scores, view.pos, allowed)
+
+
 # -- every composition ------------------------------------------------------------------------
 
 
@@ -191,7 +199,7 @@ def spell(words: tuple[str, ...], outside: int) -> str:
 def least(eviction: EvictionConfig, pinned: int = 0) -> int:
     """Rows per head that are always enough for a choice beside pinned rows."""
     prompt, step, _, stride = eviction.policies()
-    block = stride - 1 if stride and step is not None and step.before else 0
+    block = stride - 1 if stride and step is not None and step.evict_first else 0
     return smallest_budget(prompt, step) + pinned + block
 
 
@@ -297,7 +305,9 @@ class Walk:
         self._check()
         assert torch.equal(kv.arena.cap, caps)
         newest = kv.position - 1
-        judged = newest - (policy is not None and policy.before)  # the youngest row that may leave
+        judged = newest - (
+            policy is not None and policy.evict_first
+        )  # the youngest row that may leave
         for layer, head, now in self._each():
             window, before = self.windows[layer], had[layer][head]
             slid = -1 if window is None else kv.position - window
@@ -359,7 +369,7 @@ class Walk:
             assert len(now) <= self.budget == int(self.kv.arena.cap[layer, head])
             if window is None:
                 assert now <= held
-                assert policy.before or len(now) == min(len(held), self.budget)
+                assert policy.evict_first or len(now) == min(len(held), self.budget)
 
     def _check(self) -> None:
         arena, end = self.kv.arena, self.kv.position

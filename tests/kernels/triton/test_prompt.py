@@ -11,7 +11,6 @@ import small
 import torch
 from triton_device import INTERPRETED, close
 
-from minikv.cache import prefill
 from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels
 
@@ -27,13 +26,11 @@ def test_prompts_read_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     net = small.network(layers=2, heads=4, kv_heads=2, head_dim=16, windows=(None, 60))
     logits, kept = {}, {}
     for triton in (False, True):
-        monkeypatch.setattr(prefill, "far", lambda _, triton=triton: triton)
         kv = small.scheduler(net, "h2o+ada", "roco", 40)
         engine, found, rows = Engine(net, kv), [], []
         for turn, count in enumerate((50, 30)):
             ops = Triton() if triton else Kernels()
             with monkeypatch.context() as patch:
-                patch.setattr(prefill, "Kernels", lambda ops=ops: ops)
                 patch.setattr(kv, "ops", ops)
                 found.append(engine.prompt(small.ids(count, turn)))
             rows.append([kv.kept(layer, h).tolist() for layer in (0, 1) for h in (0, 1)])
