@@ -1,8 +1,9 @@
 """One live line for work that takes a while: a bar, amounts, the measured rate, the time left.
 
-rich.progress makes the line, `Terminal.status` writes it: on a terminal only, at most ten times a
-second, and removed when the work is done. rich's own Live is not used. It hides the cursor, which
-a process that is killed (out of memory) leaves hidden, and it writes past `Terminal`.
+rich.progress measures the rate and makes the bar. `Terminal.status` writes the line: on a terminal
+only, at most ten times a second, and removed when the work is done. rich's Live and its columns are
+not used. Live hides the cursor, and a process that is killed (out of memory) leaves it hidden.
+Columns are cut when they do not fit, instead of left out, and take 1.3 ms a frame.
 """
 
 from __future__ import annotations
@@ -66,49 +67,37 @@ class Live:
         now = self._clock()
         if now - self._last >= FRAME:
             self._last = now
-            rate = task.speed
-            task.fields["done"] = amounts(done, total, self._unit)
-            task.fields["rate"] = f" {_per_second(rate, self._unit)}" if rate else ""
-            task.fields["left"] = f" {duration((total - done) / rate)} left" if rate else ""
-            self._terminal.status(_drawn(self._progress, self._terminal))
+            self._terminal.status(self._drawn(done, total, task.speed))
+
+    def _drawn(self, done: int, total: int, rate: float | None) -> str:
+        """The line. What does not fit is left out, the rate first."""
+        from rich.cells import cell_len
+
+        width = columns(self._terminal.err) - 1  # the last column would wrap
+        count = amounts(done, total, self._unit)
+        speed = _per_second(rate, self._unit) if rate else ""
+        left = f"{duration((total - done) / rate)} left" if rate else ""
+        for figures in ((count, speed, left), (count, left), (count,)):
+            text = "  ".join(filter(None, figures))
+            room = width - cell_len(self._label) - len(text) - 4
+            if room >= _NARROWEST:
+                bar = _bar(done, total, min(room, _WIDEST), self._terminal)
+                return f"{self._label}  {bar}  {text}"
+        return f"{self._label}  {count}"
 
     def finish(self) -> None:
         """Remove the line."""
         self._terminal.clear_status()
 
 
-def _drawn(progress: Progress, terminal: Terminal) -> str:
-    """The line as text. What does not fit is left out, the rate first."""
+def _bar(done: int, total: int, width: int, terminal: Terminal) -> str:
     from rich.console import Console
-    from rich.progress import BarColumn
+    from rich.progress_bar import ProgressBar
 
-    width = columns(terminal.err) - 1  # the last column would wrap
-    console = Console(
-        file=terminal.err,
-        width=width,
-        color_system=None,
-        legacy_windows=False,
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
-    bar = BarColumn(_NARROWEST)
-    label, done = "{task.description} ", "{task.fields[done]}"
-    rate, left = "{task.fields[rate]}", "{task.fields[left]}"
-    for progress.columns in (
-        (label, bar, done, rate, left),
-        (label, bar, done, left),
-        (label, bar, done),
-        (label, done),
-    ):
-        unlimited = console.options.update(max_width=1000)
-        spare = width - console.measure(progress, options=unlimited).maximum
-        if spare >= 0:
-            bar.bar_width = min(_NARROWEST + spare, _WIDEST)
-            break
-    with console.capture() as drawn:
-        console.print(progress)
-    return drawn.get().rstrip()
+    # Without colours rich leaves the rest of the bar blank; in ASCII it is made of "-".
+    console = Console(file=terminal.err, width=width, color_system=None, legacy_windows=False)
+    bar = ProgressBar(total=max(total, 1), completed=done, width=width)
+    return "".join(segment.text for segment in console.render(bar)).ljust(width)
 
 
 class Loading:

@@ -86,10 +86,10 @@ def drawn(
 @pytest.mark.parametrize(
     ("columns", "text"),
     [
-        (80, f"reading  {'━' * 16}╸{' ' * 10}90,608/140,091 tok  9,420 tok/s  5.3 s left"),
-        (60, "reading  ━━━╸   90,608/140,091 tok  9,420 tok/s  5.3 s left"),
-        (51, "reading  ━━━━━━     90,608/140,091 tok  5.3 s left"),
-        (40, "reading  ━━━━━━━     90,608/140,091 tok"),
+        (80, f"reading  {'━' * 16}{' ' * 9}  90,608/140,091 tok  9,420 tok/s  5.3 s left"),
+        (62, "reading  ━━━━╸    90,608/140,091 tok  9,420 tok/s  5.3 s left"),
+        (60, "reading  ━━━━━━━━━━━╸        90,608/140,091 tok  5.3 s left"),
+        (40, "reading  ━━━━━━      90,608/140,091 tok"),
         (31, "reading  90,608/140,091 tok"),
     ],
 )
