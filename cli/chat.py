@@ -73,7 +73,7 @@ def chat(
         settings = resumed(settings, header(resume), given)
     settings.eviction()
     texts = [documents.read_file(path, errors, config.loaders) for path in files]
-    from minikv.chat.session import UNDO_TURNS
+    from minikv.chat.undo import UNDO_TURNS
 
     keeper = Keeper(terminal, active=save)
     interrupts = Interrupts()

@@ -21,7 +21,8 @@ from typer.testing import CliRunner, Result
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.session import ChatSession, Facts
+from minikv.chat.facts import Facts
+from minikv.chat.session import ChatSession
 from minikv.cli import config, config_command, context_command, settings_commands
 from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS, Config, Interface, load
