@@ -67,7 +67,7 @@ class Kernels:
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
     hash_append: Callable[..., None] | None = None
-    lowest_step = staticmethod(decode.lowest_step)
+    lowest_step: Callable[..., None] | None = staticmethod(decode.lowest_step)
     h2o_step: Callable[..., None] | None = None
     tova_step: Callable[..., None] | None = None
     roco_step: Callable[..., None] | None = None
@@ -91,6 +91,7 @@ class TorchOnCPU(Kernels):
     """Every operation in torch on a CPU, where numbers of a tensor can be read without waiting."""
 
     ragged_attention = staticmethod(decode_cpu.ragged_attention)
+    lowest_step = None  # a step has the positions at hand
 
 
 def choose(

@@ -2,7 +2,7 @@
 
 A CPU tensor's numbers can be read without waiting, so the heads' places decide how it is computed:
 heads of one length at even distances are one batch; uneven heads are one product over all rows of
-the layer with a mask, as long as that is small; else one head after the other.
+the layer, as long as that is small; else one head after the other.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def ragged_attention(
             q, k, v, starts[0], apart, counts[0], pos, oldest, logits, k_scale, v_scale
         )
     elif min(counts) > 0 and heads * group * (end - begin) <= _JOINT:
-        mixed, sums = _joint(
-            q, k, v, start, length, starts, counts, pos, oldest, logits, k_scale, v_scale
-        )
+        mixed, sums = _joint(q, k, v, starts, counts, pos, oldest, logits, k_scale, v_scale)
     else:
         mixed = torch.zeros_like(q)
         sums = torch.full((heads, group), -math.inf)
@@ -93,8 +91,6 @@ def _joint(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    start: Tensor,
-    length: Tensor,
     starts: list[int],
     counts: list[int],
     pos: Tensor | None,
@@ -103,33 +99,40 @@ def _joint(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Uneven heads: every query over the rows of all heads, those of other heads hidden."""
+    """Uneven heads: all queries over the rows of all heads, those of other heads hidden."""
     heads, group, size = q.shape
-    begin, end = min(starts), max(s + n for s, n in zip(starts, counts, strict=True))
-    part, reach = slice(begin, end), torch.arange(begin, end)
-    hidden = (reach < start[:, None]) | (reach >= (start + length)[:, None])
+    first, end = min(starts), max(s + n for s, n in zip(starts, counts, strict=True))
+    part = slice(first, end)
     keys, values = k[part], v[part]
     scale, other = (None if t is None else t[part] for t in (k_scale, v_scale))
-    if sum(counts) < end - begin:
+    mine = [slice(s - first, s - first + n) for s, n in zip(starts, counts, strict=True)]
+    bias = torch.full((heads, 1, end - first), -math.inf)  # of rows that a head does not see
+    for h, rows in enumerate(mine):
+        bias[h, :, rows] = 0.0
+    if sum(counts) < end - first:
         # What nobody has written yet is weighed with 0, and 0 x NaN is not 0.
-        unused = hidden.all(0)
+        unused = (bias < 0).all(0)[0]
         keys, values = (t.masked_fill(unused[:, None], 0) for t in (keys, values))
         if scale is not None and other is not None:
             scale, other = (t.masked_fill(unused, 0) for t in (scale, other))
     if pos is not None and oldest is not None:
-        hidden = hidden | (pos[part] < oldest)
-    flat = _logits(
-        q.reshape(1, heads * group, size), keys[None], None if scale is None else scale[None]
-    )
-    found = flat.view(heads, group, -1)
-    found.masked_fill_(hidden[:, None], -math.inf)
+        bias.masked_fill_(pos[part] < oldest, -math.inf)
+    query = q.view(heads * group, size)
+    if scale is not None:
+        query, keys, values = (t.to(_kind(q)) for t in (query, keys, values))
+    found = torch.mm(query, keys.T).float().mul_(1.0 / math.sqrt(size))
+    if scale is not None:
+        found *= scale
+    own = found.view(heads, group, -1)
+    own += bias
     if logits is not None:
-        for h, (s, n) in enumerate(zip(starts, counts, strict=True)):
-            logits[h, :, :n] = found[h, :, s - begin : s - begin + n]
-    mixed, sums = _mix(
-        q.view(1, heads * group, size), flat, values[None], None if other is None else other[None]
-    )
-    return mixed.view(heads, group, size), sums.view(heads, group)
+        for h, rows in enumerate(mine):
+            logits[h, :, : counts[h]] = own[h, :, rows]
+    p, sums = _softmax(found)
+    if other is not None:
+        p *= other
+    mixed = torch.mm(p.to(values.dtype), values)
+    return mixed.to(q.dtype).view(heads, group, size), sums.view(heads, group)
 
 
 def _batch(t: Tensor, begin: int, heads: int, apart: int, count: int) -> Tensor:
@@ -142,12 +145,16 @@ def _batch(t: Tensor, begin: int, heads: int, apart: int, count: int) -> Tensor:
     )
 
 
+def _kind(q: Tensor) -> torch.dtype:
+    """The dtype in which int8 codes are multiplied: an int8 is exact in bfloat16; in float16 the
+    sums would not fit."""
+    return torch.float32 if q.dtype == torch.float16 else q.dtype
+
+
 def _logits(q: Tensor, k: Tensor, scale: Tensor | None) -> Tensor:
     """float32 [B, g, n]: scaled logits of q [B, g, D] over k [B, n, D]; scale [B, n]: k is int8."""
     if scale is not None:
-        # An int8 is exact in bfloat16; in float16 the sums would not fit.
-        q = q.float() if q.dtype == torch.float16 else q
-        k = k.to(q.dtype)
+        q, k = q.to(_kind(q)), k.to(_kind(q))
     factor = 1.0 / math.sqrt(q.shape[-1])
     if q.dtype == torch.float32:
         found = torch.matmul(q, k.transpose(1, 2)).mul_(factor)
@@ -158,11 +165,16 @@ def _logits(q: Tensor, k: Tensor, scale: Tensor | None) -> Tensor:
     return found if scale is None else found.mul_(scale[:, None])
 
 
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities and the log-sum-exp [B, g] of logits [B, g, n]."""
+    p = logits.softmax(-1)
+    # From the largest logit and its probability: a fraction of what a log-sum-exp takes.
+    return p, logits.amax(-1) - p.amax(-1).log_()
+
+
 def _mix(q: Tensor, logits: Tensor, v: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output [B, g, D] in q's dtype and the log-sum-exp [B, g] of logits [B, g, n]."""
-    p = logits.softmax(-1)
-    sums = logits.amax(-1) - p.amax(-1).log_()  # a fraction of what a log-sum-exp takes
+    p, sums = _softmax(logits)
     if scale is not None:
-        p *= scale[:, None]
-        v = v.to(torch.float32 if q.dtype == torch.float16 else q.dtype)
+        p, v = p.mul_(scale[:, None]), v.to(_kind(q))
     return torch.matmul(p.to(v.dtype), v).to(q.dtype), sums

@@ -332,7 +332,7 @@ class DecodeStep:
         start, length = arena.start[layer], arena.length[layer]
         free_slot, cap = arena.free_slot[layer], arena.cap[layer]
         full = (free_slot < 0) & (length >= cap)
-        if not self.speculative and self.device.type == "cpu" and not bool(full.any()):
+        if self._readable and not bool(full.any()):
             return self.slot[layer]
         index, live = self._index(start, length)
         view = self._view(policy, self.position, index, live, cap, layer, query=query, key=key)
@@ -390,10 +390,14 @@ class DecodeStep:
         if policy.block > 1:
             self._evict_block(policy, view, index, scores, allowed)
             return
-        shape = self.logits.shape[:2]
-        self.ops.lowest_step(
-            scores.view(*shape, -1), allowed.view(*shape, -1), rows, self.accepted, arena.free_slot
-        )
+        if self.ops.lowest_step is not None:
+            shape = self.logits.shape[:2]
+            scores, allowed = scores.view(*shape, -1), allowed.view(*shape, -1)
+            self.ops.lowest_step(scores, allowed, rows, self.accepted, arena.free_slot)
+            return
+        victim = index.gather(1, oldest_of_lowest(scores, view.pos, allowed)[:, None])[:, 0]
+        victim = torch.where(over, victim, -1).view_as(arena.free_slot)
+        torch.where(self.accepted, victim, arena.free_slot, out=arena.free_slot)
 
     def _update(
         self,
@@ -485,7 +489,12 @@ class DecodeStep:
         while there are enough others, those that leave last."""
         arena = self.arena
         assert arena is not None
-        pos = arena.columns["pos"][index].to(torch.int64)
+        flat = index.flatten()
+
+        def at_rows(column: Tensor) -> Tensor:
+            return column.index_select(0, flat).view(index.shape)
+
+        pos = at_rows(arena.columns["pos"]).to(torch.int64)
         pos = pos.masked_fill(~live | (pos < self.pinned), -1)
         if self.leaves_last is not None:
             shown = pos.masked_fill(self.leaves_last[index], -1)
@@ -499,19 +508,25 @@ class DecodeStep:
             cap,
             self._layer[part],
             self._head[part],
-            {name: arena.columns[name][index] for name in arena.extra},
+            {name: at_rows(arena.columns[name]) for name in arena.extra},
             attention,
             query,
             None if key is None else key[:, None],
             lambda: arena.read("k", index),
             layer,
+            self._readable,
         )
+
+    @property
+    def _readable(self) -> bool:
+        """Numbers may be read without waiting, and nothing is recorded."""
+        return not self.speculative and self.device.type == "cpu"
 
     def _in_use(self) -> tuple[Tensor, Tensor]:
         """`_index` of all heads with the new row, [L * H, width]; kept while no head grows."""
         arena = self.arena
         assert arena is not None
-        if self._rows is not None and not self.speculative and self.device.type == "cpu":
+        if self._rows is not None and self._readable:
             count, index, live = self._rows
             if torch.equal(count, self.count):
                 return index, live

@@ -97,6 +97,7 @@ class StepView:
     each row, mean over G. A policy that evicts first has the current query [F, G, D] and the new
     row's key [F, 1, D] instead; of a block of t rows all queries [F, G * t, D] and keys [F, t, D].
     keys() is [F, N, D]: the keys of all rows. layer_index: the layer, where all heads are of one.
+    readable: numbers may be read without waiting for a device.
     """
 
     position: int | Tensor
@@ -110,6 +111,7 @@ class StepView:
     key: Tensor | None = None
     keys: Callable[[], Tensor] | None = None
     layer_index: int | None = None
+    readable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
