@@ -26,7 +26,7 @@ from minikv.cache.stats import CacheStats, PromptFigures, Shape
 from minikv.cache.stopwatch import Stopwatch
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels, choose
-from minikv.policies.base import PromptPolicy, StepPolicy, smallest_budget
+from minikv.policies.base import GlobalAllocator, PromptPolicy, StepPolicy, smallest_budget
 from minikv.policies.selection import fill
 
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
@@ -286,7 +286,10 @@ class KVCache:
         """What the prompt is read under; each: the budget in rows per head."""
         shape, step, arena = self.shape, self.step_policy, self.arena
         spare = room if step is None else 0 if step.evict_first else step.block
-        totals = self._totals(each, int(held.held.max()) + tokens)
+        shared = self.prompt_policy is not None and isinstance(
+            self.prompt_policy.layers, GlobalAllocator
+        )
+        totals = None if shared else self._totals(each, int(held.held.max()) + tokens)
         blocks = self.stride and each is not None
         limits = [shape.kv_heads * each] * shape.layers if blocks and each is not None else totals
         drift = self.prompt_policy.heads.drift if self.prompt_policy is not None else 0
@@ -301,6 +304,11 @@ class KVCache:
             if limits is not None:
                 most = limits[layer] + shape.kv_heads * drift
             needed.append(most + shape.kv_heads * spare)
+        pool = None
+        if shared and each is not None:
+            heads = shape.layers * shape.kv_heads
+            pool = each * heads
+            needed = [0] * (shape.layers - 1) + [pool + spare * heads + 1]
         plan = Plan(
             self.position,
             tokens,
@@ -314,9 +322,10 @@ class KVCache:
             self.output,
             self.rotary,
             self._pinned,
+            pool,
         )
         # A smaller budget gives its memory back.
-        shares = not blocks and self.position > 0 and 2 * sum(needed) > arena.rows
+        shares = not blocks and pool is None and self.position > 0 and 2 * sum(needed) > arena.rows
         return replace(plan, shares=shares and self._fits(plan, held))
 
     def _fits(self, plan: Plan, held: Layout) -> bool:

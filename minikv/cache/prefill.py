@@ -18,6 +18,7 @@ from minikv import kernels
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.compaction import append_rows, gather_survivors
 from minikv.cache.earlier import EarlierRows
+from minikv.cache.global_pool import GlobalPool
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
 from minikv.kernels.dispatch import Kernels
@@ -34,7 +35,8 @@ class Plan:
     cap while an answer is written. needed[i]: rows of layer i's region in a target of its own.
     visible[i]: rows over all heads that exist after the prompt and can still be seen. shares: all
     rows stay and have room where they are. turns, output(layer) and rotary: as `PromptView` has
-    them; pinned: positions below it never leave.
+    them; pinned: positions below it never leave. pool: rows that all layers and heads may keep
+    together, where they share one budget.
     """
 
     position: int
@@ -49,9 +51,12 @@ class Plan:
     output: Callable[[int], Tensor] | None = None
     rotary: Tensor | None = None
     pinned: int = 0
+    pool: int | None = None
 
     def evicts(self, layer: int) -> bool:
-        """The prompt policy evicts rows of the layer."""
+        """The prompt policy may evict rows of the layer."""
+        if self.pool is not None:
+            return sum(self.visible) > self.pool
         return self.totals is not None and self.visible[layer] > self.totals[layer]
 
 
@@ -119,21 +124,37 @@ class Prefill:
         # newest is protected.
         self._least = 2 if step is not None and step.evict_first and step.recent else 1
         self._shaped = False
+        self._pool = None if plan.pool is None else GlobalPool(target, plan.pool)
         known = {id(column) for column in arena.columns.values()}
         self._held_bytes = arena.nbytes + sum(
             column.nbytes for column in target.columns.values() if id(column) not in known
         )
+        self._held_bytes += self._pool.nbytes if self._pool is not None else 0
         self.peak = 0
         self._note_peak()
 
     def complete(self) -> Outcome:
         """Every layer is in the target. Waits for the device, the one time that a prompt does."""
         lost: list[float | None] = [None] * self.shape.layers
+        if self._pool is not None:
+            self._place()
         shares = [share.to(torch.float64) for share in self._stayed.values()]
         stayed = check_places(self.target, shares)
         for layer, share in zip(self._stayed, stayed, strict=True):
             lost[layer] = 1.0 - share
         return Outcome(tuple(lost), self._shaped)
+
+    def _place(self) -> None:
+        """Every layer is in the pool: lay out the target."""
+        assert self._pool is not None
+        assert self.prompt is not None
+        largest = max(self.target.columns.values(), key=lambda column: column.nbytes)
+        self._note_peak(largest)  # one column exists twice at a time
+        stayed = self._pool.place(self.plan.spare, grows=self.step is None)
+        if self.plan.evicts(0) and self.prompt.evidence.observe:
+            self._stayed = dict(enumerate(stayed))
+        region = self.target.capacity.sum(1).cumsum(0).tolist()
+        self.target.region = [0, *region[:-1], self.target.rows]
 
     @property
     def needs(self) -> tuple[bool, int, int | None]:
@@ -265,6 +286,12 @@ class Prefill:
             pos = pos.masked_fill(pos <= end - window, -1)
         view = self._view(layer, pos, new, self._carried(pos))
         keep = view.live
+        extra = dict(view.carried)
+        if self.step is not None:
+            extra |= self.step.prompt(view, view.carried)
+        if self._pool is not None:
+            self._add(self._pool, view, extra)
+            return
         if plan.evicts(layer):
             assert prompt is not None
             assert plan.totals is not None
@@ -273,10 +300,22 @@ class Prefill:
             if prompt.evidence.observe and view.mass is not None:
                 mass = view.mass.mean(1) * view.live  # what slid out of a window was not evicted
                 self._stayed[layer] = ((mass * keep).sum(1) / mass.sum(1)).mean()
-        extra = dict(view.carried)
-        if self.step is not None:
-            extra |= self.step.prompt(view, view.carried)
         self._store(layer, pos, keep, extra)
+
+    def _add(self, pool: GlobalPool, view: PromptView, extra: dict[str, Tensor]) -> None:
+        """Let the layer's rows compete with those of all layers before it."""
+        assert self.prompt is not None
+        key = self.prompt.global_key(view, self.plan.pinned, self._least)
+        evicts = self.plan.evicts(view.layer)
+        self._shaped = self._shaped or (evicts and self.prompt.evidence.asks)
+        share = None
+        if evicts and self.prompt.evidence.observe and view.mass is not None:
+            mass = view.mass.mean(1) * view.live
+            share = mass / mass.sum(1, keepdim=True) / len(mass)
+        staged = self.target.stored(self._key, self._value)
+        self._note_peak(self._key, self._value)  # what enters is a copy
+        old = None if self._old is None else (self.arena, self._old.index)
+        pool.add(view.layer, key, view.pos, staged, extra, share, old)
 
     def _store(self, layer: int, pos: Tensor, keep: Tensor, extra: dict[str, Tensor]) -> None:
         """Write the rows to keep to the target, with what each head may keep and own."""
@@ -329,8 +368,11 @@ class Prefill:
             return self._value if old is None else torch.cat((old.values(), self._value), 1)
 
         end = self.plan.position + self.plan.tokens
-        totals = self.plan.totals
-        each = totals[layer] // self.shape.kv_heads if totals is not None and evicts else 0
+        totals, pool, each = self.plan.totals, self.plan.pool, 0
+        if evicts and pool is not None:
+            each = pool // (self.shape.layers * self.shape.kv_heads)
+        elif evicts and totals is not None:
+            each = totals[layer] // self.shape.kv_heads
         budget = max(0, each - self.plan.pinned)
         known = self.plan.output
         return PromptView(
