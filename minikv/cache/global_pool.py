@@ -65,12 +65,15 @@ class GlobalPool:
         tokens = staged["k"].shape[1]
         new = (place - (count - tokens)).clamp(min=0)
         for name, values in staged.items():
-            found = values[head, new]
+            found = values[head, new] if tokens else None
             if earlier is not None:
                 arena, index = earlier
                 old = place < count - tokens
                 before = arena.columns[name][index[head, place.clamp(max=count - tokens - 1)]]
-                found = torch.where(old.view(-1, *[1] * (found.dim() - 1)), before, found)
+                if found is not None:
+                    before = torch.where(old.view(-1, *[1] * (found.dim() - 1)), before, found)
+                found = before
+            assert found is not None, "a layer without rows"
             self.target.columns[name].index_copy_(0, into, found)
         for name, values in ({"pos": pos} | dict(extra)).items():
             column = self.target.columns[name]

@@ -112,6 +112,8 @@ class Prefill:
         self._moments: Moments | None = None
         self._mass: Tensor | None = None
         self._squares: Tensor | None = None
+        self._queries = plan.tokens if self._all else 0  # that mass and squares are sums of
+        self._rescoring = False
         wide = (shape.kv_heads, plan.tokens, shape.head_dim)
         tail = (last, shape.heads, shape.head_dim)
         self._key = torch.empty(wide, dtype=dtype, device=arena.device)
@@ -287,7 +289,7 @@ class Prefill:
         view = self._view(layer, pos, new, self._carried(pos))
         keep = view.live
         extra = dict(view.carried)
-        if self.step is not None:
+        if self.step is not None and not self._rescoring:
             extra |= self.step.prompt(view, view.carried)
         if self._pool is not None:
             self._add(self._pool, view, extra)
@@ -301,6 +303,24 @@ class Prefill:
                 mass = view.mass.mean(1) * view.live  # what slid out of a window was not evicted
                 self._stayed[layer] = ((mass * keep).sum(1) / mass.sum(1)).mean()
         self._store(layer, pos, keep, extra)
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Of the layer that was just completed, where every query is observed: what they gave the
+        rows of before the prompt, mass [H, G, N] and squares [H, N]."""
+        assert self._old is not None
+        assert self._mass is not None
+        assert self._squares is not None
+        count = self._old.pos.shape[1]
+        return self._mass[..., :count], self._squares[..., :count]
+
+    def rescore(self, layer: int, mass: Tensor, squares: Tensor, queries: int) -> None:
+        """In place of staging and finishing a layer, in a prompt of no tokens: choose among the
+        rows that are there, by what `queries` further queries gave them."""
+        assert self.plan.tokens == 0
+        self._rescoring, self._queries = True, queries
+        self._mass, self._squares = mass, squares
+        self._old = EarlierRows.of(self.arena, self._held, layer)
+        self.finish(layer)
 
     def _add(self, pool: GlobalPool, view: PromptView, extra: dict[str, Tensor]) -> None:
         """Let the layer's rows compete with those of all layers before it."""
@@ -344,8 +364,8 @@ class Prefill:
             sources.insert(0, old.part)
         group = self.shape.heads // self.shape.kv_heads
         tail = self._tail.view(-1, self.shape.kv_heads, group, self.shape.head_dim)
-        if self._all:
-            observed = len(new)
+        if self._queries:
+            observed = self._queries
         elif observed and (evicts or (self.step is not None and self.step.observe > 0)):
             mass, squares = self._ops.observe(
                 tail[len(tail) - observed :],

@@ -170,7 +170,8 @@ class Evidence:
     the choice depends on what was asked. `sinks` and `window`: rows that are protected at either
     end, for the smallest useful budget. Without `causal` an observed query also sees the rows after
     it. `queries_from`: it reads the moments of the prompt's queries from this position on.
-    `adds_up`: scores are at least 0 and can be added and multiplied, as attention can; if not, only
+    `second_pass`: it scores by the queries of further texts (`Scorer.second_pass`) in place of the
+    prompt's own. `adds_up`: scores are at least 0 and can be added and multiplied, as attention can; if not, only
     their order means something.
     """
 
@@ -180,6 +181,7 @@ class Evidence:
     window: int = 0
     causal: bool = True
     queries_from: int | None = None
+    second_pass: bool = False
     adds_up: bool = True
 
 
@@ -198,6 +200,14 @@ class Scorer(ABC):
     def protected(self, view: PromptView) -> Tensor:
         """bool [H, N]: rows that stay whatever their score; the sinks and the window."""
         return ends(view, self.evidence.sinks, self.evidence.window)
+
+    def second_pass(self, ids: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Ids of further texts for a prompt of `ids`, one at least, if `evidence.second_pass`.
+
+        Where rows must leave, each is fed behind the whole prompt before any does; what its queries
+        give the rows is in `PromptView.mass`, `squares` and `observed`. Nothing of it is stored.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
