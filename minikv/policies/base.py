@@ -171,8 +171,8 @@ class Evidence:
     end, for the smallest useful budget. Without `causal` an observed query also sees the rows after
     it. `queries_from`: it reads the moments of the prompt's queries from this position on.
     `second_pass`: it scores by the queries of further texts (`Scorer.second_pass`) in place of the
-    prompt's own. `adds_up`: scores are at least 0 and can be added and multiplied, as attention can; if not, only
-    their order means something.
+    prompt's own. `adds_up`: scores are at least 0 and can be added and multiplied, as attention
+    can; if not, only their order means something.
     """
 
     observe: int = 0
