@@ -169,7 +169,7 @@ def test_what_slides_out_of_a_window_is_not_kept_for_having_room() -> None:
     """The first prompt fits the window and leaves room behind its rows; the second does not."""
     net = small.network(windows=(70, None, 70))
     run = small.engine(net, "full", "none", None)
-    run.prompt(small.ids(40), room=200)
+    run.prompt(small.ids(40), room=60)
     run.prompt(small.ids(20), room=1)
     assert run.kv.kept(0, 1).tolist() == [*range(60)]
     run.prompt(small.ids(20, seed=1), room=1)
