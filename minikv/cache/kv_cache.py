@@ -10,7 +10,7 @@ are written, and `advance` puts it in the place of the old one, which until then
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,12 +21,13 @@ from minikv.cache.block_prefill import BlockPrefill
 from minikv.cache.budget import Budget
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.prefill import Plan, Prefill
+from minikv.cache.second_pass import SecondPassPrefill
 from minikv.cache.snapshot import CacheSnapshot, Outcome
 from minikv.cache.stats import CacheStats, PromptFigures, Shape
 from minikv.cache.stopwatch import Stopwatch
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels, choose
-from minikv.policies.base import PromptPolicy, StepPolicy, smallest_budget
+from minikv.policies.base import GlobalAllocator, PromptPolicy, StepPolicy, smallest_budget
 from minikv.policies.selection import fill
 
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
@@ -181,7 +182,7 @@ class KVCache:
         self._arena = self._empty(self.step_policy)
         if self.budget and self.budget.unit == "share":
             self._open, self._rows = True, None
-        self._reading: Prefill | BlockPrefill | None = None
+        self._reading: Prefill | BlockPrefill | SecondPassPrefill | None = None
         self._last = Outcome()
         self._peak = 0
         self._evict_s = 0.0
@@ -239,10 +240,16 @@ class KVCache:
         plan = self._plan(tokens, room, each, held, visible)
         columns = step.columns if step is not None else {}
         target = arena.sharing(columns) if plan.shares else arena.fresh(plan.needed, columns)
-        reading: Prefill | BlockPrefill
+        reading: Prefill | BlockPrefill | SecondPassPrefill
+        prompt = self.prompt_policy
+        evicts = any(plan.evicts(layer) for layer in range(self.shape.layers))
         if self.stride and step is not None and each is not None:
             reading = BlockPrefill(
                 self.shape, arena, held, target, step, plan, each, self.stride, self.dtype, self.ops
+            )
+        elif prompt is not None and prompt.evidence.second_pass and evicts:
+            reading = SecondPassPrefill(
+                self.shape, arena, held, target, prompt, step, plan, self.dtype, self.ops
             )
         else:
             reading = Prefill(
@@ -258,6 +265,26 @@ class KVCache:
             )
         self._evicting = Stopwatch(self.device)
         self._rows, self._reading = rows, reading
+
+    def second_pass(self, ids: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Texts to feed when the prompt of these ids has been through the network, before
+        `advance`: each between `begin_pass` and `end_pass`."""
+        prompt = self.prompt_policy
+        if not isinstance(self._reading, SecondPassPrefill):
+            return ()
+        assert prompt is not None
+        return prompt.scorer.second_pass(ids)
+
+    def begin_pass(self, tokens: int) -> int:
+        """The next forward is one of those texts; the position at which it begins."""
+        assert isinstance(self._reading, SecondPassPrefill)
+        self._reading.begin_pass(tokens)
+        return self._reading.end
+
+    def end_pass(self) -> None:
+        """The text has been through the network."""
+        assert isinstance(self._reading, SecondPassPrefill)
+        self._reading.end_pass()
 
     def _read_tables(self, tokens: int) -> tuple[Layout, list[int]]:
         """The arena's tables on the host, and how many rows of each layer, over its heads, will
@@ -286,7 +313,10 @@ class KVCache:
         """What the prompt is read under; each: the budget in rows per head."""
         shape, step, arena = self.shape, self.step_policy, self.arena
         spare = room if step is None else 0 if step.evict_first else step.block
-        totals = self._totals(each, int(held.held.max()) + tokens)
+        shared = self.prompt_policy is not None and isinstance(
+            self.prompt_policy.layers, GlobalAllocator
+        )
+        totals = None if shared else self._totals(each, int(held.held.max()) + tokens)
         blocks = self.stride and each is not None
         limits = [shape.kv_heads * each] * shape.layers if blocks and each is not None else totals
         drift = self.prompt_policy.heads.drift if self.prompt_policy is not None else 0
@@ -301,6 +331,11 @@ class KVCache:
             if limits is not None:
                 most = limits[layer] + shape.kv_heads * drift
             needed.append(most + shape.kv_heads * spare)
+        pool = None
+        if shared and each is not None:
+            heads = shape.layers * shape.kv_heads
+            pool = each * heads
+            needed = [0] * (shape.layers - 1) + [pool + spare * heads + 1]
         plan = Plan(
             self.position,
             tokens,
@@ -314,9 +349,10 @@ class KVCache:
             self.output,
             self.rotary,
             self._pinned,
+            pool,
         )
         # A smaller budget gives its memory back.
-        shares = not blocks and self.position > 0 and 2 * sum(needed) > arena.rows
+        shares = not blocks and pool is None and self.position > 0 and 2 * sum(needed) > arena.rows
         return replace(plan, shares=shares and self._fits(plan, held))
 
     def _fits(self, plan: Plan, held: Layout) -> bool:
@@ -388,7 +424,9 @@ class KVCache:
             return
         assert tokens == self._reading.plan.tokens
         reading = self._reading
-        outcome, evict_s = reading.complete(), self._evicting.total()
+        with self._evicting.running():
+            outcome = reading.complete()
+        evict_s = self._evicting.total()
         turns = [*self._turns, (self.position, self.position + tokens)]
         # From here on nothing fails.
         self._arena, self._reading = reading.target, None

@@ -18,6 +18,7 @@ from minikv import kernels
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.compaction import append_rows, gather_survivors
 from minikv.cache.earlier import EarlierRows
+from minikv.cache.global_pool import GlobalPool
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
 from minikv.kernels.dispatch import Kernels
@@ -34,7 +35,8 @@ class Plan:
     cap while an answer is written. needed[i]: rows of layer i's region in a target of its own.
     visible[i]: rows over all heads that exist after the prompt and can still be seen. shares: all
     rows stay and have room where they are. turns, output(layer) and rotary: as `PromptView` has
-    them; pinned: positions below it never leave.
+    them; pinned: positions below it never leave. pool: rows that all layers and heads may keep
+    together, where they share one budget.
     """
 
     position: int
@@ -49,9 +51,12 @@ class Plan:
     output: Callable[[int], Tensor] | None = None
     rotary: Tensor | None = None
     pinned: int = 0
+    pool: int | None = None
 
     def evicts(self, layer: int) -> bool:
-        """The prompt policy evicts rows of the layer."""
+        """The prompt policy may evict rows of the layer."""
+        if self.pool is not None:
+            return sum(self.visible) > self.pool
         return self.totals is not None and self.visible[layer] > self.totals[layer]
 
 
@@ -107,6 +112,8 @@ class Prefill:
         self._moments: Moments | None = None
         self._mass: Tensor | None = None
         self._squares: Tensor | None = None
+        self._queries = plan.tokens if self._all else 0  # that mass and squares are sums of
+        self._rescoring = False
         wide = (shape.kv_heads, plan.tokens, shape.head_dim)
         tail = (last, shape.heads, shape.head_dim)
         self._key = torch.empty(wide, dtype=dtype, device=arena.device)
@@ -119,21 +126,37 @@ class Prefill:
         # newest is protected.
         self._least = 2 if step is not None and step.evict_first and step.recent else 1
         self._shaped = False
+        self._pool = None if plan.pool is None else GlobalPool(target, plan.pool)
         known = {id(column) for column in arena.columns.values()}
         self._held_bytes = arena.nbytes + sum(
             column.nbytes for column in target.columns.values() if id(column) not in known
         )
+        self._held_bytes += self._pool.nbytes if self._pool is not None else 0
         self.peak = 0
         self._note_peak()
 
     def complete(self) -> Outcome:
         """Every layer is in the target. Waits for the device, the one time that a prompt does."""
         lost: list[float | None] = [None] * self.shape.layers
+        if self._pool is not None:
+            self._place()
         shares = [share.to(torch.float64) for share in self._stayed.values()]
         stayed = check_places(self.target, shares)
         for layer, share in zip(self._stayed, stayed, strict=True):
             lost[layer] = 1.0 - share
         return Outcome(tuple(lost), self._shaped)
+
+    def _place(self) -> None:
+        """Every layer is in the pool: lay out the target."""
+        assert self._pool is not None
+        assert self.prompt is not None
+        largest = max(self.target.columns.values(), key=lambda column: column.nbytes)
+        self._note_peak(largest)  # one column exists twice at a time
+        stayed = self._pool.place(self.plan.spare, grows=self.step is None)
+        if self.plan.evicts(0) and self.prompt.evidence.observe:
+            self._stayed = dict(enumerate(stayed))
+        region = self.target.capacity.sum(1).cumsum(0).tolist()
+        self.target.region = [0, *region[:-1], self.target.rows]
 
     @property
     def needs(self) -> tuple[bool, int, int | None]:
@@ -265,6 +288,12 @@ class Prefill:
             pos = pos.masked_fill(pos <= end - window, -1)
         view = self._view(layer, pos, new, self._carried(pos))
         keep = view.live
+        extra = dict(view.carried)
+        if self.step is not None and not self._rescoring:
+            extra |= self.step.prompt(view, view.carried)
+        if self._pool is not None:
+            self._add(self._pool, view, extra)
+            return
         if plan.evicts(layer):
             assert prompt is not None
             assert plan.totals is not None
@@ -273,10 +302,40 @@ class Prefill:
             if prompt.evidence.observe and view.mass is not None:
                 mass = view.mass.mean(1) * view.live  # what slid out of a window was not evicted
                 self._stayed[layer] = ((mass * keep).sum(1) / mass.sum(1)).mean()
-        extra = dict(view.carried)
-        if self.step is not None:
-            extra |= self.step.prompt(view, view.carried)
         self._store(layer, pos, keep, extra)
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Of the layer that was just completed, where every query is observed: what they gave the
+        rows of before the prompt, mass [H, G, N] and squares [H, N]."""
+        assert self._old is not None
+        assert self._mass is not None
+        assert self._squares is not None
+        count = self._old.pos.shape[1]
+        return self._mass[..., :count], self._squares[..., :count]
+
+    def rescore(self, layer: int, mass: Tensor, squares: Tensor, queries: int) -> None:
+        """In place of staging and finishing a layer, in a prompt of no tokens: choose among the
+        rows that are there, by what `queries` further queries gave them."""
+        assert self.plan.tokens == 0
+        self._rescoring, self._queries = True, queries
+        self._mass, self._squares = mass, squares
+        self._old = EarlierRows.of(self.arena, self._held, layer)
+        self.finish(layer)
+
+    def _add(self, pool: GlobalPool, view: PromptView, extra: dict[str, Tensor]) -> None:
+        """Let the layer's rows compete with those of all layers before it."""
+        assert self.prompt is not None
+        key = self.prompt.global_key(view, self.plan.pinned, self._least)
+        evicts = self.plan.evicts(view.layer)
+        self._shaped = self._shaped or (evicts and self.prompt.evidence.asks)
+        share = None
+        if evicts and self.prompt.evidence.observe and view.mass is not None:
+            mass = view.mass.mean(1) * view.live
+            share = mass / mass.sum(1, keepdim=True) / len(mass)
+        staged = self.target.stored(self._key, self._value)
+        self._note_peak(self._key, self._value)  # what enters is a copy
+        old = None if self._old is None else (self.arena, self._old.index)
+        pool.add(view.layer, key, view.pos, staged, extra, share, old)
 
     def _store(self, layer: int, pos: Tensor, keep: Tensor, extra: dict[str, Tensor]) -> None:
         """Write the rows to keep to the target, with what each head may keep and own."""
@@ -305,8 +364,8 @@ class Prefill:
             sources.insert(0, old.part)
         group = self.shape.heads // self.shape.kv_heads
         tail = self._tail.view(-1, self.shape.kv_heads, group, self.shape.head_dim)
-        if self._all:
-            observed = len(new)
+        if self._queries:
+            observed = self._queries
         elif observed and (evicts or (self.step is not None and self.step.observe > 0)):
             mass, squares = self._ops.observe(
                 tail[len(tail) - observed :],
@@ -329,8 +388,11 @@ class Prefill:
             return self._value if old is None else torch.cat((old.values(), self._value), 1)
 
         end = self.plan.position + self.plan.tokens
-        totals = self.plan.totals
-        each = totals[layer] // self.shape.kv_heads if totals is not None and evicts else 0
+        totals, pool, each = self.plan.totals, self.plan.pool, 0
+        if evicts and pool is not None:
+            each = pool // (self.shape.layers * self.shape.kv_heads)
+        elif evicts and totals is not None:
+            each = totals[layer] // self.shape.kv_heads
         budget = max(0, each - self.plan.pinned)
         known = self.plan.output
         return PromptView(

@@ -78,6 +78,8 @@ class Engine:
             kv.begin(len(ids), min(room, max(1, left - len(ids))))
             logits = self.network.forward(self._tensor(ids), _Withheld(kv))
             _check(logits, "reading the prompt")
+            for text in kv.second_pass(ids):
+                self._pass(text, left - len(ids))
             kv.advance(len(ids))
         except BaseException:
             if kv.position == before:
@@ -86,6 +88,17 @@ class Engine:
         finally:
             kv.progress = None
         return logits
+
+    def _pass(self, ids: Sequence[int], left: int) -> None:
+        """Feed a text that only scores what was read (see `Scorer.second_pass`)."""
+        if len(ids) > left:
+            raise ContextError(
+                f"scoring what was read takes {len(ids):,} positions more, and {left:,} are left",
+                "take another policy, or shorten the text",
+            )
+        position = self.kv.begin_pass(len(ids))
+        self.network.forward(self._tensor(ids), _Withheld(self.kv, position))
+        self.kv.end_pass()
 
     def step(self, token: int) -> Tensor:
         """Feed one token of an answer; return the next logits, float32 [V].
@@ -156,8 +169,9 @@ class Engine:
 class _Withheld:
     """The cache without `advance`: the engine looks at the logits before a forward counts."""
 
-    def __init__(self, kv: KVCache) -> None:
-        self.position, self.attend = kv.position, kv.attend
+    def __init__(self, kv: KVCache, position: int | None = None) -> None:
+        self.position = kv.position if position is None else position
+        self.attend = kv.attend
 
     def advance(self, tokens: int) -> None:
         """Left to the engine."""

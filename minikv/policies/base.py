@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
+from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels
 from minikv.policies import selection
 
@@ -171,8 +172,9 @@ class Evidence:
     the choice depends on what was asked. `sinks` and `window`: rows that are protected at either
     end, for the smallest useful budget. Without `causal` an observed query also sees the rows after
     it. `queries_from`: it reads the moments of the prompt's queries from this position on.
-    `adds_up`: scores are at least 0 and can be added and multiplied, as attention can; if not, only
-    their order means something.
+    `second_pass`: it scores by the queries of further texts (`Scorer.second_pass`) in place of the
+    prompt's own. `adds_up`: scores are at least 0 and can be added and multiplied, as attention
+    can; if not, only their order means something.
     """
 
     observe: int = 0
@@ -181,6 +183,7 @@ class Evidence:
     window: int = 0
     causal: bool = True
     queries_from: int | None = None
+    second_pass: bool = False
     adds_up: bool = True
 
 
@@ -199,6 +202,14 @@ class Scorer(ABC):
     def protected(self, view: PromptView) -> Tensor:
         """bool [H, N]: rows that stay whatever their score; the sinks and the window."""
         return ends(view, self.evidence.sinks, self.evidence.window)
+
+    def second_pass(self, ids: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Ids of further texts for a prompt of `ids`, one at least, if `evidence.second_pass`.
+
+        Where rows must leave, each is fed behind the whole prompt before any does; what its queries
+        give the rows is in `PromptView.mass`, `squares` and `observed`. Nothing of it is stored.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +233,14 @@ class LayerAllocator:
         most: what a head could hold at all; least: what it needs; protected: sinks and window.
         """
         return [budget] * layers
+
+
+class GlobalAllocator(ABC):
+    """One budget for all layers and heads: the best rows of all stay, wherever they are."""
+
+    @abstractmethod
+    def worth(self, rows: Candidates) -> Tensor:
+        """float32 [H, N]: what each row is worth beside those of other layers."""
 
 
 class HeadAllocator:
@@ -282,7 +301,7 @@ class PromptPolicy:
 
     name: str
     scorer: Scorer
-    layers: LayerAllocator = field(default_factory=LayerAllocator)
+    layers: LayerAllocator | GlobalAllocator = field(default_factory=LayerAllocator)
     heads: HeadAllocator = field(default_factory=HeadAllocator)
     selector: Selector = field(default_factory=Selector)
     reweighter: Reweighter | None = None
@@ -291,6 +310,12 @@ class PromptPolicy:
     def __post_init__(self) -> None:
         self.heads.check(self.scorer)
         self.selector.check(self.scorer)
+        plain = type(self.heads) is HeadAllocator and type(self.selector) is Selector
+        if isinstance(self.layers, GlobalAllocator) and (self.reweighter or not plain):
+            raise UsageError(
+                f"{self.name}: one budget for all layers leaves nothing to share among heads",
+                "leave out the parts that do (ada, draw, kvcrush, critical)",
+            )
 
     @property
     def evidence(self) -> Evidence:
@@ -299,6 +324,7 @@ class PromptPolicy:
 
     def layer_rows(self, layers: int, budget: int, most: int, least: int) -> list[int]:
         """See `LayerAllocator.rows`."""
+        assert isinstance(self.layers, LayerAllocator)
         protected = self.evidence.sinks + self.evidence.window
         return self.layers.rows(layers, budget, most, least, protected)
 
@@ -329,6 +355,21 @@ class PromptPolicy:
         own = stays & (view.pos >= pinned)
         counts = selection.ensure_least(counts, own.sum(1), free.sum(1), least)
         return stays | self.select(rows, counts, total + len(free))
+
+    def global_key(self, view: PromptView, pinned: int = 0, least: int = 0) -> Tensor:
+        """int64 [H, N]: an order of the rows of all layers, for a `GlobalAllocator`; larger is
+        better, `selection.NOT_FREE` where there is no row. Arguments as `keep`."""
+        assert isinstance(self.layers, GlobalAllocator)
+        sure = (self.scorer.protected(view) | (view.pos < pinned)) & view.live
+        free = view.live & ~sure
+        worth = self.layers.worth(Candidates(view, self.scorer, self.scorer.score(view), free))
+        lack = (least - (sure & (view.pos >= pinned)).sum(1)).clamp(min=0)
+        sure = sure | selection.best(worth, view.pos, free, lack, least)
+        preferred = None
+        if self.preference is not None:
+            preferred = self.preference.prefers(view.pos, view.turns) & free
+        key = selection.order_key(worth, view.pos, free)
+        return selection.tiered_key(key, view.pos, sure, preferred)
 
 
 def ends(view: PromptView, sinks: int, recent: int) -> Tensor:

@@ -40,7 +40,8 @@ class Part:
     """One answer to one of the four questions: a class whose fields are `options`.
 
     `axis`: what it answers, and with it the base class in `policies.base`: "scorer" (`Scorer`),
-    "layers" (`LayerAllocator`), "heads" (`HeadAllocator`), "select" (`Selector`), "weigh"
+    "layers" (`LayerAllocator` or
+    `GlobalAllocator`), "heads" (`HeadAllocator`), "select" (`Selector`), "weigh"
     (`Reweighter`) or "prefer" (`Preference`).
     """
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 _FINEST = 10**7  # denominators up to here leave room in 64 bits for 10^7 rows and 64 heads
-_NONE = torch.iinfo(torch.int64).min
+NOT_FREE = torch.iinfo(torch.int64).min
+"""The order key of a row that is not free."""
+_SURE, _PREFERRED = 0x7FFFFFFF << 32, 0x7FFFFFFE << 32  # above the key of every score
 
 
 def best(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
@@ -129,7 +131,16 @@ def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
     """int64 [H, N]: larger for a better row, of equal scores the younger; least if not free."""
     bits = (scores.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)  # -0.0 becomes 0.0
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return ((bits << 32) | pos.clamp(min=0)).masked_fill(~free, _NONE)
+    return ((bits << 32) | pos.clamp(min=0)).masked_fill(~free, NOT_FREE)
+
+
+def tiered_key(key: Tensor, pos: Tensor, sure: Tensor, preferred: Tensor | None) -> Tensor:
+    """`order_key` of rows of which some, bool [H, N], are sure to stay, and some leave after all
+    others."""
+    young = pos.clamp(min=0)
+    if preferred is not None:
+        key = torch.where(preferred, _PREFERRED | young, key)
+    return torch.where(sure, _SURE | young, key)
 
 
 def _ranks(order: Tensor) -> Tensor:

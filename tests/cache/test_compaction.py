@@ -165,6 +165,18 @@ def test_no_failure_changes_the_old_arena(
     assert contents(run.kv.arena) == contents(twin.kv.arena)
 
 
+def test_what_slides_out_of_a_window_is_not_kept_for_having_room() -> None:
+    """The first prompt fits the window and leaves room behind its rows; the second does not."""
+    net = small.network(windows=(70, None, 70))
+    run = small.engine(net, "full", "none", None)
+    run.prompt(small.ids(40), room=60)
+    run.prompt(small.ids(20), room=1)
+    assert run.kv.kept(0, 1).tolist() == [*range(60)]
+    run.prompt(small.ids(20, seed=1), room=1)
+    assert run.kv.kept(0, 1).tolist() == [*range(11, 80)]  # what the next token sees
+    assert run.kv.kept(1, 1).tolist() == [*range(80)]
+
+
 def test_a_wider_copy_holds_the_same() -> None:
     old = filled([60, 90], [[6, 0, 20], [3, 4, 5]], torch.int8)
     old.free_slot[1, 1] = old.start[1, 1] + 2

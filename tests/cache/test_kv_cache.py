@@ -511,7 +511,6 @@ def test_peak_is_what_was_allocated(prompt: str, step: str) -> None:
         with Watch() as watch:
             for column in kv.arena.columns.values():
                 watch.note(column)
-            watch.note(kv._mean)
             kv.begin(tokens)
             for layer in range(3):
                 for lo in range(0, tokens, chunk):

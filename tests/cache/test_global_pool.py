@@ -1,0 +1,178 @@
+"""One budget for all layers and heads: against all rows of all layers, sorted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from small import ids, network, over
+from torch import Tensor
+
+from minikv import policies
+from minikv.cache.budget import Budget
+from minikv.engine.engine import Engine
+from minikv.errors import UsageError
+from minikv.policies.base import Candidates, GlobalAllocator, PromptPolicy, PromptView, Scorer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Global(GlobalAllocator):
+    """Scores as they are; of the later layers a little more."""
+
+    def worth(self, rows: Candidates) -> Tensor:
+        return rows.scores * (1 + 0.1 * rows.view.layer)
+
+
+class Spy(Scorer):
+    """Another scorer, whose scores are written down, with the positions and what is protected."""
+
+    def __init__(self, of: Scorer) -> None:
+        self.of = of
+        self.seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    @property
+    def evidence(self) -> Any:
+        return self.of.evidence
+
+    def protected(self, view: PromptView) -> Tensor:
+        return self.of.protected(view)
+
+    def score(self, view: PromptView) -> Tensor:
+        scores = self.of.score(view)
+        self.seen[view.layer] = scores, view.pos, self.of.protected(view)
+        return scores
+
+
+def policy(name: str, options: dict[str, object] | None = None) -> tuple[PromptPolicy, Spy]:
+    made = policies.prompt_policy(name, options)
+    assert made is not None
+    spy = Spy(made.scorer)
+    return replace(made, scorer=spy, layers=Global()), spy
+
+
+def expected(
+    spy: Spy, total: int, pinned: int, least: int, edge: int, turns: Any
+) -> list[list[list[int]]]:
+    """The positions that stay: protected rows, each head's best, the ends of turns, the best."""
+    rows = []
+    for layer, (scores, pos, protected) in spy.seen.items():
+        for h in range(len(pos)):
+            live = [i for i in range(pos.shape[1]) if int(pos[h, i]) >= 0]
+            at = {i: int(pos[h, i]) for i in live}
+            worth = {i: float(scores[h, i] * (1 + 0.1 * layer)) for i in live}
+            sure = {i for i in live if protected[h, i] or at[i] < pinned}
+            own = sum(at[i] >= pinned for i in sure)
+            order = sorted((i for i in live if i not in sure), key=lambda i: (-worth[i], -at[i]))
+            sure |= set(order[: max(0, least - own)])
+            for i in live:
+                ends = any(
+                    a <= at[i] < b and (at[i] < a + edge or at[i] >= b - edge) for a, b in turns
+                )
+                rows.append((i not in sure, not ends, -worth[i], -at[i], layer, h))
+    rows.sort()
+    kept: list[list[list[int]]] = [[[] for _ in range(3)] for _ in spy.seen]
+    for *_, at_, layer, h in rows[:total]:
+        kept[layer][h].append(-at_)
+    return [[sorted(head) for head in layer] for layer in kept]
+
+
+@pytest.mark.parametrize("kv", [None, torch.int8])
+@pytest.mark.parametrize("windows", [None, (24, None, 60)])
+@pytest.mark.parametrize(
+    ("name", "step", "options"),
+    [
+        ("snapkv", "roco", {"window": 4, "kernel": 1}),
+        ("tova", "none", {}),
+        ("h2o+turns", "hashevict", {"edge": 3}),
+        ("l2", "streaming", {}),
+    ],
+)
+def test_the_best_rows_of_all_layers_stay(
+    name: str,
+    step: str,
+    options: dict[str, object],
+    windows: tuple[int | None, ...] | None,
+    kv: torch.dtype | None,
+) -> None:
+    """Three prompts and answers between them; the second time under the budget of many rows."""
+    net = network(windows=windows)
+    prompt, spy = policy(name, options)
+    stepper = policies.step_policy(step)
+    cache = over(net, prompt, stepper, Budget.parse(30), kv=kv)
+    cache.pin(2)
+    run = Engine(net, cache)
+    least = 2 if stepper is not None and stepper.evict_first and stepper.recent else 1
+    turns, spread_out = [], False
+    for turn in range(3):
+        turns.append((cache.position, cache.position + 50))
+        run.prompt(ids(50, seed=turn))
+        edge = int(str(options.get("edge", 0)))
+        want = expected(spy, 9 * 30, 2, least, edge, turns)
+        found = [[cache.kept(i, h).tolist() for h in range(3)] for i in range(3)]
+        assert found == want
+        sizes = [sum(map(len, layer)) for layer in found]
+        spread_out |= len({*sizes}) > 1
+        assert sum(sizes) <= 270
+        arena = cache.arena
+        assert int(arena.cap.sum()) == 270
+        for layer in range(3):
+            for h in range(3):
+                pos = arena.segment("pos", layer, h).tolist()
+                assert pos == sorted(pos) == found[layer][h]
+                for column in arena.extra:
+                    assert bool(torch.isfinite(arena.segment(column, layer, h).float()).all())
+        lost = cache.stats().lost_max
+        assert (lost is not None) == (sum(sizes) == 270 and name != "l2")
+        for token in ids(6, seed=turn):
+            assert bool(torch.isfinite(run.step(token)).all())
+    assert spread_out
+
+
+def test_a_row_of_every_column_belongs_to_its_position() -> None:
+    """What stays has its own key and value: those of the same network without eviction."""
+    net = network()
+    prompt, _ = policy("snapkv", {"window": 4})
+    run = Engine(net, over(net, prompt, policies.step_policy("roco"), Budget.parse(20)))
+    full = Engine(net, over(net, None, None, None))
+    for each in (run, full):
+        each.prompt(ids(90))
+    for layer in range(3):
+        for h in range(3):
+            at = run.kv.arena.segment("pos", layer, h).long()
+            for name in ("k", "v"):
+                mine = run.kv.arena.segment(name, layer, h)
+                assert torch.equal(mine, full.kv.arena.segment(name, layer, h)[at])
+
+
+def test_nothing_leaves_under_the_budget_and_heads_may_grow_to_it() -> None:
+    net = network()
+    prompt, _ = policy("snapkv")
+    run = Engine(net, over(net, prompt, policies.step_policy("roco"), Budget.parse(60)))
+    run.prompt(ids(40))
+    assert run.kv.stats().kept_min == 40
+    assert run.kv.stats().lost_max is None
+    assert (run.kv.arena.cap == 60).all()
+    for token in ids(30):
+        run.step(token)
+    assert run.kv.stats().kept_max == 60
+
+
+def test_no_more_is_held_than_the_budget_and_a_layer() -> None:
+    net = network(layers=6)
+    prompt, _ = policy("snapkv")
+    run = Engine(net, over(net, prompt, None, Budget.parse(50)))
+    run.prompt(ids(2000), room=1)
+    stats = run.kv.stats()
+    row = 2 * 8 * 4 * 3  # k and v of one token in one layer
+    layer, budget = 2000 * row, 50 * 6 * row
+    assert stats.peak_bytes < 2 * (layer + budget) + 2000 * row
+    assert stats.peak_bytes < 0.8 * 6 * layer
+
+
+def test_what_shares_rows_among_heads_does_not_go_with_it() -> None:
+    made = policies.prompt_policy("adakv")
+    assert made is not None
+    with pytest.raises(UsageError, match="one budget for all layers"):
+        replace(made, layers=Global())
