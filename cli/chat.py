@@ -70,7 +70,7 @@ def chat(
     settings.eviction()
     texts = [documents.read_file(path, errors, config.loaders) for path in files]
     limits.check()
-    from minikv.chat.session import UNDO_TURNS
+    from minikv.chat.undo import UNDO_TURNS
 
     keeper = chats.Keeper(terminal, active=save)
     interrupts = Interrupts()

@@ -21,7 +21,8 @@ from typer.testing import CliRunner, Result
 
 import minikv
 import minikv.cli.turn
-from minikv.chat.session import ChatSession, Facts
+from minikv.chat.facts import Facts
+from minikv.chat.session import ChatSession
 from minikv.cli import documents
 from minikv.cli.failures import explain
 from minikv.cli.main import app
