@@ -747,7 +747,7 @@ class World:
             tokenizer,
             ChatML(tokenizer),
             max_context=4096,
-            eviction=settings.choice(),
+            eviction=settings.eviction(),
             reuse=settings.reuse,
         )  # type: ignore[arg-type]
         return self.session

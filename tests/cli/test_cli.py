@@ -77,7 +77,7 @@ class World:
             tokenizer,
             ChatML(tokenizer),
             max_context=self.max_context,
-            eviction=settings.choice(),
+            eviction=settings.eviction(),
             seed=settings.seed,
             system=settings.system,
             pin_system=settings.pin_system,
@@ -865,7 +865,7 @@ def build(settings, progress=None):
     engine, tokenizer = FakeEngine(), Tokenizer()
     engine.hook = lambda fed: note("reading")
     return ChatSession(engine, tokenizer, ChatML(tokenizer), max_context=4096,
-                       eviction=settings.choice())
+                       eviction=settings.eviction())
 
 minikv.cli.turn.build = build
 run()
