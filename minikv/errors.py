@@ -1,14 +1,15 @@
 """Errors that a user can cause or meet, each with its documented exit code.
 
-One line says what happened and why; `hint` says what to do. The models package has its own
-(`minikv.models.errors`), because it may not import from here; both carry `exit_code` and `hint`.
+The message says in one line what happened and why. `hint` says what to do. The models package has
+its own errors with `exit_code` and `hint` (`minikv.models.errors`), because it may not import from
+here.
 """
 
 from __future__ import annotations
 
 
 class MinikvError(Exception):
-    """Base of the runtime's own errors. `exit_code` as documented in the README."""
+    """Base class of the runtime's errors. The README has the exit codes."""
 
     exit_code = 1
 
@@ -24,7 +25,7 @@ class UsageError(MinikvError):
 
 
 class MemoryShortError(MinikvError):
-    """The device has not enough memory for what was asked."""
+    """The device has not enough memory."""
 
     exit_code = 4
 

@@ -1,4 +1,4 @@
-"""The assembly: settings in, a chat out, for `minikv.load` and the commands."""
+"""Settings in, a chat out: loads a model and puts a cache, an engine and a chat around it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LoadProgress(Protocol):
-    """Is called while a model loads: `minikv.models.hub.Progress`, and `kernels`."""
+    """What is told how far loading is: `minikv.models.hub.Progress`, and `kernels`."""
 
     def planned(self, files: int, size: int, free: int | None) -> None: ...
     def download(self, done: int, total: int) -> None: ...
@@ -35,7 +35,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     unsupported or damaged.
     """
     eviction = settings.eviction()
-    # torch comes in here, so that what needs no model answers at once.
+    # torch is imported here, so that commands without a model start fast.
     import torch
 
     from minikv.cache.kv_cache import KVCache

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources, and what a light command must not load."""
+"""Who may import whom, read from the sources; no circles; what a light command must not load."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatch
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,62 @@ def test_the_rules_catch_each_kind_of_breach(package: str, line: str) -> None:
 def test_relative_imports_are_refused() -> None:
     with pytest.raises(AssertionError):
         list(imports(ast.parse("from . import arena")))
+
+
+def module_name(package: str, path: Path) -> str:
+    """The dotted name under which a source file is imported."""
+    parts = path.relative_to(PACKAGES[package]).with_suffix("").parts
+    top = "minikv" if package == "minikv" else f"minikv.{package}"
+    return ".".join((top, *(part for part in parts if part != "__init__")))
+
+
+def uses(name: str, text: str, modules: Collection[str]) -> set[str]:
+    """The modules that a source imports: at its top, under TYPE_CHECKING or in a function.
+
+    `from a import b` counts as `a.b` where that is a module, else as `a`.
+    """
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found.update(name if name in modules else node.module for name in names)
+    return (found & set(modules)) - {name}
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """A circle of modules, the first one again at its end; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    files = {module_name(package, path): path.read_text() for package, path in sources()}
+    graph = {name: uses(name, text, files) for name, text in files.items()}
+    assert circle(graph) == []
+    assert "minikv.cache.kv_cache" in graph["minikv.engine.engine"]
+    assert "minikv.chat.session" in graph["minikv"]  # under TYPE_CHECKING
+    assert "minikv.loader" in graph["minikv"]  # in a function
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import minikv.b",
+        "from minikv import b",
+        "from minikv.b import thing",
+        "if TYPE_CHECKING:\n    from minikv.b import thing",
+        "def f():\n    from minikv.b import thing",
+    ],
+)
+def test_every_kind_of_import_can_close_a_circle(line: str) -> None:
+    files = {"minikv.a": line, "minikv.b": "from minikv.c import x", "minikv.c": "import minikv.a"}
+    graph = {name: uses(name, text, files) for name, text in files.items()}
+    assert set(circle(graph)) == set(files)
 
 
 def loaded_after(code: str) -> set[str]:

@@ -30,7 +30,7 @@ PROMPT = (
     "kvcrush,kvcrush(h2o),adakv+critical+turns"
 )
 STEP = "streaming,random,l2,hashevict,tova,scissorhands,h2o,roco"
-SMALL = "-o window=16 -o proxies=16"  # at 32 rows the usual windows of 32 leave nothing
+SMALL = "-o window=16 -o proxies=16"  # at a budget of 32, windows of 32 leave nothing
 BUDGETS = "64,128,256,512"
 RUNS = {
     "facts": f"--tasks facts,agree,loss --policy '{PROMPT}' --budget {BUDGETS} -n 200",
@@ -341,7 +341,7 @@ def page() -> str:
         "## agree: the full cache's answer, word for word",
         "",
         *table("agree", ["facts-32", "facts"]),
-        "## loss: attention that fell on evicted rows while the right answer was written",
+        "## loss: attention that fell on evicted tokens while the right answer was written",
         "",
         *table("loss", ["facts-32", "facts"]),
         "## needle: one fact in a text of 1,000 tokens, at five depths",
@@ -350,10 +350,10 @@ def page() -> str:
         "## ppl: the last quarter of a document, token by token",
         "",
         *table("ppl", ["ppl-32", "ppl"]),
-        "## Step policies that read the prompt, in blocks of 32 rows (`--stride 32`)",
+        "## Step policies that read the prompt, in blocks of 32 tokens (`--stride 32`)",
         "",
-        "The facts task on documents of 1,000 tokens. Rows are judged before the question is",
-        "known. At 32 rows the blocks are of 16.",
+        "The facts task on documents of 1,000 tokens. Tokens are scored before the question is",
+        "known. At a budget of 32 the blocks have 16 tokens.",
         "",
         *table("facts", STRIDES.split(",")),
         "## Step policies while writing, after SnapKV at the prompt",

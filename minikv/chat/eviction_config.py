@@ -1,4 +1,4 @@
-"""What the user chose about eviction: names, budget and options, checked before torch is needed."""
+"""The user's eviction settings: policies, budget and options. Checking them needs no torch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 _MOST = 1 << 60  # rows or bytes
-MOST_STRIDE = 256  # divides every chunk that a network hands over
+MOST_STRIDE = 256  # the chunks of a network are multiples of it
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionConfig:
-    """A prompt policy, a decode policy and a budget. Build with `read`, which checks them."""
+    """A prompt policy, a step policy and a budget. Make one with `read`, which checks them."""
 
     policy: str
     decode: str
@@ -50,12 +50,13 @@ class EvictionConfig:
         seed: int = 0,
         stride: int = 0,
     ) -> EvictionConfig:
-        """Check names and options. An option goes to the policy that has it, to both if both do.
-        `seed` is that of random draws, unless an option says another. With a `stride`, `policy` is
-        a step policy that also reads prompts, in blocks of so many rows.
+        """Check names and options. An option goes to the policy that has it, or to both.
 
-        Raises UsageError that names the nearest policies, the options there are, or what a budget
-        looks like; also where nothing is evicted, so that a typing error is never let through.
+        seed: of random draws, unless `options` has another. With a `stride`, `policy` is a step
+        policy that also reads prompts, in blocks of `stride` tokens.
+
+        Raises UsageError for any mistake, also in settings that have no effect here. Its hint has
+        the nearest policies, the options, or what a budget looks like.
         """
         if stride:
             step = _strided(policy, decode, stride)
@@ -73,7 +74,7 @@ class EvictionConfig:
                     f"{pair} has no option {name!r}",
                     f"it takes: {', '.join(dict.fromkeys(takes)) or 'no options'}",
                 )
-        given.setdefault("seed", seed)  # goes where there is such an option
+        given.setdefault("seed", seed)  # for policies that have the option
         return EvictionConfig(
             step.name if stride else prompt.name,
             step.name,
@@ -87,7 +88,7 @@ class EvictionConfig:
 
     @property
     def evicts(self) -> bool:
-        """Whether anything is ever evicted under this choice."""
+        """Whether anything is ever evicted."""
         return self.policy != "full" or self.decode != "none"
 
     @property
@@ -97,35 +98,35 @@ class EvictionConfig:
         return self.policy if plain else f"{self.policy} with {self.decode}"
 
     def least_rows(self) -> int:
-        """Rows per head below which these policies cannot work, where none is pinned. Raises
-        UsageError for options that contradict each other."""
+        """The smallest budget in rows per head with which these policies work, without pinned rows.
+        Raises UsageError for options that contradict each other."""
         from minikv.policies.base import smallest_budget
 
         prompt, step, _, stride = self.policies()
         return smallest_budget(prompt, step, stride)
 
     def policies(self) -> tuple[PromptPolicy | None, StepPolicy | None, Budget | None, int]:
-        """What the scheduler takes."""
+        """What `KVCache.configure` takes: prompt policy, step policy, budget, stride."""
         prompt = None if self.stride else prompt_policy(self.policy, self.policy_options)
         step = step_policy(self.decode, self.decode_options)
         return prompt, step, self.budget if self.evicts else None, self.stride
 
     def budget_record(self) -> dict[str, object]:
-        """The budget as the turn record has it; None where nothing is evicted."""
+        """The budget for the turn record; None and None if nothing is evicted."""
         if not self.evicts:
             return {"unit": None, "value": None}
         value = float(self.budget.value)
         return {"unit": self.budget.unit, "value": int(value) if value.is_integer() else value}
 
     def options_record(self) -> dict[str, object]:
-        """The options in force; the decode policy and its options stand under `decode`."""
+        """The options for the turn record; the step policy and its options are under `decode`."""
         decode: dict[str, object] = {"policy": self.decode, **self.decode_options}
         stride = {"stride": self.stride} if self.stride else {}
         return {**self.policy_options, **stride, "decode": decode}
 
 
 def _strided(policy: str, decode: str, stride: int) -> PolicyInfo:
-    """The step policy that reads and writes. Raises UsageError."""
+    """The step policy for prefill in blocks and for the answer. Raises UsageError."""
     if stride < 1 or stride > MOST_STRIDE or stride & (stride - 1):
         raise UsageError(
             f"--stride must be a power of two up to {MOST_STRIDE}, got {stride}",
@@ -145,7 +146,7 @@ def _strided(policy: str, decode: str, stride: int) -> PolicyInfo:
 
 
 def read_budget(text: str | int) -> Budget:
-    """`Budget.parse`, and a UsageError for more than any memory holds: torch counts in 64 bits."""
+    """`Budget.parse`; UsageError for a budget beyond torch's 64-bit integers."""
     budget = Budget.parse(text)
     if budget.value > _MOST:
         raise UsageError(

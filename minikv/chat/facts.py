@@ -1,4 +1,4 @@
-"""What the run is made of, for reports."""
+"""Model, number formats and device of a chat, for reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minikv.chat.report import DeviceMemory
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Model, formats and device. Nothing here changes what is computed."""
+    """Nothing here changes what is computed."""
 
     model: str = ""
     revision: str = ""
@@ -28,12 +28,12 @@ class Facts:
 
     @property
     def form(self) -> str:
-        """What matrices are kept in: plain, or as --weights has it."""
+        """Number format of the matrices: plain, or the value of --weights."""
         return "plain" if self.weights == "auto" else self.weights
 
 
 def device_memory(device: str) -> DeviceMemory:
-    """On CUDA what torch's allocator says; on a CPU the peak of the whole process."""
+    """On CUDA, what torch's allocator says. On a CPU, the peak resident memory of the process."""
     if device.startswith("cuda"):
         return DeviceMemory(
             torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)

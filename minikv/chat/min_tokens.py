@@ -1,8 +1,9 @@
-"""How few tokens a text can take: enough to refuse ten megabytes without tokenizing them.
+"""A lower bound of the number of tokens in a text, so that a text of ten megabytes can be refused
+without tokenizing it.
 
-No token stands for more bytes than the longest entry of the vocabulary, so `bytes / longest` is a
-lower bound, as long as tokenizing loses nothing. Vocabularies that do (that drop characters, or
-put a run of unknown ones into one token) are found by trying, and get no bound.
+No token stands for more bytes than the longest one of the vocabulary, so a text has at least `bytes
+/ longest` tokens. This is true only if tokenizing loses nothing. A tokenizer that drops characters,
+or puts several unknown ones in one token, is detected by a test string and gets no bound.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-# Characters that hardly any vocabulary has, and white space that a lossy normalizer would shrink.
+# Characters that hardly any vocabulary has, and white space that a lossy normalizer would shorten.
 _RARE = "".join(chr(0xF0000 + i) for i in range(40))
 _PROBE = f"a{_RARE}b  \t\n\n  c{' ' * 40}Ａﬁé e\u0301"
 
 
 class Codec(Protocol):
-    """What the bound needs of a tokenizer."""
+    """The part of a tokenizer that the bound needs."""
 
     @property
     def vocab(self) -> int: ...
@@ -25,7 +26,7 @@ class Codec(Protocol):
 
 
 def longest_token(tokenizer: Codec) -> int | None:
-    """Upper bound on the UTF-8 bytes of text behind one id, or None where there is none."""
+    """An upper bound of the UTF-8 bytes that one token stands for; None if there is none."""
     if tokenizer.decode(tokenizer.encode(_PROBE)) != _PROBE:
         return None
     # A part of a character decodes to U+FFFD, three bytes, which is never shorter than the part.

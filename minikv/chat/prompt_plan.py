@@ -1,7 +1,7 @@
-"""What a turn feeds to the engine, and the way back when that fails.
+"""What a turn feeds to the engine, and how the cache goes back if that fails.
 
-A prompt undoes itself (see `Engine.prompt`). Where a turn is read as several prompts, or replaces
-what is in the cache, the cache of before is kept until all of it was read.
+`Engine.prompt` undoes one prompt. If a turn has several prompts, or replaces what is in the cache,
+the old cache is kept until all of them were read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from minikv.errors import Interrupted
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """What a turn reads: `parts`, one prompt after the other, in an empty cache if it is `anew`.
+    """What a turn reads.
 
-    `reuse` is what this makes of the turn: refresh, once or blind. `pinned`: first positions of a
-    cache that begins anew that never leave.
+    parts: the prompts, in order. anew: they are read into an empty cache. reuse: what the turn
+    record says, refresh, once or blind. pinned: with `anew`, how many first positions never leave.
     """
 
     reuse: str
@@ -30,20 +30,23 @@ class PromptPlan:
 
     @property
     def ids(self) -> list[int]:
-        """All of it."""
+        """The token ids of all parts."""
         return [id for part in self.parts for id in part]
 
     @property
     def tokens(self) -> int:
-        """How many that are."""
+        """The number of token ids."""
         return sum(map(len, self.parts))
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What reading a turn left: logits of the last token, float32 [V], seconds of eviction and the
-    most bytes at once. blind: a policy that scores with questions chose before one came. lost: the
-    estimate (mean, most, its layer) of the part that lost most."""
+    """The result of reading a turn.
+
+    logits: of the last token, float32 [V]. evict_s: seconds of eviction. peak: the most bytes at
+    once. blind: a policy that scores with the question evicted before a question was read. lost:
+    estimated attention lost (mean, maximum, layer of the maximum) in the part that lost most.
+    """
 
     logits: Tensor
     evict_s: float
@@ -59,10 +62,10 @@ def read(
     progress: Callable[[int, int], None] | None,
     stopped: Callable[[], bool],
 ) -> Read:
-    """Feed the plan's prompts. room: answer tokens that are expected.
+    """Feed the prompts of the plan. room: expected tokens of the answer.
 
-    Between chunks `progress(done, total)` is told, and Interrupted raised once `stopped()`. After
-    any error the cache is as it was before.
+    Between chunks, `progress(done, total)` is called, and Interrupted is raised if `stopped()`.
+    After any error, the cache is as it was before.
     """
     kv, total, done, evict_s, peak, blind = engine.kv, plan.tokens, 0, 0.0, 0, False
     replaces = plan.anew and kv.position > 0
@@ -96,5 +99,5 @@ def read(
         kv.go_back(before)
         raise
     if replaces:
-        peak += before.arena.nbytes  # it was kept until the last prompt was read
+        peak += before.arena.nbytes  # the old cache was kept until the last prompt was read
     return Read(logits, evict_s, peak, blind, lost)

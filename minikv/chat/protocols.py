@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class TextStream(Protocol):
-    """Turns token ids into text as they come, holding back incomplete characters."""
+    """Turns token ids into text one by one. Holds incomplete characters back until `flush`."""
 
     def push(self, token: int) -> str: ...
     def flush(self) -> str: ...
@@ -28,9 +28,10 @@ class Tokenizer(Protocol):
 class Template(Protocol):
     """What a session needs of a chat template. Messages carry `.role` and `.content`.
 
-    `opening` renders a whole conversation that ends with a user message; `following` what comes
-    after the last assistant message's text, its end-of-turn marker first. Both end where the
-    answer begins.
+    `opening` renders a whole conversation that ends with a user message. `following` renders what
+    comes after the text of the last assistant message, beginning with its end-of-turn marker. Both
+    end where the answer begins. `notes`: lines for the user. `lookalikes` and `markers` count
+    strings that look like control tokens or turn markers.
     """
 
     @property

@@ -1,7 +1,7 @@
-"""The turn record: what one turn cost, measured; every figure on screen is a view of it.
+"""The turn record: what one turn cost. Every figure on the screen comes from it.
 
-`saved` is 1 - held / full, where held counts what the policy stores about rows as well, and every
-rounding goes against us. A figure that was not measured is None, never 0.
+`saved` is 1 - held / full, where held includes what the policy stores. It is rounded down. A figure
+that was not measured is None, never 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Counts of tokens; the `kept_*` are rows per layer and KV head."""
+    """Numbers of tokens; `kept_*`: per KV head and layer."""
 
     prompt_new: int
     prompt_reused: int
@@ -32,20 +32,21 @@ class KvBytes:
     """Bytes of KV cache, over all layers."""
 
     full: int  # a cache without eviction, now
-    held: int  # live rows, with what the policy stores about them
-    allocated: int  # the pool
+    held: int  # rows held, with what the policy stores about them
+    allocated: int  # memory allocated for the cache
     peak_prefill: int  # the most that existed at once while the prompt was read
     policy_state: int  # the part of `held` that is the policy's
 
     @property
     def saved(self) -> float:
-        """Share of a full cache not held; negative when a policy costs more than it frees."""
+        """The share of a full cache that is not held; negative if the policy's own data is larger
+        than what was freed."""
         return 1.0 - self.held / self.full if self.full else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Wall time. `load` is the model's, once; `compile` is None where nothing is compiled."""
+    """Wall time. `load`: of the model, once. `compile`: None if nothing was compiled."""
 
     load: float
     compile: float | None
@@ -58,7 +59,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens per second; the baseline only if a full cache was really run."""
+    """Tokens per second. The baseline is a full cache's, None if it was not run."""
 
     prefill_tok_s: float | None
     decode_tok_s: float | None
@@ -67,7 +68,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Attention mass of the evicted rows, as the last window's queries saw it: an estimate."""
+    """Estimate of the attention mass of the evicted rows, from the queries of the last window."""
 
     est_mass_lost_mean: float | None
     est_mass_lost_max: float | None
@@ -77,7 +78,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """On CUDA what the allocator says; on a CPU the peak resident memory of the whole process."""
+    """On CUDA, what torch's allocator says. On a CPU, the peak resident memory of the process."""
 
     peak_bytes: int | None
     reserved_bytes: int | None
@@ -87,10 +88,10 @@ class DeviceMemory:
 class TurnReport:
     """One turn of a chat. `stop_reason` is eos, length, user, context or error.
 
-    `shaped_by_turn`: the question that decided what the cache holds, 0 if documents were evicted
-    before one was seen. `reuse`: what was read, `once` what was new, `refresh` the conversation so
-    far again, `blind` documents as prompts of their own. `kv_dtype`: what keys and values were
-    kept in, `weights` what the matrices (plain, or as --weights has it).
+    `shaped_by_turn`: the question for which the cache was evicted, 0 if it was evicted before any
+    question. `reuse`: what the turn read; `once`: what was new, `refresh`: the whole conversation,
+    `blind`: the documents as prompts of their own. `kv_dtype`: number format of keys and values.
+    `weights`: plain, or the value of --weights.
     """
 
     turn: int
@@ -116,7 +117,7 @@ class TurnReport:
     weights: str = ""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain dictionaries, lists and numbers, ready for JSON."""
+        """As dictionaries, lists and numbers, for JSON."""
         record = asdict(self)
         record["warnings"] = list(self.warnings)
         return record
@@ -136,7 +137,7 @@ class TurnReport:
         ]
         again = self.shaped_by_turn is not None and self.shaped_by_turn < self.turn
         if self.loss.est_mass_lost_mean is not None:
-            # The estimate cannot see rows that an earlier turn evicted.
+            # The estimate does not include rows that an earlier turn evicted.
             whole = self.reuse == "blind" and not tokens.prompt_reused
             more = " more" if again and not whole else ""
             memory.append(f"lost ~{100 * self.loss.est_mass_lost_mean:.1f}%{more}")
@@ -159,17 +160,17 @@ def size(count: int, unit: str = "") -> str:
 
 
 def of_full(held: int, full: int) -> str:
-    """ "90.8 of 913.1 MiB", both in the unit of the larger one."""
+    """ "90.8 of 913.1 MiB": both in the unit of the larger number."""
     unit = size(max(held, full)).split()[-1]
     return f"{size(held, unit).removesuffix(unit).rstrip()} of {size(full, unit)}"
 
 
 def ratio(own: float | None, full: float | None) -> str:
-    """ "x1.04": how much faster than a full cache, rounded down; "" if one was not measured."""
+    """ "x1.04": speed relative to a full cache, rounded down; "" if one was not measured."""
     return f"x{math.floor(100 * own / full + 1e-9) / 100:.2f}" if own and full else ""
 
 
 def percent_saved(share: float) -> str:
-    """Rounded down to a tenth of a percent, so that the figure never flatters."""
-    # The tiny term undoes binary noise: 1 - 64/1024 must stay 93.7%, 0.9 must not become 89.9%.
+    """Rounded down to a tenth of a percent, so that it is never too high."""
+    # The small term corrects binary rounding: 0.9 must not become 89.9%, 1 - 64/1024 stays 93.7%.
     return f"{math.floor(share * 1000 + 1e-9) / 10:.1f}%"

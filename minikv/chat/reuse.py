@@ -1,10 +1,11 @@
-"""Later questions: which of them shaped the cache, and what is read again for the next.
+"""What later questions find in the cache.
 
-A policy that scores with a question keeps what that question needs, so the next one finds gaps
-(FasterDecoding/SnapKV#18: "compress individually for different turns"). Three ways to live with
-it: `once` goes on with the cache of the first question; `refresh` reads the whole conversation
-again with each question; `blind` evicts a document before a question about it is seen, as kvpress
-measures. `auto` is refresh where that is worth its time, else once.
+A policy that scores with the question keeps what that question needs. The next question then finds
+gaps (FasterDecoding/SnapKV#18: "compress individually for different turns"). `once` continues with
+the cache of the first question. `refresh` reads the whole conversation again with each question.
+`blind` evicts a document before it sees a question about it, as kvpress measures. `auto` is
+`refresh` if the policy scores with the question and reading takes less than `PATIENCE`, else
+`once`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 REUSES = ("auto", "refresh", "once", "blind")
 PATIENCE = 3.0
-"""Seconds of reading that `auto` takes for a question."""
-_PROBES = ("a", "7?")  # two questions that begin with nothing in common
+"""Seconds of reading per question that `auto` accepts."""
+_PROBES = ("a", "7?")  # two questions without a common first character
 
 
 def checked(value: str) -> str:
@@ -34,23 +35,24 @@ def checked(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What `auto` chose: refresh or once, and why, in a line; without one nothing is at stake."""
+    """What `auto` chose, refresh or once, and a line that says why; empty if both are the same."""
 
     reuse: str
     why: str = ""
 
 
 def decide(policy: str, asks: bool, tokens: int, reports: Sequence[TurnReport]) -> Decision:
-    """Choose for a question that makes `tokens` of the conversation, where rows of a document were
-    evicted. `asks`: the policy scores with the question. `reports`: earlier turns on this device.
+    """Choose for the next question, if rows of a document were evicted.
 
-    The same turns lead to the same choice, so a question that was taken back is answered as it was.
+    asks: the policy scores with the question. tokens: the conversation's, that question included.
+    reports: of earlier turns on this device. The choice depends on these alone, so a question that
+    was taken back and is asked again gets the same answer.
     """
     if not asks:
         return Decision(
             "once", f"--reuse auto keeps the cache: {policy} does not choose by what is asked"
         )
-    # The longest reading is the nearest to one of everything; short ones are slower by token.
+    # The longest prompt predicts best: in short ones a token takes longer.
     measured = [(r.tokens.prompt_new, r.turn, r.rate.prefill_tok_s) for r in reports]
     rate = max((m for m in measured if m[2]), default=(0, 0, None))[2]
     if not rate:
@@ -82,11 +84,11 @@ def parts(
     asked: Sequence[tuple[int, str]],
     again: Callable[[int, str], list[int]],
 ) -> tuple[list[int], ...]:
-    """`ids` cut where documents end and questions about them begin; nothing is tokenized anew.
+    """Cut `ids` where documents end and the questions about them begin.
 
-    asked: (message, text of its documents). again(message, content): the ids with that in the
-    message's place. What they have in common under two other questions belongs to no question:
-    whatever the template and the tokenizer do there, no token of a question is before the cut.
+    asked: (message, text of its documents). again(message, content): the ids with another content
+    in that message. Ids that stay the same under two other questions belong to no question. So no
+    token of a question is before a cut, whatever the template and the tokenizer do.
     """
     cuts = {0, len(ids)}
     for at, documents in asked:
@@ -96,6 +98,6 @@ def parts(
 
 
 def shared(*runs: Sequence[int]) -> int:
-    """How many ids the runs begin with in common."""
+    """The length of the common beginning."""
     columns = enumerate(zip(*runs, strict=False))
     return next((i for i, column in columns if len(set(column)) > 1), min(map(len, runs)))

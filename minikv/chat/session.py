@@ -1,8 +1,9 @@
-"""A chat: documents and questions in, pieces of text out, with cache and transcript in step.
+"""A chat: documents and questions in, pieces of text out.
 
-The invariant that every way out of a turn keeps: rows exist for exactly the tokens that were fed.
-The last token of an answer was sampled but not fed. If it was a stop token, the template's next
-turn begins with it; if not, it is *owed*, and leads the next prompt.
+Whatever ends a turn, the cache has seen exactly the tokens in `ChatSession.fed`. The last token of
+an answer was sampled but not fed to the network. A stop token is not fed at all, because the
+template puts it at the start of the next turn. Any other last token is the pending token, which
+begins the next prompt.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ from minikv.errors import ContextError, UsageError
 class ChatSession:
     """One conversation over one cache.
 
-    `max_context`: positions that the model was trained for. `seed` decides every draw. `reuse`:
-    what later questions find (see `minikv.chat.reuse`); it may be set between turns, too.
-    `undo_turns`: how many turns `undo` can take back, at the price of a copy of the cache in host
-    memory before each, `undo_bytes` in all.
+    `max_context`: positions that the model was trained for. `seed`: of every random draw. `reuse`:
+    what later questions find (see `minikv.chat.reuse`). `undo_turns`: how many turns `undo` can
+    take back; each costs a copy of the cache in host memory, `UNDO_BYTES` in all. `reuse` and
+    `undo_turns` may be set between turns.
 
-    `shaped_by`: the question that decided what stayed, 0 if that was before there was one.
-    `turns` and `reports` are those of the conversation so far, `undone` what the last `undo` took
-    back, until something is asked. `curve`: (tokens seen, bytes held, bytes of a full cache) at the
-    end of every reading and every answer. `conversation` counts the resets. `baseline_tok_s`:
-    how fast a full cache wrote, None until one was run beside this chat; later records carry it.
+    `shaped_by`: the number of the question for which the cache was evicted, 0 if it was evicted
+    before any question. `turns` and `reports`: those of the conversation so far. `undone`: the
+    turns that the last `undo` took back, until the next question. `curve`: (tokens seen, bytes
+    held, bytes of a full cache) after every prompt and every answer. `conversation`: how often the
+    chat was reset. `baseline_tok_s`: decode speed of a full cache, None until it was measured in
+    this chat.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class ChatSession:
         self.reset()
 
     def reset(self, *, keep_documents: bool = False) -> None:
-        """Forget the conversation and its cache; with `keep_documents`, read those again next."""
+        """Forget the conversation and its cache. With `keep_documents`, the next question reads the
+        documents again."""
         documents = [*self.documents, *self.pending] if keep_documents else []
         self.engine.reset()
         self.pending: list[Document] = documents
@@ -101,18 +104,18 @@ class ChatSession:
         self.turns: list[Turn] = []
         self.undone: list[Turn] = []
         self.curve: list[tuple[int, int, int]] = []
-        self.baseline_tok_s: float | None = None  # what a full cache wrote, once one was run beside
+        self.baseline_tok_s: float | None = None  # see the class
         self.history = self.history.emptied()
-        self._found = 0  # turns that were there when this chat was taken up
+        self._found = 0  # turns that were there when this chat was loaded
         self.rereads = False
-        self._told: object = None  # what was said last about whose cache this is
+        self._told: object = None  # the last warning about a cache evicted for another question
         self._cancelled = False
         self.conversation += 1
 
     @property
     def reuse(self) -> str:
-        """auto, refresh, once or blind: what a later question finds. Set it to change it; raises
-        UsageError for anything else."""
+        """What a later question finds: auto, refresh, once or blind. May be set between turns;
+        raises UsageError for anything else."""
         return self._reuse
 
     @reuse.setter
@@ -120,9 +123,9 @@ class ChatSession:
         self._reuse = reuse.checked(value)
 
     def refresh(self, *, wanted: bool = True) -> None:
-        """Read the whole conversation again with the next question, and evict for that one,
-        whatever `reuse` says; or, if not `wanted`, do not after all. Raises UsageError where
-        nothing has been read.
+        """Read the whole conversation again with the next question, and evict for that question,
+        whatever `reuse` says. `wanted` False cancels this. Raises UsageError if nothing was read
+        yet.
         """
         if wanted and not self.fed:
             raise UsageError(
@@ -145,7 +148,7 @@ class ChatSession:
         return [turn.report for turn in self.turns]
 
     def attach(self, text: str, name: str | None = None) -> None:
-        """Put a document before the next question. Raises UsageError if there is no text in it."""
+        """Put a document before the next question. Raises UsageError if it has no text."""
         check_text(text, name or "the document")
         if not text.strip():
             raise UsageError(f"{name or 'the document'} is empty", "nothing was added")
@@ -156,8 +159,8 @@ class ChatSession:
         return self.engine.kv.kept(layer, head)
 
     def start(self) -> list[int]:
-        """Token ids of a conversation before the first user's words, a BOS if the model wants one:
-        what any two under this system prompt have in common."""
+        """Token ids before the text of the first user message, with the BOS if the model has one:
+        what two conversations with this system prompt have in common."""
         system = [Message("system", self.system)] if self.system else []
         one, two = (self.template.opening([*system, Message("user", t)]) for t in ("a", "7?"))
         return one[: reuse.shared(one, two)]
@@ -172,8 +175,8 @@ class ChatSession:
         self.engine.kv.check(*eviction.policies())
 
     def snapshot(self) -> ChatSnapshot:
-        """The chat as it is between two turns: after `restore` every answer is the same, bit by
-        bit. Costs a copy of the rows in use, in host memory."""
+        """A copy of the chat between two turns. After `restore`, every answer is bit-identical. The
+        rows in use are copied to host memory."""
         assert self.turn == len(self.turns), "a turn is under way"
         return ChatSnapshot(
             self.engine.kv.snapshot(),
@@ -190,11 +193,11 @@ class ChatSession:
         )
 
     def restore(self, snapshot: ChatSnapshot) -> None:
-        """Be as `snapshot` was taken, policies, budget and seed included. Between turns only.
+        """Go back to `snapshot`, policies, budget and seed included. Between turns only.
 
-        One without a cache gives its conversation to be read again with the next question. Raises
-        UsageError if this chat cannot have those policies, ValueError if the cache is not one of
-        its network; then, as when memory runs out, nothing changes.
+        If the snapshot has no cache, the next question reads its conversation again. Raises
+        UsageError if this chat cannot have those policies, ValueError if the cache is not from this
+        network. On these errors, and if memory runs out, nothing changes.
         """
         held, policies = snapshot.held, snapshot.eviction.policies()
         if held is None:
@@ -216,10 +219,9 @@ class ChatSession:
         self.rereads = self._cancelled = False
 
     def undo(self, turns: int = 1) -> list[Turn]:
-        """Take back the last `turns` turns, and return them: the first of their questions, asked
-        again, is answered again as it was. Its documents wait for the next question; policy, budget
-        and seed stay as they are now. Raises UsageError, and changes nothing, where `undoable`
-        would.
+        """Take back the last `turns` turns, and return them. The first of their questions, asked
+        again, gets the same answer. Its documents go in front of the next question. Policy, budget
+        and seed stay as they are now. Raises the UsageError of `undoable`; then nothing changes.
         """
         self.undoable(turns)
         finished = len(self.turns) - turns
@@ -244,8 +246,8 @@ class ChatSession:
     def cancel(self) -> None:
         """Stop the running turn at the next safe point: safe to call from a signal handler.
 
-        While the prompt is read, `ask` raises Interrupted and nothing was added; while the answer
-        is written, it ends there and stays in the conversation.
+        While the prompt is read, `ask` raises Interrupted and nothing was added. While the answer
+        is written, the answer ends there and stays in the conversation.
         """
         self._cancelled = True
 
@@ -266,14 +268,14 @@ class ChatSession:
         progress: Callable[[int, int], None] | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> Iterator[str]:
-        """Pending documents and `question` in, the answer's text out, piece by piece.
+        """Ask about the attached documents; yield the text of the answer piece by piece.
 
-        `progress(done, total)` is called between chunks of the prompt, `notice` with each warning
-        before the answer begins. Closing the iterator early is the same as `cancel`.
+        `progress(done, total)` is called between chunks of the prompt, `notice(line)` with each
+        warning. Closing the iterator early is the same as `cancel`.
 
-        Raises ContextError when the prompt does not fit (nothing is ever cut), UsageError,
-        Interrupted, NumericsError. After an error while the prompt was read the chat is as it was
-        before the question; after one in the answer, what was written stays.
+        Raises ContextError if the prompt does not fit (it is never cut), UsageError, Interrupted,
+        NumericsError. After an error while the prompt was read, the chat is as it was before the
+        question. After an error in the answer, the part that was written stays.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         if max_tokens < 1:
@@ -316,7 +318,7 @@ class ChatSession:
         read = prompt_plan.read(self.engine, feed, max_tokens, progress, lambda: self._cancelled)
         prefill_s = perf_counter() - reading
 
-        # The prompt is in the cache: from here on the turn counts, whatever happens.
+        # The prompt is in the cache. From here on the turn counts, also if the answer fails.
         self.history.keep(self.turn, before)
         if feed.anew:
             self.fed, self.shaped_by = [], None
@@ -413,17 +415,17 @@ class ChatSession:
             self.turns.append(Turn(question, answer, attached, self.report))
 
     def _set_aside(self) -> ChatSnapshot | None:
-        """What `undo` will need, if that is wanted and there is room for it."""
+        """A snapshot for `undo`; None if none is wanted or it would be too large."""
         if not self.history.wants(self.engine.kv.stats().held_bytes):
             return None
-        # No memory for a copy is no reason not to answer.
+        # Without memory for the copy, the question is still answered.
         with contextlib.suppress(MemoryError, RuntimeError):
             return self.snapshot()
         return None
 
     def _measure(self, known: CacheStats) -> CacheStats:
-        """The cache's figures; where there is no memory to count them, the last ones `known`. A
-        turn is closed by this, which must not fail."""
+        """The cache's figures, or `known` if there is no memory to count them. Must not fail,
+        because it closes a turn."""
         try:
             return self.engine.kv.stats()
         except (MemoryError, RuntimeError):
@@ -433,8 +435,8 @@ class ChatSession:
         self.curve.append((stats.seen, stats.held_bytes, stats.full_bytes))
 
     def _feed(self, messages: list[Message]) -> tuple[PromptPlan, Decision | None]:
-        """What must be fed so that the cache holds `messages` up to where the answer begins, and
-        the choice behind it, if one was made."""
+        """What to feed so that the cache has seen `messages` up to where the answer begins, and the
+        decision of `--reuse auto`, if there was one."""
         pinned = len(self.start()) if self.pin_system and self.system else 0
         if not self.fed:
             ids = self.template.opening(messages)
@@ -460,8 +462,8 @@ class ChatSession:
         return PromptPlan("once", (ids,), False), decision
 
     def _asked(self) -> list[tuple[int, str]]:
-        """(index in the messages, text of its documents) of each message that brings some, the
-        next one included."""
+        """(index in the messages, text of its documents) of each message with documents, the next
+        one included."""
         first = len(self.messages) - 2 * len(self.turns)
         brought = [*(turn.documents for turn in self.turns), self.pending]
         return [
@@ -471,7 +473,8 @@ class ChatSession:
         ]
 
     def _decide(self, tokens: int) -> Decision:
-        """What `auto` does for a question that makes `tokens` of the conversation."""
+        """What `auto` does for the next question. tokens: the conversation's, that question
+        included."""
         if not self.documents or not self.engine.kv.stats().evicted:
             return Decision("once")
         prompt, *_ = self.eviction.policies()
@@ -480,8 +483,8 @@ class ChatSession:
         return reuse.decide(self.eviction.policy, asks, tokens, here)
 
     def _next(self, token: int, sampling: Sampling, *, ahead: bool) -> int:
-        """Feed the pending token, pick the next one. If the engine fails, the cache says whether
-        the token was taken."""
+        """Feed the pending token and pick the next one. If the engine fails, the cache's position
+        says whether the token was counted."""
         try:
             return self.engine.next(token, self.tokenizer.vocab, sampling, self.seed, ahead=ahead)
         finally:
@@ -490,13 +493,13 @@ class ChatSession:
                 self.pending_token = None
 
     def _tell(self, warn: Callable[[str], None]) -> None:
-        """What the engine has to say about itself, once."""
+        """Pass on the engine's new notices."""
         for line in self.engine.notices[self._noticed :]:
             warn(line)
         self._noticed = len(self.engine.notices)
 
     def _refuse_by_bytes(self, content: str) -> None:
-        """Refuse what cannot fit however it is tokenized, without tokenizing it."""
+        """Raise ContextError, without tokenizing, for a text that cannot fit."""
         size = len(content.encode())
         if size <= self.room:
             return  # even at a byte per token it would fit; the bound is not worth computing
@@ -507,7 +510,8 @@ class ChatSession:
             raise self._does_not_fit(least, "needs at least")
 
     def _does_not_fit(self, tokens: int, verb: str, fed: int | None = None) -> ContextError:
-        """`fed`: positions that the prompt does not replace."""
+        """The error for a prompt of `tokens` tokens. fed: positions that the prompt does not
+        replace, all by default."""
         fed = len(self.fed) if fed is None else fed
         room = max(self.max_context - fed - 1, 0)
         used = f", {fed:,} of them used by this chat" if fed else ""
@@ -620,7 +624,8 @@ class ChatSession:
 def _with(
     render: Callable[[list[Message]], list[int]], messages: Sequence[Message]
 ) -> Callable[[int, str], list[int]]:
-    """What `render` makes of the messages with another content in one's place."""
+    """A function (index, content) -> `render` of the messages with that message's content
+    replaced."""
 
     def again(at: int, content: str) -> list[int]:
         changed = list(messages)

@@ -1,4 +1,4 @@
-"""A chat between two turns, set aside: what `undo` and saved chats go back to."""
+"""A copy of a chat between two turns, for `undo` and saved chats."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from minikv.chat.transcript import Document, Message, Turn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatSnapshot:
-    """A chat between two turns. `held` None: nothing of it is in a cache, and the next question
-    reads the whole conversation again. The other fields are the session's own."""
+    """A chat between two turns. `held`: its cache; None if the next question reads the whole
+    conversation again. The other fields are those of `ChatSession`."""
 
     held: CacheSnapshot | None
     eviction: EvictionConfig

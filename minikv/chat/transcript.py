@@ -1,4 +1,4 @@
-"""What was said: messages, documents and turns."""
+"""Messages, documents and turns of a conversation."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text that the next question is asked about."""
+    """A text to ask about. It goes in front of the next question."""
 
     text: str
     name: str | None = None
 
     def rendered(self) -> str:
-        """As it stands in the user message, before the question."""
+        """Its text in the user message, before the question."""
         return f"Document: {self.name}\n\n{self.text}\n\n" if self.name else f"{self.text}\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question that was read, with its documents, and the answer as far as it was written."""
+    """A question with its documents, and the answer as far as it was written."""
 
     question: str
     answer: str
@@ -38,7 +38,7 @@ class Turn:
     report: TurnReport
 
     def messages(self) -> tuple[Message, Message]:
-        """As the transcript has it."""
+        """Its two messages in the transcript."""
         return user_message(self.documents, self.question), Message("assistant", self.answer)
 
 

@@ -19,7 +19,7 @@ class UndoHistory:
         self.before: dict[int, ChatSnapshot] = {}  # by the number of turns that were finished
 
     def emptied(self) -> UndoHistory:
-        """Another one with the same limits and nothing in it."""
+        """An empty history with the same limits."""
         return UndoHistory(self.turns, self.nbytes)
 
     def wants(self, nbytes: int) -> bool:

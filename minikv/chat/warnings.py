@@ -1,4 +1,4 @@
-"""Lines that a user should see before a turn, and texts that no turn can be made of."""
+"""Warnings before a turn, and the check that a text is valid Unicode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minikv.errors import UsageError
 
 
 def marker_lines(template: Template, documents: Iterable[Document], question: str) -> Iterator[str]:
-    """What in these texts looks like control tokens or turn markers of the model."""
+    """Warnings about strings that look like control tokens or turn markers of the model."""
     texts = [(document.name or "the document", document.text) for document in documents]
     for name, text in [*texts, ("the question", question)]:
         count = template.lookalikes(text)
@@ -29,8 +29,8 @@ def marker_lines(template: Template, documents: Iterable[Document], question: st
 
 
 def check_text(text: str, what: str) -> None:
-    """Raise UsageError for lone surrogates: they come from bytes that are no text, and no tokenizer
-    takes them. `what` names the text in the message."""
+    """Raise UsageError for lone surrogates, which no tokenizer accepts. They come from bytes that
+    are not UTF-8. what: the name of the text in the message."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

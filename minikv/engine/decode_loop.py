@@ -1,8 +1,9 @@
-"""Decoding on a GPU without waiting for it: a step is one CUDA graph, the token that it draws is
-the next step's input, and the host reads that token one step late.
+"""Decoding on a GPU without waiting for it.
 
-A step is launched before the host knows whether its token belongs to the answer. If not, it is
-dropped (`DecodeStep.drop`): the cache holds exactly the tokens that the caller fed.
+A step is one CUDA graph. The token that it draws is the input of the next step, and the host reads
+that token while the next step already runs. So a step is launched before it is known whether its
+token belongs to the answer. If not, it is dropped (`DecodeStep.drop`). The cache holds exactly the
+tokens that the caller fed.
 """
 
 from __future__ import annotations
@@ -20,34 +21,34 @@ from minikv.cache.kv_cache import KVCache
 from minikv.engine.sampling import Sampling, choose, draw
 from minikv.errors import NumericsError
 
-_WARM = 2  # steps that run as they are before one is captured
-_DRAWS = 256  # random numbers that are made at once
+_WARM = 2  # steps that run uncaptured before one is captured
+_DRAWS = 256  # random numbers that are sent to the device at once
 
 
 class Network(Protocol):
-    """A model as a step sees it."""
+    """What a step needs of a model."""
 
     def forward(self, ids: Tensor, kv: Attend) -> Tensor: ...
 
 
 class Capture(Protocol):
-    """How a step that runs over and over is launched."""
+    """How a step that is repeated is launched."""
 
     def warm(self, body: Callable[[], None]) -> None:
-        """Run it as it is, as often as it takes until all is compiled and allocated."""
+        """Run it uncaptured, so that everything is compiled and allocated before `record`."""
         ...
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Do not run it; what does, from now on, over the memory that it used."""
+        """Without running it, return a function that runs it on the same memory."""
         ...
 
     def post(self, values: Tensor) -> Callable[[], list[int]]:
-        """Send values (int64, on the device) to the host; what waits for them."""
+        """Send values (int64, on the device) to the host; returns a function that waits."""
         ...
 
 
 class Eager:
-    """`Capture` that runs every step as it is: for a CPU, and for tests."""
+    """A `Capture` that captures nothing and runs every step: for a CPU, and for tests."""
 
     def warm(self, body: Callable[[], None]) -> None:
         """See `Capture`."""
@@ -64,12 +65,12 @@ class Eager:
 
 
 class CudaGraphs:
-    """`Capture` in a CUDA graph; warmed on a stream of its own, as capturing demands."""
+    """A `Capture` with CUDA graphs. Warms up on a stream of its own, as graph capture requires."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Two steps are under way at most, and each is read before the one after the next.
+        # At most two steps are under way, and each is read before a third is launched.
         self._host = [torch.zeros(2, dtype=torch.int64, pin_memory=True) for _ in range(3)]
         self._sent = 0
 
@@ -101,15 +102,15 @@ class CudaGraphs:
 
 
 def captured(body: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
-    """What plays again what `body` does on a stream. Raises what torch raises where something in it
-    waits for the device, and leaves torch able to go on.
+    """Capture `body` on a stream; returns the graph's replay. Raises torch's error if something in
+    `body` waits for the device; torch can be used after that.
 
-    Not `torch.cuda.graph`: that waits for the device and gives all cached memory back first, in the
-    middle of an answer, and stays on its stream after an error.
+    `torch.cuda.graph` is not used, because it waits for the device and frees all cached memory
+    first, and because it stays on its stream after an error.
     """
     graph, pool, done = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), False
     with torch.cuda.stream(stream):
-        # Other threads may use the device meanwhile: the terminal reads memory figures.
+        # Other threads may use the device: the terminal reads memory figures.
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             body()
@@ -119,8 +120,8 @@ def captured(body: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[]
             if not done:
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
-                # Before 2.12 torch's allocator goes on collecting for a capture that could not end,
-                # and frees nothing more. Where it did end, this is refused.
+                # Before 2.12, torch's allocator stays in capture mode after a capture that failed,
+                # and frees nothing more. If the capture did end, these calls raise.
                 with contextlib.suppress(RuntimeError):
                     torch._C._cuda_endAllocateToPool(stream.device.index, pool)
                     torch._C._cuda_releasePool(stream.device.index, pool)
@@ -128,10 +129,10 @@ def captured(body: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[]
 
 
 class DecodeLoop:
-    """Steps of an answer, each launched before the host has read the token of the one before it.
+    """The steps of an answer, each launched before the host has read the token of the step before.
 
-    What is launched is [end the last step if it is accepted, a step, draw the next token]: the
-    drawn token is the next launch's input. Draws are those of `sampling.pick`.
+    One launch is [end the last step if it is accepted, run a step, draw the next token]. The drawn
+    token is the input of the next launch. The draws are those of `sampling.pick`.
     """
 
     def __init__(self, network: Network, kv: KVCache, capture: Capture) -> None:
@@ -141,23 +142,23 @@ class DecodeLoop:
             self._found = torch.zeros(2, dtype=torch.int64, device=kv.device)
             self._draws = torch.zeros(_DRAWS, dtype=torch.float64, device=kv.device)
             self._first_draw = torch.zeros((), dtype=torch.int64, device=kv.device)
-        self._running = False  # steps may be under way
+        self._running = False  # steps may be running on the device
         self._how: tuple[int, Sampling, int] | None = None  # vocabulary, sampling, seed
         self._drawn = range(0)  # positions whose random numbers are on the device
-        self._at = 0  # where the token of the next launch stands
-        self._early: Callable[[], list[int]] | None = None  # the step that nobody asked for yet
-        self._guess = -1  # the token that it was fed
+        self._at = 0  # position of the token of the next launch
+        self._early: Callable[[], list[int]] | None = None  # the step that was launched ahead
+        self._guess = -1  # the token that it was given
         self._failed: Exception | None = None
-        self._key: tuple[object, ...] = ()  # what the recorded step holds fixed
+        self._key: tuple[object, ...] = ()  # what the captured step depends on
         self._warmed = 0
         self._replay: Callable[[], None] | None = None
 
     def feed(self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool) -> int:
         """Feed one token and return the next, one of the first `vocab`.
 
-        With `ahead` the step after it is launched, too, as if the token returned were fed next.
-        Raises NumericsError if a logit is NaN or infinite, and what the network or the device
-        raises; after an error the cache's position says whether the token was taken.
+        With `ahead`, the next step is launched, too, as if the token returned were fed next. Raises
+        NumericsError if a logit is NaN or infinite, and what the network or the device raises.
+        After an error, the cache's position says whether the token was counted.
         """
         kv, how = self._kv, (vocab, sampling, seed)
         if self._failed is not None:
@@ -173,11 +174,11 @@ class DecodeLoop:
             if ahead and self._at < min(kv.full_at, kv.shape.max_context):
                 try:
                     self._early = self._launch()
-                except Exception as error:  # what was asked for is under way none the less
+                except Exception as error:  # the step of `token` is already running
                     self._failed = error
             found, good = asked()
         except BaseException:
-            if self._running:  # what the step after it made final was fed
+            if self._running:  # the step launched ahead may have ended that of `token`
                 kv.position = max(kv.position, int(kv.decode.position))
             kv.settle()
             raise
@@ -193,17 +194,17 @@ class DecodeLoop:
 
     @property
     def captured(self) -> bool:
-        """Whether steps are CUDA graphs by now."""
+        """Whether steps already run as a CUDA graph."""
         return self._replay is not None and isinstance(self._capture, CudaGraphs)
 
     def stop(self) -> None:
-        """No more steps from here: the cache is as of the last token that was fed and taken."""
+        """End the loop. The cache is as of the last token that was fed and counted."""
         self._kv.settle()
         self._kv.before_settling = None
 
     def _finish(self) -> None:
-        """Before the cache is looked at: end the step of the last token that was fed, or drop the
-        step of a token that was not. Waits for the device."""
+        """Called before the cache is read: end the step of the last token that was fed, or drop the
+        step of a token that was not fed. Waits for the device."""
         self._early = None
         if not self._running:
             return
@@ -213,10 +214,10 @@ class DecodeLoop:
         else:
             decode.drop()
         assert int(decode.position) == self._kv.position
-        self._running = False  # not before: what failed on the way is tried again
+        self._running = False  # only now: after an error, this runs again
 
     def _prepare(self, vocab: int, sampling: Sampling, seed: int) -> None:
-        """Have the cache ready for a step, and know what to run."""
+        """Prepare the cache for a step, and forget the captured step if it no longer fits."""
         kv = self._kv
         kv.before_settling = self._finish
         decode = kv.open_steps(speculative=True)
@@ -230,12 +231,12 @@ class DecodeLoop:
             self._key, self._replay, self._warmed = key, None, 0
 
     def _launch(self) -> Callable[[], list[int]]:
-        """Start the step of the token that lies on the device; what waits for the next token."""
+        """Launch the step of the token on the device; returns a function that waits for it."""
         assert self._how is not None
         vocab, sampling, seed = self._how
         self._draw(sampling, seed)
 
-        me = ref(self)  # what is recorded must not keep this, and with it the cache, alive
+        me = ref(self)  # the captured body must not keep this object and its cache alive
 
         def body() -> None:
             loop = me()
@@ -255,7 +256,7 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def _step(self, vocab: int, sampling: Sampling) -> None:
-        """What is recorded: end the last step, run one token through the network, draw the next."""
+        """The captured body: end the last step, run one token, draw the next."""
         decode = self._kv.decode
         decode.end_if_accepted()
         logits = self._network.forward(self._token, decode)
@@ -267,12 +268,12 @@ class DecodeLoop:
         self._found.copy_(torch.stack((found, good)))
 
     def _draw(self, sampling: Sampling, seed: int) -> None:
-        """Have the random number for the token after the next launch's on the device."""
+        """Send the random numbers to the device, if that of the next draw is not there yet."""
         if sampling.temperature == 0.0 or self._at + 1 in self._drawn:
             return
         self._drawn = range(self._at + 1, self._at + 1 + _DRAWS)
         numbers = [draw(seed, position) for position in self._drawn]
-        # Through memory that the device copies from by itself, and that torch keeps until it has.
+        # Pinned memory: the copy is asynchronous, and torch keeps the memory until it is done.
         pinned = self._kv.device.type == "cuda"
         made = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
         self._draws.copy_(made, non_blocking=True)

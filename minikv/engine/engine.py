@@ -1,4 +1,4 @@
-"""The engine knows token ids only: a prompt in, logits out; a token in, logits out."""
+"""The engine: token ids in, logits or the next token out. It knows no text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Network(Protocol):
-    """A model as the engine sees it."""
+    """What the engine needs of a model."""
 
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
         """ids int64 [T] -> logits of the last token, float32 [V]."""
@@ -26,9 +26,9 @@ class Network(Protocol):
 
 
 class Engine:
-    """Feeds a network over its cache. Rows exist for exactly the tokens that were fed.
+    """Feeds tokens to a network with a cache. The cache has seen exactly the tokens that were fed.
 
-    `notices`: lines for the user about what is slower than it could be.
+    notices: lines for the user about what is slower than it could be.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class Engine:
         kv: KVCache,
         capture: Capture | Literal["auto"] | None = "auto",
     ) -> None:
-        """`capture`: how `next` runs steps ahead of what the host has read (see `DecodeLoop`);
-        None: one step at a time. By default a CUDA graph on CUDA, None elsewhere."""
+        """capture: how `next` launches a step before the host has read the token of the step before
+        (see `DecodeLoop`); None: one step at a time. "auto": CUDA graphs on CUDA, else None."""
         self.network, self.kv = network, kv
         self.notices: list[str] = [kv.notice] if kv.notice else []
         if capture == "auto":
@@ -58,9 +58,9 @@ class Engine:
     ) -> Tensor:
         """Feed a prompt; return the logits of its last token, float32 [V].
 
-        `progress(done, total)` is called on the way and may raise. On any error the cache is
-        as it was before. `room` is how many answer tokens are expected. Raises ContextError if the
-        positions do not suffice, NumericsError if the logits are not finite.
+        `progress(done, total)` is called between chunks and may raise. On any error, the cache is
+        as it was before. room: expected tokens of the answer. Raises ContextError if too few
+        positions are left, NumericsError if the logits are not finite.
         """
         kv = self.kv
         if not ids:
@@ -103,13 +103,13 @@ class Engine:
     def step(self, token: int) -> Tensor:
         """Feed one token of an answer; return the next logits, float32 [V].
 
-        On an error the token is not in the cache; after an interrupt `kv.position` says whether it
-        is. Raises ContextError and NumericsError.
+        After an error, the token is not in the cache. After an interrupt, `kv.position` says
+        whether it is. Raises ContextError and NumericsError.
         """
         return self._step(token, lambda logits: logits)
 
     def _step(self, token: int, use: Callable[[Tensor], T]) -> T:
-        """Feed one token and return what `use` makes of the logits. Only then does it count."""
+        """Feed one token and return `use(logits)`. The token counts only after that."""
         kv = self.kv
         self._refuse_full()
         before = kv.position
@@ -129,9 +129,9 @@ class Engine:
     ) -> int:
         """`step` and `sampling.pick`: feed a token of an answer, return the next.
 
-        On CUDA the step after it is under way when this returns, unless not `ahead`; it counts
-        only if the token returned is what is fed next. Raises as `step`; on an error `kv.position`
-        says whether the token is in the cache.
+        On CUDA, unless `ahead` is False, the next step is already launched when this returns. It
+        counts only if the token returned is fed next. Raises as `step`. After an error,
+        `kv.position` says whether the token is in the cache.
         """
         self._refuse_full()
         if self._loop is not None:
@@ -167,14 +167,15 @@ class Engine:
 
 
 class _Withheld:
-    """The cache without `advance`: the engine looks at the logits before a forward counts."""
+    """The cache as `Attend` whose `advance` does nothing: the engine checks the logits first, and
+    then calls the cache's `advance`."""
 
     def __init__(self, kv: KVCache, position: int | None = None) -> None:
         self.position = kv.position if position is None else position
         self.attend = kv.attend
 
     def advance(self, tokens: int) -> None:
-        """Left to the engine."""
+        """The engine does it."""
 
 
 def _check(logits: Tensor, doing: str) -> None:

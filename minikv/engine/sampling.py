@@ -1,7 +1,7 @@
 """From logits to one token: greedy, or a draw that depends only on the seed and the position.
 
-Keying every draw by (seed, position) means that there is no generator state to roll back when a
-turn is stopped, and that the same question asked again is answered the same way.
+Because every draw is keyed by (seed, position), there is no generator state to restore when a turn
+is stopped, and the same question gets the same answer when it is asked again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Sampling:
 
 
 def pick(logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: int) -> int:
-    """One token id from logits [V]; rows from `vocab` on are padding and are never chosen.
+    """One token id from logits [V]. Logits from `vocab` on are padding and are never chosen.
 
-    `position` is where the token would stand in the conversation. Raises NumericsError when a
-    logit of the real vocabulary is NaN or infinite.
+    position: that of the new token in the conversation. Raises NumericsError if one of the first
+    `vocab` logits is NaN or infinite.
     """
     logits = logits[:vocab].float()
     if not bool(torch.isfinite(logits).all()):
@@ -54,20 +54,21 @@ def pick(logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: in
 
 
 def draw(seed: int, position: int) -> float:
-    """A number in [0, 1), keyed by (seed, position), that decides the token to stand there."""
+    """A random number in [0, 1), keyed by (seed, position), for the token at that position."""
     generator = torch.Generator("cpu").manual_seed(_mix(seed, position))
     return float(torch.rand((), generator=generator, dtype=torch.float64))
 
 
 def choose(logits: Tensor, sampling: Sampling, point: Tensor) -> Tensor:
-    """int64 []: a token from the finite float32 logits [V], without asking the device for a value.
+    """int64 []: a token from finite float32 logits [V]. Reads no value back from the device.
 
-    point float64 []: where in [0, 1) of the chances, best token first, the drawn one lies. If a
-    logit is not finite the token is any of the V.
+    point float64 []: a random number in [0, 1). The token is the one at this point of the
+    cumulative probabilities, the most likely token first. If a logit is not finite, it is any
+    token.
     """
     if sampling.temperature == 0.0:
         return logits.argmax()
-    # Shifting by the maximum first keeps a tiny temperature from overflowing to inf - inf.
+    # Without subtracting the maximum first, a tiny temperature would give inf - inf.
     ranked, ids = torch.sort(logits, descending=True, stable=True)
     ranked = (ranked.double() - ranked[0].double()) / sampling.temperature
     if sampling.top_k:
@@ -79,14 +80,14 @@ def choose(logits: Tensor, sampling: Sampling, point: Tensor) -> Tensor:
     keep = (before < sampling.top_p) & (chances >= sampling.min_p * chances[0]) | (first == 0)
     chances = torch.where(keep, chances, 0.0)
     edges = chances.cumsum(0)
-    # right=True: a token of chance 0 owns no interval and cannot be drawn.
+    # right=True: a token of probability 0 has an empty interval and cannot be drawn.
     rank = torch.searchsorted(edges, (point * edges[-1])[None], right=True)
     rank = torch.minimum(rank, (first * keep).max())
     return ids.gather(0, rank)[0]
 
 
 def _mix(seed: int, position: int) -> int:
-    """Two integers to one well-spread 64-bit seed (splitmix64, Steele et al. 2014)."""
+    """Hash two integers to a 64-bit seed (splitmix64, Steele et al. 2014)."""
     value = ((seed & _MASK) * 0x9E3779B97F4A7C15 + position) & _MASK
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = ((value ^ (value >> shift)) * factor) & _MASK

@@ -1,4 +1,4 @@
-"""How many threads a computation may use: what the process was given, not what the machine has."""
+"""How many CPU threads to use: as many as the process may, not as many as the machine has."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def allowed(quota: Path = _QUOTA) -> int:
-    """Cores that this process may run on: its affinity, and no more than its control group pays
-    for (a container's limit), rounded up."""
+    """Cores that this process may use: its affinity, and at most its control group's limit (that of
+    a container), rounded up."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -23,8 +23,7 @@ def allowed(quota: Path = _QUOTA) -> int:
 
 
 def use(threads: int) -> None:
-    """Have torch compute on so many threads; 0: as many as are allowed, unless OMP_NUM_THREADS
-    says something else."""
+    """Set torch's number of threads. 0: as many as are allowed, unless OMP_NUM_THREADS is set."""
     import torch
 
     if threads:

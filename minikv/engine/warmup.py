@@ -1,4 +1,4 @@
-"""Compile at load what steps and prompts will launch, so that none of it waits in a turn."""
+"""Compile the kernels of steps and prompts while the model is loaded, not during a turn."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ from minikv.kernels.cpu import build
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import smallest_budget
 
-_ROWS = 4  # of a head; no build of a kernel depends on how many there are
-_LATER = (72, 24, 8, 3)  # tokens of later prompts: the tiles of 16, 32, 64 and of more queries
-_LINES = (16, 32, 64, 128)  # queries of all heads of a group: one for every tile
-_FAR = 1 << 16  # rows of a head that are shared out to several programs
-_IDS = 16  # tokens that every vocabulary has
+_ROWS = 4  # per head; no kernel is compiled for a number of rows
+_LATER = (72, 24, 8, 3)  # tokens of later prompts: tiles of 16, 32, 64 and more queries
+_LINES = (16, 32, 64, 128)  # queries of a KV head, all query heads counted: one number per tile
+_FAR = 1 << 16  # rows of a head that several programs share
+_IDS = 16  # token ids below it are in every vocabulary
 
 
 def compiles(device: torch.device, kernels: str) -> bool:
-    """Whether a cache's kernels, as `KVCache` takes them, must first be compiled in C. That takes
-    seconds, once on a machine."""
+    """Whether the C kernels of a CPU must be compiled first. That takes seconds, once per machine.
+    kernels: as `KVCache` takes it."""
     return device.type == "cpu" and kernels == "auto" and build.compiles()
 
 
 def warm(kv: KVCache, network: Network) -> None:
-    """Make two steps over a tiny cache of the same network, policy and kernels, and lead a short
-    conversation over another one.
+    """Run steps and prompts on tiny caches with the same network, policy and kernels.
 
-    Two steps, so that heads also give up a row; prompts that evict, and shorter ones after them, as
-    the tiles depend on how many queries there are. `kv` itself stays as it is. If the kernels
-    cannot be built (Triton needs a C compiler), the torch twins take their place and `kv.notice`
-    says why.
+    Two steps, so that heads also evict a row. A prompt that evicts, and shorter ones after it,
+    because the tiles depend on the number of queries. `kv` is not changed, except: if the kernels
+    cannot be compiled (Triton needs a C compiler), it uses the torch kernels, and `kv.notice` says
+    why.
     """
     try:
         _steps(kv)
@@ -46,9 +45,9 @@ def warm(kv: KVCache, network: Network) -> None:
             _tiles(kv)
     except torch.OutOfMemoryError:
         raise
-    except NumericsError:  # the first turn will say so
+    except NumericsError:  # the first turn reports it
         pass
-    except Exception as error:  # what a compiler may raise is its own affair
+    except Exception as error:  # a compiler may raise anything
         why = next(iter(str(error).splitlines()), "")[:200]
         kv.use(Kernels())
         kv.notice = f"the Triton kernels are not used: {type(error).__name__}: {why}"
@@ -80,10 +79,10 @@ def _steps(kv: KVCache) -> None:
 
 
 def _talk(kv: KVCache, network: Network) -> None:
-    """A prompt that evicts, some steps, and later prompts."""
+    """A short conversation: a prompt that evicts, some steps, and later prompts."""
     rows = smallest_budget(kv.prompt_policy, kv.step_policy) + kv.stride
     small, tokens = None, 0
-    while small is None:  # a policy that shares rows out unevenly needs more of them
+    while small is None:  # a policy with uneven budgets needs more rows
         tokens = 3 * rows + sum(_LATER)
         if tokens + sum(_LATER) + 3 > kv.shape.max_context:
             return
@@ -104,8 +103,8 @@ def _talk(kv: KVCache, network: Network) -> None:
 
 
 def _tiles(kv: KVCache) -> None:
-    """Old rows under later prompts: every tile that a number of queries may choose, with few rows
-    and with many. What is looked at is one row a head."""
+    """Kernels that attend to earlier rows: every tile size, with few rows and with many. Each head
+    has one row."""
     shape, device = kv.shape, kv.device
     heads, group = shape.kv_heads, shape.heads // shape.kv_heads
     rows = torch.zeros((heads, shape.head_dim), dtype=kv.dtype, device=device)
@@ -132,7 +131,7 @@ def _ids(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _like(kv: KVCache, rows: int) -> KVCache:
-    """An empty cache that differs in its budget only."""
+    """An empty cache like `kv`, with a budget of `rows`."""
     evicts = kv.prompt_policy is not None or kv.step_policy is not None
     small = KVCache(
         kv.shape,
