@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import beside
 from small import PAIRS, Dense, engine, ids, network, scheduler
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,8 +33,7 @@ def two_turns(runner: object, first: int, second: int, answer: int = 6) -> list[
     return logits
 
 
-@pytest.mark.parametrize(("prompt", "step"), PAIRS)
-@pytest.mark.parametrize("second", [1, 7, 33])
+@pytest.mark.parametrize(("prompt", "step", "second"), beside(PAIRS, (1, 7, 33)))
 def test_budget_above_length_changes_no_bit(prompt: str, step: str, second: int) -> None:
     net = network()
     got = two_turns(engine(net, prompt, step, 128), 45, second)
@@ -99,8 +99,7 @@ class MaskedDense:
                 heads[head] = set(range(kv.position)) - set(kv.kept(layer, head).tolist())
 
 
-@pytest.mark.parametrize(("prompt", "step"), PAIRS)
-@pytest.mark.parametrize("windows", [None, (20, None, 70)])
+@pytest.mark.parametrize(("prompt", "step", "windows"), beside(PAIRS, (None, (20, None, 70))))
 def test_an_evicted_cache_is_a_masked_full_cache(
     prompt: str, step: str, windows: tuple[int | None, ...] | None
 ) -> None:
