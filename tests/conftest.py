@@ -30,6 +30,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(cores or 1, MOST_WORKERS)
 
 
+@pytest.fixture(params=[0.2, pytest.param(1.0, marks=pytest.mark.soak)], ids=["some", "all"])
+def part(request: pytest.FixtureRequest) -> float:
+    """The part of many drawn cases that a test takes: a fifth, and all of them every night."""
+    found: float = request.param
+    return found
+
+
 @pytest.fixture(autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIKV_HOME", str(tmp_path_factory.mktemp("home")))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import small
 import torch
+from pairwise import beside
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -222,20 +223,21 @@ def uneven(layers: int, heads: int) -> Layout:
     return tables
 
 
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("before", [empty, even, uneven])
+CHOICES = [
+    ("h2o", "roco"),
+    ("h2o+ada", None),
+    ("streaming", "roco"),
+    ("full", "h2o"),
+    ("snapkv", None),
+    ("adakv", "roco"),
+    ("nacl", "h2o"),
+    ("adakv+pyramid+turns", None),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("h2o", "roco"),
-        ("h2o+ada", None),
-        ("streaming", "roco"),
-        ("full", "h2o"),
-        ("snapkv", None),
-        ("adakv", "roco"),
-        ("nacl", "h2o"),
-        ("adakv+pyramid+turns", None),
-    ],
+    ("name", "step", "before", "window"),
+    [*beside(CHOICES, (empty, even, uneven), (None, 50))],
 )
 def test_no_layer_asks_the_device(
     name: str, step: str | None, before: Callable[[int, int], Layout], window: int | None

@@ -1,8 +1,8 @@
 """The model that ships: its files, its training script, and what it still answers under a budget.
 
 The figures with confidence intervals are in docs/measurements; these runs are small enough for
-every change, those behind the soak marker for every night. Their bounds, three standard errors below
-those figures, leave room for chance.
+every change, those behind the soak marker for every night. Their bounds, three standard errors
+below those figures, leave room for chance.
 """
 
 from __future__ import annotations
