@@ -14,7 +14,6 @@ import minikv
 from minikv.cli import chats, commands, documents, render, saving
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Config
-from minikv.cli.editor import Cleared, Help, history_path, open_reader
 from minikv.cli.failures import show
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.settings_commands import KEYS
@@ -26,6 +25,7 @@ from minikv.policies import prompt_names
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
+    from minikv.cli.editor import Help
 
 
 def chat(
@@ -70,7 +70,7 @@ def chat(
     settings.eviction()
     texts = [documents.read_file(path, errors, config.loaders) for path in files]
     limits.check()
-    from minikv.chat.session import UNDO_TURNS
+    from minikv.chat.undo import UNDO_TURNS
 
     keeper = chats.Keeper(terminal, active=save)
     interrupts = Interrupts()
@@ -106,6 +106,9 @@ def chat(
         )
         read_line = _piped
         if typed:
+            from minikv.cli.editor import open_reader
+            from minikv.cli.history import history_path
+
             read_line = open_reader(terminal, _help(session), history_path() if history else None)
         code = converse(context, read_line, typed=typed)
     finally:
@@ -125,8 +128,6 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             if typed:
                 terminal.say("")
             return first_failure
-        except Cleared:
-            continue
         except KeyboardInterrupt:
             if not typed or interrupts.again():
                 raise
@@ -178,6 +179,7 @@ def _piped() -> str:
 
 def _help(session: ChatSession) -> Help:
     """What the line editor completes and shows."""
+    from minikv.cli.editor import Help
 
     def words(command: str) -> Sequence[str]:
         if not command:

@@ -322,7 +322,7 @@ class Keeper:
 
     def _refuse(self, session: ChatSession, saved: Saved, stated: Collection[str]) -> None:
         """Raise UsageError that names everything in which the chat and this session differ."""
-        from minikv.chat.session import Facts
+        from minikv.chat.facts import Facts
 
         here, there = self.identity(session), saved.header["identity"]
         # Chats of before there was a choice:

@@ -113,9 +113,9 @@ def _stats(context: Context, arguments: list[str]) -> None:
     if report is None:
         terminal.say("no turn yet")
         return
-    from minikv.cli.strips import strips
+    from minikv.cli.strips import Screen, strips
 
-    screen = kept_view.Screen.of(terminal)
+    screen = Screen.of(terminal)
     drawn = strips(
         context.session, screen.width, plain=not screen.blocks, reports=context.session.reports
     )

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import TurnReport, of_full, percent_saved, ratio
 from minikv.cli.command import Command, Context
-from minikv.cli.kept_view import Screen
+from minikv.cli.layout import clipped, folded
 from minikv.cli.progress import FRAME, Live
-from minikv.cli.strips import clipped, folded
+from minikv.cli.strips import Screen
 from minikv.cli.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step

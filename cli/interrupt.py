@@ -1,4 +1,4 @@
-"""Ctrl-C as a flag: an exception through the middle of a layer would leave the cache torn."""
+"""Ctrl-C as a flag: an exception in the middle of a layer would leave the cache inconsistent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Interrupts:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """A Ctrl-C comes when this is left, where the system can keep it that long."""
+    """Inside, Ctrl-C is delayed until the end, where the system can do that."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

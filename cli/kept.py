@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minikv.chat.session import ChatSession, Tokenizer
+    from minikv.chat.protocols import Tokenizer
+    from minikv.chat.session import ChatSession
     from minikv.chat.transcript import Document
 
 

@@ -15,20 +15,8 @@ from minikv.chat.report import Loss
 from minikv.cli import kept
 from minikv.cli.command import Command, Context
 from minikv.cli.kept import Kept
-from minikv.cli.strips import (
-    ASCII,
-    BLOCKS,
-    along,
-    broken,
-    clipped,
-    folded,
-    level,
-    percent,
-    shown,
-    strip,
-    takes_blocks,
-)
-from minikv.cli.terminal import Terminal, columns
+from minikv.cli.layout import broken, clipped, folded, shown
+from minikv.cli.strips import Screen, along, level, percent, strip
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,34 +52,6 @@ _USAGE = (
 )
 _NAME = 24  # cells of a document's name
 _GUTTER = 7  # a block, a percentage and the spaces around them
-
-
-@dataclass(frozen=True, slots=True)
-class Screen:
-    """What a terminal can show: cells in a row, what it can spell, and whether it has colours."""
-
-    width: int = 80
-    encoding: str = "utf-8"
-    blocks: bool = True
-    colour: bool = False
-
-    @staticmethod
-    def of(terminal: Terminal) -> Screen:
-        """The one that messages go to."""
-        stream = terminal.err
-        return Screen(
-            columns(stream), stream.encoding or "utf-8", takes_blocks(stream), terminal.colour
-        )
-
-    @property
-    def signs(self) -> str:
-        """The signs of a strip, from nothing to all."""
-        return BLOCKS if self.blocks else ASCII
-
-    @property
-    def dots(self) -> str:
-        """What stands for text left out."""
-        return "…" if self.blocks else "..."
 
 
 # -- the command ----------------------------------------------------------------------------

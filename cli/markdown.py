@@ -1,10 +1,15 @@
-"""An answer in Markdown on a terminal: written as it comes, each block set once it is finished.
+"""An answer in Markdown on a terminal: written as it comes, each block formatted when it ends.
 
-A block (a paragraph, a heading, one item of a list, a table) streams as plain text, broken between
-words by us, so that the rows it takes are known. When it is finished and still whole on the screen,
-its rows are erased and it is written again with its styles; otherwise it stays as it stands.
-Nothing above the block under construction is ever touched, so the scrollback holds everything
-exactly once. Code is written as it comes, never broken and never replaced.
+A block is a paragraph, a heading, one item of a list or a table. It is first written as plain text,
+which we break between words, so that we know how many rows it takes. When it has ended and all of
+it is still on the screen, its rows are erased and it is written again with styles; otherwise it
+stays as it is. Nothing above the current block is ever touched, so the scrollback holds everything
+exactly once. Code is written as it comes: it is neither broken nor written again.
+
+markdown-it parses a block, rich breaks lines and draws tables. rich.markdown is not used for the
+blocks. It drops text: HTML tags and comments, definitions of links, addresses of images, the
+backslashes of LaTeX, the signs of `x**2 + y**2` and `__init__`. It writes item "2." as "2", and its
+import (with pygments) takes twice as long, before the first token.
 """
 
 from __future__ import annotations
@@ -33,33 +38,33 @@ _HEADING = re.compile(r"#{1,6}(?: |\t|$)")
 _RULE = re.compile(r"([-*_]) *(?:\1 *){2,}$")
 _PROSE = re.compile(r"[^\\`*_~\[\]<>&|#]*")  # text in which Markdown sees no sign of its own
 _UNDERLINED = re.compile(r"\n *[-=]")
-# What setting a block takes away or adds: ASCII signs, bullets and lines.
+# What formatting takes away or adds: ASCII signs, bullets and lines.
 _ORNAMENT = re.compile(r"[\x00-\x2f\x3a-\x40\x5b-\x60\x7b-\x7f\u2022\u2500-\u257f\s]+")
 
 
 class Answer:
-    """One answer while it streams: pieces in, out comes what to write. It writes nothing itself.
+    """One answer while it streams. Every method returns what is to be written.
 
-    `size` gives columns and rows of the terminal; it is asked at every piece, because after a
-    resize the block under construction has to stay as it is.
+    `size` gives columns and rows of the terminal. It is asked at every piece: after a resize the
+    current block stays as it is.
     """
 
     def __init__(self, size: Callable[[], tuple[int, int]], *, colour: bool, ascii: bool) -> None:
         self._size = size
-        self._setter = _Setter(colour=colour, ascii=ascii)
+        self._formatter = _Formatter(colour=colour, ascii=ascii)
         self._window = size()
         self._rows = _Rows(self._window[0] - 1)
-        self._kind = ""  # of the block under construction; empty between two
+        self._kind = ""  # of the current block; empty between two blocks
         self._source = ""  # its Markdown, unless it is code
         self._fence = ""  # what opened the code
-        self._in_list = False  # indented lines belong to a list and are no code
+        self._in_list = False  # indented lines belong to a list, they are not code
         self._blanks = 0  # empty lines since the last line with text
         self._last = ""  # the kind of the last block, empty before the first
-        self._line = ""  # the current line as long as it may still become anything
-        self._decided = False
+        self._line = ""  # the start of the current line, as long as its kind is not known
+        self._decided = False  # whether its kind is known
 
     def push(self, piece: str) -> str:
-        """What to write for a piece in which `terminal.clean` left no control character."""
+        """What to write for a piece of text that went through `terminal.clean`."""
         self._look()
         out: list[str] = []
         first, *others = piece.split("\n")
@@ -70,7 +75,7 @@ class Answer:
         return "".join(out)
 
     def finish(self) -> str:
-        """What to write at the end. It leaves the cursor at the start of a line."""
+        """What to write at the end. The cursor is then at the start of a line."""
         self._look()
         out: list[str] = []
         if self._line or self._decided:
@@ -79,7 +84,7 @@ class Answer:
         return "".join(out) if self._last else "\n"
 
     def disturb(self) -> None:
-        """The window changed or somebody else wrote: what stands there is left alone."""
+        """The window changed, or others wrote to it: the current block stays as it is."""
         self._window = self._size()
         self._rows.width = self._window[0] - 1
         self._rows.known = False
@@ -94,11 +99,11 @@ class Answer:
             self._show(text, out)
         elif text:
             self._line += text
-            self._decide(self._judge(self._line), out)
+            self._decide(self._line_kind(self._line), out)
 
     def _end_line(self, out: list[str]) -> None:
         if not self._decided:
-            self._decide(self._judge(self._line, whole=True), out)
+            self._decide(self._line_kind(self._line, whole=True), out)
         self._decided = False
         if self._kind in _CODE:
             out.append("\n")
@@ -108,9 +113,9 @@ class Answer:
         elif self._kind in ("heading", "rule"):
             self._end_block(out)
 
-    def _judge(self, line: str, whole: bool = False) -> str:
-        """What the current line is: a kind of block that it begins, "more" of the one there is,
-        "blank", "closing" a fence; empty as long as that depends on what follows."""
+    def _line_kind(self, line: str, whole: bool = False) -> str:
+        """What the current line is: the kind of block that it begins, "more" of the current block,
+        "blank", or "closing" a fence. Empty while that depends on characters that follow."""
         text = line.lstrip(" \t")
         if self._kind == "fence":
             if set(text.rstrip()) <= {self._fence[0]}:  # a closing fence, or nothing yet
@@ -130,7 +135,7 @@ class Answer:
         return "more" if underline or kind == inside in ("quote", "table") else kind
 
     def _decide(self, kind: str, out: list[str]) -> None:
-        """Show the current line as what it turned out to be."""
+        """Write the start of the current line, now that its kind is known."""
         if not kind:
             return
         line, self._line, self._decided = self._line, "", True
@@ -170,24 +175,23 @@ class Answer:
             out.append(self._rows.write(text.replace("\t", "    ")))
 
     def _end_block(self, out: list[str]) -> None:
-        """Set the finished block if all of it can still be taken back; else end its last line."""
+        """Format the block if all of it can still be erased; else end its last line."""
         kind, self._kind = self._kind, ""
         if not kind or kind in _CODE:
             return
         rows = self._rows
-        set_text = None
+        formatted = None
         if rows.known and rows.count < self._window[1]:
-            set_text = self._setter.set(kind, self._source, rows.width)
-        if set_text is None:
+            formatted = self._formatter.format(kind, self._source, rows.width)
+        if formatted is None:
             out.append(rows.flush() + "\n")
             return
         up = f"\x1b[{rows.count - 1}A" if rows.count > 1 else ""
-        out.append(f"\r{up}\x1b[J{set_text}\n")
+        out.append(f"\r{up}\x1b[J{formatted}\n")
 
 
 def _begins(text: str, whole: bool) -> str:
-    """The kind of block that a line could begin, its indent taken off; empty if it is too early
-    to say."""
+    """The kind of block that a line without its indent begins; empty if more of it is needed."""
     sign = text[0]
     if sign in "`~":
         run = len(text) - len(text.lstrip(sign))
@@ -211,10 +215,9 @@ def _begins(text: str, whole: bool) -> str:
 
 
 class _Rows:
-    """The block under construction as plain text: how many rows it takes on the screen.
+    """Breaks the current block between words, and counts its rows on the screen.
 
-    Lines are ended before the terminal would break them. `known` turns False where that is not
-    possible, as for a word wider than the window.
+    `known` becomes False when the terminal breaks a line itself: at a word wider than the window.
     """
 
     def __init__(self, width: int) -> None:
@@ -222,8 +225,8 @@ class _Rows:
         self.count = 1
         self.known = True
         self._column = 0
-        self._word = ""  # not written yet, because it may not fit
-        self._begun = False  # the first half of this word stands there already
+        self._word = ""  # not written yet: it may not fit
+        self._begun = False  # whether the first part of this word is written
 
     def write(self, text: str) -> str:
         """What to write for more text without line ends."""
@@ -241,7 +244,7 @@ class _Rows:
                 self._word += part
             else:
                 out += self._wide(part)
-        # Far from the margin nothing is held back, so that slow answers do not look stuck.
+        # Far from the margin no word waits, so that a slow answer is seen to go on.
         if self._word and self.width - self._column - _width(self._word) >= _NEAR:
             out.append(self.flush())
             self._begun = True
@@ -255,7 +258,7 @@ class _Rows:
         return held + "\n"
 
     def flush(self) -> str:
-        """Write the word that was held back, on the next row if it does not fit on this one."""
+        """Write the word that waits, on the next row if it does not fit on this one."""
         word, self._word = self._word, ""
         begun, self._begun = self._begun, False
         size = _width(word)
@@ -273,7 +276,7 @@ class _Rows:
         return before + word
 
     def _wide(self, part: str) -> Iterator[str]:
-        """A word with other than ASCII characters: it may be broken at every wide one."""
+        """A word that is not ASCII: it can be broken at every wide character."""
         for sign in part:
             if get_character_cell_size(sign) == 2:
                 yield self.flush()
@@ -284,26 +287,26 @@ class _Rows:
 
 
 def _width(word: str) -> int:
-    """Columns that no terminal exceeds: joined signs count each, a variation selector counts."""
+    """The most columns that a terminal takes: joined characters and variation selectors count."""
     if word.isascii():
         return len(word)
     return sum(1 if sign == "\ufe0f" else get_character_cell_size(sign) for sign in word)
 
 
-class _Setter:
-    """Markdown of one block to text with styles; None where it would not show every word."""
+class _Formatter:
+    """Makes text with styles of a block of Markdown, where it can show all its words."""
 
     def __init__(self, *, colour: bool, ascii: bool) -> None:
         self._parser = MarkdownIt("commonmark", {"html": False})
         self._parser.enable(["table", "strikethrough"])
-        self._parser.core.ruler.disable(["text_join"])  # it forgets what was written with a \
+        self._parser.core.ruler.disable(["text_join"])  # it does not keep which signs had a \
         self._console = Console(width=80)  # rich asks one for its defaults; nothing is printed
         self._colour = colour
         self._bullet, self._bar, self._dash = ("*", "|", "-") if ascii else ("•", "│", "─")
         self._box = box.ASCII2 if ascii else box.SQUARE
 
-    def set(self, kind: str, source: str, width: int) -> str | None:
-        """`source` for `width` columns, lines without their last end, or None to leave it."""
+    def format(self, kind: str, source: str, width: int) -> str | None:
+        """`source` for `width` columns, without a last newline; None if it stays as it is."""
         if kind == "text" and _PROSE.fullmatch(source) and not _UNDERLINED.search(source):
             return None  # nothing would change
         lines = source.split("\n")
@@ -323,7 +326,7 @@ class _Setter:
         return "\n".join("".join(_coloured(row)).rstrip(" ") for row in rows)
 
     def _block(self, tokens: Sequence[Token], width: int) -> Iterator[list[Segment]]:
-        """Rows of a block. Raises _Unknown for what is better left alone."""
+        """Rows of a block. Raises _Unknown for what stays as it is."""
         # One entry for every list item or quote around: before its first row, before the others.
         margins: list[tuple[str, str]] = []
         style = _NONE
@@ -379,7 +382,7 @@ class _Setter:
             if token.type == "text":
                 shown = token.content
             elif token.type == "text_special":
-                # What LaTeX needs keeps its backslash, and entities stay as they were written.
+                # LaTeX keeps its backslashes, and entities stay as they were written.
                 kept = token.info == "entity" or token.content in "()[]{}"
                 shown = token.markup if kept else token.content
             elif token.type == "code_inline":
@@ -390,7 +393,7 @@ class _Setter:
             elif token.type in ("softbreak", "hardbreak"):
                 shown = "\n"
             elif token.type in _EMPHASIS:
-                # x**2 + y**2 and __init__ are not emphasis, whatever the rules say.
+                # In x**2 + y**2 and __init__ the rules of Markdown see emphasis.
                 sides = text.plain[-1:] + tokens[at + 1].content[:1]
                 between = len(sides) == 2 and sides.isascii() and sides.isalnum()
                 literal.append(between or token.markup == "__")
@@ -414,7 +417,7 @@ class _Setter:
         return text
 
     def _table(self, tokens: Iterator[Token], width: int) -> list[list[Segment]]:
-        """The table whose opening was just read, if no word has to be broken for it."""
+        """The rest of a table, if no word has to be broken for it."""
         rows: list[list[Text]] = []
         for token in tokens:
             if token.type == "table_close":
@@ -444,7 +447,7 @@ class _Setter:
 
 
 class _Unknown(Exception):
-    """A construct that nothing here sets."""
+    """Something that is not formatted here."""
 
 
 _NONE, _BOLD, _DIM, _CYAN = Style.null(), Style(bold=True), Style(dim=True), Style(color="cyan")

@@ -65,7 +65,10 @@ def stats(report: TurnReport) -> str:
         if before and tokens.prompt_reused:
             lost += "; rows that were evicted before are not in it"
     rows = [
-        (f"turn {report.turn}", f"policy {_policy(report)} · {_budget(report.budget)}{shaped}"),
+        (
+            f"turn {report.turn}",
+            f"policy {policy_words(report)} · {budget_words(report.budget)}{shaped}",
+        ),
         (
             "tokens",
             f"{tokens.prompt_reused:,} before + {tokens.prompt_new:,} read · "
@@ -261,21 +264,27 @@ def _limits(option: Option) -> str:
     return f" ({option.low:g} to {option.high:g})"
 
 
-def _policy(report: TurnReport) -> str:
+def policy_words(report: TurnReport) -> str:
+    """ "adakv, then roco"."""
     decode = report.policy_options.get("decode")
-    name = decode.get("policy") if isinstance(decode, Mapping) else None
-    return report.policy if name in (None, "none") else f"{report.policy}, then {name}"
+    return pair_words(report.policy, decode.get("policy") if isinstance(decode, Mapping) else None)
 
 
-def _budget(budget: Mapping[str, object]) -> str:
-    unit, value = budget["unit"], budget["value"]
-    if unit is None:
+def pair_words(policy: str, decode: object) -> str:
+    """The policy for prompts and the one for answers, if there is one."""
+    return policy if decode in (None, "none") else f"{policy}, then {decode}"
+
+
+def budget_words(budget: Mapping[str, object]) -> str:
+    """A budget record in words."""
+    unit, value = budget.get("unit"), budget.get("value")
+    if not isinstance(value, int | float):
         return "no budget"
     if unit == "rows":
-        return f"budget {value} rows per head"
+        return f"budget {value:g} tokens per head"
     if unit == "share":
-        return f"budget {100 * float(str(value)):g}% of the prompt"
-    return f"budget {size(int(float(str(value))))}"
+        return f"budget {100 * value:g}% of the prompt"
+    return f"budget {size(int(value))}"
 
 
 def _beside_full(report: TurnReport) -> str:

@@ -1,8 +1,11 @@
 """The one place that writes: answers to stdout, everything else to stderr, all of it filtered.
 
-Model output, documents, file names and library messages are untrusted: an escape sequence in them
-could retitle the window, fill the clipboard or hide text. Dropping single characters, and never
-matching sequences, cannot be defeated by splitting a sequence over two tokens.
+Model output, documents, file names and library messages are not trusted: an escape sequence in them
+could set the window's title, fill the clipboard or hide text. rich lets escape sequences through.
+So `clean` removes single characters. It does not look for sequences, because one that comes in two
+tokens would be missed.
+
+Long lines are broken by textwrap: rich cannot indent the lines that follow.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ def clean(text: str) -> str:
 
 
 class Terminal:
-    """stdout for the answer alone, stderr for the rest; colour, live lines and Markdown on a tty
-    only. `plain` means no escape sequence anywhere, `ascii` that stderr takes no other sign."""
+    """stdout for the answer alone, stderr for the rest. Colour, live lines and Markdown only on a
+    terminal. `plain`: no escape sequence anywhere. `ascii`: stderr can write nothing else."""
 
     def __init__(self, *, quiet: bool = False, plain: bool = False) -> None:
         self.quiet = quiet
@@ -63,40 +66,40 @@ class Terminal:
         self.ascii = self._encodable(self.err, "›•│─█") != "›•│─█"
         self._status = False
         self._held = ""
-        self._set: Answer | None = None
+        self._markdown: Answer | None = None
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Around an answer. On a terminal its Markdown is set, and keys pressed meanwhile are not
-        echoed: that would move what is written. They wait for the next prompt."""
+        """Around an answer. On a terminal its Markdown is shown with styles, and keys are not
+        echoed, because that would move what is written. They wait for the next prompt."""
         if self.plain or not _is_tty(self.out):
             with self.silent():
                 yield
             return
         from minikv.cli.markdown import Answer  # with rich and a parser
 
-        self._set = Answer(
-            lambda: _window(self.out),
+        self._markdown = Answer(
+            lambda: window(self.out),
             colour=not os.environ.get("NO_COLOR"),
             ascii=self._encodable(self.out, "•│─") != "•│─",
         )
         try:
-            with _unechoed(self.out, self._set.disturb):
+            with _unechoed(self.out, self._markdown.disturb):
                 yield
         finally:
-            self._set = None
+            self._markdown = None
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
-        """Around work that shows a live line: keys pressed meanwhile are not echoed into it."""
+        """Around work that shows a live line: keys are not echoed into it."""
         with _unechoed(self.err, lambda: None) if self.live else contextlib.nullcontext():
             yield
 
     def answer(self, piece: str) -> None:
         """A piece of the answer, at once. Trailing newlines wait until more text follows."""
         self.clear_status()
-        if self._set is not None:
-            self._write(self.out, self._set.push(self._encodable(self.out, clean(piece))))
+        if self._markdown is not None:
+            self._write(self.out, self._markdown.push(self._encodable(self.out, clean(piece))))
             return
         text = self._held + clean(piece)
         shown = text.rstrip("\n")
@@ -107,7 +110,7 @@ class Terminal:
         """Close the answer with exactly one newline."""
         self.clear_status()
         self._held = ""
-        self._write(self.out, "\n" if self._set is None else self._set.finish())
+        self._write(self.out, "\n" if self._markdown is None else self._markdown.finish())
 
     def data(self, text: str) -> None:
         """A whole output that is not an answer (a table, JSON), to stdout, with its newline."""
@@ -117,8 +120,8 @@ class Terminal:
     def say(self, text: str, style: str = "") -> None:
         """A line on stderr."""
         self.clear_status()
-        if self._set is not None:
-            self._set.disturb()
+        if self._markdown is not None:
+            self._markdown.disturb()
         line = clean(text)
         if _is_tty(self.err):
             line = "\n".join(_wrapped(part, columns(self.err)) for part in line.split("\n"))
@@ -132,7 +135,7 @@ class Terminal:
             self.say(text, style)
 
     def warn(self, text: str) -> None:
-        """A warning, one line; --quiet silences it here, the turn record keeps it."""
+        """A warning, one line. --quiet silences it, but not in the record of the turn."""
         self.note(f"! {text}", "warn")
 
     def fail(self, message: str, hint: str = "") -> None:
@@ -142,8 +145,8 @@ class Terminal:
             self.say(f"  {hint}")
 
     def page(self, lines: Iterable[str]) -> None:
-        """Lines on stderr as they are. Their maker has passed each piece of text through `clean`:
-        colours between the pieces would not outlive a filter here."""
+        """Lines on stderr as they are, with colours. The caller has passed all text in them through
+        `clean`."""
         self.clear_status()
         self._write(self.err, "".join(f"{line}\n" for line in lines))
 
@@ -155,7 +158,7 @@ class Terminal:
             self._status = True
 
     def clear_status(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self._status:
             self._status = False
             self._write(self.err, "\r\x1b[K")
@@ -165,7 +168,7 @@ class Terminal:
         try:
             text.encode(encoding)
         except UnicodeEncodeError:
-            # An ASCII terminal: our own signs get plain ones, the rest stays readable as escapes.
+            # Our own signs have plain ones, the rest is written as \u escapes.
             plain = text.translate(_ASCII).encode(encoding, "backslashreplace")
             return plain.decode(encoding)
         return text
@@ -180,7 +183,7 @@ class Terminal:
             hush()
         except OSError as error:
             hush()
-            # Messages that nobody can read are no reason to lose the answer.
+            # An answer is not lost because messages cannot be written.
             if stream is self.out:
                 raise OutputError(f"cannot write the output: {error.strerror}") from None
 
@@ -188,9 +191,9 @@ class Terminal:
 def open_streams() -> None:
     """Give a process that was started with closed standard streams working ones.
 
-    A closed stdin reads as empty and a closed stderr swallows; a closed stdout refuses, so that an
-    answer never seems written. Opened in this order they also get the numbers 0, 1 and 2, which a
-    model file must not.
+    A closed stdin reads as empty, a closed stderr takes everything. A closed stdout gives an error,
+    so that no answer is lost without a word. In this order they get the numbers 0, 1 and 2, which
+    otherwise a model file could get.
     """
     if sys.stdin is None:
         sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
@@ -201,7 +204,7 @@ def open_streams() -> None:
 
 
 def hush() -> None:
-    """Point what cannot be written of stdout and stderr at nothing, so that exit stays quiet."""
+    """Point stdout and stderr at /dev/null where they cannot be written: no error at the exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -221,12 +224,12 @@ def _is_tty(stream: TextIO) -> bool:
 
 @contextlib.contextmanager
 def _unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
-    """Inside, the terminal behind `stream` shows no keys. `moved` is called when the process goes
-    on after it was stopped: the shell wrote meanwhile."""
+    """Inside, the terminal behind `stream` echoes no keys. `moved` is called when the process
+    continues after it was stopped: the shell has written to the terminal."""
 
     def echo(on: bool) -> bool:
-        """Switch it; True if it was the other way."""
-        # In the background a process that changes the terminal is stopped.
+        """Switch it; True if that changed something."""
+        # A process in the background that changes the terminal would be stopped.
         with contextlib.suppress(OSError, ValueError, termios.error):
             if os.tcgetpgrp(stream.fileno()) == os.getpgrp():
                 mode = termios.tcgetattr(stream.fileno())
@@ -256,52 +259,43 @@ def _cut(text: str, cells: int) -> str:
     """As much of `text` as fits."""
     if text.isascii():
         return text[:cells]
-    from rich.cells import get_character_cell_size
+    from rich.cells import cell_len, set_cell_size
 
-    for end, sign in enumerate(text):
-        cells -= get_character_cell_size(sign)
-        if cells < 0:
-            return text[:end]
-    return text
+    return set_cell_size(text, min(cells, cell_len(text)))
 
 
 def _wrapped(line: str, width: int) -> str:
-    """`line` broken between words, because a terminal breaks inside them. What follows a name in a
-    narrow first column stays in the second one."""
+    """`line` broken between words. Where it begins with a name in a narrow column of its own, the
+    other lines stay in the second column."""
     if len(line) <= width:
         return line
     name = _NAMED.match(line)
     column = name.end() if name else width
     margin = " " * (column if column <= width // 3 else len(line) - len(line.lstrip()) + 2)
-    return "\n".join(
-        textwrap.wrap(
-            line, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
-        )
+    return textwrap.fill(
+        line, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
     )
 
 
+def window(stream: TextIO) -> tuple[int, int]:
+    """Columns (20 at the least) and rows of a terminal. COLUMNS can make it narrower, and is taken
+    where the terminal says nothing, as LINES is."""
+    try:
+        width, rows = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        width = rows = 0
+    told = _number("COLUMNS")
+    width = min(width or told, told or width) or 80
+    return max(width, 20), rows or _number("LINES") or 24
+
+
 def columns(stream: TextIO) -> int:
-    """What the user set, else what the terminal says, else 80; never so few that nothing fits."""
-    try:
-        width = int(os.environ.get("COLUMNS", "0"))
-        width = width or os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):
-        width = 0
-    return max(width or 80, 20)
-
-
-def _window(stream: TextIO) -> tuple[int, int]:
-    """Columns and rows: what the terminal says, no wider than the user set it."""
-    try:
-        wide, rows = os.get_terminal_size(stream.fileno())
-    except (OSError, ValueError):
-        wide = rows = 0
-    told = columns(stream)
-    return min(wide or told, told), rows or _number("LINES") or 24
+    """The columns of `window`."""
+    return window(stream)[0]
 
 
 def _number(variable: str) -> int:
     try:
-        return int(os.environ.get(variable, "0"))
+        return max(0, int(os.environ.get(variable, "0")))
     except ValueError:
         return 0

@@ -16,11 +16,7 @@ from minikv.kernels.torch.attention import (
 )
 from minikv.kernels.torch.attention_mass import Part, add_attention_mass, below_uniform, observe
 from minikv.kernels.torch.compaction import gather_column, gather_rows, survivors
-from minikv.kernels.torch.decode import (
-    Rows,
-    lowest_step,
-    ragged_attention,
-)
+from minikv.kernels.torch.decode import Rows, lowest_step, ragged_attention
 from minikv.kernels.torch.int8 import from_codes, to_codes
 from minikv.kernels.torch.ragged_prefill import ragged_prefill
 from minikv.kernels.torch.window import window_attention

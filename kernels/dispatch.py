@@ -25,9 +25,10 @@
     int8_product           -                        cpu/product       torch/product
     row_product            -                        cpu/product       torch/product
 
-A "-" means that torch's own operators are the fastest there; "policies", that the specification is
-the policy's own file in minikv/policies and torch has no function of that name. The choice is made
-once, for a device and a head size, and handed on as a `Kernels` object; nothing is remembered here.
+A "-" means that the torch form is used there. "policies" means that the torch form is in the
+policy's own file in minikv/policies, and `Kernels` has None. On a CPU without C, `TorchOnCPU` takes
+ragged_attention from torch/decode_cpu. The choice is made once, for a device and a head size, and
+handed on as a `Kernels` object; nothing is remembered here.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Kernels:
 
 
 class TorchOnCPU(Kernels):
-    """The torch forms, with attention by views where numbers can be read without waiting."""
+    """Every operation in torch on a CPU, where numbers of a tensor can be read without waiting."""
 
     ragged_attention = staticmethod(decode_cpu.ragged_attention)
 

@@ -95,7 +95,8 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
 
     from minikv.cache.kv_cache import KVCache
     from minikv.cache.stats import Shape
-    from minikv.chat.session import ChatSession, Facts
+    from minikv.chat.facts import Facts
+    from minikv.chat.session import ChatSession
     from minikv.engine import threads
     from minikv.engine.engine import Engine
     from minikv.engine.warmup import compiles, warm

@@ -1,9 +1,9 @@
-"""Chat templates are programs from strangers: run one with bounds on time, memory and reach.
+"""Renders the chat template of a model, which is a program by a stranger, within limits.
 
-Jinja's immutable sandbox keeps a template away from Python's internals, but not from a nested loop
-of 99,999 x 99,999 or from a 4 GB string. Here every loop turn, call, filter and operator passes a
-meter that checks a deadline and the size of what was made, in whatever thread it runs, and only
-filters and string methods whose cost is known are there at all.
+Jinja's immutable sandbox keeps a template away from Python's internals. It does not stop a nested
+loop of 99,999 x 99,999 turns or a string of 4 GB. So every loop turn, call, filter and operator
+here passes a meter, which checks the time since the start and the size of the value. Filters and
+string methods are allowed by name: those whose cost is known.
 """
 
 from __future__ import annotations
@@ -35,88 +35,26 @@ PARTS_LIMIT = 20_000
 """Nodes of a template's syntax tree; the longest published ones have about 5,000."""
 SECONDS = 2.0
 """Time for one rendering."""
-_SPARE = 4 << 20
 NUMBER_BITS = 4096
-"""Size of the largest integer a template may compute."""
+"""Size of the largest integer that a template may compute."""
 MAX_RANGE = 100_000
+"""Numbers in a range, as in Jinja's own sandbox."""
+_CHARACTERS = 4 << 20  # that a rendering may write, and a value may have, beside 8 times the data
 
 _FILTERS = frozenset(
-    [
-        "abs",
-        "capitalize",
-        "count",
-        "d",
-        "default",
-        "dictsort",
-        "first",
-        "float",
-        "groupby",
-        "indent",
-        "int",
-        "items",
-        "join",
-        "last",
-        "length",
-        "list",
-        "lower",
-        "map",
-        "max",
-        "min",
-        "reject",
-        "rejectattr",
-        "replace",
-        "reverse",
-        "safe",
-        "select",
-        "selectattr",
-        "sort",
-        "string",
-        "sum",
-        "title",
-        "tojson",
-        "trim",
-        "unique",
-        "upper",
-    ]
+    """
+    abs capitalize count d default dictsort first float groupby indent int items join last
+    length list lower map max min reject rejectattr replace reverse safe select selectattr sort
+    string sum title tojson trim unique upper
+    """.split()
 )
 _TEXT_METHODS = frozenset(
-    [
-        "capitalize",
-        "casefold",
-        "count",
-        "endswith",
-        "find",
-        "format",
-        "index",
-        "isalnum",
-        "isalpha",
-        "isdecimal",
-        "isdigit",
-        "islower",
-        "isnumeric",
-        "isspace",
-        "istitle",
-        "isupper",
-        "join",
-        "lower",
-        "lstrip",
-        "partition",
-        "removeprefix",
-        "removesuffix",
-        "replace",
-        "rfind",
-        "rindex",
-        "rpartition",
-        "rsplit",
-        "rstrip",
-        "split",
-        "splitlines",
-        "startswith",
-        "strip",
-        "swapcase",
-        "title",
-        "upper",
-    ]
+    """
+    capitalize casefold count endswith find format index isalnum isalpha isdecimal isdigit
+    islower isnumeric isspace istitle isupper join lower lstrip partition removeprefix
+    removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip
+    swapcase title upper
+    """.split()
 )
 _DATE = re.compile(r"(?:%[-#]?[A-Za-z%]|[^%]){0,100}")
 # Replacement fields without fields inside them, and numbers that would be a large width.
@@ -129,28 +67,31 @@ class TemplateRefusal(Exception):
 
 
 class _TooMuch(Exception):
-    """The template passed a bound."""
+    """The template went over a limit."""
 
 
 class _Meter:
-    """What one rendering may still spend."""
+    """What is left of one rendering's limits."""
 
-    def __init__(self, limit: int, seconds: float) -> None:
-        self.limit = limit
+    def __init__(self, characters: int, seconds: float) -> None:
+        self.limit = characters
         self._written = 0
         self._deadline = time.monotonic() + seconds
 
     def tick(self) -> None:
+        """Check the time."""
         if time.monotonic() > self._deadline:
             raise _TooMuch(f"it ran for more than {SECONDS:g} seconds")
 
     def wrote(self, characters: int) -> None:
+        """Count output."""
         self.tick()
         self._written += characters
         if self._written > self.limit:
             raise _TooMuch(f"it wrote more than {self.limit} characters")
 
     def room(self, size: int) -> None:
+        """Check the size of a value that is about to be made."""
         self.tick()
         if size > self.limit:
             raise _TooMuch(f"it made a value of more than {self.limit} characters")
@@ -161,8 +102,8 @@ class _Meter:
         return value
 
     def _weight(self, value: Any, known: dict[int, int]) -> int:
-        # A list of 30 nested pairs is small in memory and 2**30 items when compared or printed,
-        # so shared parts are counted as often as they are reached, but visited once.
+        # A list of 30 nested pairs is small in memory, but has 2**30 items when it is compared or
+        # printed. So a part counts as often as it is reached; it is visited once.
         if isinstance(value, str):
             return len(value)
         if isinstance(value, int):
@@ -172,7 +113,7 @@ class _Meter:
         if id(value) in known:
             return known[id(value)]
         self.tick()
-        known[id(value)] = self.limit  # a value cannot contain itself without a namespace
+        known[id(value)] = self.limit  # without a namespace no value can contain itself
         parts: Iterable[Any] = value
         if isinstance(value, dict):
             parts = [*value.keys(), *value.values()]
@@ -208,7 +149,7 @@ class _Generation(Extension):
 
 
 class _Metered(NodeTransformer):
-    """Puts the meter where Jinja offers no hook: loop turns, written text, `~`, and literals."""
+    """Adds the meter where Jinja has no hook: loop turns, text outside of tags, `~`, literals."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -222,21 +163,16 @@ class _Metered(NodeTransformer):
         self.generic_visit(node)
         return _call("tilde", *node.nodes)
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:
+    def visit_List(self, node: nodes.List | nodes.Dict | nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        return _call("same", node)
+        assigned = isinstance(node, nodes.Tuple) and node.ctx != "load"  # {% set a, b = ... %}
+        return node if assigned else _call("same", node)
 
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("same", node)
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("same", node) if node.ctx == "load" else node
+    visit_Dict = visit_Tuple = visit_List
 
 
 def _call(method: str, *arguments: nodes.Expr) -> nodes.Expr:
-    # Reached as environment.<method>, a name that a template cannot shadow.
+    # As an attribute of the environment: a template cannot give that another meaning.
     target = nodes.EnvironmentAttribute(method)
     return nodes.Call(target, list(arguments), [], None, None)
 
@@ -252,7 +188,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             extensions=[_Generation, loopcontrols],
             finalize=_finalize,
         )
-        self.meter = _Meter(_SPARE, SECONDS)
+        self.meter = _Meter(_CHARACTERS, SECONDS)
         own: dict[str, Callable[..., Any]] = {
             "indent": self.indent_filter,
             "join": self.join_filter,
@@ -273,32 +209,40 @@ class _Environment(ImmutableSandboxedEnvironment):
             "range": self.range,
             "strftime_now": _date,
         }
-        self.binop_table |= {
-            "+": self.add,
-            "*": self.multiply,
-            "**": self.power,
-            "%": self.modulo,
-        }
 
-    # What the code that `_Metered` put in calls.
+    # Called by the code that `_Metered` adds.
 
     def tick(self) -> None:
         """One turn of a loop."""
         self.meter.tick()
 
     def same(self, value: Any) -> Any:
-        """A literal: `call` and `finalize` check and count it."""
+        """A literal or text: `call` checks its size, as of every value that a call returns."""
         return value
 
     def tilde(self, *values: Any) -> str:
         """The operator `~`."""
         return self._joined("", [self.to_text(value) for value in values])
 
-    # What the base class calls.
+    # Called by Jinja's sandbox.
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.meter.tick()
         return self.meter.check(super().call(context, function, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """The operators in `intercepted_binops`: the result can be much larger than its parts."""
+        sizes = [len(x) for x in (left, right) if isinstance(x, (str, list, tuple))]
+        numbers = [x for x in (left, right) if isinstance(x, int)]
+        size = sum(sizes)
+        if operator == "%" and isinstance(left, str):
+            raise _TooMuch("it formats text with %, which has no limit on its size")
+        if operator == "*" and sizes and numbers:
+            size *= max(0, numbers[0])
+        elif operator == "**" and len(numbers) == 2:
+            size = left.bit_length() * abs(right) * (self.meter.limit // NUMBER_BITS)
+        self.meter.room(size)
+        return self.meter.check(super().call_binop(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str) and attr not in _TEXT_METHODS:
@@ -306,8 +250,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return bool(super().is_safe_attribute(obj, attr, value))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        # Asked about every attribute that is read, so this is where all methods of text whose
-        # result can be much larger than the text get their bound.
+        # Jinja asks this for every attribute that is read. So the methods of text whose result can
+        # be much larger than the text are replaced here by ones with a limit.
         text = getattr(value, "__self__", None)
         if not isinstance(text, str):
             return None
@@ -322,7 +266,7 @@ class _Environment(ImmutableSandboxedEnvironment):
                 return lambda *args, **kwargs: self._formatted(own, original, args, kwargs)
         return None
 
-    # Values that a template makes.
+    # Filters, functions and methods of text, with limits.
 
     def to_text(self, value: Any) -> str:
         """What `{{ value }}` writes."""
@@ -355,13 +299,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         kwargs: dict[str, Any],
     ) -> str:
         if original is None or not _FORMAT.fullmatch(text) or _WIDE.search(text):
-            raise _TooMuch("it formats text with a width that has no bound")
+            raise _TooMuch("it formats text with a width that has no limit")
         largest = max((len(self.to_text(value)) for value in [*args, *kwargs.values()]), default=0)
         self.meter.room(len(text) + text.count("{") * (largest + 1000))
         return original(*args, **kwargs)
 
     def range(self, *args: int) -> range:
-        """`range` of at most 100,000 numbers, Jinja's own limit."""
+        """`range` of at most 100,000 numbers."""
         numbers = range(*args)
         if len(numbers) > MAX_RANGE:
             raise _TooMuch(f"it made a range of more than {MAX_RANGE} numbers")
@@ -386,13 +330,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         return do_indent(text, width, first, blank)
 
     def sum_filter(self, iterable: Iterable[Any], attribute: Any = None, start: float = 0) -> Any:
-        values = map(make_attrgetter(self, attribute), iterable) if attribute else iterable
-        total: Any = start
-        for value in values:
-            if not isinstance(value, (int, float)):
-                raise TypeError("sum is for numbers")
-            total = self.add(total, value)
-        return total
+        values = list(map(make_attrgetter(self, attribute), iterable) if attribute else iterable)
+        if not all(isinstance(value, (int, float)) for value in values):
+            raise TypeError("sum is for numbers")
+        return sum(values, start)
 
     def json_filter(
         self,
@@ -409,32 +350,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
         return self._joined("", encoder.iterencode(value))
 
-    def add(self, left: Any, right: Any) -> Any:
-        self.meter.room(sum(len(x) for x in (left, right) if isinstance(x, (str, list, tuple))))
-        return self.meter.check(left + right)
-
-    def multiply(self, left: Any, right: Any) -> Any:
-        for many, times in ((left, right), (right, left)):
-            if isinstance(many, (str, list, tuple)) and isinstance(times, int):
-                self.meter.room(len(many) * max(0, times))
-        return self.meter.check(left * right)
-
-    def power(self, base: Any, exponent: Any) -> Any:
-        if isinstance(base, int) and isinstance(exponent, int):
-            self.meter.room(base.bit_length() * abs(exponent) * (self.meter.limit // NUMBER_BITS))
-        return base**exponent
-
-    def modulo(self, left: Any, right: Any) -> Any:
-        if isinstance(left, str):
-            raise _TooMuch("it formats text with %, which has no bound on its size")
-        return left % right
-
     def _metered(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def metered(*args: Any, **kwargs: Any) -> Any:
             self.meter.tick()
             return self.meter.check(function(*args, **kwargs))
 
-        # Jinja reads from this attribute whether to pass the context or the environment first.
+        # Jinja reads here whether the function takes the context or the environment first.
         if (first := getattr(function, "jinja_pass_arg", None)) is not None:
             vars(metered)["jinja_pass_arg"] = first
         return metered
@@ -451,7 +372,9 @@ class Program:
             raise CorruptModel(f"{name} is larger than {SOURCE_LIMIT >> 10} KiB")
         with self._errors():
             tree = environment.parse(source)
-            if _count(tree) > PARTS_LIMIT:  # compiling takes seconds, which no deadline can stop
+            if (
+                _count(tree) > PARTS_LIMIT
+            ):  # to compile them takes seconds, which no time limit stops
                 raise _TooMuch(f"it has more than {PARTS_LIMIT} parts")
             tree = _Metered().visit(tree)
             code = environment.compile(tree)
@@ -463,11 +386,11 @@ class Program:
         """The text for plain data (strings, numbers, lists, dicts).
 
         Raises TemplateRefusal if the template calls `raise_exception`, CorruptModel if it fails or
-        passes a bound: SECONDS of time, 4 Mi characters plus 8 times the data.
+        goes over a limit: SECONDS of time, 4 Mi characters plus 8 times those of the data.
         """
         with self._lock, self._errors():
-            meter = self._environment.meter = _Meter(_SPARE, SECONDS)
-            meter.limit += 8 * _characters(variables)
+            meter = self._environment.meter = _Meter(_CHARACTERS, SECONDS)
+            meter.limit += 8 * _size(variables)
             return "".join(self._template.generate(variables))
 
     @contextmanager
@@ -490,7 +413,7 @@ class Program:
 
 @pass_context
 def _finalize(context: Context, value: Any) -> str:
-    # With the context as an argument Jinja cannot compute this while compiling.
+    # It takes the context so that Jinja does not compute it while compiling.
     environment = context.environment
     assert isinstance(environment, _Environment)
     text = environment.to_text(value)
@@ -532,9 +455,9 @@ def _date(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _characters(value: Any) -> int:
+def _size(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(_characters, value.values()))
-    return sum(map(_characters, value)) if isinstance(value, (list, tuple)) else 0
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, (list, tuple)) else 0

@@ -1,213 +1,84 @@
-"""The flags of `minikv bench`. Nothing here imports torch."""
+"""The commands of `minikv bench`. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import fields
+from inspect import Parameter, Signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from minikv.cli.bench import ending
+from minikv.cli.bench import signals
+from minikv.cli.bench.arguments import (
+    Arguments,
+    Debug,
+    Device,
+    Json,
+    Kernels,
+    Length,
+    Peer,
+    Quiet,
+    Repeat,
+    Shape,
+    Threads,
+)
 from minikv.cli.failures import guard
 from minikv.cli.terminal import Terminal
-from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
-
-_MODEL, _CACHE, _OUTPUT, _ADVANCED = "Model", "KV cache", "Output", "Advanced"
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich", no_args_is_help=True)
 
-Shape = Annotated[
-    str,
-    typer.Option(
-        help="sizes of a network with random weights: llama-3-8b, tinyllama, s, ...",
-        rich_help_panel=_MODEL,
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        "-m",
-        help="the directory of a real model, in place of --shape",
-        rich_help_panel=_MODEL,
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N", rich_help_panel=_MODEL)]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(
-        help="number format of weights and cache; auto is bfloat16 for random weights",
-        rich_help_panel=_MODEL,
-    ),
-]
-Weights = Annotated[
-    str,
-    typer.Option(
-        help="how matrices are kept, a list with commas: auto, int8, int4, int8+head, ...",
-        rich_help_panel=_MODEL,
-    ),
-]
-Policy = Annotated[str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)]
-Decode = Annotated[str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)]
-Budget = Annotated[str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)]
-Stride = Annotated[
-    int,
-    typer.Option(
-        help="read prompts in blocks of so many rows under a step policy; 0: whole",
-        rich_help_panel=_CACHE,
-    ),
-]
-Kv = Annotated[
-    Literal["auto", "int8"],
-    typer.Option(
-        help="what keys and values are kept in: auto is the number format of --dtype",
-        rich_help_panel=_CACHE,
-    ),
-]
-Options = Annotated[
-    list[str] | None,
-    typer.Option(
-        "-o", metavar="NAME=VALUE", help="a setting of the policies", rich_help_panel=_CACHE
-    ),
-]
-Length = Annotated[str, typer.Option(help="tokens of the prompt, a list with commas: 2048,8k")]
-Repeat = Annotated[int, typer.Option(help="rounds, in which the systems take turns")]
-Steps = Annotated[int, typer.Option(help="decode steps of a round; 0: 32, on a GPU 128")]
-Peer = Annotated[
-    bool, typer.Option("--peer/--no-peer", help="beside transformers, where it is installed")
-]
-Kernels = Annotated[
-    Literal["auto", "triton", "torch"],
-    typer.Option(help="who computes attention", rich_help_panel=_ADVANCED),
-]
-Threads = Annotated[
-    int,
-    typer.Option(help="on a CPU; 0: as many as the process may use", rich_help_panel=_ADVANCED),
-]
-Json = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="[FILE]",
-        help="one JSON object: to FILE, or alone to stdout",
-        rich_help_panel=_OUTPUT,
-    ),
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="results and errors only", rich_help_panel=_OUTPUT)
-]
-Debug = Annotated[
-    bool, typer.Option("--debug", help="tracebacks for errors", rich_help_panel=_ADVANCED)
-]
+
+def _ended(terminal: Terminal, debug: bool) -> AbstractContextManager[object]:
+    """Errors become a line and an exit code, signals a Ctrl-C."""
+    stack = ExitStack()
+    stack.enter_context(guard(terminal, debug=debug))
+    stack.enter_context(signals.caught())
+    return stack
 
 
-@app.command(
+def _measure(question: str, arguments: Arguments) -> None:
+    terminal = Terminal(quiet=arguments.quiet)
+    with _ended(terminal, arguments.debug):
+        from minikv.cli.bench.command import measure
+
+        measure(question, arguments, _command(), terminal)
+
+
+def _question(name: str, *without: str) -> Callable[..., None]:
+    """A command whose flags are the fields of `Arguments`, but for some."""
+
+    def command(**given: Any) -> None:
+        _measure(name, Arguments(**given))
+
+    hints = get_type_hints(Arguments, include_extras=True)
+    flags = [
+        Parameter(
+            each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name]
+        )
+        for each in fields(Arguments)
+        if each.name not in without
+    ]
+    command.__signature__ = Signature(flags)  # type: ignore[attr-defined]
+    command.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return command
+
+
+app.command(
     "decode",
     short_help="what a step costs after a prompt",
     help="minikv bench decode --policy adakv,snapkv --length 2048,8k --budget 512\n\n"
     "What a step costs after prompts of these lengths, the full cache first.",
-)
-def decode_(
-    shape: Shape = "s",
-    model: Model = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    policy: Policy = DEFAULT_PROMPT,
-    decode: Decode = "auto",
-    budget: Budget = DEFAULT_BUDGET,
-    stride: Stride = 0,
-    kv: Kv = "auto",
-    options: Options = None,
-    length: Length = "2048",
-    steps: Steps = 0,
-    repeat: Repeat = 3,
-    peer: Peer = True,
-    kernels: Kernels = "auto",
-    threads: Threads = 0,
-    as_json: Json = None,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    terminal = Terminal(quiet=quiet)
-    with guard(terminal, debug=debug), ending.told():
-        from minikv.cli.bench.asked import Asked
-        from minikv.cli.bench.command import measure
+)(_question("decode"))
 
-        asked = Asked(
-            shape,
-            model,
-            policy,
-            decode,
-            length,
-            budget,
-            device,
-            dtype,
-            weights,
-            kv,
-            kernels,
-            threads,
-            stride,
-            tuple(options or ()),
-            repeat,
-            steps,
-            peer,
-        )
-        measure("decode", asked, _command(), terminal, as_json)
-
-
-@app.command(
+app.command(
     "prefill",
     short_help="what reading a prompt costs",
     help="minikv bench prefill --policy snapkv,h2o --length 8k --budget 512\n\n"
     "What reading prompts of these lengths costs, the full cache first.",
-)
-def prefill_(
-    shape: Shape = "s",
-    model: Model = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    policy: Policy = DEFAULT_PROMPT,
-    decode: Decode = "auto",
-    budget: Budget = DEFAULT_BUDGET,
-    stride: Stride = 0,
-    kv: Kv = "auto",
-    options: Options = None,
-    length: Length = "2048",
-    repeat: Repeat = 3,
-    peer: Peer = True,
-    kernels: Kernels = "auto",
-    threads: Threads = 0,
-    as_json: Json = None,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    terminal = Terminal(quiet=quiet)
-    with guard(terminal, debug=debug), ending.told():
-        from minikv.cli.bench.asked import Asked
-        from minikv.cli.bench.command import measure
-
-        asked = Asked(
-            shape,
-            model,
-            policy,
-            decode,
-            length,
-            budget,
-            device,
-            dtype,
-            weights,
-            kv,
-            kernels,
-            threads,
-            stride,
-            tuple(options or ()),
-            repeat,
-            0,
-            peer,
-        )
-        measure("prefill", asked, _command(), terminal, as_json)
+)(_question("prefill", "steps"))
 
 
 @app.command(
@@ -215,7 +86,7 @@ def prefill_(
     short_help="each kernel against its floor",
     help="minikv bench kernels --shape llama-3-8b --length 1024,8k,32k\n\n"
     "Each kernel against the bytes it must move or the flops it must do: Triton's on a GPU, those "
-    "in C on a CPU. --kernels torch measures their torch twins.",
+    "in C on a CPU. --kernels torch measures the torch functions that specify them.",
 )
 def kernels_(
     shape: Shape = "llama-3-8b",
@@ -228,24 +99,18 @@ def kernels_(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    terminal = Terminal(quiet=quiet)
-    with guard(terminal, debug=debug), ending.told():
-        from minikv.cli.bench.asked import Asked
-        from minikv.cli.bench.command import measure_kernels
-
-        asked = Asked(shape, length=length, device=device, threads=threads, repeat=repeat)
-        asked.check()
-        measure_kernels(
-            shape.lower(),
-            asked.lengths(),
-            device,
-            kernels,
-            threads,
-            repeat,
-            _command(),
-            terminal,
-            as_json,
-        )
+    arguments = Arguments(
+        shape=shape,
+        device=device,
+        length=length,
+        repeat=repeat,
+        kernels=kernels,
+        threads=threads,
+        as_json=as_json,
+        quiet=quiet,
+        debug=debug,
+    )
+    _measure("kernels", arguments)
 
 
 @app.command(
@@ -262,6 +127,9 @@ def all_(
     device: Device = "auto",
     minutes: Annotated[float, typer.Option(help="in which it ends, give or take an eighth")] = 8.0,
     full: Annotated[bool, typer.Option("--full", help="what takes long, too")] = False,
+    part: Annotated[
+        list[str] | None, typer.Option(help="only the part with this name; may be given again")
+    ] = None,
     repeat: Repeat = 3,
     peer: Peer = True,
     threads: Threads = 0,
@@ -269,13 +137,12 @@ def all_(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
+    arguments = Arguments(device=device, repeat=repeat, peer=peer, threads=threads, as_json=as_json)
     terminal = Terminal(quiet=quiet)
-    with guard(terminal, debug=debug), ending.told():
-        from minikv.cli.bench.asked import Asked
+    with _ended(terminal, debug):
         from minikv.cli.bench.command import measure_all
 
-        Asked(device=device, threads=threads, repeat=repeat).check()
-        measure_all(device, threads, repeat, peer, full, minutes, _command(), terminal, as_json)
+        measure_all(arguments, minutes, part or (), _command(), terminal, full=full)
 
 
 def _command() -> list[str]:

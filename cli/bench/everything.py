@@ -1,49 +1,56 @@
-"""`minikv bench all`: every figure that this machine can show, each beside what it should be.
+"""`minikv bench all`: every figure that this machine can show.
 
-The parts are in `on_cpu` and `on_gpu`, the most telling first. The list of goals is whole from the
-start; a part fills its own in. A part begins if what it needs at the least fits into the time that
-is left, and whatever goes wrong in it is no reason to leave out the next.
+A list of parts, the most telling first. Each runs in a process of its own, which ends when the time
+does; whatever goes wrong in one is no reason to leave out the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import multiprocessing
+import signal
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from multiprocessing.connection import Connection
+from time import perf_counter
 
-import torch
+from minikv.cli.bench import goals, shapes, signals
+from minikv.cli.bench.arguments import Arguments
+from minikv.cli.bench.device import prepare
+from minikv.cli.bench.floors import Rates, prefill_floor
+from minikv.cli.bench.goals import Goal
+from minikv.cli.bench.report import Report, columns
+from minikv.cli.bench.results import Results, one_line
+from minikv.errors import MinikvError
 
-from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.bench import floors, kernels, machine, models, run, shapes
-from minikv.cli.bench.deadline import Deadline, Guesses, Late
-from minikv.cli.bench.floors import Goal, Rates
-from minikv.cli.bench.rows import Row
-from minikv.models.llama import Llama
-
-Progress = Callable[[str, int, int], None]
-
-FULL = ("full", "none", "512")
-OURS = ("adakv", "roco", "512")
-"""The baseline and the pair that the goals name: policy, decode policy, budget."""
-
-_LABEL = f"{OURS[0]} {OURS[2]}"
-_OPEN = "not reached"  # why there is no figure yet
+_GRACE = 5.0  # seconds in which a part that is told to end may send what it has
+_LATE = "the time was up in the middle of it"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some figures that are measured together, and the goals they belong to. `slow`: only with
-    --full. `cost`: seconds that it takes at the least, as far as that can be known before."""
+    """Figures that are measured together: (question, arguments) of each, a question being a module
+    of this folder and its function. `slow`: only with --full."""
 
     name: str
-    run: Callable[[Everything], None]
+    work: tuple[tuple[str, Arguments], ...]
     goals: tuple[Goal, ...] = ()
     slow: bool = False
-    cost: Callable[[Everything], float] = lambda every: 0.0
+
+    def seconds(self, rates: Rates) -> float:
+        """What it takes at the least: every prompt once, at half the rate of large products."""
+        found = 0.0
+        for question, arguments in self.work:
+            if question not in ("first_token.measure", "kernels.measure"):
+                sizes = shapes.find(arguments.shape)
+                for tokens in arguments.lengths():
+                    found += 2 * prefill_floor(sizes, tokens, rates.matmul, rates.matmul)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of a part: measured, left out or failed, and why."""
+    """What became of a part: measured, measured in part, left out, cut short or failed, and why."""
 
     name: str
     seconds: float
@@ -51,201 +58,181 @@ class Done:
     why: str = ""
 
 
-class Everything:
-    """What is measured so far: rows, kernels, goals, and figures that are neither."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        rates: Rates,
-        progress: Progress,
-        *,
-        repeat: int = 3,
-        peer: bool = True,
-        small: bool = False,
-        deadline: Deadline | None = None,
-    ) -> None:
-        """`small` takes tiny networks and short prompts: to see that all parts run."""
-        self.device, self.rates, self.repeat, self.peer = device, rates, repeat, peer
-        self.small = small
-        self.deadline, self.guesses = deadline or Deadline(), Guesses()
-        self.rows: list[Row] = []
-        self.timings: list[kernels.Timing] = []
-        self.goals: list[Goal] = []
-        self.figures: dict[str, object] = {}
-        self.notes: list[str] = []
-        self.parts: list[Done] = []
-        self.now = ""  # the part that runs
-        self.broken = False  # the GPU answers no more
-        self.progress = progress
-
-    @property
-    def measured(self) -> bool:
-        """Whether there is anything to show."""
-        return (
-            bool(self.rows or self.timings)
-            or any(self.figures.values())
-            or any(goal.measured is not None for goal in self.goals)
+def parts(base: Arguments, *, gpu: bool) -> tuple[Part, ...]:
+    """The list for a GPU or a CPU. `base`: device, threads, rounds, and whether there is a peer."""
+    if gpu:
+        big = replace(base, shape="llama-3-8b", budget="1024")
+        step = replace(big, length="1024", budget="512")
+        timed = replace(big, length="1024,8192,32768")
+        budgets = ",".join(map(str, goals.BUDGETS))
+        evicting = replace(
+            big, length="8192", decode=",".join(goals.STEPS), budget=budgets, peer=False
         )
+        scoring = replace(
+            big, length="8192,32768", policy=",".join(goals.JUDGES), decode="none", peer=False
+        )
+        long = replace(big, decode="roco")
+        return (
+            Part("decode step", (("decode.measure", step),), goals.GPU_STEP),
+            Part("kernels", (("kernels.measure", timed),), goals.GPU_KERNELS),
+            Part("eviction", (("decode.measure", evicting),), goals.GPU_EVICTION),
+            Part("scoring", (("prefill.measure", scoring),), goals.GPU_SCORING),
+            Part("peak", (("long.measure_peak", replace(long, length="32768")),), goals.GPU_PEAK),
+            Part("128k tokens", (("long.measure", replace(long, length="131072")),)),
+            Part("512k tokens", (("long.measure", replace(long, length="524288")),)),
+        )
+    small = replace(base, shape="s", decode="roco")
+    at_8k, at_32k = (replace(small, length=length) for length in ("8192", "32768"))
+    return (
+        _beside_peer(base, "s", 2048, goals.beside_peer("s", 2048, 4.5, 6.0, 1.4)),
+        Part("start", (("first_token.measure", base),), goals.FIRST_TOKEN),
+        Part("flat", (("flat.measure", small),), goals.FLAT),
+        _beside_peer(base, "s", 8192, goals.beside_peer("s", 8192, 9.0, 12.0, 1.6)),
+        Part("memory at 8,192", (("memory.measure", at_8k),), goals.RESIDENT),
+        _slow(base, 1024, goals.beside_peer("tinyllama", 1024, 4.0, 6.0, 1.2)),
+        _slow(base, 4096, goals.beside_peer("tinyllama", 4096, 6.0, 9.0, 1.3)),
+        Part("memory at 32,768", (("memory.measure", replace(at_32k, peer=False)),), slow=True),
+    )
 
-    def go(
-        self,
-        parts: Sequence[Part],
-        slow: bool = False,
-        after: Callable[[Done], None] = lambda done: None,
-    ) -> None:
-        """Every part in order, as long as there is time; `after` each, what became of it."""
-        self.goals = [replace(goal, note=_OPEN) for part in parts for goal in part.goals]
-        for part in parts:
-            began, state, why = self.deadline.now(), "left out", self._obstacle(part, slow)
-            said = len(self.notes)
+
+def _beside_peer(base: Arguments, shape: str, length: int, wanted: tuple[Goal, ...]) -> Part:
+    one = replace(base, shape=shape, length=str(length), decode="roco")
+    packed = replace(one, weights="auto,int8,int4")
+    work = (("decode.measure", packed), ("prefill.measure", one))
+    return Part(f"{shape} at {length:,}", work, wanted)
+
+
+def _slow(base: Arguments, length: int, wanted: tuple[Goal, ...]) -> Part:
+    return replace(_beside_peer(base, "tinyllama", length, wanted), slow=True)
+
+
+def run(wanted: Sequence[Part], rates: Rates, report: Report, until: float, *, full: bool) -> None:
+    """Every part in order until `until`, by `perf_counter`; shown and written after each. Raises
+    MinikvError where nothing at all could be measured."""
+    results, done, complete = Results(report.progress), list[Done](), False
+    began = perf_counter()
+
+    def update() -> None:
+        why = {each.name: each.why for each in done}
+        report.record |= {
+            "rows": [row.record() for row in results.rows],
+            "kernels": [timing.record() for timing in results.kernels],
+            "goals": [
+                goal.record(results, why.get(part.name, "not reached"))
+                for part in wanted
+                for goal in part.goals
+            ],
+            "figures": results.figures,
+            "notes": results.notes,
+            "parts": [asdict(each) for each in done],
+            "seconds": perf_counter() - began,
+        }
+        report.update(results)
+
+    results.added = lambda *new: update()
+    try:
+        for part in wanted:
+            at, said = perf_counter(), len(results.notes)
+            state, why = "left out", _obstacle(part, rates, until - at, full=full)
             if not why:
-                self.now = part.name
-                state, why = self._run(part)
-                self.now = ""
+                state, why = _measure(part, rates, results, until - at)
             if why:
-                self.notes.append(f"{part.name}: {why}")
-            if self._explain(part, why or "; ".join(self.notes[said:])) and state == "measured":
-                state = "measured in part"
-            done = Done(part.name, self.deadline.now() - began, state, why)
-            self.parts.append(done)
-            after(done)
+                results.note(f"{part.name}: {why}")
+            elif any(goal.find(results) is None for goal in part.goals):
+                state, why = "measured in part", "; ".join(results.notes[said:])
+            done.append(Done(part.name, perf_counter() - at, state, why))
+            update()
+            if state != "left out":
+                report.terminal.note(f"{part.name}: {done[-1].seconds:.0f} s")
+        complete = True
+    finally:
+        update()
+        if results.rows:
+            report.show(columns(any(row.vs_transformers is not None for row in results.rows)))
+        if results.measured:
+            report.show(goals.table(report.record["goals"]))
+        if complete or results.measured:
+            report.close(complete=complete)
+    if not results.measured:
+        raise MinikvError("nothing could be measured", "the lines above say why")
 
-    def _explain(self, part: Part, why: str) -> bool:
-        """Whether goals of a part have no figure; they say why, unless they do already."""
-        mine = {goal.name for goal in part.goals}
-        self.goals = [
-            replace(goal, note=why or _OPEN) if goal.name in mine and goal.note == _OPEN else goal
-            for goal in self.goals
-        ]
-        return any(goal.name in mine and goal.measured is None for goal in self.goals)
 
-    def _obstacle(self, part: Part, slow: bool) -> str:
-        """Why a part is not begun; nothing if it is."""
-        if self.broken:
-            return "the GPU answers no more, see above"
-        if part.slow and not slow:
-            return "only with --full"
-        if self.deadline.left <= 0:
-            return "no time left"
-        try:
-            self.deadline.require(part.cost(self))
-        except Late as error:
-            return str(error)
-        return ""
+def _obstacle(part: Part, rates: Rates, left: float, *, full: bool) -> str:
+    """Why a part is not begun; nothing if it is."""
+    if part.slow and not full:
+        return "only with --full"
+    if left <= 0:
+        return "no time left"
+    needs = part.seconds(rates)
+    return f"needs about {needs:,.0f} s, {left:,.0f} s are left" if needs > left else ""
 
-    def _run(self, part: Part) -> tuple[str, str]:
-        """How it ended, and why so."""
+
+def _measure(part: Part, rates: Rates, results: Results, left: float) -> tuple[str, str]:
+    """How the part ended, and why so. Its process is killed if it does not end in time."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(theirs, part.work, rates))
+    process.start()
+    theirs.close()
+    try:
+        state, why = _received(pipe, results, left)
+        if not state:
+            state, why = "cut short", _LATE
+        return state, why
+    finally:
+        process.terminate()  # of no consequence for one that has ended
+        _received(pipe, results, _GRACE)
+        process.kill()
+        process.join()
+        pipe.close()
+
+
+def _received(pipe: Connection, results: Results, seconds: float) -> tuple[str, str]:
+    """Take the messages of a part for so long. Returns its state, and why, if it has ended."""
+    until, state, why = perf_counter() + seconds, "", ""
+    while not state and pipe.poll(max(0.0, until - perf_counter())):
+        state, why = _receive(pipe, results)
+    return state, why
+
+
+def _receive(pipe: Connection, results: Results) -> tuple[str, str]:
+    """Take a message. Returns the state, and why, if it was the last one."""
+    try:
+        kind, *content = pipe.recv()
+    except (EOFError, OSError):
+        return "failed", "its process ended without a word"
+    if kind == "progress":
+        results.progress(*content)
+        return "", ""
+    if kind == "results":
+        rows, kernels, figures, notes = content
+        for note in notes:
+            results.note(note)
+        results.add(rows, kernels, figures)
+        return "", ""
+    state, why = content
+    return state, why
+
+
+def _work(pipe: Connection, work: Sequence[tuple[str, Arguments]], rates: Rates) -> None:
+    """A part, in its own process. Sends ("progress", what, done, total), ("results", rows, kernels,
+    figures, notes) and at last ("end", state, why)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that shows results ends this one
+    results = Results(lambda *where: pipe.send(("progress", *where)))
+    results.added = lambda *new: pipe.send(("results", *new, results.notes))
+    with signals.caught():
         state, why = "measured", ""
         try:
-            part.run(self)
-        except Late as error:
-            state, why = "cut short", str(error)
+            for question, arguments in work:
+                module, function = question.split(".")
+                measure = getattr(import_module(f"minikv.cli.bench.{module}"), function)
+                measure(arguments, prepare(arguments.device, arguments.threads), rates, results)
+            if results.failures:
+                state = "measured in part" if results.measured else "failed"
+                why = one_line(results.failures[0])
+        except KeyboardInterrupt:
+            state, why = "cut short", _LATE
         except Exception as error:  # of whatever kind: the other parts say something too
-            state, why = "failed", run.one_line(error)
-        try:  # only now is nothing held by a traceback
-            models.settle(self.device)
-        except RuntimeError as error:
-            state, why = "failed", why or run.one_line(error)
-        if not machine.healthy(self.device):
-            self.broken, state = True, "failed"
-            why = (
-                f"{why or 'the GPU failed'}; after this the GPU answers no more: what would "
-                "come next is missing because of it"
-            )
-        return state, why
-
-    # -- what parts are made of ---------------------------------------------------------------
-
-    def spec(self, shape: str, weights: str = "auto") -> models.Spec:
-        """A random network in bfloat16."""
-        sizes = shapes.find("tiny" if self.small else shape)
-        return models.Spec(sizes, None, "bfloat16", str(self.device), weights)
-
-    def tokens(self, count: int) -> int:
-        """So many, or few where the parts are only tried."""
-        return max(64, count // 64) if self.small else count
-
-    def bench(
-        self,
-        shape: str,
-        choices: Sequence[tuple[str, str, str]],
-        formats: tuple[str, ...] = ("auto",),
-        *,
-        peer: bool = False,
-    ) -> run.Bench:
-        """Of a shape under policies, given as (policy, decode policy, budget); the full cache with
-        the first format of the weights."""
-        gpu = self.device.type == "cuda"
-        wanted = run.Wanted(
-            self.spec(shape),
-            shape,
-            tuple(EvictionConfig.read(*each) for each in choices),
-            (),
-            formats,
-            self.repeat,
-            4 if self.small else 128 if gpu else 32,
-            peer and self.peer,
-            full_once=True,
-        )
-        return run.Bench(
-            wanted,
-            self.rates,
-            self.progress,
-            deadline=self.deadline,
-            guesses=self.guesses,
-            lenient=True,
-        )
-
-    def cached(self, net: Llama, choice: tuple[str, str, str]) -> models.Cached:
-        """A network under policies; what it does ends when the time is up."""
-        return models.Cached(net, EvictionConfig.read(*choice), check=self.deadline.check)
-
-    def reading(self, shape: str, length: int) -> float:
-        """Seconds that a prompt of a shape takes, as far as can be told."""
-        sizes = self.spec(shape).sizes
-        assert sizes is not None
-        bound = floors.read_bound(sizes, self.tokens(length), self.rates)
-        return self.guesses.say("read", _LABEL, bound)
-
-    def has_read(self, shape: str, tokens: int, seconds: float) -> None:
-        """So long it took, for later guesses."""
-        sizes = self.spec(shape).sizes
-        assert sizes is not None
-        self.guesses.learn("read", _LABEL, seconds, floors.read_bound(sizes, tokens, self.rates))
-
-    def taken(self, bench: run.Bench) -> list[Row]:
-        """Its rows, which are everything's from now on."""
-        self.rows += bench.rows
-        self.notes += [note for note in bench.notes if note not in self.notes]
-        bench.close()
-        return bench.rows
-
-    def figure(
-        self, what: str, model: str, kind: str, policy: str, length: int, weights: str = "auto"
-    ) -> float | None:
-        """`what` ("share", "evict", "vs_peer") of the newest row that is this one of minikv's."""
-        wanted = (model, kind, policy, length, weights, "minikv")
-        for row in reversed(self.rows):
-            if (row.model, row.kind, row.policy, row.length, row.weights, row.system) == wanted:
-                found: float | None = getattr(row, what)
-                return found
-        return None
-
-    def reach(self, name: str, measured: float | None, note: str = "") -> None:
-        """The figure of a goal; None: there is none, and `note` may say why."""
-        at = next(i for i, goal in enumerate(self.goals) if goal.name == name)
-        self.goals[at] = replace(
-            self.goals[at], measured=measured, note=note or ("" if measured is not None else _OPEN)
-        )
-
-    def record(self) -> dict[str, object]:
-        """Ready for JSON."""
-        return {
-            "rows": [row.record() for row in self.rows],
-            "kernels": [timing.record() for timing in self.timings],
-            "goals": [goal.record() for goal in self.goals],
-            "figures": dict(self.figures),
-            "notes": list(self.notes),
-            "parts": [asdict(done) for done in self.parts],
-        }
+            state, why = "failed", one_line(error)
+        results.add()  # the last notes
+        pipe.send(("end", state, why))

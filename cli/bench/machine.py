@@ -1,14 +1,17 @@
-"""The machine: what it is, and what it reads, copies and multiplies, measured when it is asked."""
+"""What the machine is, and how fast it reads, copies and multiplies: measured when it is asked."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import platform
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,17 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minikv
-from minikv.cli.bench.floors import Rates, middle
+from minikv.cli.bench.floors import Rates
 from minikv.engine import threads
 from minikv.models.pages import Pages
 
 _MIB = 1 << 20
-_event: Any = torch.cuda.Event  # which torch leaves without types
+_event: Any = torch.cuda.Event  # torch has no types for it
 _LIBRARIES = ("torch", "triton", "transformers", "llama-cpp-python", "openvino-genai", "numpy")
 
 
 class Clock:
-    """Seconds that work takes on a device: by CUDA events, or by the wall where there are none."""
+    """Seconds that work takes on a device: by CUDA events, or by the wall clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -41,8 +44,6 @@ class Clock:
             end.record()
             end.synchronize()
             return float(begin.elapsed_time(end)) / 1e3
-        from time import perf_counter
-
         began = perf_counter()
         work()
         return perf_counter() - began
@@ -56,12 +57,13 @@ class Clock:
 
 def facts(device: torch.device) -> dict[str, object]:
     """What the machine is; nothing in it names a person or a folder."""
+    pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else None
     found: dict[str, object] = {
         "system": platform.system(),
         "processor": _processor(),
         "cores": threads.allowed(),
         "threads": torch.get_num_threads(),
-        "memory": _memory(),
+        "memory": None if pages is None else pages * os.sysconf("SC_PAGE_SIZE"),
         "device": str(device),
     }
     if device.type == "cuda":
@@ -84,10 +86,9 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
     }
     for name in _LIBRARIES:
-        try:
+        found[name] = None
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
     return found
 
 
@@ -97,32 +98,12 @@ def l2_bytes(device: torch.device) -> int:
 
 
 def _processor() -> str:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
                 return value.strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
-
-
-def _memory() -> int | None:
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
-
-
-def healthy(device: torch.device) -> bool:
-    """Whether the device still computes. After some errors (a failed assertion in a kernel, an
-    address that is not there) a process can use CUDA no more, and says so in whatever it does."""
-    if device.type != "cuda":
-        return True
-    try:
-        torch.cuda.synchronize(device)
-        return int((torch.ones(1, device=device) + 1).item()) == 2
-    except RuntimeError:
-        return False
 
 
 # -- rates ----------------------------------------------------------------------------------
@@ -130,79 +111,63 @@ def healthy(device: torch.device) -> bool:
 
 def measure(device: torch.device, rounds: int = 5, small: bool = False) -> Rates:
     """The rates. `small` takes buffers that fit into caches: for tests, not for figures."""
-    if device.type == "cuda":
-        copied = copy_rate(device, 64 * _MIB if small else 1024 * _MIB, rounds)
-        side = 512 if small else 8192
-        half, full = (product_rate(device, d, side, rounds) for d in _DTYPES)
+    gpu = device.type == "cuda"
+    size, side = (_MIB, 128) if small else (1024 * _MIB, 8192) if gpu else (256 * _MIB, 1536)
+    half, full = (
+        product_rate(device, dtype, side, rounds) for dtype in (torch.bfloat16, torch.float32)
+    )
+    copied = copy_rate(device, size, rounds)
+    if gpu:
         return Rates(None, copied, copied, half, full, True)
     count = torch.get_num_threads()
-    size, side = (_MIB, 128) if small else (256 * _MIB, 1536)
     try:
         torch.set_num_threads(1)
         alone = read_rate(size, rounds)
     finally:
         torch.set_num_threads(count)
     # Threads that share a busy machine may read slower than one alone.
-    read = max(alone, read_rate(size, rounds))
-    half, full = (product_rate(device, d, side, rounds) for d in _DTYPES)
-    return Rates(alone, read, copy_rate(device, size, rounds), half, full, False)
-
-
-_DTYPES = (torch.bfloat16, torch.float32)
+    return Rates(alone, max(alone, read_rate(size, rounds)), copied, half, full, False)
 
 
 def read_rate(size: int, rounds: int) -> float:
-    """Bytes a second that the processor reads where weights lie: the best of two reductions, as a
-    bound should be."""
+    """Bytes a second that the processor reads where weights lie: the best of two reductions."""
     words = Pages(torch.device("cpu")).empty((size // 8,), torch.int64).fill_(1)
     numbers = words.view(torch.float32)
     clock = Clock(torch.device("cpu"))
-    times = [*clock.each(words.sum, rounds), *clock.each(numbers.amax, rounds)]
-    return size / min(times)
+    return size / min(*clock.each(words.sum, rounds), *clock.each(numbers.amax, rounds))
 
 
 def copy_rate(device: torch.device, size: int, rounds: int) -> float:
-    """Bytes read plus bytes written a second, by a plain copy; on a GPU between buffers that its
-    cache cannot hold."""
+    """Bytes read plus bytes written a second, by a plain copy of `size` bytes."""
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    times = Clock(device).each(lambda: target.copy_(source), rounds)
-    return 2 * size / (middle(times) if device.type == "cuda" else min(times))
+    return 2 * size / _typical(device, lambda: target.copy_(source), rounds)
 
 
 def product_rate(device: torch.device, dtype: torch.dtype, side: int, rounds: int) -> float:
     """Flops a second of a product of two square matrices."""
     a, b = (normal(device, seed, dtype, side, side) for seed in (1, 2))
     out = torch.empty_like(a)
-    times = Clock(device).each(lambda: torch.mm(a, b, out=out), rounds)
-    return 2 * side**3 / (middle(times) if device.type == "cuda" else min(times))
+    return 2 * side**3 / _typical(device, lambda: torch.mm(a, b, out=out), rounds)
 
 
 def attention_rate(
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    size: int,
-    tokens: int,
-    rounds: int = 3,
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, tokens: int
 ) -> float:
-    """Flops a second of torch's causal attention: `heads` query heads of `size` over `tokens`.
-
-    On a CPU keys are repeated per query head, which is how its flash kernel takes them.
-    """
-    gpu = device.type == "cuda"
+    """Flops a second of torch's causal attention: `heads` query heads of `size` over `tokens`."""
     q = normal(device, 3, dtype, 1, heads, tokens, size)
-    wide = (1, kv_heads if gpu else heads, tokens, size)
-    k, v = (normal(device, seed, dtype, *wide) for seed in (4, 5))
+    k, v = (normal(device, seed, dtype, 1, kv_heads, tokens, size) for seed in (4, 5))
 
     def attend() -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=gpu and kv_heads != heads
-        )
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads != heads)
 
-    times = Clock(device).each(attend, rounds)
-    return 4 * heads * size * (tokens * (tokens + 1) // 2) / (middle(times) if gpu else min(times))
+    return 4 * heads * size * (tokens * (tokens + 1) // 2) / _typical(device, attend, 3)
+
+
+def _typical(device: torch.device, work: Callable[[], object], rounds: int) -> float:
+    """Seconds: the median on a GPU, the best on a CPU, where other processes interfere."""
+    times = Clock(device).each(work, rounds)
+    return median(times) if device.type == "cuda" else min(times)
 
 
 def normal(device: torch.device, seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -215,7 +180,7 @@ def normal(device: torch.device, seed: int, dtype: torch.dtype, *shape: int) -> 
 
 
 def forget_peak(device: torch.device) -> None:
-    """The high-water mark starts anew, where the system lets it."""
+    """Start the high-water mark anew, where the system allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -223,24 +188,24 @@ def forget_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def allocated(device: torch.device) -> int | None:
-    """Bytes that the CUDA allocator has handed out; None where nobody counts them."""
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else None
-
-
 def peak(device: torch.device) -> int | None:
     """Bytes at the high-water mark: the CUDA allocator's, or this process's resident memory."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    status = Path("/proc/self/status")
-    try:
-        for line in status.read_text().splitlines():
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     if sys.platform == "darwin":
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return None
+
+
+def settle(device: torch.device) -> None:
+    """Give unused memory back, so that the next system finds the machine as the first did."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

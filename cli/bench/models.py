@@ -1,30 +1,22 @@
-"""Networks to measure, and one of them under a policy: the only place that knows how minikv's own
-parts are put together here.
+"""Networks to measure: random weights of given sizes, or a model's folder.
 
-Random weights cost one pass over memory: the same block of random numbers again and again, each
-tensor from another place in it, so that no two heads are alike. Their values do not matter to a
-clock; that they are finite and differ does (heads that are alike would share a budget evenly).
+Random weights cost one pass over memory: one block of random numbers is repeated, each tensor from
+another place in it, so that no two heads are equal. The values do not matter to a clock. They must
+be finite and differ, since equal heads would share a budget evenly.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from minikv.cache.kv_cache import KVCache
-from minikv.cache.snapshot import CacheSnapshot
-from minikv.cache.stats import CacheStats, Shape
-from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.cli.bench import machine
 from minikv.cli.bench.shapes import Sizes
-from minikv.engine.engine import Engine
-from minikv.engine.sampling import Sampling
 from minikv.errors import MemoryShortError
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8, Plain, kept, packs, split
@@ -38,7 +30,6 @@ POSITIONS = 1 << 20
 
 _BLOCK = 1_048_573  # a prime: no row of a matrix falls on the same place in the block twice
 _STD = 0.02
-_GREEDY = Sampling()
 _MATRICES = ("qkv", "out", "gate_up", "down")
 
 
@@ -76,7 +67,7 @@ def config_of(sizes: Sizes) -> ModelConfig:
 
 
 def sizes_of(config: ModelConfig) -> Sizes:
-    """What a loaded model is like."""
+    """The sizes of a loaded model."""
     return Sizes(
         config.layers,
         config.hidden,
@@ -184,174 +175,3 @@ def prompt(tokens: int, vocab: int, seed: int = 1) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(vocab, (tokens,), generator=generator).tolist()
     return ids
-
-
-def settle(device: torch.device) -> None:
-    """Give back what is no longer used, so that the next system finds the machine as the first."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-
-
-class Cached:
-    """A network under one policy: reads a prompt, writes tokens, tells what it holds."""
-
-    def __init__(
-        self,
-        net: Llama,
-        choice: EvictionConfig,
-        kernels: str = "auto",
-        kv: str = "auto",
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`check()` is called between layers of a prompt and between steps, and may raise."""
-        self.net, self.eviction, self.kernels, self.kv = net, choice, kernels, kv
-        self.check = check
-        self.clock = machine.Clock(net.device)
-        self.engine = _engine(net, choice, kernels, kv)
-        self._token = 0
-
-    def read(self, ids: list[int], room: int = 256) -> float:
-        """Seconds for a conversation that begins with this prompt."""
-        self.engine.reset()
-        return self.go_on(ids, room)
-
-    def go_on(self, ids: list[int], room: int = 256) -> float:
-        """Seconds for a further prompt of the same conversation."""
-
-        def run() -> None:
-            logits = self.engine.prompt(ids, lambda done, total: self.check(), room)
-            self._token = int(logits.argmax())
-
-        return self.clock(run)
-
-    def write(self, steps: int) -> float:
-        """Seconds for a step, mean over so many: greedy, each fed what the one before returned, as
-        an answer is written. With random weights one token costs what another does."""
-        vocab = self.net.config.vocab
-
-        def run() -> None:
-            for i in range(steps):  # none is launched beyond those that are counted
-                self.check()
-                self._token = self.engine.next(self._token, vocab, _GREEDY, 0, ahead=i + 1 < steps)
-
-        return self.clock(run) / steps
-
-    def twin(self) -> Cached:
-        """Another one that evicts nothing while it writes; it is empty (see `copy`)."""
-        none = replace(self.eviction, decode="none", decode_options={}, stride=0)
-        return Cached(self.net, none, self.kernels, self.kv, self.check)
-
-    @property
-    def captured(self) -> bool:
-        """Whether the last steps were one CUDA graph each."""
-        return self.engine.captured
-
-    @property
-    def notices(self) -> list[str]:
-        """Why something is slower than it could be."""
-        said = self.engine.kv.notice
-        return [*([said] if said else []), *self.engine.notices]
-
-    def copy(self, of: Cached, room: int) -> None:
-        """Hold the rows that `of` holds, without what its policy notes about them, and with room
-        for so many steps: more would make attention run over more than it has to."""
-        held, kv = of.engine.kv.snapshot(), self.engine.kv
-        thin = {name: held.columns[name] for name in kv.arena.columns}
-        prompt, step, budget, stride = self.eviction.policies()
-        kv.restore(_roomy(replace(held, columns=thin), room), prompt, step, budget, stride)
-
-    def stats(self) -> CacheStats:
-        """Of the cache, counted from its tensors."""
-        return self.engine.kv.stats()
-
-    def step_rows(self) -> float:
-        """Bytes of keys and values that a step reads."""
-        arena = self.engine.kv.arena
-        read = [name for name in arena.columns if name != "pos" and name not in arena.extra]
-        return int(arena.held.sum()) * arena.row_nbytes(read)
-
-    def close(self) -> None:
-        """Give the cache back."""
-        self.engine.reset()
-
-
-def _roomy(held: CacheSnapshot, room: int) -> CacheSnapshot:
-    """The same rows in segments that take exactly `room` more each."""
-    old = held.layout
-    capacity = old.length + room
-    ends = capacity.flatten().cumsum(0).view_as(capacity)
-    start = ends - capacity
-    free_slot = torch.where(old.free_slot >= 0, old.free_slot - old.start + start, -1)
-    return replace(
-        held,
-        region=(0, *ends[:, -1].tolist()),
-        layout=replace(old, start=start, capacity=capacity, free_slot=free_slot),
-    )
-
-
-def longest(net: Llama, most: int) -> int | None:
-    """The longest prompt, in whole thousands, that a full cache holds beside the weights.
-
-    Tried, not computed: the cache of the length is allocated, with what a prompt needs besides.
-    None on a CPU, which promises memory that it does not have.
-    """
-    if net.device.type != "cuda":
-        return None
-    cached = Cached(net, EvictionConfig.read("full", "none"))
-
-    def holds(tokens: int) -> bool:
-        kv, config = cached.engine.kv, net.config
-        room = None
-        try:
-            kv.begin(tokens)
-            numbers = tokens * config.hidden + net.rows * (2 * config.mlp + 4 * config.hidden)
-            room = torch.empty(numbers, dtype=net.dtype, device=net.device)
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            del room
-            kv.rollback()
-            kv.reset()
-            settle(net.device)
-        return True
-
-    low, high = 0, most // 1000
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(1000 * middle) else (low, middle - 1)
-    return 1000 * low
-
-
-def _engine(net: Llama, choice: EvictionConfig, kernels: str, kept_in: str) -> Engine:
-    config = net.config
-
-    def output(layer: int) -> Tensor:
-        """W_O as [H, G, D, hidden]."""
-        matrix = net.layers[layer].out.dense().T
-        return matrix.view(config.kv_heads, -1, config.head_dim, config.hidden)
-
-    prompt, step, budget, stride = choice.policies()
-    kv = KVCache(
-        Shape(
-            config.layers,
-            config.kv_heads,
-            config.heads,
-            config.head_dim,
-            config.windows,
-            config.max_context,
-        ),
-        prompt,
-        step,
-        budget,
-        dtype=net.dtype,
-        device=net.device,
-        stride=stride,
-        kv=torch.int8 if kept_in == "int8" else None,
-        output=output,
-        rotary=net.rotary.inverse,
-        kernels=kernels,
-    )
-    net.use(kv.ops if kv.ops.name != "torch" else None)
-    return Engine(net, kv)

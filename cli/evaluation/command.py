@@ -10,7 +10,9 @@ from pathlib import Path
 
 import minikv
 from minikv.cli.evaluation import metrics, run, show, tasks
+from minikv.cli.evaluation.cells import Cell
 from minikv.cli.evaluation.files import Item, read_items, scored
+from minikv.cli.lists import read_list
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.loader import Settings, build
@@ -34,7 +36,7 @@ def evaluate(
 
     Raises UsageError for anything that is wrong with them before a model is loaded.
     """
-    wanted_tasks = list(dict.fromkeys(_list(names)))
+    wanted_tasks = read_list(names)
     for name in wanted_tasks:
         if name not in run.TASKS:
             raise UsageError(f"unknown task {name!r}", f"tasks: {', '.join(run.TASKS)}")
@@ -47,9 +49,9 @@ def evaluate(
             f"--length must be {tasks.LEAST} or more; only needle takes less",
         )
     choices = run.choices(
-        _list(policies, "--policy"),
-        _list(budgets, "--budget"),
-        _list(settings.decode, "--decode"),
+        read_list(policies, "--policy"),
+        read_list(budgets, "--budget"),
+        read_list(settings.decode, "--decode"),
         settings.seed,
         settings.stride,
         settings.options,
@@ -117,7 +119,7 @@ def evaluate(
     show.write([cell for what, one in runs for cell in _cells(what, one)], facts, outputs)
 
 
-def _cells(what: str, one: run.Run) -> list[run.Cell]:
+def _cells(what: str, one: run.Run) -> list[Cell]:
     """With the file's name for a task."""
     cells = one.cells()
     return [replace(cell, task=what) for cell in cells] if one.tasks == ["file"] else cells
@@ -145,17 +147,9 @@ def _save(
     terminal.say(note)
 
 
-def _list(text: str, flag: str = "") -> list[str]:
-    """What stands between commas. Raises UsageError if it is nothing, where that is a `flag`."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if flag and not parts:
-        raise UsageError(f"{flag} names nothing", "give one or more, with commas between them")
-    return parts
-
-
 def _numbers(text: str) -> list[int]:
     try:
-        numbers = [int(part) for part in _list(text)]
+        numbers = [int(part) for part in read_list(text)]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 64:

@@ -43,11 +43,11 @@ def agreement(answer: str, full: str) -> Agreement:
 
 
 class Shadow:
-    """An `Attend` that runs on a scheduler and remembers every key, to see what was lost.
+    """An `Attend` that passes on to a cache and remembers every key, to see what was lost.
 
-    At each step: 1 minus the probability, under attention over all rows ever seen (or, in a layer
-    with a sliding window, over those in it), of the rows that the cache still held. Mean over the
-    query heads, [L] per step. `keys`: those that the scheduler has read already, [H, T, D] a layer.
+    At each step: 1 minus the probability of the tokens that the cache still held, under attention
+    over all tokens ever seen (in a layer with a sliding window, over those in it). Mean over the
+    query heads, [L] per step. `keys`: those that the cache has read already, [H, T, D] a layer.
     """
 
     def __init__(self, kv: KVCache, keys: Sequence[Tensor] = ()) -> None:

@@ -1,12 +1,10 @@
 """A document that many policies read is computed once.
 
 The states of a first prompt do not depend on the policy, because every layer attends before it
-evicts; so policies that look at the same queries are told the same.
+evicts. So policies that look at the same queries get the same traces.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from minikv.engine.engine import Network
 
 
 class Rereading:
-    """A `Network` over `kv` that remembers the last first prompt, as far as it was asked about.
+    """A `Network` over `kv` that remembers the last first prompt, as far as policies asked for it.
 
     What a policy keeps, and every logit, is bit for bit what it would be without.
     """
@@ -29,7 +27,7 @@ class Rereading:
         self._known: dict[tuple[bool, int, int | None], tuple[list[LayerTrace], Tensor]] = {}
 
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
-        """See `Network`; `kv` stands for this object's scheduler."""
+        """See `Network`; `kv` stands for this object's cache."""
         reading = self.kv.first
         if reading is None:
             return self.network.forward(ids, kv)
@@ -38,35 +36,34 @@ class Rereading:
         if reading.needs not in self._known:
             recorder = _Recorder(kv, self.kv)
             logits = self.network.forward(ids, recorder)
-            self._known[reading.needs] = recorder.told, logits
+            self._known[reading.needs] = recorder.traces, logits
             return logits.clone()
-        told, logits = self._known[reading.needs]
-        for layer, facts in enumerate(told):
-            reading.replay(facts)
+        traces, logits = self._known[reading.needs]
+        for layer, trace in enumerate(traces):
+            reading.replay(trace)
             reading.finish(layer)
         kv.advance(len(ids))
         return logits.clone()
 
     def keys(self) -> list[Tensor]:
         """Each layer's keys [H, T, D] of the remembered prompt."""
-        told, _ = next(iter(self._known.values()))
-        return [facts.key for facts in told]
+        traces, _ = next(iter(self._known.values()))
+        return [trace.key for trace in traces]
 
 
 class _Recorder:
-    """Passes a prompt on to `kv` and writes down what each layer told `scheduler`."""
+    """Passes a prompt on to `kv` and keeps the trace of each layer of the `cache` behind it."""
 
-    def __init__(self, kv: Attend, scheduler: KVCache) -> None:
+    def __init__(self, kv: Attend, cache: KVCache) -> None:
         self.position, self.advance = kv.position, kv.advance
-        self.told: list[LayerTrace] = []
-        self._attend: Callable[[int, Tensor, Tensor, Tensor], Tensor] = kv.attend
-        self._scheduler = scheduler
+        self.traces: list[LayerTrace] = []
+        self._kv, self._cache = kv, cache
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`."""
-        out = self._attend(layer, q, k, v)
-        reading = self._scheduler.first
+        out = self._kv.attend(layer, q, k, v)
+        reading = self._cache.first
         assert reading is not None
         if reading.layer_complete:
-            self.told.append(reading.trace())
+            self.traces.append(reading.trace())
         return out

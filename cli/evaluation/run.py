@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-
-import torch
+from typing import Any
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.chat.transcript import Document, Message
-from minikv.cli.evaluation import intervals
+from minikv.cli.evaluation import cells
+from minikv.cli.evaluation.cells import Cell
 from minikv.cli.evaluation.files import Item
-from minikv.cli.evaluation.measure import Shadow, agreement, negative_log_likelihood
+from minikv.cli.evaluation.passes import PASSES
 from minikv.cli.evaluation.rereading import Rereading
 from minikv.engine.engine import Engine
 from minikv.errors import ContextError, UsageError
@@ -24,40 +21,6 @@ TASKS = (*ANSWERED[:-1], *MEASURED)
 
 Progress = Callable[[int, int], None]
 """(done, total): documents under a policy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One task under one policy and budget.
-
-    `score` is the mean over n questions (perplexity for ppl, attention lost for loss; n tokens),
-    with its 95 % interval over documents, None of a single one; `by_question` by the question's
-    number in its chat, `by_place` by needle depth and length; `held` the bytes held at the end over
-    those of a full cache, mean over documents. `by_item` is each document's own mean (nats for
-    ppl), so that policies can be compared in pairs.
-    """
-
-    task: str
-    policy: str
-    decode: str
-    budget: str
-    stride: int
-    n: int
-    score: float
-    low: float | None
-    high: float | None
-    held: float
-    by_item: list[float] = field(default_factory=list)
-    by_question: list[float] = field(default_factory=list)
-    by_place: list[tuple[float, int, float, int]] = field(default_factory=list)
-    more: dict[str, float] = field(default_factory=dict)
-
-    def record(self) -> dict[str, object]:
-        """As JSON has it, which knows no infinity."""
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
-        }
 
 
 def choices(
@@ -71,7 +34,7 @@ def choices(
     """The full cache, then every policy with every decode policy and budget.
 
     An option goes to each policy that has it. Raises UsageError, also for one that none has, for
-    options that contradict each other and for fewer rows than the policies need.
+    options that contradict each other and for fewer tokens per head than the policies need.
     """
     given, known = dict(options or {}), set()
     wanted = [EvictionConfig.read("full", "none")]
@@ -95,7 +58,7 @@ def choices(
         if eviction.evicts and eviction.budget.unit == "rows" and eviction.budget.value < least:
             raise UsageError(
                 f"budget {eviction.budget} is too small for {eviction.pair}",
-                f"the smallest useful budget is {least} rows per head",
+                f"the smallest useful budget is {least} tokens per head",
             )
     return wanted
 
@@ -104,8 +67,7 @@ class _Sheet:
     """What one policy did, document by document; `held` is written last."""
 
     def __init__(self) -> None:
-        self.answers: list[list[str]] = []
-        self.values: list[list[float]] = []
+        self.made: list[list[Any]] = []
         self.held: list[float] = []
 
 
@@ -123,9 +85,8 @@ class Run:
         wanted: Iterable[EvictionConfig],
     ) -> None:
         self.chat, self.tasks, self.items, self.wanted = chat, tasks, items, list(wanted)
-        self._passes = [t for t in tasks if t in ("ppl", "loss")]
-        if len(self._passes) < len(tasks):
-            self._passes.insert(0, "answers")
+        names = dict.fromkeys(task if task in PASSES else "answers" for task in tasks)
+        self._passes = sorted(names, key=list(PASSES).index)
         self._sheets = {(p, i): _Sheet() for p in self._passes for i in range(len(self.wanted))}
 
     @property
@@ -138,10 +99,10 @@ class Run:
         document of the task `name`, and UsageError for a budget that is too small for any of them.
         Measures nothing, so that one item does not cost the others."""
         for eviction in self.wanted:
-            self.chat.check(eviction)  # bytes are rows only beside a model
+            self.chat.check(eviction)  # bytes are tokens per head only beside a model
         most = self.chat.max_context
         for number, item in enumerate(self.items, 1):
-            needed = max(_NEEDS[one](self.chat, item) for one in self._passes)
+            needed = max(PASSES[one].needs(self.chat, item) for one in self._passes)
             if needed > most:
                 raise ContextError(
                     f"{_called(item, name, number)}: needs {needed:,} tokens "
@@ -157,19 +118,19 @@ class Run:
         if not shares or not self.items:
             return
         tokens, number = min(
-            (_READS[one](self.chat, item), number)
+            (PASSES[one].reads(self.chat, item), number)
             for number, item in enumerate(self.items, 1)
             for one in self._passes
         )
         for eviction in shares:
-            rows, least = eviction.budget.rows(tokens, 1, 1), eviction.least_rows()
-            if rows < least:
+            each, least = eviction.budget.rows(tokens, 1, 1), eviction.least_rows()
+            if each < least:
                 percent = -(-100 * least // tokens)
                 raise UsageError(
                     f"{_called(self.items[number - 1], name, number)}, the shortest: budget "
-                    f"{eviction.budget} of {tokens:,} tokens is {rows} rows per head, too small "
+                    f"{eviction.budget} of {tokens:,} tokens is {each} tokens per head, too small "
                     f"for {eviction.pair}",
-                    f"nothing was measured; the smallest useful budget there is {least} rows per "
+                    f"nothing was measured; the smallest useful budget there is {least} tokens per "
                     "head" + (f", or {percent}%" if percent <= 100 else ""),
                 )
 
@@ -185,10 +146,7 @@ class Run:
                     progress(done, total)
                     chat.reset()
                     chat.configure(self.wanted[i])
-                    if one == "answers":
-                        sheet.answers.append(_answers(chat, item))
-                    else:
-                        sheet.values.append((_perplexity if one == "ppl" else _lost)(chat, item))
+                    sheet.made.append(PASSES[one].run(chat, item))
                     stats = chat.engine.kv.stats()
                     sheet.held.append(stats.held_bytes / max(stats.full_bytes, 1))
                     done += 1
@@ -199,178 +157,20 @@ class Run:
 
     def cells(self) -> list[Cell]:
         """One for each task and choice, in this order; none if no item was finished."""
-        done = self.completed
-        if not done:
+        if not self.completed:
             return []
-        cells = []
-        for task in self.tasks:
-            for i, eviction in enumerate(self.wanted):
-                if task in ("ppl", "loss"):
-                    cells.append(_measured(task, eviction, self._sheets[task, i], done))
-                    continue
-                sheet, base = self._sheets["answers", i], self._sheets["answers", 0].answers
-                cells.append(_answered(task, self.items[:done], eviction, sheet, base[:done]))
-        return cells
+        return [self._cell(task, i) for task in self.tasks for i in range(len(self.wanted))]
 
-
-def _answers(chat: ChatSession, item: Item) -> list[str]:
-    chat.attach(item.document, "report.txt")
-    answers = []
-    for question in item.questions:
-        # Not stripped: the metrics know what white space means to them.
-        answer = "".join(chat.ask(question, max_tokens=item.max_tokens))
-        answers.append(answer.lstrip("\n").split("\n")[0] if item.first_line else answer)
-    return answers
-
-
-def _answered(
-    task: str, items: Sequence[Item], eviction: EvictionConfig, sheet: _Sheet, base: list[list[str]]
-) -> Cell:
-    scores: list[list[float]] = []
-    more: dict[str, float] = {}
-    answers, held = sheet.answers[: len(items)], sheet.held[: len(items)]
-    if task == "agree":
-        pairs = [
-            [agreement(a, b) for a, b in zip(mine, full, strict=True)]
-            for mine, full in zip(answers, base, strict=True)
-        ]
-        scores = [[float(p.exact) for p in row] for row in pairs]
-        flat = [p for row in pairs for p in row]
-        firsts = sorted(p.first for p in flat if p.first is not None)
-        more = {"rouge_l": _mean([p.rouge_l for p in flat])}
-        if firsts:
-            more["median_first_difference"] = float(firsts[len(firsts) // 2])
-    else:
-        for item, given in zip(items, answers, strict=True):
-            scores.append(
-                [
-                    item.metric(a, right, item.classes)
-                    for a, right in zip(given, item.right, strict=True)
-                ]
-            )
-    low, high = intervals.of_shares(scores)
-    longest = max(map(len, scores))
-    by_question = [_mean([row[i] for row in scores if i < len(row)]) for i in range(longest)]
-    places: dict[tuple[float, int], list[float]] = {}
-    if task == "needle":
-        for item, row in zip(items, scores, strict=True):
-            assert item.where is not None
-            places.setdefault(item.where, []).extend(row)
-    every = [s for row in scores for s in row]
-    return Cell(
-        task,
-        eviction.policy,
-        eviction.decode,
-        _budget(eviction),
-        eviction.stride,
-        len(every),
-        _mean(every),
-        low,
-        high,
-        _mean(held),
-        [round(_mean(row), 4) for row in scores],
-        by_question if longest > 1 else [],
-        [(*where, _mean(s), len(s)) for where, s in sorted(places.items())],
-        more,
-    )
-
-
-def _measured(task: str, eviction: EvictionConfig, sheet: _Sheet, done: int) -> Cell:
-    """Mean over tokens and interval over documents; perplexity is the exponential of both."""
-    rows = sheet.values[:done]
-    values = [v for row in rows for v in row]
-    center, (low, high) = _mean(values), intervals.of_means(rows)
-    if task == "ppl":
-        center = _exp(center)
-        low, high = (low, high) if low is None or high is None else (_exp(low), _exp(high))
-    return Cell(
-        task,
-        eviction.policy,
-        eviction.decode,
-        _budget(eviction),
-        eviction.stride,
-        len(values),
-        center,
-        low,
-        high,
-        _mean(sheet.held[:done]),
-        [round(_mean(row), 4) for row in rows],
-    )
-
-
-def _perplexity(chat: ChatSession, item: Item) -> list[float]:
-    """Nats of each token in the last quarter of the document."""
-    return negative_log_likelihood(chat.engine, *_scored(chat, item))
-
-
-def _scored(chat: ChatSession, item: Item) -> tuple[list[int], int]:
-    """The document's tokens and how many of them are read as a prompt."""
-    # Without what a chat begins with, a BOS above all, a real model's perplexity is off by far.
-    start, ids = chat.start(), chat.tokenizer.encode(item.document)
-    return start + ids, len(start) + max(1, 3 * len(ids) // 4)
-
-
-def _lost(chat: ChatSession, item: Item) -> list[float]:
-    """Attention lost at each token of the right answers, mean over layers."""
-    kv, network = chat.engine.kv, chat.engine.network
-    prompt = _opening(chat, item)
-    answer = chat.tokenizer.encode(item.right[0][0])
-    if len(prompt) + len(answer) > chat.max_context:
-        raise ContextError("a document does not fit the model", "choose a smaller --length")
-    if isinstance(network, Rereading) and not kv.stride:
-        chat.engine.prompt(prompt)
-        shadow = Shadow(kv, network.keys())
-    else:
-        shadow = Shadow(kv)
-        kv.begin(len(prompt))
-        network.forward(torch.tensor(prompt, device=kv.device), shadow)
-    for token in answer:
-        network.forward(torch.tensor([token], device=kv.device), shadow)
-    return [float(x.mean()) for x in shadow.lost]
-
-
-def _opening(chat: ChatSession, item: Item) -> list[int]:
-    """The prompt with the document and its first question."""
-    content = Document(item.document, "report.txt").rendered() + item.questions[0]
-    return chat.template.opening([*chat.messages, Message("user", content)])
-
-
-def _needs_to_answer(chat: ChatSession, item: Item) -> int:
-    """Positions of all questions, if every answer is as long as it may be."""
-    needed = len(_opening(chat, item)) + item.max_tokens
-    for question in item.questions[1:]:
-        asked = [Message("user", "a"), Message("assistant", "a"), Message("user", question)]
-        needed += len(chat.template.following(asked)) + item.max_tokens
-    return needed
-
-
-_NEEDS: Mapping[str, Callable[[ChatSession, Item], int]] = {
-    "answers": _needs_to_answer,
-    "ppl": lambda chat, item: len(chat.start()) + len(chat.tokenizer.encode(item.document)),
-    "loss": lambda chat, item: (
-        len(_opening(chat, item)) + len(chat.tokenizer.encode(item.right[0][0]))
-    ),
-}
-
-_READS: Mapping[str, Callable[[ChatSession, Item], int]] = {
-    "answers": lambda chat, item: len(_opening(chat, item)),
-    "ppl": lambda chat, item: _scored(chat, item)[1],
-    "loss": lambda chat, item: len(_opening(chat, item)),
-}
-"""Tokens of the first prompt, which a share is of."""
+    def _cell(self, task: str, i: int) -> Cell:
+        done, eviction = self.completed, self.wanted[i]
+        sheet = self._sheets[task if task in PASSES else "answers", i]
+        made, held = sheet.made[:done], sheet.held[:done]
+        if task in PASSES:
+            return cells.measured(task, eviction, made, held)
+        if task == "agree":
+            return cells.agreeing(eviction, made, self._sheets["answers", 0].made[:done], held)
+        return cells.answered(task, eviction, self.items[:done], made, held)
 
 
 def _called(item: Item, name: str, number: int) -> str:
     return item.source or f"{name}, document {number:,}"
-
-
-def _budget(eviction: EvictionConfig) -> str:
-    return str(eviction.budget) if eviction.evicts else "-"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf

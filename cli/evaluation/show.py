@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minikv.cli.evaluation.run import Cell
+from minikv.cli.evaluation.cells import Cell
+from minikv.cli.tables import grid
 from minikv.errors import UsageError
 from minikv.policies import default_step
 
@@ -49,24 +50,14 @@ def table(cells: Sequence[Cell]) -> str:
     for task in dict.fromkeys(cell.task for cell in cells):
         mine = [cell for cell in cells if cell.task == task]
         more = _MORE.get(task, {})
-        rows = [
-            (
-                "policy",
-                "decode",
-                "budget",
-                _UNIT.get(task, "score"),
-                "95 %",
-                "n",
-                "held",
-                *more.values(),
-            )
-        ]
+        head = ["policy", "decode", "budget", _UNIT.get(task, "score"), "95 %", "n", "held"]
+        lines = [[*head, *more.values()]]
         for c in mine:
             between = "-"
             if c.low is not None and c.high is not None:
                 between = f"{_figure(task, c.low)} to {_figure(task, c.high)}"
-            rows.append(
-                (
+            lines.append(
+                [
                     c.policy + (f" /{c.stride}" if c.stride else ""),
                     c.decode,
                     c.budget,
@@ -75,17 +66,9 @@ def table(cells: Sequence[Cell]) -> str:
                     str(c.n),
                     f"{c.held:.1%}",
                     *(_extra(c, key) for key in more),
-                )
+                ]
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "  ".join(
-                text.ljust(w) if i < 3 else text.rjust(w)
-                for i, (text, w) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        blocks.append("\n".join((task, *lines)))
+        blocks.append(f"{task}\n{grid(lines, '<<<' + '>' * (len(lines[0]) - 3))}")
         if any(c.by_question for c in mine):
             blocks.append(_by_question(mine))
     return "\n\n".join(blocks)
@@ -201,9 +184,9 @@ def _map(cells: Sequence[Cell], path: Path) -> None:
     image: Any = None
     for axis, cell, name in zip(axes.flat, mine, names(mine), strict=False):
         found = {(d, n): score for d, n, score, _ in cell.by_place}
-        grid = [[100 * found.get((d, n), float("nan")) for n in lengths] for d in depths]
-        image = axis.imshow(grid, vmin=0, vmax=100, cmap="cividis", aspect="auto")
-        for i, row in enumerate(grid):
+        shown = [[100 * found.get((d, n), float("nan")) for n in lengths] for d in depths]
+        image = axis.imshow(shown, vmin=0, vmax=100, cmap="cividis", aspect="auto")
+        for i, row in enumerate(shown):
             for j, value in enumerate(row):
                 shade = "black" if value > 60 else "white"
                 axis.text(j, i, f"{value:.0f}", ha="center", va="center", color=shade, fontsize=8)

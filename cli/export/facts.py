@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 import minikv
 from minikv.chat.report import TurnReport
+from minikv.cli.render import budget_words, pair_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +70,11 @@ class Policy:
     decode: str
     options: Mapping[str, object]
     budget: Mapping[str, object]
+
+    @property
+    def words(self) -> str:
+        """ "adakv, then roco, budget 512 tokens per head"."""
+        return f"{pair_words(self.name, self.decode)}, {budget_words(self.budget)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from minikv.chat.report import TurnReport, of_full, percent_saved, size
-from minikv.cli.render import STOPS, per_second
-
-
-def policy_words(name: str, decode: str | None, budget: Mapping[str, object]) -> str:
-    """ "adakv, then roco, budget 512 rows per head"."""
-    words = name if decode in (None, "none") else f"{name}, then {decode}"
-    return f"{words}, {budget_words(budget)}"
-
-
-def budget_words(budget: Mapping[str, object]) -> str:
-    """A budget record in words."""
-    unit, value = budget.get("unit"), budget.get("value")
-    if not isinstance(value, int | float):
-        return "no budget"
-    if unit == "rows":
-        return f"budget {value:g} rows per head"
-    if unit == "share":
-        return f"budget {100 * value:g}% of the prompt"
-    return f"budget {size(int(value))}"
+from minikv.cli.render import STOPS, budget_words, per_second, policy_words
 
 
 def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
     """Every figure of a turn, (name, value); what was not measured says so."""
     tokens, kv, time, rate = report.tokens, report.kv_bytes, report.time_s, report.rate
-    decode = report.policy_options.get("decode")
-    step = decode.get("policy") if isinstance(decode, Mapping) else None
-    step = step if isinstance(step, str) else None
     table = [
-        ("Policy", policy_words(report.policy, step, report.budget)),
+        ("Policy", f"{policy_words(report)}, {budget_words(report.budget)}"),
         ("Tokens read", f"{tokens.prompt_new:,} new, {tokens.prompt_reused:,} before"),
         ("Tokens written", f"{tokens.generated:,}, stopped by {STOPS[report.stop_reason]}"),
         (
-            "Rows kept per head",
+            "Tokens kept per head",
             f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,} "
             f"(min {tokens.kept_min:,}, max {tokens.kept_max:,})",
         ),
         ("KV held", f"{of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved)"),
-        ("of it, kept about rows", size(kv.policy_state)),
+        ("of it, kept by the policy", size(kv.policy_state)),
         ("KV allocated", f"{size(kv.allocated)}, the pool"),
         ("KV at the most", f"{size(kv.peak_prefill)}, while reading"),
         ("Reading", f"{time.prefill:.2f} s{per_second(rate.prefill_tok_s)}"),

@@ -9,8 +9,9 @@ from importlib import resources
 
 from minikv.chat.report import of_full, percent_saved, size
 from minikv.cli.export.facts import ChatFacts, Turn
-from minikv.cli.export.figures import budget_words, policy_words, rows
+from minikv.cli.export.figures import rows
 from minikv.cli.export.safe import visible
+from minikv.cli.render import budget_words
 
 
 def render(facts: ChatFacts) -> str:
@@ -46,7 +47,7 @@ def _words(facts: ChatFacts) -> dict[str, object]:
         "title": visible(f"{_short(model.name)}: {policy.name}"),
         "model": visible(model.name),
         "revision": visible(model.revision[:12]),
-        "policy_words": visible(policy_words(policy.name, policy.decode, policy.budget)),
+        "policy_words": visible(policy.words),
         "chips": [
             visible(chip)
             for chip in (
@@ -64,7 +65,7 @@ def _words(facts: ChatFacts) -> dict[str, object]:
                 ("Shape", f"{model.layers} layers × {model.kv_heads} KV heads"),
                 ("Context", f"{model.max_context:,} tokens"),
                 ("Ran on", f"{model.device}, {model.kernels} kernels"),
-                ("Policy", policy_words(policy.name, policy.decode, policy.budget)),
+                ("Policy", policy.words),
                 ("Options", _options(facts)),
             )
         ],
@@ -88,7 +89,7 @@ def _cards(facts: ChatFacts) -> list[tuple[str, str, str]]:
     cards = [
         ("KV cache saved", percent_saved(kv.saved), f"{held} held"),
         (
-            "Rows kept per head",
+            "Tokens kept per head",
             f"{tokens.kept_mean:,.0f}",
             f"of {tokens.seen_total:,}, min {tokens.kept_min:,}, max {tokens.kept_max:,}",
         ),

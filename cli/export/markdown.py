@@ -6,7 +6,7 @@ import re
 
 from minikv.chat.report import size
 from minikv.cli.export.facts import ChatFacts, Turn
-from minikv.cli.export.figures import policy_words, rows
+from minikv.cli.export.figures import rows
 from minikv.cli.export.safe import visible
 
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
@@ -23,7 +23,7 @@ def render(facts: ChatFacts) -> str:
             [
                 f"- {_cell(model.dtype)}, {size(model.weight_bytes)} of weights, context "
                 f"{model.max_context:,}, {_cell(model.device)} with {_cell(model.kernels)} kernels",
-                f"- policy {_cell(policy_words(policy.name, policy.decode, policy.budget))}",
+                f"- policy {_cell(policy.words)}",
                 f"- written by minikv {_cell(facts.minikv)}, {_cell(facts.made)}",
             ]
         ),

@@ -35,6 +35,13 @@ MAX_BYTES = 256 << 20
 _MOST = 1 << 63
 _MADE = "in a chat, /export chat.json writes one"
 _T = TypeVar("_T")
+_NAMES: Mapping[type, str] = {
+    dict: "object",
+    list: "list",
+    str: "text",
+    int: "whole number",
+    float: "number",
+}
 
 
 class _Wrong(ValueError):
@@ -69,49 +76,51 @@ def parse(data: bytes) -> ChatFacts:
         record = json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float)
     except (ValueError, RecursionError) as error:
         raise _Wrong(f"no JSON ({error})") from None
-    top = _mapping(record, "the file")
+    top = _is(dict, record, "the file")
     if top.get("format") != FORMAT:
         raise _Wrong(f"format is not {FORMAT!r}")
     if top.get("version") != VERSION:
         raise _Wrong(f"version {top.get('version')!r}, and this program reads version {VERSION}")
-    tokens = _mapping(_key(top, "tokens"), "tokens")
+    tokens = _is(dict, _key(top, "tokens"), "tokens")
     pieces = tuple(
-        None if piece is None else _text(piece, "tokens.text")
-        for piece in _list(_key(tokens, "text"), "tokens.text")
+        None if piece is None else _is(str, piece, "tokens.text")
+        for piece in _is(list, _key(tokens, "text"), "tokens.text")
     )
     documents = tuple(
         _fields(Attached, document, "documents")
-        for document in _list(_key(top, "documents"), "documents")
+        for document in _is(list, _key(top, "documents"), "documents")
     )
     model = _fields(Model, _key(top, "model"), "model")
     return ChatFacts(
-        minikv=_text(_key(top, "minikv"), "minikv"),
-        made=_text(_key(top, "made"), "made"),
+        minikv=_is(str, _key(top, "minikv"), "minikv"),
+        made=_is(str, _key(top, "made"), "made"),
         model=model,
         policy=_fields(Policy, _key(top, "policy"), "policy"),
-        system=_text(_key(top, "system"), "system"),
+        system=_is(str, _key(top, "system"), "system"),
         documents=documents,
-        turns=tuple(_turn(turn, len(documents)) for turn in _list(_key(top, "turns"), "turns")),
+        turns=tuple(_turn(turn, len(documents)) for turn in _is(list, _key(top, "turns"), "turns")),
         pieces=pieces,
         sections=tuple(
-            _section(part, len(pieces)) for part in _list(_key(tokens, "sections"), "sections")
+            _section(part, len(pieces)) for part in _is(list, _key(tokens, "sections"), "sections")
         ),
         kept=_kept(_key(top, "kept"), model, len(pieces)),
-        curve=tuple(_point(point) for point in _list(_key(top, "curve"), "curve")),
+        curve=tuple(_point(point) for point in _is(list, _key(top, "curve"), "curve")),
     )
 
 
 def _turn(value: object, documents: int) -> Turn:
-    turn = _mapping(value, "turns")
-    indices = tuple(_count(i, "turns.documents") for i in _list(_key(turn, "documents"), "turns"))
+    turn = _is(dict, value, "turns")
+    indices = tuple(
+        _count(i, "turns.documents") for i in _is(list, _key(turn, "documents"), "turns")
+    )
     if any(index >= documents for index in indices):
         raise _Wrong("turns.documents names a document that is not there")
     record = _key(turn, "record")
     report = None if record is None else _fields(TurnReport, record, "record")
     if report is not None and report.stop_reason not in STOPS:
         raise _Wrong(f"record.stop_reason is {report.stop_reason!r}")
-    question = _text(_key(turn, "question"), "question")
-    return Turn(question, _text(_key(turn, "answer"), "answer"), indices, report)
+    question = _is(str, _key(turn, "question"), "question")
+    return Turn(question, _is(str, _key(turn, "answer"), "answer"), indices, report)
 
 
 def _section(value: object, tokens: int) -> Section:
@@ -123,8 +132,8 @@ def _section(value: object, tokens: int) -> Section:
 
 def _kept(value: object, model: Model, tokens: int) -> tuple[tuple[str, ...], ...]:
     kept = tuple(
-        tuple(_text(head, "kept") for head in _list(layer, "kept"))
-        for layer in _list(value, "kept")
+        tuple(_is(str, head, "kept") for head in _is(list, layer, "kept"))
+        for layer in _is(list, value, "kept")
     )
     if [len(layer) for layer in kept] != [model.kv_heads] * model.layers:
         raise _Wrong("kept has not one bitmap per layer and KV head")
@@ -139,7 +148,7 @@ def _kept(value: object, model: Model, tokens: int) -> tuple[tuple[str, ...], ..
 
 
 def _point(value: object) -> Point:
-    numbers = [_count(number, "curve") for number in _list(value, "curve")]
+    numbers = [_count(number, "curve") for number in _is(list, value, "curve")]
     if len(numbers) != 3:
         raise _Wrong("curve has a point without three numbers")
     return Point(*numbers)
@@ -147,7 +156,7 @@ def _point(value: object) -> Point:
 
 def _fields(kind: Callable[..., _T], value: object, where: str) -> _T:
     """A dataclass from its record, with the types that it declares."""
-    record = _mapping(value, where)
+    record = _is(dict, value, where)
     hints = typing.get_type_hints(kind)
     names = [
         field.name
@@ -166,14 +175,8 @@ def _typed(hint: Any, value: object, where: str) -> object:
     if dataclasses.is_dataclass(hint):
         return _fields(typing.cast(type, hint), value, where)
     if origin is tuple:
-        return tuple(_text(item, where) for item in _list(value, where))
-    if origin is Mapping:
-        return _mapping(value, where)
-    if hint is int:
-        return _integer(value, where)
-    if hint is float:
-        return _number(value, where)
-    return _text(value, where)
+        return tuple(_is(str, item, where) for item in _is(list, value, where))
+    return _is(dict if origin is Mapping else hint, value, where)
 
 
 def _key(record: Mapping[str, object], name: str, where: str = "") -> object:
@@ -182,41 +185,19 @@ def _key(record: Mapping[str, object], name: str, where: str = "") -> object:
     return record[name]
 
 
-def _mapping(value: object, where: str) -> Mapping[str, object]:
-    if not isinstance(value, dict):
-        raise _Wrong(f"{where} is no object")
-    return value
-
-
-def _list(value: object, where: str) -> list[object]:
-    if not isinstance(value, list):
-        raise _Wrong(f"{where} is no list")
-    return value
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise _Wrong(f"{where} is no text")
-    return value
+def _is(kind: type[_T], value: object, where: str) -> _T:
+    """The value, if it has this type."""
+    accepted = (int, float) if kind is float else kind
+    if isinstance(value, bool) or not isinstance(value, accepted):
+        raise _Wrong(f"{where} is no {_NAMES[kind]}")
+    return kind(value)  # type: ignore[call-arg]
 
 
 def _count(value: object, where: str) -> int:
-    number = _integer(value, where)
+    number = _is(int, value, where)
     if number < 0:
         raise _Wrong(f"{where} is negative")
     return number
-
-
-def _integer(value: object, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _Wrong(f"{where} is no whole number")
-    return value
-
-
-def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _Wrong(f"{where} is no number")
-    return float(value)
 
 
 def _int(digits: str) -> int:

@@ -157,8 +157,8 @@
       : state.mode === "layer" ? `Layer ${state.layer}` : `Layer ${state.layer}, KV head ${state.head}`;
     id("shown").textContent = state.mode === "head"
       ? `${whose} holds ${count(sum)} of ${count(n)} tokens (${percent(n ? sum / n : 0)}).`
-      : `${whose}: ${percent(n ? sum / (n * total) : 0)} of the rows are held; `
-        + `${count(some)} of ${count(n)} tokens by at least one head.`;
+      : `${whose}: a head holds ${percent(n ? sum / (n * total) : 0)} of the tokens on average; `
+        + `${count(some)} of ${count(n)} tokens are held by at least one head.`;
   }
 
   // ---- along the document ------------------------------------------------------------------------
@@ -168,7 +168,7 @@
     const slices = Math.max(1, Math.min(n, Math.floor(width / 7)));
     const svg = draw("svg", {
       width, height: height + band + 18, role: "img",
-      "aria-label": "Share of rows kept along the tokens, from the first to the last",
+      "aria-label": "Share of tokens kept along the text, from the first to the last",
     });
     const total = among();
     const step = width / slices;
@@ -186,7 +186,7 @@
         class: "bar", x: k * step, y: height - tall, width: Math.max(1, step - 1.5), height: tall,
       });
       const hit = draw("rect", { x: k * step, y: 0, width: step, height, fill: "transparent" });
-      hit.append(draw("title", {}, `tokens ${count(from)} to ${count(to - 1)}: ${percent(share)} of the rows kept`));
+      hit.append(draw("title", {}, `tokens ${count(from)} to ${count(to - 1)}: ${percent(share)} kept`));
       hit.addEventListener("click", () => go(from, false));
       svg.append(bar, hit);
     }
@@ -200,7 +200,7 @@
     }
     svg.append(draw("text", { x: 0, y: height + band + 16 }, "token 0"));
     svg.append(draw("text", { x: width, y: height + band + 16, "text-anchor": "end" }, count(n - 1)));
-    box.replaceChildren(svg, make("p", "", `Rows kept along the tokens: the tallest bar is ${percent(most)}, `
+    box.replaceChildren(svg, make("p", "", `Tokens kept along the text: the tallest bar is ${percent(most)}, `
       + "choose one to go there."));
   }
 
@@ -226,7 +226,7 @@
       const kept = rows[l][h];
       const s = high > low ? 1 + Math.round(9 * (kept - low) / (high - low)) : 6;
       const node = make("button", `cell ${kept ? "s" + s : "none"}`, write_ ? count(kept) : undefined);
-      const words = `layer ${l}, KV head ${h}: ${count(kept)} of ${count(n)} rows kept (${percent(n ? kept / n : 0)})`;
+      const words = `layer ${l}, KV head ${h}: ${count(kept)} of ${count(n)} tokens kept (${percent(n ? kept / n : 0)})`;
       node.type = "button";
       node.title = words;
       node.setAttribute("aria-label", words);
@@ -251,7 +251,7 @@
     legend.append(make("span", "", count(low)));
     if (high > low) for (let s = 1; s <= 10; s++) legend.append(make("i", `s${s}`));
     else legend.append(make("i", "s6"));
-    legend.append(make("span", "", `${count(high)} rows`));
+    legend.append(make("span", "", `${count(high)} tokens`));
     grid(id("token-map"), "1.4em", () => make("span", "cell"));
     id("token-map").setAttribute("aria-hidden", "true");
   }

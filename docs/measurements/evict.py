@@ -18,7 +18,9 @@ from pathlib import Path
 import torch
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.bench import machine, models, place, shapes
+from minikv.cli.bench import machine, models, shapes
+from minikv.cli.bench.cached import Cached
+from minikv.cli.bench.device import prepare
 
 STEPS = 8
 
@@ -27,23 +29,23 @@ def measured(
     net: models.Llama, policy: str, decode: str, budget: str, tokens: int, turns: int
 ) -> dict[str, object]:
     """A row."""
-    own = models.Cached(net, EvictionConfig.read(policy, decode, budget))
+    own = Cached(net, EvictionConfig.read(policy, decode, budget))
     own.read(models.prompt(tokens, net.config.vocab), STEPS * (turns + 2))
     own.write(STEPS)
-    twin = own.twin()
-    twin.copy(own, STEPS * (turns + 2))
-    twin.write(STEPS)
+    base = own.without_policy()
+    base.copy(own)
+    base.write(STEPS)
     times: list[tuple[float, float]] = []
     for turn in range(turns):  # each is first as often as the other
         if turn % 2:
-            beside = twin.write(STEPS)
+            beside = base.write(STEPS)
             times.append((own.write(STEPS), beside))
         else:
             taken = own.write(STEPS)
-            times.append((taken, twin.write(STEPS)))
+            times.append((taken, base.write(STEPS)))
     low, added, high = statistics.quantiles([a / b - 1 for a, b in times], n=4)
     own.close()
-    twin.close()
+    base.close()
     return {
         "policy": policy,
         "decode": decode,
@@ -66,7 +68,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device = place.prepare("cpu", 0)
+    device = prepare("cpu", 0)
     net = models.network(models.Spec(shapes.find(args.shape)))
     rows = []
     for tokens in map(int, args.tokens.split(",")):

@@ -21,16 +21,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import util
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.bench import asked, machine, models, place, shapes, show
-from minikv.cli.bench.floors import middle
-from minikv.cli.bench.worker import PeerError, Worker, serve
+from minikv.cli.bench import machine, models, peer, report, shapes
+from minikv.cli.bench.arguments import SHORTEST
+from minikv.cli.bench.device import prepare
+from minikv.cli.tables import grid
 
 BUNDLED = Path(models.__file__).resolve().parents[2] / "models" / "bundled"
 MODULES = {
@@ -40,15 +43,16 @@ MODULES = {
 }
 
 
-# -- the systems that minikv's own worker does not know ---------------------------------------
+# -- the systems that minikv's own benchmarks do not know --------------------------------------
 
 
 class LlamaCpp:
     """A GGUF file through llama-cpp-python."""
 
-    def __init__(self, path: str, threads: int, context: int) -> None:
+    def __init__(self, path: str, threads: int, context: int, vocab: int) -> None:
         import llama_cpp
 
+        self.device, self.vocab = torch.device("cpu"), vocab
         self._model = llama_cpp.Llama(
             path,
             n_ctx=context,
@@ -75,9 +79,10 @@ class OpenVino:
     """A folder that OpenVINO's exporter wrote, through openvino_genai. Its pipeline reads and
     writes in one call, and says how long each took. It keeps no prompt for the next call."""
 
-    def __init__(self, folder: str, threads: int) -> None:
+    def __init__(self, folder: str, threads: int, vocab: int) -> None:
         import openvino_genai
 
+        self.device, self.vocab = torch.device("cpu"), vocab
         plan = openvino_genai.SchedulerConfig()
         plan.enable_prefix_caching = False
         plan.max_num_batched_tokens = 1 << 20  # a prompt at once, as its default is
@@ -106,25 +111,6 @@ class OpenVino:
             inputs, max_new_tokens=count, ignore_eos=True, do_sample=False
         )
         return made.perf_metrics
-
-
-def answering(args: argparse.Namespace) -> None:
-    """The other end of a `Worker` for one of them."""
-    vocab = shapes.find(args.shape).vocab
-    system: LlamaCpp | OpenVino = (
-        LlamaCpp(args.source, args.threads, args.tokens + args.new)
-        if args.serve == "llama.cpp"
-        else OpenVino(args.source, args.threads)
-    )
-
-    def answer(message: dict[str, Any]) -> float:
-        if message["do"] == "read":
-            return system.read(models.prompt(message["tokens"], vocab))
-        if message["do"] == "write":
-            return system.write(message["steps"])
-        return float(machine.peak(torch.device("cpu")) or 0) if message["do"] == "peak" else 0.0
-
-    serve(answer)
 
 
 # -- the run ----------------------------------------------------------------------------------
@@ -169,54 +155,36 @@ def export(spec: models.Spec, folder: Path) -> None:
     print(f"{folder}: config.json, model.safetensors, tokenizer")
 
 
-def systems(args: argparse.Namespace, spec: models.Spec) -> dict[str, Callable[[], Worker]]:
+def systems(args: argparse.Namespace, spec: models.Spec) -> dict[str, Callable[[], peer.Process]]:
     """What can be measured here, by name; a line for what cannot."""
-    threads = args.threads or torch.get_num_threads()
-    found: dict[str, Callable[[], Worker]] = {}
-    pairs = [("full", "none", "512"), (args.policy, "auto", args.budget)]
+    threads, vocab = args.threads or torch.get_num_threads(), shapes.find(args.shape).vocab
+    context = args.tokens + args.new * (args.repeat + 1)
+    found: dict[str, Callable[[], peer.Process]] = {}
     for form in args.weights.split(","):
-        for pair in pairs:
+        for pair in (("full", "none", "512"), (args.policy, "auto", args.budget)):
             eviction = EvictionConfig.read(*pair)
-            name = " ".join(
-                [
-                    "minikv",
-                    eviction.policy,
-                    *([args.budget] * eviction.evicts),
-                    *([form] * (form != "auto")),
-                ]
-            )
+            budget, kept = [args.budget] * eviction.evicts, [form] * (form != "auto")
+            name = " ".join(["minikv", eviction.policy, *budget, *kept])
             one = replace(spec, weights=form)
-            found[name] = lambda one=one, eviction=eviction: Worker(
-                "minikv", one, threads, eviction
-            )
-    sources: dict[str, list[Path]] = {"llama.cpp": args.gguf, "openvino": args.openvino}
+            found[name] = partial(peer.Process, "minikv", peer.minikv, one, threads, eviction)
     for name, module in MODULES.items():
+        sources = args.gguf if name == "llama.cpp" else args.openvino
         if util.find_spec(module) is None:
             print(f"{name}: not installed, left out", file=sys.stderr)
         elif name == "transformers":
-            found[name] = lambda: Worker("transformers", spec, threads)
-        elif not sources[name]:
+            found[name] = partial(peer.Process, name, peer.transformers, spec, threads)
+        elif not sources:
             flag = "--gguf" if name == "llama.cpp" else "--openvino"
             print(f"{name}: no {flag}, left out (--export writes the model)", file=sys.stderr)
+        elif name == "llama.cpp":
+            for path in map(str, sources):
+                found[f"{name}, {path}"] = partial(
+                    peer.Process, name, LlamaCpp, path, threads, context, vocab
+                )
         else:
-            for source in sources[name]:
-                command = [
-                    __file__,
-                    "--serve",
-                    name,
-                    "--source",
-                    str(source),
-                    "--shape",
-                    args.shape,
-                    "--threads",
-                    str(threads),
-                    "--tokens",
-                    str(args.tokens),
-                    "--new",
-                    str(args.new * (args.repeat + 1)),
-                ]
-                found[f"{name}, {source}"] = lambda name=name, command=command: Worker(
-                    name, spec, threads, command=command
+            for path in map(str, sources):
+                found[f"{name}, {path}"] = partial(
+                    peer.Process, name, OpenVino, path, threads, vocab
                 )
     return found
 
@@ -224,7 +192,7 @@ def systems(args: argparse.Namespace, spec: models.Spec) -> dict[str, Callable[[
 def measured(args: argparse.Namespace, spec: models.Spec) -> list[dict[str, Any]]:
     """A row per system: medians, and every round."""
     ids = range(args.tokens)
-    workers: dict[str, Worker] = {}
+    workers: dict[str, peer.Process] = {}
     runs: dict[str, dict[str, list[float]]] = {}
     try:
         for name, make in systems(args, spec).items():
@@ -234,7 +202,7 @@ def measured(args: argparse.Namespace, spec: models.Spec) -> list[dict[str, Any]
                 workers[name].read(range(min(args.tokens, 256)))
                 workers[name].write(2)
                 runs[name] = {"read": [], "write": []}
-            except PeerError as error:
+            except peer.PeerError as error:
                 print(f"left out: {error}", file=sys.stderr)
                 if name in workers:
                     workers.pop(name).close()
@@ -246,8 +214,8 @@ def measured(args: argparse.Namespace, spec: models.Spec) -> list[dict[str, Any]
         return [
             {
                 "system": name,
-                "read_tok_s": args.tokens / middle(runs[name]["read"]),
-                "write_tok_s": 1 / middle(runs[name]["write"]),
+                "read_tok_s": args.tokens / median(runs[name]["read"]),
+                "write_tok_s": 1 / median(runs[name]["write"]),
                 "peak_rss": worker.peak(),
                 "rounds": runs[name],
             }
@@ -282,12 +250,7 @@ def main() -> None:
     )
     parser.add_argument("--export", type=Path, help="write the random model there and stop")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--source", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.serve:
-        answering(args)
-        return
     spec = models.Spec(shapes.find(args.shape), args.folder, args.dtype, "cpu")
     if args.folder:
         told = json.loads((args.folder / "config.json").read_text())
@@ -295,8 +258,8 @@ def main() -> None:
     if args.export:
         export(spec, args.export)
         return
-    assert args.tokens >= asked.LEAST
-    device = place.prepare("cpu", args.threads)
+    assert args.tokens >= SHORTEST
+    device = prepare("cpu", args.threads)
     rates = machine.measure(device)
     rows = measured(args, spec)
     base = next((row for row in rows if row["system"] == "transformers"), rows[0])
@@ -314,8 +277,8 @@ def main() -> None:
             ]
         )
     facts = machine.facts(device)
-    print(show.header(facts, rates, f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,"))
-    print(show.grid(lines, "<>>>>>"))
+    print(report.header(facts, rates, f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,"))
+    print(grid(lines, "<>>>>>"))
     if args.json:
         record = {
             "command": " ".join(["python", "docs/measurements/peers.py", *sys.argv[1:]]),

@@ -1,8 +1,8 @@
-"""Compiling the C sources of this folder with the machine's own compiler, once: the library is kept
-under the user's cache directory, named after the sources, the compiler and the processor.
+"""Compile the C sources of this folder with the machine's own compiler, once.
 
-Nothing here imports torch. Where there is no compiler, `library` says why, and the torch twins
-compute.
+The library is kept in the user's cache directory. Its name is a hash of the sources, the compiler
+and the processor. Where there is no compiler, `library` says why, and torch computes. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
-# With threads, with `omp simd` alone, and as plain C: what a compiler takes first. clang's threads
-# are another library's than torch's, and two of them in one process do not get on.
-WAYS = (
+FLAG_SETS = (
     ("-march=native", "-fopenmp"),
     ("-march=native", "-fopenmp-simd"),
     ("-march=native", "-Wno-unknown-pragmas"),
     ("-Wno-unknown-pragmas",),
 )
-PATIENCE = 120.0  # seconds for the compiler
-OLD = 30 * 86400.0  # seconds after which a library that something newer has replaced goes
+"""With threads, with `omp simd` only, and as plain C; the first that the compiler takes is used.
+Not clang's threads: its OpenMP library and torch's do not work in one process."""
+TIMEOUT = 120.0  # seconds for the compiler
+EXPIRES = 30 * 86400.0  # seconds after which a library is removed when a newer one is made
 OFF = "MINIKV_NATIVE"
-"""Environment variable: 0 is as if there were no compiler."""
+"""Environment variable: with 0, no library is compiled or loaded."""
 
 
 @cache
 def library() -> tuple[ctypes.CDLL | None, str]:
-    """(the library, "") or (None, why there is none). Compiles it when it is first needed."""
+    """(the library, "") or (None, why there is none). Compiled when it is first needed."""
     if switched_off():
         return None, f"{OFF} is 0"
     compiler = find()
@@ -50,7 +50,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         folder = store()
         path = None if folder is None else folder / f"{key(compiler)}.so"
         if path is not None and _ours(path):
-            with contextlib.suppress(OSError):  # a damaged one is made anew
+            with contextlib.suppress(OSError):  # a damaged one is compiled again
                 return ctypes.CDLL(str(path)), ""
         if folder is not None and not os.access(folder, os.W_OK):
             folder = path = None
@@ -60,7 +60,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
             if why:
                 return None, why
             if path is not None:
-                found.chmod(0o700)  # whatever the umask says: see `_ours`
+                found.chmod(0o700)  # for any umask: see `_ours`
                 os.replace(found, path)
                 _forget(path)
             return ctypes.CDLL(str(path or found)), ""
@@ -69,7 +69,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
 
 
 def compiles() -> bool:
-    """`library` will have to compile, which takes seconds."""
+    """Whether `library` will have to compile, which takes seconds."""
     compiler = find()
     if switched_off() or compiler is None or library.cache_info().currsize:
         return False
@@ -81,7 +81,7 @@ def compiles() -> bool:
 
 
 def switched_off() -> bool:
-    """Nobody wants the library: see `OFF`."""
+    """Whether the user does not want the library: see `OFF`."""
     return os.environ.get(OFF) == "0"
 
 
@@ -95,8 +95,10 @@ def find() -> str | None:
 
 
 def store() -> Path | None:
-    """Where libraries are kept, made if need be: minikv/kernels under $XDG_CACHE_HOME or ~/.cache.
-    None if that cannot be or is not the user's alone: a library is run as it is found."""
+    """The folder of libraries, minikv/kernels under $XDG_CACHE_HOME or ~/.cache; made if necessary.
+
+    None if it cannot be made, or if others may write to it: a library in it is loaded unchecked.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
@@ -115,18 +117,18 @@ def sources() -> list[Path]:
 
 
 def key(compiler: str) -> str:
-    """A name that changes whenever the library would."""
+    """The name of the library: it changes whenever the library would."""
     found = hashlib.sha256()
     for path in (*sources(), *sorted(FOLDER.glob("*.h"))):
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     about = os.stat(compiler)
-    for fact in (compiler, about.st_size, about.st_mtime_ns, FLAGS, WAYS, _processor()):
+    for fact in (compiler, about.st_size, about.st_mtime_ns, FLAGS, FLAG_SETS, _processor()):
         found.update(repr(fact).encode())
     return found.hexdigest()[:24]
 
 
 def _processor() -> str:
-    """What -march=native depends on: a home directory may be on machines that differ."""
+    """What -march=native depends on: machines with one home directory may have different ones."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -136,23 +138,23 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, target: Path) -> str:
-    """Compile to `target`, all files at once; why it failed, or ""."""
+    """Compile all files to `target`, in parallel; why it failed, or ""."""
     said = ""
-    for way in WAYS[1:] if _is_clang(compiler) else WAYS:
+    for flags in FLAG_SETS[1:] if _is_clang(compiler) else FLAG_SETS:
         with ThreadPoolExecutor() as pool:
             commands = [
-                [compiler, *FLAGS, *way, "-c", str(path), "-o", str(target.with_name(path.stem))]
+                [compiler, *FLAGS, *flags, "-c", str(path), "-o", str(target.with_name(path.stem))]
                 for path in sources()
             ]
             made = [command[-1] for command in commands]
             found = [*pool.map(_run, commands)]
         if not any(found):
-            found = [_run([compiler, *FLAGS, *way, "-shared", *made, "-o", str(target), "-lm"])]
+            found = [_run([compiler, *FLAGS, *flags, "-shared", *made, "-o", str(target), "-lm"])]
         if not any(found):
             return ""
         said = said or next(filter(None, found))
         if any(why.startswith(_ENDED) for why in found):
-            break  # it was not the way: another one would only make a worse library
+            break  # not because of the flags: others would only make a slower library
     return f"{Path(compiler).name} failed: {said}"
 
 
@@ -160,10 +162,10 @@ _ENDED = "it ended with "
 
 
 def _run(command: list[str]) -> str:
-    """What the compiler complained of, one line; "" if it was content."""
+    """Run the compiler; the first line of its errors, or ""."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{_ENDED}{type(error).__name__}"
@@ -176,7 +178,7 @@ def _run(command: list[str]) -> str:
 def _is_clang(compiler: str) -> bool:
     try:
         said = subprocess.run(
-            [compiler, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE
+            [compiler, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
@@ -184,15 +186,15 @@ def _is_clang(compiler: str) -> bool:
 
 
 def _forget(kept: Path) -> None:
-    """Remove what has not been made for long, beside the library that was made just now."""
+    """Remove expired libraries beside the one that was compiled just now."""
     with contextlib.suppress(OSError):
         for path in kept.parent.glob("*.so"):
-            if path.stat().st_mtime < time.time() - OLD:
+            if path.stat().st_mtime < time.time() - EXPIRES:
                 path.unlink()
 
 
 def _ours(path: Path) -> bool:
-    """It exists, belongs to this user, and nobody else may write to it."""
+    """Whether it exists, belongs to this user, and only this user may write to it."""
     try:
         about = path.stat()
     except OSError:

@@ -12,7 +12,10 @@
 
 /* Number d of a row of floats of dtype `kind`. */
 static inline float float_at(const void *row, int kind, int64_t d) {
-    return kind == F16 ? from_f16(((const uint16_t *)row)[d]) : number_at(row, kind, d);
+    if (kind == F32)
+        return ((const float *)row)[d];
+    const uint16_t x = ((const uint16_t *)row)[d];
+    return kind == BF16 ? from_bf16(x) : from_f16(x);
 }
 
 /* The signs of x [D] . matrix [D, B] as bits. With a constant B the sums stay in registers. */
@@ -74,8 +77,8 @@ static inline char *row_of(void *rows, int64_t row, int64_t bytes) {
 }
 
 /* HashEvict (arXiv 2412.16187, section 3) before attention, one layer; arguments and results as in
-   hash_append of kernels/torch/step.py. `kind`: of keys and values; `code_size`: bytes of a code;
-   undo_*: undo_rows. Returns 0, or 1 if there is no memory; then nothing was written. */
+   hash_append in kernels/cpu/hash_append.py. `kind`: of keys and values; `code_size`: bytes of a
+   code; undo_*: undo_rows. Returns 0, or 1 if there is no memory; then nothing was written. */
 int minikv_hash_append(
     int kind, int code_size, int64_t H, int64_t P, int64_t D, int64_t B, const void *probe,
     const void *key, const void *value, const float *matrix, const int64_t *start,

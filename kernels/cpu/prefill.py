@@ -70,7 +70,7 @@ def ragged_prefill(
     q_pos: Tensor | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `minikv.kernels.torch.ragged_prefill`."""
+    """See `torch.ragged_prefill.ragged_prefill`. Without a window, head by head in C."""
     tables = torch.stack((start, length, free_slot), 1)
     return plain_ragged.head_by_head(q, k, v, tables, pos, q_pos, window, rows_attention)
 

@@ -1,5 +1,5 @@
 /* The end of a decode step: statistics of all rows, and the row that leaves each head that is over
-   its cap. The arguments are those of kernels/torch/step.py and `lowest_step` of
+   its cap. The arguments are those of kernels/cpu/step.py and of `lowest_step` in
    kernels/torch/decode.py.
 
    Rows that may leave have positions in a span, and the victim is the row with the lowest score in

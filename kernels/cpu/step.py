@@ -43,13 +43,14 @@ def _library() -> ctypes.CDLL:
 
 def lowest_step(scores: Tensor, allowed: Tensor, rows: Rows, go: Tensor, free_slot: Tensor) -> None:
     """See `torch.decode.lowest_step`: the allowed row with the lowest score leaves."""
-    assert plain(torch.float32, scores), _TAKES + "float32 scores"
+    scores, allowed = scores.to(torch.float32).contiguous(), allowed.contiguous()
+    assert plain(torch.float32, scores), _TAKES + "scores"
     assert plain(torch.bool, allowed, go), _TAKES + "bool allowed and go"
     assert plain(torch.int64, rows.start, rows.length, rows.cap, free_slot), (
         _TAKES + "int64 layouts"
     )
     assert plain(torch.int32, rows.pos), _TAKES + "int32 positions"
-    assert scores.shape == allowed.shape, "one score for each column that may be allowed"
+    assert scores.shape == allowed.shape, "there is a score for every column"
     _library().minikv_lowest_step(
         free_slot.numel(),
         scores.shape[-1],

@@ -67,7 +67,7 @@ def advance(
     # What may fail comes first, so that a step is counted whole or not at all.
     final = torch.where(go, count, length)
     grows = free_slot < 0
-    into = torch.where(grows, start + final, free_slot)
+    target = torch.where(grows, start + final, free_slot)
     marked = overwritten & ~go
     if before:
         evicts = grows & (final >= cap)
@@ -77,6 +77,6 @@ def advance(
     length.copy_(final)
     position.add_(go)
     overwritten.copy_(marked)
-    slot.copy_(into)
+    slot.copy_(target)
     count.copy_(used)
     go.zero_()

@@ -38,13 +38,13 @@ def gather_rows(
         rows, early = index[h, :n], 0
         if old is not None:
             early = int((rows < before).sum())
-            place = old[2][h, rows[:early]]
+            at = old[2][h, rows[:early]]
         rows = rows[early:] - before
         for i in (0, 1):
-            into = out[i][begin : begin + n]
+            target = out[i][begin : begin + n]
             if old is not None:
-                torch.index_select(old[i], 0, place, out=into[:early])
-            torch.index_select(new[i][h], 0, rows, out=into[early:])
+                torch.index_select(old[i], 0, at, out=target[:early])
+            torch.index_select(new[i][h], 0, rows, out=target[early:])
 
 
 def gather_column(

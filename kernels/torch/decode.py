@@ -91,10 +91,10 @@ def ragged_attention(
 def lowest_step(scores: Tensor, allowed: Tensor, rows: Rows, go: Tensor, free_slot: Tensor) -> None:
     """The row with the lowest score leaves: the end of a step of any policy that scores rows.
 
-    scores float32 and allowed bool [L, H, C] or [L * H, C], C >= every length: column j is row
-    start + j of the head, `allowed` whether the policy lets it go. Beyond a head's length both may
-    hold anything. rows: start, length, cap and pos are used. go bool []: where it is false, nothing
-    is written.
+    scores, compared in float32, and allowed bool [L, H, C] or [L * H, C], C >= every length: column
+    j is row start + j of the head, `allowed` whether the policy lets it go. Beyond a head's length
+    both may hold anything. rows: start, length, cap and pos are used. go bool []: where it is
+    false, nothing is written.
 
     In place, free_slot int64 [L, H]: for a head that is over its cap, the row (index into the
     columns) with the lowest score among the allowed ones, of equal scores the one with the smallest

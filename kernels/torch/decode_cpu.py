@@ -31,69 +31,105 @@ def ragged_attention(
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `minikv.kernels.torch.decode.ragged_attention`."""
-    heads, group, size = q.shape
+    heads, group = q.shape[:2]
     starts, counts = start.tolist(), length.tolist()
-    count = counts[0]
-    apart = starts[1] - starts[0] if heads > 1 else count
-    alike = count > 0 and all(
-        n == count and s == starts[0] + h * apart
+    begin, end = min(starts), max(s + n for s, n in zip(starts, counts, strict=True))
+    apart = starts[1] - starts[0] if heads > 1 else counts[0]
+    alike = 0 < counts[0] <= apart and all(
+        n == counts[0] and s == starts[0] + h * apart
         for h, (s, n) in enumerate(zip(starts, counts, strict=True))
     )
-    begin, end = min(starts), max(s + n for s, n in zip(starts, counts, strict=True))
-    if alike and apart >= count:
-        keys, values, *scales = (
-            None if t is None else _batch(t, starts[0], heads, apart, count)
-            for t in (k, v, k_scale, v_scale)
+    if alike:
+        mixed, sums = _batched(
+            q, k, v, starts[0], apart, counts[0], pos, oldest, logits, k_scale, v_scale
         )
-        assert keys is not None
-        assert values is not None
-        seen = None
-        if pos is not None and oldest is not None:
-            seen = (_batch(pos, starts[0], heads, apart, count) >= oldest)[:, None]
-        found = _logits(q, keys, scales[0])
-        if seen is not None:
-            found = found.masked_fill(~seen, -math.inf)
-        mixed, sums = _mix(q, found, values, scales[1])
-        if logits is not None:
-            logits[..., :count] = found
     elif min(counts) > 0 and heads * group * (end - begin) <= _JOINT:
-        reach = torch.arange(begin, end)
-        mine = (reach >= start[:, None]) & (reach < (start + length)[:, None])
-        seen = mine
-        if pos is not None and oldest is not None:
-            seen = mine & (pos[begin:end] >= oldest)
-        # What nobody has written yet is weighed with 0, and 0 x NaN is not 0.
-        rows = mine.any(0)
-        part = slice(begin, end)
-        keys, values = (_clean(t[part], rows) for t in (k, v))
-        scales = [None if t is None else _clean(t[part], rows) for t in (k_scale, v_scale)]
-        query = q.reshape(1, heads * group, size)
-        found = _logits(query, keys[None], _first(scales[0]))[0].view(heads, group, -1)
-        found = found.masked_fill(~seen[:, None], -math.inf)
-        flat, sums = _mix(query, found.flatten(0, 1)[None], values[None], _first(scales[1]))
-        mixed, sums = flat.view(heads, group, size), sums.view(heads, group)
-        if logits is not None:
-            wide = min(width, end - begin)
-            index = (start - begin)[:, None] + torch.arange(wide)
-            index = index.clamp(max=end - begin - 1)[:, None].expand(heads, group, wide)
-            logits[..., :wide] = found.gather(2, index)
+        mixed, sums = _joint(
+            q, k, v, start, length, starts, counts, pos, oldest, logits, k_scale, v_scale
+        )
     else:
         mixed = torch.zeros_like(q)
         sums = torch.full((heads, group), -math.inf)
         for h, (s, n) in enumerate(zip(starts, counts, strict=True)):
-            if not n:
-                continue
-            part = slice(s, s + n)
-            scales = [None if t is None else t[None, part] for t in (k_scale, v_scale)]
-            found = _logits(q[h : h + 1], k[None, part], scales[0])
-            if pos is not None and oldest is not None:
-                found = found.masked_fill(pos[part] < oldest, -math.inf)
-            mixed[h : h + 1], sums[h : h + 1] = _mix(q[h : h + 1], found, v[None, part], scales[1])
-            if logits is not None:
-                logits[h, :, :n] = found[0]
+            if n:
+                one = None if logits is None else logits[h : h + 1]
+                mixed[h : h + 1], sums[h : h + 1] = _batched(
+                    q[h : h + 1], k, v, s, n, n, pos, oldest, one, k_scale, v_scale
+                )
     if lse is not None:
         sums = lse.copy_(sums)
     return mixed, sums
+
+
+def _batched(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: int,
+    apart: int,
+    count: int,
+    pos: Tensor | None,
+    oldest: Tensor | None,
+    logits: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Heads of `count` rows, the first from row `begin` on, each `apart` rows behind the other."""
+    heads = len(q)
+    keys, values = _batch(k, begin, heads, apart, count), _batch(v, begin, heads, apart, count)
+    scale, other = (
+        None if t is None else _batch(t, begin, heads, apart, count) for t in (k_scale, v_scale)
+    )
+    found = _logits(q, keys, scale)
+    if pos is not None and oldest is not None:
+        hidden = _batch(pos, begin, heads, apart, count) < oldest
+        found.masked_fill_(hidden[:, None], -math.inf)
+    if logits is not None:
+        logits[..., :count] = found
+    return _mix(q, found, values, other)
+
+
+def _joint(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    starts: list[int],
+    counts: list[int],
+    pos: Tensor | None,
+    oldest: Tensor | None,
+    logits: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Uneven heads: every query over the rows of all heads, those of other heads hidden."""
+    heads, group, size = q.shape
+    begin, end = min(starts), max(s + n for s, n in zip(starts, counts, strict=True))
+    part, reach = slice(begin, end), torch.arange(begin, end)
+    hidden = (reach < start[:, None]) | (reach >= (start + length)[:, None])
+    keys, values = k[part], v[part]
+    scale, other = (None if t is None else t[part] for t in (k_scale, v_scale))
+    if sum(counts) < end - begin:
+        # What nobody has written yet is weighed with 0, and 0 x NaN is not 0.
+        unused = hidden.all(0)
+        keys, values = (t.masked_fill(unused[:, None], 0) for t in (keys, values))
+        if scale is not None and other is not None:
+            scale, other = (t.masked_fill(unused, 0) for t in (scale, other))
+    if pos is not None and oldest is not None:
+        hidden = hidden | (pos[part] < oldest)
+    flat = _logits(
+        q.reshape(1, heads * group, size), keys[None], None if scale is None else scale[None]
+    )
+    found = flat.view(heads, group, -1)
+    found.masked_fill_(hidden[:, None], -math.inf)
+    if logits is not None:
+        for h, (s, n) in enumerate(zip(starts, counts, strict=True)):
+            logits[h, :, :n] = found[h, :, s - begin : s - begin + n]
+    mixed, sums = _mix(
+        q.view(1, heads * group, size), flat, values[None], None if other is None else other[None]
+    )
+    return mixed.view(heads, group, size), sums.view(heads, group)
 
 
 def _batch(t: Tensor, begin: int, heads: int, apart: int, count: int) -> Tensor:
@@ -106,36 +142,27 @@ def _batch(t: Tensor, begin: int, heads: int, apart: int, count: int) -> Tensor:
     )
 
 
-def _clean(t: Tensor, rows: Tensor) -> Tensor:
-    """A copy with zeros in rows [n] that are not meant, if there are any."""
-    if bool(rows.all()):
-        return t
-    return t.masked_fill(~rows.view(-1, *[1] * (t.dim() - 1)), 0)
-
-
-def _first(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t[None]
-
-
 def _logits(q: Tensor, k: Tensor, scale: Tensor | None) -> Tensor:
     """float32 [B, g, n]: scaled logits of q [B, g, D] over k [B, n, D]; scale [B, n]: k is int8."""
     if scale is not None:
         # An int8 is exact in bfloat16; in float16 the sums would not fit.
         q = q.float() if q.dtype == torch.float16 else q
         k = k.to(q.dtype)
+    factor = 1.0 / math.sqrt(q.shape[-1])
     if q.dtype == torch.float32:
-        found = torch.matmul(q, k.transpose(1, 2))
+        found = torch.matmul(q, k.transpose(1, 2)).mul_(factor)
     else:  # on a CPU about 15 times as fast in bfloat16 as the product above
-        found = torch.matmul(k, q.transpose(1, 2)).transpose(1, 2).float()
-    found = found * (1.0 / math.sqrt(q.shape[-1]))
-    return found if scale is None else found * scale[:, None]
+        product = torch.matmul(k, q.transpose(1, 2)).transpose(1, 2)
+        found = torch.empty(product.shape)  # contiguous: what follows goes along the rows
+        found.copy_(product).mul_(factor)
+    return found if scale is None else found.mul_(scale[:, None])
 
 
 def _mix(q: Tensor, logits: Tensor, v: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mixed values [B, g, D] in q's dtype and the log-sum-exp [B, g] of logits [B, g, n]."""
-    sums = logits.logsumexp(-1)
-    p = (logits - sums[..., None]).exp_()
+    """Output [B, g, D] in q's dtype and the log-sum-exp [B, g] of logits [B, g, n]."""
+    p = logits.softmax(-1)
+    sums = logits.amax(-1) - p.amax(-1).log_()  # a fraction of what a log-sum-exp takes
     if scale is not None:
-        p = p * scale[:, None]
+        p *= scale[:, None]
         v = v.to(torch.float32 if q.dtype == torch.float16 else q.dtype)
     return torch.matmul(p.to(v.dtype), v).to(q.dtype), sums

@@ -47,8 +47,10 @@ def head_by_head(
     window: int | None,
     attend: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """`ragged_prefill` by one call of `attend` (a `rows_attention`) for each head; tables int64
-    [H, 3]: start, length and free_slot."""
+    """`ragged_prefill` by one call of `attend`, a `rows_attention`, for each head.
+
+    tables int64 [H, 3]: start, length and free_slot.
+    """
     parts = []
     for h, (begin, count, free) in enumerate(tables.tolist()):
         rows: slice | Tensor = slice(begin, begin + count)

@@ -397,12 +397,12 @@ def variants(heads: int = 8, group: int = 4) -> list[Variant]:
                 "part": "*fp32",
                 "part_lse": "*fp32",
             }
-            asked = {
+            options = {
                 "window": (window, {"pos": "*i32", "oldest": "*i64"}),
                 "logits": (logits, {"logits": "*fp32"}),
                 "int8": (scaled, {"k_scale": "*fp32", "v_scale": "*fp32"}),
             }
-            for on, more in asked.values():
+            for on, more in options.values():
                 if on:
                     kinds |= more
                 else:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -74,9 +75,8 @@ def may_leave(at, unpinned, newest, sinks, recent, strict):
 def _signed_key(score, at):
     """int64, ordered by score, then by position; of a NaN NONE, the key of no row."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
-    bits = bits ^ (
-        (bits >> 31) & 0x7FFFFFFF
-    )  # negative floats have the reverse order of their bits
+    # The bits of negative floats have the reverse order.
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = (bits.to(tl.int64) << 32) | at.to(tl.int64)
     return tl.where(score == score, key, NONE)
 
@@ -554,9 +554,10 @@ def lowest_step(
     block: int = _BLOCK,
 ) -> None:
     """See `torch.decode.lowest_step`. `block`: rows that a program reads at once."""
+    scores, allowed = scores.to(torch.float32).contiguous(), allowed.contiguous()
     layout = (rows.start, rows.length, rows.cap, rows.pos, go, free_slot)
-    assert all(t.is_contiguous() for t in (scores, allowed, *layout))
-    assert scores.shape == allowed.shape
+    assert all(t.is_contiguous() for t in layout)
+    assert scores.shape == allowed.shape, "there is a score for every column"
     _lowest[(free_slot.numel(),)](
         scores, allowed, *layout, width=scores.shape[-1], BN=block, num_warps=_WARPS
     )

@@ -9,101 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
+from minikv.cache.stats import CacheStats
 from minikv.chat import prompt_plan, reuse
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.facts import Facts, device_memory
 from minikv.chat.min_tokens import longest_token
 from minikv.chat.prompt_plan import PromptPlan, Read
+from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.report import (
-    DeviceMemory,
     KvBytes,
     Loss,
     Rates,
     Seconds,
     Tokens,
     TurnReport,
-    size,
 )
 from minikv.chat.reuse import Decision
 from minikv.chat.snapshot import ChatSnapshot
 from minikv.chat.transcript import Document, Message, Turn, user_message
+from minikv.chat.undo import UNDO_BYTES, UndoHistory
+from minikv.chat.warnings import check_text, marker_lines
+from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling, pick
 from minikv.errors import ContextError, UsageError
-
-if TYPE_CHECKING:
-    from minikv.cache.stats import CacheStats
-    from minikv.engine.engine import Engine
-
-
-UNDO_TURNS = 16
-UNDO_BYTES = 512 << 20
-"""Turns that a chat on a terminal can take back, and bytes of host memory for their caches."""
-
-
-class TextStream(Protocol):
-    """Turns token ids into text as they come, holding back incomplete characters."""
-
-    def push(self, token: int) -> str: ...
-    def flush(self) -> str: ...
-
-
-class Tokenizer(Protocol):
-    """What a session needs of a tokenizer; `minikv.models.tokenizer.Tokenizer` has it."""
-
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Iterable[int]) -> str: ...
-    def stream(self) -> TextStream: ...
-
-
-class Template(Protocol):
-    """What a session needs of a chat template. Messages carry `.role` and `.content`.
-
-    `opening` renders a whole conversation that ends with a user message; `following` what comes
-    after the last assistant message's text, its end-of-turn marker first. Both end where the
-    answer begins.
-    """
-
-    @property
-    def notes(self) -> tuple[str, ...]: ...
-    # Any: the models package has its own message type, and neither package may import the other's.
-    def opening(self, messages: Sequence[Any]) -> list[int]: ...
-    def following(self, messages: Sequence[Any]) -> list[int]: ...
-    def lookalikes(self, text: str) -> int: ...
-    def markers(self, text: str) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the run is made of, for reports: nothing here changes what is computed."""
-
-    model: str = ""
-    revision: str = ""
-    device: str = "cpu"
-    dtype: str = "float32"
-    kv: str = "float32"
-    kernels: str = "torch"
-    load_s: float = 0.0
-    weight_bytes: int = 0
-    weights: str = "auto"
-    notes: tuple[str, ...] = ()
-
-    @property
-    def form(self) -> str:
-        """What matrices are kept in: plain, or as --weights has it."""
-        return "plain" if self.weights == "auto" else self.weights
 
 
 class ChatSession:
@@ -146,9 +80,8 @@ class ChatSession:
         self.pin_system = pin_system
         self.facts = facts or Facts()
         self._noticed = 0  # notices of the engine that the user has seen
-        self.undo_turns = undo_turns
+        self.history = UndoHistory(undo_turns, UNDO_BYTES)
         self.reuse = reuse
-        self.undo_bytes = UNDO_BYTES
         self._longest: float | None = None  # bytes per token at the most, once it was needed
         self.conversation = 0
         self.reset()
@@ -169,7 +102,7 @@ class ChatSession:
         self.undone: list[Turn] = []
         self.curve: list[tuple[int, int, int]] = []
         self.baseline_tok_s: float | None = None  # what a full cache wrote, once one was run beside
-        self._before: dict[int, ChatSnapshot] = {}  # by turns that had been finished
+        self.history = self.history.emptied()
         self._found = 0  # turns that were there when this chat was taken up
         self.rereads = False
         self._told: object = None  # what was said last about whose cache this is
@@ -198,13 +131,22 @@ class ChatSession:
         self.rereads = wanted
 
     @property
+    def undo_turns(self) -> int:
+        """How many turns `undo` can take back. May be set between turns."""
+        return self.history.turns
+
+    @undo_turns.setter
+    def undo_turns(self, turns: int) -> None:
+        self.history.turns = turns
+
+    @property
     def reports(self) -> list[TurnReport]:
         """The records of all turns so far."""
         return [turn.report for turn in self.turns]
 
     def attach(self, text: str, name: str | None = None) -> None:
         """Put a document before the next question. Raises UsageError if there is no text in it."""
-        _check_text(text, name or "the document")
+        check_text(text, name or "the document")
         if not text.strip():
             raise UsageError(f"{name or 'the document'} is empty", "nothing was added")
         self.pending.append(Document(text, name))
@@ -268,7 +210,8 @@ class ChatSession:
         self.turns, self.curve = list(snapshot.turns), list(snapshot.curve)
         self.turn = len(self.turns)
         self.report = self.turns[-1].report if self.turns else None
-        self.undone, self._before, self.baseline_tok_s = [], {}, None
+        self.undone, self.baseline_tok_s = [], None
+        self.history = self.history.emptied()
         self._found = self.turn
         self.rereads = self._cancelled = False
 
@@ -280,48 +223,23 @@ class ChatSession:
         """
         self.undoable(turns)
         finished = len(self.turns) - turns
-        choice, seed, pending, before = self.eviction, self.seed, self.pending, self._before
+        eviction, seed, pending, history = self.eviction, self.seed, self.pending, self.history
         taken, baseline, found = self.turns[finished:], self.baseline_tok_s, self._found
         rereads = self.rereads or taken[0].report.reuse == "refresh"
-        self.restore(before[finished])
+        self.restore(history.at(finished))
         self.rereads = rereads and bool(self.fed)
         self.undone, self.seed, self.baseline_tok_s = taken, seed, baseline
         self._found = found
         self.pending += [d for d in pending if d not in self.pending]
-        self._before = {n: snapshot for n, snapshot in before.items() if n < finished}
-        if choice != self.eviction:
-            self.configure(choice)
+        history.forget_from(finished)
+        self.history = history
+        if eviction != self.eviction:
+            self.configure(eviction)
         return taken
 
     def undoable(self, turns: int = 1) -> None:
         """Raise the UsageError that `undo` would raise."""
-        count = len(self.turns)
-        if turns < 1:
-            raise UsageError(f"a number of turns is 1 or more, got {turns:,}", "/undo or /undo 2")
-        if not count:
-            raise UsageError("there is no turn to take back", "ask something first")
-        if turns > count:
-            have = "1 turn" if count == 1 else f"{count:,} turns"
-            raise UsageError(
-                f"{turns:,} turns cannot be taken back: this chat has {have}",
-                f"/undo {count} takes back all of them",
-            )
-        if count - turns not in self._before:
-            most = max((count - n for n in self._before if n > count - turns), default=0)
-            more = min((count - n for n in self._before if n < count - turns), default=0)
-            reach = [f"{n:,}" for n in (most, more) if n]
-            works = f"/undo {' or '.join(reach)} works" if reach else ""
-            if count - turns < self._found:
-                raise UsageError(
-                    f"question {count - turns + 1:,} was asked before this chat was taken up",
-                    works or "/load NAME --reread, then ask it anew",
-                )
-            raise UsageError(
-                f"the cache as it was before question {count - turns + 1:,} is not kept: at most "
-                f"{self.undo_turns:,} are, {size(self.undo_bytes)} in all",
-                f"{works or '/clear starts anew with the documents'}; a smaller budget makes them "
-                "smaller",
-            )
+        self.history.check(turns, len(self.turns), self._found)
 
     def cancel(self) -> None:
         """Stop the running turn at the next safe point: safe to call from a signal handler.
@@ -362,7 +280,7 @@ class ChatSession:
             raise UsageError(f"--max-tokens must be at least 1, got {max_tokens}")
         if not question.strip():
             raise UsageError("the question is empty", "ask something in words")
-        _check_text(question, "the question")
+        check_text(question, "the question")
         self._cancelled = False
         yield from self._turn(question, max_tokens, sampling, progress, notice)
 
@@ -399,7 +317,7 @@ class ChatSession:
         prefill_s = perf_counter() - reading
 
         # The prompt is in the cache: from here on the turn counts, whatever happens.
-        self._remember(before)
+        self.history.keep(self.turn, before)
         if feed.anew:
             self.fed, self.shaped_by = [], None
         if read.blind and self.shaped_by is None:
@@ -496,23 +414,12 @@ class ChatSession:
 
     def _set_aside(self) -> ChatSnapshot | None:
         """What `undo` will need, if that is wanted and there is room for it."""
-        if not self.undo_turns or self.engine.kv.stats().held_bytes > self.undo_bytes:
+        if not self.history.wants(self.engine.kv.stats().held_bytes):
             return None
         # No memory for a copy is no reason not to answer.
         with contextlib.suppress(MemoryError, RuntimeError):
             return self.snapshot()
         return None
-
-    def _remember(self, before: ChatSnapshot | None) -> None:
-        """Keep the snapshot from before the turn that now counts; the oldest make room for it."""
-        if before is not None:
-            self._before[self.turn] = before
-        for n in sorted(self._before):
-            total = sum(snapshot.nbytes for snapshot in self._before.values())
-            old = n <= self.turn - self.undo_turns
-            # An empty cache, as before the first question, costs nothing and stays.
-            if self._before[n].nbytes and (old or total > self.undo_bytes):
-                del self._before[n]
 
     def _measure(self, known: CacheStats) -> CacheStats:
         """The cache's figures; where there is no memory to count them, the last ones `known`. A
@@ -623,21 +530,8 @@ class ChatSession:
         if self.turn == 0:
             for note in self.template.notes:
                 warn(note)
-        texts = [(document.name or "the document", document.text) for document in self.pending]
-        for name, text in [*texts, ("the question", question)]:
-            count = self.template.lookalikes(text)
-            if count:
-                strings = "1 string" if count == 1 else f"{count:,} strings"
-                verb = "looks" if count == 1 else "look"
-                tokens = "a control token; it was" if count == 1 else "control tokens; they were"
-                warn(f"{strings} in {name} {verb} like {tokens} read as plain text")
-            count = self.template.markers(text)
-            if count:
-                strings = "1 string" if count == 1 else f"{count:,} strings"
-                warn(
-                    f"{strings} in {name} may pass for turn markers, which are plain text for this "
-                    "model: it cannot tell them from real ones"
-                )
+        for line in marker_lines(self.template, self.pending, question):
+            warn(line)
         if (
             self.reuse == "blind"
             and feed.reuse == "once"
@@ -717,7 +611,7 @@ class ChatSession:
             stop_reason=reason,
             seed=self.seed,
             sampling=sampling,
-            device_mem=_device_memory(self.facts.device),
+            device_mem=device_memory(self.facts.device),
             warnings=tuple(warnings),
             reuse=feed.reuse,
         )
@@ -734,25 +628,3 @@ def _with(
         return render(changed)
 
     return again
-
-
-def _check_text(text: str, what: str) -> None:
-    """Lone surrogates come from undecodable bytes, and no tokenizer can take them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code, at = ord(text[error.start]), f"at character {error.start:,}"
-        why = f"a lone surrogate {at}"
-        if 0xDC80 <= code <= 0xDCFF:  # Python's way to hold a byte that it could not decode
-            why = f"byte 0x{code - 0xDC00:02x} {at} is not UTF-8"
-        raise UsageError(f"{what} is not valid Unicode: {why}") from None
-
-
-def _device_memory(device: str) -> DeviceMemory:
-    if device.startswith("cuda"):
-        return DeviceMemory(
-            torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
-        )
-    # Linux counts ru_maxrss in KiB, macOS in bytes.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return DeviceMemory(peak if sys.platform == "darwin" else peak * 1024, None)

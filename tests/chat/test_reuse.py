@@ -747,7 +747,7 @@ class World:
             tokenizer,
             ChatML(tokenizer),
             max_context=4096,
-            eviction=settings.choice(),
+            eviction=settings.eviction(),
             reuse=settings.reuse,
         )  # type: ignore[arg-type]
         return self.session
@@ -863,11 +863,11 @@ def test_refresh_through_the_commands_alone() -> None:
 def test_eval_reads_on_with_the_cache() -> None:
     """Its follow-ups measure what a policy keeps, so nothing may be read again for them."""
     from minikv.cli.evaluation.files import Item
-    from minikv.cli.evaluation.run import _answers
+    from minikv.cli.evaluation.passes import answers
 
     session = minikv.load(budget=64)
     item = Item("Velgate exports mostly salt. " * 30, ("What?", "And?"), (("salt",), ("x",)), 4)
-    _answers(session, item)
+    answers(session, item)
     assert [r.reuse for r in session.reports] == ["once", "once"]
 
 

@@ -457,21 +457,21 @@ def test_snapshots_stay_under_their_limit_and_are_made_only_if_wanted() -> None:
     session = chat(undo_turns=16)
     say(session, "a long first question " * 5)
     one = session.snapshot().nbytes
-    session.undo_bytes = 3 * one + one // 2
+    session.history.nbytes = 3 * one + one // 2
     for i in range(6):
         say(session, f"question {i}")
-        kept = session._before
-        assert sum(snapshot.nbytes for snapshot in kept.values()) <= session.undo_bytes
+        kept = session.history.before
+        assert sum(snapshot.nbytes for snapshot in kept.values()) <= session.history.nbytes
         assert 0 in kept
     assert len(kept) == 4
-    session.undo_bytes = one // 2  # as with --policy full over a long document
+    session.history.nbytes = one // 2  # as with --policy full over a long document
     say(session, "more")
     with pytest.raises(UsageError, match=r"is not kept: .*KiB in all") as error:
         session.undo()
     assert "/undo 8 works" in error.value.hint
     plain = chat()
     say(plain, "q")
-    assert plain._before == {}
+    assert plain.history.before == {}
 
 
 def test_a_question_that_was_not_read_leaves_undo_as_it_was() -> None:

@@ -20,7 +20,8 @@ from test_snapshot import chat, held_of, say
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.session import ChatSession, Facts
+from minikv.chat.facts import Facts
+from minikv.chat.session import ChatSession
 from minikv.cli import chats
 from minikv.cli.chats import Keeper
 from minikv.cli.terminal import Terminal

@@ -21,7 +21,8 @@ from typer.testing import CliRunner, Result
 
 import minikv
 import minikv.cli.turn
-from minikv.chat.session import ChatSession, Facts
+from minikv.chat.facts import Facts
+from minikv.chat.session import ChatSession
 from minikv.cli import documents
 from minikv.cli.failures import explain
 from minikv.cli.main import app
@@ -76,7 +77,7 @@ class World:
             tokenizer,
             ChatML(tokenizer),
             max_context=self.max_context,
-            eviction=settings.choice(),
+            eviction=settings.eviction(),
             seed=settings.seed,
             system=settings.system,
             pin_system=settings.pin_system,
@@ -864,7 +865,7 @@ def build(settings, progress=None):
     engine, tokenizer = FakeEngine(), Tokenizer()
     engine.hook = lambda fed: note("reading")
     return ChatSession(engine, tokenizer, ChatML(tokenizer), max_context=4096,
-                       eviction=settings.choice())
+                       eviction=settings.eviction())
 
 minikv.cli.turn.build = build
 run()

@@ -1,4 +1,4 @@
-"""The line editor on a pseudo-terminal, its fallback, completion and the history file."""
+"""The line editor on a pseudo-terminal, completion, the history file, and plain `input()`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 from terminals import Terminals
 
 from minikv.cli import editor
-from minikv.cli.editor import Help
+from minikv.cli.editor import Commands, Help
+from minikv.cli.history import ENTRIES, HistoryFile, history_path
 
 # Asks for messages and shows each in one line; `pause` stands for an answer that takes a while.
 LOOP = """
 import sys, time
 from pathlib import Path
-from minikv.cli.editor import Cleared, Help, open_reader
+from minikv.cli.editor import Help, open_reader
 from minikv.cli.terminal import Terminal
-history, pause, missing = sys.argv[1], float(sys.argv[2]), sys.argv[3]
-if missing:
-    sys.modules["prompt_toolkit"] = None
+history, pause = sys.argv[1], float(sys.argv[2])
 words = {"": ["/add", "/policy", "/exit"], "/policy": ["adakv", "snapkv"]}
 terminal = Terminal()
 read = open_reader(
@@ -35,9 +36,6 @@ while True:
         text = read()
     except EOFError:
         print("end"); break
-    except Cleared:
-        print("cleared", flush=True)
-        continue
     except KeyboardInterrupt:
         print("interrupt", flush=True)
         continue
@@ -68,15 +66,13 @@ def start(opened: dict[object, Terminals]) -> Iterator[Start]:
     """Open the loop on a terminal, or take one whose last message has arrived."""
     used: dict[tuple[object, int], Terminals] = {}
 
-    def begin(
-        term: str = "xterm", history: str = "", pause: float = 0.0, missing: str = "", **env: str
-    ) -> Terminals:
-        key = (term, history, pause, missing, *env.items())
+    def begin(term: str = "xterm", history: str = "", pause: float = 0.0, **env: str) -> Terminals:
+        key = (term, history, pause, *env.items())
         terminal = opened.pop(key, None)
         if terminal is None:
-            command = [sys.executable, "-c", LOOP, history, str(pause), missing]
+            command = [sys.executable, "-c", LOOP, history, str(pause)]
             terminal = Terminals(command, {"TERM": term, **env})
-            terminal.prompt = PROMPT["dumb" if missing else term]
+            terminal.prompt = PROMPT[term]
             terminal.until("open")
         used[(key, len(used))] = terminal
         terminal.ready()
@@ -99,9 +95,9 @@ def got(terminal: Terminals) -> str:
     return str(eval(text))
 
 
-@pytest.mark.parametrize("kind", ["xterm", "dumb", "missing"])
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_lines_blocks_and_the_end(start: Start, kind: str) -> None:
-    terminal = start(missing="yes", history="/nowhere/x") if kind == "missing" else start(term=kind)
+    terminal = start(term=kind)
     terminal.type("a line\r")
     assert got(terminal) == "a line"
     terminal.ready()
@@ -125,13 +121,12 @@ def test_a_bracketed_paste_is_one_message_and_waits_for_enter(start: Start) -> N
     with pytest.raises(AssertionError, match="no 'got"):
         terminal.until("got", 0.5)
     terminal.type("\r")
-    assert got(terminal) == "one\ntwo\nthree\n"
+    assert got(terminal) == "one\ntwo\nthree"
 
 
-@pytest.mark.parametrize("term", ["xterm", "dumb"])
 @pytest.mark.parametrize("last", ["\r", ""])
-def test_an_unmarked_paste_is_one_message(start: Start, term: str, last: str) -> None:
-    terminal = start(term=term)
+def test_an_unmarked_paste_is_one_message(start: Start, last: str) -> None:
+    terminal = start()
     terminal.type(f"one\rtwo\rthree{last}")
     if not last:
         with pytest.raises(AssertionError, match="no 'got"):
@@ -155,7 +150,7 @@ def test_what_is_typed_during_an_answer_waits_at_the_prompt(start: Start) -> Non
     terminal = start(pause=1.0)
     terminal.type("first\r")
     terminal.until("writing")
-    for text in ("next\r", "\x1b[A", PASTE.format("pas\rted")):
+    for text in ("\r", "next\r", PASTE.format("pas\rted")):
         terminal.type(text)
     echoed = terminal.until("ready")
     assert "next" not in echoed  # it would have moved what the answer writes
@@ -171,7 +166,7 @@ def test_ctrl_c_clears_a_line_and_is_told_apart_from_one_without_text(start: Sta
     terminal.type("text")
     terminal.until("text")
     terminal.type("\x03")
-    terminal.until("cleared")
+    assert got(terminal) == ""
     terminal.ready()
     terminal.type("\x03")
     terminal.until("interrupt")
@@ -185,7 +180,7 @@ def test_ctrl_c_takes_an_unfinished_block_away_without_an_editor(start: Start) -
     terminal.type('"""one\r')
     terminal.until(". ")
     terminal.type("\x03")
-    terminal.until("cleared")
+    terminal.until("interrupt")
     terminal.ready()
     terminal.type("more\r")
     assert got(terminal) == "more"
@@ -303,7 +298,8 @@ def test_completion_knows_words_and_paths(tmp_path: Path, monkeypatch: pytest.Mo
     help = Help(lambda command: words.get(command, []), ("/add",))
 
     def of(text: str) -> list[str]:
-        return [text[: len(text) - length] + found for found, length in editor.complete(help, text)]
+        found = Commands(help).get_completions(Document(text), CompleteEvent())
+        return [text[: len(text) + one.start_position] + one.text for one in found]
 
     assert of("/") == ["/add", "/policy"]
     assert of("/policy s") == ["/policy snapkv"]
@@ -317,16 +313,21 @@ def test_completion_knows_words_and_paths(tmp_path: Path, monkeypatch: pytest.Mo
     assert of("/add none/") == []
 
 
+def newest(path: Path) -> list[str]:
+    return list(HistoryFile(path).load_history_strings())
+
+
 def test_history_keeps_the_newest_and_survives_damage(tmp_path: Path) -> None:
     path = tmp_path / "history"
     path.write_bytes(b'\xff\xfe\n"old"\n{"a": 1}\n' + b"not json\n")
-    editor.add_to_history(path, "new\n\ud800 [bold]\x1b")
-    assert editor.read_history(path) == ["old", "new\n\ud800 [bold]\x1b"]
+    HistoryFile(path).store_string("new\n\ud800 [bold]\x1b")
+    assert newest(path) == ["new\n\ud800 [bold]\x1b", "old"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    path.write_text("".join(f"{json.dumps(str(n))}\n" for n in range(editor.ENTRIES + 5)))
-    kept = editor.read_history(path)
-    assert (kept[0], kept[-1], len(kept)) == ("5", "1004", editor.ENTRIES)
-    assert len(path.read_text().splitlines()) == editor.ENTRIES
+    path.write_text("".join(f"{json.dumps(str(n))}\n" for n in range(ENTRIES + 5)))
+    kept = newest(path)
+    assert (kept[0], kept[-1], len(kept)) == ("1004", "5", ENTRIES)
+    assert len(path.read_text().splitlines()) == ENTRIES
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [entry.name for entry in tmp_path.iterdir()] == ["history"]
 
 
@@ -335,24 +336,24 @@ def test_history_follows_no_link(tmp_path: Path) -> None:
     other.write_text('"secret"\n')
     link = tmp_path / "history"
     link.symlink_to(other)
-    editor.add_to_history(link, "x")
-    assert editor.read_history(link) == []
+    HistoryFile(link).store_string("x")
+    assert newest(link) == []
     assert other.read_text() == '"secret"\n'
 
 
 def test_a_named_pipe_as_history_does_not_block(tmp_path: Path) -> None:
     path = tmp_path / "history"
     os.mkfifo(path)
-    editor.add_to_history(path, "x")
-    assert editor.read_history(path) == []
+    HistoryFile(path).store_string("x")
+    assert newest(path) == []
 
 
 def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MINIKV_HOME", raising=False)
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert editor.history_path() == tmp_path / ".local/state/minikv/history"
+    assert history_path() == tmp_path / ".local/state/minikv/history"
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert editor.history_path() == Path("/state/minikv/history")
+    assert history_path() == Path("/state/minikv/history")
     monkeypatch.setenv("MINIKV_HOME", "/own")
-    assert editor.history_path() == Path("/own/history")
+    assert history_path() == Path("/own/history")

@@ -365,7 +365,7 @@ def test_the_transcript_has_the_words_and_the_figures(facts: ChatFacts) -> None:
     report = facts.turns[1].report
     assert report is not None
     assert f"> {facts.turns[1].answer}\n" in text
-    assert f"| Rows kept per head | {report.tokens.kept_mean:,.1f} of" in text
+    assert f"| Tokens kept per head | {report.tokens.kept_mean:,.1f} of" in text
     assert f"({100 * report.kv_bytes.saved:.1f}% saved)" in text
     assert "With story.txt, 12 characters." in text
     page = html.render(facts)
@@ -396,11 +396,11 @@ def test_the_figures_of_a_turn_in_words(facts: ChatFacts) -> None:
     rows = dict(figures.rows(report))
     assert rows.pop("Tokens read").endswith(" before")
     assert rows.pop("Tokens written").endswith("stopped by end of turn")
-    assert rows.pop("Rows kept per head")
+    assert rows.pop("Tokens kept per head")
     assert rows == {
-        "Policy": "adakv, then roco, budget 64 rows per head",
+        "Policy": "adakv, then roco, budget 64 tokens per head",
         "KV held": "0.2 of 1.0 MiB (75.0% saved)",
-        "of it, kept about rows": "1.0 KiB",
+        "of it, kept by the policy": "1.0 KiB",
         "KV allocated": "512.0 KiB, the pool",
         "KV at the most": "3.0 MiB, while reading",
         "Reading": "1.50 s (1,234.6 tok/s)",

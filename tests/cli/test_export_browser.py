@@ -177,7 +177,7 @@ def test_the_map_has_the_rows_of_each_head(
         said, [(h, i) for h in range(HEADS) for i in range(LAYERS)], strict=True
     ):
         kept = len(session.kept(layer, head))
-        assert label.startswith(f"layer {layer}, KV head {head}: {kept} of {n} rows kept")
+        assert label.startswith(f"layer {layer}, KV head {head}: {kept} of {n} tokens kept")
 
 
 def test_the_chart_and_its_table_have_the_curve(

@@ -24,7 +24,8 @@ from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.kept import Kept, Part
-from minikv.cli.kept_view import SHADES, Screen
+from minikv.cli.kept_view import SHADES
+from minikv.cli.strips import Screen
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import Limits
 from minikv.engine.engine import Engine

@@ -535,8 +535,8 @@ def test_codes_are_planned_as_they_are_kept(bundled: ChatSession) -> None:
         prompt = report.tokens.prompt_new
         kv = planning.begun(choice, config, torch.float32, prompt, 5, "int8")
         wide = planning.begun(choice, config, torch.float32, prompt, 5)
-        rows[budget] = kv.stats().budget_rows, wide.stats().budget_rows
-        held = report.kv_bytes.allocated - session.engine.kv.derived
-        assert held == kv.stats().allocated_bytes < wide.stats().allocated_bytes * 1.1
+        rows[budget] = kv.budget_rows, wide.budget_rows
+        bytes_, more = planning.allocated_bytes(kv), planning.allocated_bytes(wide)
+        assert report.kv_bytes.allocated == bytes_ < more * 1.1
     assert rows["72"] == (72, 72)
     assert rows["600KiB"][0] > 2 * rows["600KiB"][1]

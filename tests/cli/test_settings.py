@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.session import ChatSession, Facts
+from minikv.chat.facts import Facts
+from minikv.chat.session import ChatSession
 from minikv.cli import config, settings_commands
 from minikv.cli.chats import Keeper
 from minikv.cli.command import Context

@@ -1,4 +1,4 @@
-"""Strips of blocks, and text broken into terminal cells."""
+"""Strips of blocks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from rich.cells import cell_len
 from test_kept import HOSTILE, STORY, chat, facts
 
 from minikv.cache.snapshot import Outcome
 from minikv.cli import strips
 from minikv.cli.kept import Part
-from minikv.cli.strips import ASCII, BLOCKS
+from minikv.cli.strips import ASCII
 
 
 @pytest.mark.parametrize(
@@ -180,47 +178,3 @@ def test_strips_of_a_chat(width: int, plain: bool) -> None:
     assert ("  |@?+|" if plain else "  |█?▄|") in lines
     assert "kept along story.txt" in joined
     assert text.isascii() == plain
-
-
-# -- text in cells --------------------------------------------------------------------------
-
-LETTERS = st.text(alphabet="ab  \t\n中😀e\u0301\ufe0f\x1b\r\u202e", max_size=60)
-
-
-@settings(max_examples=150, deadline=None)
-@given(LETTERS, st.integers(12, 30), st.sampled_from(["utf-8", "ascii"]))
-@example(" " * 40 + "x", 12, "utf-8")
-@example("x" * 40, 12, "ascii")
-def test_rows_fit_and_lose_nothing(text: str, width: int, encoding: str) -> None:
-    rows = strips.broken(text, width, encoding)
-    assert "".join(text[a:b] for a, b in rows) == text.replace("\n", "")
-    for (_, end), (begin, _) in pairwise(rows):
-        assert begin == end or text[end:begin] == "\n"
-    for begin, end in rows:
-        line = strips.shown(text[begin:end], encoding).rstrip(" ")
-        # A sign that only becomes wide by what follows it may take the spare column of a screen.
-        spare = text[begin:end].count("\ufe0f") if encoding == "utf-8" else 0
-        assert cell_len(line) <= width + spare
-        assert "\x1b" not in line
-        line.encode(encoding)
-
-
-def test_rows_break_between_words() -> None:
-    text = "the mill is run by Ada"
-    assert [text[a:b] for a, b in strips.broken(text, 12)] == ["the mill is ", "run by Ada"]
-    wide = "das Mühlrad 中中中 dreht"
-    assert [wide[a:b] for a, b in strips.broken(wide, 13)] == ["das Mühlrad ", "中中中 dreht"]
-
-
-def test_folded_lines_are_indented() -> None:
-    assert strips.folded("one two three", 8, "  ") == ["one two", "  three"]
-    assert strips.folded("one\ntwo", 80, "  ") == ["one", "  two"]
-    assert strips.folded("", 80) == [""]
-    assert strips.folded("中", 80, "", "ascii") == ["\\u4e2d"]
-    assert BLOCKS[0] == ASCII[0] == " "
-
-
-def test_clipped_names() -> None:
-    assert strips.clipped("a\nb\x1b c", 20) == "a b c"
-    assert strips.clipped("中" * 20, 9) == "中" * 4
-    assert strips.clipped("", 9) == ""

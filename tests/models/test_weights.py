@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import minikv.models as models
 import minikv.models.weights as weights
-from minikv.cli.bench import place
+from minikv.cli.bench import device as devices
 from minikv.cli.doctor import one_thread
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
@@ -529,8 +529,8 @@ def test_a_second_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -
     assert models._device("cuda") == torch.device("cuda")
     assert models._device("cuda:1") == torch.device("cuda:1")
     assert now == [0, 1]
-    assert place.prepare("cuda:0", 0) == torch.device("cuda:0")
-    assert place.prepare("cpu", 0) == torch.device("cpu")
+    assert devices.prepare("cuda:0", 0) == torch.device("cuda:0")
+    assert devices.prepare("cpu", 0) == torch.device("cpu")
     assert now == [0, 1, 0]
 
 

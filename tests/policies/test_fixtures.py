@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from small import victims
 from torch import Tensor
 
 from minikv import policies
@@ -358,7 +359,7 @@ def test_hashevict(name: str, tensors: dict[str, Tensor]) -> None:
     step = policies.step_policy("hashevict", given)
     step.matrices[0] = data["R"]  # type: ignore[union-attr]
     kv = one_layer(params["Hk"], 2, params["d"], None, step, params["C"])
-    key = data["k"].transpose(0, 1)
+    key = data["k"].transpose(0, 1).contiguous()
     query = torch.randn(len(key), 2 * params["Hk"], params["d"])
     feed(kv, query[: params["P"]], key[: params["P"]])
     follow(kv, query, key, data["victims"].tolist())
@@ -377,9 +378,9 @@ def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
     first, heads = params["P"], params["Hk"]
     slots = [[*range(first), *[-1] * (params["C"] - first)] for _ in range(heads)]
     single = 0
-    for i, victims in enumerate(data["victims"].tolist()):
+    for i, gone in enumerate(data["victims"].tolist()):
         at = first + i
-        for h, victim in enumerate(victims):
+        for h, victim in enumerate(gone):
             if victim >= 0:
                 pos = torch.tensor([slots[h]])
                 code = step.init_state(0, data["k"][h, slots[h]])["code"]
@@ -392,6 +393,7 @@ def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
                     zero,
                     {"code": code[None]},
                     key=data["k"][h, at][None, None],
+                    layer_index=0,
                 )
                 mine = int(victims(step, view))
                 far = data["expected_distance"][i, h]

@@ -410,7 +410,9 @@ def test_hashevict_evicts_the_antipode_and_spares_the_twin(bits: int) -> None:
     zero, pos = torch.zeros(1, dtype=torch.int64), torch.arange(9)[None]
     order = []
     for _ in range(9):
-        seen = StepView(9, pos, torch.tensor([9]), zero, zero, {"code": code[None]}, query=query)
+        seen = StepView(
+            9, pos, torch.tensor([9]), zero, zero, {"code": code[None]}, query=query, layer_index=0
+        )
         victim = int(victims(step, seen))
         order.append(victim)
         pos = pos.clone()

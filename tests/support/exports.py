@@ -10,7 +10,8 @@ from fakes import ByteTokenizer, ChatML, FakeEngine, FakeKv
 
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.session import ChatSession, Facts
+from minikv.chat.facts import Facts
+from minikv.chat.session import ChatSession
 from minikv.cli.export.facts import ChatFacts, Section
 
 LAYERS, HEADS = 3, 2

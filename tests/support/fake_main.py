@@ -28,7 +28,7 @@ def main() -> None:
             tokenizer,
             ChatML(tokenizer),
             max_context=4096,
-            eviction=settings.choice(),
+            eviction=settings.eviction(),
             seed=settings.seed,
             system=settings.system,
         )  # type: ignore[arg-type]

@@ -34,7 +34,8 @@ class Case:
 
 def draw(shape: tuple[int, int, int, int], seed: int) -> Case:
     """Scores with ties, both zeros, infinities and NaN; heads below, at and over their cap; heads
-    in which nothing is allowed. What no head has is NaN, absurd, or allowed."""
+    in which nothing is allowed, or every score is NaN. What no head has is NaN, absurd, or
+    allowed."""
     pick, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     layers, heads, wide, most = shape
     length = torch.randint(1, most + 1, (layers, heads), generator=generator)
@@ -45,7 +46,7 @@ def draw(shape: tuple[int, int, int, int], seed: int) -> Case:
     pos = torch.full((int((start + length).max()) + 3,), int(absurd(torch.int32)))
     scores = torch.full((layers, heads, wide), math.nan)
     allowed = torch.ones(scores.shape, dtype=torch.bool)
-    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1.5, -1.5])
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 1.5])
     for layer in range(layers):
         for head in range(heads):
             a, n = int(start[layer, head]), int(length[layer, head])
@@ -54,6 +55,8 @@ def draw(shape: tuple[int, int, int, int], seed: int) -> Case:
             some = torch.rand(n, generator=generator) < pick.choice((0.0, 0.5, 1.0))
             kinds = pick.choice((2, 3, 4, 7))
             x[some] = special[torch.randint(0, kinds, (n,), generator=generator)][some]
+            if pick.random() < 0.2:
+                x[:] = pick.choice((math.nan, -math.nan))
             scores[layer, head, :n] = x
             share = pick.choice((0.0, 0.3, 1.0, 1.0))
             allowed[layer, head, :n] = torch.rand(n, generator=generator) < share

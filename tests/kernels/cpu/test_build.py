@@ -108,8 +108,8 @@ def test_no_compiler_is_one_line_and_the_twins(kept: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("said", "status", "ways"),
     [
-        ("", 1, len(build.WAYS)),
-        ("native.c:1: error: nothing works\nmore", 1, len(build.WAYS)),
+        ("", 1, len(build.FLAG_SETS)),
+        ("native.c:1: error: nothing works\nmore", 1, len(build.FLAG_SETS)),
         ("", -9, 1),
     ],
 )
@@ -145,7 +145,7 @@ def test_clang_is_asked_for_no_threads(monkeypatch: pytest.MonkeyPatch, kept: Pa
     monkeypatch.setattr(build, "find", lambda: "/usr/bin/env")
     monkeypatch.setattr(build.subprocess, "run", run)
     assert build.library()[0] is None
-    assert len(tried) == 1 + (len(build.WAYS) - 1) * len(build.sources())
+    assert len(tried) == 1 + (len(build.FLAG_SETS) - 1) * len(build.sources())
     assert not any("-fopenmp" in command for command in tried)
 
 
@@ -167,7 +167,7 @@ def test_what_the_c_does_not_take_is_said(kept: Path) -> None:
 @needs_compiler
 def test_without_threads_it_compiles_too(tmp_path: Path) -> None:
     """A compiler without OpenMP, as on some systems, still makes a library."""
-    for way in build.WAYS[1:]:
+    for way in build.FLAG_SETS[1:]:
         quick = ["-O0" if flag == "-O3" else flag for flag in build.FLAGS]
         command = [str(build.find()), *quick, *way, "-shared", *map(str, build.sources())]
         done = subprocess.run(

@@ -301,12 +301,20 @@ def test_the_lowest_score_stays_if_the_step_is_not_final() -> None:
     assert bool((outcome(native.lowest_step, case, guarded, go=False) == 77).all())
 
 
-def test_scores_of_another_dtype_are_refused() -> None:
+def test_scores_may_have_other_dtypes_and_strides() -> None:
+    case = draw(SHAPES[2], 0)
+    wide = torch.cat((case.scores, case.scores), -1)[..., : case.scores.shape[-1]]
+    for scores in (case.scores.double(), wide):
+        got = outcome(native.lowest_step, replace(case, scores=scores), lambda t: t, go=True)
+        assert torch.equal(got, expected(case))
+
+
+def test_scores_that_do_not_fit_are_refused() -> None:
     case = draw(SHAPES[1], 0)
-    for wrong in (
-        replace(case, scores=case.scores.double()),
-        replace(case, scores=case.scores[..., :-1]),
-        replace(case, allowed=case.allowed.long()),
+    for wrong, why in (
+        (replace(case, scores=case.scores[..., :-1]), "a score for every column"),
+        (replace(case, allowed=case.allowed.long()), "contiguous CPU tensors: bool allowed"),
+        (replace(case, rows=replace(case.rows, pos=case.rows.pos.long())), "int32 positions"),
     ):
-        with pytest.raises(AssertionError, match="contiguous CPU tensors"):
+        with pytest.raises(AssertionError, match=why):
             outcome(native.lowest_step, wrong, lambda t: t, go=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 import minikv
 from minikv.chat.session import ChatSession
-from minikv.cli.evaluation import command, metrics, run, tasks
+from minikv.cli.evaluation import command, metrics, passes, tasks
 from minikv.cli.evaluation.files import Item, read_items, scored
 from minikv.cli.main import app
 from minikv.errors import UsageError
@@ -131,7 +132,7 @@ def test_the_bundled_model_is_known_by_its_folder(
 def sentences(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Any model that is loaded answers rightly, in a sentence; the room it had each time."""
     rooms: list[int] = []
-    plain = run._answers
+    plain = passes.answers
 
     def answers(chat: ChatSession, item: Item) -> list[str]:
         right = dict(zip(item.questions, item.right, strict=True))
@@ -144,7 +145,7 @@ def sentences(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(chat, "ask", ask)
         return plain(chat, item)
 
-    monkeypatch.setattr(run, "_answers", answers)
+    monkeypatch.setitem(passes.PASSES, "answers", replace(passes.PASSES["answers"], run=answers))
     return rooms
 
 

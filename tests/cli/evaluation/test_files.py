@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import minikv
-from minikv.cli.evaluation import command, metrics, run
+from minikv.cli.evaluation import command, metrics, passes, run
 from minikv.cli.evaluation.files import Item, read_items
 from minikv.cli.evaluation.longbench import DATASETS
 from minikv.cli.main import app
@@ -163,10 +163,10 @@ def test_answers_are_not_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = minikv.load(policy="full")
     monkeypatch.setattr(chat, "ask", lambda *_, **__: iter(["\n", "    return x\n", "more"]))
     item = Item("def f(x):", ("Next?",), (("    return x",),), metrics.code)
-    assert run._answers(chat, item) == ["\n    return x\nmore"]
-    assert item.metric(run._answers(chat, item)[0], item.right[0], ()) == 1.0
+    assert passes.answers(chat, item) == ["\n    return x\nmore"]
+    assert item.metric(passes.answers(chat, item)[0], item.right[0], ()) == 1.0
     first = Item("def f(x):", ("Next?",), (("    return x",),), first_line=True)
-    assert run._answers(chat, first) == ["    return x"]
+    assert passes.answers(chat, first) == ["    return x"]
 
 
 def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""The flags of `minikv bench`, read and checked before torch is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.cli.bench import device, shapes
+from minikv.cli.commands import read_pairs
+from minikv.cli.lists import read_list
+from minikv.cli.plan import read_count
+from minikv.errors import UsageError
+from minikv.loader import WEIGHTS, Settings
+from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
+
+SHORTEST = 64
+"""Fewest tokens of a prompt: shorter ones say nothing about a policy."""
+
+_MOST_REPEAT, _MOST_STEPS = 1000, 100_000
+_MODEL, _CACHE, _OUTPUT, _ADVANCED = "Model", "KV cache", "Output", "Advanced"
+
+
+def _option(help: str, *names: str, panel: str | None = None, metavar: str | None = None) -> object:
+    return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar)
+
+
+Shape = Annotated[
+    str,
+    _option("sizes of a network with random weights: llama-3-8b, tinyllama, s, ...", panel=_MODEL),
+]
+Device = Annotated[str, _option("auto, cpu, cuda or cuda:N", panel=_MODEL)]
+Length = Annotated[str, _option("tokens of the prompt, a list with commas: 2048,8k")]
+Repeat = Annotated[int, _option("rounds, in which the systems take turns")]
+Peer = Annotated[bool, _option("beside transformers, where it is installed", "--peer/--no-peer")]
+Kernels = Annotated[
+    Literal["auto", "triton", "torch"], _option("who computes attention", panel=_ADVANCED)
+]
+Threads = Annotated[int, _option("on a CPU; 0: as many as the process may use", panel=_ADVANCED)]
+Json = Annotated[
+    str | None,
+    _option(
+        "one JSON object: to FILE, or alone to stdout", "--json", panel=_OUTPUT, metavar="[FILE]"
+    ),
+]
+Quiet = Annotated[bool, _option("results and errors only", "--quiet", "-q", panel=_OUTPUT)]
+Debug = Annotated[bool, _option("tracebacks for errors", "--debug", panel=_ADVANCED)]
+_Listed = Annotated[str, _option("a list with commas", panel=_CACHE)]
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What to measure. The fields are the flags of `bench decode` and `bench prefill`, as they
+    were typed; the other questions use some of them."""
+
+    shape: Shape = "s"
+    model: Annotated[
+        str | None,
+        _option(
+            "the directory of a real model, in place of --shape", "--model", "-m", panel=_MODEL
+        ),
+    ] = None
+    device: Device = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        _option(
+            "number format of weights and cache; auto is bfloat16 for random weights", panel=_MODEL
+        ),
+    ] = "auto"
+    weights: Annotated[
+        str,
+        _option(
+            "how matrices are kept, a list with commas: auto, int8, int4, int8+head, ...",
+            panel=_MODEL,
+        ),
+    ] = "auto"
+    policy: _Listed = DEFAULT_PROMPT
+    decode: _Listed = "auto"
+    budget: _Listed = DEFAULT_BUDGET
+    stride: Annotated[
+        int,
+        _option(
+            "read prompts in blocks of so many tokens under a step policy; 0: whole", panel=_CACHE
+        ),
+    ] = 0
+    kv: Annotated[
+        Literal["auto", "int8"],
+        _option(
+            "what keys and values are kept in: auto is the number format of --dtype", panel=_CACHE
+        ),
+    ] = "auto"
+    options: Annotated[
+        list[str] | None,
+        _option("a setting of the policies", "-o", panel=_CACHE, metavar="NAME=VALUE"),
+    ] = None
+    length: Length = "2048"
+    steps: Annotated[int, _option("decode steps of a round; 0: 32, on a GPU 128")] = 0
+    repeat: Repeat = 3
+    peer: Peer = True
+    kernels: Kernels = "auto"
+    threads: Threads = 0
+    as_json: Json = None
+    quiet: Quiet = False
+    debug: Debug = False
+
+    def check(self) -> None:
+        """Raise UsageError for what no machine could measure."""
+        Settings(device=self.device, kernels=self.kernels, kv=self.kv)  # refuses what is not there
+        if self.model is None:
+            shapes.find(self.shape)
+        elif not Path(self.model).is_dir():
+            raise UsageError(
+                f"--model {self.model} is not a directory",
+                "or use --shape, which needs no weights",
+            )
+        for flag, value, most in (
+            ("--repeat", self.repeat, _MOST_REPEAT),
+            ("--steps", self.steps or 1, _MOST_STEPS),
+        ):
+            if not 1 <= value <= most:
+                raise UsageError(f"{flag} must be 1 to {most:,}, got {value}")
+        device.check_threads(self.threads)
+        self.formats()
+        self.lengths()
+        self.evictions()
+
+    @property
+    def name(self) -> str:
+        """The network's."""
+        return self.model or self.shape.lower()
+
+    def formats(self) -> tuple[str, ...]:
+        """How matrices are kept, each in turn. Raises UsageError."""
+        found = read_list(self.weights, "--weights")
+        for name in found:
+            if name not in WEIGHTS:
+                raise UsageError(f"unknown weights {name!r}", f"use {', '.join(WEIGHTS)}")
+        return found
+
+    def evictions(self) -> tuple[EvictionConfig, ...]:
+        """The full cache first, then every policy with every decode policy and budget. Raises
+        UsageError."""
+        given = read_pairs(self.options or [])
+        found = [EvictionConfig.read("full", "none")]
+        for policy in read_list(self.policy, "--policy"):
+            for decode in read_list(self.decode, "--decode"):
+                for budget in read_list(self.budget, "--budget"):
+                    if (policy, decode) in (("full", "auto"), ("full", "none")):
+                        continue
+                    made = EvictionConfig.read(policy, decode, budget, given, stride=self.stride)
+                    if made not in found:
+                        found.append(made)
+        return tuple(found)
+
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of the prompts, in the order given. Raises UsageError."""
+        parts = read_list(self.length, "--length")
+        found = tuple(dict.fromkeys(read_count(part) for part in parts))
+        if min(found) < SHORTEST:
+            raise UsageError(f"--length must be at least {SHORTEST}, got {min(found)}")
+        return found

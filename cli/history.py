@@ -1,0 +1,83 @@
+"""The messages that were typed in earlier chats, in one file for the line editor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from prompt_toolkit.history import History
+
+ENTRIES = 1000
+"""Messages that the file keeps."""
+
+
+def history_path() -> Path:
+    """Where the history is kept: $MINIKV_HOME, else the user's directory for such files."""
+    home = os.environ.get("MINIKV_HOME")
+    if home:
+        return Path(home) / "history"
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "minikv" / "history"
+
+
+class HistoryFile(History):
+    """A file with a JSON string per line, which only its user may read.
+
+    prompt_toolkit's own FileHistory has another format, follows links, keeps everything and makes
+    files that others may read. Where a file cannot be read or written, the history is that of
+    this chat alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def load_history_strings(self) -> Iterable[str]:
+        """The newest messages, newest first."""
+        try:
+            # Without O_NONBLOCK a named pipe would wait for a writer for ever.
+            handle = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(handle, encoding="utf-8", errors="replace") as file:
+                lines = file.readlines()
+        except OSError:
+            return []
+        messages = []
+        for line in lines[-ENTRIES:]:
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, str):
+                    messages.append(entry)
+        if len(lines) > ENTRIES:
+            self._replace("".join(map(_line, messages)))
+        return reversed(messages)
+
+    def store_string(self, string: str) -> None:
+        """Add a message to the file."""
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            handle = os.open(self._path, flags, 0o600)
+            try:
+                os.fchmod(handle, 0o600)
+                os.write(handle, _line(string).encode())
+            finally:
+                os.close(handle)
+
+    def _replace(self, text: str) -> None:
+        """Write the whole file in one step: another chat reads the old file or the new one."""
+        with contextlib.suppress(OSError):
+            handle, temporary = tempfile.mkstemp(prefix="history.", dir=self._path.parent)
+            try:
+                with open(handle, "w", encoding="utf-8") as file:
+                    file.write(text)
+                os.replace(temporary, self._path)
+            except OSError:
+                os.unlink(temporary)
+
+
+def _line(text: str) -> str:
+    return json.dumps(text) + "\n"

@@ -1,0 +1,130 @@
+"""What is measured, and what is refused before anything is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+import minikv
+from minikv.cache.budget import Budget
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.cli.evaluation import passes, run
+from minikv.cli.evaluation.files import Item
+from minikv.errors import ContextError, UsageError
+
+
+def test_every_policy_with_every_decode_policy() -> None:
+    wanted = run.choices(["adakv", "full", "snapkv"], ["64", "20%"], ["none", "roco"], 0)
+    assert [(c.policy, c.decode, str(c.budget)) for c in wanted[1:]] == [
+        (p, d, b)
+        for p, d in (
+            ("adakv", "none"),
+            ("adakv", "roco"),
+            ("full", "roco"),
+            ("snapkv", "none"),
+            ("snapkv", "roco"),
+        )
+        for b in ("64", "20%")
+    ]
+    for plain in ("auto", "none"):
+        assert len(run.choices(["full"], ["64"], [plain], 0)) == 1
+    assert len(run.choices(["full", "roco"], ["64"], ["auto"], 0, 32)) == 2
+    strided = run.choices(["roco", "tova"], ["64"], ["auto"], 0, 32)
+    assert [(c.policy, c.decode, c.stride) for c in strided[1:]] == [
+        ("roco", "roco", 32),
+        ("tova", "tova", 32),
+    ]
+    with pytest.raises(UsageError, match=r"^roco has no option 'windov'$"):
+        EvictionConfig.read("roco", stride=32, options={"windov": 3})
+    few = run.choices(["snapkv", "l2"], ["64"], ["none"], 0, 0, {"window": "16"})
+    assert few[1].policy_options["window"] == 16
+    assert "window" not in few[2].policy_options
+
+
+@pytest.mark.parametrize("task", ["facts", "ppl", "loss"])
+def test_the_least_share_is_that_of_the_first_prompt(task: str) -> None:
+    """A share one row above what is refused works, and one row below is what the run would refuse,
+    whatever the task feeds first."""
+    chat = minikv.load(policy="full")
+    items = [
+        Item("word " * n, ("What?",), (("word",),), source=f"x.jsonl, line {n}") for n in (90, 60)
+    ]
+    tokens = passes.PASSES["answers" if task == "facts" else task].reads(chat, items[1])
+    least = EvictionConfig.read("adakv").least_rows()
+
+    def share(rows: int) -> EvictionConfig:
+        return replace(
+            EvictionConfig.read("adakv", budget="50%"),
+            budget=Budget("share", Fraction(rows, tokens)),
+        )
+
+    small = run.Run(chat, [task], items, [*full(), share(least - 1)])
+    with pytest.raises(UsageError, match=r"^x.jsonl, line 60, the shortest: budget"):
+        small.check("mine")
+    with pytest.raises(UsageError, match="is too small for adakv with roco"):
+        small.measure(never)
+    assert small.completed == 1
+    enough = run.Run(chat, [task], items, [*full(), share(least)])
+    enough.check("mine")
+    enough.measure(never)
+    assert enough.completed == 2
+
+
+def test_bytes_too_few_are_refused_before_anything_is_measured() -> None:
+    chat = minikv.load(policy="full")
+    item = Item("word " * 90, ("What?",), (("word",),))
+    one = run.Run(chat, ["facts"], [item], [*full(), EvictionConfig.read("adakv", budget="1KiB")])
+    with pytest.raises(UsageError, match="budget 1KiB, which is"):
+        one.check("mine")
+
+
+def full() -> list[EvictionConfig]:
+    return run.choices([], [], [], 0)
+
+
+def never(done: int, total: int) -> None:
+    """Progress that nobody looks at."""
+
+
+@pytest.mark.parametrize("task", ["facts", "ppl", "loss"])
+def test_nothing_is_cut_to_fit(task: str) -> None:
+    """An item that does not fit is an error with the documented code, not a cut document."""
+    chat = minikv.load(policy="full")
+    long = Item("word " * 9000, ("What?",), (("word",),), source="x.jsonl, line 7")
+    fits = Item("word " * 90, ("What?",), (("word",),))
+    one = run.Run(chat, [task], [fits, long], full())
+    with pytest.raises(ContextError) as refused:
+        one.check("mine")
+    assert str(refused.value).startswith("x.jsonl, line 7: needs ")
+    assert "8,192 positions" in str(refused.value)
+    if task != "ppl":  # where a long document takes long
+        with pytest.raises(ContextError):
+            one.measure(never)
+        assert one.completed == 1
+    with pytest.raises(ContextError, match="mine, document 1: needs"):
+        run.Run(chat, [task], [Item(long.document, ("What?",), (("word",),))], full()).check("mine")
+
+
+def test_every_answer_must_have_room() -> None:
+    """The check counts what a chat feeds, at least, whatever its answers are."""
+    chat = minikv.load(policy="full")
+    item = Item(
+        "The town of Velmora has a mayor.",
+        ("Who?", "What is it?", "Where?"),
+        (("a",),) * 3,
+        max_tokens=8,
+    )
+    one = run.Run(chat, ["followup"], [item], full())
+    lengths: list[int] = []
+    reset = chat.reset
+    chat.reset = lambda **_: (lengths.append(len(chat.fed)), reset())[1]  # type: ignore
+    one.measure(never)
+    chat.max_context = max(lengths) - 1
+    with pytest.raises(ContextError) as refused:
+        one.check("followup")
+    needed = int(str(refused.value).split("needs ")[1].split()[0])
+    assert max(lengths) <= needed <= max(lengths) + 3 * 8
+    chat.max_context = needed
+    one.check("followup")
