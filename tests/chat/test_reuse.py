@@ -14,10 +14,10 @@ import pytest
 import torch
 import vocabularies as v
 from fakes import ASSISTANT, BOS, PADDED, USER, ByteTokenizer, ChatML, FakeEngine
+from small_chat import chat, held_of, say
 from test_kept import context
 from test_report import report as record_of
 from test_session import check, make
-from test_snapshot import chat, held_of, say
 from torch import Tensor
 from typer.testing import CliRunner
 

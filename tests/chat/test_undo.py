@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes import ByteTokenizer, ChatML, FakeEngine
+from fakes import ByteTokenizer, ChatML, FakeEngine, FakeEngineWithMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_chat import chat, held_of, say
@@ -162,23 +162,3 @@ def test_any_undoing_and_asking_is_the_chat_without_what_was_undone(steps: list[
     assert session.fed == straight.fed == engine.fed
     assert [turn.question for turn in session.turns] == asked
     assert all(isinstance(turn, Turn) for turn in session.turns)
-
-
-class FakeEngineWithMemory(FakeEngine):
-    """A fake whose cache can be set aside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kv: Any = self.kv
-        kv.snapshot = lambda: Kept(list(self.fed))
-        kv.restore = self.put_back
-        kv.check = lambda *eviction: None
-
-    def put_back(self, held: Kept, *eviction: object) -> None:
-        self.fed = list(held.fed)
-        self.kv.position = len(self.fed)
-
-
-class Kept:
-    def __init__(self, fed: list[int]) -> None:
-        self.fed, self.nbytes = fed, len(fed)
