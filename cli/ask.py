@@ -16,22 +16,22 @@ from minikv.cli import documents, render
 from minikv.cli.documents import Text
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
-from minikv.cli.turn import Limits, open_chat, run_turn
+from minikv.cli.turn import open_chat, run_turn
 from minikv.errors import UsageError
-from minikv.loader import Settings
+from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
     from minikv.chat.report import TurnReport
 
 STDIN = "standard input"
-_PATIENCE = 3.0  # seconds of silence on a pipe before we say what we are waiting for
+_PATIENCE = 3.0  # seconds without input on a pipe before we say that we wait for it
 
 
 def ask(
     question: str,
     files: Sequence[str],
     settings: Settings,
-    limits: Limits,
+    generation: Generation,
     terminal: Terminal,
     *,
     errors: str,
@@ -46,25 +46,19 @@ def ask(
     """
     settings.eviction()  # refuse a wrong policy before a large document is read
     question, texts = _inputs(question, files, errors, loaders, terminal)
-    limits.check()
     interrupts = Interrupts()
     session = open_chat(settings, texts, terminal, interrupts)
-    answer = run_turn(session, question, limits, terminal, interrupts, show=not as_json)
+    answer = run_turn(session, question, generation, terminal, interrupts, show=not as_json)
     report = session.report
     assert report is not None, "a finished turn has a report"
     if as_json:
-        terminal.data(to_json({"answer": answer, **report.to_dict()}))
+        terminal.data(json.dumps({"answer": answer, **report.to_dict()}))
     if stats:
         terminal.say(render.stats(report), "dim")
     elif not as_json:
-        _say_why_it_ended(report, limits, terminal)
+        _say_why_it_ended(report, generation, terminal)
     if report.stop_reason == "user":
         raise typer.Exit(130)
-
-
-def to_json(record: object) -> str:
-    """One line of printable ASCII: safe on every terminal and in every encoding."""
-    return json.dumps(record)
 
 
 def _inputs(
@@ -97,7 +91,7 @@ def _inputs(
 
 
 def _read_stdin(terminal: Terminal) -> bytes:
-    """Everything that is piped in, up to the size limit and one byte."""
+    """What is piped in, at most one byte over the size limit."""
     stream = sys.stdin.buffer
     try:
         mode = os.fstat(stream.fileno()).st_mode
@@ -112,8 +106,8 @@ def _read_stdin(terminal: Terminal) -> bytes:
     return stream.read(documents.MAX_BYTES + 1)
 
 
-def _say_why_it_ended(report: TurnReport, limits: Limits, terminal: Terminal) -> None:
+def _say_why_it_ended(report: TurnReport, generation: Generation, terminal: Terminal) -> None:
     if report.stop_reason == "length":
-        terminal.note(f"stopped at --max-tokens {limits.max_tokens}")
+        terminal.note(f"stopped at --max-tokens {generation.max_tokens}")
     elif report.stop_reason == "context":
         terminal.note("stopped at the end of the model's context")

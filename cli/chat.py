@@ -11,17 +11,21 @@ from typing import TYPE_CHECKING
 import typer
 
 import minikv
-from minikv.cli import chats, commands, documents, render, saving
+from minikv.cli import commands, documents, render, saving
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Config
 from minikv.cli.failures import show
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.paths import history_file
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.listing import newest
+from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.settings_commands import KEYS
 from minikv.cli.terminal import OutputError, Terminal
-from minikv.cli.turn import Limits, open_chat, run_turn
+from minikv.cli.turn import open_chat, run_turn
 from minikv.errors import ContextError, Interrupted, UsageError
-from minikv.loader import Settings
 from minikv.policies import prompt_names
+from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 def chat(
     files: Sequence[str],
     settings: Settings,
-    limits: Limits,
+    generation: Generation,
     terminal: Terminal,
     *,
     errors: str,
@@ -65,14 +69,13 @@ def chat(
             "minikv chat --resume NAME --reread",
         )
     if resume is not None:  # refused, if at all, before the model is loaded
-        resume = resume or chats.newest()
-        settings = chats.resumed(settings, chats.header(resume), given)
+        resume = resume or newest()
+        settings = resumed(settings, header(resume), given)
     settings.eviction()
     texts = [documents.read_file(path, errors, config.loaders) for path in files]
-    limits.check()
     from minikv.chat.undo import UNDO_TURNS
 
-    keeper = chats.Keeper(terminal, active=save)
+    keeper = Keeper(terminal, active=save)
     interrupts = Interrupts()
     session = open_chat(settings, [] if resume is not None else texts, terminal, interrupts)
     session.undo_turns = UNDO_TURNS
@@ -96,7 +99,7 @@ def chat(
             session,
             terminal,
             errors,
-            limits,
+            generation,
             interrupts,
             keeper,
             config.loaders,
@@ -107,9 +110,8 @@ def chat(
         read_line = _piped
         if typed:
             from minikv.cli.editor import open_reader
-            from minikv.cli.history import history_path
 
-            read_line = open_reader(terminal, _help(session), history_path() if history else None)
+            read_line = open_reader(terminal, _help(session), history_file() if history else None)
         code = converse(context, read_line, typed=typed)
     finally:
         keeper.close()
@@ -144,7 +146,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                         commands.execute(context, line)
                 else:
                     literal = commands.literal(line)
-                    run_turn(session, literal, context.limits, terminal, interrupts)
+                    run_turn(session, literal, context.generation, terminal, interrupts)
             except Leave:
                 return first_failure
             except (BrokenPipeError, OutputError):

@@ -1,4 +1,4 @@
-"""What a slash command is and what it may touch; the table of them is in `commands`."""
+"""What a slash command is, and what it gets; the table of them is in `commands`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from minikv.cli.chats import Keeper
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
-from minikv.cli.turn import Limits
+from minikv.settings import Generation
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -21,7 +21,7 @@ class Leave(Exception):
 
 @dataclass(slots=True)
 class Context:
-    """What a command may touch. `errors`: how documents are decoded; `limits`: how the next
+    """What a command may touch. `errors`: how documents are decoded; `generation`: how the next
     answers are written; `keeper`: what saves the chat; `loaders`: a command per file extension;
     `origins`: where each setting's value came from; `offline`: whether the network was ruled out;
     `debug`: show where an error happened."""
@@ -29,7 +29,7 @@ class Context:
     session: ChatSession
     terminal: Terminal
     errors: str
-    limits: Limits
+    generation: Generation
     interrupts: Interrupts
     keeper: Keeper
     loaders: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Slash commands of the chat: exact words, one table that also feeds /help and the guesses."""
+"""The slash commands of a chat, in one table that /help, completion and guesses come from."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.cli import (
     compare,
+    context_command,
     document_commands,
     kept_view,
     refresh,
@@ -167,8 +168,9 @@ COMMANDS = (
     *refresh.COMMANDS,
     *compare.COMMANDS,
     Command(("policy",), "[NAME [option=value...]]", "show or change the eviction policy", _policy),
-    Command(("budget",), "[ROWS | PERCENT | BYTES]", "show or change the budget", _budget),
+    Command(("budget",), "[TOKENS | PERCENT | BYTES]", "show or change the budget", _budget),
     *settings_commands.COMMANDS,
+    *context_command.COMMANDS,
     *saving.COMMANDS,
     *export.COMMANDS,
     Command(("clear",), "", "new conversation about the same documents", _clear),

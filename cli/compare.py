@@ -29,7 +29,7 @@ NARROWEST = 80
 """Columns below which the runs stand one below the other."""
 ENOUGH = 16
 """Tokens of an answer from which on its speed is compared."""
-_COLUMN = 24  # columns that a run needs to stand beside others
+_COLUMN = 24  # least columns of a run beside others
 _LABEL = 12  # columns of the names of the rows
 _USAGE = "/compare POLICY [POLICY ...] [budget=N], for example /compare streaming h2o budget=256"
 
@@ -55,7 +55,7 @@ class Run:
 
 @dataclass(slots=True)
 class Stop:
-    """Set by Ctrl-C. The session under way stops at its next safe point, no other one starts."""
+    """Set by Ctrl-C. The running session stops at its next safe point, and no other one starts."""
 
     session: ChatSession | None = None
     asked: bool = False
@@ -78,14 +78,14 @@ def _compare(context: Context, arguments: list[str]) -> None:
     try:
         with context.interrupts.stopping(stop):
             for eviction in choices:
-                beside(session, eviction)  # what does not go together shows before anything runs
+                beside(session, eviction)  # raises for a wrong pair before anything runs
             # The full cache is the largest: run first, its errors cost no time.
             for eviction in (choices[-1], *choices[:-1]):
                 name = label(eviction)
                 stop.session = beside(session, eviction)
-                most = context.limits.max_tokens
+                most = context.generation.max_tokens
                 runs.append(run(stop.session, name, question, most, _live(terminal, name), stop))
-                stop.session = None  # one more cache than the chat's at a time
+                stop.session = None  # so that only one cache exists beside the chat's
     except Interrupted:
         if len(runs) > 1:  # at least one that can be compared
             _put(context, question, runs)
@@ -279,7 +279,7 @@ def measured(runs: Sequence[Run]) -> list[Run]:
 
 
 def speed(one: Run) -> float | None:
-    """Tokens per second that a run wrote; None if it wrote so few that chance would decide."""
+    """Tokens per second that a run wrote; None if it wrote too few to say."""
     return one.report.rate.decode_tok_s if one.report.tokens.generated >= ENOUGH else None
 
 
@@ -287,7 +287,7 @@ def speed(one: Run) -> float | None:
 
 
 def same_as(tokens: Sequence[int], full: Sequence[int]) -> str:
-    """How far an answer goes along with the full cache's."""
+    """How many of its first tokens an answer has in common with the full cache's."""
     count = f"{len(full):,} token{'' if len(full) == 1 else 's'}"
     if tokens == full:
         return f"all {count}" if full else "the same, without a word"

@@ -1,8 +1,8 @@
 """Settings from files and the environment, each with where it came from.
 
 A flag wins over /set, that over MINIKV_* variables, those over ./minikv.toml, that over the user's
-config.toml, that over the default. What a file says under an unknown key is an error, not a habit
-that silently has no effect.
+config.toml, that over the default. An unknown key in a file is an error, because a setting that
+silently has no effect is hard to notice.
 """
 
 from __future__ import annotations
@@ -11,142 +11,63 @@ import difflib
 import math
 import os
 import stat
-import textwrap
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minikv.chat.eviction_config import MOST_STRIDE, read_budget
-from minikv.chat.reuse import REUSES
-from minikv.cli.terminal import Terminal, clean
+from minikv.chat.eviction_config import read_budget
+from minikv.cli import paths
+from minikv.cli.terminal import clean
 from minikv.errors import UsageError
-from minikv.loader import WEIGHTS, Settings
-from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, find, step_names
+from minikv.policies import find, step_names
+from minikv.settings import (
+    ADVANCED,
+    DOCUMENTS,
+    OUTPUT,
+    Generation,
+    Plain,
+    Setting,
+    Settings,
+    quoted,
+    setting,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     import typer
 
 LOCAL = "minikv.toml"
 PREFIX = "MINIKV_"
-HOME = f"{PREFIX}HOME"
 _LIMIT = 1 << 20  # bytes
 _CHAT = ("ask", "chat")
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
-Plain = str | int | float | bool
-
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """A flag that a file or a variable may set. `name` is the flag's parameter and the key.
+class Interface:
+    """What a command reads and shows, whatever it computes."""
 
-    The default's type is the value's. `commands`: those it is for; empty for every one that has
-    such a flag. `low`, `high`: the smallest and largest number.
-    """
-
-    name: str
-    default: Plain
-    help: str
-    commands: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    low: float = -math.inf
-    high: float = math.inf
-
-    @property
-    def flag(self) -> str:
-        """As it is typed."""
-        return f"--{self.name.replace('_', '-')}"
+    encoding_errors: str = setting(
+        "strict",
+        "invalid bytes in a document: refuse them, or replace them with U+FFFD",
+        DOCUMENTS,
+        commands=_CHAT,
+        choices=("strict", "replace"),
+    )
+    stats: bool = setting(
+        False, "print the figures of the turn to stderr", OUTPUT, commands=("ask",)
+    )
+    quiet: bool = setting(False, "answers and errors only", OUTPUT, letters=("-q",), commands=_CHAT)
+    plain: bool = setting(False, "no Markdown, colours or progress lines", OUTPUT, in_file=False)
+    debug: bool = setting(False, "show tracebacks", ADVANCED, in_file=False)
 
 
 SETTINGS: Mapping[str, Setting] = {
-    setting.name: setting
-    for setting in (
-        Setting("model", "", "a directory, a hub id or an alias; empty: the bundled model"),
-        Setting("revision", "", "commit, branch or tag of a hub model"),
-        Setting("offline", False, "never use the network"),
-        Setting("device", "auto", "auto, cpu, cuda or cuda:N"),
-        Setting(
-            "dtype",
-            "auto",
-            "number format of the weights and the cache",
-            choices=("auto", "float32", "bfloat16", "float16"),
-        ),
-        Setting(
-            "threads",
-            0,
-            "threads on a CPU; 0: as many as the process may use",
-            _CHAT,
-            low=0,
-            high=4096,
-        ),
-        Setting(
-            "weights",
-            "auto",
-            "how weights are kept: plain, or on a CPU int8 or int4, and "
-            "with +head what makes logits in int8",
-            choices=WEIGHTS,
-        ),
-        Setting("kernels", "auto", "who computes attention", choices=("auto", "triton", "torch")),
-        Setting("policy", DEFAULT_PROMPT, "what evicts when a prompt was read", _CHAT),
-        Setting(
-            "budget",
-            DEFAULT_BUDGET,
-            "rows per head (512), a share (20%) or bytes (64MiB)",
-            (*_CHAT, "plan"),
-        ),
-        Setting("decode", "auto", "what evicts while the answer is written", _CHAT),
-        Setting(
-            "stride",
-            0,
-            "read prompts in blocks of so many rows; 0: whole",
-            _CHAT,
-            low=0,
-            high=MOST_STRIDE,
-        ),
-        Setting("kv", "auto", "what keys and values are kept in", _CHAT, ("auto", "int8")),
-        Setting(
-            "reuse",
-            "auto",
-            "what a later question finds: read again, or the same cache",
-            _CHAT,
-            REUSES,
-        ),
-        Setting("system", "", "system prompt, or @FILE", _CHAT),
-        Setting("pin_system", False, "rows of the system prompt never leave", _CHAT),
-        Setting(
-            "encoding_errors",
-            "strict",
-            "what invalid bytes in a document do",
-            _CHAT,
-            ("strict", "replace"),
-        ),
-        Setting("max_tokens", 512, "longest answer", _CHAT, low=1),
-        Setting("temperature", 0.0, "0 always takes the likeliest token", _CHAT, low=0, high=100),
-        Setting("top_k", 0, "draw from the k likeliest; 0: off", _CHAT, low=0, high=1 << 31),
-        Setting(
-            "top_p",
-            1.0,
-            "draw from the likeliest that make up this mass; 1: off",
-            _CHAT,
-            low=0,
-            high=1,
-        ),
-        Setting(
-            "min_p",
-            0.0,
-            "draw from those at least this share as likely as the best",
-            _CHAT,
-            low=0,
-            high=1,
-        ),
-        Setting("seed", 0, "every draw follows from it", _CHAT),
-        Setting("stats", False, "print what the turn cost", ("ask",)),
-        Setting("quiet", False, "answers and errors only", _CHAT),
-    )
+    name: one for name, one in settings_of(Settings, Generation, Interface).items() if one.in_file
 }
-"""Every key, by name. The defaults are those of the flags."""
+"""What a file or a variable may set, by key. The defaults are those of the flags."""
 
 _TABLES = {
     "aliases": "short names for --model",
@@ -207,8 +128,8 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
     values: dict[str, Value] = {}
     tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
     local = (here or Path()) / LOCAL
-    own = user_file(environ)
-    for path, shown in ((own, short(own, environ) if own else ""), (local, f"./{LOCAL}")):
+    own = user_file()
+    for path, shown in ((own, short(own) if own else ""), (local, f"./{LOCAL}")):
         if path is None or (raw := _read(path, shown)) is None:
             continue
         for key, value in raw.items():
@@ -217,7 +138,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
                     # What lies in a folder may come from anyone; this would run it.
                     raise UsageError(
                         f"{shown}: [loaders] names commands to run, and is only read from "
-                        f"{short(own, environ) if own else 'the user configuration'}",
+                        f"{short(own) if own else 'the user configuration'}",
                         "move it there",
                     )
                 tables[key] |= _table(value, f"{shown}: [{key}]")
@@ -225,10 +146,10 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
                 values[key] = Value(_checked(SETTINGS[key], value, f"{shown}: {key}"), shown)
             else:
                 known = [*SETTINGS, *_TABLES]
-                raise UsageError(f"{shown}: unknown key {_quoted(key)}", _nearest(key, known))
+                raise UsageError(f"{shown}: unknown key {quoted(key)}", _nearest(key, known))
     notes = []
     for variable, text in sorted(environ.items()):
-        if not variable.startswith(PREFIX) or variable == HOME or not text:
+        if not variable.startswith(PREFIX) or variable == paths.HOME or not text:
             continue
         key = variable.removeprefix(PREFIX).lower()
         if key in SETTINGS:
@@ -240,20 +161,17 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
     return Config(values, tables["aliases"], tables["loaders"], tuple(notes))
 
 
-def user_file(environ: Mapping[str, str]) -> Path | None:
-    """$MINIKV_HOME/config.toml, else under $XDG_CONFIG_HOME or ~/.config; None without a home."""
-    if environ.get(HOME):
-        return Path(environ[HOME]) / "config.toml"
-    base = environ.get("XDG_CONFIG_HOME", "")
-    if os.path.isabs(base):  # the standard says to ignore a relative one
-        return Path(base) / "minikv" / "config.toml"
-    home = environ.get("HOME")
-    return Path(home) / ".config" / "minikv" / "config.toml" if home else None
+def user_file() -> Path | None:
+    """The user's own file, there or not; None where there is no home directory."""
+    try:
+        return paths.config_file()
+    except UsageError:
+        return None
 
 
-def short(path: Path, environ: Mapping[str, str]) -> str:
+def short(path: Path) -> str:
     """A path for people: below home with a tilde."""
-    home = environ.get("HOME")
+    home = os.environ.get("HOME")
     if home and path.is_relative_to(home) and home != "/":
         return clean(f"~/{path.relative_to(home)}")
     return clean(str(path))
@@ -310,7 +228,7 @@ def _table(value: object, where: str) -> dict[str, str]:
         raise UsageError(f"{where} must be a table", 'for example: [aliases], then name = "model"')
     for name, text in value.items():
         if not isinstance(text, str) or not text:
-            raise UsageError(f"{where}: {_quoted(name)} must be a text")
+            raise UsageError(f"{where}: {quoted(name)} must be a text")
     return value
 
 
@@ -322,30 +240,31 @@ def _checked(setting: Setting, value: object, where: str) -> Plain:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or not isinstance(value, Plain):
-        raise UsageError(f"{where} must be {_KINDS[kind]}, got {_quoted(value)}")
+        raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(value)}")
     return _possible(setting, value, where)
 
 
 def _parsed(setting: Setting, text: str, variable: str) -> Plain:
     """A variable's text, in the type of the setting."""
+    return _possible(setting, typed(setting, text, variable), variable)
+
+
+def typed(setting: Setting, text: str, where: str) -> Plain:
+    """A text in the type of the setting. Raises UsageError, beginning with `where`."""
     kind, value = type(setting.default), text.strip()
     try:
         if kind is bool:
             if value.lower() not in (*_YES, *_NO):
                 raise ValueError
             return value.lower() in _YES
-        made: Plain = kind(value)
+        return kind(value)
     except ValueError:
-        raise UsageError(f"{variable} must be {_KINDS[kind]}, got {_quoted(text)}") from None
-    return _possible(setting, made, variable)
+        raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(text)}") from None
 
 
 def _possible(setting: Setting, value: Plain, where: str) -> Plain:
     """The value, if there is such a one. Refused here, where it is known who said it."""
-    if setting.choices and value not in setting.choices:
-        raise UsageError(
-            f"{where} must be one of {', '.join(setting.choices)}, got {_quoted(value)}"
-        )
+    setting.check_choice(value, where)
     if not isinstance(value, str):
         if not setting.low <= value <= setting.high:
             most = f" and at most {setting.high:,.0f}" if setting.high < math.inf else ""
@@ -378,119 +297,8 @@ _KINDS: Mapping[type, str] = {
 }
 
 
-def _quoted(value: object) -> str:
-    """A value from outside, short and harmless."""
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _nearest(key: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]}?"
     return "`minikv config init` writes a file with all keys"
-
-
-# -- minikv config --------------------------------------------------------------------------
-
-
-def show(config: Config, terminal: Terminal, *, as_json: bool = False) -> None:
-    """Print every setting with its value and where it came from."""
-    if as_json:
-        from minikv.cli.ask import to_json
-
-        rows = {
-            name: {"value": config.values[name].value, "origin": config.values[name].origin}
-            if name in config.values
-            else {"value": setting.default, "origin": "default"}
-            for name, setting in SETTINGS.items()
-        }
-        terminal.data(
-            to_json(
-                {
-                    "settings": rows,
-                    "aliases": dict(config.aliases),
-                    "loaders": dict(config.loaders),
-                }
-            )
-        )
-        return
-    origins = config.origins(())
-    shown = {
-        n: config.values[n].value if n in config.values else s.default for n, s in SETTINGS.items()
-    }
-    lines = listed({name: text(value) for name, value in shown.items()}, origins)
-    for title, table in (("aliases", config.aliases), ("loaders", config.loaders)):
-        lines += [f"[{title}]", *(f"{name} = {value}" for name, value in table.items())] * bool(
-            table
-        )
-    terminal.data("\n".join(lines))
-
-
-def listed(values: Mapping[str, str], origins: Mapping[str, str]) -> list[str]:
-    """Lines of name, value and origin."""
-    names = max(len(name) for name in values)
-    wide = min(max(len(value) for value in values.values()), 24)
-    return [
-        f"{name:<{names}}  {textwrap.shorten(value, 60, placeholder='...') or '-':<{wide}}  "
-        f"{origins.get(name, '')}".rstrip()
-        for name, value in values.items()
-    ]
-
-
-def text(value: Plain) -> str:
-    """A value as a file would have it, texts without quotes."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def paths(terminal: Terminal) -> None:
-    """Print which files are read, the strongest first."""
-    own = user_file(os.environ)
-    for path in (Path(LOCAL).absolute(), own):
-        if path is not None:
-            terminal.data(f"{path}{'' if path.exists() else '  (not there)'}")
-
-
-def init(terminal: Terminal) -> None:
-    """Write a file with every key, commented out, where the user's own is read from.
-
-    Raises UsageError if there is one, or if it cannot be written.
-    """
-    path = user_file(os.environ)
-    if path is None:
-        raise UsageError("there is no home directory", f"set {HOME} to a directory")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(template())
-    except FileExistsError:
-        raise UsageError(f"{clean(str(path))} exists already", "edit it, or remove it") from None
-    except OSError as error:
-        raise UsageError(f"cannot write {clean(str(path))}: {error.strerror}") from None
-    terminal.data(str(path))
-
-
-def template() -> str:
-    """A config.toml in which every key stands with its default, commented out."""
-    lines = [
-        "# Settings of minikv. A flag wins over these, and so do MINIKV_* variables and a",
-        f"# {LOCAL} in the directory where minikv is started.",
-        "",
-    ]
-    for setting in SETTINGS.values():
-        value = text(setting.default)
-        value = f'"{value}"' if isinstance(setting.default, str) else value
-        lines += [f"# {setting.help}", f"# {setting.name} = {value}"]
-    lines += [
-        "",
-        "# Short names for --model.",
-        "# [aliases]",
-        '# llama3 = "meta-llama/Meta-Llama-3-8B-Instruct"',
-        "",
-        "# A command per extension that writes a file's text to standard output.",
-        "# [loaders]",
-        '# docx = "pandoc -t plain {path}"',
-        "",
-    ]
-    return "\n".join(lines)

@@ -1,42 +1,35 @@
-"""`minikv doctor`: what this machine offers, whether the hub lets us in, whether policies work.
+"""`minikv doctor`: what this machine offers, whether the hub answers, and a self-test.
 
-Each check is one line with ok, warning or failed in words. The last one runs every prompt policy
-with every decode policy on a tiny random network.
+Each check is one line that begins with ok, warning or failed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import typer
 
 import minikv
-from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
+from minikv.cli import selftest
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.errors import MinikvError
-from minikv.policies import prompt_names, step_names
-
-if TYPE_CHECKING:
-    from minikv.models.llama import Llama
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 _PATIENCE = 5.0  # seconds for an answer of the hub
 _LITTLE = 5 << 30  # bytes of disk under which a model will hardly fit
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 _SHOWN = 8  # failing pairs that are named
-_STRIDE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +70,7 @@ def doctor(terminal: Terminal, *, offline: bool = False, as_json: bool = False) 
                 terminal.data(line(check, shutil.get_terminal_size().columns))
     bad = [check for check in made if check.state == FAILED]
     if as_json:
-        from minikv.cli.ask import to_json
-
-        terminal.data(to_json({"ok": not bad, "checks": [asdict(check) for check in made]}))
+        terminal.data(json.dumps({"ok": not bad, "checks": [asdict(check) for check in made]}))
     if bad:
         raise typer.Exit(1)
 
@@ -96,7 +87,7 @@ def line(check: Check, width: int) -> str:
 
 
 def _looked(name: str, look: Callable[[], list[Check]]) -> list[Check]:
-    """A check that breaks is a finding as well."""
+    """The result of a check; one that raises has failed."""
     try:
         return look()
     except (BrokenPipeError, OutputError):
@@ -134,7 +125,7 @@ def _version(name: str) -> str | None:
 
 
 def cpu() -> list[Check]:
-    """Cores that this process may use, and what they know of half precision."""
+    """Cores that this process may use, and their instructions for half precision."""
     import torch
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
@@ -186,7 +177,7 @@ def gpu() -> list[Check]:
 
 
 def kernels() -> list[Check]:
-    """Who computes a chat's steps. The first time, this compiles the C kernels of a CPU."""
+    """Which kernels a chat would use. The first time, this compiles the C kernels of a CPU."""
     import torch
 
     from minikv.cache.kv_cache import KVCache
@@ -205,7 +196,7 @@ def kernels() -> list[Check]:
 
 
 def memory() -> list[Check]:
-    """What a model may take, a container's limit respected."""
+    """Free memory, within a container's limit."""
     import torch
 
     from minikv.models.weights import free_memory
@@ -225,7 +216,7 @@ def memory() -> list[Check]:
 
 
 def disk() -> list[Check]:
-    """Where models are kept, and the room there."""
+    """Where models are stored, and the free space there."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE)
@@ -306,7 +297,7 @@ def login(offline: bool) -> list[Check]:
         except Exception as error:
             broken.append(error)
 
-    # A thread, because not every wait of the library knows a limit.
+    # A thread, because the library has no time limit for every wait.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_PATIENCE)
@@ -325,144 +316,17 @@ def login(offline: bool) -> list[Check]:
 
 
 def policies(progress: Callable[[str], None]) -> list[Check]:
-    """Every prompt policy with every decode policy, and each in blocks, on a tiny network."""
+    """Every policy on a tiny network; see `selftest`."""
     began = perf_counter()
-    cases = [(prompt, step, 0) for prompt in prompt_names() for step in step_names()]
-    cases += [(step, "auto", _STRIDE) for step in step_names() if step != "none"]
-    bad: list[str] = []
-    with one_thread():
-        net = tiny()
-        for i, (policy, decode, stride) in enumerate(cases):
-            progress(f"testing policies  {i}/{len(cases)}")
-            wrong = attempt(net, policy, decode, stride)
-            if wrong:
-                label = f"--stride {stride}" if stride else f"then {decode}"
-                bad.append(f"{policy}, {label}: {wrong}")
-    seconds = perf_counter() - began
+    count, bad = selftest.run(progress)
     if not bad:
-        return [
-            Check(
-                "policies",
-                OK,
-                f"{len(cases)} pairs in {seconds:.1f} s: reading exact, budget held, "
-                "positions unique, logits finite",
-            )
-        ]
+        detail = (
+            f"{count} pairs in {perf_counter() - began:.1f} s: reading exact, budget held, "
+            "positions unique, logits finite"
+        )
+        return [Check("policies", OK, detail)]
     more = f"; {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
     return [
-        Check("policies", FAILED, f"{len(bad)} of {len(cases)} pairs{more}"),
+        Check("policies", FAILED, f"{len(bad)} of {count} pairs{more}"),
         *(Check("policies", FAILED, text) for text in bad[:_SHOWN]),
     ]
-
-
-def tiny() -> Llama:
-    """A random network of two layers, large enough weights that attention is far from uniform."""
-    from minikv.models.config import ModelConfig
-    from minikv.models.llama import Llama
-    from minikv.models.rope import RopeConfig
-
-    config = ModelConfig(
-        family="llama",
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        hidden=32,
-        mlp=48,
-        vocab=64,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        max_context=4096,
-        windows=(None, None),
-    )
-    return Llama(config, rows=64).randomise(0, std=0.3)
-
-
-def attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
-    """Read, write, read again, write again. What went wrong, or ""."""
-    try:
-        return _attempt(net, policy, decode, stride)
-    except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
-    import torch
-
-    from minikv.cache.attend import DenseAttend
-    from minikv.cache.kv_cache import KVCache
-    from minikv.cache.stats import Shape
-    from minikv.engine.engine import Engine
-    from minikv.engine.sampling import Sampling
-    from minikv.policies.base import smallest_budget
-
-    c = net.config
-    prompt, step, _, _ = EvictionConfig.read(policy, decode, stride=stride).policies()
-    rows = smallest_budget(prompt, step) + stride + 8
-    prompt, step, budget, _ = EvictionConfig.read(policy, decode, rows, stride=stride).policies()
-    kv = KVCache(
-        Shape(c.layers, c.kv_heads, c.heads, c.head_dim, c.windows, c.max_context),
-        prompt,
-        step,
-        budget,
-        stride=stride,
-        rotary=net.rotary.inverse,
-        output=lambda layer: (
-            net.layers[layer].out.dense().T.view(c.kv_heads, -1, c.head_dim, c.hidden)
-        ),
-    )
-    engine = Engine(net, kv)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(c.vocab, (rows + 64,), generator=generator).tolist()
-    for turn, (count, steps) in enumerate(((rows + 24, 4), (12, 3))):
-        logits = engine.prompt(ids[:count], room=steps)
-        if turn == 0 and not stride:
-            dense = DenseAttend(c.windows)
-            dense.begin(count)
-            exact = net.forward(torch.tensor(ids[:count]), dense)
-            if not torch.allclose(logits, exact, rtol=1e-3, atol=1e-3):
-                return "the prompt was not read exactly"
-        if not bool(torch.isfinite(logits).all()):
-            return "logits are not finite"
-        most, token = kv.position if prompt is None and not stride else 0, int(logits.argmax())
-        for fed in range(steps + 1):
-            bound = (max(most, rows) if budget else most) + (fed if step is None else 0)
-            wrong = _held(kv, bound)
-            if wrong:
-                return f"{wrong} (turn {turn + 1}, {fed} tokens written)"
-            if fed < steps:
-                token = engine.next(token, c.vocab, Sampling(), 0, ahead=False)
-    return ""
-
-
-def _held(kv: object, bound: int) -> str:
-    """What is wrong with the rows held, of which there may be `bound` per head on average."""
-    from minikv.cache.kv_cache import KVCache
-
-    assert isinstance(kv, KVCache)
-    shape = kv.shape
-    total = 0
-    for layer in range(shape.layers):
-        for head in range(shape.kv_heads):
-            kept = kv.kept(layer, head).tolist()
-            total += len(kept)
-            if len(set(kept)) != len(kept) or not all(0 <= p < kv.position for p in kept):
-                return "positions are not unique"
-            if kv.position - 1 not in kept:
-                return "the newest row is gone"
-    if total > bound * shape.layers * shape.kv_heads:
-        return f"{total} rows held, over the budget of {bound * shape.layers * shape.kv_heads}"
-    return ""
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Tiny matrices on several threads spend their time waiting for each other."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -76,8 +76,8 @@ def _docs(context: Context, arguments: list[str]) -> None:
 
 
 def _drop(context: Context, arguments: list[str]) -> None:
-    """A waiting document goes at once. What was read is in the cache, mixed into the rows of all
-    that came after it, so without it there is only a new conversation about the others."""
+    """A waiting document is dropped at once. One that was read has changed the keys and values of
+    everything after it, so dropping it begins a new conversation about the others."""
     session, terminal = context.session, context.terminal
     listed = _all(session)
     if not listed:

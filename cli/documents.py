@@ -1,4 +1,4 @@
-"""Documents: files or piped bytes, to text, with nothing dropped in silence."""
+"""Documents: from files or piped bytes to text. What cannot be read is always reported."""
 
 from __future__ import annotations
 

@@ -15,15 +15,6 @@ ENTRIES = 1000
 """Messages that the file keeps."""
 
 
-def history_path() -> Path:
-    """Where the history is kept: $MINIKV_HOME, else the user's directory for such files."""
-    home = os.environ.get("MINIKV_HOME")
-    if home:
-        return Path(home) / "history"
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "minikv" / "history"
-
-
 class HistoryFile(History):
     """A file with a JSON string per line, which only its user may read.
 

@@ -1,4 +1,4 @@
-"""What the cache still holds of every token that was fed: facts alone, nothing about screens."""
+"""Which heads still hold which tokens: the facts that /kept and /export show."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Which of the T tokens fed so far each KV head holds, and what they say.
+    """Which of the T tokens fed so far each KV head holds, and the text of the tokens.
 
     `held` is bool [L, H, T] on the host. `parts` are the documents whose text was found again
     among the tokens, in order; there may be none.
@@ -61,7 +61,7 @@ class Kept:
 
     @property
     def slots(self) -> int:
-        """L x H: in how many places a token can be held."""
+        """L x H: how many heads can hold a token."""
         return int(self.held.shape[0] * self.held.shape[1])
 
     def share(self, layer: int | None = None, head: int | None = None) -> Tensor:
@@ -91,7 +91,7 @@ def read(session: ChatSession) -> Kept:
 def held(session: ChatSession) -> Tensor:
     """bool [L, H, T]: whether a head holds the token at position t of `session.fed`.
 
-    The same as asking `session.kept` for every head, in one pass over the rows of all of them.
+    The same as `session.kept` of every head, in one pass over all rows.
     """
     import torch
 

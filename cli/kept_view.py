@@ -30,11 +30,11 @@ MOST_PASSAGES = 100
 LISTED = 20
 """Occurrences that `/kept find` lists unless asked for all."""
 LIKELY_LOST = 0.1
-"""A phrase that a smaller share of the heads holds whole is called likely lost: a rule of thumb."""
-# Background and foreground of the 256-colour table, from no head to all of them. The lightness
-# ascends (the scale is viridis'), so the order also shows without its hues, and every pair has a
-# contrast of 4.5 at least; because none of them is the terminal's own, dark and light ones are
-# alike.
+"""A phrase is called likely lost where a smaller share of the heads holds all of it."""
+# Background and foreground of the 256-colour table, from no head to all heads. The scale is that
+# of viridis: lightness ascends, so that the order also shows without hues. Every pair has a
+# contrast of at least 4.5, and none is a colour of the terminal's own, so dark and light terminals
+# are alike.
 SHADES = (
     (234, 250),
     (53, 231),
@@ -155,7 +155,7 @@ COMMANDS = (
 
 
 def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
-    """What was kept of everything, an estimate of what that lost, and where it stands."""
+    """How much was kept, an estimate of what that lost, and a strip of where it is."""
     layers, heads, tokens = facts.held.shape
     rows = facts.rows()
     lines = [
@@ -274,7 +274,7 @@ def _above(
     screen: Screen,
     place: tuple[int | None, int | None],
 ) -> list[str]:
-    """What stands over a page: what it shows, and how to read the gutter."""
+    """The lines above a page: what it shows, and how to read the gutter."""
     number, pages = at
     layer, head = place
     spans = facts.spans
@@ -376,7 +376,7 @@ def top(facts: Kept, count: int, screen: Screen) -> list[str]:
 
 
 def find(facts: Kept, text: str, everything: bool, screen: Screen) -> list[str]:
-    """Where a phrase stands, in how many heads each occurrence is, and if it is likely lost."""
+    """Where a phrase occurs, how many heads hold each occurrence, and whether it is likely lost."""
     spans = facts.spans
     # White space matches any, because a line of the document may end inside a phrase.
     pattern = r"\s+".join(re.escape(word) for word in text.split())

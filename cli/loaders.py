@@ -26,12 +26,12 @@ TIMEOUT = 120.0
 
 _TICK = 0.1  # seconds between two looks at the clock and at Ctrl-C
 _PIECE = 1 << 16
-_TAIL = 4096  # bytes of the command's messages that are kept
+_TAIL = 4096  # bytes of stderr that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a command left. `code` is negative for a signal; `said` is stderr's last line."""
+    """The result of a command. `code` is negative for a signal; `said` is stderr's last line."""
 
     code: int
     data: bytes
@@ -117,7 +117,7 @@ def run(
     memory: int | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> Output:
-    """Run a command on `data` as its standard input, and never wait or store without end.
+    """Run a command on `data` as its standard input, within limits of time and output.
 
     `memory` bounds its address space in bytes, where the system can (Linux), and then `timeout`
     its CPU time too. Raises TooSlow, TooMuch, Interrupted, OSError; the command and all it started
@@ -132,7 +132,7 @@ def run(
         process_group=0,  # so that its own children can be killed with it
     )
     try:
-        # Before it gets its input: until then it has nothing to go wrong over.
+        # Before it gets any input.
         if memory is not None and hasattr(resource, "prlimit"):
             with contextlib.suppress(ProcessLookupError):
                 seconds = int(timeout) + 1
@@ -164,13 +164,13 @@ def _pump(
         selector.register(process.stderr, selectors.EVENT_READ)
         os.set_blocking(process.stdin.fileno(), False)
         selector.register(process.stdin, selectors.EVENT_WRITE)
-        # A child of the command may hold the pipes open after it: those we do not wait for.
+        # A child of the command may keep the pipes open; we do not wait for it.
         while selector.get_map():
             if stopped is not None and stopped():
                 raise Interrupted("stopped")
             if monotonic() > deadline:
                 raise TooSlow
-            ended = process.poll() is not None  # asked first: what it printed is then there
+            ended = process.poll() is not None  # before reading: nothing is missed
             ready = selector.select(_TICK)
             if not ready and ended:
                 break

@@ -1,26 +1,28 @@
-"""The command line: flags in, the command's own module called inside a guard.
+"""The command line: one function per command, which calls the command's own module.
 
+`flags.command` adds the flags of the settings classes and turns errors into exit codes.
 Nothing here imports torch: `--help`, `--version` and `policies` answer at once.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 import minikv
+from minikv.cli import config
 from minikv.cli.bench.app import app as bench_app
+from minikv.cli.config import SETTINGS, Interface
 from minikv.cli.failures import guard
+from minikv.cli.flags import Call, Only, command
 from minikv.cli.terminal import Terminal, hush, open_streams
-from minikv.errors import UsageError
-from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, find, prompt_names, step_names
+from minikv.settings import OUTPUT, Generation, Setting, Settings
 
-_MODEL, _DOCS, _CACHE = "Model", "Documents", "KV cache"
-_SAMPLING, _OUTPUT, _CHATS, _ADVANCED = "Sampling", "Output", "Saved chats", "Advanced"
+_CHATS = "Saved chats"
 
 app = typer.Typer(
     name="minikv",
@@ -60,178 +62,24 @@ Files = Annotated[
     list[str] | None,
     typer.Argument(metavar="[FILE]...", help="text files to ask about; - is standard input"),
 ]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        "-m",
-        help="a directory or a hub id; the bundled model by default",
-        rich_help_panel=_MODEL,
-    ),
-]
-Revision = Annotated[
-    str | None,
-    typer.Option(help="commit, branch or tag of a hub model", rich_help_panel=_MODEL),
-]
-Offline = Annotated[
-    bool, typer.Option("--offline", help="never use the network", rich_help_panel=_MODEL)
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N", rich_help_panel=_MODEL)]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(help="number format of the weights and the cache", rich_help_panel=_MODEL),
-]
-Weights = Annotated[
-    Literal["auto", "plain", "int8", "int4", "int8+head", "int4+head"],
-    typer.Option(
-        help="what the matrices of the layers are kept in: auto and plain is the number format of "
-        "--dtype, int8 and int4 take a half and a quarter of bfloat16's bytes, on a CPU; with "
-        "+head what makes logits (a tied embedding, too) takes eight bits, as four lose too much "
-        "there",
-        rich_help_panel=_MODEL,
-    ),
-]
-Kernels = Annotated[
-    Literal["auto", "triton", "torch"],
-    typer.Option(help="who computes attention", rich_help_panel=_ADVANCED),
-]
-Threads = Annotated[
-    int,
-    typer.Option(
-        help="threads on a CPU; 0: as many as the process may use", rich_help_panel=_ADVANCED
-    ),
-]
-EncodingErrors = Annotated[
-    Literal["strict", "replace"],
-    typer.Option(help="what invalid bytes in a document do", rich_help_panel=_DOCS),
-]
-System = Annotated[
-    str,
-    typer.Option("--system", "-S", help="system prompt, or @FILE", rich_help_panel=_DOCS),
-]
-PinSystem = Annotated[
-    bool,
-    typer.Option(
-        "--pin-system", help="rows of the system prompt never leave", rich_help_panel=_CACHE
-    ),
-]
-Policy = Annotated[
-    str,
-    typer.Option(
-        help=f"what evicts when a prompt was read: {', '.join(prompt_names())}",
-        rich_help_panel=_CACHE,
-    ),
-]
-Decode = Annotated[
-    str,
-    typer.Option(
-        help=f"what evicts while the answer is written: auto, {', '.join(step_names())}",
-        rich_help_panel=_CACHE,
-    ),
-]
-Budget = Annotated[
-    str,
-    typer.Option(
-        help="rows per KV head and layer (512), a share of the prompt (20%) or bytes over all "
-        "layers (64MiB)",
-        rich_help_panel=_CACHE,
-    ),
-]
-Stride = Annotated[
-    int,
-    typer.Option(
-        help="read prompts in blocks of so many rows under a step policy (--policy roco), with "
-        "eviction after each; 0: whole",
-        rich_help_panel=_CACHE,
-    ),
-]
-Kv = Annotated[
-    Literal["auto", "int8"],
-    typer.Option(
-        help="what keys and values are kept in: auto is the number format of --dtype, int8 takes "
-        "about half of bfloat16",
-        rich_help_panel=_CACHE,
-    ),
-]
-Reuse = Annotated[
-    Literal["auto", "refresh", "once", "blind"],
-    typer.Option(
-        help="what a later question finds: refresh reads everything again for it, once goes on "
-        "with the cache of the first, blind evicts documents before a question is seen; auto: "
-        "refresh under policies that look at the question, if it takes less than 3 s",
-        rich_help_panel=_CACHE,
-    ),
-]
-Options = Annotated[
-    list[str] | None,
-    typer.Option(
-        "-o",
-        metavar="NAME=VALUE",
-        help="a setting of the policy; `minikv policies show NAME`",
-        rich_help_panel=_CACHE,
-    ),
-]
-MaxTokens = Annotated[
-    int,
-    typer.Option("--max-tokens", "-n", help="longest answer", rich_help_panel=_SAMPLING),
-]
-Temperature = Annotated[
-    float,
-    typer.Option(
-        "--temperature",
-        "--temp",
-        "-t",
-        help="0 always takes the likeliest token",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-TopK = Annotated[
-    int, typer.Option(help="draw from the k likeliest; 0: off", rich_help_panel=_SAMPLING)
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        help="draw from the likeliest that make up this mass; 1: off", rich_help_panel=_SAMPLING
-    ),
-]
-MinP = Annotated[
-    float,
-    typer.Option(
-        help="draw from those at least this share as likely as the best; 0: off",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-Seed = Annotated[
-    int,
-    typer.Option("--seed", "-s", help="every draw follows from it", rich_help_panel=_SAMPLING),
-]
 Json = Annotated[
     bool,
-    typer.Option(
-        "--json", help="one JSON object: the answer and what it cost", rich_help_panel=_OUTPUT
-    ),
+    typer.Option("--json", help="print one JSON object", rich_help_panel=OUTPUT, metavar=""),
 ]
-Stats = Annotated[
-    bool,
-    typer.Option("--stats", help="print what the turn cost, to stderr", rich_help_panel=_OUTPUT),
-]
-Quiet = Annotated[
-    bool,
-    typer.Option("--quiet", "-q", help="answers and errors only", rich_help_panel=_OUTPUT),
-]
-Plain = Annotated[
-    bool,
-    typer.Option("--plain", help="no Markdown, colour or live lines", rich_help_panel=_OUTPUT),
-]
-Debug = Annotated[
-    bool, typer.Option("--debug", help="tracebacks for errors", rich_help_panel=_ADVANCED)
-]
+_MODEL = "model revision offline device dtype weights"
+
+
+def _list_of(name: str, default: str) -> Setting:
+    """A setting that takes several values."""
+    return replace(SETTINGS[name], default=default, help="a list with commas")
 
 
 @app.callback(invoke_without_command=True)
 def main(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", metavar="")
+    ] = False,
 ) -> None:
     if version:
         typer.echo(f"minikv {minikv.__version__}")
@@ -240,8 +88,6 @@ def main(
     elif context.invoked_subcommand not in ("config", "doctor", "policies"):
         terminal = Terminal()
         with guard(terminal, debug=False):
-            from minikv.cli import config
-
             made = config.load()
             for note in made.notes:
                 terminal.warn(note)
@@ -251,122 +97,55 @@ def main(
 @app.command(
     short_help="one question, one answer; made for pipes",
     help='minikv ask "Who runs the mill?" report.txt --budget 256 --stats\n\n'
-    "Ask once. What is piped in is a document; `-` as the question reads the whole "
-    "message from standard input, verbatim.",
+    "Ask one question. Piped text is a document; `-` as the question reads the whole message "
+    "from standard input, verbatim.",
 )
+@command
 def ask(
-    context: typer.Context,
+    call: Call,
     question: Annotated[str, typer.Argument(help="the question; - reads the message from stdin")],
+    settings: Settings,
+    generation: Generation,
+    interface: Interface,
     files: Files = None,
-    model: Model = None,
-    revision: Revision = None,
-    offline: Offline = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    threads: Threads = 0,
-    policy: Policy = DEFAULT_PROMPT,
-    budget: Budget = DEFAULT_BUDGET,
-    decode: Decode = "auto",
-    stride: Stride = 0,
-    kv: Kv = "auto",
-    reuse: Reuse = "auto",
-    options: Options = None,
-    system: System = "",
-    pin_system: PinSystem = False,
-    encoding_errors: EncodingErrors = "strict",
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    seed: Seed = 0,
     as_json: Json = False,
-    stats: Stats = False,
-    quiet: Quiet = False,
-    plain: Plain = False,
-    kernels: Kernels = "auto",
-    debug: Debug = False,
 ) -> None:
-    terminal = Terminal(quiet=quiet, plain=plain)
-    with guard(terminal, debug=debug):
-        from minikv.cli.ask import ask as run_ask
-        from minikv.cli.turn import Limits
-        from minikv.loader import Settings
+    from minikv.cli.ask import ask as run_ask
 
-        _quiet_hub(terminal)
-        run_ask(
-            question,
-            files or [],
-            Settings(
-                model=context.obj.model(model),
-                policy=policy,
-                budget=budget,
-                decode=decode,
-                device=device,
-                dtype=dtype,
-                weights=weights,
-                threads=threads,
-                kernels=kernels,
-                seed=seed,
-                options=_pairs(options),
-                stride=stride,
-                kv=kv,
-                revision=revision,
-                offline=offline,
-                system=_system(system),
-                pin_system=pin_system,
-                reuse=reuse,
-            ),
-            Limits(max_tokens, temperature, top_k, top_p, min_p),
-            terminal,
-            errors=encoding_errors,
-            as_json=as_json,
-            stats=stats,
-            loaders=context.obj.loaders,
-        )
+    run_ask(
+        question,
+        files or [],
+        settings,
+        generation,
+        call.terminal,
+        errors=interface.encoding_errors,
+        as_json=as_json,
+        stats=interface.stats,
+        loaders=call.config.loaders,
+    )
 
 
 @app.command(
     short_help="questions and answers over documents, on a terminal",
     help="minikv chat report.txt --budget 256\n\n"
-    "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the "
-    "commands. With FILEs, questions may be piped in, one per line.\n\n"
-    "Most policies keep what one question needs. --reuse says what the next one finds, "
+    "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. With "
+    "FILEs, questions may be piped in, one per line.\n\n"
+    "Most policies keep what one question needs. --reuse says how the next question is answered; "
     "/refresh reads everything again for it.",
 )
+@command
 def chat(
-    context: typer.Context,
+    call: Call,
+    settings: Settings,
+    generation: Generation,
+    interface: Annotated[Interface, Only("encoding_errors quiet plain debug")],
     files: Files = None,
-    model: Model = None,
-    revision: Revision = None,
-    offline: Offline = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    threads: Threads = 0,
-    policy: Policy = DEFAULT_PROMPT,
-    budget: Budget = DEFAULT_BUDGET,
-    decode: Decode = "auto",
-    stride: Stride = 0,
-    kv: Kv = "auto",
-    reuse: Reuse = "auto",
-    options: Options = None,
-    system: System = "",
-    pin_system: PinSystem = False,
-    encoding_errors: EncodingErrors = "strict",
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    seed: Seed = 0,
     resume: Annotated[
         str | None,
         typer.Option(
             "--resume",
             metavar="[NAME]",
-            help="go on with a saved chat; alone: the last",
+            help="go on with a saved chat; without NAME the last one",
             rich_help_panel=_CHATS,
         ),
     ] = None,
@@ -374,63 +153,42 @@ def chat(
         bool,
         typer.Option(
             "--reread",
-            help="with --resume: without its cache; the next question reads everything again",
+            help="with --resume: do not load the saved cache; the next question reads everything "
+            "again",
             rich_help_panel=_CHATS,
+            metavar="",
         ),
     ] = False,
     no_save: Annotated[
-        bool, typer.Option("--no-save", help="do not save this chat", rich_help_panel=_CHATS)
+        bool,
+        typer.Option("--no-save", help="do not save this chat", rich_help_panel=_CHATS, metavar=""),
     ] = False,
     no_history: Annotated[
         bool,
-        typer.Option("--no-history", help="do not remember what is typed", rich_help_panel=_CHATS),
+        typer.Option(
+            "--no-history",
+            help="do not remember what is typed",
+            rich_help_panel=_CHATS,
+            metavar="",
+        ),
     ] = False,
-    quiet: Quiet = False,
-    plain: Plain = False,
-    kernels: Kernels = "auto",
-    debug: Debug = False,
 ) -> None:
-    terminal = Terminal(quiet=quiet, plain=plain)
-    with guard(terminal, debug=debug):
-        from minikv.cli import config
-        from minikv.cli.chat import chat as run_chat
-        from minikv.cli.turn import Limits
-        from minikv.loader import Settings
+    from minikv.cli.chat import chat as run_chat
 
-        _quiet_hub(terminal)
-        run_chat(
-            files or [],
-            Settings(
-                model=context.obj.model(model),
-                policy=policy,
-                budget=budget,
-                decode=decode,
-                device=device,
-                dtype=dtype,
-                weights=weights,
-                threads=threads,
-                kernels=kernels,
-                seed=seed,
-                options=_pairs(options),
-                stride=stride,
-                kv=kv,
-                revision=revision,
-                offline=offline,
-                system=_system(system),
-                pin_system=pin_system,
-                reuse=reuse,
-            ),
-            Limits(max_tokens, temperature, top_k, top_p, min_p),
-            terminal,
-            errors=encoding_errors,
-            resume=resume,
-            reread=reread,
-            save=not no_save,
-            given=config.given(context),
-            config=context.obj,
-            history=not no_history,
-            debug=debug,
-        )
+    run_chat(
+        files or [],
+        settings,
+        generation,
+        call.terminal,
+        errors=interface.encoding_errors,
+        resume=resume,
+        reread=reread,
+        save=not no_save,
+        given=call.given,
+        config=call.config,
+        history=not no_history,
+        debug=interface.debug,
+    )
 
 
 @app.command(
@@ -441,83 +199,54 @@ def chat(
     "facts, followup (six questions in one chat), agree (with the full cache's answer), ppl, loss "
     "(attention lost). FILEs are LongBench or RULER records, in JSON lines.",
 )
+@command
 def evaluate(
-    context: typer.Context,
+    call: Call,
+    settings: Annotated[
+        Settings,
+        Only(
+            f"{_MODEL} threads policy budget decode stride kv options seed",
+            _list_of("policy", "adakv,snapkv,streaming"),
+            _list_of("budget", "128,256"),
+            _list_of("decode", "auto"),
+            replace(SETTINGS["seed"], help="seed of the documents and of random draws", panel=None),
+        ),
+    ],
+    interface: Annotated[Interface, Only("quiet debug")],
     files: Annotated[
         list[Path] | None, typer.Argument(metavar="[FILE]...", help="LongBench or RULER JSONL")
     ] = None,
     tasks: Annotated[
-        str, typer.Option("--tasks", help="a list with commas; with FILEs none by default")
+        str, typer.Option(help="a list with commas; facts by default, with FILEs none")
     ] = "",
-    model: Model = None,
-    revision: Revision = None,
-    offline: Offline = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    threads: Threads = 0,
-    policy: Annotated[
-        str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
-    ] = "adakv,snapkv,streaming",
-    budget: Annotated[
-        str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
-    ] = "128,256",
-    decode: Annotated[
-        str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)
-    ] = "auto",
-    stride: Stride = 0,
-    kv: Kv = "auto",
-    options: Options = None,
     length: Annotated[
         str, typer.Option(help="tokens of a document; needle takes a list with commas")
     ] = "2000",
     count: Annotated[
-        int, typer.Option("--count", "-n", help="questions a task (needle: for each place)")
+        int, typer.Option("--count", "-n", help="questions per task (needle: per place)")
     ] = 40,
-    seed: Annotated[int, typer.Option("--seed", "-s", help="other documents, other draws")] = 0,
     as_json: Annotated[
-        Path | None, typer.Option("--json", help="write the results here", rich_help_panel=_OUTPUT)
+        Path | None, typer.Option("--json", help="write the results here", rich_help_panel=OUTPUT)
     ] = None,
     csv: Annotated[
-        Path | None, typer.Option(help="write the results here", rich_help_panel=_OUTPUT)
+        Path | None, typer.Option(help="write the results here", rich_help_panel=OUTPUT)
     ] = None,
     heat: Annotated[
         list[Path] | None,
-        typer.Option("--map", help="a map of the needles, .png or .svg", rich_help_panel=_OUTPUT),
+        typer.Option("--map", help="a map of the needles, .png or .svg", rich_help_panel=OUTPUT),
     ] = None,
-    quiet: Quiet = False,
-    debug: Debug = False,
 ) -> None:
-    terminal = Terminal(quiet=quiet)
-    with guard(terminal, debug=debug):
-        from minikv.cli.evaluation.command import evaluate as run_evaluation
-        from minikv.loader import Settings
+    from minikv.cli.evaluation.command import evaluate as run_evaluation
 
-        _quiet_hub(terminal)
-        run_evaluation(
-            tasks or ("" if files else "facts"),
-            files or [],
-            policy,
-            budget,
-            length,
-            count,
-            Settings(
-                model=context.obj.model(model),
-                decode=decode,
-                device=device,
-                dtype=dtype,
-                weights=weights,
-                threads=threads,
-                seed=seed,
-                stride=stride,
-                kv=kv,
-                options=_pairs(options),
-                revision=revision,
-                offline=offline,
-            ),
-            [path for path in (as_json, csv, *(heat or [])) if path],
-            terminal,
-        )
+    run_evaluation(
+        tasks or ("" if files else "facts"),
+        files or [],
+        length,
+        count,
+        settings,
+        [path for path in (as_json, csv, *(heat or [])) if path],
+        call.terminal,
+    )
 
 
 @app.command(
@@ -526,50 +255,29 @@ def evaluate(
     "What weights and cache would need under several policies, beside the memory that is free. "
     "Reads config.json only.",
 )
+@command
 def plan(
-    context: typer.Context,
+    call: Call,
     tokens: Annotated[str, typer.Option(help="length of the document: 8192, 100k, 32Ki")],
-    model: Model = None,
-    revision: Revision = None,
-    offline: Offline = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    policy: Annotated[str, typer.Option(help="a list with commas", rich_help_panel=_CACHE)] = "",
-    budget: Budget = DEFAULT_BUDGET,
-    decode: Decode = "auto",
-    stride: Stride = 0,
-    kv: Kv = "auto",
-    options: Options = None,
-    max_tokens: MaxTokens = 512,
-    memory: Annotated[str, typer.Option(help="that of another machine, as 24GiB")] = "",
+    settings: Annotated[
+        Settings,
+        Only(f"{_MODEL} policy budget decode stride kv options", _list_of("policy", "")),
+    ],
+    generation: Annotated[Generation, Only("max_tokens")],
+    interface: Annotated[Interface, Only("debug")],
+    memory: Annotated[str, typer.Option(help="memory of another machine, such as 24GiB")] = "",
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
-    terminal = Terminal()
-    with guard(terminal, debug=debug):
-        from minikv.cli.plan import plan as run_plan
+    from minikv.cli.plan import plan as run_plan
 
-        _quiet_hub(terminal)
-        run_plan(
-            context.obj.model(model),
-            tokens,
-            terminal,
-            policy=policy,
-            budget=budget,
-            decode=decode,
-            stride=stride,
-            options=_pairs(options),
-            dtype=dtype,
-            weights=weights,
-            kv=kv,
-            device=device,
-            memory=memory,
-            max_tokens=max_tokens,
-            revision=revision,
-            offline=offline,
-            as_json=as_json,
-        )
+    run_plan(
+        settings,
+        tokens,
+        call.terminal,
+        memory=memory,
+        max_tokens=generation.max_tokens,
+        as_json=as_json,
+    )
 
 
 @app.command(
@@ -578,42 +286,43 @@ def plan(
     "Versions, processor, memory, hub and terminal; then every policy on a tiny random model. "
     "Exit code 1 if a check failed.",
 )
-def doctor(offline: Offline = False, as_json: Json = False, debug: Debug = False) -> None:
-    terminal = Terminal()
-    with guard(terminal, debug=debug):
-        from minikv.cli.doctor import doctor as run_doctor
+@command
+def doctor(
+    call: Call,
+    settings: Annotated[Settings, Only("offline")],
+    interface: Annotated[Interface, Only("debug")],
+    as_json: Json = False,
+) -> None:
+    from minikv.cli.doctor import doctor as run_doctor
 
-        run_doctor(terminal, offline=offline, as_json=as_json)
+    run_doctor(call.terminal, offline=settings.offline, as_json=as_json)
 
 
 @config_app.command(help="Which files are read, the strongest first.")
-def path() -> None:
-    terminal = Terminal()
-    with guard(terminal, debug=False):
-        from minikv.cli import config
+@command
+def path(call: Call) -> None:
+    from minikv.cli import config_command
 
-        config.paths(terminal)
+    config_command.paths(call.terminal)
 
 
 @config_app.command(help="Write a commented file with every key.")
-def init() -> None:
-    terminal = Terminal()
-    with guard(terminal, debug=False):
-        from minikv.cli import config
+@command
+def init(call: Call) -> None:
+    from minikv.cli import config_command
 
-        config.init(terminal)
+    config_command.init(call.terminal)
 
 
 @config_app.command("show", help="Every setting, its value and where it came from.")
-def show_config(as_json: Json = False) -> None:
-    terminal = Terminal()
-    with guard(terminal, debug=False):
-        from minikv.cli import config
+@command
+def show_config(call: Call, as_json: Json = False) -> None:
+    from minikv.cli import config_command
 
-        made = config.load()
-        for note in made.notes:
-            terminal.warn(note)
-        config.show(made, terminal, as_json=as_json)
+    made = config.load()
+    for note in made.notes:
+        call.terminal.warn(note)
+    config_command.show(made, call.terminal, as_json=as_json)
 
 
 @app.command(
@@ -621,57 +330,42 @@ def show_config(as_json: Json = False) -> None:
     help="minikv report chat.json -o report.html\n\n"
     "Make a report from what /export chat.json wrote in a chat. No model is needed.",
 )
+@command
 def report(
+    call: Call,
     source: Annotated[str, typer.Argument(metavar="CHAT.json")],
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="where to: .html, .md or .json")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="replace a file that exists")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="replace a file that exists", metavar="")
+    ] = False,
 ) -> None:
-    terminal = Terminal()
-    with guard(terminal, debug=False):
-        from minikv.cli.export.command import report as write
+    from minikv.cli.export.command import report as write
 
-        write(source, out, force, terminal)
+    write(source, out, force, call.terminal)
 
 
 @policies_app.callback(invoke_without_command=True)
-def policies(context: typer.Context, as_json: Json = False) -> None:
-    if context.invoked_subcommand is not None:
+@command
+def policies(call: Call, as_json: Json = False) -> None:
+    if call.subcommand is not None:
         return
-    terminal = Terminal()
-    with guard(terminal, debug=False):
-        from minikv.cli import render
-        from minikv.cli.ask import to_json
-        from minikv.policies import POLICIES
+    from minikv.cli import render
 
-        if as_json:
-            terminal.data(to_json([render.policy_record(info) for info in POLICIES.values()]))
-        else:
-            terminal.data(render.policies_table())
+    call.terminal.data(render.policies(as_json=as_json))
 
 
 @policies_app.command(help="minikv policies show adakv\n\nOne method: options, defaults, limits.")
+@command
 def show(
+    call: Call,
     name: Annotated[str, typer.Argument(help="a name from `minikv policies`")],
     as_json: Json = False,
 ) -> None:
-    terminal = Terminal()
-    with guard(terminal, debug=False):
-        from minikv.cli import render
-        from minikv.cli.ask import to_json
-        from minikv.policies import PARTS, POLICIES
+    from minikv.cli import render
 
-        if name in PARTS and name not in POLICIES:
-            part = PARTS[name]
-            shown = to_json(render.part_record(part)) if as_json else render.part_card(part)
-            terminal.data(shown)
-            return
-        info = POLICIES[name] if name in POLICIES else find(name)
-        if as_json:
-            terminal.data(to_json(render.policy_record(info)))
-        else:
-            terminal.data(render.policy_card(info))
+    call.terminal.data(render.policy(name, as_json=as_json))
 
 
 def run() -> None:
@@ -712,27 +406,3 @@ _COMMANDS = ("ask", "chat", "policies", "eval", "report", "plan", "doctor", "con
 
 def _command_words(arguments: list[str]) -> list[str]:
     return arguments[:1] if arguments[:1] and arguments[0] in _COMMANDS else []
-
-
-def _pairs(options: list[str] | None) -> dict[str, object]:
-    from minikv.cli.commands import read_pairs
-
-    return read_pairs(options or [])
-
-
-def _system(text: str) -> str:
-    """The system prompt; @FILE is read from that file."""
-    if not text.startswith("@"):
-        return text
-    from minikv.cli.documents import read_file
-
-    path = text[1:]
-    if not path:
-        raise UsageError("--system @ names no file")
-    return read_file(str(Path(path).expanduser())).text.strip()
-
-
-def _quiet_hub(terminal: Terminal) -> None:
-    """Keep the hub library's bars off where there is no terminal; it reads this at its import."""
-    if not terminal.live:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

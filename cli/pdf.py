@@ -1,7 +1,7 @@
 """The text of a PDF, page by page, by pypdf or else by pdftotext, in a child process.
 
-A PDF is a program for a large parser. Neither parser has limits of its own, so a child with bounded
-memory, CPU time and output runs it, and the chat outlives whatever happens there.
+A PDF is a program for a large parser. Neither parser has limits of its own, so a child process with
+bounded memory, CPU time and output runs it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Pdf:
 
 
 def is_pdf(data: bytes) -> bool:
-    """A PDF begins with its mark; readers, and so writers, allow a little before it."""
+    """Whether data begins with the mark of a PDF; a BOM or white space may come before it."""
     return data.lstrip(b"\xef\xbb\xbf \t\r\n")[: len(MAGIC)] == MAGIC
 
 
@@ -123,7 +123,7 @@ def _too_slow(shown: str, timeout: float) -> UsageError:
 
 def _judge(text: str, shown: str) -> Pdf:
     """Pages to one text, with an empty line between them."""
-    pages = [page.strip() for page in text.split(_PAGE)[:-1]]  # each ends with the sign
+    pages = [page.strip() for page in text.split(_PAGE)[:-1]]  # each page ends with it
     if not pages:
         raise UsageError(f"{shown} has no pages", "is the file damaged?")
     broken = tuple(n for n, page in enumerate(pages, 1) if page == _BROKEN)
@@ -171,7 +171,7 @@ def child(data: bytes, write: Callable[[str], object]) -> str:
                     contents.get_data()  # a damaged or oversized page passes for an empty one
             except MemoryError:
                 raise
-            except Exception:  # whatever a damaged page makes of the parser
+            except Exception:  # a damaged page can raise anything
                 text = _BROKEN
             else:
                 text = text.replace(_PAGE, "\n").replace(_BROKEN, "")
@@ -198,7 +198,7 @@ def _main() -> None:
 
 
 def _utf8(text: str) -> bytes:
-    """Halves of characters put together where both are there, replaced where not."""
+    """UTF-8, with surrogate pairs joined and lone surrogates replaced."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
 
 

@@ -1,4 +1,4 @@
-"""/refresh, and what a chat's way with later questions is called in words."""
+"""/refresh, and what --reuse does, in words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORDS = {
 
 
 def line(session: ChatSession) -> str:
-    """The setting in force, and what waits for the next question."""
+    """--reuse as it is now, and whether /refresh was asked for."""
     armed = "; /refresh: the next one reads everything again" if session.rereads else ""
     return f"{session.reuse}: {_WORDS[session.reuse]}{armed}"
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import TurnReport, of_full, percent_saved, ratio, size
 from minikv.cli import refresh
-from minikv.cli.config import text
+from minikv.cli.config_command import text
 from minikv.policies import (
     PARTS,
     POLICIES,
     Option,
     Part,
     PolicyInfo,
+    find,
     prompt_names,
     step_names,
 )
@@ -23,12 +25,12 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 _QUESTIONS = {
-    "scorer": "what a row is worth, and which rows stay in any case",
-    "layers": "how many rows each layer gets",
-    "heads": "how many rows each head of a layer gets",
-    "select": "which of a head's rows stay",
-    "weigh": "what a row's score is multiplied with",
-    "prefer": "which rows leave last",
+    "scorer": "how much a token is worth, and which are always kept",
+    "layers": "how many tokens each layer keeps",
+    "heads": "how many tokens each head of a layer keeps",
+    "select": "which tokens a head keeps",
+    "weigh": "what a token's score is multiplied with",
+    "prefer": "which tokens are evicted last",
 }
 STOPS = {
     "eos": "end of turn",
@@ -63,7 +65,7 @@ def stats(report: TurnReport) -> str:
         lost += ", an estimate"
         before = report.shaped_by_turn is not None and report.shaped_by_turn < report.turn
         if before and tokens.prompt_reused:
-            lost += "; rows that were evicted before are not in it"
+            lost += "; tokens evicted before are not in it"
     rows = [
         (
             f"turn {report.turn}",
@@ -82,7 +84,7 @@ def stats(report: TurnReport) -> str:
         (
             "KV held",
             f"{of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved), "
-            f"{size(kv.policy_state)} of it kept by the policy about rows",
+            f"{size(kv.policy_state)} of it the state of the policy",
         ),
         ("allocated", f"{size(kv.allocated)}, the pool"),
         ("peak", f"{size(kv.peak_prefill)} while reading, before eviction"),
@@ -97,7 +99,7 @@ def stats(report: TurnReport) -> str:
     ]
     if report.reuse != "once" or report.turn > 1:
         rows.insert(2, ("reuse", f"{report.reuse}: {_READ[report.reuse]}"))
-    if report.weights not in ("", "plain"):  # of chats from before it was kept, or as usual
+    if report.weights not in ("", "plain"):  # chats of older versions do not have it
         rows.append(("weights", report.weights))
     if memory.peak_bytes is not None:
         where = "GPU" if memory.reserved_bytes is not None else "process"
@@ -135,7 +137,7 @@ def policy_line(session: ChatSession) -> str:
 
 
 def _gaps(session: ChatSession) -> bool:
-    """Whether rows are gone, other than those that windows of the layers have left behind."""
+    """Whether tokens were evicted, other than those outside of a layer's sliding window."""
     if not session.fed or session.report is None:
         return False
     windows = [w for w in session.engine.kv.shape.windows if w is not None]
@@ -150,7 +152,23 @@ def toolbar(session: ChatSession) -> str:
     return f"{policy_line(session)}{held} · {used}"
 
 
-def policies_table() -> str:
+def policies(*, as_json: bool) -> str:
+    """Every method in the registry, as JSON or as a table."""
+    if as_json:
+        return json.dumps([_policy_record(info) for info in POLICIES.values()])
+    return _policies_table()
+
+
+def policy(name: str, *, as_json: bool) -> str:
+    """One method or part of one. Raises UsageError for an unknown name."""
+    if name in PARTS and name not in POLICIES:
+        part = PARTS[name]
+        return json.dumps(_part_record(part)) if as_json else _part_card(part)
+    info = POLICIES[name] if name in POLICIES else find(name)
+    return json.dumps(_policy_record(info)) if as_json else _policy_card(info)
+
+
+def _policies_table() -> str:
     """Every method in the registry, one line of at most 80 characters each."""
     rows = [("POLICY", "WHEN", "SCORES WITH", "2ND QUESTION", "PAPER")]
     parts = [part.name for part in PARTS.values() if part.axis != "scorer"]
@@ -168,7 +186,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 80, subsequent_indent="    ")
 
 
-def policy_card(info: PolicyInfo) -> str:
+def _policy_card(info: PolicyInfo) -> str:
     """One method: what it does, and its options with defaults and limits."""
     rows = [
         ("flag", _flags(info)),
@@ -185,7 +203,7 @@ def policy_card(info: PolicyInfo) -> str:
     return text + _options(info.options)
 
 
-def part_card(part: Part) -> str:
+def _part_card(part: Part) -> str:
     """One part of a policy: which question it answers, and its options."""
     used = [info.name for info in POLICIES.values() if part.name in info.parts]
     rows = [
@@ -200,7 +218,7 @@ def _spelling(part: Part) -> str:
     return f"{part.name}+ada" if part.axis == "scorer" else f"h2o+{part.name}"
 
 
-def part_record(part: Part) -> dict[str, object]:
+def _part_record(part: Part) -> dict[str, object]:
     """A part as JSON has it."""
     return {
         "name": part.name,
@@ -222,7 +240,7 @@ def _options(options: Sequence[Option]) -> str:
     return "\n".join(lines)
 
 
-def policy_record(info: PolicyInfo) -> dict[str, object]:
+def _policy_record(info: PolicyInfo) -> dict[str, object]:
     """A registry row as JSON has it."""
     return {
         "name": info.name,

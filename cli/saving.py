@@ -1,4 +1,4 @@
-"""Going back, asking again, and saved chats: /undo, /retry, /save and /load."""
+"""/undo, /retry, /save and /load."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.cli import chats, render
+from minikv.cli import render
 from minikv.cli.command import Command, Context
+from minikv.cli.paths import chats_folder
+from minikv.cli.saved.listing import Entry, listing
+from minikv.cli.saved.transcript import Saved
+from minikv.cli.settings_commands import reseeded
 from minikv.cli.turn import run_turn
 from minikv.errors import UsageError
 
@@ -59,7 +63,7 @@ def _retry(context: Context, arguments: list[str]) -> None:
     terminal.say(f"asking again: {_line(question)}", "dim")
     before = session.turn
     try:
-        run_turn(session, question, context.limits, terminal, context.interrupts)
+        run_turn(session, question, context.generation, terminal, context.interrupts)
     finally:
         if session.turn > before and session.report is not None:
             for part in session.report.lines():
@@ -95,13 +99,9 @@ def _settings(session: ChatSession, flags: dict[str, str]) -> tuple[EvictionConf
         digits = text.isascii() and text.isdigit() and len(text) <= 10
         if not digits or int(text) > _MOST_SEED:
             raise UsageError(f"--seed is a number from 0 to {_MOST_SEED:,}, got {text!r}")
-        before, seed = seed, int(text)
         # A policy that draws follows the chat's seed, unless it was given one of its own.
-        reading, writing = (
-            {n: seed if n == "seed" and value == before else value for n, value in options.items()}
-            for options in (eviction.policy_options, eviction.decode_options)
-        )
-        eviction = replace(eviction, policy_options=reading, decode_options=writing)
+        before, seed = seed, int(text)
+        eviction = reseeded(eviction, seed, before)
     if "policy" in flags:
         eviction = replace(EvictionConfig.read(flags["policy"], seed=seed), budget=eviction.budget)
     if "budget" in flags:
@@ -121,7 +121,7 @@ def _save(context: Context, arguments: list[str]) -> None:
 def _load(context: Context, arguments: list[str]) -> None:
     names = [argument for argument in arguments if argument != "--reread"]
     if not arguments:
-        context.terminal.say(table(chats.listing()))
+        context.terminal.say(table(listing()))
         return
     if len(names) != 1 or len(arguments) - len(names) > 1 or names[0].startswith("-"):
         raise UsageError("/load takes a name", "/load thesis, or /load thesis --reread")
@@ -135,7 +135,7 @@ def _load(context: Context, arguments: list[str]) -> None:
 
 
 def origins(
-    saved: chats.Saved, given: Collection[str] | None = None, *, reread: bool = False
+    saved: Saved, given: Collection[str] | None = None, *, reread: bool = False
 ) -> dict[str, str]:
     """Where the settings come from that a chat brought along. `given` are those that the user
     stated for a run that began with it, `reread` as there; None: the run was there before."""
@@ -150,8 +150,8 @@ def origins(
     return dict.fromkeys(names, f"chat {saved.name}")
 
 
-def opened(session: ChatSession, saved: chats.Saved, seconds: float) -> str:
-    """What to say when a chat was taken up again, `seconds` of which were the files."""
+def opened(session: ChatSession, saved: Saved, seconds: float) -> str:
+    """What to say about a chat that was loaded in so many `seconds`."""
     how = f"taken up in {1000 * seconds:.0f} ms, nothing was read again"
     if not session.fed:
         how = "your next question reads it again"
@@ -160,10 +160,10 @@ def opened(session: ChatSession, saved: chats.Saved, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def table(entries: list[chats.Entry]) -> str:
+def table(entries: list[Entry]) -> str:
     """The saved chats, one line each."""
     if not entries:
-        return f"no saved chat in {chats.root()}"
+        return f"no saved chat in {chats_folder()}"
     rows = [(e.name, e.saved, _turns(e.turns), e.model, e.title) for e in entries]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(

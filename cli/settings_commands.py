@@ -1,33 +1,29 @@
-"""/set, /show, /system and /tokens: what a chat runs under, and what its context is used for."""
+"""/set, /show and /system: the settings of a chat."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import size
 from minikv.cli import documents, refresh, render
 from minikv.cli.command import Command, Context
-from minikv.cli.config import SETTINGS, listed, text
-from minikv.cli.turn import Limits
+from minikv.cli.config import SETTINGS, typed
+from minikv.cli.config_command import listed, text
+from minikv.cli.context_command import count_tokens
 from minikv.errors import UsageError
-from minikv.policies import POLICIES, Value
+from minikv.policies import POLICIES
+from minikv.settings import Generation, settings_of
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 HERE = "/set"
-_LIMITS: Mapping[str, type[int] | type[float]] = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "max_tokens": int,
-}
+_SHORT = {"temp": "temperature", "n": "max_tokens"}
 
 
 # -- /set -----------------------------------------------------------------------------------
@@ -41,7 +37,7 @@ def _set(context: Context, arguments: list[str]) -> None:
     name, equals, value = first.partition("=")
     if equals:
         rest = [value, *rest]
-    key = {"temp": "temperature", "n": "max_tokens"}.get(name, name.lstrip("-").replace("-", "_"))
+    key = _SHORT.get(name, name.lstrip("-").replace("-", "_"))
     if key not in _CHANGES:
         if key in SETTINGS:
             raise UsageError(
@@ -50,75 +46,56 @@ def _set(context: Context, arguments: list[str]) -> None:
         near = difflib.get_close_matches(key, _CHANGES, n=1, cutoff=0.5)
         guess = f"did you mean {near[0]}? " if near else ""
         raise UsageError(f"no setting {name!r}", f"{guess}/set lists them all")
-    if not rest:
-        context.terminal.say("\n".join(_lines(context, [key])))
-        return
-    if len(rest) > 1 and key != "system":
-        raise UsageError(f"{key} takes one value, got {' '.join(rest)!r}")
-    _CHANGES[key](context, key, " ".join(rest))
-    _origins(context)[key] = HERE
+    if rest:
+        if len(rest) > 1 and key != "system":
+            raise UsageError(f"{key} takes one value, got {' '.join(rest)!r}")
+        changed = typed(SETTINGS[key], " ".join(rest), key)
+        SETTINGS[key].check_choice(changed, key)
+        _CHANGES[key](context, changed)
+        context.origins[key] = HERE
     context.terminal.say("\n".join(_lines(context, [key])))
 
 
-def _limit(context: Context, key: str, value: str) -> None:
-    kind = _LIMITS[key]
-    try:
-        number = kind(value)
-    except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise UsageError(f"{key} must be {what}, got {value!r}") from None
-    # Made anew rather than changed, so that a refused value leaves the old ones.
-    limits = _with(context.limits, key, number)
-    limits.check()
-    context.limits = limits
+def _generation(key: str) -> Callable[[Context, Any], None]:
+    def change(context: Context, value: Any) -> None:
+        context.generation = replace(context.generation, **{key: value})
+
+    return change
 
 
-def _with(limits: Limits, key: str, number: float) -> Limits:
-    """A copy with one value changed; written out because the fields have types of their own."""
-    if key == "max_tokens":
-        return replace(limits, max_tokens=int(number))
-    if key == "top_k":
-        return replace(limits, top_k=int(number))
-    if key == "top_p":
-        return replace(limits, top_p=number)
-    if key == "min_p":
-        return replace(limits, min_p=number)
-    return replace(limits, temperature=number)
-
-
-def _seed(context: Context, key: str, value: str) -> None:
-    try:
-        seed = int(value)
-    except ValueError:
-        raise UsageError(f"seed must be a whole number, got {value!r}") from None
-    session, eviction = context.session, context.session.eviction
-    changed = replace(
-        eviction,
-        policy_options=_reseeded(eviction.policy_options, seed),
-        decode_options=_reseeded(eviction.decode_options, seed),
-    )
-    if changed != eviction:
+def _seed(context: Context, seed: int) -> None:
+    session = context.session
+    changed = reseeded(session.eviction, seed)
+    if changed != session.eviction:
         session.configure(changed)
     session.seed = seed
 
 
-def _reseeded(options: Mapping[str, Value], seed: int) -> dict[str, Value]:
-    return {name: seed if name == "seed" else value for name, value in options.items()}
+def reseeded(eviction: EvictionConfig, seed: int, before: int | None = None) -> EvictionConfig:
+    """With another seed for policies that draw; only where it was `before`, if that is given."""
+    policy, decode = (
+        {
+            name: seed if name == "seed" and before in (None, value) else value
+            for name, value in options.items()
+        }
+        for options in (eviction.policy_options, eviction.decode_options)
+    )
+    return replace(eviction, policy_options=policy, decode_options=decode)
 
 
-def _budget(context: Context, key: str, value: str) -> None:
+def _budget(context: Context, value: str) -> None:
     session = context.session
     session.configure(replace(session.eviction, budget=read_budget(value)))
 
 
-def _policy(context: Context, key: str, value: str) -> None:
+def _policy(context: Context, value: str) -> None:
     session = context.session
     chosen = EvictionConfig.read(value, seed=session.seed)
     session.configure(replace(chosen, budget=session.eviction.budget))
-    _origins(context)["decode"] = _origins(context)["stride"] = HERE
+    context.origins["decode"] = context.origins["stride"] = HERE
 
 
-def _decode(context: Context, key: str, value: str) -> None:
+def _decode(context: Context, value: str) -> None:
     session = context.session
     now = session.eviction
     if now.stride:
@@ -127,33 +104,39 @@ def _decode(context: Context, key: str, value: str) -> None:
     session.configure(replace(chosen, budget=now.budget, policy_options=now.policy_options))
 
 
-def _reuse(context: Context, key: str, value: str) -> None:
+def _reuse(context: Context, value: str) -> None:
     session = context.session
     session.reuse = value
     if value == "blind" and session.documents and session.shaped_by != 0:
         context.terminal.say("what was read stays as it is; /clear reads it again, and blind")
 
 
-def _encoding(context: Context, key: str, value: str) -> None:
-    if value not in documents.ENCODING_ERRORS:
-        raise UsageError(
-            f"encoding_errors must be one of {', '.join(documents.ENCODING_ERRORS)}, got {value!r}"
-        )
+def _encoding(context: Context, value: str) -> None:
     context.errors = value
 
 
-def _quiet(context: Context, key: str, value: str) -> None:
-    if value not in ("true", "false"):
-        raise UsageError(f"quiet must be true or false, got {value!r}")
-    context.terminal.quiet = value == "true"
+def _quiet(context: Context, value: bool) -> None:
+    context.terminal.quiet = value
 
 
-def _system_key(context: Context, key: str, value: str) -> None:
-    _change_system(context, value)
+def _change_system(context: Context, given: str) -> None:
+    """Takes effect at once if nothing was read yet, else with the next conversation."""
+    session = context.session
+    if given.startswith("@"):
+        if given == "@":
+            raise UsageError("/system @ names no file")
+        given = documents.read_file(given[1:], context.errors).text.strip()
+    session.system = given.strip()
+    what = "system prompt set" if session.system else "no system prompt from here on"
+    if not session.fed:
+        session.reset(keep_documents=True)
+        context.terminal.say(f"{what}, for your next question")
+    else:
+        context.terminal.say(f"{what}, for the next conversation: /clear begins it")
 
 
-_CHANGES: Mapping[str, Callable[[Context, str, str], None]] = {
-    **dict.fromkeys(_LIMITS, _limit),
+_CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
+    **{key: _generation(key) for key in settings_of(Generation)},
     "seed": _seed,
     "policy": _policy,
     "budget": _budget,
@@ -161,9 +144,9 @@ _CHANGES: Mapping[str, Callable[[Context, str, str], None]] = {
     "reuse": _reuse,
     "encoding_errors": _encoding,
     "quiet": _quiet,
-    "system": _system_key,
+    "system": _change_system,
 }
-"""What /set may change, and how."""
+"""What /set may change, and how; values come in the type of the setting."""
 KEYS = tuple(_CHANGES)
 
 
@@ -175,14 +158,14 @@ def _settings(context: Context) -> None:
 
 def _lines(context: Context, names: list[str]) -> list[str]:
     values = _values(context)
-    return listed({name: values[name] for name in names}, _origins(context))
+    return listed({name: values[name] for name in names}, context.origins)
 
 
 def _values(context: Context) -> dict[str, str]:
     """Every setting as it is in force now, by name."""
     import torch
 
-    session, limits, facts = context.session, context.limits, context.session.facts
+    session, facts = context.session, context.session.facts
     eviction = session.eviction
     values = {
         "model": facts.model or "bundled",
@@ -205,13 +188,8 @@ def _values(context: Context) -> dict[str, str]:
         "seed": str(session.seed),
         "quiet": text(context.terminal.quiet),
     }
-    values |= {name: f"{getattr(limits, name):g}" for name in _LIMITS}
+    values |= {name: f"{getattr(context.generation, name):g}" for name in settings_of(Generation)}
     return {name: values.get(name, "") for name in SETTINGS}
-
-
-def _origins(context: Context) -> MutableMapping[str, str]:
-    """Where each value came from, by name; kept by the chat."""
-    return context.origins
 
 
 # -- /show ----------------------------------------------------------------------------------
@@ -252,8 +230,8 @@ def _show_system(context: Context) -> None:
     session = context.session
     context.terminal.say(session.system or "no system prompt; /system TEXT sets one")
     if session.system:
-        pinned = "its rows never leave" if session.pin_system else "its rows may leave"
-        context.terminal.say(f"({_count(session, session.system):,} tokens; {pinned})")
+        pinned = "never evicted" if session.pin_system else "may be evicted"
+        context.terminal.say(f"({count_tokens(session, session.system):,} tokens; {pinned})")
 
 
 def _show_template(context: Context) -> None:
@@ -272,7 +250,7 @@ def _show_template(context: Context) -> None:
 
 
 def _spelled(session: ChatSession, ids: Sequence[int]) -> str:
-    """The text of ids, with the names of those that stand for no text."""
+    """The text of ids; control tokens by name."""
     control: Mapping[str, int] = getattr(session.tokenizer, "control", {})
     names = {id: name for name, id in control.items()}
     parts = [
@@ -288,9 +266,9 @@ def _show_policy(context: Context) -> None:
     if eviction.evicts:
         counted = context.session.engine.kv.stats().budget_rows
         if counted is not None:
-            rows.append(("budget", f"{eviction.budget}, which is {counted:,} rows per head"))
+            rows.append(("budget", f"{eviction.budget}, which is {counted:,} tokens per head"))
     if eviction.stride:
-        rows.append(("stride", f"{eviction.stride} rows"))
+        rows.append(("stride", f"blocks of {eviction.stride} tokens"))
     rows.append(("reuse", refresh.line(context.session)))
     for name, options in (
         (eviction.policy, eviction.policy_options),
@@ -325,98 +303,11 @@ def _system(context: Context, arguments: list[str]) -> None:
         _show_system(context)
         return
     _change_system(context, " ".join(arguments))
-    _origins(context)["system"] = "/system"
-
-
-def _change_system(context: Context, given: str) -> None:
-    """@FILE is read. Before the first question it holds at once, later from the next chat on."""
-    session = context.session
-    if given.startswith("@"):
-        if given == "@":
-            raise UsageError("/system @ names no file")
-        given = documents.read_file(given[1:], context.errors).text.strip()
-    session.system = given.strip()
-    what = "system prompt set" if session.system else "no system prompt from here on"
-    if not session.fed:
-        session.reset(keep_documents=True)
-        context.terminal.say(f"{what}, for your next question")
-    else:
-        context.terminal.say(f"{what}, for the next conversation: /clear begins it")
-
-
-# -- /tokens --------------------------------------------------------------------------------
-
-
-def _tokens(context: Context, arguments: list[str]) -> None:
-    session = context.session
-    rows = usage(session)
-    share = 100.0 / session.max_context
-    wide = max(len(name) for name, _, _ in rows)
-    lines = [
-        f"{name:<{wide}}  {count:>9,}  {share * count:>5.1f}%  {frees}".rstrip()
-        for name, count, frees in rows
-    ]
-    for line in lines:
-        context.terminal.say(line)
-    context.terminal.say(
-        f"of {session.max_context:,} positions; eviction frees memory, not positions"
-    )
-
-
-def usage(session: ChatSession) -> list[tuple[str, int, str]]:
-    """(what, tokens, the command that frees it). All but the waiting documents sum to the
-    model's context; the joins between parts count as markers."""
-    system = documents_ = questions = answers = 0
-    names: list[tuple[str, int]] = []
-    read = list(session.documents)
-    for message in session.messages:
-        count = _count(session, message.content)
-        if message.role == "system":
-            system += count
-        elif message.role == "assistant":
-            answers += count
-        else:
-            rest, own = message.content, 0
-            while read and rest.startswith(read[0].rendered()):
-                document = read.pop(0)
-                rest = rest.removeprefix(document.rendered())
-                part = min(_count(session, document.rendered()), count - own)
-                names.append((document.name or "piped text", part))
-                own += part
-            documents_ += own
-            questions += count - own
-    if not session.fed:
-        system = questions = answers = 0  # set, but not read yet
-    used = session.max_context - session.room
-    markers = used - system - documents_ - questions - answers
-    if markers < 0:  # parts encoded apart can take a few tokens more than together
-        questions, markers = max(0, questions + markers), 0
-    rows = [("system prompt", system, '/system "", then /clear' if system else "")]
-    for i, (name, count) in enumerate(names, 1):
-        rows.append((f"document {i}: {_cut(name)}", count, f"/drop {i}"))
-    rows += [
-        ("questions", questions, "/clear" if questions else ""),
-        ("answers", answers, "/clear" if answers else ""),
-        ("turn markers", markers, ""),
-        ("room left", session.room, ""),
-    ]
-    for i, pending in enumerate(session.pending, len(session.documents) + 1):
-        count = _count(session, pending.rendered())
-        rows.append((f"waiting: {_cut(pending.name or 'piped text')}", count, f"/drop {i}"))
-    return rows
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= 28 else f"{name[:13]}…{name[-14:]}"
-
-
-def _count(session: ChatSession, content: str) -> int:
-    return len(session.tokenizer.encode(content)) if content else 0
+    context.origins["system"] = "/system"
 
 
 COMMANDS = (
     Command(("set",), "[KEY VALUE]", "every setting and where it came from, or change one", _set),
     Command(("show",), f"[{' | '.join(_VIEWS)}]", "what this chat runs on", _show),
     Command(("system",), "[TEXT | @FILE]", "show or change the system prompt", _system, raw=True),
-    Command(("tokens",), "", "what the context is used for, and what frees it", _tokens),
 )

@@ -1,40 +1,19 @@
-"""A chat on a terminal, and one turn of it: progress, warnings first, the answer as it comes."""
+"""Opening a chat on a terminal, and one turn of it: progress, warnings, then the answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minikv.cli.documents import Text, distinct
-from minikv.cli.interrupt import Interrupts, held
+from minikv.cli.interrupt import Interrupts
 from minikv.cli.progress import Live, Loading
 from minikv.cli.terminal import Terminal
-from minikv.errors import UsageError
-from minikv.loader import Settings, build
+from minikv.loader import build
+from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How an answer is written. `check` refuses before a model is loaded."""
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def check(self) -> None:
-        """Raise the UsageError that a turn would raise."""
-        if self.max_tokens < 1:
-            raise UsageError(f"--max-tokens must be at least 1, got {self.max_tokens}")
-        with held():  # torch comes with it, and would lose a Ctrl-C or end by it
-            from minikv.engine.sampling import Sampling
-
-        Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 def open_chat(
@@ -63,7 +42,7 @@ def open_chat(
 def run_turn(
     session: ChatSession,
     question: str,
-    limits: Limits,
+    generation: Generation,
     terminal: Terminal,
     interrupts: Interrupts,
     *,
@@ -76,11 +55,11 @@ def run_turn(
     with setting, interrupts.stopping(session.cancel):
         answer = session.ask(
             question,
-            limits.max_tokens,
-            limits.temperature,
-            top_k=limits.top_k,
-            top_p=limits.top_p,
-            min_p=limits.min_p,
+            generation.max_tokens,
+            generation.temperature,
+            top_k=generation.top_k,
+            top_p=generation.top_p,
+            min_p=generation.min_p,
             progress=Live(terminal, "reading"),
             notice=terminal.warn,
         )
@@ -92,7 +71,7 @@ def run_turn(
             finished = True
         finally:
             terminal.clear_status()
-            # Also after an error: what was written stays in the conversation, so it ends properly.
+            # Also after an error, because what was written stays in the conversation.
             if show and (pieces or finished):
                 terminal.end_answer()
     return "".join(pieces)

@@ -18,6 +18,7 @@ from minikv.kernels.torch.attention_mass import Part, add_attention_mass, below_
 from minikv.kernels.torch.compaction import gather_column, gather_rows, survivors
 from minikv.kernels.torch.decode import Rows, lowest_step, ragged_attention
 from minikv.kernels.torch.int8 import from_codes, to_codes
+from minikv.kernels.torch.order import nth_smallest
 from minikv.kernels.torch.ragged_prefill import ragged_prefill
 from minikv.kernels.torch.window import window_attention
 
@@ -34,6 +35,7 @@ __all__ = [
     "last_rows_attention",
     "lowest_step",
     "merge",
+    "nth_smallest",
     "observe",
     "ragged_attention",
     "ragged_prefill",

@@ -31,17 +31,13 @@ def load(
 ) -> ChatSession:
     """A chat with `model` (a directory or a hub id; None is the bundled model).
 
-    `budget` is the mean number of rows per KV head and layer (512), a share of the first prompt
-    ("20%") or bytes over all layers ("64MiB"). With a `stride`, `policy` is a step policy that also
-    reads prompts, in blocks of so many rows. `kv` "int8" keeps keys and values in about half of
-    bfloat16's bytes. `weights` "int8" or "int4" packs the matrices of the layers, on a CPU;
-    "int8+head" or "int4+head" what makes logits, too, in eight bits.
-    `reuse` says what later questions find: "once", "refresh", "blind" or "auto"
-    (`minikv.chat.reuse`).
-    `policy_options` are checked against `minikv.policies.POLICIES`. Raises MinikvError or
-    ModelError, both with `exit_code`.
+    `budget` is tokens per head, averaged over heads and layers (512), a share of the first prompt
+    ("20%") or memory for all layers ("64MiB"). The other arguments are fields of
+    `minikv.settings.Settings`, which says what each does and may be. `policy_options` are checked
+    against `minikv.policies.POLICIES`. Raises MinikvError or ModelError, both with `exit_code`.
     """
-    from minikv.loader import Settings, build
+    from minikv.loader import build
+    from minikv.settings import Settings
 
     return build(
         Settings(

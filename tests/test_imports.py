@@ -26,6 +26,8 @@ PACKAGES = {
 # The assembly is the one place that knows both the core and the models.
 EXCEPTIONS = {
     ("minikv/loader.py", "minikv.models"),
+    ("minikv/loader.py", "minikv.models.config"),
+    ("minikv/loader.py", "minikv.models.llama"),
     ("cli/bench/kernels.py", "minikv.kernels"),  # what it measures
 }
 THIRD_PARTY = {

@@ -14,8 +14,8 @@ from minikv.cli.commands import read_pairs
 from minikv.cli.lists import read_list
 from minikv.cli.plan import read_count
 from minikv.errors import UsageError
-from minikv.loader import WEIGHTS, Settings
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
+from minikv.settings import WEIGHTS, Settings
 
 SHORTEST = 64
 """Fewest tokens of a prompt: shorter ones say nothing about a policy."""

@@ -15,7 +15,9 @@ from minikv.cli.evaluation.files import Item, read_items, scored
 from minikv.cli.lists import read_list
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
-from minikv.loader import Settings, build
+from minikv.loader import build
+from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
+from minikv.settings import Settings
 
 Runs = Sequence[tuple[str, run.Run]]
 """Each with the name of its tasks or its file."""
@@ -24,15 +26,14 @@ Runs = Sequence[tuple[str, run.Run]]
 def evaluate(
     names: str,
     files: Sequence[Path],
-    policies: str,
-    budgets: str,
     lengths: str,
     count: int,
     settings: Settings,
     outputs: Sequence[Path],
     terminal: Terminal,
 ) -> None:
-    """Measure and print; `names`, `policies`, `budgets` and `lengths` are lists with commas.
+    """Measure and print; `names`, `lengths` and the policies and budgets of `settings` are lists
+    with commas.
 
     Raises UsageError for anything that is wrong with them before a model is loaded.
     """
@@ -49,8 +50,8 @@ def evaluate(
             f"--length must be {tasks.LEAST} or more; only needle takes less",
         )
     choices = run.choices(
-        read_list(policies, "--policy"),
-        read_list(budgets, "--budget"),
+        read_list(settings.policy, "--policy"),
+        read_list(settings.budget, "--budget"),
         read_list(settings.decode, "--decode"),
         settings.seed,
         settings.stride,
@@ -61,7 +62,15 @@ def evaluate(
     if any(item.metric is metrics.rouge_l for items in read.values() for item in items):
         metrics.rouge()
     terminal.status("loading the model")
-    chat = build(replace(settings, decode="auto", stride=0, options={}))
+    plain = replace(
+        settings,
+        policy=DEFAULT_PROMPT,
+        budget=DEFAULT_BUDGET,
+        decode="auto",
+        stride=0,
+        options={},
+    )
+    chat = build(plain)
     terminal.clear_status()
     codec, seed = chat.tokenizer, 900_000_000 + 10_000_000 * settings.seed
     how = tasks.manner(settings.model)

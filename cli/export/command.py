@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import size
-from minikv.cli import chats
 from minikv.cli.command import Command, Context
 from minikv.cli.export.files import refuse, write
+from minikv.cli.saved.listing import listing
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import UsageError
 
@@ -44,7 +44,7 @@ def export(context: Context, arguments: list[str]) -> None:
 def report(source: str, out: str | None, force: bool, terminal: Terminal) -> None:
     """`minikv report CHAT.json [-o FILE]`: a page or transcript from a JSON export, without a
     model. Without `out` it is the source's name with .html. Raises UsageError."""
-    if not os.path.exists(source) and source in {entry.name for entry in chats.listing()}:
+    if not os.path.exists(source) and source in {entry.name for entry in listing()}:
         raise UsageError(
             f"{source} is a saved chat, and this takes an exported one",
             f"minikv chat --resume {source}, then /export chat.json",

@@ -27,7 +27,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         os.environ["MINIKV_HOME"] = home
         import minikv
-        from minikv.cli.chats import Keeper
+        from minikv.cli.saved.keeper import Keeper
         from minikv.cli.terminal import Terminal
         from minikv.models import BUNDLED
 

@@ -46,11 +46,11 @@ class Budget:
                 return Budget("bytes", number * _UNITS[unit])
         raise UsageError(
             f"cannot read the budget {raw!r}",
-            "give a number of rows per head (512), a share of the prompt (20%) or bytes (64MiB)",
+            "give a number of tokens per head (512), a share of the prompt (20%) or bytes (64MiB)",
         )
 
     def rows(self, prompt: int, row_bytes: int, heads: int) -> int:
-        """The budget as rows per head, when `prompt` tokens have been read.
+        """The budget as tokens per head, when `prompt` tokens have been read.
 
         `row_bytes` is one row of one KV head, policy columns included; `heads` is L x H. At
         least 1.

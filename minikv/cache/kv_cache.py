@@ -165,10 +165,10 @@ class KVCache:
         least = self._least(0)
         if (prompt or step) and rows < least:
             names = " with ".join(p.name for p in (prompt, step) if p)
-            meant = "" if budget.unit == "rows" else f", which is {rows} rows per head here,"
+            meant = "" if budget.unit == "rows" else f", which is {rows} tokens per head here,"
             raise UsageError(
                 f"budget {budget}{meant} is too small for {names}",
-                f"the smallest useful budget here is {least} rows per head",
+                f"the smallest useful budget here is {least} tokens per head",
             )
         return rows
 
@@ -213,8 +213,8 @@ class KVCache:
         least = self._least(rows)
         if rows and each < least:
             raise UsageError(
-                f"a budget of {each} rows is too small beside {rows} pinned ones",
-                f"the smallest useful budget here is {least} rows per head",
+                f"a budget of {each} tokens is too small beside {rows} pinned ones",
+                f"the smallest useful budget here is {least} tokens per head",
             )
 
     # -- a prompt ---------------------------------------------------------------------------
@@ -350,7 +350,7 @@ class KVCache:
         rows = self.prompt_policy.layer_rows(self.shape.layers, each, most, least)
         if min(rows) < least:
             raise UsageError(
-                f"{self.prompt_policy.name} leaves a layer {min(rows)} rows per head, of which "
+                f"{self.prompt_policy.name} leaves a layer {min(rows)} tokens per head, of which "
                 f"{least - 1} are protected",
                 "a larger --budget or a smaller beta gives every layer enough",
             )

@@ -560,7 +560,7 @@ class ChatSession:
         rows = stats.budget_rows
         if had_documents and self.eviction.evicts and rows is not None and rows >= stats.seen:
             warn(
-                f"--budget {self.eviction.budget} ({rows:,} rows per head) is not below this "
+                f"--budget {self.eviction.budget} ({rows:,} tokens per head) is not below this "
                 f"prompt ({stats.seen:,} tokens): nothing was evicted"
             )
 

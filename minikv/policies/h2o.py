@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv import kernels
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
     ALL,
@@ -84,7 +85,7 @@ class H2O(StepPolicy):
 
     def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         newest = torch.minimum(self.quota(view.cap), (view.pos >= 0).sum(1) - count).clamp(min=1)
-        edge = view.pos.sort(1, descending=True).values.gather(1, newest[:, None] - 1)
+        edge = -kernels.nth_smallest(-view.pos, newest)
         allowed = unprotected(view, self)
         older = allowed & (view.pos < edge)
         allowed = torch.where(older.sum(1, keepdim=True) >= count, older, allowed)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from minikv import kernels
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import PromptView, StepEnd, StepPolicy, StepView, unprotected
 
@@ -67,8 +68,7 @@ class RoCo(StepPolicy):
         # The `keep` steadiest rows are in scope; protected rows count as unsteady.
         keep = torch.minimum(self.quota(view.cap).clamp(min=count), allowed.sum(1)).clamp(min=1)
         variance = variance.masked_fill(~allowed, torch.inf)
-        edge = variance.sort(1).values.gather(1, keep[:, None] - 1)
-        return mean, allowed & (variance <= edge)
+        return mean, allowed & (variance <= kernels.nth_smallest(variance, keep))
 
     def quota(self, cap: Tensor) -> Tensor:
         """How many rows of a head are in scope, int64 like `cap`."""

@@ -27,12 +27,12 @@ from minikv.chat import reuse
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import Rates, Tokens
 from minikv.chat.session import ChatSession
-from minikv.cli import chats, commands, render
-from minikv.cli.chats import Keeper
+from minikv.cli import commands, render
 from minikv.cli.main import app
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.transcript import header
 from minikv.cli.terminal import Terminal
 from minikv.errors import ContextError, Interrupted, NumericsError, UsageError
-from minikv.loader import Settings
 from minikv.models.builtin_templates import (
     CHATML,
     LLAMA_2,
@@ -46,6 +46,7 @@ from minikv.models.builtin_templates import (
 )
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
+from minikv.settings import Settings
 
 MILL = "A mill stands by the river and grinds. " * 8
 WELL = "A well is deep and cold and dry. " * 6
@@ -693,11 +694,11 @@ def test_a_saved_chat_keeps_the_setting() -> None:
     other.reuse = "auto"
     keeper.keep(other)
     keeper.close()
-    assert chats.header("one")["reuse"] == "auto"
+    assert header("one")["reuse"] == "auto"
 
 
 def test_a_saved_chat_of_before_or_with_another_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_chats import rewrite
+    from test_keeper import rewrite
 
     session = chat()
     say(session, "Who?")

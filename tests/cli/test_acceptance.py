@@ -437,7 +437,7 @@ def test_06_budgets_around_the_prompt_and_the_window(program: Program) -> None:
     narrow = ("story.txt", "--decode", "none", "-o", "window=16", "--json")
     refused = program.ask(*narrow, "--budget", "16")
     assert refused.code == 2
-    assert "the smallest useful budget here is 17 rows per head" in refused.err
+    assert "the smallest useful budget here is 17 tokens per head" in refused.err
     least = program.ask(*narrow, "--budget", "17")
     assert least.code == 0
     record = json.loads(least.out)

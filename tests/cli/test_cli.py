@@ -28,8 +28,8 @@ from minikv.cli.failures import explain
 from minikv.cli.main import app
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import ContextError, Interrupted, MemoryShortError, NumericsError, UsageError
-from minikv.loader import Settings
 from minikv.models.errors import CorruptModel, ModelUnavailable
+from minikv.settings import Settings
 
 HERE = Path(__file__).parents[1]
 KEYS = {

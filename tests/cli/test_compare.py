@@ -338,7 +338,7 @@ def test_the_full_caches_speed_is_in_every_record(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(compare, "table", table)
     for length, measured in ((compare.ENOUGH - 1, False), (compare.ENOUGH, True)):
         one = context(session)
-        one.limits = replace(one.limits, max_tokens=length)
+        one.generation = replace(one.generation, max_tokens=length)
         compare._compare(one, ["streaming"])
         streaming, full = tables.pop()
         rate = full.report.rate.decode_tok_s if measured else None

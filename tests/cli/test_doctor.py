@@ -19,7 +19,9 @@ import typer
 
 from minikv.cache.kv_cache import KVCache
 from minikv.cli import doctor as examination
-from minikv.cli.doctor import FAILED, OK, WARNING, Check, attempt, doctor, line, policies, tiny
+from minikv.cli import selftest
+from minikv.cli.doctor import FAILED, OK, WARNING, Check, doctor, line, policies
+from minikv.cli.selftest import attempt, tiny
 from minikv.cli.terminal import Terminal
 from minikv.policies.roco import RoCo
 
@@ -29,8 +31,8 @@ SECRET = "hf_a_secret_that_must_not_be_seen"
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Few pairs, no network, no configuration of this machine."""
-    monkeypatch.setattr(examination, "prompt_names", lambda: ["full", "adakv"])
-    monkeypatch.setattr(examination, "step_names", lambda: ["roco", "none"])
+    monkeypatch.setattr(selftest, "prompt_names", lambda: ["full", "adakv"])
+    monkeypatch.setattr(selftest, "step_names", lambda: ["roco", "none"])
     monkeypatch.setenv("MINIKV_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(examination, "_PATIENCE", 0.2)
@@ -87,7 +89,7 @@ def test_a_policy_that_breaks_is_named(quick: None, monkeypatch: pytest.MonkeyPa
     def broken(*arguments: object) -> Any:
         raise ZeroDivisionError("by\nzero")
 
-    for method in ("prompt", "_evidence"):  # after a prompt, and while one is read in blocks
+    for method in ("prompt", "score"):  # after a prompt, and while one is read in blocks
         monkeypatch.setattr(RoCo, method, broken)
     found = policies(lambda text: None)
     assert {check.state for check in found} == {FAILED}
@@ -104,7 +106,7 @@ def test_a_policy_that_breaks_is_named(quick: None, monkeypatch: pytest.MonkeyPa
     ("change", "message"),
     [
         (lambda kept: torch.cat((kept, kept[-1:])), "positions are not unique"),
-        (lambda kept: kept[:-1], "the newest row is gone"),
+        (lambda kept: kept[:-1], "the newest token is gone"),
         (lambda kept: torch.arange(int(kept[-1]) + 1), "over the budget"),
         (lambda kept: kept + 1, "positions are not unique"),
     ],

@@ -14,12 +14,12 @@ from fakes import ByteTokenizer, ChatML, FakeEngine
 from minikv.chat.session import ChatSession
 from minikv.cli import document_commands as commands
 from minikv.cli import documents
-from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
-from minikv.cli.turn import Limits
 from minikv.errors import Interrupted, UsageError
+from minikv.settings import Generation
 
 Run = Callable[..., str]
 RUN = {word: command.run for command in commands.COMMANDS for word in command.words}
@@ -40,7 +40,7 @@ def run(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> Run:
             session,
             Terminal(),
             "strict",
-            Limits(max_tokens=5),
+            Generation(max_tokens=5),
             Interrupts(),
             Keeper(Terminal(), active=False),
         )

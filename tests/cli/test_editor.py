@@ -16,7 +16,7 @@ from terminals import Terminals
 
 from minikv.cli import editor
 from minikv.cli.editor import Commands, Help
-from minikv.cli.history import ENTRIES, HistoryFile, history_path
+from minikv.cli.history import ENTRIES, HistoryFile
 
 # Asks for messages and shows each in one line; `pause` stands for an answer that takes a while.
 LOOP = """
@@ -346,14 +346,3 @@ def test_a_named_pipe_as_history_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(path)
     HistoryFile(path).store_string("x")
     assert newest(path) == []
-
-
-def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("MINIKV_HOME", raising=False)
-    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert history_path() == tmp_path / ".local/state/minikv/history"
-    monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert history_path() == Path("/state/minikv/history")
-    monkeypatch.setenv("MINIKV_HOME", "/own")
-    assert history_path() == Path("/own/history")

@@ -25,16 +25,16 @@ from exports import HEADS, HOSTILE, LAYERS, chat, large
 import minikv
 from minikv.chat.report import DeviceMemory, KvBytes, Loss, percent_saved
 from minikv.chat.session import ChatSession
-from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.export import command, figures, html, markdown
 from minikv.cli.export.facts import ChatFacts, gather
 from minikv.cli.export.read import parse, read_file
 from minikv.cli.export.safe import visible
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
-from minikv.cli.turn import Limits
 from minikv.errors import UsageError
+from minikv.settings import Generation
 
 
 def spoken() -> ChatSession:
@@ -444,7 +444,7 @@ def context() -> Context:
     terminal = Terminal()
     terminal.err = terminal.out = io.StringIO()
     return Context(
-        spoken(), terminal, "strict", Limits(), Interrupts(), Keeper(terminal, active=False)
+        spoken(), terminal, "strict", Generation(), Interrupts(), Keeper(terminal, active=False)
     )
 
 
@@ -517,7 +517,7 @@ def test_export_refuses(
 def test_nothing_to_export_yet(tmp_path: Path) -> None:
     terminal = Terminal()
     keeper = Keeper(terminal, active=False)
-    context = Context(chat(), terminal, "strict", Limits(), Interrupts(), keeper)
+    context = Context(chat(), terminal, "strict", Generation(), Interrupts(), keeper)
     with pytest.raises(UsageError, match="nothing to export"):
         run(context, tmp_path / "a.md")
     assert not os.listdir(tmp_path)

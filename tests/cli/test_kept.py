@@ -20,20 +20,20 @@ from rich.cells import cell_len
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
 from minikv.cli import kept, kept_view
-from minikv.cli.chats import Keeper
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.kept import Kept, Part
 from minikv.cli.kept_view import SHADES
+from minikv.cli.saved.keeper import Keeper
 from minikv.cli.strips import Screen
 from minikv.cli.terminal import Terminal
-from minikv.cli.turn import Limits
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 from minikv.models.stream import TextStream
+from minikv.settings import Generation
 
 STORY = "The mill is run by Ada.\nThe 中 well 😀 is dry.\n\n" * 6
 HOSTILE = "a \x1b]52;c;evil\x07 [bold]b[/bold] \x9b31m \u202e<|eot_id|>\tc\r\nd\u2028e"
@@ -77,7 +77,7 @@ def context(session: ChatSession) -> Context:
         session,
         Terminal(),
         "strict",
-        Limits(max_tokens=5),
+        Generation(max_tokens=5),
         Interrupts(),
         Keeper(Terminal(), active=False),
     )

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +26,10 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli import plan as planning
-from minikv.cli.doctor import one_thread
-from minikv.cli.plan import Forecast, forecast, plan, read_bytes, read_count
+from minikv.cli import forecast as figures
+from minikv.cli.forecast import Forecast, forecast
+from minikv.cli.plan import plan, read_bytes, read_count
+from minikv.cli.selftest import one_thread
 from minikv.cli.terminal import Terminal
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
@@ -36,6 +38,7 @@ from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError, ModelUnavailable
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
+from minikv.settings import Settings
 
 # Every kind of reading: nothing observed, the last queries, all queries, none; blocks; a decode
 # policy that waits for attention, one that does not, one with wide columns, and none.
@@ -67,15 +70,20 @@ def _quick() -> Iterator[None]:
         yield
 
 
-def run(*arguments: Any, **named: Any) -> str:
+def run(model: str | None, tokens: str, **named: Any) -> str:
     terminal = Terminal()
     terminal.out, terminal.err = io.StringIO(), io.StringIO()
-    plan(*arguments, terminal, **named)
+    settings = {"model": model, "policy": ""}
+    known = {field.name for field in fields(Settings)}
+    settings |= {name: named.pop(name) for name in list(named) if name in known}
+    plan(Settings(**settings), tokens, terminal, **named)
     return terminal.out.getvalue()
 
 
 def of(eviction: EvictionConfig, model: str | None, tokens: int, **named: Any) -> Forecast:
-    return forecast(model, tokens, [("case", eviction.stride)], [eviction], budget="-", **named)
+    plain = {name: named.pop(name) for name in ("room", "answer") if name in named}
+    settings = Settings(model=model, **named)
+    return forecast(settings, tokens, [("case", eviction.stride)], [eviction], **plain)
 
 
 # -- weights --------------------------------------------------------------------------------
@@ -101,7 +109,7 @@ def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
     ],
 )
 def test_packed_weights_are_counted_to_the_byte(form: str, words: str) -> None:
-    made = of(EvictionConfig.read(), None, 1000, form=form, device="cpu")
+    made = of(EvictionConfig.read(), None, 1000, weights=form, device="cpu")
     there = minikv.load(weights=form, device="cpu")
     assert made.weights == there.facts.weight_bytes
     assert made.kept == form == there.facts.form
@@ -116,7 +124,7 @@ def test_packed_weights_are_planned_where_they_run(form: str) -> None:
         with pytest.raises(ModelError, match=f"--weights {form.replace('+', '.')}") as caught:
             run(None, "1000", weights=form, **named)
         assert caught.value.exit_code == 2
-    with pytest.raises(ModelError, match=r"unknown weights 'int2\+head'") as caught:
+    with pytest.raises(UsageError, match=r"weights must be one of .*, got 'int2\+head'") as caught:
         run(None, "1000", weights="int2+head", device="cpu")
     assert caught.value.exit_code == 2
 
@@ -236,12 +244,12 @@ def measured_and_planned(
     report = session.report
     assert report is not None
     tokens, kv_bytes = report.tokens, report.kv_bytes
-    kv = planning.begun(eviction, config, torch.float32, tokens.prompt_new, answer)
+    kv = figures.begun(eviction, config, torch.float32, tokens.prompt_new, answer)
     steps = len(session.fed) - tokens.prompt_new
     return [
-        (kv_bytes.peak_prefill, planning.peak(kv, eviction, tokens.prompt_new)),
-        (kv_bytes.allocated, planning.allocated_bytes(kv)),
-        (kv_bytes.held, planning.held_bytes(kv, eviction, tokens.prompt_new, steps)),
+        (kv_bytes.peak_prefill, figures.peak(kv, eviction, tokens.prompt_new)),
+        (kv_bytes.allocated, kv.target.nbytes),
+        (kv_bytes.held, figures.held_bytes(kv, eviction, tokens.prompt_new, steps)),
         (
             kv_bytes.full,
             sum(min(session.engine.kv.position, w or 1 << 40) for w in config.windows)
@@ -386,12 +394,14 @@ def test_policies_decode_and_options_are_the_users() -> None:
         ({"tokens": "5", "policy": "adakb"}, "unknown policy 'adakb'"),
         ({"tokens": "5", "policy": "adakv", "stride": 32}, "cannot read a prompt in blocks"),
         ({"tokens": "5", "budget": "lots"}, "cannot read the budget"),
-        ({"tokens": "5", "dtype": "int3"}, "unknown dtype 'int3'"),
+        (
+            {"tokens": "5", "dtype": "int3"},
+            "dtype must be one of auto, float32, bfloat16, float16, got 'int3'",
+        ),
         ({"tokens": "5", "device": "tpu"}, "unknown device 'tpu'"),
         ({"tokens": "5", "device": "cuda:99"}, "no CUDA device for 'cuda:99'"),
         ({"tokens": "5", "memory": "512"}, "cannot read the memory size '512'"),
         ({"tokens": "5", "memory": "much"}, "cannot read the memory size"),
-        ({"tokens": "5", "max_tokens": 0}, "--max-tokens must be at least 1"),
     ],
 )
 def test_bad_input_is_one_line(given: dict[str, Any], message: str) -> None:
@@ -533,10 +543,10 @@ def test_codes_are_planned_as_they_are_kept(bundled: ChatSession) -> None:
         report = session.report
         assert report is not None
         prompt = report.tokens.prompt_new
-        kv = planning.begun(choice, config, torch.float32, prompt, 5, "int8")
-        wide = planning.begun(choice, config, torch.float32, prompt, 5)
+        kv = figures.begun(choice, config, torch.float32, prompt, 5, "int8")
+        wide = figures.begun(choice, config, torch.float32, prompt, 5)
         rows[budget] = kv.budget_rows, wide.budget_rows
-        bytes_, more = planning.allocated_bytes(kv), planning.allocated_bytes(wide)
-        assert report.kv_bytes.allocated == bytes_ < more * 1.1
+        held = report.kv_bytes.allocated
+        assert held == kv.target.nbytes < wide.target.nbytes * 1.1
     assert rows["72"] == (72, 72)
     assert rows["600KiB"][0] > 2 * rows["600KiB"][1]

@@ -12,14 +12,16 @@ from fakes import ByteTokenizer, ChatML, FakeEngineWithMemory
 from small_chat import chat
 
 from minikv.chat.session import ChatSession
-from minikv.cli import chats, saving, settings_commands
-from minikv.cli.chats import Keeper
+from minikv.cli import saving, settings_commands
 from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.transcript import read
 from minikv.cli.terminal import Terminal, clean
-from minikv.cli.turn import Limits, run_turn
+from minikv.cli.turn import run_turn
 from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.settings import Generation
 
 RUN = {word: command.run for command in saving.COMMANDS for word in command.words}
 
@@ -34,7 +36,11 @@ class Talk:
 
     def ask(self, question: str) -> str:
         run_turn(
-            self.session, question, self.context.limits, self.terminal(), self.context.interrupts
+            self.session,
+            question,
+            self.context.generation,
+            self.terminal(),
+            self.context.interrupts,
         )
         return self.capsys.readouterr().out
 
@@ -68,7 +74,7 @@ class Talk:
 def make(session: ChatSession, capsys: pytest.CaptureFixture[str], active: bool = True) -> Talk:
     terminal = Terminal()
     context = Context(
-        session, terminal, "strict", Limits(12), Interrupts(), Keeper(terminal, active=active)
+        session, terminal, "strict", Generation(12), Interrupts(), Keeper(terminal, active=active)
     )
     return Talk(session, context, capsys)
 
@@ -207,7 +213,7 @@ def test_where_settings_come_from_after_a_retry_and_a_load(real: Talk) -> None:
 def test_what_a_run_took_from_the_chat_that_it_resumed(real: Talk) -> None:
     real.ask("Who?")
     real.run("save mine")
-    saved = chats.read("mine")
+    saved = read("mine")
     held = {"policy", "decode", "budget", "stride"}
     own = {"seed", "system", "pin_system", "reuse"}
     run = {"model", "revision", "dtype", "kv", "weights"}

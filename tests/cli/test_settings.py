@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -9,32 +10,38 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import typer
 from fakes import ByteTokenizer, ChatML, FakeEngine
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.facts import Facts
 from minikv.chat.session import ChatSession
-from minikv.cli import config, settings_commands
-from minikv.cli.chats import Keeper
+from minikv.cli import config, config_command, context_command, settings_commands
 from minikv.cli.command import Context
-from minikv.cli.config import SETTINGS, Config, load
+from minikv.cli.config import SETTINGS, Config, Interface, load
+from minikv.cli.context_command import usage
+from minikv.cli.flags import Call, Only, command
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
+from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
-from minikv.cli.turn import Limits
 from minikv.errors import UsageError
 from minikv.policies import POLICIES
+from minikv.settings import Generation, Settings
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("MINIKV_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home/.config/minikv").mkdir(parents=True)
     (tmp_path / "here").mkdir()
     return tmp_path
@@ -46,7 +53,7 @@ def read(home: Path, own: str = "", local: str = "", **environ: str) -> Config:
         (home / "home/.config/minikv/config.toml").write_text(own)
     if local:
         (home / "here/minikv.toml").write_text(local)
-    return load({"HOME": str(home / "home"), **environ}, home / "here")
+    return load(environ, home / "here")
 
 
 # -- what wins ------------------------------------------------------------------------------
@@ -76,20 +83,6 @@ def test_nothing_said_is_nothing_set(home: Path) -> None:
     assert read(home) == Config()
     assert load({}, home / "here") == Config()
     assert read(home, MINIKV_SEED="") == Config()
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({"MINIKV_HOME": "/m", "XDG_CONFIG_HOME": "/x", "HOME": "/h"}, "/m/config.toml"),
-        ({"XDG_CONFIG_HOME": "/x", "HOME": "/h"}, "/x/minikv/config.toml"),
-        ({"XDG_CONFIG_HOME": "relative", "HOME": "/h"}, "/h/.config/minikv/config.toml"),
-        ({"HOME": "/h"}, "/h/.config/minikv/config.toml"),
-        ({}, "None"),
-    ],
-)
-def test_where_the_users_file_is(environ: dict[str, str], expected: str) -> None:
-    assert str(config.user_file(environ)) == expected
 
 
 @pytest.mark.parametrize(
@@ -248,34 +241,40 @@ def test_aliases_of_both_files_and_loaders_of_the_users(home: Path) -> None:
 # -- into the command line ------------------------------------------------------------------
 
 
-def application(made: Config, seen: dict[str, Any]) -> typer.Typer:
-    """A command line with the real flags of `ask` that only notes what they came to be."""
+SEEN: dict[str, Any] = {}
+OTHER_BUDGET = replace(SETTINGS["budget"], default="1")
+
+
+@command
+def ask(
+    call: Call, question: str, settings: Settings, generation: Generation, interface: Interface
+) -> None:
+    for group in (settings, generation, interface):
+        SEEN.update(vars_of(group))
+    SEEN["origins"] = call.config.origins(call.given)
+
+
+@command
+def other(call: Call, settings: Annotated[Settings, Only("budget model", OTHER_BUDGET)]) -> None:
+    SEEN.update(budget=settings.budget, model=settings.model)
+
+
+def invoke(made: Config, *arguments: str) -> Result:
+    """Run a command line whose commands only note in `SEEN` what their settings came to be."""
     small = typer.Typer()
 
     @small.callback()
     def main(context: typer.Context) -> None:
         config.install(context, made)
 
-    @small.command()
-    def ask(
-        context: typer.Context,
-        question: str,
-        budget: str = "512",
-        temperature: float = 0.0,
-        quiet: bool = False,
-        model: str | None = None,
-        max_tokens: int = 512,
-    ) -> None:
-        seen.update(
-            budget=budget, temperature=temperature, quiet=quiet, model=model, max_tokens=max_tokens
-        )
-        seen["origins"] = context.obj.origins(config.given(context))
+    small.command()(ask)
+    small.command()(other)
+    SEEN.clear()
+    return CliRunner().invoke(small, list(arguments))
 
-    @small.command()
-    def other(budget: str = "1", model: str | None = None) -> None:
-        seen.update(budget=budget, model=model)
 
-    return small
+def vars_of(settings: Any) -> dict[str, Any]:
+    return {field.name: getattr(settings, field.name) for field in fields(settings)}
 
 
 def test_flags_win_over_the_configuration_and_origins_are_known(home: Path) -> None:
@@ -285,17 +284,18 @@ def test_flags_win_over_the_configuration_and_origins_are_known(home: Path) -> N
         MINIKV_MAX_TOKENS="7",
         MINIKV_MODEL="b/c",
     )
-    seen: dict[str, Any] = {}
-    done = CliRunner().invoke(application(made, seen), ["ask", "q", "--budget", "9"])
+    done = invoke(made, "ask", "q", "--budget", "9")
     assert done.exit_code == 0, done.output
-    origins = seen.pop("origins")
-    assert seen == {
+    origins = SEEN.pop("origins")
+    changed = {
         "budget": "9",
         "temperature": 0.5,
         "quiet": True,
         "model": "b/c",
         "max_tokens": 7,
     }
+    plain = vars_of(Settings(reuse="auto", threads=0)) | vars_of(Generation())
+    assert plain | vars_of(Interface()) | changed == SEEN
     assert origins["budget"] == "--budget"
     assert origins["temperature"] == "~/.config/minikv/config.toml"
     assert origins["max_tokens"] == "MINIKV_MAX_TOKENS"
@@ -304,22 +304,19 @@ def test_flags_win_over_the_configuration_and_origins_are_known(home: Path) -> N
 
 def test_an_empty_text_leaves_the_flags_own_default(home: Path) -> None:
     made = read(home, 'model = "a"', 'model = ""')
-    seen: dict[str, Any] = {}
-    CliRunner().invoke(application(made, seen), ["ask", "q"])
-    assert seen["model"] is None
+    invoke(made, "ask", "q")
+    assert SEEN["model"] is None
 
 
 def test_settings_of_a_chat_do_not_reach_other_commands(home: Path) -> None:
     made = read(home, 'budget = 64\nmodel = "a"')
-    seen: dict[str, Any] = {}
-    CliRunner().invoke(application(made, seen), ["other"])
-    assert seen == {"budget": "1", "model": "a"}
+    invoke(made, "other")
+    assert SEEN == {"budget": "1", "model": "a"}
 
 
 def test_the_help_shows_what_the_configuration_says(home: Path) -> None:
     made = read(home, "budget = 4321")
-    done = CliRunner().invoke(application(made, {}), ["ask", "--help"])
-    assert "4321" in done.output
+    assert "4321" in invoke(made, "ask", "--help").output
 
 
 def flags() -> dict[str, dict[str, Any]]:
@@ -333,12 +330,32 @@ def test_every_key_is_a_real_flag_with_the_same_default() -> None:
     for name, setting in SETTINGS.items():
         homes = [c for c in setting.commands or ("ask", "chat") if c in known]
         assert homes
-        for command in homes:
-            default = known[command][name].default
-            assert default == setting.default or (default is None and setting.default == "")
-            if default is not None:
-                assert type(default) is type(setting.default)
-            assert setting.flag in known[command][name].opts
+        for home in homes:
+            default = known[home][name].default
+            assert default == setting.default
+            assert type(default) is type(setting.default)
+            assert {setting.flag, *setting.letters} == set(known[home][name].opts)
+
+
+def test_help_speaks_of_tokens_per_head() -> None:
+    for setting in SETTINGS.values():
+        assert not re.search(r"\brows?\b", setting.help), setting.name
+    assert SETTINGS["budget"].help.startswith("tokens per head")
+
+
+def test_what_python_loads_with_are_settings_with_the_same_defaults() -> None:
+    parameters = inspect.signature(minikv.load).parameters
+    assert set(parameters) - {"policy_options"} <= {field.name for field in fields(Settings)}
+    for name, parameter in parameters.items():
+        if name != "policy_options":
+            assert str(parameter.default) == str(getattr(Settings(), name)), name
+
+
+@pytest.mark.parametrize("name", ["dtype", "weights", "kernels", "kv", "reuse"])
+def test_python_is_refused_what_the_flags_refuse(name: str) -> None:
+    some = ", ".join(SETTINGS[name].choices)
+    with pytest.raises(UsageError, match=re.escape(f"{name} must be one of {some}, got 'int3'")):
+        minikv.load(**{name: "int3"})  # type: ignore[arg-type]
 
 
 # -- minikv config --------------------------------------------------------------------------
@@ -362,10 +379,10 @@ def test_init_writes_every_key_with_its_default_and_never_overwrites(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MINIKV_HOME", str(home / "new/place"))
-    config.init(screen())
+    config_command.init(screen())
     path = home / "new/place/config.toml"
     assert path.stat().st_mode & 0o777 == 0o600
-    assert load({"MINIKV_HOME": str(home / "new/place")}, home) == Config()
+    assert load({}, home) == Config()
     lines = path.read_text().splitlines()
     live = [line.removeprefix("# ") for line in lines if " = " in line or "[" in line[:3]]
     values = tomllib.loads("\n".join(live))
@@ -373,18 +390,18 @@ def test_init_writes_every_key_with_its_default_and_never_overwrites(
         name: setting.default for name, setting in SETTINGS.items()
     }
     with pytest.raises(UsageError, match="exists already"):
-        config.init(screen())
+        config_command.init(screen())
 
 
 def test_init_says_why_it_cannot_write(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "file").write_text("")
     monkeypatch.setenv("MINIKV_HOME", str(home / "file/below"))
     with pytest.raises(UsageError, match="cannot write"):
-        config.init(screen())
-    for name in ("MINIKV_HOME", "XDG_CONFIG_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
+        config_command.init(screen())
+    monkeypatch.delenv("MINIKV_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     with pytest.raises(UsageError, match="no home directory"):
-        config.init(screen())
+        config_command.init(screen())
 
 
 def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,12 +409,12 @@ def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIKV_HOME", str(home / "home/.config/minikv"))
     monkeypatch.chdir(home / "here")
     terminal = screen()
-    config.paths(terminal)
+    config_command.paths(terminal)
     first, second = out(terminal).splitlines()
     assert first == f"{home / 'here/minikv.toml'}  (not there)"
     assert second == str(home / "home/.config/minikv/config.toml")
     terminal = screen()
-    config.show(made, terminal)
+    config_command.show(made, terminal)
     lines = out(terminal).splitlines()
     assert [line.split() for line in lines if line.startswith("seed")] == [
         ["seed", "3", "~/.config/minikv/config.toml"]
@@ -406,7 +423,7 @@ def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "docx = p {path}" in lines
     assert len(lines) == len(SETTINGS) + 4
     terminal = screen()
-    config.show(made, terminal, as_json=True)
+    config_command.show(made, terminal, as_json=True)
     record = json.loads(out(terminal))
     assert record["settings"]["seed"] == {
         "value": 3,
@@ -418,7 +435,11 @@ def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- slash commands -------------------------------------------------------------------------
 
-RUN = {word: command.run for command in settings_commands.COMMANDS for word in command.words}
+RUN = {
+    word: command.run
+    for command in (*settings_commands.COMMANDS, *context_command.COMMANDS)
+    for word in command.words
+}
 
 
 def traced(session: ChatSession) -> Context:
@@ -428,7 +449,7 @@ def traced(session: ChatSession) -> Context:
         session,
         terminal,
         "strict",
-        Limits(),
+        Generation(),
         Interrupts(),
         Keeper(terminal, active=False),
         origins=Config().origins({"seed"}),
@@ -509,7 +530,7 @@ def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None
         ("max_tokens", "4"),
     ):
         do(context, "set", key, value)
-    assert context.limits == Limits(4, 0.5, 3, 0.5, 0.1)
+    assert context.generation == Generation(4, 0.5, 3, 0.5, 0.1)
     do(context, "set", "policy", "random")
     do(context, "set", "seed", "11")
     eviction = context.session.eviction
@@ -610,9 +631,9 @@ def test_the_system_prompt_holds_at_once_before_the_first_question(
     assert [m.role for m in session.messages] == ["system"]
     assert [d.name for d in session.pending] == ["a.txt"]
     assert row(do(context, "set"), "system") == ["system", "Be", "brief.", "/system"]
-    assert "(9 tokens; its rows may leave)" in do(context, "system")
+    assert "(9 tokens; may be evicted)" in do(context, "system")
     session.pin_system = True
-    assert "(9 tokens; its rows never leave)" in do(context, "system")
+    assert "(9 tokens; never evicted)" in do(context, "system")
     session.pin_system = False
     (tmp_path / "s.txt").write_text("From a file.\n")
     do(context, "system", f"@{tmp_path / 's.txt'}")
@@ -633,14 +654,14 @@ def test_the_system_prompt_holds_at_once_before_the_first_question(
 
 def test_tokens_adds_up_to_the_context(context: Context) -> None:
     session = context.session
-    assert sum(n for name, n, _ in settings_commands.usage(session)) == 4096
+    assert sum(n for name, n, _ in usage(session)) == 4096
     do(context, "system", "Be brief.")
     session.attach("A first text.", "a.txt")
     session.attach("A second text.", None)
     "".join(session.ask("What is it?", max_tokens=5))
     "".join(session.ask("And then?", max_tokens=5))
     session.attach("Not yet read.", "c.txt")
-    rows = {name: count for name, count, _ in settings_commands.usage(session)}
+    rows = {name: count for name, count, _ in usage(session)}
     waiting = rows.pop("waiting: c.txt")
     assert waiting == len("Document: c.txt\n\nNot yet read.\n\n")
     assert sum(rows.values()) == 4096
@@ -650,14 +671,14 @@ def test_tokens_adds_up_to_the_context(context: Context) -> None:
     assert rows["questions"] == len("What is it?") + len("And then?")
     assert rows["answers"] == 10
     assert rows["room left"] == session.room
-    frees = {name: how for name, _, how in settings_commands.usage(session)}
+    frees = {name: how for name, _, how in usage(session)}
     assert frees["system prompt"] == '/system "", then /clear'
     assert (frees["questions"], frees["answers"]) == ("/clear", "/clear")
     assert (frees["turn markers"], frees["room left"]) == ("", "")
     assert (frees["document 2: piped text"], frees["waiting: c.txt"]) == ("/drop 2", "/drop 3")
     session.system = ""
     session.reset()
-    frees = {name: how for name, _, how in settings_commands.usage(session)}
+    frees = {name: how for name, _, how in usage(session)}
     assert set(frees.values()) == {""}, "nothing is there to be freed"
     session.attach("A first text.", "a.txt")
     "".join(session.ask("What is it?", max_tokens=5))
@@ -670,7 +691,7 @@ def test_tokens_of_a_real_tokenizer_adds_up_too(bundled: ChatSession) -> None:
     bundled.reset()
     bundled.attach("The mill on the river is run by Ada. " * 9, "mill\x1b[2J.txt")
     "".join(bundled.ask("Who runs the mill?", max_tokens=5))
-    rows = settings_commands.usage(bundled)
+    rows = usage(bundled)
     assert all(count >= 0 for _, count, _ in rows)
     assert sum(count for _, count, _ in rows) == bundled.max_context
     assert "\x1b" not in do(traced(bundled), "tokens")
@@ -678,8 +699,9 @@ def test_tokens_of_a_real_tokenizer_adds_up_too(bundled: ChatSession) -> None:
 
 def test_reading_settings_loads_no_torch() -> None:
     code = (
-        "import sys, minikv.cli.config as c, minikv.cli.settings_commands\n"
-        "c.load({}); c.template(); print('torch' in sys.modules)"
+        "import sys, minikv.cli.settings_commands\n"
+        "from minikv.cli import config, config_command\n"
+        "config.load({}); config_command.template(); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

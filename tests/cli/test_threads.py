@@ -11,7 +11,7 @@ import pytest
 
 from minikv.engine.threads import allowed
 from minikv.errors import UsageError
-from minikv.loader import Settings
+from minikv.settings import Settings
 
 
 def told(*arguments: str, **environment: str) -> int:

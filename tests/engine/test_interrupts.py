@@ -23,8 +23,9 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.interrupt import Interrupts, held
 from minikv.cli.terminal import Terminal
-from minikv.cli.turn import Limits, run_turn
+from minikv.cli.turn import run_turn
 from minikv.errors import Interrupted
+from minikv.settings import Generation
 
 BOS, USER, ASSISTANT, END, STOP = range(VOCAB - 5, VOCAB)
 PAIRS = [("full", "none"), ("adakv", "roco"), ("h2o", "h2o"), ("streaming", "streaming")]
@@ -115,7 +116,7 @@ def ask(chat: ChatSession, question: str, tokens: int) -> str:
     """As the chat does it, with the answer on a terminal that is a string."""
     terminal = Terminal(quiet=True)
     terminal.out = io.StringIO()
-    answer = run_turn(chat, question, Limits(max_tokens=tokens), terminal, Interrupts())
+    answer = run_turn(chat, question, Generation(max_tokens=tokens), terminal, Interrupts())
     assert terminal.out.getvalue() == f"{answer}\n"
     return answer
 

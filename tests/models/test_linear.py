@@ -32,6 +32,7 @@ from minikv.models.errors import ModelError
 from minikv.models.linear import Int4, Int8, Linear, Plain, kept, kept_bytes
 from minikv.models.llama import Llama
 from minikv.models.weights import Checkpoint, load_network
+from minikv.settings import Settings
 
 SHAPES = [(67, 48), (130, 192), (1, 128), (64, 32), (200, 384), (33, 50), (5, 7)]
 ROWS = [1, 2, *linear.FEW.values(), *(few + 1 for few in linear.FEW.values()), 40]
@@ -534,7 +535,8 @@ def test_a_packed_head_is_never_beside_its_bfloat16(tied: bool, tmp_path: Path) 
     assert size < (1.1 if tied else 3.1) * head
     terminal = Terminal()
     terminal.out = io.StringIO()
-    plan(str(tmp_path), "100", terminal, weights="int8+head", device="cpu", as_json=True)
+    settings = Settings(model=str(tmp_path), policy="", weights="int8+head", device="cpu")
+    plan(settings, "100", terminal, as_json=True)
     planned = json.loads(terminal.out.getvalue())
     assert (planned["weights"], planned["kept"]) == (size, "int8+head")
     slack = 8 << 20

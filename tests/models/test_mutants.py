@@ -18,7 +18,7 @@ from torch import Tensor
 
 import minikv.models.llama as llama
 import minikv.models.weights as weights
-from minikv.cli.doctor import one_thread
+from minikv.cli.selftest import one_thread
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.linear import Plain

@@ -19,7 +19,7 @@ from dense import DenseCache
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from minikv.cli.doctor import one_thread
+from minikv.cli.selftest import one_thread
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.weights import Checkpoint, load_network

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import minikv.models as models
 import minikv.models.weights as weights
 from minikv.cli.bench import device as devices
-from minikv.cli.doctor import one_thread
+from minikv.cli.selftest import one_thread
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.llama import Llama

@@ -13,7 +13,7 @@ from fakes import ByteTokenizer, ChatML, FakeEngine
 import minikv.cli.turn
 from minikv.chat.session import ChatSession
 from minikv.cli.main import run
-from minikv.loader import Settings
+from minikv.settings import Settings
 
 
 def main() -> None:

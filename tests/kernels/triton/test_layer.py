@@ -15,7 +15,8 @@ from triton_device import INTERPRETED, close, draw, guarded, kernel, on_device, 
 from minikv.cache import kv_cache
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch import layer as plain_torch
-from minikv.loader import Settings, build
+from minikv.loader import build
+from minikv.settings import Settings
 
 pytest.importorskip("triton", reason="no Triton on this system")
 

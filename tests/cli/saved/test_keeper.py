@@ -22,11 +22,14 @@ import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.facts import Facts
 from minikv.chat.session import ChatSession
-from minikv.cli import chats
-from minikv.cli.chats import Keeper
+from minikv.cli.saved import cache, transcript
+from minikv.cli.saved.identity import identity, model_identity
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.listing import listing, newest
+from minikv.cli.saved.transcript import Saved, header, read, resumed
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
-from minikv.loader import Settings
+from minikv.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +64,7 @@ def other_process(one: Keeper) -> None:
     one.close()
 
 
-def take_up(session: ChatSession, name: str = "one", **given: Any) -> chats.Saved:
+def take_up(session: ChatSession, name: str = "one", **given: Any) -> Saved:
     """As a process that ends right after."""
     one = keeper()
     try:
@@ -127,23 +130,23 @@ def test_every_turn_is_saved_and_what_is_no_longer_named_goes(home: Path) -> Non
     one.keep(session)
     names = sorted(path.name.split("-")[0].split(".")[0] for path in folder.iterdir())
     assert names == ["cache", "chat", "document", "lock"]
-    assert len(chats.read(one.name).turns) == 2
+    assert len(read(one.name).turns) == 2
     session.undo(2)
     one.keep(session)
-    left = chats.read(one.name)
+    left = read(one.name)
     assert left.turns == ()
     assert [document.name for document in left.pending] == ["mill.txt"]
     session.reset()
     say(session, "Another conversation")
     one.keep(session)
     assert len(list(home.iterdir())) == 2
-    assert len(chats.read(one.name).turns) == 1
+    assert len(read(one.name).turns) == 1
 
 
 def test_names_lists_and_the_newest(home: Path) -> None:
-    assert chats.listing() == []
+    assert listing() == []
     with pytest.raises(UsageError, match="no saved chat in"):
-        chats.newest()
+        newest()
     session, one = talked(), keeper()
     one.save(session, "first")
     os.utime(home / "first" / "chat.jsonl", (1, 1))
@@ -155,9 +158,9 @@ def test_names_lists_and_the_newest(home: Path) -> None:
     (home / "broken").mkdir()
     (home / "broken" / "chat.jsonl").write_text("{")
     (home / "stray").write_text("")
-    assert [entry.name for entry in chats.listing()] == ["third", "second"]
-    assert chats.newest() == "third"
-    entry = chats.listing()[0]
+    assert [entry.name for entry in listing()] == ["third", "second"]
+    assert newest() == "third"
+    entry = listing()[0]
     assert (entry.turns, entry.title) == (2, "Who owns the mill?")
     with pytest.raises(UsageError, match="there is a chat second already"):
         third.save(session, "second")
@@ -170,16 +173,6 @@ def test_names_lists_and_the_newest(home: Path) -> None:
     with pytest.raises(UsageError, match="no saved chat 'nope'") as error:
         third.load(session, "nope")
     assert "third" in error.value.hint
-
-
-def test_where_chats_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert chats.root() == tmp_path / "home" / "chats"
-    monkeypatch.delenv("MINIKV_HOME")
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    assert chats.root() == tmp_path / "data" / "minikv" / "chats"
-    monkeypatch.setenv("XDG_DATA_HOME", "relative")  # which the standard says to ignore
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert chats.root() == tmp_path / ".local" / "share" / "minikv" / "chats"
 
 
 def test_a_chat_that_is_open_elsewhere_is_left_alone() -> None:
@@ -250,10 +243,10 @@ def test_another_model_tokenizer_or_dtype_is_refused_by_name(
 def test_a_large_file_of_weights_is_told_apart_by_samples(tmp_path: Path) -> None:
     weights = bytearray(20 << 20)
     session = chat(facts=model(tmp_path / "a", bytes(weights)))
-    one = keeper().identity(session)["weights"]
+    one = identity(session, model_identity(session))["weights"]
     weights[10 << 20 : (10 << 20) + (1 << 19)] = b"\1" * (1 << 19)
     model(tmp_path / "a", bytes(weights))
-    assert keeper().identity(session)["weights"] != one
+    assert identity(session, model_identity(session))["weights"] != one
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +254,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(minikv, "__version__", "9.9")
     with pytest.raises(UsageError, match=r"minikv 9\.9 here, 0\.\d+\.\d+ there"):
         take_up(chat(), "one")
-    monkeypatch.setattr(chats, "FORMAT", 2)
+    monkeypatch.setattr(transcript, "FORMAT", 2)
     with pytest.raises(UsageError, match="format 1, not 2"):
         take_up(chat(), "one")
 
@@ -455,7 +448,7 @@ def test_a_cache_that_does_not_fit_the_transcript_is_refused(home: Path, part: s
 
 
 def test_a_cache_too_large_to_save_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chats, "CACHE_BYTES", 100)
+    monkeypatch.setattr(cache, "CACHE_BYTES", 100)
     session = talked()
     other_process(saved(session))
     fresh = chat()
@@ -477,7 +470,7 @@ def test_a_save_that_fails_warns_once_and_the_chat_goes_on(
     session, one = talked(), keeper()
     one.keep(session)
     assert one.name is not None
-    before = chats.read(one.name)
+    before = read(one.name)
 
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -491,10 +484,10 @@ def test_a_save_that_fails_warns_once_and_the_chat_goes_on(
             one.save(session)
     said = capsys.readouterr().err
     assert said.count("this chat is not saved: No space left on device") == 1
-    assert chats.read(one.name) == before  # and no half of a newer one beside it
+    assert read(one.name) == before  # and no half of a newer one beside it
     assert not list((home / one.name).glob(".*"))
     one.keep(session)
-    assert len(chats.read(one.name).turns) == 5
+    assert len(read(one.name).turns) == 5
 
 
 def test_a_first_save_that_fails_leaves_no_directory(
@@ -512,7 +505,7 @@ def test_a_first_save_that_fails_leaves_no_directory(
     assert os.listdir(home) == []
     assert one.name is None
     one.save(session, "x")
-    assert len(chats.read("x").turns) == 2
+    assert len(read("x").turns) == 2
 
 
 def test_a_home_that_cannot_be_written_costs_one_warning(
@@ -552,7 +545,7 @@ def test_every_write_may_be_the_one_that_fails(home: Path, monkeypatch: pytest.M
             for name in real:
                 patch.setattr(os, name, counted(name))
             one.keep(session)
-        found = chats.read("one")
+        found = read("one")
         assert len(found.turns) in (2, 3)
         if calls <= fatal:
             break
@@ -567,7 +560,7 @@ def test_every_write_may_be_the_one_that_fails(home: Path, monkeypatch: pytest.M
 def test_documents_without_end_are_not_saved(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(chats, "DOCUMENT_BYTES", 100)
+    monkeypatch.setattr(transcript, "DOCUMENT_BYTES", 100)
     keeper().keep(talked())
     assert "of text, more than the 100 B that are stored" in capsys.readouterr().err
 
@@ -579,7 +572,7 @@ def test_no_save_saves_nothing_until_asked(home: Path) -> None:
     one.save(session, "asked")
     say(session, "more")
     one.keep(session)
-    assert len(chats.read("asked").turns) == 3
+    assert len(read("asked").turns) == 3
 
 
 # -- settings and processes ---------------------------------------------------------------
@@ -588,13 +581,13 @@ def test_no_save_saves_nothing_until_asked(home: Path) -> None:
 def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
     session = talked(facts=model(tmp_path / "a"), pin_system=True)
     saved(session)
-    top = chats.header("one")
-    settings = chats.resumed(Settings(), top, ())
+    top = header("one")
+    settings = resumed(Settings(), top, ())
     assert settings.model == str(tmp_path / "a")
     assert (settings.system, settings.seed, settings.pin_system) == ("be brief", 4, True)
     assert (settings.dtype, settings.policy) == ("float32", "full")
     stated = Settings(model="x/y", seed=1, policy="snapkv", budget="64")
-    settings = chats.resumed(stated, top, {"model", "seed", "policy", "budget"})
+    settings = resumed(stated, top, {"model", "seed", "policy", "budget"})
     assert (settings.model, settings.revision, settings.seed) == ("x/y", None, 1)
     assert (settings.policy, settings.budget) == ("snapkv", "64")
 
@@ -603,16 +596,19 @@ def test_a_header_that_does_not_say_how_the_chat_was_run_is_refused(home: Path) 
     saved(talked())
     rewrite(home / "one", lambda lines: lines[0]["run"].pop("model"))
     with pytest.raises(UsageError, match="damaged: it does not say how it was run"):
-        chats.header("one")
+        header("one")
 
 
 _GO_ON = """
 import sys, minikv
-from minikv.cli import chats
-from minikv.loader import build, Settings
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.listing import newest
+from minikv.cli.saved.transcript import header, resumed
+from minikv.loader import build
+from minikv.settings import Settings
 from minikv.cli.terminal import Terminal
-session = build(chats.resumed(Settings(), chats.header(chats.newest()), ()))
-chats.Keeper(Terminal()).load(session, chats.newest())
+session = build(resumed(Settings(), header(newest()), ()))
+Keeper(Terminal()).load(session, newest())
 print("".join(session.ask(sys.argv[1], 12)), *session.fed, sep="|")
 """
 
@@ -636,7 +632,9 @@ def test_a_new_process_gives_the_same_next_answer() -> None:
 def test_the_list_and_the_header_need_no_torch() -> None:
     other_process(saved(talked()))
     code = (
-        "import sys; from minikv.cli import chats, saving; chats.listing(); chats.header('one'); "
+        "import sys; from minikv.cli import saving; "
+        "from minikv.cli.saved import listing, transcript; "
+        "listing.listing(); transcript.header('one'); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

@@ -1,0 +1,100 @@
+"""`minikv config`: which files are read, a file with every key, and every value in force."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from minikv.cli.config import LOCAL, SETTINGS, Config, user_file
+from minikv.cli.paths import config_file
+from minikv.cli.terminal import Terminal, clean
+from minikv.errors import UsageError
+from minikv.settings import Plain
+
+
+def show(config: Config, terminal: Terminal, *, as_json: bool = False) -> None:
+    """Print every setting with its value and where it came from."""
+    values = {name: one.default for name, one in SETTINGS.items()}
+    values |= {name: one.value for name, one in config.values.items()}
+    origins = config.origins(())
+    if as_json:
+        rows = {name: {"value": values[name], "origin": origins[name]} for name in SETTINGS}
+        tables = {"aliases": dict(config.aliases), "loaders": dict(config.loaders)}
+        terminal.data(json.dumps({"settings": rows, **tables}))
+        return
+    lines = listed({name: text(value) for name, value in values.items()}, origins)
+    for title, table in (("aliases", config.aliases), ("loaders", config.loaders)):
+        if table:
+            lines += [f"[{title}]", *(f"{name} = {value}" for name, value in table.items())]
+    terminal.data("\n".join(lines))
+
+
+def listed(values: Mapping[str, str], origins: Mapping[str, str]) -> list[str]:
+    """Lines of name, value and origin."""
+    names = max(len(name) for name in values)
+    wide = min(max(len(value) for value in values.values()), 24)
+    return [
+        f"{name:<{names}}  {textwrap.shorten(value, 60, placeholder='...') or '-':<{wide}}  "
+        f"{origins.get(name, '')}".rstrip()
+        for name, value in values.items()
+    ]
+
+
+def text(value: Plain) -> str:
+    """A value as a file would have it, texts without quotes."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def paths(terminal: Terminal) -> None:
+    """Print which files are read, the strongest first."""
+    own = user_file()
+    for path in (Path(LOCAL).absolute(), own):
+        if path is not None:
+            terminal.data(f"{path}{'' if path.exists() else '  (not there)'}")
+
+
+def init(terminal: Terminal) -> None:
+    """Write a file with every key, commented out, where the user's own is read from.
+
+    Raises UsageError if there is one, or if it cannot be written.
+    """
+    path = config_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(template())
+    except FileExistsError:
+        raise UsageError(f"{clean(str(path))} exists already", "edit it, or remove it") from None
+    except OSError as error:
+        raise UsageError(f"cannot write {clean(str(path))}: {error.strerror}") from None
+    terminal.data(str(path))
+
+
+def template() -> str:
+    """A config.toml in which every key stands with its default, commented out."""
+    lines = [
+        "# Settings of minikv. A flag wins over these, and so do MINIKV_* variables and a",
+        f"# {LOCAL} in the directory where minikv is started.",
+        "",
+    ]
+    for setting in SETTINGS.values():
+        value = text(setting.default)
+        value = f'"{value}"' if isinstance(setting.default, str) else value
+        lines += textwrap.wrap(setting.help, 88, initial_indent="# ", subsequent_indent="# ")
+        lines.append(f"# {setting.name} = {value}")
+    lines += [
+        "",
+        "# Short names for --model.",
+        "# [aliases]",
+        '# llama3 = "meta-llama/Meta-Llama-3-8B-Instruct"',
+        "",
+        "# A command per extension that writes a file's text to standard output.",
+        "# [loaders]",
+        '# docx = "pandoc -t plain {path}"',
+        "",
+    ]
+    return "\n".join(lines)

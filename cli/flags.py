@@ -1,0 +1,150 @@
+"""From settings classes to the flags of a command, and from what was typed back to settings.
+
+A command is a function with a parameter `settings: Settings` (and `generation: Generation`,
+`interface: Interface`); typer sees a flag for every field instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from minikv.cli import config
+from minikv.cli.config import Config
+from minikv.cli.failures import guard
+from minikv.cli.terminal import Terminal
+from minikv.errors import UsageError
+from minikv.settings import CACHE, Setting, settings_of
+
+
+class Only:
+    """In `Annotated[Settings, Only("model device")]`: the fields that the command has as flags, in
+    this order. `changed` settings stand for those of the same name in the class."""
+
+    def __init__(self, names: str, *changed: Setting) -> None:
+        self.names = names.split()
+        self.changed = {one.name: one for one in changed}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What every command gets. `given` are the parameters that were typed, `subcommand` the
+    command below this one that will run, if any."""
+
+    terminal: Terminal
+    config: Config
+    given: Collection[str] = ()
+    subcommand: str | None = None
+
+
+def command(run: Callable[..., None]) -> Callable[..., None]:
+    """`run` as typer takes it: a first parameter `call: Call` is left out, those of a settings
+    class become flags. Errors become a line and an exit code."""
+    made = inspect.signature(run, eval_str=True)
+    parameters = [inspect.Parameter("context", _KIND, annotation=typer.Context)]
+    groups: dict[str, type] = {}
+    for one in list(made.parameters.values())[1:]:
+        kind, *notes = get_args(one.annotation) if _annotated(one) else (one.annotation,)
+        if not is_dataclass(kind):
+            parameters.append(one.replace(kind=_KIND))
+            continue
+        assert isinstance(kind, type)
+        groups[one.name] = kind
+        known = settings_of(kind)
+        only = next((note for note in notes if isinstance(note, Only)), None)
+        names = only.names if only else [field.name for field in fields(kind)]
+        changed = only.changed if only else {}
+        for name in names:
+            if name == "options":
+                parameters.append(_OPTIONS)
+            else:
+                parameters.append(_parameter(changed.get(name, known[name])))
+
+    def called(context: typer.Context, **typed: Any) -> None:
+        terminal = Terminal(quiet=typed.get("quiet", False), plain=typed.get("plain", False))
+        if not terminal.live:  # the hub library reads this when it is imported
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        with guard(terminal, debug=typed.get("debug", False)):
+            call = Call(
+                terminal,
+                context.obj or Config(),
+                config.given(context),
+                context.invoked_subcommand,
+            )
+            for name, kind in groups.items():
+                own = {field.name for field in fields(kind)} & set(typed)
+                values = {key: typed.pop(key) for key in own}
+                typed[name] = kind(**_read(values, call.config))
+            run(call, **typed)
+
+    called.__name__, called.__doc__ = run.__name__, run.__doc__
+    # The signature that typer reads; a parameter after one with a default may have none.
+    parameters.sort(key=lambda one: one.default is not inspect.Parameter.empty)
+    vars(called)["__signature__"] = inspect.Signature(parameters)
+    called.__annotations__ = {one.name: one.annotation for one in parameters}
+    return called
+
+
+_KIND = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_OPTIONS = inspect.Parameter(
+    "options",
+    _KIND,
+    default=None,
+    annotation=Annotated[
+        list[str] | None,
+        typer.Option(
+            "-o",
+            metavar="NAME=VALUE",
+            help="option of the policy; `minikv policies show NAME` lists them",
+            rich_help_panel=CACHE,
+        ),
+    ],
+)
+
+
+def _annotated(one: inspect.Parameter) -> bool:
+    return get_origin(one.annotation) is Annotated
+
+
+def _parameter(one: Setting) -> inspect.Parameter:
+    """The flag of a setting."""
+    kind: Any = Literal[one.choices] if one.choices else type(one.default)
+    # A switch takes no value, so its type says nothing.
+    metavar = "" if kind is bool else None
+    option = typer.Option(
+        one.flag, *one.letters, help=one.help, rich_help_panel=one.panel, metavar=metavar
+    )
+    return inspect.Parameter(
+        one.name, _KIND, default=one.default, annotation=Annotated[kind, option]
+    )
+
+
+def _read(values: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The values of the fields: an alias becomes its model, @FILE its text, -o a mapping. Raises
+    UsageError."""
+    from minikv.cli.commands import read_pairs
+
+    made = dict(values)
+    if "model" in made:
+        made["model"] = config.model(made["model"])
+    if "revision" in made:
+        made["revision"] = made["revision"] or None
+    if "options" in made:
+        made["options"] = read_pairs(made["options"] or [])
+    if made.get("system", "").startswith("@"):
+        made["system"] = _file_text(made["system"][1:])
+    return made
+
+
+def _file_text(path: str) -> str:
+    from minikv.cli.documents import read_file
+
+    if not path:
+        raise UsageError("--system @ names no file")
+    return read_file(str(Path(path).expanduser())).text.strip()

@@ -1,0 +1,157 @@
+"""What a saved cache belongs to: model, tokenizer, number formats, policies and budget."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Collection, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import minikv
+from minikv.cache.budget import Budget
+from minikv.chat.eviction_config import EvictionConfig
+
+if TYPE_CHECKING:
+    from minikv.chat.session import ChatSession
+    from minikv.chat.transcript import Document
+
+FORMAT = 1
+POLICY = ("policy", "policy_options", "decode", "decode_options", "budget", "stride")
+"""The fields of an identity that a loaded chat brings along, so that they need not agree."""
+
+_LARGE = 16 << 20  # bytes of a file above which only samples of it are hashed
+_WEIGHTS = ("config.json", "generation_config.json", "params.json")
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def identity(session: ChatSession, model: Mapping[str, object]) -> dict[str, object]:
+    """What a cache of this session is good for. `model` is that of `model_identity`."""
+    eviction = session.eviction
+    return {
+        "format": FORMAT,
+        "minikv": minikv.__version__,
+        **model,
+        "dtype": session.facts.dtype,
+        "kv": session.facts.kv,
+        "form": session.facts.form,
+        "policy": eviction.policy,
+        "policy_options": dict(eviction.policy_options),
+        "decode": eviction.decode,
+        "decode_options": dict(eviction.decode_options),
+        "budget": f"{eviction.budget.value} {eviction.budget.unit}",
+        "stride": eviction.stride,
+    }
+
+
+def eviction_of(identity: Mapping[str, Any]) -> EvictionConfig:
+    """The eviction settings of an identity. Raises ValueError, KeyError or TypeError."""
+    value, unit = str(identity["budget"]).split()
+    if unit not in ("rows", "share", "bytes") or Fraction(value) <= 0:
+        raise ValueError(f"{identity['budget']!r:.40} is no budget")
+    return EvictionConfig(
+        str(identity["policy"]),
+        str(identity["decode"]),
+        Budget(unit, Fraction(value)),
+        dict(identity["policy_options"]),
+        dict(identity["decode_options"]),
+        int(identity["stride"]),
+    )
+
+
+def differences(
+    here: Mapping[str, object], header: Mapping[str, Any], stated: Collection[str]
+) -> str:
+    """In what the chat of this header differs from a session, in words; "" if in nothing. Policy
+    and budget count only where the user `stated` them."""
+    from minikv.chat.facts import Facts
+
+    # Chats of versions without --kv and --weights lack these two.
+    form = Facts(weights=header["run"].get("weights", "auto")).form
+    there = {"kv": header["identity"].get("dtype"), "form": form, **header["identity"]}
+    different = [
+        key for key in here if (key not in POLICY or key in stated) and here[key] != there.get(key)
+    ]
+    if "weights" in different and "model" in different:
+        different.remove("weights")
+    return "; ".join(
+        f"{key} {_shown(here[key])} here, {_shown(there.get(key))} there" for key in different
+    )
+
+
+def _shown(value: object) -> str:
+    """A value of an identity in a message; hashes are cut."""
+    text = "nothing" if value is None else str(value) or "none"
+    return f"{text[:12]}..." if re.fullmatch(r"[0-9a-f]{20,}", text) else text
+
+
+def model_identity(session: ChatSession) -> dict[str, object]:
+    """Name and revision for people, and hashes of the weights and of the tokenizer."""
+    facts, folder = session.facts, model_folder(session)
+    named = {"model": facts.model, "revision": facts.revision}
+    if folder is None:
+        return {**named, "weights": "", "tokenizer": ""}
+    if not facts.revision:
+        named["model"] = "bundled" if folder == bundled() else folder.name  # wherever it lies
+    stored = sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
+    return {
+        **named,
+        "weights": _digest([*(folder / name for name in _WEIGHTS), *stored]),
+        "tokenizer": _digest([folder / name for name in _TOKENIZER]),
+    }
+
+
+def _digest(paths: Collection[Path]) -> str:
+    """Of names, sizes and contents; of a large file its beginning and 64 evenly spaced samples."""
+    digest = hashlib.sha256()
+    for path in filter(Path.is_file, paths):
+        with open(path, "rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {length}\n".encode())
+            if length <= _LARGE:
+                digest.update(file.read())
+                continue
+            digest.update(file.read(1 << 20))
+            for i in range(64):
+                file.seek((length - 4096) * i // 63)
+                digest.update(file.read(4096))
+    return digest.hexdigest()[:32]
+
+
+def model_folder(session: ChatSession) -> Path | None:
+    """Where the session's model was loaded from; None for one that came from no folder."""
+    name = session.facts.model
+    if not name:
+        return None
+    if name == "bundled":
+        return bundled()
+    from minikv.models.hub import resolve
+
+    return resolve(name, revision=session.facts.revision or None, offline=True).folder.resolve()
+
+
+def bundled() -> Path:
+    """The folder of the bundled model."""
+    from minikv.models import BUNDLED
+
+    return BUNDLED
+
+
+def document_hashes(documents: Collection[Document]) -> list[str]:
+    """A checksum of each text."""
+    return [hashlib.sha256(document.text.encode()).hexdigest() for document in documents]
+
+
+def fed_hash(fed: Collection[int]) -> str:
+    """A checksum of token ids."""
+    return hashlib.sha256(",".join(map(str, fed)).encode()).hexdigest()

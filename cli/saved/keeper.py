@@ -1,0 +1,225 @@
+"""Chats on disk: saved after every turn, and taken up again where they ended.
+
+One directory per chat: `chat.jsonl`, a file per document with its text, and the compressed cache.
+Everything is checked before any of it is used. Files are the user's alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minikv.cli.failures import explain
+from minikv.cli.paths import chats_folder
+from minikv.cli.saved.cache import read_cache, without_cache, write_cache
+from minikv.cli.saved.files import REREAD, TRANSCRIPT, check_name, damage, lock, new_folder
+from minikv.cli.saved.identity import (
+    POLICY,
+    differences,
+    document_hashes,
+    fed_hash,
+    identity,
+    model_identity,
+)
+from minikv.cli.saved.listing import listing
+from minikv.cli.saved.transcript import Saved, read, texts_of, write_chat
+from minikv.cli.terminal import Terminal
+from minikv.errors import UsageError
+
+if TYPE_CHECKING:
+    from minikv.chat.session import ChatSession
+
+_FIELDS = {"options": ("policy_options", "decode_options")}
+"""The fields of an identity that a flag of another name sets."""
+
+
+class Keeper:
+    """Saves one chat at a time, and opens saved ones. A chat that is open here is locked."""
+
+    def __init__(self, terminal: Terminal, *, active: bool = True) -> None:
+        self.active = active
+        self.name: str | None = None
+        self._terminal = terminal
+        self._lock: int | None = None
+        self._conversation = 0
+        self._last: tuple[object, ...] = ()
+        self._model: tuple[str, dict[str, object]] | None = None
+        self._warned: set[str] = set()
+
+    def keep(self, session: ChatSession) -> None:
+        """Save, if anything changed since. Never fails: a save that does not succeed costs one
+        warning, and the chat goes on."""
+        if not self.active or not self._changed(session):
+            return
+        try:
+            self._save(session, None)
+        except Exception as error:
+            reason = _reason(error)
+            if reason not in self._warned:
+                self._warned.add(reason)
+                self._terminal.warn(f"this chat is not saved: {reason}; it goes on without")
+
+    def save(self, session: ChatSession, name: str | None = None) -> Path:
+        """Save now; with a `name`, under it from now on. Raises UsageError if that fails."""
+        if name is not None:
+            check_name(name)
+        self._changed(session)
+        try:
+            self._save(session, name)
+        except OSError as error:
+            raise UsageError(f"the chat cannot be saved: {_reason(error)}") from None
+        self.active = True
+        assert self.name is not None
+        return chats_folder() / self.name
+
+    def load(
+        self,
+        session: ChatSession,
+        name: str,
+        *,
+        reread: bool = False,
+        given: Collection[str] = (),
+    ) -> Saved:
+        """Put a saved chat in the place of `session`'s, with its policy, budget and seed.
+
+        `given`: fields of `Settings` that the user insists on: a chat saved under others is
+        refused, and so is one with another model, tokenizer or dtype, or whose files are not as
+        they were written. With `reread` the cache is left alone: the next question reads the whole
+        conversation again. On UsageError nothing changed.
+        """
+        check_name(name)
+        if not (chats_folder() / name / TRANSCRIPT).exists():
+            near = [entry.name for entry in listing()[:3]]
+            hint = f"the last ones: {', '.join(near)}" if near else "/save NAME names a chat"
+            raise UsageError(f"no saved chat {name!r}", hint)
+        handle = None if name == self.name else lock(name)
+        try:
+            saved = read(name)
+            stated = [field for flag in given for field in _FIELDS.get(flag, (flag,))]
+            if reread:
+                snapshot = without_cache(saved)
+                if set(stated) & set(POLICY):
+                    snapshot = replace(snapshot, eviction=session.eviction)
+            else:
+                self._refuse(session, saved, stated)
+                snapshot = read_cache(saved)
+            if "seed" in given:
+                snapshot = replace(snapshot, seed=session.seed)
+            with damage(name):
+                session.restore(snapshot)
+        except BaseException:
+            if handle is not None:
+                os.close(handle)
+            raise
+        if "reuse" not in given:  # chats of versions without --reuse go on as this one does
+            session.reuse = saved.header.get("reuse", session.reuse)
+        if "system" not in given:
+            session.system = str(saved.header["system"])
+        if "pin_system" not in given:
+            session.pin_system = bool(saved.header["pin_system"])
+        if name != self.name:
+            self.close()
+            self._lock = handle
+        self.name, self._conversation = name, session.conversation
+        self._last = self._state(session)
+        return saved
+
+    def _identity(self, session: ChatSession) -> dict[str, object]:
+        """The session's identity. The model's files are hashed once."""
+        mark = f"{session.facts.model}@{session.facts.revision}"
+        if self._model is None or self._model[0] != mark:
+            self._model = mark, model_identity(session)
+        return identity(session, self._model[1])
+
+    def _refuse(self, session: ChatSession, saved: Saved, stated: Collection[str]) -> None:
+        """Raise UsageError that names everything in which the chat and this session differ."""
+        found = differences(self._identity(session), saved.header, stated)
+        if found:
+            raise UsageError(
+                f"the cache of chat {saved.name} does not belong to this run: {found}", REREAD
+            )
+
+    def _changed(self, session: ChatSession) -> bool:
+        """Whether there is something to save; a new conversation gets a new name."""
+        if session.conversation != self._conversation:
+            self.close()
+            self.name, self._last, self._conversation = None, (), session.conversation
+        if not session.turns and self.name is None:
+            return False
+        return self._state(session) != self._last
+
+    def _state(self, session: ChatSession) -> tuple[object, ...]:
+        return (
+            list(session.turns),
+            list(session.pending),
+            session.eviction,
+            session.seed,
+            session.reuse,
+        )
+
+    def _save(self, session: ChatSession, name: str | None) -> None:
+        before = self.name
+        made = self._name(name)
+        try:
+            self._put(session)
+        except BaseException:
+            if made:  # an empty directory would be no chat
+                assert self.name is not None
+                shutil.rmtree(chats_folder() / self.name, ignore_errors=True)
+                self.close()
+                self.name = before
+            raise
+
+    def _put(self, session: ChatSession) -> None:
+        """Write cache, documents and transcript. The transcript comes last and replaces the old
+        one in one step, so that everything it names is there."""
+        assert self.name is not None
+        folder = chats_folder() / self.name
+        texts = texts_of(session)
+        documents = [document for turn in session.turns for document in turn.documents]
+        whole = {
+            **self._identity(session),
+            "system": session.system,
+            "turns": len(session.turns),
+            "documents": document_hashes(documents),
+            "fed": fed_hash(session.fed),
+            "shaped_by": session.shaped_by,
+        }
+        cache, why = write_cache(session, folder, whole)
+        write_chat(session, folder, texts, whole, cache, why)
+        self._last = self._state(session)
+
+    def _name(self, name: str | None) -> bool:
+        """Have a directory: a new one (True), or the one that there is under another name."""
+        if name == self.name and name is not None:
+            return False
+        if name is not None and os.path.lexists(chats_folder() / name):
+            raise UsageError(f"there is a chat {name} already", "choose another name")
+        if self.name is not None and name is not None:
+            os.rename(chats_folder() / self.name, chats_folder() / name)
+            self.name = name
+        elif self.name is None or not (chats_folder() / self.name).is_dir():
+            self.close()
+            wanted = name or self.name or time.strftime("%Y-%m-%d-%H%M%S")
+            self.name = new_folder(wanted)
+            self._lock = lock(self.name)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Let another process open the chat. Saving again goes on without the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror or error}{where}"
+    return explain(error).message

@@ -1,0 +1,265 @@
+"""`chat.jsonl`: a header, the documents' names, a line per turn, and a checksum of all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.report import size
+from minikv.chat.reuse import REUSES
+from minikv.cli.paths import chats_folder
+from minikv.cli.saved.files import (
+    TRANSCRIPT,
+    check_name,
+    damage,
+    opened,
+    prune,
+    read_part,
+    write,
+    write_part,
+)
+from minikv.cli.saved.identity import (
+    FORMAT,
+    bundled,
+    document_hashes,
+    eviction_of,
+    model_folder,
+)
+from minikv.errors import UsageError
+from minikv.settings import Settings
+
+if TYPE_CHECKING:
+    from minikv.chat.report import TurnReport
+    from minikv.chat.session import ChatSession
+    from minikv.chat.transcript import Document, Message, Turn
+
+DOCUMENT_BYTES = 64 << 20
+"""A chat with more text than this in its documents is not saved."""
+
+_RUN = ("model", "revision", "dtype", "seed", "system", "pin_system")
+_LATER = ("kv", "weights")  # chats of versions without these flags lack them
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A transcript that was read and checked; its cache was not looked at yet."""
+
+    name: str
+    folder: Path
+    header: Mapping[str, Any]
+    eviction: EvictionConfig
+    turns: tuple[Turn, ...]
+    pending: tuple[Document, ...]
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """Those that have been read, in order."""
+        return tuple(document for turn in self.turns for document in turn.documents)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """As the session has them."""
+        from minikv.chat.transcript import Message
+
+        opened_with = str(self.header["opened_with"])
+        system = [Message("system", opened_with)] if opened_with else []
+        return (*system, *(message for turn in self.turns for message in turn.messages()))
+
+    @property
+    def curve(self) -> tuple[tuple[int, int, int], ...]:
+        """As `ChatSession.curve`."""
+        return tuple((int(a), int(b), int(c)) for a, b, c in self.header["curve"])
+
+
+# -- reading ------------------------------------------------------------------------------
+
+
+def header(name: str) -> Mapping[str, Any]:
+    """A chat's header, checked with the whole transcript. Raises UsageError. Needs no torch."""
+    top = _lines(name)[0]
+    with damage(name):
+        if not set(_RUN) <= set(top["run"]) <= {*_RUN, *_LATER}:
+            raise ValueError("it does not say how it was run")
+    return top
+
+
+def resumed(settings: Settings, header: Mapping[str, Any], given: Collection[str]) -> Settings:
+    """Settings to build a saved chat's session with: as it was run, except for what the user
+    `given` by field name. The policy and its budget come with `Keeper.load`."""
+    fields = {name: value for name, value in header["run"].items() if name not in given}
+    if not set(given) & {"policy", "decode", "budget", "stride", "options"}:
+        fields |= {"policy": "full", "decode": "auto"}  # any budget will do until then
+    if "model" in given:
+        fields.pop("revision", None)
+    return replace(settings, **fields)
+
+
+def read(name: str) -> Saved:
+    """A chat's transcript and documents. Raises UsageError for anything missing or altered."""
+    from minikv.chat.transcript import Document, Turn
+
+    folder = chats_folder() / name
+    lines = _lines(name)
+    with damage(name):
+        texts = [
+            Document(read_part(folder, line, DOCUMENT_BYTES).decode(), line["name"])
+            for line in lines
+            if line["kind"] == "document"
+        ]
+        turns = tuple(
+            Turn(
+                str(line["question"]),
+                str(line["answer"]),
+                tuple(texts[i] for i in line["documents"]),
+                _report(line["record"]),
+            )
+            for line in lines
+            if line["kind"] == "turn"
+        )
+        top = lines[0]
+        pending = tuple(texts[i] for i in top["pending"])
+        saved = Saved(name, folder, top, eviction_of(top["identity"]), turns, pending)
+        hashes = document_hashes(saved.documents)
+        if top["turns"] != len(turns) or top["identity"]["documents"] != hashes:
+            raise ValueError("turns or documents are not those of the header")
+        # What is used later is looked at now, so that damage shows before anything is changed.
+        _ = saved.curve, str(top["system"]), int(top["seed"]), bool(top["pin_system"])
+        if top.get("reuse", "once") not in REUSES:
+            raise ValueError(f"reuse {top['reuse']!r:.20} is none")
+    return saved
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    """The transcript's lines, the header first, the checksum checked and left out."""
+    check_name(name)
+    try:
+        with opened(chats_folder() / name / TRANSCRIPT) as file:
+            data = file.read()
+    except FileNotFoundError:
+        raise UsageError(f"no saved chat {name!r}", "/load lists them") from None
+    except OSError as error:
+        raise UsageError(f"chat {name} cannot be read: {error.strerror}") from None
+    with damage(name):
+        body, newline, end = data.removesuffix(b"\n").rpartition(b"\n")
+        if json.loads(end) != _end(body + newline):
+            raise ValueError("the checksum of chat.jsonl does not fit: it was cut or edited")
+        lines = [json.loads(line) for line in body.splitlines()]
+        if lines[0]["kind"] != "chat":
+            raise ValueError("no header")
+        if lines[0]["identity"]["format"] != FORMAT:
+            raise ValueError(f"format {lines[0]['identity']['format']!r:.20}, not {FORMAT}")
+    return lines
+
+
+def _report(record: Mapping[str, Any]) -> TurnReport:
+    from minikv.chat.report import DeviceMemory, KvBytes, Loss, Rates, Seconds, Tokens, TurnReport
+
+    parts = {
+        "tokens": Tokens(**record["tokens"]),
+        "kv_bytes": KvBytes(**record["kv_bytes"]),
+        "time_s": Seconds(**record["time_s"]),
+        "rate": Rates(**record["rate"]),
+        "loss": Loss(**record["loss"]),
+        "device_mem": DeviceMemory(**record["device_mem"]),
+        "warnings": tuple(record["warnings"]),
+    }
+    return TurnReport(**{**record, **parts})
+
+
+def _end(written: bytes) -> dict[str, str]:
+    """The last line, which is the checksum of the others."""
+    return {"kind": "end", "sha256": hashlib.sha256(written).hexdigest()}
+
+
+# -- writing ------------------------------------------------------------------------------
+
+
+def texts_of(session: ChatSession) -> list[Document]:
+    """The documents of a chat, each once. Raises UsageError where they are too long to save."""
+    read = (document for turn in session.turns for document in turn.documents)
+    texts = list(dict.fromkeys((*read, *session.pending)))
+    total = sum(len(document.text.encode()) for document in texts)
+    if total > DOCUMENT_BYTES:
+        raise UsageError(
+            f"its documents have {size(total)} of text, more than the {size(DOCUMENT_BYTES)} "
+            "that are stored"
+        )
+    return texts
+
+
+def write_chat(
+    session: ChatSession,
+    folder: Path,
+    texts: list[Document],
+    identity: Mapping[str, object],
+    cache: Mapping[str, object] | None,
+    no_cache: str,
+) -> None:
+    """Write documents, then the transcript in one step; what it does not name is removed.
+
+    `cache` is the record of the file with the cache, None for the reason `no_cache`. Raises
+    OSError.
+    """
+    body: list[dict[str, object]] = []
+    for document in texts:
+        part = write_part(folder, "document", "txt", document.text.encode())
+        body.append(
+            {"kind": "document", "name": document.name, "characters": len(document.text), **part}
+        )
+    named = {str(line["file"]) for line in body} | ({str(cache["file"])} if cache else set())
+    body += [
+        {
+            "kind": "turn",
+            "question": turn.question,
+            "answer": turn.answer,
+            "documents": [texts.index(document) for document in turn.documents],
+            "record": turn.report.to_dict(),
+        }
+        for turn in session.turns
+    ]
+    title = session.turns[0].question if session.turns else ""
+    first = session.messages[0] if session.messages else None
+    top = {
+        "kind": "chat",
+        "title": " ".join(title.split())[:80],
+        "turns": len(session.turns),
+        "identity": identity,
+        "cache": cache,
+        "no_cache": no_cache,
+        "seed": session.seed,
+        "system": session.system,
+        "pin_system": session.pin_system,
+        "reuse": session.reuse,
+        "opened_with": first.content if first and first.role == "system" else "",
+        "pending": [texts.index(document) for document in session.pending],
+        "curve": [list(point) for point in session.curve],
+        "run": _run(session),
+    }
+    written = "".join(json.dumps(line) + "\n" for line in (top, *body)).encode()
+    write(folder, TRANSCRIPT, written + json.dumps(_end(written)).encode() + b"\n")
+    prune(folder, named)
+
+
+def _run(session: ChatSession) -> dict[str, object]:
+    """The fields of `Settings` that build this session again, its policy aside."""
+    facts, folder = session.facts, model_folder(session)
+    model = facts.model
+    if folder is None or folder == bundled():
+        model = ""
+    elif not facts.revision:
+        model = str(folder)
+    return {
+        "model": model or None,
+        "revision": facts.revision or None,
+        "dtype": facts.dtype,
+        "seed": session.seed,
+        "system": session.system,
+        "pin_system": session.pin_system,
+        "kv": "int8" if facts.kv == "int8" else "auto",
+        "weights": facts.weights,
+    }

@@ -1,0 +1,284 @@
+"""Every setting, written down once: what it is, its default, and what it may be.
+
+The fields of the classes below make the flags of the command line, the keys of the configuration
+file, the `MINIKV_*` variables, the settings of `/set`, and what `minikv.load` checks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig
+from minikv.chat.reuse import PATIENCE, REUSES
+from minikv.errors import UsageError
+from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, prompt_names, step_names
+
+WEIGHTS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
+"""Values of --weights, as `models.linear` knows them."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+MODEL, CACHE, DOCUMENTS = "Model", "KV cache", "Documents"
+SAMPLING, OUTPUT, ADVANCED = "Sampling", "Output", "Advanced"
+_CHAT = ("ask", "chat")
+_MOST_THREADS = 4096
+_KEY = "setting"
+
+Plain = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the command line and the configuration know about one field.
+
+    `panel` is where --help lists it, `letters` are other spellings of the flag. `default` is that
+    of the flag; Python's may differ. `low` and `high` bound a number. A configuration file sets it
+    for `commands` only (empty: for every command that has the flag); with `in_file` false it is a
+    flag alone.
+    """
+
+    name: str
+    default: Plain
+    help: str
+    panel: str | None
+    choices: tuple[str, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
+    letters: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+    in_file: bool = True
+
+    @property
+    def flag(self) -> str:
+        """As it is typed."""
+        return f"--{self.name.replace('_', '-')}"
+
+    def check_choice(self, value: object, where: str) -> None:
+        """Raise UsageError, beginning with `where`, if the value is not one of the choices."""
+        if self.choices and value not in self.choices:
+            some = ", ".join(self.choices)
+            raise UsageError(f"{where} must be one of {some}, got {quoted(value)}")
+
+
+def quoted(value: object) -> str:
+    """A value from outside, short and harmless."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def setting(
+    default: Plain | None,
+    help: str,
+    panel: str,
+    *,
+    flag_default: Plain | None = None,
+    choices: tuple[str, ...] = (),
+    low: float = -math.inf,
+    high: float = math.inf,
+    letters: tuple[str, ...] = (),
+    commands: tuple[str, ...] = (),
+    in_file: bool = True,
+) -> Any:
+    """A field of a settings class, with what `Setting` says of it. The flag's default is the
+    field's unless it is given; None is the flag's ""."""
+    shown = default if flag_default is None else flag_default
+    made = Setting(
+        "",
+        "" if shown is None else shown,
+        help,
+        panel,
+        choices,
+        low,
+        high,
+        letters,
+        commands,
+        in_file,
+    )
+    return field(default=default, metadata={_KEY: made})
+
+
+def settings_of(*kinds: type) -> dict[str, Setting]:
+    """The settings that the fields of these classes are, by name, in order."""
+    return {
+        one.name: replace(one.metadata[_KEY], name=one.name)
+        for kind in kinds
+        for one in fields(kind)
+        if _KEY in one.metadata
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that decides what a chat computes. Raises UsageError for what no machine could have.
+
+    `model` None is the bundled one, `threads` None leaves torch's number. `options` are those of
+    the policies.
+    """
+
+    model: str | None = setting(
+        None,
+        "directory, hub id or alias of the model; without it, the bundled one",
+        MODEL,
+        letters=("-m",),
+    )
+    revision: str | None = setting(None, "commit, branch or tag of a hub model", MODEL)
+    offline: bool = setting(False, "never use the network", MODEL)
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N", MODEL)
+    dtype: str = setting(
+        "auto", "number format of weights and cache; auto: that of the files", MODEL, choices=DTYPES
+    )
+    weights: str = setting(
+        "auto",
+        "quantize the matrices of the layers to int8 or int4, on a CPU; with +head also lm_head "
+        "(and a tied embedding), always to int8; auto and plain: --dtype",
+        MODEL,
+        choices=WEIGHTS,
+    )
+    policy: str = setting(
+        DEFAULT_PROMPT,
+        f"what evicts after prefill: {', '.join(prompt_names())}",
+        CACHE,
+        commands=_CHAT,
+    )
+    budget: str = setting(
+        DEFAULT_BUDGET,
+        "tokens per head, averaged over heads and layers (512), a share of the prompt (20%), or "
+        "memory for all layers (64MiB)",
+        CACHE,
+        commands=(*_CHAT, "plan"),
+    )
+    decode: str = setting(
+        "auto",
+        f"what evicts while the answer is written: auto, {', '.join(step_names())}",
+        CACHE,
+        commands=_CHAT,
+    )
+    stride: int = setting(
+        0,
+        "prefill in blocks of this many tokens and evict after each; needs a policy that can also "
+        "evict while writing, such as --policy roco; 0: the prompt in one piece",
+        CACHE,
+        commands=_CHAT,
+        low=0,
+        high=MOST_STRIDE,
+    )
+    kv: str = setting(
+        "auto",
+        "number format of cached keys and values; auto: --dtype; int8: about half of bfloat16",
+        CACHE,
+        commands=_CHAT,
+        choices=("auto", "int8"),
+    )
+    reuse: str = setting(
+        "once",
+        "later questions: refresh reads the whole conversation again, once keeps the cache of the "
+        "first question, blind evicts documents before any question is seen; auto: refresh if the "
+        f"policy scores with the question and reading takes under {PATIENCE:g} s, else once",
+        CACHE,
+        flag_default="auto",
+        commands=_CHAT,
+        choices=REUSES,
+    )
+    options: Mapping[str, object] = field(default_factory=dict)
+    pin_system: bool = setting(False, "never evict the system prompt", CACHE, commands=_CHAT)
+    system: str = setting(
+        "",
+        "system prompt; @FILE reads it from a file",
+        DOCUMENTS,
+        letters=("-S",),
+        commands=_CHAT,
+    )
+    seed: int = setting(0, "seed of every random draw", SAMPLING, letters=("-s",), commands=_CHAT)
+    threads: int | None = setting(
+        None,
+        "CPU threads; 0: as many as the process may use",
+        ADVANCED,
+        flag_default=0,
+        commands=_CHAT,
+        low=0,
+        high=_MOST_THREADS,
+    )
+    kernels: str = setting(
+        "auto",
+        "kernels of attention and eviction; auto: Triton on a GPU, C on a CPU",
+        ADVANCED,
+        choices=("auto", "triton", "torch"),
+    )
+
+    def __post_init__(self) -> None:
+        for name, one in settings_of(Settings).items():
+            one.check_choice(getattr(self, name), name)
+        if self.threads is not None and not 0 <= self.threads <= _MOST_THREADS:
+            raise UsageError(
+                f"--threads must be from 0 to {_MOST_THREADS:,}, got {self.threads}",
+                "0 uses all there are",
+            )
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
+            raise UsageError(f"unknown device {self.device!r}", "use auto, cpu, cuda or cuda:N")
+        if self.kernels == "triton" and self.device == "cpu":
+            raise no_cuda()
+
+    def eviction(self) -> EvictionConfig:
+        """The eviction settings, checked without torch. Raises UsageError."""
+        return EvictionConfig.read(
+            self.policy, self.decode, self.budget, self.options, self.seed, self.stride
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """How an answer is written. Raises UsageError for what no answer could have."""
+
+    max_tokens: int = setting(
+        512, "longest answer, in tokens", SAMPLING, letters=("-n",), commands=_CHAT, low=1
+    )
+    temperature: float = setting(
+        0.0,
+        "0: always the likeliest token",
+        SAMPLING,
+        letters=("--temp", "-t"),
+        commands=_CHAT,
+        low=0,
+        high=100,
+    )
+    top_k: int = setting(
+        0,
+        "sample from the k likeliest tokens; 0: off",
+        SAMPLING,
+        commands=_CHAT,
+        low=0,
+        high=1 << 31,
+    )
+    top_p: float = setting(
+        1.0,
+        "sample from the likeliest tokens that make up this probability; 1: off",
+        SAMPLING,
+        commands=_CHAT,
+        low=0,
+        high=1,
+    )
+    min_p: float = setting(
+        0.0,
+        "sample from tokens at least this fraction as likely as the likeliest; 0: off",
+        SAMPLING,
+        commands=_CHAT,
+        low=0,
+        high=1,
+    )
+
+    def __post_init__(self) -> None:
+        for name, one in settings_of(Generation).items():
+            value = getattr(self, name)
+            if one.low <= value <= one.high:  # NaN fails too
+                continue
+            if one.high == math.inf:
+                raise UsageError(f"{one.flag} must be at least {one.low}, got {value}")
+            low, high = type(value)(one.low), type(value)(one.high)
+            raise UsageError(f"{one.flag} must be between {low:,} and {high:,}, got {value:,}")
+
+
+def no_cuda() -> UsageError:
+    """What is raised where Triton's kernels were asked for and there is no GPU."""
+    return UsageError("no triton kernels without a CUDA device", "use --kernels auto or torch")
