@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from pairwise import covering, pairwise
 from small import COMPOSITIONS, PAIRS, VOCAB, Walk, ids, least, network, over, spell
 from torch import Tensor
 
@@ -41,11 +42,11 @@ def someone_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", COMPOSED)
 @pytest.mark.parametrize("layers", [1, 2, 5, 32])
 def test_layers_sum_to_the_budget(name: str, layers: int) -> None:
-    """Every integer budget from the smallest to 4,096, for several lengths of a prompt."""
+    """Every integer budget up to 400 and some up to 4,096, for several lengths of a prompt."""
     policy = policies.prompt_policy(name)
     assert policy is not None
     smallest = smallest_budget(policy, None)
-    for budget in range(smallest, 4097):
+    for budget in (*range(smallest, 400), *range(401, 4097, 61)):
         for most in (budget, budget + 1, 2 * budget, 5000, 1 << 20):
             rows = policy.layer_rows(layers, budget, most, smallest)
             assert len(rows) == layers
@@ -207,18 +208,28 @@ def test_the_smallest_budget_is_enough_at_every_extreme(name: str, part: str) ->
                 walk.prompt(ids(100))
 
 
-@pytest.mark.parametrize("step", [name for name in STEPS if name != "none"])
-@pytest.mark.parametrize("name", ["h2o+ada+pyramid", "l2+ada", "tova+ada+turns"])
-def test_pinned_rows_stay_where_heads_have_little_else(name: str, step: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "step", "pinned", "spare"),
+    covering(
+        (name, step, pinned, spare)
+        for name in ("h2o+ada+pyramid", "l2+ada", "tova+ada+turns")
+        for step in STEPS
+        for pinned in (FEW, PINNED)
+        for spare in (0, 1)
+        if step != "none"
+    ),
+)
+def test_pinned_rows_stay_where_heads_have_little_else(
+    name: str, step: str, pinned: int, spare: int
+) -> None:
     """However few rows an adaptive budget gives a head, one beside the pins may be overwritten."""
     given = {"alpha": 0.0} | ({"recent_share": 0.0} if name.startswith("h2o") else {})
-    for seed, (pinned, spare) in enumerate([(PINNED, 0), (PINNED, 1), (FEW, 1), (FEW, 0)]):
-        rows = enough(EvictionConfig.read(name, step, 1, given), pinned)
-        walk = Walk(EvictionConfig.read(name, step, rows + spare, given), pinned=pinned)
-        for turn in range(2):
-            walk.prompt(ids(90, seed=10 * seed + turn))
-            for token in ids(9, seed=5 + seed):
-                walk.step(token)
+    rows = enough(EvictionConfig.read(name, step, 1, given), pinned)
+    walk = Walk(EvictionConfig.read(name, step, rows + spare, given), pinned=pinned)
+    for turn in range(2):
+        walk.prompt(ids(90, seed=10 * pinned + spare + turn))
+        for token in ids(9, seed=5 + spare):
+            walk.step(token)
 
 
 @pytest.mark.parametrize("capture", [None, Eager()], ids=["host", "device"])
@@ -256,16 +267,24 @@ OTHERS: list[tuple[str, dict[str, object]]] = [
 ]
 
 
-@pytest.mark.parametrize("stride", [0, 8])
-@pytest.mark.parametrize(("step", "given"), [other for other in OTHERS if other[0] != "none"])
-def test_another_policy_finds_true_columns(
-    step: str, given: dict[str, object], stride: int
-) -> None:
+def others() -> dict[tuple[int, int], list[int]]:
+    """(a policy of `OTHERS`, stride) -> some of those before it; each pair comes, with a stride or
+    without, and each policy comes before any stride and after it."""
+    after = [i for i, (name, _) in enumerate(OTHERS) if name != "none"]
+    found: dict[tuple[int, int], list[int]] = {}
+    for other, stride, first in pairwise(after, (0, 8), range(len(OTHERS))):
+        found.setdefault((other, stride), []).append(first)
+    return found
+
+
+@pytest.mark.parametrize(("other", "stride", "before"), [(*k, v) for k, v in others().items()])
+def test_another_policy_finds_true_columns(other: int, stride: int, before: list[int]) -> None:
     """After any other policy, or the same with other options: what it knows of old rows is right,
     or nothing. The prompt between them is one token."""
+    step, given = OTHERS[other]
     name, decode = (step, "auto") if stride else ("adakv", step)
     choice = EvictionConfig.read(name, decode, 64, given, stride=stride)
-    for first, options in OTHERS:
+    for first, options in (OTHERS[i] for i in before):
         start = EvictionConfig.read("h2o" if first == "h2o" else "adakv", first, 64, options)
         walk = Walk(start, windows=(None,))
         walk.prompt(ids(90))

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import Silent, empty, uneven
 from small import PAIRS, ids, network, scheduler
 from tape import NoWaiting
-from test_compaction import Silent, empty, uneven
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves

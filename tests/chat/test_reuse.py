@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,10 @@ import pytest
 import torch
 import vocabularies as v
 from fakes import ASSISTANT, BOS, PADDED, USER, ByteTokenizer, ChatML, FakeEngine
+from small_chat import chat, held_of, say
 from test_kept import context
 from test_report import report as record_of
 from test_session import check, make
-from test_snapshot import chat, held_of, say
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -289,54 +288,6 @@ def test_numbers_gone_wrong_put_the_old_cache_back() -> None:
     engine.nan_at = None
     list(session.ask("mended"))
     check(session)
-
-
-def test_no_memory_even_for_the_old_cache_leaves_a_chat_to_be_read_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    session, twin = chat(), chat()
-    for one in (session, twin):
-        one.attach(MILL)
-        say(one, "Who?")
-        one.refresh()
-
-    def none(*given: Any) -> None:
-        raise MemoryError("none left")
-
-    monkeypatch.setattr(session.engine.kv, "restore", none)
-    with pytest.raises(Interrupted):
-        list(session.ask("Why?", progress=failing(session, 2, None)))
-    assert session.fed == []
-    assert session.engine.kv.position == 0
-    assert [m.role for m in session.messages] == ["user", "assistant"]
-    assert say(session, "Why?") == say(twin, "Why?")
-    assert session.report is not None
-    assert session.report.reuse == "refresh"
-
-
-def test_what_failed_holds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error keeps the frames that it came through, and those what they were working on."""
-    session = chat(reuse="refresh")
-    session.attach(MILL)
-    say(session, "Who?")
-    left: list[bool] = []
-    restore = session.engine.kv.restore
-
-    def spied(*given: Any) -> None:
-        left.append(staged() is not None)
-        restore(*given)
-
-    def progress(done: int, total: int) -> None:
-        nonlocal staged
-        rows = torch.zeros(8)
-        staged = weakref.ref(rows)
-        raise RuntimeError("stop")
-
-    staged: Any = None
-    monkeypatch.setattr(session.engine.kv, "restore", spied)
-    with pytest.raises(RuntimeError, match="stop"):
-        list(session.ask("Why?", progress=progress))
-    assert left == [False]
 
 
 def test_a_conversation_that_does_not_fit_again_is_refused_untouched() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import ByteTokenizer, ChatML
-from test_snapshot import FakeEngineWithMemory, chat
+from fakes import ByteTokenizer, ChatML, FakeEngineWithMemory
+from small_chat import chat
 
 from minikv.chat.session import ChatSession
 from minikv.cli import saving, settings_commands

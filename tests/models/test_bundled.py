@@ -1,7 +1,8 @@
 """The model that ships: its files, its training script, and what it still answers under a budget.
 
 The figures with confidence intervals are in docs/measurements; these runs are small enough for
-every change, and their bounds, three standard errors below those figures, leave room for chance.
+every change, those behind the soak marker for every night. Their bounds, three standard errors
+below those figures, leave room for chance.
 """
 
 from __future__ import annotations
@@ -44,7 +45,16 @@ def test_sample_document(full: ChatSession) -> None:
         assert 1 <= len(full.tokenizer.encode(item["answer"])) <= 5
 
 
-@pytest.mark.parametrize(("tokens", "chats", "least"), [(2000, 12, 0.95), (4000, 8, 0.92)])
+@pytest.mark.parametrize(
+    ("tokens", "chats", "least"),
+    [
+        (2000, 3, 0.9),
+        (4000, 1, 0.75),
+        pytest.param(2000, 12, 0.95, marks=pytest.mark.soak),
+        pytest.param(4000, 8, 0.92, marks=pytest.mark.soak),
+        pytest.param(7900, 4, 0.85, marks=pytest.mark.soak),
+    ],
+)
 def test_four_questions_about_a_fresh_document(
     full: ChatSession, tokens: int, chats: int, least: float
 ) -> None:
@@ -52,38 +62,41 @@ def test_four_questions_about_a_fresh_document(
     assert share(table) >= least, table
 
 
-def test_eight_thousand_tokens(full: ChatSession) -> None:
-    assert share(exact(full, 7900, 4, 4, SEED)) >= 0.85
-
-
-def test_a_budget_of_256_rows_keeps_the_answers(full: ChatSession) -> None:
-    """One question with its document of 4,000 tokens: 6.4 % of the rows, nine tenths of the score.
+@pytest.mark.parametrize(
+    ("tokens", "budget", "count"),
+    [(2000, 128, 6), pytest.param(4000, 256, 24, marks=pytest.mark.soak)],
+)
+def test_a_budget_of_a_sixteenth_keeps_the_answers(
+    full: ChatSession, tokens: int, budget: int, count: int
+) -> None:
+    """One question with its document: 6.4 % of the tokens, nine tenths of the score.
 
     Answers of two tokens and more, since the first one is decided before eviction. Recency alone,
     which is blind to the question, must do far worse.
     """
-    count = 24
-    baseline = share(exact(full, 4000, count, 1, SEED + 9, least=2))
-    chat = minikv.load(policy="adakv", budget=256)
-    assert share(exact(chat, 4000, count, 1, SEED + 9, least=2)) >= 0.9 * baseline
+    baseline = share(exact(full, tokens, count, 1, SEED + 9, least=2))
+    assert baseline >= 0.8
+    chat = minikv.load(policy="adakv", budget=budget)
+    assert share(exact(chat, tokens, count, 1, SEED + 9, least=2)) >= 0.9 * baseline
     stats = chat.engine.kv.stats()
     assert stats.held_bytes <= 0.07 * stats.full_bytes
-    blind = minikv.load(policy="streaming", budget=256)
-    assert share(exact(blind, 4000, count, 1, SEED + 9, least=2)) <= 0.5 * baseline
+    blind = minikv.load(policy="streaming", budget=budget)
+    assert share(exact(blind, tokens, count, 1, SEED + 9, least=2)) <= 0.5 * baseline
 
 
-def test_the_training_script_makes_a_model(tmp_path: Path) -> None:
-    """A minute's worth of steps: the files load, and a second run of the same seed is the same."""
+@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_the_training_script_makes_a_model(tmp_path: Path, runs: int) -> None:
+    """A few steps: the files load, and a second run of the same seed is the same."""
     weights = []
-    for name in ("a", "b"):
+    for run in range(runs):
         command = [
             sys.executable,
             "-m",
             "minikv.models.bundled.train",
             "--out",
-            str(tmp_path / name),
+            str(tmp_path / str(run)),
             "--phases",
-            "64:4e3:1e-3:1e-4",
+            "64:4e3:1e-3:1e-4" if runs > 1 else "64:1e3:1e-3:1e-4",
             "--batch",
             "512",
             "--no-compile",
@@ -91,12 +104,12 @@ def test_the_training_script_makes_a_model(tmp_path: Path) -> None:
             "--device",
             "cpu",
             "--examined",
-            "2",
+            "1",
         ]
         subprocess.run(command, check=True, capture_output=True, timeout=500)
-        weights.append((tmp_path / name / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-    chat = minikv.load(str(tmp_path / "a"), policy="full")
+        weights.append((tmp_path / str(run) / "model.safetensors").read_bytes())
+    assert len({*weights}) == 1
+    chat = minikv.load(str(tmp_path / "0"), policy="full")
     chat.attach("The mayor of Velmora is Tarin Oskvin.")
     assert isinstance("".join(chat.ask("Who is the mayor of Velmora?", max_tokens=4)), str)
     assert chat.report is not None

@@ -629,7 +629,7 @@ KEYS = [
 
 
 @settings(
-    max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     base=st.sampled_from([LLAMA, MISTRAL, QWEN]),

@@ -178,11 +178,11 @@ def plain(messages: list[Message]) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ids_are_those_of_transformers(case: str) -> None:
+def test_ids_are_those_of_transformers(case: str, part: float) -> None:
     tokenizer, template, theirs = prepared(case)
     rng = random.Random(21)
     compared = 0
-    for _ in range(500):
+    for _ in range(int(part * 500)):
         chat = random_chat(rng, system=case != "mistral-v1")
         if any(tokenizer.lookalikes(m.content) for m in chat):
             continue
@@ -191,7 +191,7 @@ def test_ids_are_those_of_transformers(case: str) -> None:
         )
         assert template.opening(chat) == expected, chat
         compared += 1
-    assert compared > 450
+    assert compared > part * 450
 
 
 @pytest.mark.parametrize("version", ["v1", "v3", "v7"])

@@ -162,7 +162,7 @@ def test_a_good_header(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_damaged_headers_are_read_or_refused(data: st.DataObject, tmp_path: Path) -> None:

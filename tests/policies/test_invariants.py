@@ -42,14 +42,14 @@ TESTS: dict[int, tuple[str, ...]] = {
     3: ("cache/test_kv_cache.py::test_an_evicted_cache_is_a_masked_full_cache",),
     4: ("policies/test_invariants.py::test_snapkv_without_pooling_is_nacl_without_its_draw",),
     5: (
-        "policies/test_methods.py::test_proxies_that_are_all_queries_are_h2o",
+        "policies/test_nacl.py::test_proxies_that_are_all_queries_are_h2o",
         "policies/test_invariants.py::test_scores_are_column_sums_of_the_attention",
     ),
     6: ("policies/test_invariants.py::test_tova_per_head_is_nacl_with_one_proxy",),
     7: (
         "policies/test_invariants.py::test_adakv_with_every_row_sure_is_snapkv",
         "policies/test_invariants.py::test_official_rounding_is_the_authors_formula",
-        "policies/test_axes.py::test_adaptive_heads_keep_the_most_mass",
+        "policies/test_adakv.py::test_adaptive_heads_keep_the_most_mass",
         "policies/test_fixtures.py::test_exact_rounding_sums_to_the_row",
         "cache/test_budgets.py::test_heads_sum_to_the_layers_total",
     ),
@@ -61,12 +61,12 @@ TESTS: dict[int, tuple[str, ...]] = {
     10: (
         "policies/test_invariants.py::test_roco_without_its_scope_takes_h2os_victim",
         "policies/test_invariants.py::test_rocos_counters_are_ages",
-        "policies/test_axes.py::test_roco_takes_a_constant_stream_for_steady",
+        "policies/test_roco.py::test_roco_takes_a_constant_stream_for_steady",
     ),
-    11: ("policies/test_methods.py::test_h2o_columns_sum_to_the_queries",),
+    11: ("policies/test_h2o.py::test_h2o_columns_sum_to_the_queries",),
     12: (
-        "policies/test_methods.py::test_simhash_law",
-        "policies/test_methods.py::test_hashevict_evicts_the_antipode_and_spares_the_twin",
+        "policies/test_hashevict.py::test_simhash_law",
+        "policies/test_hashevict.py::test_hashevict_evicts_the_antipode_and_spares_the_twin",
         "cache/test_budgets.py::test_walks_with_every_step_policy",
     ),
     13: (
@@ -82,7 +82,7 @@ TESTS: dict[int, tuple[str, ...]] = {
     17: ("cache/test_kv_cache.py::test_an_evicted_cache_is_a_masked_full_cache",),
     18: (
         "policies/test_invariants.py::test_the_same_seed_keeps_the_same_rows",
-        "policies/test_axes.py::test_best_keeps_the_higher_then_the_younger",
+        "policies/test_selection.py::test_best_keeps_the_higher_then_the_younger",
     ),
 }
 

@@ -14,9 +14,16 @@ from torch import Tensor
 
 from minikv import policies
 from minikv.policies import adakv, kvcrush, selection, tova
-from minikv.policies.base import Candidates, Evidence, HeadAllocator, PromptView, Scorer
+from minikv.policies.base import (
+    Candidates,
+    Evidence,
+    HeadAllocator,
+    PromptView,
+    Scorer,
+)
 from minikv.policies.counter_rng import gumbel
 from minikv.policies.critical import value_norms
+from minikv.policies.selection import ranked
 
 few = st.integers(0, 9)
 
@@ -406,3 +413,53 @@ def test_large_numbers_stay_exact(heads: int) -> None:
     even = Fraction(total, heads)
     want = oracle.share([(1 - a) * int(n) + a * even for n in need], most.tolist(), total)
     assert got.tolist() == want
+
+
+def test_ranks() -> None:
+    scores = torch.tensor([[-3.0, -1.0, -1.0, 9.0]])
+    free = torch.tensor([[True, True, True, False]])
+    ranks = ranked(scores, torch.tensor([[5, 7, 6, 8]]), free)
+    assert ranks[0, :3].tolist() == pytest.approx([1 / 3, 1.0, 2 / 3])
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(0, 400))
+@settings(max_examples=300, deadline=None)
+def test_fill_raises_the_lowest(used: list[int], total: int) -> None:
+    caps = selection.fill(torch.tensor(used), total).tolist()
+    assert sum(caps) == max(total, sum(used))
+    raised = [c for c, u in zip(caps, used, strict=True) if c > u]
+    assert all(c >= u for c, u in zip(caps, used, strict=True))
+    if raised:
+        assert max(raised) - min(caps) <= 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=8))
+@settings(max_examples=300, deadline=None)
+def test_share_is_exact(pairs: list[tuple[int, int]]) -> None:
+    wish = [Fraction(a, 3) for a, _ in pairs]
+    most = [b for _, b in pairs]
+    total = int(sum(wish))
+    wish[0] += total - sum(wish)
+    if wish[0] < 0:
+        return
+    thirds = torch.tensor([int(3 * w) for w in wish])
+    counts = selection.share(thirds, 3, torch.tensor(most), torch.tensor(total)).tolist()
+    assert sum(counts) == min(total, sum(most))
+    assert all(0 <= c <= m for c, m in zip(counts, most, strict=True))
+    if all(w <= m for w, m in zip(wish, most, strict=True)):
+        assert all(abs(c - w) < 1 for c, w in zip(counts, wish, strict=True))
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_best_keeps_the_higher_then_the_younger(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 30))
+    scores = torch.tensor([float(data.draw(st.integers(0, 4))) for _ in range(n)])
+    pos = torch.tensor(data.draw(st.permutations(range(n))))
+    free = torch.tensor([data.draw(st.booleans()) for _ in range(n)])
+    count = data.draw(st.integers(0, n))
+    chosen = selection.best(scores[None], pos[None], free[None], torch.tensor([count]), count)[0]
+    order = sorted(
+        (i for i in range(n) if free[i]), key=lambda i: (-float(scores[i]), -int(pos[i]))
+    )
+    assert set(chosen.nonzero().flatten().tolist()) == set(order[:count])

@@ -36,7 +36,7 @@ SEED = 5 if INTERPRETED else int.from_bytes(os.urandom(4))
 
 def interpret(files: list[Path]) -> None:
     """Run the tests of files in Triton's interpreter, which is chosen at the first import."""
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-q", "-p", "no:cacheprovider", "-n", "0"]
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True)

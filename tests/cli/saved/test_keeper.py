@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load, save
-from test_snapshot import chat, held_of, say
+from small_chat import chat, held_of, say
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig

@@ -1,0 +1,77 @@
+"""Pinned rows stay, whatever the policy."""
+
+from __future__ import annotations
+
+import pytest
+from small import engine, ids, network, scheduler
+
+from minikv.cache.budget import Budget
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.engine import Engine
+from minikv.errors import UsageError
+
+
+@pytest.mark.parametrize("policy", ["adakv", "streaming", "nacl", "l2", "h2o"])
+@pytest.mark.parametrize("step", ["roco", "h2o", "tova", "streaming", "hashevict"])
+def test_pinned_rows_never_leave(policy: str, step: str) -> None:
+    net = network()
+    run = engine(net, policy, step, 64)
+    run.kv.pin(20)
+    for turn in range(3):
+        run.prompt(ids(80, seed=turn))
+        for token in range(6):
+            run.step(token)
+        for layer in range(3):
+            for head in range(3):
+                held = run.kv.kept(layer, head).tolist()
+                assert held[:20] == list(range(20))
+                assert len(held) <= 64 or policy == "adakv"
+    run.reset()
+    run.prompt(ids(80))
+    assert any(run.kv.kept(0, h).tolist()[:20] != list(range(20)) for h in range(3))
+
+
+def test_pins_beyond_the_budget_are_refused() -> None:
+    run = engine(network(), "adakv", "roco", 64)
+    with pytest.raises(UsageError) as refused:
+        run.kv.pin(40)
+    assert "too small beside 40 pinned ones" in str(refused.value)
+    assert "is 73 rows" in refused.value.hint
+    run.kv.pin(31)
+    run.prompt(ids(200))
+
+
+@pytest.mark.parametrize(
+    ("pair", "stride"),
+    [
+        (("pyramidkv", "roco"), 0),
+        (("ada-pyramid", "h2o"), 0),
+        (("snapkv+turns", "tova"), 0),
+        (("full", "roco"), 16),
+        (("full", "h2o"), 16),
+        (("full", "streaming"), 16),
+        (("full", "hashevict"), 16),
+        (("full", "l2"), 16),
+        (("full", "random"), 16),
+    ],
+)
+def test_pinned_rows_stay_in_every_layout(pair: tuple[str, str], stride: int) -> None:
+    """Budgets by layer, and prompts in blocks, count what is pinned; too little is refused."""
+    net = network()
+    for budget in range(20, 130, 6):
+        kv = scheduler(net, pair[0], pair[1], 128)
+        prompt, step, _, _ = EvictionConfig.read(*pair).policies()
+        try:
+            kv.configure(prompt, step, Budget.parse(budget), stride)
+            kv.pin(20)
+            run = Engine(net, kv)
+            run.prompt(ids(200))
+        except UsageError:
+            assert budget < 120
+            continue
+        for token in range(20):
+            run.step(token)
+        run.prompt(ids(60, seed=4))
+        for layer in range(3):
+            for head in range(3):
+                assert set(range(20)) <= set(kv.kept(layer, head).tolist())

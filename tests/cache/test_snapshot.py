@@ -1,0 +1,263 @@
+"""A cache set aside and taken up again is bit for bit the one that was never set aside."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small import PAIRS, engine, ids, network, scheduler
+from torch import Tensor
+
+from minikv.cache.budget import Budget
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.snapshot import CacheSnapshot
+from minikv.cache.stats import CacheStats
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.engine import Engine
+from minikv.errors import UsageError
+
+Trace = list[Tensor]
+
+
+def go_on(run: Engine, seed: int) -> Trace:
+    """Logits of every forward, and after each what every head holds."""
+    trace: Trace = []
+
+    def note(logits: Tensor) -> None:
+        trace.append(logits)
+        kv = run.kv
+        heads = [(i, h) for i in range(kv.shape.layers) for h in range(kv.shape.kv_heads)]
+        trace.extend(kv.kept(*where) for where in heads)
+
+    for turn in range(2):
+        note(run.prompt(ids(21 - 10 * turn, seed=seed + turn)))
+        for token in ids(5 - 3 * turn, seed=seed + 100 + turn):
+            note(run.step(token))
+    return trace
+
+
+def same(one: Trace, two: Trace) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def put_back(kv: KVCache, held: CacheSnapshot) -> None:
+    kv.restore(held, kv.prompt_policy, kv.step_policy, kv.budget, kv.stride)
+
+
+def between_steps(stats: CacheStats) -> CacheStats:
+    """Without what the first step after a change of the layout makes for itself."""
+    return replace(stats, allocated_bytes=0)
+
+
+@pytest.mark.parametrize(("prompt", "step"), PAIRS)
+def test_what_follows_is_bit_identical(prompt: str, step: str) -> None:
+    """In the middle of an answer, in this cache and in another; one layer has a sliding window."""
+    net = network(layers=2, heads=4, kv_heads=2, windows=(20, None))
+    run, other = (engine(net, prompt, step, 48) for _ in range(2))
+    run.prompt(ids(70))
+    for token in ids(4, seed=1):
+        run.step(token)
+    held, stats = run.kv.snapshot(), run.kv.stats()
+    want = go_on(run, 5)
+    put_back(run.kv, held)
+    assert between_steps(run.kv.stats()) == between_steps(stats)
+    assert same(go_on(run, 5), want)
+    put_back(other.kv, held)
+    assert same(go_on(other, 5), want)
+
+
+@pytest.mark.parametrize(("prompt", "step"), [("adakv", "roco"), ("full", "none"), ("l2", "l2")])
+def test_before_anything_and_after_a_prompt(prompt: str, step: str) -> None:
+    net = network(windows=(20, None, 60))
+    run = engine(net, prompt, step, 48)
+    empty = run.kv.snapshot()
+    run.prompt(ids(90))
+    read = run.kv.snapshot()
+    want = go_on(run, 5)
+    put_back(run.kv, read)
+    assert same(go_on(run, 5), want)
+    put_back(run.kv, empty)
+    assert run.kv.stats().held_bytes == 0
+    run.prompt(ids(90))
+    assert same(go_on(run, 5), want)
+
+
+def test_a_budget_in_blocks_or_as_a_share_or_pinned_goes_on_too() -> None:
+    net = network()
+    strided = EvictionConfig.read("roco", budget=48, stride=8).policies()
+    shared = EvictionConfig.read("adakv", budget="40%").policies()
+    for policies, pinned in ((strided, 0), (shared, 0), (shared, 6)):
+        runs = [engine(net, "full", "none", None) for _ in range(2)]
+        for run in runs:
+            run.kv.configure(*policies)
+        run, other = runs
+        run.kv.pin(pinned)
+        run.prompt(ids(120))
+        for token in ids(5):
+            run.step(token)
+        held = run.kv.snapshot()
+        want = go_on(run, 3)
+        other.kv.restore(held, *policies)
+        assert other.kv.stats().budget_rows == run.kv.stats().budget_rows
+        assert same(go_on(other, 3), want)
+
+
+def test_only_rows_in_use_are_copied_and_never_shared() -> None:
+    run = engine(network(), "adakv", "roco", 48)
+    run.prompt(ids(400))
+    held = run.kv.snapshot()
+    stats = run.kv.stats()
+    assert held.nbytes == stats.held_bytes == 9 * 48 * run.kv.arena.row_nbytes()
+    before = {name: column.clone() for name, column in held.columns.items()}
+    layout = copy.deepcopy(held.layout)
+    put_back(run.kv, held)
+    go_on(run, 1)
+    assert all(torch.equal(column, before[name]) for name, column in held.columns.items())
+    assert torch.equal(held.layout.length, layout.length)
+    assert torch.equal(held.layout.free_slot, layout.free_slot)
+
+
+def test_no_memory_for_the_old_cache_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network()
+    run, twin = (engine(net, "adakv", "roco", 48) for _ in range(2))
+    for each in (run, twin):
+        each.prompt(ids(90))
+    held = run.kv.snapshot()
+    for each in (run, twin):
+        each.prompt(ids(30, seed=1))
+
+    def refuse(self: Any, *like: Any) -> Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("minikv.cache.arena.Arena._blank", refuse)
+        with pytest.raises(MemoryError):
+            put_back(run.kv, held)
+    assert same(go_on(run, 5), go_on(twin, 5))
+
+
+def test_a_check_is_what_configure_says_and_changes_nothing() -> None:
+    net = network()
+    run, twin = (engine(net, "adakv", "roco", 48) for _ in range(2))
+    small = scheduler(net, "streaming", "streaming", 48)
+    for each in (run, twin):
+        each.prompt(ids(90))
+    run.kv.check(small.prompt_policy, small.step_policy, small.budget)
+    with pytest.raises(UsageError, match="too small"):
+        run.kv.check(run.kv.prompt_policy, run.kv.step_policy, Budget.parse(8))
+    assert run.kv.budget == Budget.parse(48)
+    assert same(go_on(run, 5), go_on(twin, 5))
+
+
+def test_a_cache_of_another_network_or_policy_is_not_taken() -> None:
+    held = engine(network(), "adakv", "roco", 48).kv.snapshot()
+    for other in (
+        engine(network(layers=2), "adakv", "roco", 48),
+        engine(network(), "adakv", "tova", 48),
+        engine(network(heads=4, kv_heads=2), "adakv", "roco", 48),
+        engine(network(head_dim=4), "adakv", "roco", 48),
+    ):
+        other.prompt(ids(90))
+        stats = other.kv.stats()
+        with pytest.raises(ValueError, match="not one of this network"):
+            put_back(other.kv, held)
+        assert other.kv.stats() == stats
+        assert other.step(3).isfinite().all()
+
+
+def through_json(held: CacheSnapshot) -> CacheSnapshot:
+    return CacheSnapshot.read(json.loads(json.dumps(held.record())), held.columns)
+
+
+@pytest.mark.parametrize(("prompt", "step"), [("adakv", "roco"), ("full", "none")])
+def test_a_record_of_a_cache_is_the_cache(prompt: str, step: str) -> None:
+    run = engine(network(windows=(20, None, 60)), prompt, step, 48)
+    for turn in range(2):
+        run.prompt(ids(90 - 40 * turn, seed=turn))
+        for token in ids(9, seed=turn):
+            run.step(token)
+    stats = run.kv.stats()
+    held = through_json(run.kv.snapshot())
+    want = go_on(run, 5)
+    put_back(run.kv, held)
+    assert between_steps(run.kv.stats()) == between_steps(stats)
+    assert same(go_on(run, 5), want)
+
+
+def spoil(record: dict[str, Any], key: str, value: object) -> None:
+    """Put a value at `key`, "length.0.1" for one in a table."""
+    name, *path = key.split(".")
+    if not path:
+        record[name] = value
+        return
+    table = record[name]
+    for step in path[:-1]:
+        table = table[int(step)]
+    table[int(path[-1])] = value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("position", -1),
+        ("position", 2.5),
+        ("position", True),
+        ("position", 1 << 70),
+        ("turns", 3),
+        ("turns", [[0]]),
+        ("turns", [[0, "a"]]),
+        ("pinned", None),
+        ("rows", "48"),
+        ("open", 1),
+        ("peak", "much"),
+        ("evict_s", "1"),
+        ("lost", {"0": 1}),
+        ("lost", ["x"]),
+        ("shaped", None),
+        ("region", []),
+        ("region", [0, 5]),
+        ("region.1", 10**9),
+        ("region.2", 0),
+        ("start.0.0", -3),
+        ("start.1.0", 0),
+        ("length.0.1", -1),
+        ("length.0.1", 10**6),
+        ("length.0.1", 1),
+        ("capacity.0.0", 10**6),
+        ("capacity", [[1]]),
+        ("cap.0.0", -1),
+        ("hole.0.0", 10**6),
+        ("hole.0.0", -2),
+        ("start", "abc"),
+        ("start", [[0.5]]),
+        ("hole", None),
+        ("length", [[[1]]]),
+    ],
+)
+def test_a_record_that_no_cache_wrote_is_refused(key: str, value: object) -> None:
+    run = engine(network(), "adakv", "roco", 48)
+    run.prompt(ids(90))
+    held = run.kv.snapshot()
+    record = json.loads(json.dumps(held.record()))
+    CacheSnapshot.read(record, held.columns)
+    spoil(record, key, value)
+    with pytest.raises((ValueError, TypeError)):
+        CacheSnapshot.read(record, held.columns)
+    assert run.kv.stats().seen == 90
+
+
+def test_a_record_without_a_key_or_with_a_short_column_is_refused() -> None:
+    run = engine(network(), "adakv", "roco", 48)
+    run.prompt(ids(90))
+    held = run.kv.snapshot()
+    for key in held.record():
+        record = held.record()
+        del record[key]
+        with pytest.raises(KeyError):
+            CacheSnapshot.read(record, held.columns)
+    with pytest.raises(ValueError, match="every row"):
+        CacheSnapshot.read(held.record(), {**held.columns, "pos": held.columns["pos"][1:]})

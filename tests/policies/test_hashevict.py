@@ -1,0 +1,63 @@
+"""HashEvict: codes of keys and queries, and their distance."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from small import victims
+
+from minikv import policies
+from minikv.policies.base import (
+    StepView,
+)
+from minikv.policies.hashevict import codes, ones, projection
+
+
+def test_simhash_law() -> None:
+    """L1: the distance of two codes is binomial, with the angle's share of pi."""
+    bits, size, trials = 32, 64, 400
+    angle = math.pi / 3
+    distances = []
+    for seed in range(trials):
+        generator = torch.Generator().manual_seed(seed)
+        a, b = torch.linalg.qr(torch.randn(size, 2, generator=generator))[0].T
+        c = math.cos(angle) * a + math.sin(angle) * b
+        both = codes(torch.stack((a, c)), projection(seed, 0, size, bits))
+        distances.append(float(ones(both[0] ^ both[1])))
+    found = torch.tensor(distances)
+    p = angle / math.pi
+    assert abs(float(found.mean()) - bits * p) < 4 * math.sqrt(bits * p * (1 - p) / trials)
+    assert 0.8 < float(found.var()) / (bits * p * (1 - p)) < 1.25
+
+
+@pytest.mark.parametrize("bits", [4, 15, 16, 31, 32])
+def test_hashevict_evicts_the_antipode_and_spares_the_twin(bits: int) -> None:
+    """L2: codes ignore scale; -q is the farthest a key can be, q the nearest."""
+    step = policies.step_policy("hashevict", {"sinks": 0, "recent": 0, "bits": bits})
+    assert step is not None
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(1, 1, 16, generator=generator)
+    keys = torch.randn(9, 16, generator=generator)
+    keys[4], keys[7] = -3.0 * query[0, 0], 0.1 * query[0, 0]
+    code = step.init_state(0, keys)["code"]
+    assert torch.equal(code, step.init_state(0, 5.0 * keys)["code"])
+    zero, pos = torch.zeros(1, dtype=torch.int64), torch.arange(9)[None]
+    order = []
+    for _ in range(9):
+        seen = StepView(
+            9, pos, torch.tensor([9]), zero, zero, {"code": code[None]}, query=query, layer_index=0
+        )
+        victim = int(victims(step, seen))
+        order.append(victim)
+        pos = pos.clone()
+        pos[0, victim] = -1
+    assert order[0] == 4 or bits == 4
+    assert order[-1] == 7 or bits == 4
+    assert sorted(order) == list(range(9))
+
+
+def test_ones_counts_bits() -> None:
+    numbers = [0, 1, 0xFFFFFFFF, 0x80000000, 0x12345678, 0xDEADBEEF]
+    assert ones(torch.tensor(numbers)).tolist() == [n.bit_count() for n in numbers]

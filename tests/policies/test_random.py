@@ -1,0 +1,28 @@
+"""Random eviction takes every row alike."""
+
+from __future__ import annotations
+
+import torch
+from small import victims
+
+from minikv import policies
+from minikv.policies.base import (
+    StepView,
+)
+
+
+def test_random_takes_every_row_alike() -> None:
+    step = policies.step_policy("random", {"sinks": 2, "recent": 3})
+    assert step is not None
+    rows, trials = 25, 4000
+    pos = torch.arange(rows).expand(trials, rows)
+    heads = torch.arange(trials)
+    first = victims(
+        step, StepView(rows, pos, torch.full((trials,), rows), heads // 50, heads % 50, {})
+    )
+    counts = torch.bincount(first, minlength=rows).float()
+    assert counts[:2].sum() == 0
+    assert counts[-3:].sum() == 0
+    free = counts[2:-3]
+    chi = float(((free - trials / 20) ** 2 / (trials / 20)).sum())
+    assert chi < 43.8  # 19 degrees of freedom, p = 0.001

@@ -1,0 +1,87 @@
+"""ScissorHands: how many of the last queries gave a row little."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small import Dense, engine, ids, network
+from torch import Tensor
+
+from minikv.policies.hashevict import ones
+from minikv.policies.scissorhands import ScissorHands
+
+
+@pytest.mark.parametrize("window", [5, 32, 40, 64, 100])
+def test_scissorhands_counts_the_last_queries(window: int) -> None:
+    """C1: the shift register against an explicit recount, rows joining along the way."""
+    step = ScissorHands(sinks=4, recent=10, history=window)
+    rows, generator = 12, torch.Generator().manual_seed(5)
+    columns = {name: torch.zeros(rows, dtype=dtype) for name, dtype in step.columns.items()}
+    history: list[Tensor] = []
+    for i in range(130):
+        p = torch.rand(rows, generator=generator)
+        seen = torch.full((rows,), 2.0)
+        if i == 60:  # row 3 is overwritten by a newcomer
+            for column in columns.values():
+                column[3] = 0
+            for bits in history:
+                bits[3] = False
+        step.update(columns, p, lambda seen=seen: seen)  # type: ignore[misc]
+        history.append(p < 0.5)
+        want = torch.stack(history[-window:]).sum(0)
+        words = [column for name, column in columns.items() if name != "queries"]
+        assert torch.stack([ones(word) for word in words]).sum(0).tolist() == want.tolist()
+    assert columns["queries"][0] == min(130, window)
+    assert columns["queries"][3] == min(70, window)
+
+
+def test_scissorhands_takes_uniform_attention_for_enough() -> None:
+    """C2: exactly a uniform share is not below it, for any number of rows."""
+    step = ScissorHands(sinks=4, recent=10, history=50)
+    for rows in range(1, 400):
+        columns = {name: torch.zeros(rows, dtype=dtype) for name, dtype in step.columns.items()}
+        seen = torch.full((rows,), float(rows))
+        step.update(columns, torch.full((rows,), 1.0 / rows), lambda seen=seen: seen)  # type: ignore[misc]
+        assert int(columns["below0"].sum()) == 0, rows
+
+
+@pytest.mark.parametrize(("tokens", "history"), [(90, 400), (90, 20), (12, 400)])
+def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -> None:
+    """Every one of them for itself, and a row only from its own query on."""
+    net = network()
+    options: dict[str, object] = {"history": history}
+    run = engine(net, "full", "scissorhands", 512, step_options=options)
+    run.prompt(ids(tokens))
+    dense = Dense(net)
+    plain = dense.kv.attend
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = torch.cat([k for k, _ in seen_keys[layer]] + [k]).transpose(0, 1)
+        first = rows.shape[1] - len(q)
+        query = q.view(len(q), 3, -1, 8).permute(1, 2, 0, 3)
+        logits = query @ rows[:, None].transpose(2, 3) * 8**-0.5
+        at = torch.arange(first, rows.shape[1])
+        hidden = torch.arange(rows.shape[1]) > at[:, None]
+        seen_p[layer].append(logits.masked_fill(hidden, -torch.inf).softmax(-1).mean(1))
+        seen_keys[layer].append((k, v))
+        return plain(layer, q, k, v)
+
+    seen_keys: list[list[tuple[Tensor, Tensor]]] = [[], [], []]
+    seen_p: list[list[Tensor]] = [[], [], []]
+    dense.kv.attend = attend  # type: ignore[method-assign]
+    dense.prompt(ids(tokens))
+    last = min(32, history, tokens)
+    arena = run.kv.arena
+    for layer in range(3):
+        below = torch.zeros(3, tokens)
+        for i in range(tokens - last, tokens):
+            chunk = next(p for p in seen_p[layer] if p.shape[-1] > i)
+            p = chunk[:, i - (chunk.shape[-1] - chunk.shape[1])]
+            below[:, : i + 1] += p[:, : i + 1] < 1.0 / (i + 1)
+        for head in range(3):
+            order = arena.segment("pos", layer, head).long()
+            words = [arena.segment(n, layer, head) for n in arena.extra if n != "queries"]
+            found = torch.stack([ones(word.long()) for word in words]).sum(0)
+            assert found.tolist() == below[head, order].long().tolist()
+            able = (tokens - order).clamp(max=last)
+            assert arena.segment("queries", layer, head).long().tolist() == able.tolist()

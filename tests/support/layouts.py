@@ -1,0 +1,66 @@
+"""Arenas before a prompt: without rows, even, uneven; and kernels for a device without memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minikv.cache.arena import Arena, Layout
+from minikv.kernels.dispatch import Kernels
+
+HEADS, SIZE = 3, 4
+
+
+def random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def filled(rows: list[int], lengths: list[list[int]], kv: torch.dtype | None) -> Arena:
+    """An arena whose every row in use says what it is."""
+    like = Arena(len(rows), HEADS, SIZE, torch.float32, torch.device("cpu"), {}, kv=kv, poison=True)
+    arena = like.fresh(rows, {"sum": torch.float32})
+    arena.lay(torch.tensor([[r // HEADS] * HEADS for r in rows]))
+    arena.length.copy_(torch.tensor(lengths))
+    for column in arena.columns.values():
+        made = torch.randint(-99, 99, column.shape, generator=random(len(column)))
+        column.copy_(made)
+    return arena
+
+
+class Silent(Kernels):
+    """Kernels whose twins loop over counts on the host leave what they return unwritten, as those
+    of a GPU look from the host; and the names of those that were called."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def ragged_prefill(self, q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        self.called.append("segments")
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    def gather_rows(self, *_: object) -> None:
+        self.called.append("rows")
+
+    def gather_column(self, *_: object) -> None:
+        self.called.append("column")
+
+
+def empty(layers: int, heads: int) -> Layout:
+    """The tables on the host of an arena without rows."""
+    none = torch.zeros((layers, heads), dtype=torch.int64)
+    return Layout(none, none, none, none, none - 1)
+
+
+def even(layers: int, heads: int) -> Layout:
+    """Of heads that hold 20 of 130 rows each."""
+    none = torch.zeros((layers, heads), dtype=torch.int64)
+    start = (none + 130).cumsum(1) - 130
+    return Layout(start, none + 20, none + 130, none + 20, none - 1)
+
+
+def uneven(layers: int, heads: int) -> Layout:
+    """Of heads that hold different numbers of rows, and one of them has a free slot."""
+    tables = even(layers, heads)
+    tables.length[:, 1] = 7
+    tables.free_slot[:, 0] = 3
+    return tables

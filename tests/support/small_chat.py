@@ -1,0 +1,55 @@
+"""A chat over a small random network that speaks bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fakes import PADDED, ByteTokenizer, ChatML
+from small import shape
+
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.stats import Shape
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.session import ChatSession
+from minikv.engine.engine import Engine
+from minikv.models.config import ModelConfig
+from minikv.models.llama import Llama
+from minikv.models.rope import RopeConfig
+
+
+def chat(policy: str = "adakv", budget: int | str = 48, **given: Any) -> ChatSession:
+    """A session over a small random network that speaks bytes."""
+    config = ModelConfig(
+        family="llama",
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        hidden=32,
+        mlp=48,
+        vocab=PADDED,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4),
+        max_context=2048,
+        windows=(None, None),
+    )
+    net = Llama(config, rows=64).randomise(3, std=0.3)
+    eviction = EvictionConfig.read(policy, budget=budget)
+    prompt, step, rows, stride = eviction.policies()
+    kv = KVCache(shape(net), prompt, step, rows, stride=stride, poison=True)
+    tokenizer = ByteTokenizer()
+    return ChatSession(
+        Engine(net, kv), tokenizer, ChatML(tokenizer), max_context=2048, eviction=eviction, **given
+    )  # type: ignore[arg-type]
+
+
+def say(session: ChatSession, question: str, tokens: int = 8) -> tuple[str, list[int]]:
+    """The answer, and all that was fed up to it."""
+    answer = "".join(session.ask(question, tokens, 0.7))
+    return answer, list(session.fed)
+
+
+def held_of(session: ChatSession) -> list[list[int]]:
+    kv: Any = session.engine.kv
+    assert isinstance(kv.shape, Shape)
+    return [kv.kept(i, h).tolist() for i in range(2) for h in range(2)]

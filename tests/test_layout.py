@@ -1,0 +1,86 @@
+"""Tests mirror the source: minikv/cache/prefill.py is tested by tests/cache/test_prefill.py."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+FOLDERS = ("minikv", "models")
+
+ELSEWHERE = {
+    "minikv/cache/attend.py": "cache/test_kv_cache.py",
+    "minikv/cache/earlier.py": "cache/test_prefill.py",
+    "minikv/chat/eviction_config.py": "cli/test_settings.py",
+    "minikv/chat/facts.py": "chat/test_session.py",
+    "minikv/chat/prompt_plan.py": "chat/test_reuse.py",
+    "minikv/chat/transcript.py": "chat/test_session.py",
+    "minikv/chat/warnings.py": "chat/test_session.py",
+    "minikv/engine/engine.py": "engine/test_decode_loop.py",
+    "minikv/engine/threads.py": "cli/test_threads.py",
+    "minikv/errors.py": "cli/test_cli.py",
+    "minikv/loader.py": "cli/test_end_to_end.py",
+    "minikv/policies/base.py": "policies/test_invariants.py",
+    "minikv/policies/expected.py": "policies/test_fixtures.py",
+    "minikv/policies/keydiff.py": "policies/test_fixtures.py",
+    "minikv/policies/l2.py": "policies/test_fixtures.py",
+    "minikv/policies/pyramidkv.py": "policies/test_fixtures.py",
+    "minikv/policies/streaming.py": "policies/test_fixtures.py",
+    "minikv/settings.py": "cli/test_settings.py",
+    "models/builtin_templates.py": "models/test_templates.py",
+    "models/bundled/exam.py": "models/test_bundled.py",
+    "models/bundled/sample.py": "models/test_bundled.py",
+    "models/bundled/train.py": "models/test_bundled.py",
+    "models/bundled/world.py": "models/test_bundled.py",
+    "models/errors.py": "models/test_weights.py",
+    "models/llama.py": "models/test_parity.py",
+    "models/rope.py": "models/test_parity.py",
+    "models/sandbox.py": "models/test_templates.py",
+    "models/tokenizer_json.py": "models/test_tokenizer.py",
+    "models/tokenizer_sp.py": "models/test_tokenizer.py",
+    "models/vocabulary.py": "models/test_tokenizer.py",
+}
+"""Modules that share a test file with another one."""
+
+
+def computes(module: Path) -> bool:
+    """There is a function in it that does more than declare itself."""
+    functions = [
+        node
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return any(
+        not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+        for function in functions
+        for line in function.body
+    )
+
+
+MODULES = [
+    path.relative_to(ROOT)
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if path.name != "__init__.py" and computes(path)
+]
+
+
+def mirror(module: Path) -> Path:
+    """minikv/cache/prefill.py -> cache/test_prefill.py, below tests/."""
+    folder = module.parent.relative_to("minikv") if module.parts[0] == "minikv" else module.parent
+    return folder / f"test_{module.name}"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_every_module_has_its_test_file(module: Path) -> None:
+    name = module.as_posix()
+    own = (TESTS / mirror(module)).exists()
+    assert own != (name in ELSEWHERE), f"{mirror(module)} or a row of ELSEWHERE, not both"
+    assert own or (TESTS / ELSEWHERE[name]).exists()
+
+
+def test_the_list_names_no_module_that_is_gone() -> None:
+    assert {*ELSEWHERE} <= {module.as_posix() for module in MODULES}
