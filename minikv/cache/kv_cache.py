@@ -1,8 +1,8 @@
 """The KV cache under eviction: the `Attend` that a network runs on.
 
-At the end of a prompt the prompt policy chooses which rows stay (see `Prefill`); while an answer is
-written, a newcomer overwrites the row that the step policy gave up. No head ever holds more rows
-than its cap between two steps.
+At the end of a prompt the prompt policy chooses which rows stay (`Prefill`). While an answer is
+written, a new token's row overwrites the row that the step policy evicted (`DecodeStep`). Between
+two steps no head holds more rows than its cap.
 
 A prompt is a transaction: `begin` allocates another arena, the target, to which the rows that stay
 are written, and `advance` puts it in the place of the old one, which until then is never changed.

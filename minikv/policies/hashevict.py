@@ -1,9 +1,9 @@
 """HashEvict (arXiv 2412.16187, section 3): before attention, the row least like the query leaves.
 
 Similarity is judged by SimHash: `bits` signs of a random projection, shared by the heads of a
-layer. The row whose code differs most from the query's in Hamming distance goes and the newcomer
+layer. The row whose code differs most from the query's in Hamming distance goes and the new row
 takes its place. The codes of a group's G queries count together; the release compares with the
-newcomer's key instead (`hash_with=key`). Equal distances, of which there are many: the oldest row.
+new row's key instead (`hash_with=key`). Equal distances, of which there are many: the oldest row.
 """
 
 from __future__ import annotations

@@ -95,25 +95,27 @@ class PolicyInfo:
         return tuple(both.values())
 
 
-WINDOW = Option("window", 32, "observation window: the last rows, always kept", 1, 4096)
-KERNEL = Option("kernel", 7, "pooling width over neighbouring rows (odd)", 1, 63, odd=True)
+WINDOW = Option("window", 32, "observation window: the last tokens, always kept", 1, 4096)
+KERNEL = Option("kernel", 7, "pooling width over neighbouring tokens (odd)", 1, 63, odd=True)
 POOLING = Option("pooling", "max", "pooling of neighbouring scores", choices=("max", "avg"))
 GROUP = Option(
     "group", "mean", "how the query heads of a KV head are joined", choices=("mean", "sum", "max")
 )
-SINKS = Option("sinks", 4, "first rows of the conversation, always kept", 0, 4096)
-RECENT = Option("recent", 10, "newest rows, always kept", 0, 4096)
+SINKS = Option("sinks", 4, "first tokens of the conversation, always kept", 0, 4096)
+RECENT = Option("recent", 10, "newest tokens, always kept", 0, 4096)
 SEED = Option("seed", 0, "of the random draws", 0, (1 << 31) - 1)
 ROUNDING = Option(
     "rounding",
     "exact",
-    "exact: totals are kept to the row; official: the authors' rounding, "
-    "which drifts by a few rows (per head and per layer)",
+    "exact: totals are kept to the token; official: the authors' rounding, "
+    "which drifts by a few tokens (per head and per layer)",
     choices=("exact", "official"),
 )
 NO_SINKS = replace(SINKS, default=0)
-RECENT_SHARE = Option("recent_share", 0.5, "share of a head's rows that are the newest", 0.0, 0.95)
-NEWEST = Option("protect_newest", True, "the newest row stays (the release lets it go)")
+RECENT_SHARE = Option(
+    "recent_share", 0.5, "share of a head's tokens that are the newest", 0.0, 0.95
+)
+NEWEST = Option("protect_newest", True, "the newest token stays (the release lets it go)")
 PER_HEAD = Option(
     "per_head", False, "judge each KV head by itself, not all heads of a layer together"
 )
@@ -141,15 +143,15 @@ PARTS: dict[str, Part] = {
                 Option(
                     "window",
                     0,
-                    "so many last rows stay instead of that share; 0: the share",
+                    "so many last tokens stay instead of that share; 0: the share",
                     0,
                     4096,
                 ),
                 Option(
                     "average",
                     False,
-                    "divide by the queries that could see a row, so that old "
-                    "rows have no advantage (kvpress' observed attention)",
+                    "divide by the queries that could see a token, so that old "
+                    "tokens have no advantage (kvpress' observed attention)",
                 ),
             ),
         ),
@@ -172,7 +174,7 @@ PARTS: dict[str, Part] = {
                     "proxies", 32, "last queries of the prompt that score, always kept", 1, 4096
                 ),
                 SINKS,
-                Option("non_causal", False, "a proxy also sees the rows after it (the release)"),
+                Option("non_causal", False, "a proxy also sees the tokens after it (the release)"),
             ),
         ),
         Part("l2", "scorer", "minikv.policies.l2", "L2Scorer", "small key norm", (SINKS, RECENT)),
@@ -220,13 +222,13 @@ PARTS: dict[str, Part] = {
             "layers",
             "minikv.policies.pyramidkv",
             "PyramidKV",
-            "more rows in the first layers",
+            "more tokens in the first layers",
             (
                 Option("beta", 20, "the last layer keeps about the mean over this", 1, 1000),
                 Option(
                     "line",
                     "exact",
-                    "exact: totals are kept to the row; or as a release rounds",
+                    "exact: totals are kept to the token; or as a release rounds",
                     choices=("exact", "official", "factory", "kvpress"),
                 ),
                 ROUNDING,
@@ -251,7 +253,7 @@ PARTS: dict[str, Part] = {
                     "alloc",
                     "blend",
                     "blend: the paper; floor: alpha of its even share is a "
-                    "head's own, the rest goes to the best rows (kvpress)",
+                    "head's own, the rest goes to the best tokens (kvpress)",
                     choices=("blend", "floor"),
                 ),
             ),
@@ -261,7 +263,7 @@ PARTS: dict[str, Part] = {
             "select",
             "minikv.policies.nacl",
             "Draw",
-            "a share of each head's rows is drawn",
+            "a share of each head's tokens is drawn",
             (
                 Option("random", 0.35, "share of the free budget that is drawn", 0.0, 1.0),
                 Option(
@@ -282,7 +284,7 @@ PARTS: dict[str, Part] = {
             "values weighed by |v W_O|",
             (
                 Option(
-                    "by_score", 0.5, "share of a head's rows that the score alone picks", 0.0, 1.0
+                    "by_score", 0.5, "share of a head's tokens that the score alone picks", 0.0, 1.0
                 ),
                 Option("epsilon", 1e-4, "added to the score, so that large values count", 0.0, 1.0),
             ),
@@ -293,26 +295,26 @@ PARTS: dict[str, Part] = {
             "minikv.policies.turns",
             "Turns",
             "the ends of every turn",
-            (Option("edge", 8, "rows at either end of a turn", 1, 4096),),
+            (Option("edge", 8, "tokens at either end of a turn", 1, 4096),),
         ),
         Part(
             "kvcrush",
             "select",
             "minikv.policies.kvcrush",
             "KVCrush",
-            "representatives beside the best rows",
+            "representatives beside the best tokens",
             (
                 Option("ratio", 0.25, "share of the free budget for representatives", 0.0, 1.0),
                 Option(
                     "bits",
                     "kv",
-                    "one bit of a row per KV head or, as in the paper, per query head",
+                    "one bit of a token per KV head or, as in the paper, per query head",
                     choices=("kv", "query"),
                 ),
                 Option(
                     "anchor",
                     "mean",
-                    "what the bits of a row are compared with",
+                    "what the bits of a token are compared with",
                     choices=("mean", "inv_mean", "alternate", "random", "zeros", "ones"),
                 ),
                 Option(
@@ -330,8 +332,8 @@ PARTS: dict[str, Part] = {
 """Every answer by name; a policy is a scorer and, where they are not the plain ones, others."""
 
 _LAST = "last-window attention"
-_AFTER = "a block attends to what is left, then as many rows leave"
-_BEFORE = "as many rows leave as a block brings, then it attends"
+_AFTER = "a block attends to what is left, then as many tokens leave"
+_BEFORE = "as many tokens leave as a block brings, then it attends"
 POLICIES: dict[str, PolicyInfo] = {
     info.name: info
     for info in (
@@ -345,7 +347,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "-",
             "safe",
             "baseline",
-            "keeps every row; the baseline",
+            "keeps every token; the baseline",
         ),
         PolicyInfo(
             "streaming",
@@ -357,7 +359,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "-",
             "recent only",
             "2309.17453",
-            "the first rows (sinks) and the most recent ones; keys keep their positions, so the "
+            "the first tokens (sinks) and the most recent ones; keys keep their positions, so the "
             "trained context is not extended",
             ("streaming",),
             "minikv.policies.streaming",
@@ -375,7 +377,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "-",
             "shaped by Q1",
             "2404.14469",
-            "rows that the last window of the prompt attends to",
+            "tokens that the last window of the prompt attends to",
             ("snapkv",),
         ),
         PolicyInfo(
@@ -388,7 +390,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "-",
             "shaped by Q1",
             "2406.02069",
-            "SnapKV's scores, with more rows in the first layers than in the last",
+            "SnapKV's scores, with more tokens in the first layers than in the last",
             ("snapkv", "pyramid"),
         ),
         PolicyInfo(
@@ -427,7 +429,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "-",
             "shaped by Q1",
             "2408.03675",
-            "rows that proxy queries attend to, and a share drawn at random in every head",
+            "tokens that proxy queries attend to, and a share drawn at random in every head",
             ("proxies", "draw"),
         ),
         PolicyInfo(
@@ -440,7 +442,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "-",
             "shaped by Q1",
             "2503.00022",
-            "representatives of the rows that go, beside SnapKV's choice; kvcrush(h2o) and the "
+            "representatives of the tokens that go, beside SnapKV's choice; kvcrush(h2o) and the "
             "like take another base",
             ("snapkv", "kvcrush"),
             preset={"sinks": 4},
@@ -452,10 +454,10 @@ POLICIES: dict[str, PolicyInfo] = {
             "prompt + step",
             "uniform",
             "accumulated attention",
-            "1 sum per row",
+            "1 sum per token",
             "fades",
             "2306.14048",
-            "rows with the most accumulated attention, and the newest; what rows got before a "
+            "tokens with the most accumulated attention, and the newest; what tokens got before a "
             "later prompt counts there only with --decode h2o or roco",
             ("h2o",),
             "minikv.policies.h2o",
@@ -473,7 +475,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "-",
             "shaped by Q1",
             "2401.06104",
-            "the rows that the newest query attends to least leave",
+            "the tokens that the newest query attends to least leave",
             ("tova",),
             "minikv.policies.tova",
             "Tova",
@@ -487,10 +489,10 @@ POLICIES: dict[str, PolicyInfo] = {
             "prompt + step",
             "uniform",
             "key norm",
-            "1 norm per row",
+            "1 norm per token",
             "safe",
             "2406.11430",
-            "rows whose key has a large norm leave; reads no attention",
+            "tokens whose key has a large norm leave; reads no attention",
             ("l2",),
             "minikv.policies.l2",
             "L2",
@@ -507,7 +509,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "-",
             "safe",
             "2504.15364",
-            "rows whose key is unlike the others stay; reads no attention",
+            "tokens whose key is unlike the others stay; reads no attention",
             ("keydiff",),
         ),
         PolicyInfo(
@@ -520,7 +522,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "-",
             "safe",
             "2510.00636",
-            "rows that the queries to come are expected to look at, whatever is asked",
+            "tokens that the queries to come are expected to look at, whatever is asked",
             ("expected",),
         ),
         PolicyInfo(
@@ -533,7 +535,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "-",
             "safe",
             "baseline",
-            "any row may leave; the floor that a method should beat",
+            "any token may leave; the floor that a method should beat",
             ("random",),
             "minikv.policies.random",
             "Random",
@@ -547,10 +549,10 @@ POLICIES: dict[str, PolicyInfo] = {
             "step",
             "each head's own cap",
             "mean and std of attention",
-            "2 sums and 1 count per row",
+            "2 sums and 1 count per token",
             "fades",
             "2402.06262",
-            "evicts the lowest mean attention among the rows of steady attention",
+            "evicts the lowest mean attention among the tokens of steady attention",
             (),
             "minikv.policies.roco",
             "RoCo",
@@ -572,7 +574,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "a bit per query of the window",
             "fades",
             "2305.17118",
-            "evicts the row that most often got less than a uniform share of attention",
+            "evicts the token that most often got less than a uniform share of attention",
             (),
             "minikv.policies.scissorhands",
             "ScissorHands",
@@ -590,10 +592,10 @@ POLICIES: dict[str, PolicyInfo] = {
             "step",
             "each head's own cap",
             "hashed similarity",
-            "1 code per row",
+            "1 code per token",
             "safe",
             "2412.16187",
-            "evicts the row whose hash differs most from the current query's, before attention",
+            "evicts the token whose hash differs most from the current query's, before attention",
             (),
             "minikv.policies.hashevict",
             "HashEvict",
@@ -621,7 +623,7 @@ POLICIES: dict[str, PolicyInfo] = {
             "-",
             "-",
             "-",
-            "the answer's rows are all kept until the next prompt (one-shot papers' setting)",
+            "the answer's tokens are all kept until the next prompt (one-shot papers' setting)",
         ),
     )
 }
@@ -699,7 +701,7 @@ def _composed(name: str, words: list[str]) -> PolicyInfo:
     if base is None or not base.parts:
         scorers = [p.name for p in POLICIES.values() if p.parts]
         raise UsageError(
-            f"cannot compose {name!r}: {words[0]!r} does not say what a row is worth",
+            f"cannot compose {name!r}: {words[0]!r} does not say what a token is worth",
             f"begin with one of {', '.join(scorers)}",
         )
     chosen = {PARTS[part].axis: part for part in base.parts}
@@ -711,7 +713,7 @@ def _composed(name: str, words: list[str]) -> PolicyInfo:
         if not given:
             near = difflib.get_close_matches(word, others, n=3, cutoff=0.5)
             guess = f"did you mean {' or '.join(near)}? " if near else ""
-            what = "also says what a row is worth" if row and row.parts else "is no part"
+            what = "also says what a token is worth" if row and row.parts else "is no part"
             raise UsageError(
                 f"cannot compose {name!r}: {word!r} {what}",
                 f"{guess}parts are: {', '.join(others)}",

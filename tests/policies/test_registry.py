@@ -42,8 +42,8 @@ def test_preset_names_are_rows_of_the_same_table() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("h2o+snapkv", "'snapkv' also says what a row is worth"),
-        ("foo+ada", "'foo' does not say what a row is worth"),
+        ("h2o+snapkv", "'snapkv' also says what a token is worth"),
+        ("foo+ada", "'foo' does not say what a token is worth"),
         ("full+ada", "'full' does not say"),
         ("h2o+adaa", "'adaa' is no part"),
         ("nacl+kvcrush", "draw and kvcrush answer the same question"),
