@@ -5,23 +5,18 @@ Importing this needs no torch.
 
 from __future__ import annotations
 
+from minikv.policies.composition import default_step, find, prompt_policy, step_policy
+from minikv.policies.options import Option, Value, read_options
 from minikv.policies.registry import (
     DEFAULT_BUDGET,
     DEFAULT_PROMPT,
     DEFAULT_STEP,
     PARTS,
     POLICIES,
-    Option,
     Part,
     PolicyInfo,
-    Value,
-    default_step,
-    find,
     prompt_names,
-    prompt_policy,
-    read_options,
     step_names,
-    step_policy,
 )
 
 __all__ = [

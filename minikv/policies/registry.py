@@ -1,38 +1,16 @@
-"""The registry of eviction policies: one row per published method, one per part it is made of.
+"""The table of eviction policies: one row per published method, one per part it is made of.
 
-Importing this needs no torch, so that `--help`, validation and `minikv policies` answer at once.
 A row names the module and the class that hold the method, and the options, which are the fields of
-that class; `prompt_policy` and `step_policy` import the module and make the object.
+that class. `composition` makes the object. Importing this needs no torch, so that `--help`, checks
+and `minikv policies` answer at once.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
 
-from minikv.errors import UsageError
-
-if TYPE_CHECKING:
-    from minikv.policies.base import PromptPolicy, StepPolicy
-
-Value = int | float | str | bool
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One setting of a policy. `kind` is int, float, bool or str; `choices` only for str."""
-
-    name: str
-    default: Value
-    help: str
-    low: float | None = None
-    high: float | None = None
-    choices: tuple[str, ...] = ()
-    odd: bool = False
+from minikv.policies.options import Option, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -629,8 +607,6 @@ POLICIES: dict[str, PolicyInfo] = {
 }
 """Every method by name."""
 
-_AXES = ("scorer", "layers", "heads", "select", "weigh", "prefer")
-
 DEFAULT_PROMPT = "adakv"
 DEFAULT_STEP = "roco"
 DEFAULT_BUDGET = "512"
@@ -644,211 +620,3 @@ def prompt_names() -> list[str]:
 def step_names() -> list[str]:
     """Names that `--decode` takes, besides "auto"."""
     return [p.name for p in POLICIES.values() if p.step]
-
-
-def default_step(prompt: str) -> str:
-    """What `--decode auto` means beside a prompt policy: the same method if it has a step form."""
-    if prompt == "full":
-        return "none"
-    base = _words(prompt)[0]
-    return base if base in POLICIES and POLICIES[base].step else DEFAULT_STEP
-
-
-def find(name: str, *, step: bool = False) -> PolicyInfo:
-    """The row called `name`, or one composed of several; a UsageError that names the nearest.
-
-    A prompt policy may be composed: `h2o+ada+pyramid` is H2O's scorer under Ada-KV's head budgets
-    and PyramidKV's layer budgets, `kvcrush(h2o)` is `h2o+kvcrush`.
-    """
-    names = step_names() if step else prompt_names()
-    info = POLICIES.get(name)
-    if info is not None and (info.step if step else info.prompt):
-        return info
-    flag, other = ("--decode", "--policy") if step else ("--policy", "--decode")
-    if info is not None:
-        raise UsageError(
-            f"{name} works only as {other}, not as {flag}", f"{flag} takes: {', '.join(names)}"
-        )
-    words = _words(name)
-    if len(words) > 1 and not step:
-        return _composed(name, words)
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    guess = f"did you mean {' or '.join(near)}? " if near else ""
-    raise UsageError(f"unknown policy {name!r}", f"{guess}{flag} takes: {', '.join(names)}")
-
-
-def _words(name: str) -> list[str]:
-    """`a+b` and `b(a)` -> [a, b]; `c(a)+b` -> [a, c, b]."""
-    terms, depth = [""], 0
-    for sign in name.replace(" ", ""):
-        depth += (sign == "(") - (sign == ")")
-        if sign == "+" and depth == 0:
-            terms.append("")
-        else:
-            terms[-1] += sign
-    words: list[str] = []
-    for term in terms:
-        found = re.fullmatch(r"([\w-]+)\((.+)\)", term)
-        words += [*_words(found[2]), found[1]] if found else [term]
-    return words
-
-
-def _composed(name: str, words: list[str]) -> PolicyInfo:
-    """The row that `words` describe: a policy, then parts that replace its plain answers."""
-    base = POLICIES.get(words[0])
-    if base is None and words[0] in PARTS and PARTS[words[0]].axis == "scorer":  # NaCl's proxies
-        base = replace(POLICIES["snapkv"], parts=(words[0],))
-    if base is None or not base.parts:
-        scorers = [p.name for p in POLICIES.values() if p.parts]
-        raise UsageError(
-            f"cannot compose {name!r}: {words[0]!r} does not say what a token is worth",
-            f"begin with one of {', '.join(scorers)}",
-        )
-    chosen = {PARTS[part].axis: part for part in base.parts}
-    fixed = set(chosen)
-    others = [p.name for p in PARTS.values() if p.axis != "scorer"]
-    for word in words[1:]:
-        row = POLICIES.get(word)
-        given = [word] if word in others else [p for p in row.parts if p in others] if row else []
-        if not given:
-            near = difflib.get_close_matches(word, others, n=3, cutoff=0.5)
-            guess = f"did you mean {' or '.join(near)}? " if near else ""
-            what = "also says what a token is worth" if row and row.parts else "is no part"
-            raise UsageError(
-                f"cannot compose {name!r}: {word!r} {what}",
-                f"{guess}parts are: {', '.join(others)}",
-            )
-        for part in given:
-            axis = PARTS[part].axis
-            if axis in fixed and chosen[axis] != part:
-                raise UsageError(
-                    f"cannot compose {name!r}: {chosen[axis]} and {part} answer the same question",
-                    "take one of the two",
-                )
-            chosen[axis] = part
-            fixed.add(axis)
-    preset = {**base.preset}
-    for word in words[1:]:
-        preset |= POLICIES[word].preset if word in POLICIES else {}
-    parts = tuple(chosen[axis] for axis in _AXES if axis in chosen)
-    spread = {"layers": "per layer", "heads": "per head"}
-    shape = " and ".join(text for axis, text in spread.items() if axis in chosen) or "uniform"
-    summary = "; ".join(PARTS[part].summary for part in parts)
-    return replace(
-        base,
-        name=name,
-        shape=shape,
-        parts=parts,
-        summary=summary,
-        scores=PARTS[parts[0]].summary,
-        paper="composed",
-        preset=preset,
-        step=False,
-        when="prompt",
-        state="-",
-        module="",
-        cls="",
-        own=(),
-        stride="",
-    )
-
-
-def read_options(
-    name: str, options: Sequence[Option], given: Mapping[str, object]
-) -> dict[str, Value]:
-    """Defaults of `options` overlaid with `given`, each checked; strings are parsed (`-o a=b`).
-
-    Raises UsageError, in the name of policy `name`, on an unknown option, a value of the wrong
-    kind or out of range.
-    """
-    known = {option.name: option for option in options}
-    values: dict[str, Value] = {option.name: option.default for option in options}
-    for key, raw in given.items():
-        option = known.get(key)
-        if option is None:
-            takes = ", ".join(known) or "no options"
-            raise UsageError(f"{name} has no option {key!r}", f"{name} takes: {takes}")
-        values[key] = _read(name, option, raw)
-    return values
-
-
-def _read(policy: str, option: Option, raw: object) -> Value:
-    kind = type(option.default)
-    try:
-        if kind is bool:
-            if isinstance(raw, bool):
-                return raw
-            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
-                str(raw).lower()
-            ]
-        if kind is int and isinstance(raw, (bool, float)):
-            raise ValueError
-        value: Value = kind(str(raw))
-    except (ValueError, KeyError):
-        raise UsageError(
-            f"{policy}: {option.name} must be {kind.__name__}, got {raw!r}", _hint(option)
-        ) from None
-    if option.choices and value not in option.choices:
-        raise UsageError(
-            f"{policy}: {option.name} must be one of {', '.join(option.choices)}, got {value!r}",
-            _hint(option),
-        )
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        low, high = option.low, option.high
-        if not ((low is None or value >= low) and (high is None or value <= high)):
-            raise UsageError(
-                f"{policy}: {option.name} must be between {low} and {high}, got {value}",
-                _hint(option),
-            )
-        if option.odd and isinstance(value, int) and value % 2 == 0:
-            raise UsageError(f"{policy}: {option.name} must be odd, got {value}", _hint(option))
-    return value
-
-
-def _hint(option: Option) -> str:
-    """What may be given instead of a wrong value."""
-    wanted = ""
-    if isinstance(option.default, bool):
-        wanted = "give true or false; "
-    elif option.low is not None and option.high is not None:
-        odd = "an odd number " if option.odd else ""
-        wanted = f"give {odd}from {option.low} to {option.high}; "
-    default = str(option.default).lower() if wanted else option.default
-    return f"{wanted}the default is {default}"
-
-
-def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy | None:
-    """Build the prompt side of a method; None means that prompts evict nothing."""
-    info = find(name)
-    values = read_options(info.name, info.prompt_options, options or {})
-    if not info.parts:
-        return None
-    from minikv.policies.base import HeadAllocator, LayerAllocator, PromptPolicy, Selector
-
-    parts = {PARTS[part].axis: _part(PARTS[part], values) for part in info.parts}
-    return PromptPolicy(
-        name=info.name,
-        scorer=parts["scorer"],
-        layers=parts.get("layers", LayerAllocator()),
-        heads=parts.get("heads", HeadAllocator()),
-        selector=parts.get("select", Selector()),
-        reweighter=parts.get("weigh"),
-        preference=parts.get("prefer"),
-    )
-
-
-def _part(part: Part, values: Mapping[str, Value]) -> Any:
-    """The object that a part's row describes; `values` may be of other parts, too."""
-    made = getattr(importlib.import_module(part.module), part.cls)
-    return made(**{option.name: values[option.name] for option in part.options})
-
-
-def step_policy(name: str, options: Mapping[str, object] | None = None) -> StepPolicy | None:
-    """Build the decode side of a method; None means that answers evict nothing."""
-    info = find(name, step=True)
-    values = read_options(info.name, info.own, options or {})
-    if not info.module:
-        return None
-    made = getattr(importlib.import_module(info.module), info.cls)(**values)
-    assert made.name == name
-    return made  # type: ignore[no-any-return]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import re
 import textwrap
-import typing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,49 +18,10 @@ from minikv import policies
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.main import app
 from minikv.errors import UsageError
-from minikv.policies import PARTS, POLICIES, Option, Part, PolicyInfo, base
+from minikv.policies import PARTS, POLICIES, Option, Part, PolicyInfo
 from minikv.policies.registry import NO_SINKS, SEED, SINKS
 
 CONTRIBUTING = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
-BASES: dict[str, Any] = {
-    "scorer": base.Scorer,
-    "layers": (base.LayerAllocator, base.GlobalAllocator),
-    "heads": base.HeadAllocator,
-    "select": base.Selector,
-    "weigh": base.Reweighter,
-    "prefer": base.Preference,
-}
-
-
-def fields(cls: type) -> dict[str, Any]:
-    """Names and types of what the class itself takes."""
-    kinds = typing.get_type_hints(cls)
-    return {field.name: kinds[field.name] for field in dataclasses.fields(cls)}
-
-
-def taken(options: tuple[Option, ...]) -> dict[str, type]:
-    return {option.name: type(option.default) for option in options}
-
-
-@pytest.mark.parametrize("part", PARTS.values(), ids=lambda part: part.name)
-def test_the_fields_of_a_part_are_the_options_of_its_row(part: Part) -> None:
-    cls = getattr(importlib.import_module(part.module), part.cls)
-    assert issubclass(cls, BASES[part.axis])
-    assert cls.__mro__[1].__module__ == base.__name__, "no inheritance deeper than one"
-    assert fields(cls) == taken(part.options)
-
-
-@pytest.mark.parametrize(
-    "info", [p for p in POLICIES.values() if p.module], ids=lambda info: info.name
-)
-def test_the_fields_of_a_step_policy_are_the_options_of_its_row(info: PolicyInfo) -> None:
-    """Beside those that give a fact of the base class a value, or remember what was computed."""
-    cls = getattr(importlib.import_module(info.module), info.cls)
-    assert cls.__mro__[1] is base.StepPolicy
-    found, options = fields(cls), taken(info.own)
-    known = {**typing.get_type_hints(base.StepPolicy), "matrices": object}
-    assert {name: found.get(name) for name in options} == options
-    assert {*found} - {*options} <= {*known}
 
 
 # -- toys -----------------------------------------------------------------------------------------

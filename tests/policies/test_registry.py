@@ -1,71 +1,52 @@
-"""Names compose, and what cannot be composed is refused."""
+"""The table: what a row says is what the class takes."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import typing
+from typing import Any
+
 import pytest
-import torch
-from views import build, choose, random_mass, view
 
-from minikv import policies
-from minikv.errors import UsageError
+from minikv.policies import PARTS, POLICIES, Option, Part, PolicyInfo, base
 
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("snapkv+ada", ("snapkv", "ada")),
-        ("adakv+pyramid", ("snapkv", "pyramid", "ada")),
-        ("h2o+adakv+pyramidkv", ("h2o", "pyramid", "ada")),
-        ("kvcrush(h2o)", ("h2o", "kvcrush")),
-        ("kvcrush(h2o) + ada", ("h2o", "ada", "kvcrush")),
-        ("kvcrush(h2o+ada)+turns", ("h2o", "ada", "kvcrush", "turns")),
-        ("kvcrush(proxies)", ("proxies", "kvcrush")),
-        ("nacl+critical", ("proxies", "draw", "critical")),
-        ("kvcrush+critical", ("snapkv", "kvcrush", "critical")),
-        ("kvcrush(adakv)", ("snapkv", "ada", "kvcrush")),
-        ("l2+nacl", ("l2", "draw")),
-    ],
-)
-def test_names_compose(name: str, parts: tuple[str, ...]) -> None:
-    assert policies.find(name).parts == parts
-    assert build(name).name == name
+BASES: dict[str, Any] = {
+    "scorer": base.Scorer,
+    "layers": (base.LayerAllocator, base.GlobalAllocator),
+    "heads": base.HeadAllocator,
+    "select": base.Selector,
+    "weigh": base.Reweighter,
+    "prefer": base.Preference,
+}
 
 
-def test_preset_names_are_rows_of_the_same_table() -> None:
-    mass = random_mass()
-    for preset, spelled in (("adakv", "snapkv+ada"), ("kvcrush", "kvcrush(snapkv)")):
-        assert torch.equal(
-            choose(build(preset), view(mass, 32), 200), choose(build(spelled), view(mass, 32), 200)
-        )
+def fields(cls: type) -> dict[str, Any]:
+    """Names and types of what the class itself takes."""
+    kinds = typing.get_type_hints(cls)
+    return {field.name: kinds[field.name] for field in dataclasses.fields(cls)}
+
+
+def taken(options: tuple[Option, ...]) -> dict[str, type]:
+    return {option.name: type(option.default) for option in options}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=lambda part: part.name)
+def test_the_fields_of_a_part_are_the_options_of_its_row(part: Part) -> None:
+    cls = getattr(importlib.import_module(part.module), part.cls)
+    assert issubclass(cls, BASES[part.axis])
+    assert cls.__mro__[1].__module__ == base.__name__, "no inheritance deeper than one"
+    assert fields(cls) == taken(part.options)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("h2o+snapkv", "'snapkv' also says what a token is worth"),
-        ("foo+ada", "'foo' does not say what a token is worth"),
-        ("full+ada", "'full' does not say"),
-        ("h2o+adaa", "'adaa' is no part"),
-        ("nacl+kvcrush", "draw and kvcrush answer the same question"),
-        ("kvcrush()", "unknown policy"),
-        ("h2o+", "'' is no part"),
-        ("+", "'' does not say"),
-    ],
+    "info", [p for p in POLICIES.values() if p.module], ids=lambda info: info.name
 )
-def test_what_cannot_be_composed_is_refused(name: str, says: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        policies.find(name)
-    assert says in str(refused.value)
-
-
-def test_unknown_policy_names_the_nearest() -> None:
-    with pytest.raises(UsageError) as refused:
-        policies.find("snapvk")
-    assert "snapkv" in refused.value.hint
-    with pytest.raises(UsageError, match="works only as --decode"):
-        policies.find("roco")
-    with pytest.raises(UsageError, match="no option 'windw'"):
-        policies.prompt_policy("adakv", {"windw": 3})
-    for bad in ({"window": "x"}, {"kernel": 4}, {"alpha": 2.0}, {"pooling": "median"}):
-        with pytest.raises(UsageError):
-            policies.prompt_policy("adakv", bad)
+def test_the_fields_of_a_step_policy_are_the_options_of_its_row(info: PolicyInfo) -> None:
+    """Beside those that give a fact of the base class a value, or remember what was computed."""
+    cls = getattr(importlib.import_module(info.module), info.cls)
+    assert cls.__mro__[1] is base.StepPolicy
+    found, options = fields(cls), taken(info.own)
+    known = {**typing.get_type_hints(base.StepPolicy), "matrices": object}
+    assert {name: found.get(name) for name in options} == options
+    assert {*found} - {*options} <= {*known}

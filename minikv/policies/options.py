@@ -1,0 +1,87 @@
+"""The options of a policy: their facts, and the one place where values are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from minikv.errors import UsageError
+
+Value = int | float | str | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting of a policy. `kind` is int, float, bool or str; `choices` only for str."""
+
+    name: str
+    default: Value
+    help: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    odd: bool = False
+
+
+def read_options(
+    name: str, options: Sequence[Option], given: Mapping[str, object]
+) -> dict[str, Value]:
+    """Defaults of `options` overlaid with `given`, each checked; strings are parsed (`-o a=b`).
+
+    Raises UsageError, in the name of policy `name`, on an unknown option, a value of the wrong
+    kind or out of range.
+    """
+    known = {option.name: option for option in options}
+    values: dict[str, Value] = {option.name: option.default for option in options}
+    for key, raw in given.items():
+        option = known.get(key)
+        if option is None:
+            takes = ", ".join(known) or "no options"
+            raise UsageError(f"{name} has no option {key!r}", f"{name} takes: {takes}")
+        values[key] = _read(name, option, raw)
+    return values
+
+
+def _read(policy: str, option: Option, raw: object) -> Value:
+    kind = type(option.default)
+    try:
+        if kind is bool:
+            if isinstance(raw, bool):
+                return raw
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
+                str(raw).lower()
+            ]
+        if kind is int and isinstance(raw, (bool, float)):
+            raise ValueError
+        value: Value = kind(str(raw))
+    except (ValueError, KeyError):
+        raise UsageError(
+            f"{policy}: {option.name} must be {kind.__name__}, got {raw!r}", _hint(option)
+        ) from None
+    if option.choices and value not in option.choices:
+        raise UsageError(
+            f"{policy}: {option.name} must be one of {', '.join(option.choices)}, got {value!r}",
+            _hint(option),
+        )
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        low, high = option.low, option.high
+        if not ((low is None or value >= low) and (high is None or value <= high)):
+            raise UsageError(
+                f"{policy}: {option.name} must be between {low} and {high}, got {value}",
+                _hint(option),
+            )
+        if option.odd and isinstance(value, int) and value % 2 == 0:
+            raise UsageError(f"{policy}: {option.name} must be odd, got {value}", _hint(option))
+    return value
+
+
+def _hint(option: Option) -> str:
+    """What may be given instead of a wrong value."""
+    wanted = ""
+    if isinstance(option.default, bool):
+        wanted = "give true or false; "
+    elif option.low is not None and option.high is not None:
+        odd = "an odd number " if option.odd else ""
+        wanted = f"give {odd}from {option.low} to {option.high}; "
+    default = str(option.default).lower() if wanted else option.default
+    return f"{wanted}the default is {default}"

@@ -1,0 +1,66 @@
+"""Names compose, and what cannot be composed is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from views import build, choose, random_mass, view
+
+from minikv import policies
+from minikv.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("snapkv+ada", ("snapkv", "ada")),
+        ("adakv+pyramid", ("snapkv", "pyramid", "ada")),
+        ("h2o+adakv+pyramidkv", ("h2o", "pyramid", "ada")),
+        ("kvcrush(h2o)", ("h2o", "kvcrush")),
+        ("kvcrush(h2o) + ada", ("h2o", "ada", "kvcrush")),
+        ("kvcrush(h2o+ada)+turns", ("h2o", "ada", "kvcrush", "turns")),
+        ("kvcrush(proxies)", ("proxies", "kvcrush")),
+        ("nacl+critical", ("proxies", "draw", "critical")),
+        ("kvcrush+critical", ("snapkv", "kvcrush", "critical")),
+        ("kvcrush(adakv)", ("snapkv", "ada", "kvcrush")),
+        ("l2+nacl", ("l2", "draw")),
+    ],
+)
+def test_names_compose(name: str, parts: tuple[str, ...]) -> None:
+    assert policies.find(name).parts == parts
+    assert build(name).name == name
+
+
+def test_preset_names_are_rows_of_the_same_table() -> None:
+    mass = random_mass()
+    for preset, spelled in (("adakv", "snapkv+ada"), ("kvcrush", "kvcrush(snapkv)")):
+        assert torch.equal(
+            choose(build(preset), view(mass, 32), 200), choose(build(spelled), view(mass, 32), 200)
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("h2o+snapkv", "'snapkv' also says what a token is worth"),
+        ("foo+ada", "'foo' does not say what a token is worth"),
+        ("full+ada", "'full' does not say"),
+        ("h2o+adaa", "'adaa' is no part"),
+        ("nacl+kvcrush", "draw and kvcrush answer the same question"),
+        ("kvcrush()", "unknown policy"),
+        ("h2o+", "'' is no part"),
+        ("+", "'' does not say"),
+    ],
+)
+def test_what_cannot_be_composed_is_refused(name: str, says: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        policies.find(name)
+    assert says in str(refused.value)
+
+
+def test_unknown_policy_names_the_nearest() -> None:
+    with pytest.raises(UsageError) as refused:
+        policies.find("snapvk")
+    assert "snapkv" in refused.value.hint
+    with pytest.raises(UsageError, match="works only as --decode"):
+        policies.find("roco")

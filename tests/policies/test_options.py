@@ -1,0 +1,39 @@
+"""Values of options: read from text or Python, checked once, and refused with what would be right."""
+
+from __future__ import annotations
+
+import pytest
+
+from minikv.errors import UsageError
+from minikv.policies import find, read_options
+
+OPTIONS = find("adakv").prompt_options
+
+
+def test_defaults_are_overlaid() -> None:
+    values = read_options("adakv", OPTIONS, {"window": "16", "alpha": 0.5, "normalize": "yes"})
+    assert values["window"] == 16
+    assert values["alpha"] == 0.5
+    assert values["normalize"] is True
+    assert values["kernel"] == 7
+    assert set(values) == {option.name for option in OPTIONS}
+
+
+@pytest.mark.parametrize(
+    ("given", "says", "hint"),
+    [
+        ({"windw": 3}, "adakv has no option 'windw'", "window, kernel"),
+        ({"window": "x"}, "window must be int, got 'x'", "from 1 to 4096"),
+        ({"window": 2.5}, "window must be int", "from 1 to 4096"),
+        ({"window": True}, "window must be int", "the default is 32"),
+        ({"kernel": 4}, "kernel must be odd, got 4", "an odd number"),
+        ({"alpha": 2.0}, "alpha must be between 0.0 and 1.0, got 2.0", "the default is 0.2"),
+        ({"pooling": "median"}, "pooling must be one of max, avg", "the default is max"),
+        ({"normalize": "maybe"}, "normalize must be bool", "give true or false"),
+    ],
+)
+def test_what_is_wrong_is_said(given: dict[str, object], says: str, hint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_options("adakv", OPTIONS, given)
+    assert says in str(refused.value)
+    assert hint in refused.value.hint
