@@ -1,4 +1,4 @@
-"""Values of options: read from text or Python, checked once, and refused with what would be right."""
+"""Values of options: read from text or Python, checked once, refused with what would be right."""
 
 from __future__ import annotations
 

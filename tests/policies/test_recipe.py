@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rows import check_part, check_step
 from small import Walk, ids
 from typer.testing import CliRunner
 
@@ -170,8 +171,8 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("toys")
 def test_toys_are_policies_like_all_others() -> None:
     for part in ("values", "first", "firsts", "oldest"):
-        test_the_fields_of_a_part_are_the_options_of_its_row(PARTS[part])
-    test_the_fields_of_a_step_policy_are_the_options_of_its_row(POLICIES["toystep"])
+        check_part(PARTS[part])
+    check_step(POLICIES["toystep"])
     made = policies.prompt_policy("toyvalues+first+firsts+oldest", {"power": 2.0, "more": 3})
     assert made is not None
     assert made.evidence.sinks == 4

@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import typing
-from typing import Any
-
 import pytest
+from rows import check_part, check_step
 
-from minikv.policies import PARTS, POLICIES, Option, Part, PolicyInfo, base
-
-BASES: dict[str, Any] = {
-    "scorer": base.Scorer,
-    "layers": (base.LayerAllocator, base.GlobalAllocator),
-    "heads": base.HeadAllocator,
-    "select": base.Selector,
-    "weigh": base.Reweighter,
-    "prefer": base.Preference,
-}
-
-
-def fields(cls: type) -> dict[str, Any]:
-    """Names and types of what the class itself takes."""
-    kinds = typing.get_type_hints(cls)
-    return {field.name: kinds[field.name] for field in dataclasses.fields(cls)}
-
-
-def taken(options: tuple[Option, ...]) -> dict[str, type]:
-    return {option.name: type(option.default) for option in options}
+from minikv.policies import PARTS, POLICIES, Part, PolicyInfo
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=lambda part: part.name)
 def test_the_fields_of_a_part_are_the_options_of_its_row(part: Part) -> None:
-    cls = getattr(importlib.import_module(part.module), part.cls)
-    assert issubclass(cls, BASES[part.axis])
-    assert cls.__mro__[1].__module__ == base.__name__, "no inheritance deeper than one"
-    assert fields(cls) == taken(part.options)
+    check_part(part)
 
 
 @pytest.mark.parametrize(
     "info", [p for p in POLICIES.values() if p.module], ids=lambda info: info.name
 )
 def test_the_fields_of_a_step_policy_are_the_options_of_its_row(info: PolicyInfo) -> None:
-    """Beside those that give a fact of the base class a value, or remember what was computed."""
-    cls = getattr(importlib.import_module(info.module), info.cls)
-    assert cls.__mro__[1] is base.StepPolicy
-    found, options = fields(cls), taken(info.own)
-    known = {**typing.get_type_hints(base.StepPolicy), "matrices": object}
-    assert {name: found.get(name) for name in options} == options
-    assert {*found} - {*options} <= {*known}
+    check_step(info)
