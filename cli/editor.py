@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -104,9 +105,14 @@ def _input(terminal: Terminal) -> str:
         return input()
 
     text = line("> ")
-    while unfinished(text):
+    while unfinished(text) or _pasted():
         text += "\n" + line(". ")
     return message(text)
+
+
+def _pasted() -> bool:
+    """More lines are there already, as after a paste."""
+    return bool(select.select([sys.stdin], [], [], 0.03)[0])
 
 
 def _keys() -> KeyBindings:

@@ -228,7 +228,10 @@ class DecodeLoop:
         self._at = kv.position
         key = (vocab, sampling, *decode.key)
         if key != self._key:
-            self._key, self._replay, self._warmed = key, None, 0
+            same = 5  # vocabulary, sampling, policy, pinned and width; addresses follow
+            if key[:same] != self._key[:same]:  # else nothing has to be compiled anew
+                self._warmed = 0
+            self._key, self._replay = key, None
 
     def _launch(self) -> Callable[[], list[int]]:
         """Launch the step of the token on the device; returns a function that waits for it."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from small import VOCAB, engine, ids, network, shape
+from step_oracle import GivenTova
 from torch import Tensor
 
 from minikv import kernels, policies
@@ -192,7 +192,7 @@ def easykv(name: str, params: dict[str, int], *, decode: bool = False) -> StepPo
     if name == "h2o":
         return step("h2o", {"sinks": 4, "recent_share": (recent + 0.5) / cap})
     if name == "tova":
-        return replace(step("tova", {"sinks": 4}), recent=recent)  # type: ignore[type-var]
+        return GivenTova(per_head=False, protect_newest=True, sinks=4, recent=recent)
     return step("streaming", {"sinks": 4})
 
 
@@ -283,7 +283,7 @@ def test_the_smallest_budget_counts_the_block(blocks: list[int]) -> None:
         strided(net, "hashevict", 30, 32)
     with pytest.raises(UsageError) as refused:
         strided(net, "hashevict", 30, 32)
-    assert "is 46 rows" in refused.value.hint
+    assert "is 46 tokens per head" in refused.value.hint
     run = strided(net, "hashevict", 46, 32)
     run.prompt(ids(200))
     assert {len(rows) for rows in kept(run.kv)} == {46}

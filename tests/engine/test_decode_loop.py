@@ -139,9 +139,10 @@ def test_a_capture_that_fails_leaves_torch_able_to_go_on(
     assert asked == [*begun, *["end"] * (2 if fails == "end" else 1), *released]
 
 
-def test_one_recording_serves_turns_and_another_sampling_takes_a_new_one(
+def test_a_turn_is_recorded_once_and_warmed_only_where_something_is_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A prompt is written to an arena of its own, so the addresses of each turn are new."""
     monkeypatch.setattr(decode_step, "_MULTIPLE", 64)  # the caps change from turn to turn
     tape = Tape()
     run = pair(tape, "adakv", "roco", 44)
@@ -149,11 +150,11 @@ def test_one_recording_serves_turns_and_another_sampling_takes_a_new_one(
         run.prompt(ids(50 if turn == 0 else 6, turn))
         run.write(6)
         run.agree()
-    assert (tape.warmed, tape.recorded) == (2, 1)
+    assert (tape.warmed, tape.recorded) == (2, 3)
     run.sampling = Sampling(0.7)
     run.write(4)
     run.agree()
-    assert (tape.warmed, tape.recorded) == (4, 2)
+    assert (tape.warmed, tape.recorded) == (4, 4)
 
 
 def test_an_equal_policy_is_configured_and_nothing_is_recorded_anew() -> None:
