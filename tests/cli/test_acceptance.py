@@ -395,7 +395,7 @@ def test_05_the_printed_numbers_add_up(program: Program) -> None:
     saved = math.floor(1000 * (1 - kv["held"] / kv["full"])) / 10
     both = f"{kv['held'] / 1024:.1f} of {kv['full'] / 1024:.1f} KiB ({saved:.1f}% saved)"
     assert f"  KV {both} · kept 64 of {tokens['seen_total']} tok/head · lost ~" in done.err
-    line = f"KV held    {both}, {kv['policy_state'] / 1024:.1f} KiB of it kept by the policy"
+    line = f"KV held    {both}, {kv['policy_state'] / 1024:.1f} KiB of it the state of the policy"
     assert line in done.err
     assert f"(min {min(rows)}, max {max(rows)})" in done.err
     assert f"allocated  {kv['allocated'] / 1024:.1f} KiB, the pool" in done.err

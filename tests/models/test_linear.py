@@ -21,7 +21,7 @@ from torch import Tensor
 
 import minikv
 import minikv.models as models
-from minikv import loader
+from minikv import settings
 from minikv.cli.bench import models as random_models
 from minikv.cli.bench.shapes import Sizes
 from minikv.cli.plan import plan
@@ -342,7 +342,7 @@ def test_the_bundled_model_answers_with_a_head_of_eight_bits() -> None:
 
 
 def test_the_flag_takes_the_forms_that_there_are() -> None:
-    assert loader.WEIGHTS == linear.FORMS
+    assert settings.WEIGHTS == linear.FORMS
     assert [linear.split(form) for form in linear.FORMS] == [
         ("auto", "auto"),
         ("plain", "auto"),
