@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from small import VOCAB, engine, ids, network, shape
-from step_oracle import GivenTova
 from torch import Tensor
 
 from minikv import kernels, policies
@@ -21,6 +21,7 @@ from minikv.engine.engine import Engine
 from minikv.errors import Interrupted, UsageError
 from minikv.models.llama import Llama
 from minikv.policies.base import StepPolicy
+from minikv.policies.tova import Tova
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = {case["id"]: case for case in json.loads((DATA / "parity.json").read_text())}
@@ -180,6 +181,17 @@ def feed(kv: KVCache, query: Tensor, key: Tensor) -> None:
     kv.advance(len(key))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TovaOfRelease(Tova):
+    """TOVA as the release has it: more than the newest row stay."""
+
+    newest: int
+
+    @property
+    def recent(self) -> int:  # type: ignore[override]
+        return self.newest
+
+
 def easykv(name: str, params: dict[str, int], *, decode: bool = False) -> StepPolicy:
     """The release's rule in our terms: its scope leaves 4 sinks aside, its recents are a share."""
     cap, recent = params["kept"], params["recent"]
@@ -192,7 +204,7 @@ def easykv(name: str, params: dict[str, int], *, decode: bool = False) -> StepPo
     if name == "h2o":
         return step("h2o", {"sinks": 4, "recent_share": (recent + 0.5) / cap})
     if name == "tova":
-        return GivenTova(per_head=False, protect_newest=True, sinks=4, recent=recent)
+        return TovaOfRelease(per_head=False, sinks=4, protect_newest=True, newest=recent)
     return step("streaming", {"sinks": 4})
 
 
