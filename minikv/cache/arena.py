@@ -6,8 +6,9 @@ in use. The segments of a layer lie side by side in the layer's region. Keys are
 the order of rows is free, and `pos` keeps the truth about positions. A row that was evicted and
 not yet overwritten is the head's free slot: in use, but gone.
 
-An arena is never made wider or narrower in place. `fresh`, `sharing` and `grown` make another one,
-and whoever holds the old one may go on with it until the new one is complete.
+An arena is never made wider or narrower in place. `fresh`, `sharing`, `grown`, `trimmed` and
+`unpack` make another one, and whoever holds the old one may go on with it until the new one is
+complete.
 """
 
 from __future__ import annotations
@@ -119,10 +120,11 @@ class Arena:
             return rows
         return kernels.from_codes(rows, self.columns[f"{name}_scale"][index], self.dtype)
 
-    def declare(self, extra: Mapping[str, torch.dtype]) -> None:
-        """Have exactly these policy columns; one that is new starts at zero. Where there is no
-        memory for one, nothing changes."""
-        columns = {name: c for name, c in self.columns.items() if name in _CORE or name in extra}
+    def declare(self, extra: Mapping[str, torch.dtype], *, anew: bool = False) -> None:
+        """Have exactly these policy columns; one that is new, or every one if `anew`, starts at
+        zero. Where there is no memory for one, nothing changes."""
+        stays = () if anew else extra
+        columns = {name: c for name, c in self.columns.items() if name in _CORE or name in stays}
         for name, dtype in extra.items():
             if name not in columns:
                 columns[name] = torch.zeros(self.rows, dtype=dtype, device=self.device)
@@ -226,6 +228,20 @@ class Arena:
                     made.columns[name][begin : begin + len(rows)] = column[rows]
             made.length[layer] = keep.sum(1)
         return made
+
+    def take(self, other: Arena) -> bool:
+        """Hold what `other` holds, in the memory of this one, where that has the same shape; says
+        whether it does. `other` may share columns with this one."""
+        mine, theirs = self.columns, other.columns
+        alike = self.region == other.region and mine.keys() == theirs.keys()
+        if not alike or any(mine[name].dtype != theirs[name].dtype for name in mine):
+            return False
+        for name, column in theirs.items():
+            if column.data_ptr() != mine[name].data_ptr():
+                mine[name].copy_(column)
+        for name in ("start", "length", "capacity", "cap", "free_slot"):
+            getattr(self, name).copy_(getattr(other, name))
+        return True
 
     # -- rows -----------------------------------------------------------------------------
 

@@ -16,10 +16,14 @@ are known to be finite; on CUDA one graph holds [`end` of the last step, the nex
 next step is launched before the host knows whether its token belongs to the answer. So every change
 in `end` depends on the flag `accepted`, on the device, and shapes never depend on values.
 
-Until `end` a step has written only to rows that no head holds, so `drop` undoes it.
+Until `end` a step has written only to rows that no head holds or that it keeps a copy of, so `drop`
+undoes it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -101,6 +105,7 @@ class DecodeStep:
         that a captured step holds fixed has changed.
         """
         reads = policy is not None and not policy.evict_first
+        assert policy is None or reads or policy.block == 1, "one row at a time before attention"
         most = arena.capacity if policy is None else arena.cap + (policy.block if reads else 0)
         multiple = _MULTIPLE if speculative else 16
         width = -(-int(most.max()) // multiple) * multiple
@@ -121,7 +126,7 @@ class DecodeStep:
             leaves_last = _in_place(self.leaves_last, leaves_last)
             quota = _in_place(self.quota, quota)
         # From here on nothing fails.
-        self.arena, self.policy, self.pinned = arena, policy, pinned
+        self.policy, self.pinned = policy, pinned
         self.speculative, self.width = speculative, width
         self.logits, self.lse, self.undo_rows = logits, lse, undo_rows
         self.leaves_last, self.quota = leaves_last, quota
@@ -132,13 +137,10 @@ class DecodeStep:
         scratch = (logits, lse) if reads else ()
         self._layers = list(zip(*(t.unbind() for t in (*whole, *scratch)), strict=True))
         self.accepted.zero_()
-        try:
-            self._place()
-        except BaseException:
-            self.arena = None
-            raise
+        self._place(arena)
         tables = (arena.start, arena.length, arena.cap, arena.free_slot)
-        fixed = (*arena.columns.values(), *tables, logits, *undo_rows.values(), leaves_last)
+        work = (logits, lse, *undo_rows.values(), leaves_last, quota)
+        fixed = (*arena.columns.values(), *tables, *work)
         self.key = (
             policy,
             pinned,
@@ -146,6 +148,7 @@ class DecodeStep:
             arena.rows,
             *(t.data_ptr() for t in fixed if t is not None),
         )
+        self.arena = arena  # last: what is not complete is not open
 
     def _undo_rows(self, arena: Arena, policy: StepPolicy | None) -> dict[str, Tensor]:
         """Room for one row of every head, where a victim is overwritten before a step is final."""
@@ -222,30 +225,31 @@ class DecodeStep:
         """As `end`, where the flag `accepted` says so."""
         arena, policy = self.arena, self.policy
         assert arena is not None
-        unseen = self._unseen_rows() if self._slides else None
-        undo = [(arena.free_slot, arena.free_slot.clone())]
+        undo: list[Callable[[], object]] = []
+        _undoable(arena.free_slot, undo)
         try:
             if not self.half_ended:
                 if policy is None or policy.evict_first:
                     arena.free_slot.masked_fill_(self.accepted, -1)
                 else:
                     self._update_and_evict(policy, undo)
-                if unseen is not None:
+                if self._slides:
+                    unseen = self._unseen_rows()
                     torch.where(*unseen, arena.free_slot, out=arena.free_slot)
                 self.half_ended = True
-            self._place()
-        except Exception:
-            for tensor, saved in undo:
-                tensor.copy_(saved)
-            self.half_ended = False
+            self._place(arena)
+        except BaseException as error:
+            if not self.half_ended or isinstance(error, Exception):
+                for take_back in reversed(undo):
+                    take_back()
+                self.half_ended = False
             raise
         self.half_ended = False
 
-    def _place(self) -> None:
+    def _place(self, arena: Arena) -> None:
         """Count the last step, if accepted; then say where each head's next row goes: to its free
         slot, else behind its last row."""
-        arena, policy = self.arena, self.policy
-        assert arena is not None
+        policy = self.policy
         self.ops.advance(
             self.accepted,
             arena.start,
@@ -349,10 +353,10 @@ class DecodeStep:
 
     # -- after attention ----------------------------------------------------------------------
 
-    def _update_and_evict(self, policy: StepPolicy, undo: list[tuple[Tensor, Tensor]]) -> None:
+    def _update_and_evict(self, policy: StepPolicy, undo: list[Callable[[], object]]) -> None:
         """Statistics of all rows, and who leaves: `arena.free_slot`, -1 for a head that is not over
         its cap. By the policy's own kernel where there is one, else by its torch form, which adds
-        what it is about to change to `undo`: (tensor, copy)."""
+        how to take back what it is about to change to `undo`."""
         arena = self.arena
         assert arena is not None
         rows = kernels.Rows(
@@ -388,7 +392,7 @@ class DecodeStep:
         view = self._view(policy, self.position + 1, index, live, cap, None, attention=p)
         scores, allowed = policy.score(view, policy.block)
         if policy.block > 1:
-            self._evict_block(policy, view, index, scores, allowed)
+            self._evict_block(policy, view, index, scores, allowed, undo)
             return
         if self.ops.lowest_step is not None:
             shape = self.logits.shape[:2]
@@ -404,7 +408,7 @@ class DecodeStep:
         policy: StepPolicy,
         columns: dict[str, Tensor],
         p: Tensor,
-        undo: list[tuple[Tensor, Tensor]],
+        undo: list[Callable[[], object]],
     ) -> None:
         """Let the policy add this step's attention p [L * H, N] to its columns [R]."""
         if not columns:
@@ -421,8 +425,7 @@ class DecodeStep:
             seen = torch.minimum(self.count, self.window[:, None]).flatten()
             return by_row(seen[:, None].expand_as(p).to(torch.float32))
 
-        before = [(column, column.clone()) for column in columns.values()]
-        undo += before
+        before = [(column, _undoable(column, undo)) for column in columns.values()]
         policy.update(columns, by_row(p), visible)
         if self.speculative:  # only the rows in use, and only if the token is accepted
             final = (by_row(live.to(torch.float32)) > 0) & self.accepted
@@ -430,7 +433,13 @@ class DecodeStep:
                 column.copy_(torch.where(final, column, old))
 
     def _evict_block(
-        self, policy: StepPolicy, view: StepView, index: Tensor, scores: Tensor, allowed: Tensor
+        self,
+        policy: StepPolicy,
+        view: StepView,
+        index: Tensor,
+        scores: Tensor,
+        allowed: Tensor,
+        undo: list[Callable[[], object]],
     ) -> None:
         """Heads that are `block` rows over their cap give up so many; the rows behind the cap move
         into the gaps, in every column."""
@@ -440,10 +449,11 @@ class DecodeStep:
         over += (self.count > arena.cap + (many - 1)).flatten() & self.accepted
         gone = leaving(scores, view.pos, allowed, over * many)
         place = torch.arange(index.shape[1], device=index.device)
-        cap = arena.cap.flatten()[:, None]
         inside = place < self.count.flatten()[:, None]
-        gaps = gone & (place < cap)
-        tails = inside & ~gone & (place >= cap) & (over > 0)[:, None]
+        # Rows move so that a head's rows stay side by side.
+        end = self.count.flatten()[:, None] - gone.sum(1, keepdim=True)
+        gaps = gone & (place < end)
+        tails = inside & ~gone & (place >= end)
         valid = place[:many] < gaps.sum(1, keepdim=True)
         newest = self.slot.flatten()[:, None]  # never leaves: a move that is not needed is its own
         order = (~gaps).to(torch.int8).argsort(dim=1, stable=True)[:, :many]
@@ -453,10 +463,14 @@ class DecodeStep:
         every = [*arena.columns.values()]
         if self.leaves_last is not None:
             every.append(self.leaves_last)
-        for column, rows in [(column, column[moved]) for column in every]:
+        arena.free_slot.masked_fill_(self.accepted, -1)
+        left = self.count - gone.sum(1).view(self.count.shape)
+        _undoable(self.count, undo)
+        moves = [(column, column[moved], column[into]) for column in every]
+        for column, rows, old in moves:
+            undo.append(partial(column.index_copy_, 0, into, old))
             column.index_copy_(0, into, rows)
-        shape = self.count.shape
-        self.count.copy_(torch.where(over.view(shape) > 0, arena.cap, self.count))
+        self.count.copy_(left)
         self._rows = None
 
     def _unseen_rows(self) -> tuple[Tensor, Tensor]:
@@ -498,7 +512,8 @@ class DecodeStep:
         pos = pos.masked_fill(~live | (pos < self.pinned), -1)
         if self.leaves_last is not None:
             shown = pos.masked_fill(self.leaves_last[index], -1)
-            enough = (shown >= 0).sum(1, keepdim=True) > policy.sinks + policy.recent
+            least = policy.sinks + policy.recent + policy.block
+            enough = (shown >= 0).sum(1, keepdim=True) >= least
             pos = torch.where(enough, shown, pos)
         heads = self.shape.kv_heads
         part = slice(None) if layer is None else slice(layer * heads, (layer + 1) * heads)
@@ -548,6 +563,13 @@ class DecodeStep:
     def _arena_rows(self) -> int:
         assert self.arena is not None
         return len(self.arena.columns["pos"])
+
+
+def _undoable(tensor: Tensor, undo: list[Callable[[], object]]) -> Tensor:
+    """A copy of a tensor that is about to change, and how to go back to it."""
+    saved = tensor.clone()
+    undo.append(partial(tensor.copy_, saved))
+    return saved
 
 
 def _in_place(old: Tensor | None, new: Tensor | None) -> Tensor | None:

@@ -93,6 +93,8 @@ class KVCache:
             None  # who makes steps ahead finishes them
         )
         self._full = 0  # see `full_at`
+        self._marked = False  # somebody may go back to the arena as it is
+        self.keeps_addresses = self.device.type == "cuda"
         self.progress: Callable[[int, int], None] | None = None
         self.output, self.rotary = output, rotary
         self._poison = poison
@@ -114,15 +116,12 @@ class KVCache:
         """
         assert self._reading is None
         self.check(prompt, step, budget, stride)
-        before = self.step_policy
-        self._set(prompt, step, budget, stride)
-        if (
-            before is None
-            or step is None
-            or (before.name, before.columns) != (step.name, step.columns)
-        ):
-            self.arena.declare({})  # what one policy noted means something else to another
-        self.arena.declare(step.columns if step else {})
+        before, columns = self.step_policy, step.columns if step else {}
+        # What one policy noted means something else to another.
+        same = before is not None and step is not None and before.name == step.name
+        anew = not same or (before is not None and before.columns != columns)
+        self.arena.declare(columns, anew=anew)
+        self._set(prompt, step, budget, stride)  # cannot fail: it was checked
 
     def check(
         self,
@@ -176,10 +175,10 @@ class KVCache:
     def reset(self) -> None:
         """Forget the conversation and give its memory back."""
         self.settle()
+        self._arena = self._empty(self.step_policy)
         self.position = 0
         self._turns: list[tuple[int, int]] = []
         self._pinned = 0
-        self._arena = self._empty(self.step_policy)
         if self.budget and self.budget.unit == "share":
             self._open, self._rows = True, None
         self._reading: Prefill | BlockPrefill | SecondPassPrefill | None = None
@@ -416,11 +415,10 @@ class KVCache:
             assert tokens == 1
             try:
                 self.decode.end()
-            except BaseException:
-                # A step that is half ended counts: the rest is done before the next one.
-                self.position += self.decode.half_ended
-                raise
-            self.position += 1
+            finally:
+                # Also after an interrupt: the decode step knows whether its token counts. What is
+                # half done is done before the next step.
+                self.position = int(self.decode.position) + self.decode.half_ended
             return
         assert tokens == self._reading.plan.tokens
         reading = self._reading
@@ -429,7 +427,10 @@ class KVCache:
         evict_s = self._evicting.total()
         turns = [*self._turns, (self.position, self.position + tokens)]
         # From here on nothing fails.
-        self._arena, self._reading = reading.target, None
+        self._reading = None
+        # A graph holds addresses: where no mark needs the old rows, the new ones take their place.
+        if not (self.keeps_addresses and not self._marked and self._arena.take(reading.target)):
+            self._arena = reading.target
         self._last, self._evict_s, self._turns = outcome, evict_s, turns
         self._open = False
         self.position += tokens
@@ -462,11 +463,12 @@ class KVCache:
         step, decode = self.step_policy, self.decode
         if decode.half_ended:
             decode.end_if_accepted()
-        if decode.is_open and (step is not None or self.position < self._full):
+        ready = decode.is_open and decode.speculative == speculative
+        if ready and (step is not None or self.position < self._full):
             return decode
         self.settle()
         with torch.inference_mode(False):  # what is made here is written outside of a forward, too
-            arena = self._with_room()
+            self._arena = arena = self._with_room()  # the same rows
             decode.open(
                 arena,
                 step,
@@ -475,7 +477,6 @@ class KVCache:
                 leaves_last=self._leaves_last(arena),
                 speculative=speculative,
             )
-        self._arena = arena
         self._full = self.position + int((arena.capacity - arena.held).min())
         return decode
 
@@ -531,6 +532,7 @@ class KVCache:
         """The cache as it is, to go back to. Holds its memory, copies nothing. Between turns."""
         self.settle()
         assert self._reading is None
+        self._marked = True
         return Mark(
             self._arena,
             self.position,
@@ -543,12 +545,16 @@ class KVCache:
             self._last,
         )
 
+    def forget_mark(self) -> None:
+        """Nobody will go back."""
+        self._marked = False
+
     def go_back(self, mark: Mark) -> None:
         """Be as at `mark`, if only prompts came after it: steps write to the arena they find.
 
         Allocates nothing and cannot fail.
         """
-        self._reading = None
+        self._reading, self._marked = None, False
         self.decode.close()
         self._arena, self.position, self._turns = mark.arena, mark.position, list(mark.turns)
         self._pinned, self._rows, self._open = mark.pinned, mark.rows, mark.open
@@ -597,8 +603,9 @@ class KVCache:
         if kinds[0] != kinds[1] or held.layout.start.shape != arena.start.shape:
             raise ValueError("the cache is not one of this network and policy")
         arena = arena.unpack(held.layout, held.region, held.columns)
-        self._set(prompt, step, budget, stride)
         self.settle()
+        # From here on nothing fails.
+        self._set(prompt, step, budget, stride)
         self._arena, self.position, self._turns = arena, held.position, list(held.turns)
         self._pinned, self._rows, self._open = held.pinned, held.rows, held.open
         self._peak, self._evict_s, self._last = held.peak, held.evict_s, held.outcome

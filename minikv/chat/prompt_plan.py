@@ -90,14 +90,15 @@ def read(
             last = done + len(part) == total
             logits = engine.prompt(part, between_chunks, room if last else 1)
             figures = kv.last_prompt
+            # What an error goes back to is kept until the last prompt was read.
+            kept = before.arena.nbytes if replaces or done else 0
             done += len(part)
-            evict_s, peak = evict_s + figures.evict_s, max(peak, figures.peak_bytes)
+            evict_s, peak = evict_s + figures.evict_s, max(peak, figures.peak_bytes + kept)
             blind = blind or (figures.shaped and not last)
             if (figures.lost_mean or 0.0) >= (lost[0] or 0.0):
                 lost = figures.lost_mean, figures.lost_max, figures.lost_layer
     except BaseException:
         kv.go_back(before)
         raise
-    if replaces:
-        peak += before.arena.nbytes  # the old cache was kept until the last prompt was read
+    kv.forget_mark()
     return Read(logits, evict_s, peak, blind, lost)

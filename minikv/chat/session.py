@@ -310,8 +310,10 @@ class ChatSession:
         if len(ids) + 1 > self.max_context - reused:
             raise self._does_not_fit(len(ids), "needs", reused)
         self._warn_before(question, feed, decision, warn)
-        self._tell(warn)
+        for line in self._new_notices():
+            warn(line)
 
+        stream = self.tokenizer.stream()
         before = self._set_aside()
         known = self.engine.kv.stats()
         reading = perf_counter()
@@ -332,7 +334,6 @@ class ChatSession:
         attached = tuple(self.pending)
         self.pending, self.undone = [], []
 
-        stream = self.tokenizer.stream()
         pieces: list[str] = []
         generated = steps = 0
         first_s: float | None = None
@@ -384,7 +385,8 @@ class ChatSession:
         finally:
             answer = "".join(pieces)
             self.messages = [*messages, Message("assistant", answer)]
-            self._tell(warn)
+            late = self._new_notices()
+            warnings += late
             stats = self._measure(known)
             self._mark(stats)
             total_s = perf_counter() - began
@@ -413,6 +415,9 @@ class ChatSession:
                 ),
             )
             self.turns.append(Turn(question, answer, attached, self.report))
+            if notice is not None:  # the turn is closed: what the caller does here may fail
+                for line in late:
+                    notice(line)
 
     def _set_aside(self) -> ChatSnapshot | None:
         """A snapshot for `undo`; None if none is wanted or it would be too large."""
@@ -492,11 +497,11 @@ class ChatSession:
                 self.fed.append(token)
                 self.pending_token = None
 
-    def _tell(self, warn: Callable[[str], None]) -> None:
-        """Pass on the engine's new notices."""
-        for line in self.engine.notices[self._noticed :]:
-            warn(line)
-        self._noticed = len(self.engine.notices)
+    def _new_notices(self) -> list[str]:
+        """What the engine has to say about itself, each line once."""
+        lines = self.engine.notices[self._noticed :]
+        self._noticed += len(lines)
+        return lines
 
     def _refuse_by_bytes(self, content: str) -> None:
         """Raise ContextError, without tokenizing, for a text that cannot fit."""

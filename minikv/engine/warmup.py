@@ -109,7 +109,7 @@ def _tiles(kv: KVCache) -> None:
     heads, group = shape.kv_heads, shape.heads // shape.kv_heads
     rows = torch.zeros((heads, shape.head_dim), dtype=kv.dtype, device=device)
     start = torch.arange(heads, device=device)
-    length, hole, index = torch.ones_like(start), torch.full_like(start, -1), start[:, None]
+    length, slot, index = torch.ones_like(start), torch.full_like(start, -1), start[:, None]
     pos = torch.zeros(heads, dtype=torch.int32, device=device)
     seen = torch.zeros_like(index)
     with torch.inference_mode():
@@ -120,7 +120,7 @@ def _tiles(kv: KVCache) -> None:
                 at = torch.ones(count, dtype=torch.int64, device=device)
                 for most in (1, _FAR):
                     kv.ops.ragged_prefill(
-                        q, rows, rows, start, length, hole, most, pos=pos, q_pos=at, window=window
+                        q, rows, rows, start, length, slot, most, pos=pos, q_pos=at, window=window
                     )
                 kv.ops.rows_lse(q, at, ((rows[:, None], seen),), window)
                 kv.ops.rows_lse(q, at, ((rows, seen, index),), window)

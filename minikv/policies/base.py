@@ -62,7 +62,7 @@ class PromptView:
     queries: moments of the prompt's, if the scorer asked; rotary [D / 2]: angle per position;
     budget: rows per head that the layer may keep beside pinned ones; causal: no observed query saw
     a row after it; below() int64 [H, N]: bit i is set if the i-th query from the end gave the row
-    less than an even share (of the last queries that the step policy's `history` asks for).
+    less than an even share (of the last queries that the step policy's `prompt_history` asks for).
     """
 
     layer: int

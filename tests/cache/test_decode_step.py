@@ -306,6 +306,54 @@ def test_several_rows_of_a_head_leave_at_once(kv: torch.dtype | None) -> None:
             assert torch.equal(seen, want)
 
 
+@pytest.mark.parametrize("prompt", ["full", "snapkv+turns"])
+@pytest.mark.parametrize("windows", [None, (None, 12)])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_blocks_leave_beside_windows_and_soft_pins(
+    prompt: str, windows: tuple[int | None, ...] | None, ahead: bool
+) -> None:
+    """The newest row is always there, no head outgrows its cap by a block, and positions are
+    whole."""
+    run = pair(Tape(), prompt, "tova", 48, net=network(layers=2, windows=windows))
+    for made in (run.here, run.there):
+        made.kv.configure(made.kv.prompt_policy, Redundant(), made.kv.budget)
+    for turn in range(2):
+        run.prompt(ids(60 if turn == 0 else 9, turn))
+        for _ in range(11):
+            run.write(1, ahead=ahead)
+            run.agree()
+            kv = run.here.kv
+            for layer in range(2):
+                for head in range(kv.shape.kv_heads):
+                    kept = kv.kept(layer, head).tolist()
+                    assert kept[-1] == kv.position - 1
+                    assert len(set(kept)) == len(kept)
+                    assert len(kept) < int(kv.arena.cap[layer, head]) + 4
+
+
+def test_a_block_that_left_is_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(network(layers=2), None, "full", "tova", 24)
+    made.kv.configure(None, Redundant(), made.kv.budget)
+    made.prompt(ids(22))
+    for token in ids(5):
+        made.step(token)
+    held = _held(made.kv.arena)  # the next step evicts
+    made.kv.open_steps()
+
+    def fail(*given: object, **more: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.kv.ops, "advance", fail, raising=False)
+        with pytest.raises(MemoryError):
+            made.step(7)
+    after = _held(made.kv.arena)
+    assert held.keys() == after.keys()
+    for name, rows in held.items():
+        assert torch.equal(rows, after[name]), name
+    assert made.kv.position == 27
+
+
 def test_heads_over_their_cap_are_trimmed_when_steps_begin() -> None:
     """A policy with a smaller budget came while an answer had grown without one."""
     made = engine(network(layers=2), None, "full", "roco", 40)

@@ -325,6 +325,27 @@ def test_configure_takes_effect_at_the_next_prompt_and_gives_memory_back() -> No
     assert run.kv.stats().allocated_bytes == 0
 
 
+def test_without_memory_for_its_columns_a_policy_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = engine(network(), "adakv", "h2o", 48)
+    run.prompt(ids(60))
+    before, columns = run.kv.step_policy, dict(run.kv.arena.columns)
+
+    def fail(*given: object, **more: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("minikv.cache.arena.torch.zeros", fail)
+        with pytest.raises(MemoryError):
+            run.kv.configure(
+                policies.prompt_policy("adakv"), policies.step_policy("roco"), run.kv.budget
+            )
+    assert run.kv.step_policy is before
+    assert run.kv.arena.columns.keys() == columns.keys()
+    assert all(run.kv.arena.columns[name] is column for name, column in columns.items())
+
+
 def test_a_share_and_bytes_become_rows() -> None:
     net = network()
     run = engine(net, "adakv", "roco", "50%")

@@ -367,3 +367,22 @@ def test_strings_that_pass_for_control_or_for_turn_markers_are_told_apart() -> N
     assert first.startswith("1 string in a.txt looks like a control token")
     assert first.endswith("read as plain text")
     assert second.startswith("1 string in the question may pass for turn markers")
+
+
+def test_a_turn_is_closed_before_the_caller_hears_of_it() -> None:
+    """A notice that comes during the answer, and a caller that fails on it."""
+    session = make()
+    session.engine.notices = []
+
+    def fail(line: str) -> None:
+        raise BrokenPipeError(line)
+
+    answer = session.ask("who?", max_tokens=3, notice=fail)
+    next(answer)
+    session.engine.notices.append("steps are slower now")
+    with pytest.raises(BrokenPipeError):
+        list(answer)
+    assert session.turn == len(session.turns) == 1
+    assert session.turns[0].report.warnings == ("steps are slower now",)
+    session.snapshot()
+    assert "".join(session.ask("and then?", max_tokens=3))

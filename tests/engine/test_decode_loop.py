@@ -139,22 +139,39 @@ def test_a_capture_that_fails_leaves_torch_able_to_go_on(
     assert asked == [*begun, *["end"] * (2 if fails == "end" else 1), *released]
 
 
-def test_a_turn_is_recorded_once_and_warmed_only_where_something_is_new(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_turn_is_recorded_anew_only_where_addresses_are(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt is written to an arena of its own, so the addresses of each turn are new."""
+    """A prompt is written to an arena of its own. On a GPU its rows then take the place of the old
+    ones, so that a graph holds for the whole chat; elsewhere nobody holds addresses."""
     monkeypatch.setattr(decode_step, "_MULTIPLE", 64)  # the caps change from turn to turn
     tape = Tape()
     run = pair(tape, "adakv", "roco", 44)
+    run.there.kv.keeps_addresses = keeps
     for turn in range(3):
         run.prompt(ids(50 if turn == 0 else 6, turn))
         run.write(6)
         run.agree()
-    assert (tape.warmed, tape.recorded) == (2, 3)
+    recorded = 1 if keeps else 3
+    assert (tape.warmed, tape.recorded) == (2, recorded)
     run.sampling = Sampling(0.7)
     run.write(4)
     run.agree()
-    assert (tape.warmed, tape.recorded) == (4, 4)
+    assert (tape.warmed, tape.recorded) == (4, recorded + 1)
+
+
+@pytest.mark.parametrize("step", ["none", "h2o", "roco", "hashevict"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_single_steps_and_steps_ahead_may_alternate(step: str, ahead: bool) -> None:
+    run = pair(Tape(), "full", step, 24)
+    run.prompt(ids(22))
+    for _ in range(3):
+        run.write(3, ahead=ahead)
+        logits = [each.step(run.token) for each in (run.here, run.there)]
+        torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
+        run.token = int(logits[0][:VOCAB].argmax())
+        run.agree()
 
 
 def test_an_equal_policy_is_configured_and_nothing_is_recorded_anew() -> None:

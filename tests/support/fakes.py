@@ -153,6 +153,8 @@ class FakeKv:
             arena=SimpleNamespace(nbytes=0), position=self.position, fed=list(self.fed)
         )
 
+    def forget_mark(self) -> None: ...
+
     def go_back(self, mark: SimpleNamespace) -> None:
         self.position = mark.position
         self.fed[:] = mark.fed
