@@ -47,13 +47,13 @@ void minikv_append(
 /* advance: start, length, cap, free_slot, count, slot and overwritten of all `heads` of all layers;
    `before`: eviction before attention. */
 void minikv_advance(
-    int64_t heads, int before, uint8_t *go, const int64_t *start, int64_t *length,
+    int64_t heads, int before, uint8_t *accepted, const int64_t *start, int64_t *length,
     const int64_t *cap, const int64_t *free_slot, int64_t *position, int64_t *count, int64_t *slot,
     uint8_t *overwritten
 ) {
-    const int final = *go;
+    const int final = *accepted;
     *position += final;
-    *go = 0;
+    *accepted = 0;
     for (int64_t i = 0; i < heads; i++) {
         if (final) {
             length[i] = count[i];

@@ -69,7 +69,7 @@ def append(
 
 
 def advance(
-    go: Tensor,
+    accepted: Tensor,
     start: Tensor,
     length: Tensor,
     cap: Tensor,
@@ -85,7 +85,7 @@ def advance(
     _library().minikv_advance(
         length.numel(),
         before,
-        go.data_ptr(),
+        accepted.data_ptr(),
         start.data_ptr(),
         length.data_ptr(),
         cap.data_ptr(),

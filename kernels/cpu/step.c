@@ -37,11 +37,11 @@ typedef struct {
 } Heads;
 
 /* The first parameters of every step function, and `Heads` made of them. */
-#define HEAD_PARAMS                                                                              \
-    int64_t L, int64_t H, int64_t G, int64_t C, const float *logits, const float *lse,           \
-        const int64_t *start, const int64_t *length, const int64_t *cap, const int32_t *pos,     \
-        const int64_t *newest, int64_t sinks, int64_t recent, int64_t pinned, const uint8_t *go, \
-        int64_t *free_slot
+#define HEAD_PARAMS                                                                          \
+    int64_t L, int64_t H, int64_t G, int64_t C, const float *logits, const float *lse,       \
+        const int64_t *start, const int64_t *length, const int64_t *cap, const int32_t *pos, \
+        const int64_t *newest, int64_t sinks, int64_t recent, int64_t pinned,                \
+        const uint8_t *accepted, int64_t *free_slot
 #define HEAD_FACTS \
     {L, H, G, C, logits, lse, start, length, cap, pos, *newest, sinks, recent, pinned}
 
@@ -162,7 +162,7 @@ static int h2o_victim(
 /* H2O (arXiv 2306.14048, section 4). sums [R] += p; newest_rows [L, H]: how many of the newest rows
    are kept. Returns 0, or 1 if there is no memory; then nothing was written. */
 int minikv_h2o_step(HEAD_PARAMS, float *sums, const int64_t *newest_rows) {
-    if (!*go)
+    if (!*accepted)
         return 0;
     const Heads a = HEAD_FACTS;
     const int threads = thread_count(&a);
@@ -308,7 +308,7 @@ static void tova_layer(
 /* TOVA (arXiv 2401.06104). `layerwise`: p is the mean over the heads of a layer. Returns as
    minikv_h2o_step. */
 int minikv_tova_step(HEAD_PARAMS, int layerwise) {
-    if (!*go)
+    if (!*accepted)
         return 0;
     const Heads a = HEAD_FACTS;
     const int threads = thread_count(&a);
@@ -397,7 +397,7 @@ static int roco_victim(
 int minikv_roco_step(
     HEAD_PARAMS, float *sums, float *squares, float *count, const int64_t *steady_rows
 ) {
-    if (!*go)
+    if (!*accepted)
         return 0;
     const Heads a = HEAD_FACTS;
     const int threads = thread_count(&a);
@@ -451,7 +451,7 @@ int minikv_scissorhands_step(
     HEAD_PARAMS, int64_t count, int64_t *const *words, float *queries, int64_t history,
     const int64_t *window
 ) {
-    if (!*go)
+    if (!*accepted)
         return 0;
     const Heads a = HEAD_FACTS;
     const int threads = thread_count(&a);
@@ -505,10 +505,10 @@ int minikv_scissorhands_step(
 /* lowest_step: score and allowed [F, C], for F heads of all layers; the rest as in `Rows`. */
 void minikv_lowest_step(
     int64_t F, int64_t C, const float *score, const uint8_t *allowed, const int64_t *start,
-    const int64_t *length, const int64_t *cap, const int32_t *pos, const uint8_t *go,
+    const int64_t *length, const int64_t *cap, const int32_t *pos, const uint8_t *accepted,
     int64_t *free_slot
 ) {
-    if (!*go)
+    if (!*accepted)
         return;
     for (int64_t i = 0; i < F; i++) {
         free_slot[i] = -1;

@@ -41,11 +41,13 @@ def _library() -> ctypes.CDLL:
     return found
 
 
-def lowest_step(scores: Tensor, allowed: Tensor, rows: Rows, go: Tensor, free_slot: Tensor) -> None:
+def lowest_step(
+    scores: Tensor, allowed: Tensor, rows: Rows, accepted: Tensor, free_slot: Tensor
+) -> None:
     """See `torch.decode.lowest_step`: the allowed row with the lowest score leaves."""
     scores, allowed = scores.to(torch.float32).contiguous(), allowed.contiguous()
     assert plain(torch.float32, scores), _TAKES + "scores"
-    assert plain(torch.bool, allowed, go), _TAKES + "bool allowed and go"
+    assert plain(torch.bool, allowed, accepted), _TAKES + "bool allowed and accepted"
     assert plain(torch.int64, rows.start, rows.length, rows.cap, free_slot), (
         _TAKES + "int64 layouts"
     )
@@ -60,7 +62,7 @@ def lowest_step(scores: Tensor, allowed: Tensor, rows: Rows, go: Tensor, free_sl
         rows.length.data_ptr(),
         rows.cap.data_ptr(),
         rows.pos.data_ptr(),
-        go.data_ptr(),
+        accepted.data_ptr(),
         free_slot.data_ptr(),
     )
 
@@ -69,7 +71,7 @@ def h2o_step(
     logits: Tensor,
     lse: Tensor,
     rows: Rows,
-    go: Tensor,
+    accepted: Tensor,
     free_slot: Tensor,
     sums: Tensor,
     newest_rows: Tensor,
@@ -80,18 +82,18 @@ def h2o_step(
     """
     assert plain(torch.float32, sums), _STATISTICS
     assert plain(torch.int64, newest_rows), _STATISTICS
-    heads = _heads(logits, lse, rows, go, free_slot)
+    heads = _heads(logits, lse, rows, accepted, free_slot)
     _check(_library().minikv_h2o_step(*heads, sums.data_ptr(), newest_rows.data_ptr()))
 
 
 def tova_step(
-    logits: Tensor, lse: Tensor, rows: Rows, go: Tensor, free_slot: Tensor, *, layerwise: bool
+    logits: Tensor, lse: Tensor, rows: Rows, accepted: Tensor, free_slot: Tensor, *, layerwise: bool
 ) -> None:
     """TOVA: the row with the lowest probability of this step leaves.
 
     layerwise: with the lowest mean over the heads of its layer.
     """
-    heads = _heads(logits, lse, rows, go, free_slot)
+    heads = _heads(logits, lse, rows, accepted, free_slot)
     _check(_library().minikv_tova_step(*heads, layerwise))
 
 
@@ -99,7 +101,7 @@ def roco_step(
     logits: Tensor,
     lse: Tensor,
     rows: Rows,
-    go: Tensor,
+    accepted: Tensor,
     free_slot: Tensor,
     sums: Tensor,
     squares: Tensor,
@@ -113,7 +115,7 @@ def roco_step(
     """
     assert plain(torch.float32, sums, squares, count), _STATISTICS
     assert plain(torch.int64, steady_rows), _STATISTICS
-    heads = _heads(logits, lse, rows, go, free_slot)
+    heads = _heads(logits, lse, rows, accepted, free_slot)
     _check(
         _library().minikv_roco_step(
             *heads, sums.data_ptr(), squares.data_ptr(), count.data_ptr(), steady_rows.data_ptr()
@@ -125,7 +127,7 @@ def scissorhands_step(
     logits: Tensor,
     lse: Tensor,
     rows: Rows,
-    go: Tensor,
+    accepted: Tensor,
     free_slot: Tensor,
     words: Sequence[Tensor],
     queries: Tensor,
@@ -139,7 +141,7 @@ def scissorhands_step(
     """
     assert plain(torch.float32, queries), _STATISTICS
     assert plain(torch.int64, window, *words), _STATISTICS
-    heads = _heads(logits, lse, rows, go, free_slot)
+    heads = _heads(logits, lse, rows, accepted, free_slot)
     count = len(words)
     columns = (c_void_p * count)(*[word.data_ptr() for word in words])
     _check(
@@ -149,13 +151,13 @@ def scissorhands_step(
     )
 
 
-def _heads(logits: Tensor, lse: Tensor, rows: Rows, go: Tensor, free_slot: Tensor) -> Heads:
+def _heads(logits: Tensor, lse: Tensor, rows: Rows, accepted: Tensor, free_slot: Tensor) -> Heads:
     """The heads of all layers as C takes them."""
     start, length, cap, pos, newest = rows.start, rows.length, rows.cap, rows.pos, rows.newest
     assert plain(torch.float32, logits, lse), _TAKES + "float32 logits and lse"
     assert plain(torch.int64, start, length, cap, newest, free_slot), _TAKES + "int64 layouts"
     assert plain(torch.int32, pos), _TAKES + "int32 positions"
-    assert plain(torch.bool, go), _TAKES + "bool go"
+    assert plain(torch.bool, accepted), _TAKES + "bool accepted"
     return (
         *logits.shape,
         logits.data_ptr(),
@@ -168,7 +170,7 @@ def _heads(logits: Tensor, lse: Tensor, rows: Rows, go: Tensor, free_slot: Tenso
         rows.sinks,
         rows.recent,
         rows.pinned,
-        go.data_ptr(),
+        accepted.data_ptr(),
         free_slot.data_ptr(),
     )
 

@@ -41,7 +41,7 @@ def append(
 
 
 def advance(
-    go: Tensor,
+    accepted: Tensor,
     start: Tensor,
     length: Tensor,
     cap: Tensor,
@@ -55,28 +55,29 @@ def advance(
 ) -> None:
     """Make the last decode step final, then choose the rows of the next one. In place, all heads.
 
-    go bool []: the last step is to become final; start, length, cap, free_slot, count, slot int64
-    [L, H]; overwritten bool [L, H]; position int64 []: tokens so far.
+    accepted bool []: the last step is to become final; start, length, cap, free_slot, count, slot
+    int64 [L, H]; overwritten bool [L, H]; position int64 []: tokens so far.
 
-    If go: length = count, position += 1, overwritten = false, go = false. After that, for any go: a
-    head with free_slot >= 0 does not grow. With `before` (eviction before attention) a head with
-    free_slot < 0 and length >= cap does not grow either, and gets overwritten = true; other heads
-    keep it. count = length, plus one where a head grows. slot = free_slot where that is >= 0, else
-    start + length, which means nothing for a head whose victim is not chosen yet.
+    If `accepted`: length = count, position += 1, overwritten = false, accepted = false. After that,
+    for either value: a head with free_slot >= 0 does not grow. With `before` (eviction before
+    attention) a head with free_slot < 0 and length >= cap does not grow either, and gets
+    overwritten = true; other heads keep it. count = length, plus one where a head grows. slot =
+    free_slot where that is >= 0, else start + length, which means nothing for a head whose victim
+    is not chosen yet.
     """
     # What may fail comes first, so that a step is counted whole or not at all.
-    final = torch.where(go, count, length)
+    final = torch.where(accepted, count, length)
     grows = free_slot < 0
     target = torch.where(grows, start + final, free_slot)
-    marked = overwritten & ~go
+    marked = overwritten & ~accepted
     if before:
         evicts = grows & (final >= cap)
         marked = marked | evicts
         grows = grows & ~evicts
     used = final + grows
     length.copy_(final)
-    position.add_(go)
+    position.add_(accepted)
     overwritten.copy_(marked)
     slot.copy_(target)
     count.copy_(used)
-    go.zero_()
+    accepted.zero_()

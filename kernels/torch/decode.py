@@ -88,12 +88,14 @@ def ragged_attention(
     return out, sums
 
 
-def lowest_step(scores: Tensor, allowed: Tensor, rows: Rows, go: Tensor, free_slot: Tensor) -> None:
+def lowest_step(
+    scores: Tensor, allowed: Tensor, rows: Rows, accepted: Tensor, free_slot: Tensor
+) -> None:
     """The row with the lowest score leaves: the end of a step of any policy that scores rows.
 
     scores, compared in float32, and allowed bool [L, H, C] or [L * H, C], C >= every length: column
     j is row start + j of the head, `allowed` whether the policy lets it go. Beyond a head's length
-    both may hold anything. rows: start, length, cap and pos are used. go bool []: where it is
+    both may hold anything. rows: start, length, cap and pos are used. accepted bool []: where it is
     false, nothing is written.
 
     In place, free_slot int64 [L, H]: for a head that is over its cap, the row (index into the
@@ -107,7 +109,7 @@ def lowest_step(scores: Tensor, allowed: Tensor, rows: Rows, go: Tensor, free_sl
     allowed = allowed & live & ~scores.isnan()
     leaves = rows.start + lowest_row(scores, rows.pos[index].to(torch.int64), allowed)
     leaves = torch.where(rows.length > rows.cap, leaves, -1)
-    free_slot.copy_(torch.where(go, leaves, free_slot))
+    free_slot.copy_(torch.where(accepted, leaves, free_slot))
 
 
 def in_use(start: Tensor, length: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ def _append(
 
 @triton.jit
 def _advance(
-    go,
+    accepted,
     start,
     length,
     cap,
@@ -83,7 +83,7 @@ def _advance(
 ):
     i = tl.arange(0, NP)
     ok = i < N
-    final = tl.load(go)
+    final = tl.load(accepted)
     rows = tl.where(
         final, tl.load(count + i, mask=ok, other=0), tl.load(length + i, mask=ok, other=0)
     )
@@ -101,7 +101,7 @@ def _advance(
     before_step = tl.load(position)
     tl.debug_barrier()  # every thread has read them
     tl.store(position, before_step + final.to(tl.int64))
-    tl.store(go, final & (final == 0))
+    tl.store(accepted, final & (final == 0))
 
 
 def append(
@@ -140,7 +140,7 @@ def append(
 
 
 def advance(
-    go: Tensor,
+    accepted: Tensor,
     start: Tensor,
     length: Tensor,
     cap: Tensor,
@@ -157,7 +157,7 @@ def advance(
     assert all(t.is_contiguous() for t in given)
     heads = length.numel()
     _advance[(1,)](
-        go,
+        accepted,
         start,
         length,
         cap,
@@ -197,7 +197,7 @@ def variants() -> list[Variant]:
     )
     for before in (False, True):
         fixed: dict[str, object] = {"N": 256, "NP": 256, "BEFORE": before}
-        signature = typed(_advance, sides | {"go": "*i1", "overwritten": "*i1"}, fixed)
+        signature = typed(_advance, sides | {"accepted": "*i1", "overwritten": "*i1"}, fixed)
         name = "advance" + "-before" * before
         found.append(Variant(name, _advance, signature, fixed, vector=False))
     for size, names in _BUILDS:

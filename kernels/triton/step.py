@@ -82,9 +82,9 @@ def _signed_key(score, at):
 
 
 @triton.jit(do_not_specialize=["width"])
-def _lowest(scores, allowed, start, length, cap, pos, go, free_slot, width, BN: tl.constexpr):
+def _lowest(scores, allowed, start, length, cap, pos, accepted, free_slot, width, BN: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
-    if tl.load(go):
+    if tl.load(accepted):
         count = tl.load(length + head).to(tl.int32)
         begin = tl.load(start + head)
         victim = tl.full((), -1, tl.int64)
@@ -112,7 +112,7 @@ def _h2o(
     cap,
     pos,
     newest,
-    go,
+    accepted,
     free_slot,
     sums,
     newest_rows,
@@ -124,7 +124,7 @@ def _h2o(
     BN: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
-    if tl.load(go):
+    if tl.load(accepted):
         count = tl.load(length + head).to(tl.int32)
         begin = tl.load(start + head)
         now = tl.load(newest)
@@ -198,7 +198,7 @@ def _tova(
     cap,
     pos,
     newest,
-    go,
+    accepted,
     free_slot,
     width,
     sinks,
@@ -208,7 +208,7 @@ def _tova(
     BN: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
-    if tl.load(go):
+    if tl.load(accepted):
         count = tl.load(length + head).to(tl.int32)
         begin = tl.load(start + head)
         now = tl.load(newest)
@@ -239,11 +239,11 @@ def _tova(
 
 
 @triton.jit(do_not_specialize=["width"])
-def _probs(logits, lse, length, cap, go, weights, width, G: tl.constexpr, BN: tl.constexpr):
+def _probs(logits, lse, length, cap, accepted, weights, width, G: tl.constexpr, BN: tl.constexpr):
     """The probabilities of the rows of heads that are over their cap: weights [L * H, width]."""
     head = tl.program_id(0).to(tl.int64)
     count = tl.load(length + head).to(tl.int32)
-    if tl.load(go) & (count > tl.load(cap + head)):
+    if tl.load(accepted) & (count > tl.load(cap + head)):
         for s in tl.range(0, count, BN):
             j = s + tl.arange(0, BN)
             ok = j < count
@@ -259,7 +259,7 @@ def _tova_layer(
     cap,
     pos,
     newest,
-    go,
+    accepted,
     free_slot,
     width,
     sinks,
@@ -275,7 +275,7 @@ def _tova_layer(
     the same index of the other head first, and among all its rows only if it is not there.
     """
     head = tl.program_id(0).to(tl.int64)
-    if tl.load(go):
+    if tl.load(accepted):
         count = tl.load(length + head).to(tl.int32)
         begin = tl.load(start + head)
         now = tl.load(newest)
@@ -355,7 +355,7 @@ def _roco(
     cap,
     pos,
     newest,
-    go,
+    accepted,
     free_slot,
     sums,
     squares,
@@ -369,7 +369,7 @@ def _roco(
     BN: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
-    if tl.load(go):
+    if tl.load(accepted):
         count = tl.load(length + head).to(tl.int32)
         begin = tl.load(start + head)
         now = tl.load(newest)
@@ -461,7 +461,7 @@ def _scissorhands(
     cap,
     pos,
     newest,
-    go,
+    accepted,
     free_slot,
     words,
     queries,
@@ -476,7 +476,7 @@ def _scissorhands(
     BN: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
-    if tl.load(go):
+    if tl.load(accepted):
         count = tl.load(length + head).to(tl.int32)
         begin = tl.load(start + head)
         now = tl.load(newest)
@@ -527,10 +527,20 @@ def _scissorhands(
 
 
 def _head_args(
-    logits: Tensor, lse: Tensor, rows: Rows, go: Tensor, free_slot: Tensor
+    logits: Tensor, lse: Tensor, rows: Rows, accepted: Tensor, free_slot: Tensor
 ) -> tuple[Tensor, ...]:
     """The first arguments of every policy's kernel."""
-    args = (logits, lse, rows.start, rows.length, rows.cap, rows.pos, rows.newest, go, free_slot)
+    args = (
+        logits,
+        lse,
+        rows.start,
+        rows.length,
+        rows.cap,
+        rows.pos,
+        rows.newest,
+        accepted,
+        free_slot,
+    )
     assert all(t.is_contiguous() for t in args)
     return args
 
@@ -548,14 +558,14 @@ def lowest_step(
     scores: Tensor,
     allowed: Tensor,
     rows: Rows,
-    go: Tensor,
+    accepted: Tensor,
     free_slot: Tensor,
     *,
     block: int = _BLOCK,
 ) -> None:
     """See `torch.decode.lowest_step`. `block`: rows that a program reads at once."""
     scores, allowed = scores.to(torch.float32).contiguous(), allowed.contiguous()
-    layout = (rows.start, rows.length, rows.cap, rows.pos, go, free_slot)
+    layout = (rows.start, rows.length, rows.cap, rows.pos, accepted, free_slot)
     assert all(t.is_contiguous() for t in layout)
     assert scores.shape == allowed.shape, "there is a score for every column"
     _lowest[(free_slot.numel(),)](
@@ -567,7 +577,7 @@ def h2o_step(
     logits: Tensor,
     lse: Tensor,
     rows: Rows,
-    go: Tensor,
+    accepted: Tensor,
     free_slot: Tensor,
     sums: Tensor,
     newest_rows: Tensor,
@@ -580,7 +590,7 @@ def h2o_step(
     program reads at once.
     """
     _h2o[(free_slot.numel(),)](
-        *_head_args(logits, lse, rows, go, free_slot),
+        *_head_args(logits, lse, rows, accepted, free_slot),
         sums,
         newest_rows,
         **_scalars(logits, rows),
@@ -594,7 +604,7 @@ def tova_step(
     logits: Tensor,
     lse: Tensor,
     rows: Rows,
-    go: Tensor,
+    accepted: Tensor,
     free_slot: Tensor,
     *,
     layerwise: bool,
@@ -606,7 +616,7 @@ def tova_step(
     layerwise: with the lowest mean over the heads of its layer. That needs memory, `weights`
     float32 [L, H, C], allocated here if it is None. `block`: rows that a program reads at once.
     """
-    args = _head_args(logits, lse, rows, go, free_slot)
+    args = _head_args(logits, lse, rows, accepted, free_slot)
     heads, group, width = logits.shape[1:]
     if not layerwise:
         _tova[(free_slot.numel(),)](
@@ -620,7 +630,7 @@ def tova_step(
         lse,
         rows.length,
         rows.cap,
-        go,
+        accepted,
         weights,
         width=width,
         G=group,
@@ -642,7 +652,7 @@ def roco_step(
     logits: Tensor,
     lse: Tensor,
     rows: Rows,
-    go: Tensor,
+    accepted: Tensor,
     free_slot: Tensor,
     sums: Tensor,
     squares: Tensor,
@@ -658,7 +668,7 @@ def roco_step(
     rows that a program reads at once.
     """
     _roco[(free_slot.numel(),)](
-        *_head_args(logits, lse, rows, go, free_slot),
+        *_head_args(logits, lse, rows, accepted, free_slot),
         sums,
         squares,
         count,
@@ -675,7 +685,7 @@ def scissorhands_step(
     logits: Tensor,
     lse: Tensor,
     rows: Rows,
-    go: Tensor,
+    accepted: Tensor,
     free_slot: Tensor,
     words: Sequence[Tensor],
     queries: Tensor,
@@ -692,7 +702,7 @@ def scissorhands_step(
     """
     assert len(words) == -(-history // 32) <= _MAX_WORDS
     _scissorhands[(free_slot.numel(),)](
-        *_head_args(logits, lse, rows, go, free_slot),
+        *_head_args(logits, lse, rows, accepted, free_slot),
         tuple(words),
         queries,
         window,
@@ -717,7 +727,7 @@ def variants(heads: int = 8, group: int = 4, history: int = 400) -> list[Variant
         "cap": "*i64",
         "pos": "*i32",
         "newest": "*i64",
-        "go": "*i1",
+        "accepted": "*i1",
         "free_slot": "*i64",
         "weights": "*fp32",
         "sums": "*fp32",
