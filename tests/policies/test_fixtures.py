@@ -52,10 +52,17 @@ def ragged(flat: Tensor, lengths: Tensor) -> list[list[int]]:
 
 
 def one_layer(
-    heads: int, group: int, size: int, prompt: object, step: object, budget: int, layers: int = 1
+    heads: int,
+    group: int,
+    size: int,
+    prompt: object,
+    step: object,
+    budget: int,
+    layers: int = 1,
+    kernels: str = "auto",
 ) -> KVCache:
     shape = Shape(layers, heads, heads * group, size, (None,) * layers, 1 << 20)
-    return KVCache(shape, prompt, step, Budget.parse(budget), poison=True)  # type: ignore[arg-type]
+    return KVCache(shape, prompt, step, Budget.parse(budget), kernels=kernels, poison=True)  # type: ignore[arg-type]
 
 
 def options(params: dict[str, Any]) -> dict[str, object]:
@@ -196,7 +203,8 @@ def test_streaming(name: str, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", of("roco"))
-def test_roco(name: str, tensors: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_roco(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
     """The release exempts the prompt and counts b over the answer: here the prompt's P rows are
     sinks, the cap is P + b, and `scope` is chosen so that as many rows are saved, int(0.3 b)."""
     case, data = CASES[name], roles(CASES[name], tensors)
@@ -206,7 +214,7 @@ def test_roco(name: str, tensors: dict[str, Tensor]) -> None:
     policy = policies.step_policy(
         "roco", {"sinks": first, "recent": 10, "scope": (saved + 0.5) / (first + b)}
     )
-    kv = one_layer(params["Hk"], params["G"], params["d"], None, policy, first + b)
+    kv = one_layer(params["Hk"], params["G"], params["d"], None, policy, first + b, kernels=kernels)
     query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
     feed(kv, query[:first], key[:first])
     victims = data["victims"].tolist()
@@ -289,13 +297,14 @@ def test_h2o_prompt(name: str, tensors: dict[str, Tensor]) -> None:
     assert feed(kv, data["q"].transpose(0, 1), data["k"].transpose(0, 1)) == want
 
 
-def test_h2o_steps(tensors: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_h2o_steps(kernels: str, tensors: dict[str, Tensor]) -> None:
     """Its sums run on from the prompt's: the accumulators are compared, too."""
     case = CASES["h2o_decode_mha"]
     data, params = roles(case, tensors), case["params"]
     prompt = policies.prompt_policy("h2o", {"window": params["recent"]})
     step = policies.step_policy("h2o", {"recent_share": params["recent"] / params["B"]})
-    kv = one_layer(params["H"], 1, params["d"], prompt, step, params["B"])
+    kv = one_layer(params["H"], 1, params["d"], prompt, step, params["B"], kernels=kernels)
     query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
     first = ragged(data["expected_kept_after_prefill"], data["expected_kept_after_prefill_len"])
     assert feed(kv, query[: params["N"]], key[: params["N"]]) == first
@@ -310,7 +319,8 @@ def test_h2o_steps(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", ["tova_one_shot", "tova_trace"])
-def test_tova(name: str, tensors: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_tova(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
     case, data = CASES[name], roles(CASES[name], tensors)
     params = case["params"]
     given = {"protect_newest": False}
@@ -321,6 +331,7 @@ def test_tova(name: str, tensors: dict[str, Tensor]) -> None:
         policies.prompt_policy("tova", given),
         policies.step_policy("tova", given),
         params["B"],
+        kernels=kernels,
     )
     query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
     first = feed(kv, query[: params["N"]], key[: params["N"]])
@@ -330,7 +341,8 @@ def test_tova(name: str, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova_head", "recency"])
-def test_easykv_steps(name: str, tensors: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_easykv_steps(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
     """As in `test_roco`: the prompt's rows are sinks here, which never leave."""
     case = CASES[f"easykv_decode_{name}"]
     data, params = roles(case, tensors), case["params"]
@@ -344,7 +356,7 @@ def test_easykv_steps(name: str, tensors: dict[str, Tensor]) -> None:
         ),
         "recency": lambda: policies.step_policy("streaming", {"sinks": first}),
     }[name]()
-    kv = one_layer(params["Hk"], params["G"], params["d"], None, step, cap)
+    kv = one_layer(params["Hk"], params["G"], params["d"], None, step, cap, kernels=kernels)
     query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
     feed(kv, query[:first], key[:first])
     follow(kv, query, key, data["victims"].tolist())
@@ -352,13 +364,14 @@ def test_easykv_steps(name: str, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", ["hashevict_key_b8", "hashevict_key_b16_filling"])
-def test_hashevict(name: str, tensors: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_hashevict(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
     case, data = CASES[name], roles(CASES[name], tensors)
     params = case["params"]
     given = {name: params[name] for name in ("bits", "sinks", "recent", "hash_with")}
     step = policies.step_policy("hashevict", given)
     step.matrices[0] = data["R"]  # type: ignore[union-attr]
-    kv = one_layer(params["Hk"], 2, params["d"], None, step, params["C"])
+    kv = one_layer(params["Hk"], 2, params["d"], None, step, params["C"], kernels=kernels)
     key = data["k"].transpose(0, 1).contiguous()
     query = torch.randn(len(key), 2 * params["Hk"], params["d"])
     feed(kv, query[: params["P"]], key[: params["P"]])
@@ -407,18 +420,19 @@ def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
     assert single > 10
 
 
-def test_l2(tensors: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_l2(kernels: str, tensors: dict[str, Tensor]) -> None:
     case = CASES["l2_one_shot"]
     data, params = roles(case, tensors), case["params"]
     policy = policies.prompt_policy("l2", {"sinks": 0, "recent": 0})
-    kv = one_layer(params["Hk"], 1, params["d"], policy, None, params["B"])
+    kv = one_layer(params["Hk"], 1, params["d"], policy, None, params["B"], kernels=kernels)
     key = data["k"].transpose(0, 1)
     want = ragged(data["expected_kept"], data["expected_kept_len"])
     assert feed(kv, torch.randn_like(key), key) == want
     case = CASES["l2_trace"]
     data, params = roles(case, tensors), case["params"]
     step = policies.step_policy("l2", {"sinks": params["sinks"], "recent": params["recent"]})
-    kv = one_layer(params["Hk"], 1, params["d"], None, step, params["C"])
+    kv = one_layer(params["Hk"], 1, params["d"], None, step, params["C"], kernels=kernels)
     key = data["k"].transpose(0, 1)
     feed(kv, torch.randn_like(key[: params["P"]]), key[: params["P"]])
     follow(kv, torch.randn_like(key), key, data["victims"].tolist())
