@@ -20,6 +20,7 @@ from minikv.cli import (
 )
 from minikv.cli.command import Command, Context, Leave
 from minikv.cli.export import command as export
+from minikv.cli.values import read_pairs
 from minikv.errors import UsageError
 
 _WIDEST = 24
@@ -147,17 +148,6 @@ def _budget(context: Context, arguments: list[str]) -> None:
     session.configure(replace(choice, budget=read_budget(arguments[0])))
     context.origins["budget"] = "/budget"
     context.terminal.say(f"from the next question on: {render.policy_line(session)}")
-
-
-def read_pairs(pairs: list[str]) -> dict[str, object]:
-    """["window=16"] -> {"window": "16"}. Raises UsageError on anything else."""
-    options: dict[str, object] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name or not value:
-            raise UsageError(f"an option is name=value, got {pair!r}", "for example -o window=16")
-        options[name] = value
-    return options
 
 
 COMMANDS = (

@@ -128,7 +128,7 @@ def _parameter(one: Setting) -> inspect.Parameter:
 def _read(values: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """The values of the fields: an alias becomes its model, @FILE its text, -o a mapping. Raises
     UsageError."""
-    from minikv.cli.commands import read_pairs
+    from minikv.cli.values import read_pairs
 
     made = dict(values)
     if "model" in made:

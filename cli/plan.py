@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from fractions import Fraction
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.cli.forecast import Forecast, Row, forecast
 from minikv.cli.terminal import Terminal
+from minikv.cli.values import read_count
 from minikv.errors import UsageError
 from minikv.settings import Settings
 
@@ -26,8 +25,6 @@ _CASES = (
     ("streaming", 32),
     ("roco", 32),
 )
-_SCALES = {"": 1, "k": 10**3, "ki": 1 << 10, "m": 10**6, "mi": 1 << 20}
-_MOST = 1 << 30  # tokens
 _NARROW = 74  # columns below which a row of the table gets lines of its own
 
 
@@ -72,19 +69,6 @@ def plan(
         for note in made.notes:
             terminal.warn(note)
         terminal.data(shown(made, shutil.get_terminal_size().columns))
-
-
-def read_count(text: str) -> int:
-    """ "100k", "32Ki", "1.5M" or "8192" as a number of tokens. Raises UsageError."""
-    found = re.fullmatch(r"([\d,_]*\d(?:\.\d+)?)\s*([kKmM]i?)?", text.strip())
-    if found:
-        number = Fraction(found[1].replace(",", "").replace("_", ""))
-        number *= _SCALES[(found[2] or "").lower()]
-        if number.denominator == 1 and 1 <= number <= _MOST:
-            return int(number)
-    raise UsageError(
-        f"cannot read the number of tokens {text!r}", "for example --tokens 8192, 100k or 32Ki"
-    )
 
 
 def read_bytes(text: str) -> int:

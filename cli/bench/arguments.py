@@ -10,9 +10,7 @@ import typer
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import device, shapes
-from minikv.cli.commands import read_pairs
-from minikv.cli.lists import read_list
-from minikv.cli.plan import read_count
+from minikv.cli.values import read_count, read_list, read_pairs
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
 from minikv.settings import WEIGHTS, Settings

@@ -12,8 +12,8 @@ import minikv
 from minikv.cli.evaluation import metrics, run, show, tasks
 from minikv.cli.evaluation.cells import Cell
 from minikv.cli.evaluation.files import Item, read_items, scored
-from minikv.cli.lists import read_list
 from minikv.cli.terminal import Terminal
+from minikv.cli.values import read_list
 from minikv.errors import UsageError
 from minikv.loader import build
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT

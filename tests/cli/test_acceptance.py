@@ -722,12 +722,14 @@ def test_10_a_locale_without_unicode(program: Program, env: dict[str, str]) -> N
 
 @pytest.mark.parametrize("arguments", [["--help"], ["policies"], ["--version"]])
 def test_11_what_needs_no_torch_does_not_load_it(arguments: list[str]) -> None:
-    """`--help`, `policies` and `--version` answer without torch in sys.modules."""
+    """`--help`, `policies` and `--version` answer without torch, and without what a chat needs."""
     code = (
         f"import sys; sys.argv = ['minikv', *{arguments}]\n"
         "from minikv.cli.__main__ import run\n"
         "try: run()\n"
-        "except SystemExit as end: sys.exit(end.code or 9 * ('torch' in sys.modules))\n"
+        "except SystemExit as end:\n"
+        "    loaded = {'torch', 'minikv.cli.commands', 'prompt_toolkit'} & set(sys.modules)\n"
+        "    sys.exit(end.code or ', '.join(loaded) or None)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr

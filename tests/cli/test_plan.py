@@ -28,9 +28,10 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli import forecast as figures
 from minikv.cli.forecast import Forecast, forecast
-from minikv.cli.plan import plan, read_bytes, read_count
+from minikv.cli.plan import plan, read_bytes
 from minikv.cli.selftest import one_thread
 from minikv.cli.terminal import Terminal
+from minikv.cli.values import read_count
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.models import BUNDLED

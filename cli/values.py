@@ -1,0 +1,45 @@
+"""Values as flags take them: lists with commas, pairs, numbers of tokens. Loads nothing else, so
+`--help` may import it."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from minikv.errors import UsageError
+
+_SCALES = {"": 1, "k": 10**3, "ki": 1 << 10, "m": 10**6, "mi": 1 << 20}
+_MOST = 1 << 30  # tokens
+
+
+def read_list(text: str, flag: str = "") -> tuple[str, ...]:
+    """What stands between commas, each once. Raises UsageError if it is nothing, where a `flag` is
+    named."""
+    parts = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if flag and not parts:
+        raise UsageError(f"{flag} names nothing", "give one or more, with commas between them")
+    return parts
+
+
+def read_pairs(pairs: list[str]) -> dict[str, object]:
+    """["window=16"] -> {"window": "16"}. Raises UsageError on anything else."""
+    options: dict[str, object] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name or not value:
+            raise UsageError(f"an option is name=value, got {pair!r}", "for example -o window=16")
+        options[name] = value
+    return options
+
+
+def read_count(text: str) -> int:
+    """ "100k", "32Ki", "1.5M" or "8192" as a number of tokens. Raises UsageError."""
+    found = re.fullmatch(r"([\d,_]*\d(?:\.\d+)?)\s*([kKmM]i?)?", text.strip())
+    if found:
+        number = Fraction(found[1].replace(",", "").replace("_", ""))
+        number *= _SCALES[(found[2] or "").lower()]
+        if number.denominator == 1 and 1 <= number <= _MOST:
+            return int(number)
+    raise UsageError(
+        f"cannot read the number of tokens {text!r}", "for example --tokens 8192, 100k or 32Ki"
+    )
