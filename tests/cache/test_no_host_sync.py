@@ -30,9 +30,6 @@ from minikv.models.llama import Llama
 from minikv.policies import PARTS, POLICIES, Option, Value
 
 FAR = torch.device("meta")
-WAITS: Mapping[str, str] = {}
-"""Policies, or parts of them, that do wait, and why they cannot do without."""
-
 LAYERS, HEADS, GROUP, SIZE, HIDDEN = 1, 3, 2, 8, 16
 
 
@@ -140,13 +137,9 @@ def others(option: Option) -> list[Value]:
 
 
 def case(name: str, options: Mapping[str, object]) -> Any:
-    """A policy under the test's eyes; one that is listed must be seen to wait."""
-    info = POLICIES.get(name)
-    parts = policies.find(name).parts if info is None or info.prompt else ()
-    why = [WAITS[one] for one in (name, *parts) if one in WAITS]
-    marks = [pytest.mark.xfail(reason=why[0], strict=True)] if why else []
+    """A policy and options of it, with a name for the test's report."""
     label = "-".join((name, *(f"{k}={v}" for k, v in options.items())))
-    return pytest.param(name, options, id=label, marks=marks)
+    return pytest.param(name, options, id=label)
 
 
 def walk(names: Sequence[str]) -> list[Any]:
