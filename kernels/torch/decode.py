@@ -65,7 +65,7 @@ def ragged_attention(
 
     Written in place where given: `lse` float32 [H, G], which is then the one that is returned;
     `logits` float32 [H, G, C], C >= width: the scaled logits of rows 0 .. length - 1 of each head,
-    -inf where a row is not seen. Beyond a head's length they stay as they are.
+    -inf where a row is not seen. Beyond a head's length they mean nothing.
     """
     index, live = in_use(start, length, width, len(k))
     seen = live if pos is None or oldest is None else live & (pos[index] >= oldest)

@@ -8,11 +8,13 @@ the layer, as long as that is small; else one head after the other.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 _JOINT = 1 << 19  # logits up to which one product for all heads beats a loop over uneven ones
+_LAYOUTS = 128  # about as many as a model has layers
 
 
 def ragged_attention(
@@ -105,10 +107,7 @@ def _joint(
     part = slice(first, end)
     keys, values = k[part], v[part]
     scale, other = (None if t is None else t[part] for t in (k_scale, v_scale))
-    mine = [slice(s - first, s - first + n) for s, n in zip(starts, counts, strict=True)]
-    bias = torch.full((heads, 1, end - first), -math.inf)  # of rows that a head does not see
-    for h, rows in enumerate(mine):
-        bias[h, :, rows] = 0.0
+    bias, place = _layout(tuple(s - first for s in starts), tuple(counts))
     if sum(counts) < end - first:
         # What nobody has written yet is weighed with 0, and 0 x NaN is not 0.
         unused = (bias < 0).all(0)[0]
@@ -116,7 +115,7 @@ def _joint(
         if scale is not None and other is not None:
             scale, other = (t.masked_fill(unused, 0) for t in (scale, other))
     if pos is not None and oldest is not None:
-        bias.masked_fill_(pos[part] < oldest, -math.inf)
+        bias = bias.masked_fill(pos[part] < oldest, -math.inf)
     query = q.view(heads * group, size)
     if scale is not None:
         query, keys, values = (t.to(_kind(q)) for t in (query, keys, values))
@@ -126,13 +125,28 @@ def _joint(
     own = found.view(heads, group, -1)
     own += bias
     if logits is not None:
-        for h, rows in enumerate(mine):
-            logits[h, :, : counts[h]] = own[h, :, rows]
+        reach = place.shape[2]
+        torch.gather(own, 2, place.expand(heads, group, reach), out=logits[..., :reach])
     p, sums = _softmax(found)
     if other is not None:
         p *= other
     mixed = torch.mm(p.to(values.dtype), values)
     return mixed.to(q.dtype).view(heads, group, size), sums.view(heads, group)
+
+
+@lru_cache(maxsize=_LAYOUTS)
+def _layout(starts: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Of heads in memory that begins with row 0: float32 [H, 1, rows], -inf where a row is not the
+    head's, else 0; and int64 [H, 1, longest], which row is a head's n-th (any, where it has fewer).
+
+    Kept, as nothing of it changes from step to step once every head is at its cap.
+    """
+    start, count = (torch.tensor(t)[:, None, None] for t in (starts, counts))
+    end = max(s + n for s, n in zip(starts, counts, strict=True))
+    row = torch.arange(end)
+    bias = torch.zeros(len(starts), 1, end, dtype=torch.float32)
+    bias.masked_fill_((row < start) | (row >= start + count), -math.inf)
+    return bias, (start + torch.arange(max(counts))).clamp_(max=end - 1)
 
 
 def _batch(t: Tensor, begin: int, heads: int, apart: int, count: int) -> Tensor:

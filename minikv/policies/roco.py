@@ -67,13 +67,13 @@ class RoCo(StepPolicy):
         # The `keep` steadiest rows are in scope; protected rows count as unsteady.
         keep = torch.minimum(self.quota(view.cap).clamp(min=count), allowed.sum(1)).clamp(min=1)
         variance = variance.masked_fill(~allowed, torch.inf)
-        if (
-            count == 1
-            and view.readable
-            and _lowest_is_steady(mean.masked_fill(~allowed, torch.inf), variance, keep)
-        ):
-            return mean, allowed
-        return mean, allowed & (variance <= variance.sort(1).values.gather(1, keep[:, None] - 1))
+        if count > 1 or not view.readable:
+            return mean, allowed & _steady(variance, keep)
+        # Where numbers can be read, only the heads that need it are sorted.
+        unsure = _unsure(mean.masked_fill(~allowed, torch.inf), variance, keep)
+        if len(unsure):
+            allowed[unsure] &= _steady(variance[unsure], keep[unsure])
+        return mean, allowed
 
     def quota(self, cap: Tensor) -> Tensor:
         """How many rows of a head are in scope, int64 like `cap`."""
@@ -87,11 +87,17 @@ class RoCo(StepPolicy):
         return True
 
 
-def _lowest_is_steady(mean: Tensor, variance: Tensor, keep: Tensor) -> bool:
-    """Whether in every head the row of lowest mean is in scope, and no other row has this mean.
+def _steady(variance: Tensor, keep: Tensor) -> Tensor:
+    """bool [F, N]: the keep [F] rows of a head that vary least, and those that vary as little."""
+    return variance <= variance.sort(1).values.gather(1, keep[:, None] - 1)
 
-    It nearly always is. Then it is the victim, and to know that needs no order of the variances.
+
+def _unsure(mean: Tensor, variance: Tensor, keep: Tensor) -> Tensor:
+    """int64 [U]: the heads whose row of lowest mean is out of scope, or not alone with this mean.
+
+    In the others, nearly all, that row is the victim, and to know it needs no order of the
+    variances.
     """
     lowest, found = mean.min(1, keepdim=True)
     steadier = (variance < variance.gather(1, found)).sum(1)
-    return bool(((steadier < keep) & ((mean == lowest).sum(1) == 1)).all())
+    return ((steadier >= keep) | ((mean == lowest).sum(1) != 1)).nonzero()[:, 0]
