@@ -544,7 +544,7 @@ def test_skipped_reading_answers_from_the_cache_as_it_is() -> None:
             session.skip()
 
     notes: list[str] = []
-    answer = "".join(session.ask("Why?", 12, progress=skip, notice=notes.append))
+    answer = "".join(session.ask("Why?", 8, 0.7, progress=skip, notice=notes.append))
     assert answer == say(plain, "Why?")[0]
     assert cache(session) == cache(plain)
     assert session.report is not None
@@ -572,7 +572,7 @@ def test_skip_after_the_last_chunk_does_not_stop_the_answer() -> None:
         if done == total:
             session.skip()
 
-    assert "".join(session.ask("Why?", 12, progress=late)) == say(plain, "Why?")[0]
+    assert "".join(session.ask("Why?", 8, 0.7, progress=late)) == say(plain, "Why?")[0]
     assert session.report is not None
     assert session.report.stop_reason != "user"
 
