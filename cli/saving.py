@@ -84,7 +84,7 @@ def _retry(context: Context, arguments: list[str]) -> None:
             for part in session.report.lines():
                 terminal.note(f"  {part}")
             if other:
-                terminal.note("  the next question reads everything again, for the chat's own policy")
+                terminal.note("  the next question reads all again, for the chat's own policy")
         elif session.turn == before:
             terminal.say("  the question is taken back; /retry asks it again")
 
