@@ -25,9 +25,10 @@ from minikv.cache.second_pass import SecondPassPrefill
 from minikv.cache.snapshot import CacheSnapshot, Outcome
 from minikv.cache.stats import CacheStats, PromptFigures, Shape
 from minikv.cache.stopwatch import Stopwatch
+from minikv.cache.tier import Tier
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels, choose
-from minikv.policies.base import GlobalAllocator, PromptPolicy, StepPolicy, smallest_budget
+from minikv.policies.base import ALL, GlobalAllocator, PromptPolicy, StepPolicy, smallest_budget
 from minikv.policies.selection import fill
 
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
@@ -98,6 +99,7 @@ class KVCache:
         self.progress: Callable[[int, int], None] | None = None
         self.output, self.rotary = output, rotary
         self._poison = poison
+        self.tier: Tier | None = None
         self.stride: int
         self._set(prompt, step, budget, stride)
         self.reset()
@@ -176,6 +178,8 @@ class KVCache:
         """Forget the conversation and give its memory back."""
         self.settle()
         self._arena = self._empty(self.step_policy)
+        if self.tier is not None:
+            self.tier.clear()
         self.position = 0
         self._turns: list[tuple[int, int]] = []
         self._pinned = 0
@@ -219,6 +223,36 @@ class KVCache:
 
     # -- a prompt ---------------------------------------------------------------------------
 
+    def recall(self, tokens: int, room: int = _ROOM) -> int:
+        """As `begin`, for the whole conversation of `tokens` tokens, of which the tier gives what
+        it has. Returns the position from which on they must be fed: that is what the tier does not
+        have, and at least the queries that the policies observe.
+
+        The rows that stay are chosen from all of it, as if the conversation were read anew.
+        """
+        assert self.tier is not None
+        assert self.recalls is None, self.recalls
+        prompt, step = self.prompt_policy, self.step_policy
+        observe = max(prompt.evidence.observe if prompt else 0, step.observe if step else 0)
+        observe = max(observe, step.prompt_history if step else 0, 1)
+        given = min(self.tier.length, max(0, tokens - observe))
+        self._begin(tokens, room, given)
+        return given
+
+    @property
+    def recalls(self) -> str | None:
+        """Why these policies cannot choose from a tier; None if they can."""
+        prompt = self.prompt_policy
+        if self.stride:
+            return "--stride evicts while it reads"
+        if prompt is not None:
+            evidence, name = prompt.evidence, prompt.name
+            if evidence.observe == ALL or evidence.queries_from is not None:
+                return f"{name} needs the queries of all tokens"
+            if evidence.second_pass:
+                return f"{name} reads everything twice"
+        return None
+
     def begin(self, tokens: int, room: int = _ROOM) -> None:
         """The next forward is a prompt of `tokens` tokens (a single token may be a prompt, too).
 
@@ -226,22 +260,33 @@ class KVCache:
         for the device. Raises UsageError for a budget that is too small; then, as when there is no
         memory, nothing has changed.
         """
+        self._begin(tokens, room, None)
+
+    def _begin(self, tokens: int, room: int, given: int | None) -> None:
+        """`begin`; or `recall`, where the tier gives so many of the tokens."""
         assert tokens > 0
         assert self._reading is None, "a prompt is under way"
         arena, step, rows = self.arena, self.step_policy, self._rows
-        if self._open and self.budget is not None:
-            rows = self._count(self.budget, self.position + tokens)
+        position = self.position if given is None else 0
+        share = self.budget is not None and self.budget.unit == "share"
+        if self.budget is not None and (self._open or (share and given is not None)):
+            rows = self._count(self.budget, position + tokens)
         # More rows than positions can never be used.
         each = min(rows, self.shape.max_context) if rows is not None else None
         if each is not None:
             self._refuse_pins(self._pinned, each)
-        held, visible = self._read_tables(tokens)
-        plan = self._plan(tokens, room, each, held, visible)
+        held, visible = self._read_tables(position, tokens)
+        plan = self._plan(position, tokens, room, each, held, visible, given or 0)
         columns = step.columns if step is not None else {}
         target = arena.sharing(columns) if plan.shares else arena.fresh(plan.needed, columns)
         reading: Prefill | BlockPrefill | SecondPassPrefill
         prompt = self.prompt_policy
         evicts = any(plan.evicts(layer) for layer in range(self.shape.layers))
+        tier = None
+        if given is not None:
+            assert self.tier is not None
+            self.tier.open(tokens)
+            tier = self.tier
         if self.stride and step is not None and each is not None:
             reading = BlockPrefill(
                 self.shape, arena, held, target, step, plan, each, self.stride, self.dtype, self.ops
@@ -261,6 +306,7 @@ class KVCache:
                 plan,
                 self.dtype,
                 self.ops,
+                tier,
             )
         self._evicting = Stopwatch(self.device)
         self._rows, self._reading = rows, reading
@@ -285,12 +331,13 @@ class KVCache:
         assert isinstance(self._reading, SecondPassPrefill)
         self._reading.end_pass()
 
-    def _read_tables(self, tokens: int) -> tuple[Layout, list[int]]:
-        """The arena's tables on the host, and how many rows of each layer, over its heads, will
-        exist after a prompt of so many tokens and can still be seen. One transfer."""
-        arena, shape, end = self.arena, self.shape, self.position + tokens
+    def _read_tables(self, position: int, tokens: int) -> tuple[Layout, list[int]]:
+        """The tables of the arena's rows below `position` on the host, and how many rows of each
+        layer, over its heads, will exist after a prompt of so many tokens and can still be seen.
+        One transfer."""
+        arena, shape, end = self.arena, self.shape, position + tokens
         tables = arena.start, arena.length, arena.capacity, arena.cap, arena.free_slot
-        if not self.position:  # nothing to ask for, and a device without memory can be planned for
+        if not position:  # nothing to ask for, and a device without memory can be planned for
             empty = torch.zeros((shape.layers, shape.kv_heads), dtype=torch.int64)
             held, before = Layout(empty, empty, empty, empty, empty - 1), [0] * shape.layers
         else:
@@ -307,7 +354,14 @@ class KVCache:
         return held, [b + shape.kv_heads * n for b, n in zip(before, new, strict=True)]
 
     def _plan(
-        self, tokens: int, room: int, each: int | None, held: Layout, visible: list[int]
+        self,
+        position: int,
+        tokens: int,
+        room: int,
+        each: int | None,
+        held: Layout,
+        visible: list[int],
+        given: int,
     ) -> Plan:
         """What the prompt is read under; each: the budget in rows per head."""
         shape, step, arena = self.shape, self.step_policy, self.arena
@@ -336,7 +390,7 @@ class KVCache:
             pool = each * heads
             needed = [0] * (shape.layers - 1) + [pool + spare * heads + 1]
         plan = Plan(
-            self.position,
+            position,
             tokens,
             totals,
             each if each is not None and step is not None else 0,
@@ -344,14 +398,18 @@ class KVCache:
             needed,
             visible,
             False,
-            [*self._turns, (self.position, self.position + tokens)],
+            [
+                *(turn for turn in self._turns if turn[1] <= position + given),
+                (position + given, position + tokens),
+            ],
             self.output,
             self.rotary,
             self._pinned,
             pool,
+            given,
         )
         # A smaller budget gives its memory back.
-        shares = not blocks and pool is None and self.position > 0 and 2 * sum(needed) > arena.rows
+        shares = not blocks and pool is None and position > 0 and 2 * sum(needed) > arena.rows
         return replace(plan, shares=shares and self._fits(plan, held))
 
     def _fits(self, plan: Plan, held: Layout) -> bool:
@@ -406,7 +464,7 @@ class KVCache:
             with self._evicting.running():
                 reading.finish(layer)
         if self.progress is not None:
-            self.progress(reading.done(layer), reading.plan.tokens)
+            self.progress(reading.done(layer), reading.plan.read)
         return out
 
     def advance(self, tokens: int) -> None:
@@ -420,12 +478,15 @@ class KVCache:
                 # half done is done before the next step.
                 self.position = int(self.decode.position) + self.decode.half_ended
             return
-        assert tokens == self._reading.plan.tokens
-        reading = self._reading
+        reading, plan = self._reading, self._reading.plan
+        assert tokens == plan.read
         with self._evicting.running():
             outcome = reading.complete()
         evict_s = self._evicting.total()
-        turns = [*self._turns, (self.position, self.position + tokens)]
+        recalled = isinstance(reading, Prefill) and reading.tier is not None
+        if recalled and self.tier is not None:
+            self.tier.commit(plan.tokens)
+        turns = list(plan.turns)
         # From here on nothing fails.
         self._reading = None
         # A graph holds addresses: where no mark needs the old rows, the new ones take their place.
@@ -433,13 +494,15 @@ class KVCache:
             self._arena = reading.target
         self._last, self._evict_s, self._turns = outcome, evict_s, turns
         self._open = False
-        self.position += tokens
+        self.position = plan.position + plan.tokens
         self._peak = reading.peak
 
     def rollback(self) -> None:
         """Undo an unfinished prompt or step: rows exist for exactly the tokens fed before it."""
         if self._open:
             self._rows = None
+        if self.tier is not None:
+            self.tier.drop()
         if self._reading is not None:
             self._reading = None
         elif self.decode.is_open:
@@ -555,6 +618,8 @@ class KVCache:
         Allocates nothing and cannot fail.
         """
         self._reading, self._marked = None, False
+        if self.tier is not None:
+            self.tier.drop()
         self.decode.close()
         self._arena, self.position, self._turns = mark.arena, mark.position, list(mark.turns)
         self._pinned, self._rows, self._open = mark.pinned, mark.rows, mark.open

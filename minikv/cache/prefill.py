@@ -21,6 +21,7 @@ from minikv.cache.earlier import EarlierRows
 from minikv.cache.global_pool import GlobalPool
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
+from minikv.cache.tier import Tier
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import ALL, Moments, PromptPolicy, PromptView, StepPolicy
 from minikv.policies.selection import fill
@@ -36,7 +37,9 @@ class Plan:
     visible[i]: rows over all heads that exist after the prompt and can still be seen. shares: all
     rows stay and have room where they are. turns, output(layer) and rotary: as `PromptView` has
     them; pinned: positions below it never leave. pool: rows that all layers and heads may keep
-    together, where they share one budget.
+    together, where they share one budget. given: how many first tokens of the prompt the tier has
+    (or would have; `position` is then 0); they are not read, but their rows compete with the
+    others.
     """
 
     position: int
@@ -52,6 +55,12 @@ class Plan:
     rotary: Tensor | None = None
     pinned: int = 0
     pool: int | None = None
+    given: int = 0
+
+    @property
+    def read(self) -> int:
+        """Tokens that go through the network."""
+        return self.tokens - self.given
 
     def evicts(self, layer: int) -> bool:
         """The prompt policy may evict rows of the layer."""
@@ -90,10 +99,12 @@ class Prefill:
         plan: Plan,
         dtype: torch.dtype,
         ops: Kernels | None = None,
+        tier: Tier | None = None,
     ) -> None:
         """arena and held: the rows before the prompt, and its tables on the host. target: where
         the rows go that stay; with `plan.shares` it shares its memory with `arena`. `ops`: who
-        computes; the torch twins by default."""
+        computes; the torch twins by default. tier: keeps every row that is read, and gives those
+        of the first `plan.given` tokens; it is open for this prompt."""
         self._ops = ops or Kernels()
         self.shape, self.arena, self.target = shape, arena, target
         self.prompt, self.step, self.plan = prompt, step, plan
@@ -106,8 +117,10 @@ class Prefill:
         self._all = observe == ALL
         if self._all:
             observe = 0  # summed as chunks are mixed, not from a copy of the last queries
-        self._observed = min(plan.tokens, observe)
-        last = min(plan.tokens, max(observe, step.prompt_history if step else 0))
+        self.tier = tier
+        assert not plan.given or not self._all, "queries of tokens that are not read are not known"
+        self._observed = min(plan.read, observe)
+        last = min(plan.read, max(observe, step.prompt_history if step else 0))
         self._from = evidence.queries_from if evidence else None
         self._moments: Moments | None = None
         self._mass: Tensor | None = None
@@ -116,8 +129,11 @@ class Prefill:
         self._rescoring = False
         wide = (shape.kv_heads, plan.tokens, shape.head_dim)
         tail = (last, shape.heads, shape.head_dim)
-        self._key = torch.empty(wide, dtype=dtype, device=arena.device)
-        self._value = torch.empty(wide, dtype=dtype, device=arena.device)
+        if tier is not None:
+            self._key, self._value = tier.stage(0, plan.tokens)
+        else:
+            self._key = torch.empty(wide, dtype=dtype, device=arena.device)
+            self._value = torch.empty(wide, dtype=dtype, device=arena.device)
         self._tail = torch.empty(tail, dtype=dtype, device=arena.device)
         self._old: EarlierRows | None = None
         self._done = plan.tokens
@@ -179,7 +195,9 @@ class Prefill:
         """Take in a chunk of rows and attend: shapes as in `Attend.attend`."""
         tokens = self.plan.tokens
         if self._done == tokens:
-            self._done, self._old = 0, None
+            self._done, self._old = self.plan.given, None
+            if self.tier is not None:
+                self._key, self._value = self.tier.stage(layer, tokens)
             self._old = EarlierRows.of(self.arena, self._held, layer)
             self._note_peak()
             if self._all:
@@ -188,8 +206,10 @@ class Prefill:
                 heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
                 self._moments = Moments(heads, group, self.shape.head_dim, q.device)
         lo, hi = self._done, self._done + len(q)
-        self._key[:, lo:hi] = k.transpose(0, 1)
-        self._value[:, lo:hi] = v.transpose(0, 1)
+        # What the tier has stays as it is, so that a prompt that fails changes nothing.
+        new = lo if self.tier is None else min(hi, max(lo, self.tier.length))
+        self._key[:, new:hi] = k[new - lo :].transpose(0, 1)
+        self._value[:, new:hi] = v[new - lo :].transpose(0, 1)
         first = tokens - len(self._tail)
         if hi > first:
             begin = max(lo, first)
@@ -204,7 +224,7 @@ class Prefill:
 
     def done(self, layer: int) -> int:
         """Tokens read so far, in whole-prompt terms."""
-        return (layer * self.plan.tokens + self._done) // self.shape.layers
+        return (layer * self.plan.read + self._done - self.plan.given) // self.shape.layers
 
     def _mix(self, layer: int, q: Tensor, lo: int, hi: int) -> Tensor:
         """Exact attention of staged rows lo..hi over old rows, earlier new rows and themselves."""
@@ -278,6 +298,8 @@ class Prefill:
     def finish(self, layer: int) -> None:
         """The layer is complete: choose which rows stay and write them to the target."""
         plan, prompt = self.plan, self.prompt
+        if self.tier is not None:
+            self.tier.store(layer, self._key, self._value)
         heads, end = self.shape.kv_heads, plan.position + plan.tokens
         window = self.shape.windows[layer]
         new = torch.arange(plan.position, end, device=self._key.device)
@@ -428,7 +450,11 @@ class Prefill:
         return carried
 
     def _note_peak(self, *scratch: Tensor) -> None:
-        held = self._held_bytes + sum(t.nbytes for t in (self._key, self._value, self._tail))
+        if self.tier is not None:  # its rows may be the staging buffer, and are counted apart
+            staging = self.tier.staging_nbytes
+        else:
+            staging = self._key.nbytes + self._value.nbytes
+        held = self._held_bytes + staging + self._tail.nbytes
         held += self._old.copied if self._old is not None else 0
         held += sum(t.nbytes for t in (self._mass, self._squares) if t is not None)
         self.peak = max(self.peak, held + sum(t.nbytes for t in scratch))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, Protocol, TypeVar
 
 import torch
@@ -63,31 +64,58 @@ class Engine:
         positions are left, NumericsError if the logits are not finite.
         """
         kv = self.kv
-        if not ids:
-            raise ValueError("a prompt needs at least one token")
-        left = kv.shape.max_context - kv.position
-        if len(ids) > left:
-            raise ContextError(
-                f"{len(ids):,} tokens do not fit: {left:,} of {kv.shape.max_context:,} positions "
-                "are left",
-                "eviction frees memory, not positions; shorten the text or start anew with /reset",
-            )
-        kv.progress = progress
-        before = kv.position
-        try:
+        left = self._fitting(len(ids), kv.position)
+        with self._reading(progress):
             kv.begin(len(ids), min(room, max(1, left - len(ids))))
             logits = self.network.forward(self._tensor(ids), _Withheld(kv))
             _check(logits, "reading the prompt")
             for text in kv.second_pass(ids):
                 self._pass(text, left - len(ids))
             kv.advance(len(ids))
-        except BaseException:
-            if kv.position == before:
-                kv.rollback()
-            raise
+        return logits
+
+    def recall(
+        self,
+        ids: Sequence[int],
+        progress: Callable[[int, int], None] | None = None,
+        room: int = 256,
+    ) -> Tensor:
+        """As `prompt`, for the whole conversation: what the tier has of it is not fed again, but
+        attended to, exactly (see `KVCache.recall`). Logits and errors as there."""
+        kv = self.kv
+        left = self._fitting(len(ids), 0)
+        with self._reading(progress):
+            given = kv.recall(len(ids), min(room, max(1, left - len(ids))))
+            logits = self.network.forward(self._tensor(ids[given:]), _Withheld(kv, given))
+            _check(logits, "reading the prompt")
+            kv.advance(len(ids) - given)
+        return logits
+
+    def _fitting(self, tokens: int, position: int) -> int:
+        """Positions that are left from `position` on, if so many tokens fit."""
+        most = self.kv.shape.max_context
+        left = most - position
+        if not tokens:
+            raise ValueError("a prompt needs at least one token")
+        if tokens > left:
+            raise ContextError(
+                f"{tokens:,} tokens do not fit: {left:,} of {most:,} positions are left",
+                "eviction frees memory, not positions; shorten the text or start anew with /reset",
+            )
+        return left
+
+    @contextmanager
+    def _reading(self, progress: Callable[[int, int], None] | None) -> Iterator[None]:
+        """A prompt: after any error in it, the cache is as it was before."""
+        kv, done = self.kv, False
+        kv.progress = progress
+        try:
+            yield
+            done = True
         finally:
             kv.progress = None
-        return logits
+            if not done:
+                kv.rollback()
 
     def _pass(self, ids: Sequence[int], left: int) -> None:
         """Feed a text that only scores what was read (see `Scorer.second_pass`)."""
