@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.chat.report import UNKNOWN, TurnReport, of_full, percent_saved, ratio, size
+from minikv.chat.report import PLACES, UNKNOWN, TurnReport, of_full, percent_saved, ratio, size
 from minikv.cli import refresh
 from minikv.cli.config_command import text
 from minikv.policies import (
@@ -45,6 +45,7 @@ _READ = {
     "once": "only what was new was read",
     "refresh": "the whole conversation was read again for this question",
     "blind": "documents were read and evicted before the question",
+    "recall": "chosen for this question from all that was read; only what is new was read",
 }
 
 
@@ -84,6 +85,7 @@ def stats(report: TurnReport) -> str:
             f"{size(kv.policy_state)} of it the state of the policy",
         ),
         ("allocated", f"{size(kv.allocated)}, the pool"),
+        *tier_rows(report),
         ("peak", f"{size(kv.peak_prefill)} while reading, before eviction"),
         (
             "time",
@@ -104,6 +106,16 @@ def stats(report: TurnReport) -> str:
         where = "GPU" if memory.reserved_bytes is not None else "process"
         rows.append(("memory", f"{size(memory.peak_bytes)} at the most in this {where}"))
     return _columns(rows)
+
+
+def tier_rows(report: TurnReport) -> list[tuple[str, str]]:
+    """What the tier takes, and what that means for memory; nothing where there is none."""
+    if not report.tier:
+        return []
+    text = f"{size(report.kv_bytes.tier)} in {PLACES[report.tier]}: all that was read, exactly"
+    if report.tier == "ram" and report.device == "cpu":
+        text += "; so what eviction saves here is time, not memory (--tier none saves it)"
+    return [("tier", text)]
 
 
 def header(session: ChatSession, version: str) -> str:

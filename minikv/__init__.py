@@ -27,6 +27,8 @@ def load(
     kv: str = "auto",
     weights: str = "auto",
     reuse: str = "auto",
+    tier: str = "auto",
+    tier_dtype: str = "same",
     **policy_options: object,
 ) -> ChatSession:
     """A chat with `model` (a directory or a hub id; None is the bundled model).
@@ -53,6 +55,8 @@ def load(
             kv=kv,
             weights=weights,
             reuse=reuse,
+            tier=tier,
+            tier_dtype=tier_dtype,
             options=dict(policy_options),
         )
     )

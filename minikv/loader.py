@@ -40,11 +40,13 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
 
     from minikv.cache.kv_cache import KVCache
     from minikv.chat.facts import Facts
+    from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
     from minikv.engine import threads
     from minikv.engine.engine import Engine
     from minikv.engine.warmup import compiles, warm
     from minikv.models import load
+    from minikv.models.weights import free_memory
 
     if settings.kernels == "triton" and not torch.cuda.is_available():
         raise no_cuda()
@@ -94,6 +96,9 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         system=settings.system,
         pin_system=settings.pin_system,
         reuse=settings.reuse,
+        recall=Recall(
+            kv, settings.tier, settings.tier_dtype, lambda: free_memory(torch.device("cpu"))
+        ),
         facts=Facts(
             model=loaded.name,
             revision=loaded.revision or "",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig
-from minikv.chat.reuse import REREAD_LIMIT, REUSES
+from minikv.chat.reuse import REREAD_LIMIT, REUSES, TIER_DTYPES, TIERS
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, prompt_names, step_names
 
@@ -173,12 +173,28 @@ class Settings:
     )
     reuse: str = setting(
         "auto",
-        "later questions: refresh reads the whole conversation again, once keeps the cache of the "
-        "first question, blind evicts documents before any question is seen; auto: refresh if the "
+        "later questions: recall answers each from the tier, as the first; refresh reads the whole "
+        "conversation again, once keeps the cache of the first question, blind evicts documents "
+        "before any question is seen; auto: recall where there is a tier, else refresh if the "
         "policy scores with the question, else once",
         CACHE,
         commands=_CHAT,
         choices=REUSES,
+    )
+    tier: str = setting(
+        "auto",
+        "where the exact keys and values of all that was read are kept, for --reuse recall: ram, "
+        "none; auto: ram if it fits",
+        CACHE,
+        commands=_CHAT,
+        choices=TIERS,
+    )
+    tier_dtype: str = setting(
+        "same",
+        "number format of the tier; same: that of the cache; int8: about half of bfloat16",
+        CACHE,
+        commands=_CHAT,
+        choices=TIER_DTYPES,
     )
     reread_limit: int = setting(
         REREAD_LIMIT,

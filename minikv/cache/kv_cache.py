@@ -178,8 +178,6 @@ class KVCache:
         """Forget the conversation and give its memory back."""
         self.settle()
         self._arena = self._empty(self.step_policy)
-        if self.tier is not None:
-            self.tier.clear()
         self.position = 0
         self._turns: list[tuple[int, int]] = []
         self._pinned = 0

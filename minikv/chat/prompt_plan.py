@@ -21,13 +21,16 @@ class PromptPlan:
     """What a turn reads.
 
     parts: the prompts, in order. anew: they are read into an empty cache. reuse: what the turn
-    record says, refresh, once or blind. pinned: with `anew`, how many first positions never leave.
+    record says. pinned: with `anew`, how many first positions never leave. recalled: the one part
+    is the whole conversation, of which the tier gives the first `given` tokens.
     """
 
     reuse: str
     parts: tuple[list[int], ...]
     anew: bool
     pinned: int = 0
+    recalled: bool = False
+    given: int = 0
 
     @property
     def ids(self) -> list[int]:
@@ -36,8 +39,8 @@ class PromptPlan:
 
     @property
     def tokens(self) -> int:
-        """The number of token ids."""
-        return sum(map(len, self.parts))
+        """The number of tokens to read."""
+        return sum(map(len, self.parts)) - self.given
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,13 @@ def read(
     """
     began = perf_counter()
     kv, total, done, evict_s, peak, blind = engine.kv, plan.tokens, 0, 0.0, 0, False
-    replaces = plan.anew and kv.position > 0
+    replaces = plan.anew and kv.position > 0 and not plan.recalled
 
     def between_chunks(so_far: int, _: int) -> None:
         if stopped():
             raise Interrupted(
                 f"stopped reading at {done + so_far:,} of {total:,} tokens",
-                "the chat is as it was" if replaces else "nothing was added",
+                "the chat is as it was" if kv.position else "nothing was added",
             )
         if progress is not None:
             progress(done + so_far, total)
@@ -92,9 +95,12 @@ def read(
         if plan.anew and plan.pinned:
             kv.pin(plan.pinned)
         for part in plan.parts:
-            last = done + len(part) == total
+            last = part is plan.parts[-1]
             gaps = gaps or (done > 0 and kv.stats().gaps)
-            logits = engine.prompt(part, between_chunks, room if last else 1)
+            if plan.recalled:
+                logits = engine.recall(part, between_chunks, room)
+            else:
+                logits = engine.prompt(part, between_chunks, room if last else 1)
             figures = kv.last_prompt
             # What an error goes back to is kept until the last prompt was read.
             kept = before.arena.nbytes if replaces or done else 0

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 
 UNKNOWN = "unknown"
 """`Loss.method` where rows had left before the prompt that was measured."""
+PLACES = {"ram": "RAM", "file": "a file"}
+"""Where a tier is, in words."""
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 
@@ -38,6 +40,7 @@ class KvBytes:
     allocated: int  # memory allocated for the cache
     peak_prefill: int  # the most that existed at once while the prompt was read
     policy_state: int  # the part of `held` that is the policy's
+    tier: int = 0  # the tier, beside all of these
 
     @property
     def saved(self) -> float:
@@ -96,8 +99,9 @@ class TurnReport:
 
     `shaped_by_turn`: the question for which the cache was evicted, 0 if it was evicted before any
     question. `reuse`: what the turn read; `once`: what was new, `refresh`: the whole conversation,
-    `blind`: the documents as prompts of their own. `kv_dtype`: number format of keys and values.
-    `weights`: plain, or the value of --weights.
+    `blind`: the documents as prompts of their own, `recall`: what the tier did not have. `tier`:
+    where that is, ram or file; empty if there is none. `kv_dtype`: number format of keys and
+    values. `weights`: plain, or the value of --weights.
     """
 
     turn: int
@@ -121,6 +125,7 @@ class TurnReport:
     reuse: str = "once"
     kv_dtype: str = ""
     weights: str = ""
+    tier: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """As dictionaries, lists and numbers, for JSON."""
@@ -151,8 +156,12 @@ class TurnReport:
             memory.append(f"lost ~{100 * self.loss.est_mass_lost_mean:.1f}%")
         elif self.loss.method == UNKNOWN:
             memory.append("loss not known")
+        if self.tier:
+            memory.append(f"all of it in {PLACES[self.tier]}, {size(kv.tier)}")
         if self.reuse == "refresh":
             memory.append("read again")
+        elif self.reuse == "recall":
+            memory.append("recalled")
         elif self.shaped_by_turn == 0:
             memory.append("evicted before any question")
         lines = [" · ".join(speed), " · ".join(memory)]

@@ -3,8 +3,10 @@
 A policy that scores with the question keeps what that question needs. The next question then finds
 gaps (FasterDecoding/SnapKV#18: "compress individually for different turns"). `refresh` reads the
 whole conversation again with each question. `once` continues with the cache of the first question.
-`blind` evicts a document before it sees a question about it, as kvpress measures. `auto` is
-`refresh` if the policy scores with the question, else `once`.
+`blind` evicts a document before it sees a question about it, as kvpress measures. `recall` answers
+each question from the tier (`minikv.cache.tier`), as the first one was, without reading again.
+`auto` is `recall` where there is a tier; else `refresh` if the policy scores with the question,
+else `once`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from itertools import pairwise
 
 from minikv.errors import UsageError
 
-REUSES = ("auto", "refresh", "once", "blind")
+REUSES = ("auto", "recall", "refresh", "once", "blind")
+TIERS = ("auto", "ram", "none")
+TIER_DTYPES = ("same", "int8")
 REREAD_LIMIT = 32_768
 """Tokens to read again above which a chat on a terminal asks first."""
 _PROBES = ("a", "7?")  # two questions without a common first character
@@ -36,11 +40,12 @@ class Decision:
     why: str = ""
 
 
-def decide(policy: str, asks: bool, keeps: bool) -> Decision:
-    """Choose for the next question, if rows of a document were evicted.
+def decide(policy: str, asks: bool, keeps: bool, why: str = "") -> Decision:
+    """Choose for the next question, if rows of a document were evicted and there is no tier.
 
-    asks: the policy scores with the question. keeps: the user wants no reading again. Nothing else
-    counts, so the same chat gets the same answers on a slow machine and on a busy one.
+    asks: the policy scores with the question. keeps: the user wants no reading again. why: there is
+    no tier. Nothing else counts, so the same chat gets the same answers on a slow machine and on a
+    busy one.
     """
     if not asks:
         return Decision(
@@ -53,7 +58,7 @@ def decide(policy: str, asks: bool, keeps: bool) -> Decision:
     return Decision(
         "refresh",
         f"--reuse auto reads everything again with each question: {policy} keeps what one question "
-        "needs; /set reuse once turns that off",
+        f"needs{f', and there is no tier ({why})' if why else ''}; /set reuse once turns that off",
     )
 
 

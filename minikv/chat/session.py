@@ -23,6 +23,7 @@ from minikv.chat.facts import Facts, device_memory
 from minikv.chat.min_tokens import longest_token
 from minikv.chat.prompt_plan import PromptPlan, Read
 from minikv.chat.protocols import Template, Tokenizer
+from minikv.chat.recall import Recall
 from minikv.chat.report import (
     UNKNOWN,
     KvBytes,
@@ -76,6 +77,7 @@ class ChatSession:
         pin_system: bool = False,
         undo_turns: int = 0,
         reuse: str = "once",
+        recall: Recall | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -89,6 +91,7 @@ class ChatSession:
         self._noticed = 0  # notices of the engine that the user has seen
         self.history = UndoHistory(undo_turns, UNDO_BYTES)
         self.reuse = reuse
+        self.recall = recall or Recall(engine.kv)
         self._longest: float | None = None  # bytes per token at the most, once it was needed
         self.conversation = 0
         self.reset()
@@ -98,6 +101,7 @@ class ChatSession:
         documents again."""
         documents = [*self.documents, *self.pending] if keep_documents else []
         self.engine.reset()
+        self.recall.clear()
         self.pending: list[Document] = documents
         self.documents: list[Document] = []
         self.messages: list[Message] = [Message("system", self.system)] if self.system else []
@@ -289,8 +293,11 @@ class ChatSession:
     @property
     def reads_again(self) -> int:
         """Tokens that `auto` would read again with the next question."""
-        anew = bool(self.fed) and not self.rereads and self.reuse == "auto"
-        return len(self.fed) if anew and self._decide().reuse == "refresh" else 0
+        if not self.fed or self.rereads or self.reuse != "auto":
+            return 0
+        if self._recalls() and self.recall.ready(len(self.fed)):
+            return len(self.fed) - self.recall.given(self.fed) if not self.recall.tokens else 0
+        return len(self.fed) if self._decide().reuse == "refresh" else 0
 
     @property
     def room(self) -> int:
@@ -349,7 +356,7 @@ class ChatSession:
         feed, decision = self._feed(messages)
         reused = 0 if feed.anew else len(self.fed)
         if not self._fits(feed):
-            raise self._does_not_fit(feed.tokens, "needs", reused)
+            raise self._does_not_fit(len(feed.ids), "needs", reused)
         self._warn_before(question, feed, decision, warn)
         for line in self._new_notices():
             warn(line)
@@ -357,12 +364,15 @@ class ChatSession:
         stream = self.tokenizer.stream()
         before = self._set_aside()
         known = self.engine.kv.stats()
-        self.rereading = decision is not None and feed.reuse == "refresh"
+        again = feed.reuse == "refresh" or (feed.recalled and not feed.given)
+        self.rereading = decision is not None and again
         try:
             feed, read = self._read(feed, messages, max_tokens, progress, warn)
         finally:
             self.rereading = False
-        ids, reused = feed.ids, 0 if feed.anew else len(self.fed)
+        ids, reused = feed.ids, feed.given if feed.anew else len(self.fed)
+        if feed.recalled:
+            self.recall.keep(ids)
 
         # The prompt is in the cache. From here on the turn counts, also if the answer fails.
         self.history.keep(self.turn, before)
@@ -453,7 +463,7 @@ class ChatSession:
                     total=total_s,
                 ),
                 Rates(
-                    prefill_tok_s=len(ids) / read.seconds if read.seconds else None,
+                    prefill_tok_s=feed.tokens / read.seconds if read.seconds else None,
                     decode_tok_s=steps / decode_s if steps and decode_s else None,
                     baseline_decode_tok_s=self.baseline_tok_s,
                 ),
@@ -495,7 +505,7 @@ class ChatSession:
 
     def _fits(self, feed: PromptPlan) -> bool:
         """Whether the prompt and one more token fit the model's context."""
-        return (0 if feed.anew else len(self.fed)) + feed.tokens + 1 <= self.max_context
+        return (0 if feed.anew else len(self.fed)) + len(feed.ids) + 1 <= self.max_context
 
     def _set_aside(self) -> ChatSnapshot | None:
         """A snapshot for `undo`; None if none is wanted or it would be too large."""
@@ -521,13 +531,25 @@ class ChatSession:
         """What to feed so that the cache has seen `messages` up to where the answer begins, and the
         decision of `--reuse auto`, if there was one."""
         pinned = len(self.start()) if self.pin_system and self.system else 0
+        recalls = self._recalls()
         if not self.fed:
             ids = self.template.opening(messages)
+            if recalls and self.recall.ready(len(ids)):
+                given = self.recall.given(ids)
+                mode = "recall" if given else "refresh" if self.turns else "once"
+                return PromptPlan(mode, (ids,), True, pinned, True, given), None
             if self.reuse != "blind":
                 return PromptPlan("refresh" if self.turns else "once", (ids,), True, pinned), None
             cut = reuse.parts(ids, self._asked(), _with(self.template.opening, messages))
             return PromptPlan("blind" if len(cut) > 1 else "once", cut, True, pinned), None
         decision = None
+        feed = self._continued(messages)
+        whole = self.fed + feed.ids
+        if recalls and self.recall.ready(len(whole)):
+            given = self.recall.given(whole)
+            mode = "recall" if given else "refresh"
+            decision = Decision(mode) if self.reuse == "auto" and not self.rereads else None
+            return PromptPlan(mode, (whole,), True, 0, True, given), decision
         mode = "refresh" if self.rereads else self.reuse
         if mode == "auto":
             decision = self._decide()
@@ -537,13 +559,25 @@ class ChatSession:
             if decision is None or len(whole) < self.max_context:
                 return PromptPlan("refresh", (whole,), True, pinned), decision
             decision = None
-        feed = self._continued(messages)
         if mode == "blind" and self.pending:
             owed = [] if self.pending_token is None else [self.pending_token]
             again = _with(lambda m: owed + self.template.following(m), messages)
             cut = reuse.parts(feed.ids, self._asked()[-1:], again)
             return PromptPlan("blind", cut, False), None
         return feed, decision
+
+    def _recalls(self) -> bool:
+        """Whether the next question is to be answered from a tier, where one can be had. Raises
+        UsageError if that was asked for and the policies cannot."""
+        if not self.eviction.evicts or self.reuse not in ("auto", "recall"):
+            return False
+        why = self.engine.kv.recalls
+        if self.reuse == "recall" and (why or self.recall.kind == "none"):
+            raise UsageError(
+                f"--reuse recall cannot be had: {why or '--tier none'}",
+                "--reuse auto reads everything again instead",
+            )
+        return True
 
     def _continued(self, messages: list[Message]) -> PromptPlan:
         """Only what is new, behind what the cache has seen."""
@@ -567,7 +601,7 @@ class ChatSession:
             return Decision("once")
         prompt, *_ = self.eviction.policies()
         asks = prompt is not None and prompt.evidence.asks
-        return reuse.decide(self.eviction.policy, asks, self.keeps_cache)
+        return reuse.decide(self.eviction.policy, asks, self.keeps_cache, self.recall.why)
 
     def _next(self, token: int, sampling: Sampling, *, ahead: bool) -> int:
         """Feed the pending token and pick the next one. If the engine fails, the cache's position
@@ -688,6 +722,7 @@ class ChatSession:
                 allocated=stats.allocated_bytes,
                 peak_prefill=max(read.peak, stats.peak_bytes),
                 policy_state=stats.state_bytes,
+                tier=self.recall.nbytes,
             ),
             time_s=seconds,
             rate=rates,
@@ -699,6 +734,7 @@ class ChatSession:
             device_mem=device_memory(self.facts.device),
             warnings=tuple(warnings),
             reuse=feed.reuse,
+            tier=self.recall.place,
         )
 
 
