@@ -83,7 +83,7 @@ def _retry(context: Context, arguments: list[str]) -> None:
         if session.turn > before and session.report is not None:
             for part in session.report.lines():
                 terminal.note(f"  {part}")
-            if other:
+            if other and not session.recall.place:
                 terminal.note("  the next question reads all again, for the chat's own policy")
         elif session.turn == before:
             terminal.say("  the question is taken back; /retry asks it again")

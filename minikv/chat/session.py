@@ -665,8 +665,9 @@ class ChatSession:
         ):
             warn("there is no document to evict beforehand: --reuse blind changes nothing here")
         line = decision.why if decision is not None else ""
-        if line and line != self._told:
-            self._told = line
+        about = decision and (decision.reuse, self.eviction.policy, self.keeps_cache)
+        if line and about != self._told:
+            self._told = about
             warn(line)
 
     def _warn_after(

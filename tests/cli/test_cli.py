@@ -54,6 +54,7 @@ KEYS = {
     "reuse",
     "kv_dtype",
     "weights",
+    "tier",
 }
 
 
