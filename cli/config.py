@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from minikv.chat.eviction_config import read_budget
 from minikv.cli import paths
 from minikv.cli.terminal import clean
+from minikv.cli.values import spelled
 from minikv.errors import UsageError
 from minikv.policies import find, step_names
 from minikv.settings import (
@@ -235,11 +236,16 @@ def _table(value: object, where: str) -> dict[str, str]:
 def _checked(setting: Setting, value: object, where: str) -> Plain:
     """A value of a file, in the type of the setting."""
     kind = type(setting.default)
+    if kind is tuple:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(value)}")
+        return _possible(setting, tuple(texts), where)
     if kind is str and type(value) is int and setting.name == "budget":
         value = str(value)
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind or not isinstance(value, Plain):
+    if type(value) is not kind or not isinstance(value, str | int | float):
         raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(value)}")
     return _possible(setting, value, where)
 
@@ -252,6 +258,8 @@ def _parsed(setting: Setting, text: str, variable: str) -> Plain:
 def typed(setting: Setting, text: str, where: str) -> Plain:
     """A text in the type of the setting. Raises UsageError, beginning with `where`."""
     kind, value = type(setting.default), text.strip()
+    if kind is tuple:
+        return (spelled(text),) if text else ()
     try:
         if kind is bool:
             if value.lower() not in (*_YES, *_NO):
@@ -265,6 +273,10 @@ def typed(setting: Setting, text: str, where: str) -> Plain:
 def _possible(setting: Setting, value: Plain, where: str) -> Plain:
     """The value, if there is such a one. Refused here, where it is known who said it."""
     setting.check_choice(value, where)
+    if isinstance(value, tuple):
+        if "" in value:
+            raise UsageError(f"{where} has an empty text")
+        return value
     if not isinstance(value, str):
         if not setting.low <= value <= setting.high:
             most = f" and at most {setting.high:,.0f}" if setting.high < math.inf else ""
@@ -294,6 +306,7 @@ _KINDS: Mapping[type, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
+    tuple: "a list of texts",
 }
 
 

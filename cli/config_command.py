@@ -44,7 +44,9 @@ def listed(values: Mapping[str, str], origins: Mapping[str, str]) -> list[str]:
 
 
 def text(value: Plain) -> str:
-    """A value as a file would have it, texts without quotes."""
+    """A value as a file would have it, a text without quotes."""
+    if isinstance(value, tuple):
+        return json.dumps(value, ensure_ascii=False)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -60,6 +60,7 @@ def run_turn(
             top_k=generation.top_k,
             top_p=generation.top_p,
             min_p=generation.min_p,
+            stop=generation.stop,
             progress=Live(terminal, "reading"),
             notice=terminal.warn,
         )
