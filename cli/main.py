@@ -108,6 +108,15 @@ def ask(
     generation: Generation,
     interface: Interface,
     files: Files = None,
+    go_on: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="ask in the chat that was saved last; question and answer are saved there",
+            rich_help_panel=_CHATS,
+            metavar="",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     from minikv.cli.ask import ask as run_ask
@@ -122,6 +131,8 @@ def ask(
         as_json=as_json,
         stats=interface.stats,
         loaders=call.config.loaders,
+        go_on=go_on,
+        given=call.given,
     )
 
 
@@ -140,6 +151,19 @@ def chat(
     generation: Generation,
     interface: Annotated[Interface, Only("encoding_errors quiet plain debug")],
     files: Files = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", metavar="QUESTION", help="ask this first, then stay"),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="print a JSON record per turn, and no answers; for piped questions",
+            rich_help_panel=OUTPUT,
+            metavar="",
+        ),
+    ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -181,6 +205,8 @@ def chat(
         generation,
         call.terminal,
         errors=interface.encoding_errors,
+        first=prompt,
+        as_json=as_json,
         resume=resume,
         reread=reread,
         save=not no_save,

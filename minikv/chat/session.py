@@ -36,7 +36,7 @@ from minikv.chat.report import (
 from minikv.chat.reuse import Decision
 from minikv.chat.snapshot import ChatSnapshot
 from minikv.chat.stop import stop_texts
-from minikv.chat.transcript import Document, Message, Turn, user_message
+from minikv.chat.transcript import Document, Message, Source, Turn, user_message
 from minikv.chat.undo import UNDO_BYTES, UndoHistory
 from minikv.chat.warnings import check_text, marker_lines
 from minikv.engine.engine import Engine
@@ -150,12 +150,13 @@ class ChatSession:
         """The records of all turns so far."""
         return [turn.report for turn in self.turns]
 
-    def attach(self, text: str, name: str | None = None) -> None:
-        """Put a document before the next question. Raises UsageError if it has no text."""
+    def attach(self, text: str, name: str | None = None, source: Source | None = None) -> None:
+        """Put a document before the next question. `source`: the file that it was read from, for
+        saved chats. Raises UsageError if it has no text."""
         check_text(text, name or "the document")
         if not text.strip():
             raise UsageError(f"{name or 'the document'} is empty", "nothing was added")
-        self.pending.append(Document(text, name))
+        self.pending.append(Document(text, name, source))
 
     def kept(self, layer: int, head: int) -> Tensor:
         """Positions that KV head `head` of `layer` still holds, ascending (LongTensor)."""
