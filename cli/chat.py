@@ -186,6 +186,8 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             if not command and session.turn > before and session.report is not None:
                 for part in session.report.lines():
                     terminal.note(f"  {part}")
+                if typed and session.report.stop_reason == "length":
+                    terminal.note("  /continue goes on with this answer")
             context.keeper.keep(session)
 
 

@@ -58,6 +58,22 @@ app.add_typer(
     help="minikv config init\n\nSettings from files and MINIKV_* variables.",
 )
 
+models_app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.add_typer(
+    models_app,
+    name="models",
+    short_help="the models on this disk; fetch and remove",
+    help="minikv models pull HuggingFaceTB/SmolLM2-135M-Instruct\n\n"
+    "The bundled model and those in the Hugging Face cache, with their sizes.",
+)
+chats_app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.add_typer(
+    chats_app,
+    name="chats",
+    short_help="the saved chats; show and remove",
+    help="minikv chats show NAME\n\nThe saved chats, the newest first.",
+)
+
 Files = Annotated[
     list[str] | None,
     typer.Argument(metavar="[FILE]...", help="text files to ask about; - is standard input"),
@@ -66,6 +82,7 @@ Json = Annotated[
     bool,
     typer.Option("--json", help="print one JSON object", rich_help_panel=OUTPUT, metavar=""),
 ]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="do not ask", metavar="")]
 _MODEL = "model revision offline device dtype weights"
 
 
@@ -85,7 +102,7 @@ def main(
         typer.echo(f"minikv {minikv.__version__}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
-    elif context.invoked_subcommand not in ("config", "doctor", "policies"):
+    elif context.invoked_subcommand not in ("config", "doctor", "policies", "chats"):
         terminal = Terminal()
         with guard(terminal, debug=False):
             made = config.load()
@@ -351,6 +368,89 @@ def show_config(call: Call, as_json: Json = False) -> None:
     config_command.show(made, call.terminal, as_json=as_json)
 
 
+@config_app.command(
+    "set",
+    help="minikv config set budget 20%\n\nSet a key in your own file; every other line stays.",
+)
+@command
+def set_config(
+    call: Call,
+    key: Annotated[str, typer.Argument(help="a key from `minikv config show`")],
+    value: Annotated[list[str], typer.Argument(help="its value")],
+) -> None:
+    from minikv.cli import config_command
+
+    config_command.change(key, value, call.terminal)
+
+
+@models_app.callback(invoke_without_command=True)
+@command
+def models(call: Call, as_json: Json = False) -> None:
+    if call.subcommand is not None:
+        return
+    from minikv.cli import models_command
+
+    models_command.models(call.terminal, as_json=as_json)
+
+
+@models_app.command(help="Download what minikv reads of a model, and print its folder.")
+@command
+def pull(
+    call: Call,
+    name: Annotated[str, typer.Argument(help="a hub id, as owner/name, or an alias")],
+    settings: Annotated[Settings, Only("revision")],
+) -> None:
+    from minikv.cli import models_command
+
+    models_command.pull(call.config.model(name) or name, settings.revision, call.terminal)
+
+
+@models_app.command("rm", help="Remove models from the Hugging Face cache.")
+@command
+def remove_models(
+    call: Call,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
+    yes: Yes = False,
+) -> None:
+    from minikv.cli import models_command
+
+    models_command.remove(names, call.terminal, yes=yes)
+
+
+@chats_app.callback(invoke_without_command=True)
+@command
+def chats(call: Call, as_json: Json = False) -> None:
+    if call.subcommand is not None:
+        return
+    from minikv.cli import chats_command
+
+    chats_command.chats(call.terminal, as_json=as_json)
+
+
+@chats_app.command("show", help="What was said in a saved chat.")
+@command
+def show_chat(
+    call: Call,
+    name: Annotated[str, typer.Argument(help="a name from `minikv chats`")],
+    as_json: Json = False,
+) -> None:
+    from minikv.cli import chats_command
+
+    chats_command.show(name, call.terminal, as_json=as_json)
+
+
+@chats_app.command("rm", help="Remove saved chats, with the text that is stored in them.")
+@command
+def remove_chats(
+    call: Call,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
+    yes: Yes = False,
+) -> None:
+    from minikv.cli import chats_command
+
+    chats_command.remove(names, call.terminal, yes=yes)
+
+
 @app.command(
     short_help="a page from an exported chat, without a model",
     help="minikv report chat.json -o report.html\n\n"
@@ -427,7 +527,10 @@ def _resume_alone(arguments: list[str]) -> list[str]:
     ]
 
 
-_COMMANDS = ("ask", "chat", "policies", "eval", "report", "plan", "doctor", "config", "bench")
+_COMMANDS = (
+    *("ask", "chat", "policies", "eval", "report", "plan", "doctor", "config", "bench"),
+    *("models", "chats", "demo"),
+)
 
 
 def _command_words(arguments: list[str]) -> list[str]:
