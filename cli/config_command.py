@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import textwrap
@@ -120,9 +121,10 @@ def change(key: str, words: Sequence[str], terminal: Terminal) -> None:
         raise UsageError(f"cannot write {shown}: {error.strerror}") from None
     terminal.data(f"{name} = {literal(value)}")
     terminal.note(f"in {shown}")
-    origin = load().origins(())[name]
-    if value != "" and origin != shown:
-        terminal.warn(f"{origin} sets {name}, too, and wins over it here")
+    with contextlib.suppress(UsageError):  # another file may be wrong
+        origin = load().origins(())[name]
+        if value != "" and origin != short(config_file()):
+            terminal.warn(f"{origin} sets {name}, too, and wins over it here")
 
 
 def template() -> str:

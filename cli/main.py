@@ -235,6 +235,19 @@ def chat(
 
 
 @app.command(
+    short_help="a guided chat of two minutes, with the bundled model",
+    help="minikv demo\n\nFive questions about the bundled document: what is kept, what that saves, "
+    "a follow-up that goes wrong, and what to do about it. Nothing to prepare. Enter goes on, q "
+    "leaves.",
+)
+@command
+def demo(call: Call, interface: Annotated[Interface, Only("plain debug")]) -> None:
+    from minikv.cli.demo import demo as run_demo
+
+    run_demo(call.terminal, debug=interface.debug)
+
+
+@app.command(
     name="eval",
     short_help="what each policy costs in quality, beside the full cache",
     help="minikv eval --tasks facts,needle --policy adakv,snapkv --budget 64,128,256\n\n"
