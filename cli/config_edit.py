@@ -62,7 +62,7 @@ def _candidates(lines: list[str], top: int, key: str, made: str, end: str) -> li
     if at < top or top == len(lines):
         ended = [*lines[: at - 1], lines[at - 1].rstrip("\r\n") + end] if at else []
         found.append([*ended, f"{made}{end}", *lines[at:]])
-    found.append([*lines[:top], f"{made}{end}", *lines[top:]])
+    found += [[*lines[:top], f"{made}{end}", *lines[top:]], [f"{made}{end}", *lines]]
     return ["".join(one) for one in found]
 
 

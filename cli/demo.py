@@ -1,4 +1,4 @@
-"""`minikv demo`: a guided chat over the bundled document. Every turn of it is run, none is canned."""
+"""`minikv demo`: a guided chat over the bundled document. Every turn is run, none is canned."""
 
 from __future__ import annotations
 
