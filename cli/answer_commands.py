@@ -37,8 +37,8 @@ def _copy(context: Context, arguments: list[str]) -> None:
         raise UsageError("/copy needs a terminal that takes escape sequences", elsewhere)
     count = len(answer)
     terminal.say(
-        f"sent {count:,} character{'' if count == 1 else 's'} to the terminal's clipboard; if "
-        f"nothing arrives there, the terminal does not allow it (OSC 52), and {elsewhere}"
+        f"sent {count:,} character{'' if count == 1 else 's'} to the terminal's clipboard, which "
+        "not every terminal allows (OSC 52)"
     )
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from dataclasses import dataclass
 
 from minikv.cli import commands, documents, render
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.terminal import Terminal
+from minikv.cli.terminal import Terminal, columns
 from minikv.cli.turn import open_chat, run_turn
 from minikv.errors import Interrupted
 from minikv.settings import Generation, Settings
 
 BUDGET = "256"
+_WIDE = 88
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +113,16 @@ def demo(terminal: Terminal, *, debug: bool = False) -> None:
         Keeper(terminal, active=False),
         debug=debug,
     )
-    terminal.say(
+    _prose(
         f"minikv demo: {len(STEPS)} questions about a report of {len(text.text.split()):,} words, "
-        "with the small bundled model. It takes about two minutes."
+        "with the small bundled model. It takes about two minutes.",
+        terminal,
+        margin="",
     )
     terminal.say(f"  {render.policy_line(session)}", "dim")
     for number, step in enumerate(STEPS, 1):
         terminal.say(f"\n{number} of {len(STEPS)}  {step.title}", "head")
-        terminal.say(f"  {step.text}")
+        _prose(step.text, terminal)
         if person and not _goes_on(terminal):
             return
         try:
@@ -144,7 +148,7 @@ def _run(context: Context, step: Step, document: str) -> None:
     for line in step.after:
         _command(context, line)
     if step.then and right != step.fails:
-        terminal.say(f"  {step.then}")
+        _prose(step.then, terminal)
 
 
 def _command(context: Context, line: str) -> None:
@@ -157,6 +161,11 @@ def _said(document: str, step: Step) -> str:
     """The sentence of the document that has the answer."""
     sentences = re.split(r"(?<=\.)\s+", document)
     return next(s for s in sentences if step.answer in s and step.about in s)
+
+
+def _prose(text: str, terminal: Terminal, margin: str = "  ") -> None:
+    width = min(columns(terminal.err), _WIDE)
+    terminal.say(textwrap.fill(text, width, initial_indent=margin, subsequent_indent=margin))
 
 
 def _goes_on(terminal: Terminal) -> bool:
