@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 def source_of(path: str) -> Source | None:
     """A regular file as it is now; None for anything else, and where it cannot be read."""
+    if os.path.abspath(path).startswith(("/dev/", "/proc/")):
+        return None  # the name of a stream, and of another one in the next process
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

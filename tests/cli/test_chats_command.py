@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,20 @@ def test_the_list_fits_the_terminal(two: Path, columns: int) -> None:
     lines = terminal.seen.split()
     assert "thesis" in lines
     assert max(map(len, terminal.seen.splitlines())) <= columns
+
+
+def test_the_list_and_what_was_said_need_no_torch(two: Path) -> None:
+    code = (
+        "import sys; from minikv.cli.main import app\n"
+        "for words in (['chats'], ['chats', 'show', 'thesis'], ['config', 'set', 'seed', '1']):\n"
+        "    app(words, standalone_mode=False)\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=two, check=True
+    )
+    assert "> Why?" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_ages() -> None:
