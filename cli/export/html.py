@@ -87,7 +87,11 @@ def _cards(facts: ChatFacts) -> list[tuple[str, str, str]]:
     tokens, kv, loss = report.tokens, report.kv_bytes, report.loss.est_mass_lost_mean
     held = of_full(kv.held, kv.full)
     cards = [
-        ("KV cache saved", percent_saved(kv.saved), f"{held} held"),
+        (
+            "KV cache saved",
+            percent_saved(kv.saved) if kv.saved > 0 else "–",
+            f"{held} held" if kv.saved > 0 else f"{report.saved}, {held} held",
+        ),
         (
             "Tokens kept per head",
             f"{tokens.kept_mean:,.0f}",
@@ -110,7 +114,7 @@ def _share(facts: ChatFacts) -> int | None:
     report = facts.last
     if report is None or not report.kv_bytes.full:
         return None
-    return max(0, min(100, round(100 * (1 - report.kv_bytes.saved))))
+    return round(100 * (1 - report.kv_bytes.saved))
 
 
 def _turn(facts: ChatFacts, number: int, turn: Turn) -> dict[str, object]:

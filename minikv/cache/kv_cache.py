@@ -23,7 +23,7 @@ from minikv.cache.decode_step import DecodeStep
 from minikv.cache.prefill import Plan, Prefill
 from minikv.cache.second_pass import SecondPassPrefill
 from minikv.cache.snapshot import CacheSnapshot, Outcome
-from minikv.cache.stats import CacheStats, PromptFigures, Shape
+from minikv.cache.stats import CacheStats, PromptFigures, Shape, full_cache_bytes
 from minikv.cache.stopwatch import Stopwatch
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels, choose
@@ -686,16 +686,14 @@ class KVCache:
         arena, shape, last = self.arena, self.shape, self.last_prompt
         held = arena.layout().held
         rows = int(held.sum())
-        row_bytes = 2 * shape.head_dim * self.dtype.itemsize  # as a full cache would hold them
-        seen = sum(min(self.position, w) if w else self.position for w in shape.windows)
         mean = rows / held.numel()
         return CacheStats(
             seen=self.position,
-            row_bytes=row_bytes,
+            row_bytes=2 * shape.head_dim * self.dtype.itemsize,
             kept_mean=mean,
             kept_min=int(held.min()),
             kept_max=int(held.max()),
-            full_bytes=seen * shape.kv_heads * row_bytes,
+            full_bytes=full_cache_bytes(shape, self.position, self.dtype.itemsize),
             held_bytes=rows * arena.row_nbytes(),
             allocated_bytes=self._allocated,
             peak_bytes=last.peak_bytes,

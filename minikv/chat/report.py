@@ -1,7 +1,7 @@
 """The turn record: what one turn cost. Every figure on the screen comes from it.
 
-`saved` is 1 - held / full, where held includes what the policy stores. It is rounded down. A figure
-that was not measured is None, never 0.
+`saved` is 1 - held / full, where held includes what the policy stores. It is rounded down, and
+never below 0. A figure that was not measured is None, never 0.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+
+from minikv.cache.stats import share_saved
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
@@ -31,7 +33,7 @@ class Tokens:
 class KvBytes:
     """Bytes of KV cache, over all layers."""
 
-    full: int  # a cache without eviction, now
+    full: int  # the same rows and tokens in a cache without eviction
     held: int  # rows held, with what the policy stores about them
     allocated: int  # memory allocated for the cache
     peak_prefill: int  # the most that existed at once while the prompt was read
@@ -39,9 +41,8 @@ class KvBytes:
 
     @property
     def saved(self) -> float:
-        """The share of a full cache that is not held; negative if the policy's own data is larger
-        than what was freed."""
-        return 1.0 - self.held / self.full if self.full else 0.0
+        """See `share_saved`."""
+        return share_saved(self.held, self.full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,13 @@ class TurnReport:
         record["warnings"] = list(self.warnings)
         return record
 
+    @property
+    def saved(self) -> str:
+        """What the cache saves, in words: "96.1% saved"."""
+        if self.kv_bytes.saved > 0:
+            return f"{percent_saved(self.kv_bytes.saved)} saved"
+        return "nothing to save" if self.budget.get("unit") is None else "nothing to save yet"
+
     def lines(self) -> tuple[str, str]:
         """The two short lines under an answer: speed, then memory."""
         tokens, kv = self.tokens, self.kv_bytes
@@ -132,7 +140,7 @@ class TurnReport:
         if self.stop_reason != "eos":
             speed.append(f"stopped by {self.stop_reason}")
         memory = [
-            f"KV {of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved)",
+            f"KV {of_full(kv.held, kv.full)} ({self.saved})",
             f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tok/head",
         ]
         again = self.shaped_by_turn is not None and self.shaped_by_turn < self.turn
