@@ -23,7 +23,13 @@ from minikv.cache.decode_step import DecodeStep
 from minikv.cache.prefill import Plan, Prefill
 from minikv.cache.second_pass import SecondPassPrefill
 from minikv.cache.snapshot import CacheSnapshot, Outcome
-from minikv.cache.stats import CacheStats, PromptFigures, Shape, full_cache_bytes
+from minikv.cache.stats import (
+    CacheStats,
+    PromptFigures,
+    Shape,
+    full_cache_bytes,
+    full_cache_rows,
+)
 from minikv.cache.stopwatch import Stopwatch
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels, choose
@@ -705,4 +711,5 @@ class KVCache:
             evict_s=last.evict_s,
             budget_rows=self.budget_rows,
             shaped=last.shaped,
+            gaps=rows < full_cache_rows(shape, self.position),
         )

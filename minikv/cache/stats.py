@@ -31,7 +31,7 @@ class CacheStats:
     prompt, staging and backup included. evicted: tokens seen less the mean of those held. lost_*:
     share of the observation queries' attention that fell on evicted rows at the last eviction by a
     policy that observes (an estimate; None without evidence). shaped: the last prompt's question
-    decided what stayed.
+    decided what stayed. gaps: some head lacks a row that a cache without eviction would hold.
     """
 
     seen: int
@@ -51,6 +51,7 @@ class CacheStats:
     evict_s: float
     budget_rows: int | None
     shaped: bool
+    gaps: bool
 
     @property
     def saved(self) -> float:
@@ -58,11 +59,17 @@ class CacheStats:
         return share_saved(self.held_bytes, self.full_bytes)
 
 
-def full_cache_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
-    """What a cache without eviction holds after `tokens` tokens: a key, a value and a position for
-    every row that the next token can see, in numbers of `itemsize` bytes."""
+def full_cache_rows(shape: Shape, tokens: int) -> int:
+    """Rows that a cache without eviction holds after `tokens` tokens: those that the next token can
+    see."""
     rows = sum(tokens if w is None else min(tokens, w - 1) for w in shape.windows)
-    return rows * shape.kv_heads * (2 * shape.head_dim * itemsize + POSITION_BYTES)
+    return rows * shape.kv_heads
+
+
+def full_cache_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
+    """What these rows take: a key and a value in numbers of `itemsize` bytes, and a position."""
+    row = 2 * shape.head_dim * itemsize + POSITION_BYTES
+    return full_cache_rows(shape, tokens) * row
 
 
 def share_saved(held: int, full: int) -> float:

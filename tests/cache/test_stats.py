@@ -56,6 +56,7 @@ def test_a_full_cache_saves_exactly_nothing(
             stats = run.kv.stats()
             assert stats.held_bytes == stats.full_bytes > 0
             assert stats.saved == 0
+            assert not stats.gaps
             run.step(token)
 
 
