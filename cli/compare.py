@@ -215,7 +215,7 @@ def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
         output=kv.output,
         rotary=kv.rotary,
     )
-    return ChatSession(
+    other = ChatSession(
         Engine(session.engine.network, own),
         session.tokenizer,
         session.template,
@@ -227,6 +227,8 @@ def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
         pin_system=session.pin_system,
         reuse=session.reuse,
     )
+    other.words = session.words
+    return other
 
 
 def run(

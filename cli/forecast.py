@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from minikv.cache.stats import full_cache_bytes
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.cli.wording import worded
 from minikv.errors import UsageError
 from minikv.settings import Settings
 
@@ -129,11 +130,11 @@ def forecast(
 
     def row(name: str, stride: int, eviction: EvictionConfig | UsageError) -> Row:
         if isinstance(eviction, UsageError):
-            return Row(name, "", stride, error=f"{eviction}; {eviction.hint}")
+            return Row(name, "", stride, error=worded(f"{eviction}; {eviction.hint}"))
         try:
             kv = begun(eviction, config, kind, tokens, answer, settings.kv)
         except UsageError as error:
-            return Row(name, eviction.decode, stride, error=f"{error}; {error.hint}")
+            return Row(name, eviction.decode, stride, error=worded(f"{error}; {error.hint}"))
         assert kv.target is not None
         reading, writing = peak(kv, eviction, tokens), kv.target.nbytes
         needs = max(weights + space + max(reading, writing), load)

@@ -9,6 +9,7 @@ from minikv.cli.documents import Text, distinct
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.progress import Live, Loading
 from minikv.cli.terminal import Terminal
+from minikv.cli.wording import worded
 from minikv.loader import build
 from minikv.settings import Generation, Settings
 
@@ -30,6 +31,7 @@ def open_chat(
             session = build(settings, loading)
     finally:
         loading.finish()
+    session.words = worded
     for note in session.facts.notes:
         terminal.warn(note)
     for text in distinct(texts):
@@ -77,6 +79,7 @@ def run_turn(
                     terminal.answer(piece)
             finished = True
         finally:
+            answer.close()
             terminal.clear_status()
             # Also after an error, because what was written stays in the conversation.
             if show and (pieces or finished):

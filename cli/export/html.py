@@ -12,6 +12,7 @@ from minikv.cli.export.facts import ChatFacts, Turn
 from minikv.cli.export.figures import rows
 from minikv.cli.export.safe import visible
 from minikv.cli.render import budget_words
+from minikv.cli.wording import worded
 
 
 def render(facts: ChatFacts) -> str:
@@ -134,7 +135,7 @@ def _turn(facts: ChatFacts, number: int, turn: Turn) -> dict[str, object]:
             )
             for i in turn.documents
         ],
-        "lines": [visible(line) for line in report.lines()] if report else [],
+        "lines": [visible(worded(line)) for line in report.lines()] if report else [],
         "warnings": [visible(warning) for warning in report.warnings] if report else [],
         "rows": [(name, visible(value)) for name, value in rows(report)] if report else [],
     }

@@ -155,7 +155,7 @@ class KVCache:
         assert not stride or (step is not None and prompt is None)
         self.stride = stride
         if (prompt or step) and budget is None:
-            raise UsageError("a policy needs a budget", "give --budget, e.g. 512, 20% or 64MiB")
+            raise UsageError("a policy needs a budget", "give a `budget`, e.g. 512, 20% or 64MiB")
         self.prompt_policy, self.step_policy, self.budget = prompt, step, budget
         # A share is of all that was read when the next prompt ends; until then it is open.
         self._open = budget is not None and budget.unit == "share"
@@ -393,7 +393,7 @@ class KVCache:
             raise UsageError(
                 f"{self.prompt_policy.name} leaves a layer {min(rows)} tokens per head, of which "
                 f"{least - 1} are protected",
-                "a larger --budget or a smaller beta gives every layer enough",
+                "a larger `budget` or a smaller beta gives every layer enough",
             )
         return [
             self.shape.kv_heads * (n if window is None else min(n, window))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from minikv.cache.stats import share_saved
+from minikv.chat import shown
 
 UNKNOWN = "unknown"
 """`Loss.method` where rows had left before the prompt that was measured."""
@@ -123,6 +124,23 @@ class TurnReport:
     kv_dtype: str = ""
     weights: str = ""
 
+    def __repr__(self) -> str:
+        return shown.line("report", [f"turn {self.turn}", *self._about()])
+
+    def _repr_html_(self) -> str:
+        rows = [(f"turn {self.turn}", ", ".join(self._about()))]
+        rows += [("warning", warning) for warning in self.warnings]
+        return shown.table("minikv report", rows)
+
+    def _about(self) -> list[str]:
+        tokens, kv = self.tokens, self.kv_bytes
+        return [
+            f"{tokens.prompt_new:,} tokens read",
+            f"{tokens.generated:,} written in {self.time_s.total:.1f} s",
+            f"KV {of_full(kv.held, kv.full)} ({self.saved})",
+            f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tokens per head",
+        ]
+
     def to_dict(self) -> dict[str, object]:
         """As dictionaries, lists and numbers, for JSON."""
         record = asdict(self)
@@ -166,7 +184,8 @@ class TurnReport:
         lines = [" · ".join(speed), " · ".join(memory)]
         if self.misses:
             lines.append(
-                f"may miss what question {self.misses} did not need; /refresh reads all again"
+                f"may miss what question {self.misses} did not need; `chat.refresh()` reads all "
+                "again"
             )
         return tuple(lines)
 

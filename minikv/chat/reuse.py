@@ -44,16 +44,17 @@ def decide(policy: str, asks: bool, keeps: bool) -> Decision:
     """
     if not asks:
         return Decision(
-            "once", f"--reuse auto keeps the cache: {policy} does not choose by what is asked"
+            "once", f'`reuse="auto"` keeps the cache: {policy} does not choose by what is asked'
         )
     if keeps:
         return Decision(
-            "once", "the cache stays as it is, as you chose; /refresh reads everything again"
+            "once",
+            "the cache stays as it is, as you chose; `chat.refresh()` reads everything again",
         )
     return Decision(
         "refresh",
-        f"--reuse auto reads everything again with each question: {policy} keeps what one question "
-        "needs; /set reuse once turns that off",
+        f'`reuse="auto"` reads everything again with each question: {policy} keeps what one '
+        'question needs; `chat.reuse = "once"` turns that off',
     )
 
 

@@ -101,7 +101,7 @@ def test_the_two_lines() -> None:
     speed, memory, misses = second.lines()
     assert speed.endswith("stopped by length")
     assert memory.endswith("tok/head")
-    assert misses == "may miss what question 1 did not need; /refresh reads all again"
+    assert misses == "may miss what question 1 did not need; `chat.refresh()` reads all again"
     again = report(turn=2, shaped_by_turn=2, reuse="refresh")
     assert len(again.lines()) == 2
     assert again.lines()[1].endswith("lost ~3.1% · read again")
