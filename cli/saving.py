@@ -85,7 +85,7 @@ def _retry(context: Context, arguments: list[str]) -> None:
             for part in session.report.lines():
                 terminal.note(f"  {worded(part)}")
             if other:
-                terminal.note(f"  the next question reads all again with {session.eviction.pair}")
+                terminal.note("  the next question reads all again, for the chat's own policy")
         elif session.turn == before:
             terminal.say("  the question is taken back; /retry asks it again")
 

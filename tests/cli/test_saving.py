@@ -179,7 +179,7 @@ def test_retry_with_other_settings_is_for_one_answer(real: Talk) -> None:
     fed, own = list(real.session.fed), real.session.eviction
     out, err = real.run("retry --policy streaming --budget=40")
     assert err.splitlines()[0].startswith("for this answer: streaming, then streaming · budget 40")
-    assert "the next question reads all again with adakv with roco" in err
+    assert "the next question reads all again, for the chat's own policy" in err
     assert real.session.eviction == own
     assert real.session.reports[-1].policy == "streaming"
     assert real.session.reports[-1].tokens.kept_max <= 41
