@@ -26,6 +26,7 @@ from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.settings_commands import KEYS
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.cli.turn import open_chat, run_turn
+from minikv.cli.wording import worded
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.policies import prompt_names
 from minikv.settings import Generation, Settings
@@ -172,7 +173,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             except (BrokenPipeError, OutputError):
                 raise  # nobody would read the next answer either
             except Interrupted as stopped:
-                terminal.say(f"{stopped}; {stopped.hint}")
+                terminal.say(worded(f"{stopped}; {stopped.hint}"))
             except Exception as error:
                 # The session is as it was, or holds what was written; the chat goes on.
                 if context.debug:
@@ -190,7 +191,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             # A command that asks (/retry) has shown its own.
             if not command and session.turn > before and session.report is not None:
                 for part in session.report.lines():
-                    terminal.note(f"  {part}")
+                    terminal.note(f"  {worded(part)}")
                 if typed and session.report.stop_reason == "length":
                     terminal.note("  /continue goes on with this answer")
             context.keeper.keep(session)

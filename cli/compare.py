@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.chat.report import TurnReport, of_full, percent_saved, ratio
+from minikv.chat.report import TurnReport, of_full, ratio
 from minikv.cli.command import Command, Context
 from minikv.cli.layout import clipped, folded
 from minikv.cli.progress import FRAME, Live
@@ -216,7 +216,7 @@ def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
         output=kv.output,
         rotary=kv.rotary,
     )
-    return ChatSession(
+    other = ChatSession(
         Engine(session.engine.network, own),
         session.tokenizer,
         session.template,
@@ -228,6 +228,8 @@ def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
         pin_system=session.pin_system,
         reuse=session.reuse,
     )
+    other.words = session.words
+    return other
 
 
 def run(
@@ -311,7 +313,7 @@ def facts(one: Run, full: Run) -> dict[str, str]:
     return {
         "answer": one.text.strip() or "(empty)",
         "same as full": "-" if one is full else same_as(one.tokens, full.tokens),
-        "KV held": f"{of_full(kv.held, kv.full)}, {percent_saved(kv.saved)} saved",
+        "KV held": f"{of_full(kv.held, kv.full)}, {one.report.saved}",
         "kept a head": (
             f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,}, "
             f"{tokens.kept_min:,} to {tokens.kept_max:,}"

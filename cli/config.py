@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import read_budget
+from minikv.checks import quoted
 from minikv.cli import paths
 from minikv.cli.terminal import clean
 from minikv.cli.values import spelled
@@ -29,7 +30,6 @@ from minikv.settings import (
     Plain,
     Setting,
     Settings,
-    quoted,
     setting,
     settings_of,
 )

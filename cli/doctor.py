@@ -23,6 +23,7 @@ import minikv
 from minikv.chat.report import size
 from minikv.cli import selftest
 from minikv.cli.terminal import OutputError, Terminal
+from minikv.cli.wording import worded
 from minikv.errors import MinikvError
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -254,7 +255,7 @@ def settings() -> list[Check]:
     try:
         made = config.load()
     except MinikvError as error:
-        return [Check("settings", FAILED, str(error), error.hint)]
+        return [Check("settings", FAILED, worded(str(error)), worded(error.hint))]
     origins = sorted({value.origin for value in made.values.values()})
     detail = f"{len(made.values)} set, by {', '.join(origins)}" if origins else "none set"
     if made.notes:

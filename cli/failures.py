@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import typer
 
 from minikv.cli.terminal import OutputError, Terminal, hush
+from minikv.cli.wording import worded
 from minikv.errors import MinikvError
 
 # What torch's CPU allocator says; it has no exception class of its own.
@@ -32,7 +33,7 @@ class Failure:
 def explain(error: Exception) -> Failure:
     """The line, hint and exit code for any exception."""
     if isinstance(error, MinikvError):
-        return Failure(_line(error), error.hint, error.exit_code)
+        return Failure(_line(error), worded(error.hint), error.exit_code)
     if isinstance(error, OutputError):
         return Failure(_line(error), "", 1)
     if isinstance(error, MemoryError) or (
@@ -48,7 +49,7 @@ def explain(error: Exception) -> Failure:
     from minikv.models.errors import ModelError
 
     if isinstance(error, ModelError):
-        return Failure(_line(error), error.hint, error.exit_code)
+        return Failure(_line(error), worded(error.hint), error.exit_code)
     return Failure(
         f"{type(error).__name__}: {_line(error)}",
         "this is a bug in minikv; --debug shows where it happened",
@@ -84,5 +85,5 @@ def show(terminal: Terminal, error: Exception) -> int:
 
 
 def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(worded(str(error)).split())
     return text if len(text) <= 400 else f"{text[:400]}…"

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minikv.cache.stats import full_cache_bytes
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.cli.wording import worded
 from minikv.errors import UsageError
 from minikv.settings import Settings
 
@@ -58,6 +60,7 @@ class Row:
 class Forecast:
     """A model, a prompt of `tokens` tokens and an answer of `answer`. Bytes.
 
+    token_bytes and full: of a cache without eviction, as in the turn record.
     kept: what matrices are kept in, as --weights has it, or plain.
     workspace: an estimate of what the network itself needs at once, beside weights and cache.
     """
@@ -97,6 +100,7 @@ def forecast(
     ModelError."""
     import torch
 
+    from minikv.loader import shape_of
     from minikv.models.config import ModelConfig
     from minikv.models.weights import (
         check_form,
@@ -126,11 +130,11 @@ def forecast(
 
     def row(name: str, stride: int, eviction: EvictionConfig | UsageError) -> Row:
         if isinstance(eviction, UsageError):
-            return Row(name, "", stride, error=f"{eviction}; {eviction.hint}")
+            return Row(name, "", stride, error=worded(f"{eviction}; {eviction.hint}"))
         try:
             kv = begun(eviction, config, kind, tokens, answer, settings.kv)
         except UsageError as error:
-            return Row(name, eviction.decode, stride, error=f"{error}; {error.hint}")
+            return Row(name, eviction.decode, stride, error=worded(f"{error}; {error.hint}"))
         assert kv.target is not None
         reading, writing = peak(kv, eviction, tokens), kv.target.nbytes
         needs = max(weights + space + max(reading, writing), load)
@@ -147,8 +151,7 @@ def forecast(
         )
 
     rows = [row(*case, choice) for case, choice in zip(cases, choices, strict=True)]
-    each = config.kv_row_bytes(kind.itemsize)
-    windows = [min(tokens, window) if window else tokens for window in config.windows]
+    shape = shape_of(config)
     return Forecast(
         model=settings.model or "bundled",
         family=config.family,
@@ -161,8 +164,8 @@ def forecast(
         tokens=tokens,
         answer=answer,
         budget=settings.budget,
-        token_bytes=each,
-        full=sum(windows) * each // config.layers,
+        token_bytes=full_cache_bytes(shape, 1, kind.itemsize),
+        full=full_cache_bytes(shape, tokens, kind.itemsize),
         workspace=space,
         loading=load,
         memory=place,

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.chat.report import PLACES, UNKNOWN, TurnReport, of_full, percent_saved, ratio, size
+from minikv.chat.report import PLACES, UNKNOWN, TurnReport, of_full, ratio, size
 from minikv.cli import refresh
 from minikv.cli.config_command import text
 from minikv.policies import (
@@ -82,7 +82,7 @@ def stats(report: TurnReport) -> str:
         ),
         (
             "KV held",
-            f"{of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved), "
+            f"{of_full(kv.held, kv.full)} ({report.saved}), "
             f"{size(kv.policy_state)} of it the state of the policy",
         ),
         ("allocated", f"{size(kv.allocated)}, the pool"),

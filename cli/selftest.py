@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.cli.wording import worded
 from minikv.policies import prompt_names, step_names
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
     try:
         return _attempt(net, policy, decode, stride)
     except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return f"{type(error).__name__}: {' '.join(worded(str(error)).split())}"
 
 
 def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:

@@ -6,13 +6,14 @@ Every answer that a user sees is written here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING
 
 from minikv.cli.documents import Text, distinct
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.progress import Live, Loading
 from minikv.cli.terminal import Terminal
+from minikv.cli.wording import worded
 from minikv.loader import build
 from minikv.settings import Generation, Settings
 
@@ -35,6 +36,7 @@ def open_chat(
             session = build(settings, loading)
     finally:
         loading.finish()
+    session.words = worded
     for note in session.facts.notes:
         terminal.warn(note)
     for text in distinct(texts):
@@ -61,7 +63,7 @@ def run_turn(
             live.label = "reading again, Ctrl-C: do not"
         live(done, total)
 
-    def ask() -> Iterator[str]:
+    def ask() -> Generator[str, None, None]:
         return session.ask(
             question,
             generation.max_tokens,
@@ -82,7 +84,7 @@ def continue_turn(
 ) -> str:
     """Go on with the last answer, as `run_turn`. Returns what was added."""
 
-    def go_on() -> Iterator[str]:
+    def go_on() -> Generator[str, None, None]:
         return session.continue_answer(
             generation.max_tokens,
             generation.temperature,
@@ -99,7 +101,7 @@ def continue_turn(
 
 def _stream(
     session: ChatSession,
-    write: Callable[[], Iterator[str]],
+    write: Callable[[], Generator[str, None, None]],
     terminal: Terminal,
     interrupts: Interrupts,
     *,
@@ -112,16 +114,18 @@ def _stream(
     finished = False
     before, show = session.report, show and not terminal.records
     setting = terminal.answering() if show else terminal.silent()
+    answer = write()
     with setting, interrupts.stopping(session.skip):
         if show and after:
             terminal.resume_answer(after)
         try:
-            for piece in write():
+            for piece in answer:
                 pieces.append(piece)
                 if show:
                     terminal.answer(piece)
             finished = True
         finally:
+            answer.close()
             terminal.clear_status()
             # Also after an error, because what was written stays in the conversation.
             if show and (pieces or finished):

@@ -6,6 +6,7 @@ tokens, N rows in a padded view, R rows in the arena, V vocabulary, W rows of an
 
 from __future__ import annotations
 
+from os import PathLike, fspath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ __version__ = "0.1.0"
 
 
 def load(
-    model: str | None = None,
+    model: str | PathLike[str] | None = None,
     policy: str = "adakv",
     budget: int | str = 512,
     decode: str = "auto",
@@ -29,6 +30,11 @@ def load(
     reuse: str = "auto",
     tier: str = "auto",
     tier_dtype: str = "same",
+    system: str = "",
+    pin_system: bool = False,
+    revision: str | None = None,
+    offline: bool = False,
+    threads: int | None = None,
     **policy_options: object,
 ) -> ChatSession:
     """A chat with `model` (a directory or a hub id; None is the bundled model).
@@ -38,12 +44,17 @@ def load(
     `minikv.settings.Settings`, which says what each does and may be. `policy_options` are checked
     against `minikv.policies.POLICIES`. Raises MinikvError or ModelError, both with `exit_code`.
     """
-    from minikv.loader import build
+    from inspect import signature
+
+    from minikv.loader import build, check_budget, check_names
     from minikv.settings import Settings
+
+    check_names(policy_options, list(signature(load).parameters)[:-1])
+    check_budget(budget)
 
     return build(
         Settings(
-            model=model,
+            model=fspath(model) if isinstance(model, PathLike) else model,
             policy=policy,
             budget=str(budget),
             decode=decode,
@@ -57,6 +68,11 @@ def load(
             reuse=reuse,
             tier=tier,
             tier_dtype=tier_dtype,
+            system=system,
+            pin_system=pin_system,
+            revision=revision,
+            offline=offline,
+            threads=threads,
             options=dict(policy_options),
         )
     )

@@ -1,8 +1,10 @@
 """Errors that a user can cause or meet, each with its documented exit code.
 
-The message says in one line what happened and why. `hint` says what to do. The models package has
-its own errors with `exit_code` and `hint` (`minikv.models.errors`), because it may not import from
-here.
+The message says in one line what happened and why. `hint` says what to do; Python shows it below
+the message (as a note). What can be done about it is written as Python, in backquotes:
+`dtype="float32"`, `chat.reset()`. The command line shows what is typed for it
+(`minikv.cli.wording`). The models package has its own errors with `exit_code` and `hint`
+(`minikv.models.errors`), because it may not import from here.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ class MinikvError(Exception):
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+        if hint:
+            self.add_note(hint)
 
 
 class UsageError(MinikvError):

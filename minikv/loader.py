@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-from minikv.settings import Settings, no_cuda
+from minikv.checks import quoted
+from minikv.errors import UsageError
+from minikv.policies import PARTS, POLICIES
+from minikv.settings import Generation, Settings, no_cuda, settings_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,6 +116,33 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             notes=config.notes,
         ),
     )
+
+
+def check_names(named: Iterable[str], own: Sequence[str]) -> None:
+    """Raise UsageError for a name that is no option of any policy, with where it belongs or what is
+    spelled alike. own: the arguments of `minikv.load`."""
+    options = {o.name for info in POLICIES.values() for o in (*info.prompt_options, *info.own)}
+    options |= {option.name for part in PARTS.values() for option in part.options}
+    for name in named:
+        if name in settings_of(Generation):
+            raise UsageError(
+                f"minikv.load() has no argument {name!r}", f"give it to chat.ask(..., {name}=...)"
+            )
+        if name not in options:
+            near = difflib.get_close_matches(name, [*own, *options], n=3, cutoff=0.6)
+            raise UsageError(
+                f"minikv.load() has no argument {quoted(name)}, and no policy has such an option",
+                f"did you mean {' or '.join(near)}?" if near else f"it takes: {', '.join(own)}",
+            )
+
+
+def check_budget(budget: object) -> None:
+    """Raise UsageError for a budget that is neither a number nor a text."""
+    if isinstance(budget, bool) or not isinstance(budget, int | str):
+        raise UsageError(
+            f"`budget` must be a whole number or a text, got {quoted(budget)}",
+            "give tokens per head (512), a share of the prompt ('20%') or bytes ('64MiB')",
+        )
 
 
 def shape_of(config: ModelConfig) -> Shape:

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from minikv import checks
 from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig
 from minikv.chat.reuse import REREAD_LIMIT, REUSES, TIER_DTYPES, TIERS
 from minikv.chat.stop import stop_texts
+from minikv.checks import quoted
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, prompt_names, step_names
 
@@ -61,12 +63,6 @@ class Setting:
         if self.choices and value not in self.choices:
             some = ", ".join(self.choices)
             raise UsageError(f"{where} must be one of {some}, got {quoted(value)}")
-
-
-def quoted(value: object) -> str:
-    """A value from outside, short and harmless."""
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def setting(
@@ -232,11 +228,14 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        for name, one in settings_of(Settings).items():
-            one.check_choice(getattr(self, name), name)
+        for one in fields(Settings):
+            if _KEY in one.metadata:
+                _check_type(one.name, getattr(self, one.name), str(one.type))
+        for name, setting in settings_of(Settings).items():
+            setting.check_choice(getattr(self, name), name)
         if self.threads is not None and not 0 <= self.threads <= _MOST_THREADS:
             raise UsageError(
-                f"--threads must be from 0 to {_MOST_THREADS:,}, got {self.threads}",
+                f"`threads` must be from 0 to {_MOST_THREADS:,}, got {self.threads}",
                 "0 uses all there are",
             )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
@@ -311,6 +310,21 @@ class Generation:
             raise UsageError(f"{one.flag} must be between {low:,} and {high:,}, got {value:,}")
 
 
+def _check_type(name: str, value: object, annotation: str) -> None:
+    """Raise UsageError for a value of another type than the field has."""
+    kind, _, none = annotation.partition(" | ")
+    if none and value is None:
+        return
+    if kind == "str":
+        checks.text(f"`{name}`", value)
+    elif kind == "bool":
+        checks.truth(name, value)
+    elif kind == "int":
+        checks.whole(name, value)
+
+
 def no_cuda() -> UsageError:
     """What is raised where Triton's kernels were asked for and there is no GPU."""
-    return UsageError("no triton kernels without a CUDA device", "use --kernels auto or torch")
+    return UsageError(
+        "no triton kernels without a CUDA device", 'use `kernels="auto"` or `kernels="torch"`'
+    )

@@ -108,7 +108,7 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ModelUnavailable(f"unknown device {name!r}", "auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelUnavailable(f"no CUDA device for {name!r}", "use --device cpu")
+        raise ModelUnavailable(f"no CUDA device for {name!r}", 'use `device="cpu"`')
     if device.type == "cuda" and (device.index or 0) != torch.cuda.current_device():
         torch.cuda.set_device(device.index or 0)  # Triton launches on the current one
     return device

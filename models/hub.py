@@ -141,7 +141,7 @@ def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress
         )
         raise ModelUnavailable(
             f"{repo}{at} is {state}, and offline mode is on",
-            "run once without --offline (and without HF_HUB_OFFLINE) to download it",
+            "run once without `offline=True` (and without HF_HUB_OFFLINE) to download it",
         )
     watched = None if progress is None else _Watched(progress)
     try:

@@ -452,16 +452,17 @@ def check_form(form: str, device: torch.device, dtype: torch.dtype) -> None:
         return
     if device.type != "cpu":
         raise UnusableSetting(
-            f"--weights {form} runs on a CPU only", "use --weights auto, or --device cpu"
+            f'`weights="{form}"` runs on a CPU only',
+            'use `weights="auto"`, or `device="cpu"`',
         )
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise UnusableSetting(
-            f"--weights {form} needs bfloat16 beside it, not {name}",
-            "use --dtype auto, or --weights auto",
+            f'`weights="{form}"` needs bfloat16 beside it, not {name}',
+            'use `dtype="auto"`, or `weights="auto"`',
         )
     if missing := next(filter(None, map(lacks, packs(form))), ""):
-        raise UnusableSetting(f"--weights {form}: {missing}", "use --weights auto")
+        raise UnusableSetting(f'`weights="{form}"`: {missing}', 'use `weights="auto"`')
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -618,23 +619,23 @@ def _same(one: Entry, two: Entry) -> bool:
 
 
 def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, form: str) -> None:
-    """Refuse what does not fit, and name the flags that would."""
+    """Refuse what does not fit, and name the arguments that would."""
     needs = loading_bytes(config, dtype, form)
     free = free_memory(device)
     if free is None or needs <= free:
         return
     gib = 2**30
-    options = [("--dtype bfloat16", torch.bfloat16, "auto")] * (dtype == torch.float32)
+    options = [('dtype="bfloat16"', torch.bfloat16, "auto")] * (dtype == torch.float32)
     if device.type == "cpu":
-        other = "--dtype auto " if dtype == torch.float32 else ""  # packed weights are bfloat16's
+        other = 'dtype="auto", ' if dtype == torch.float32 else ""  # packed weights are bfloat16's
         for name in ("int8", "int4"):
             # The head loses its bits too only where nothing else fits.
             fits = loading_bytes(config, torch.bfloat16, name) <= min(free, needs - 1)
             name += "" if fits else "+head"
-            options.append((f"{other}--weights {name}", torch.bfloat16, name))
+            options.append((f'{other}weights="{name}"', torch.bfloat16, name))
     fitting = [
-        f"{flag} would need {size / gib:.1f} GiB"
-        for flag, kind, name in options
+        f"`{arguments}` would need {size / gib:.1f} GiB"
+        for arguments, kind, name in options
         if (size := loading_bytes(config, kind, name)) < needs
         and size <= free
         and not any(map(lacks, packs(name)))

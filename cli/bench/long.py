@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from minikv.cache.stats import POSITION_BYTES
 from minikv.cli.bench import machine, models
 from minikv.cli.bench.arguments import Arguments
 from minikv.cli.bench.cached import Cached
@@ -83,8 +84,7 @@ def _longest_full(net: Llama, row_bytes: int) -> int | None:
     if net.device.type != "cuda":
         return None
     config, item = net.config, net.dtype.itemsize
-    position = 4  # bytes that a cached token needs beside its key and value
-    each = config.layers * config.kv_heads * (row_bytes + position) + config.hidden * item
+    each = config.layers * config.kv_heads * (row_bytes + POSITION_BYTES) + config.hidden * item
     chunk = net.rows * (2 * config.mlp + 4 * config.hidden) * item
     free, _ = torch.cuda.mem_get_info(net.device)
     return min(models.POSITIONS, max(0, free - chunk) // each) // 1000 * 1000

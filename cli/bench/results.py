@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
+from minikv.cli.wording import worded
 from minikv.errors import MinikvError
 
 
@@ -143,7 +144,7 @@ def one_line(error: BaseException) -> str:
     """An error in at most 200 characters. One that is not meant for users says what it is."""
     from minikv.models.errors import ModelError  # late: brings torch
 
-    said = " ".join(str(error).split())
+    said = " ".join(worded(str(error)).split())
     if not isinstance(error, (MinikvError, ModelError)):
         said = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return said[:200]

@@ -21,9 +21,9 @@ class Cell:
 
     `score` is the mean over n questions (perplexity for ppl, attention lost for loss; n tokens),
     with its 95 % interval over documents, None of a single one; `by_question` by the question's
-    number in its chat, `by_place` by needle depth and length; `held` the bytes held at the end over
-    those of a full cache, mean over documents. `by_item` is each document's own mean (nats for
-    ppl), so that policies can be compared in pairs.
+    number in its chat, `by_place` by needle depth and length; `held` the share of a
+    full cache that is held at the end (1 less the share saved), mean over documents. `by_item` is
+    each document's own mean (nats for ppl), so that policies can be compared in pairs.
     """
 
     task: str

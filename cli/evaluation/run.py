@@ -147,8 +147,7 @@ class Run:
                     chat.reset()
                     chat.configure(self.wanted[i])
                     sheet.made.append(PASSES[one].run(chat, item))
-                    stats = chat.engine.kv.stats()
-                    sheet.held.append(stats.held_bytes / max(stats.full_bytes, 1))
+                    sheet.held.append(1.0 - chat.engine.kv.stats().saved)
                     done += 1
             progress(done, total)
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minikv.chat.report import UNKNOWN, TurnReport, of_full, percent_saved, size
+from minikv.chat.report import UNKNOWN, TurnReport, of_full, size
 from minikv.cli.render import STOPS, budget_words, per_second, policy_words
 
 
@@ -20,7 +20,7 @@ def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
             f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,} "
             f"(min {tokens.kept_min:,}, max {tokens.kept_max:,})",
         ),
-        ("KV held", f"{of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved)"),
+        ("KV held", f"{of_full(kv.held, kv.full)} ({report.saved})"),
         ("of it, kept by the policy", size(kv.policy_state)),
         ("KV allocated", f"{size(kv.allocated)}, the pool"),
         ("KV at the most", f"{size(kv.peak_prefill)}, while reading"),

@@ -12,6 +12,7 @@ from minikv.cli.export.facts import ChatFacts, Turn
 from minikv.cli.export.figures import rows
 from minikv.cli.export.safe import visible
 from minikv.cli.render import budget_words
+from minikv.cli.wording import worded
 
 
 def render(facts: ChatFacts) -> str:
@@ -87,7 +88,11 @@ def _cards(facts: ChatFacts) -> list[tuple[str, str, str]]:
     tokens, kv, loss = report.tokens, report.kv_bytes, report.loss.est_mass_lost_mean
     held = of_full(kv.held, kv.full)
     cards = [
-        ("KV cache saved", percent_saved(kv.saved), f"{held} held"),
+        (
+            "KV cache saved",
+            percent_saved(kv.saved) if kv.saved > 0 else "–",
+            f"{held} held" if kv.saved > 0 else f"{report.saved}, {held} held",
+        ),
         (
             "Tokens kept per head",
             f"{tokens.kept_mean:,.0f}",
@@ -114,7 +119,7 @@ def _share(facts: ChatFacts) -> int | None:
     report = facts.last
     if report is None or not report.kv_bytes.full:
         return None
-    return max(0, min(100, round(100 * (1 - report.kv_bytes.saved))))
+    return round(100 * (1 - report.kv_bytes.saved))
 
 
 def _turn(facts: ChatFacts, number: int, turn: Turn) -> dict[str, object]:
@@ -130,7 +135,7 @@ def _turn(facts: ChatFacts, number: int, turn: Turn) -> dict[str, object]:
             )
             for i in turn.documents
         ],
-        "lines": [visible(line) for line in report.lines()] if report else [],
+        "lines": [visible(worded(line)) for line in report.lines()] if report else [],
         "warnings": [visible(warning) for warning in report.warnings] if report else [],
         "rows": [(name, visible(value)) for name, value in rows(report)] if report else [],
     }

@@ -22,6 +22,9 @@
     const value = 100 * share;
     return (value === 0 || value >= 10 ? value.toFixed(0) : value.toFixed(1)) + "%";
   };
+  // Rounded down, and in words where nothing is saved, as in the figures of a turn.
+  const saved = (held, full) =>
+    (held < full ? `${(Math.floor(1000 * (1 - held / full) + 1e-9) / 10).toFixed(1)}% saved` : "nothing to save yet");
   const level = (share) => (share > 0 ? Math.max(1, Math.ceil(share * 10 - 1e-9)) : 0);
 
   // ---- who holds what ---------------------------------------------------------------------------
@@ -317,7 +320,7 @@
     const read = make("p", "read");
     const say = (p) => {
       read.textContent = `after ${count(p[0])} tokens: ${bytes(p[1])} held, ${bytes(p[2])} in a full cache`
-        + (p[2] ? `, ${percent(Math.max(0, 1 - p[1] / p[2]))} saved` : "");
+        + (p[2] ? `, ${saved(p[1], p[2])}` : "");
       cursor.setAttribute("x1", x(p[0]));
       cursor.setAttribute("x2", x(p[0]));
       cursor.setAttribute("visibility", "visible");
@@ -342,7 +345,7 @@
     box.append(head);
     for (const [tokens, held, full] of curve) {
       const row = make("tr");
-      for (const value of [count(tokens), bytes(held), bytes(full), full ? percent(1 - held / full) : "–"]) {
+      for (const value of [count(tokens), bytes(held), bytes(full), full ? saved(held, full).replace(" saved", "") : "–"]) {
         row.append(make("td", "", value));
       }
       box.append(row);

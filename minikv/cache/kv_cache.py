@@ -23,7 +23,13 @@ from minikv.cache.decode_step import DecodeStep
 from minikv.cache.prefill import Plan, Prefill
 from minikv.cache.second_pass import SecondPassPrefill
 from minikv.cache.snapshot import CacheSnapshot, Outcome
-from minikv.cache.stats import CacheStats, PromptFigures, Shape
+from minikv.cache.stats import (
+    CacheStats,
+    PromptFigures,
+    Shape,
+    full_cache_bytes,
+    full_cache_rows,
+)
 from minikv.cache.stopwatch import Stopwatch
 from minikv.cache.tier import Tier
 from minikv.errors import UsageError
@@ -151,7 +157,7 @@ class KVCache:
         assert not stride or (step is not None and prompt is None)
         self.stride = stride
         if (prompt or step) and budget is None:
-            raise UsageError("a policy needs a budget", "give --budget, e.g. 512, 20% or 64MiB")
+            raise UsageError("a policy needs a budget", "give a `budget`, e.g. 512, 20% or 64MiB")
         self.prompt_policy, self.step_policy, self.budget = prompt, step, budget
         # A share is of all that was read when the next prompt ends; until then it is open.
         self._open = budget is not None and budget.unit == "share"
@@ -242,7 +248,7 @@ class KVCache:
         """Why these policies cannot choose from a tier; None if they can."""
         prompt = self.prompt_policy
         if self.stride:
-            return "--stride evicts while it reads"
+            return "with a stride rows are evicted while it reads"
         if prompt is not None:
             evidence, name = prompt.evidence, prompt.name
             if evidence.observe == ALL or evidence.queries_from is not None:
@@ -443,7 +449,7 @@ class KVCache:
             raise UsageError(
                 f"{self.prompt_policy.name} leaves a layer {min(rows)} tokens per head, of which "
                 f"{least - 1} are protected",
-                "a larger --budget or a smaller beta gives every layer enough",
+                "a larger `budget` or a smaller beta gives every layer enough",
             )
         return [
             self.shape.kv_heads * (n if window is None else min(n, window))
@@ -749,16 +755,14 @@ class KVCache:
         arena, shape, last = self.arena, self.shape, self.last_prompt
         held = arena.layout().held
         rows = int(held.sum())
-        row_bytes = 2 * shape.head_dim * self.dtype.itemsize  # as a full cache would hold them
-        seen = sum(min(self.position, w) if w else self.position for w in shape.windows)
         mean = rows / held.numel()
         return CacheStats(
             seen=self.position,
-            row_bytes=row_bytes,
+            row_bytes=2 * shape.head_dim * self.dtype.itemsize,
             kept_mean=mean,
             kept_min=int(held.min()),
             kept_max=int(held.max()),
-            full_bytes=seen * shape.kv_heads * row_bytes,
+            full_bytes=full_cache_bytes(shape, self.position, self.dtype.itemsize),
             held_bytes=rows * arena.row_nbytes(),
             allocated_bytes=self._allocated,
             peak_bytes=last.peak_bytes,
@@ -770,5 +774,5 @@ class KVCache:
             evict_s=last.evict_s,
             budget_rows=self.budget_rows,
             shaped=last.shaped,
-            gaps=rows < seen * shape.kv_heads,
+            gaps=rows < full_cache_rows(shape, self.position),
         )

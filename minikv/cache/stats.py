@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+POSITION_BYTES = 4
+"""A row's position, an int32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -21,13 +24,13 @@ class Shape:
 class CacheStats:
     """The cache right now, counted from its tensors. Rows per (layer, KV head), bytes over all.
 
-    row_bytes: k and v of one row. full_bytes: k and v of every token seen, as a cache without
-    eviction would hold them (sliding windows respected). held_bytes: every column of the rows
-    held; state_bytes: the part of it that is the policy's own. allocated_bytes: all that is
-    allocated between turns. peak_bytes: the most allocated at once during the last prompt, staging
-    and backup included. evicted: tokens seen less the mean of those held. lost_*: share of the
-    observation queries' attention that fell on evicted rows at the last eviction by a policy
-    that observes (an estimate; None without evidence). shaped: the last prompt's question
+    row_bytes: k and v of one row. full_bytes: k, v and pos of every row that this cache would
+    hold of the tokens seen if nothing were evicted, see `full_cache_bytes`. held_bytes: every
+    column of the rows held; state_bytes: the part of it that is the policy's own. allocated_bytes:
+    all that is allocated between turns. peak_bytes: the most allocated at once during the last
+    prompt, staging and backup included. evicted: tokens seen less the mean of those held. lost_*:
+    share of the observation queries' attention that fell on evicted rows at the last eviction by a
+    policy that observes (an estimate; None without evidence). shaped: the last prompt's question
     decided what stayed. gaps: some head lacks a row that a cache without eviction would hold.
     """
 
@@ -49,6 +52,33 @@ class CacheStats:
     budget_rows: int | None
     shaped: bool
     gaps: bool
+
+    @property
+    def saved(self) -> float:
+        """See `share_saved`."""
+        return share_saved(self.held_bytes, self.full_bytes)
+
+
+def full_cache_rows(shape: Shape, tokens: int) -> int:
+    """Rows that a cache without eviction holds after `tokens` tokens: those that the next token can
+    see."""
+    rows = sum(tokens if w is None else min(tokens, w - 1) for w in shape.windows)
+    return rows * shape.kv_heads
+
+
+def full_cache_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
+    """What these rows take: a key and a value in numbers of `itemsize` bytes, and a position."""
+    row = 2 * shape.head_dim * itemsize + POSITION_BYTES
+    return full_cache_rows(shape, tokens) * row
+
+
+def share_saved(held: int, full: int) -> float:
+    """The share of a full cache that is not held, from 0 to 1.
+
+    What the policy stores counts as held. While little was evicted, it can be more than what was
+    freed: then nothing is saved yet, and the share is 0.
+    """
+    return max(0.0, 1.0 - held / full) if full else 0.0
 
 
 @dataclass(frozen=True, slots=True)

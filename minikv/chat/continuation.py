@@ -15,7 +15,7 @@ _ENDS = {
     "stop": "the answer ended at a stop text",
     "context": "the model's context is full",
 }
-_ANEW = "ask a question, or /retry for another answer"
+_ANEW = "ask a question"
 
 
 def refusal(report: TurnReport | None, *, pending: bool, same: bool, full: bool) -> None:
@@ -34,7 +34,7 @@ def refusal(report: TurnReport | None, *, pending: bool, same: bool, full: bool)
     if not same:
         raise UsageError(
             "this answer cannot go on: the policy or the budget was changed since",
-            "set them back, or /retry for an answer under the new ones",
+            "set them back, or ask again",
         )
 
 

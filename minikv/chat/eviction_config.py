@@ -129,18 +129,18 @@ def _strided(policy: str, decode: str, stride: int) -> PolicyInfo:
     """The step policy for prefill in blocks and for the answer. Raises UsageError."""
     if stride < 1 or stride > MOST_STRIDE or stride & (stride - 1):
         raise UsageError(
-            f"--stride must be a power of two up to {MOST_STRIDE}, got {stride}",
+            f"`stride` must be a power of two up to {MOST_STRIDE}, got {stride}",
             "1 is the papers' way, 32 is much faster",
         )
     names = [name for name in step_names() if name != "none"]
     if policy not in names:
         raise UsageError(
-            f"{policy} cannot read a prompt in blocks", f"--stride takes: {', '.join(names)}"
+            f"{policy} cannot read a prompt in blocks", f"`stride` takes: {', '.join(names)}"
         )
     if decode not in ("auto", policy):
         raise UsageError(
-            f"with --stride, {policy} reads and writes: --decode {decode} does not go with it",
-            "leave --decode out",
+            f'with `stride`, {policy} reads and writes: `decode="{decode}"` does not go with it',
+            "leave `decode` out",
         )
     return find(policy, step=True)
 
@@ -150,7 +150,7 @@ def read_budget(text: str | int) -> Budget:
     budget = Budget.parse(text)
     if budget.value > _MOST:
         raise UsageError(
-            f"budget {text} is more than any memory holds", "--policy full never evicts"
+            f"budget {text} is more than any memory holds", '`policy="full"` never evicts'
         )
     return budget
 

@@ -57,7 +57,7 @@ class Recall:
         """Whether a conversation of so many tokens has a tier, which is made if need be. If not,
         `why` says why. Raises UsageError where one was asked for by name and does not fit."""
         if self.kind == "none":
-            self.why = "--tier none"
+            self.why = '`tier="none"`'
             return False
         refused = self._kv.recalls
         if refused is not None:
@@ -73,8 +73,8 @@ class Recall:
             self.why = f"what was read takes {size(need)} of RAM, and {size(free + have)} are free"
             if self.kind == "ram":
                 raise UsageError(
-                    f"--tier ram does not fit: {self.why}",
-                    "--tier-dtype int8 takes about half, --tier none reads again instead",
+                    f'`tier="ram"` does not fit: {self.why}',
+                    '`tier_dtype="int8"` takes about half, `tier="none"` reads again instead',
                 )
             return False
         if tier is None:

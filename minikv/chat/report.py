@@ -1,7 +1,7 @@
 """The turn record: what one turn cost. Every figure on the screen comes from it.
 
-`saved` is 1 - held / full, where held includes what the policy stores. It is rounded down. A figure
-that was not measured is None, never 0.
+`saved` is 1 - held / full, where held includes what the policy stores. It is rounded down, and
+never below 0. A figure that was not measured is None, never 0.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+
+from minikv.cache.stats import share_saved
+from minikv.chat import shown
 
 UNKNOWN = "unknown"
 """`Loss.method` where rows had left before the prompt that was measured."""
@@ -35,7 +38,7 @@ class Tokens:
 class KvBytes:
     """Bytes of KV cache, over all layers."""
 
-    full: int  # a cache without eviction, now
+    full: int  # the same rows and tokens in a cache without eviction
     held: int  # rows held, with what the policy stores about them
     allocated: int  # memory allocated for the cache
     peak_prefill: int  # the most that existed at once while the prompt was read
@@ -44,9 +47,8 @@ class KvBytes:
 
     @property
     def saved(self) -> float:
-        """The share of a full cache that is not held; negative if the policy's own data is larger
-        than what was freed."""
-        return 1.0 - self.held / self.full if self.full else 0.0
+        """See `share_saved`."""
+        return share_saved(self.held, self.full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +130,35 @@ class TurnReport:
     weights: str = ""
     tier: str = ""
 
+    def __repr__(self) -> str:
+        return shown.line("report", [f"turn {self.turn}", *self._about()])
+
+    def _repr_html_(self) -> str:
+        rows = [(f"turn {self.turn}", ", ".join(self._about()))]
+        rows += [("warning", warning) for warning in self.warnings]
+        return shown.table("minikv report", rows)
+
+    def _about(self) -> list[str]:
+        tokens, kv = self.tokens, self.kv_bytes
+        return [
+            f"{tokens.prompt_new:,} tokens read",
+            f"{tokens.generated:,} written in {self.time_s.total:.1f} s",
+            f"KV {of_full(kv.held, kv.full)} ({self.saved})",
+            f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tokens per head",
+        ]
+
     def to_dict(self) -> dict[str, object]:
         """As dictionaries, lists and numbers, for JSON."""
         record = asdict(self)
         record["warnings"] = list(self.warnings)
         return record
+
+    @property
+    def saved(self) -> str:
+        """What the cache saves, in words: "96.1% saved"."""
+        if self.kv_bytes.saved > 0:
+            return f"{percent_saved(self.kv_bytes.saved)} saved"
+        return "nothing to save" if self.budget.get("unit") is None else "nothing to save yet"
 
     @property
     def misses(self) -> int:
@@ -150,7 +176,7 @@ class TurnReport:
         if self.stop_reason != "eos":
             speed.append(f"stopped by {self.stop_reason}")
         memory = [
-            f"KV {of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved)",
+            f"KV {of_full(kv.held, kv.full)} ({self.saved})",
             f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tok/head",
         ]
         if self.loss.est_mass_lost_mean is not None:
@@ -168,7 +194,8 @@ class TurnReport:
         lines = [" · ".join(speed), " · ".join(memory)]
         if self.misses:
             lines.append(
-                f"may miss what question {self.misses} did not need; /refresh reads all again"
+                f"may miss what question {self.misses} did not need; `chat.refresh()` reads all "
+                "again"
             )
         return tuple(lines)
 

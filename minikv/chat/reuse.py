@@ -49,16 +49,18 @@ def decide(policy: str, asks: bool, keeps: bool, why: str = "") -> Decision:
     """
     if not asks:
         return Decision(
-            "once", f"--reuse auto keeps the cache: {policy} does not choose by what is asked"
+            "once", f'`reuse="auto"` keeps the cache: {policy} does not choose by what is asked'
         )
     if keeps:
         return Decision(
-            "once", "the cache stays as it is, as you chose; /refresh reads everything again"
+            "once",
+            "the cache stays as it is, as you chose; `chat.refresh()` reads everything again",
         )
     return Decision(
         "refresh",
-        f"--reuse auto reads everything again with each question: {policy} keeps what one question "
-        f"needs{f', and there is no tier ({why})' if why else ''}; /set reuse once turns that off",
+        f'`reuse="auto"` reads everything again with each question: {policy} keeps what one '
+        f"question needs{f', and there is no tier ({why})' if why else ''}; "
+        '`chat.reuse = "once"` turns that off',
     )
 
 

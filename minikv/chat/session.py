@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, replace
 from time import perf_counter
+from typing import Self, cast
 
 from torch import Tensor
 
+from minikv import checks
 from minikv.cache.stats import CacheStats
-from minikv.chat import prompt_plan, reuse
+from minikv.chat import prompt_plan, reuse, shown
 from minikv.chat.answer import Answer
+from minikv.chat.background import in_background
 from minikv.chat.continuation import continued, refusal
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.facts import Facts, device_memory
+from minikv.chat.guard import Guard, answers, changes, closed
 from minikv.chat.min_tokens import longest_token
 from minikv.chat.prompt_plan import PromptPlan, Read
 from minikv.chat.protocols import Template, Tokenizer
@@ -55,6 +59,8 @@ class ChatSession:
     take back; each costs a copy of the cache in host memory, `UNDO_BYTES` in all. `reuse` and
     `undo_turns` may be set between turns.
 
+    `words`: how a warning is put; what to do about it comes as Python, in backquotes.
+
     `keeps_cache`: `auto` reads nothing again in this conversation. `rereading`: `auto` is reading
     again, and `skip` would stop that.
 
@@ -82,6 +88,7 @@ class ChatSession:
         reuse: str = "once",
         recall: Recall | None = None,
     ) -> None:
+        self.guard = Guard()
         self.engine = engine
         self.tokenizer = tokenizer
         self.template = template
@@ -95,10 +102,12 @@ class ChatSession:
         self.history = UndoHistory(undo_turns, UNDO_BYTES)
         self.reuse = reuse
         self.recall = recall or Recall(engine.kv)
+        self.words: Callable[[str], str] = str
         self._longest: float | None = None  # bytes per token at the most, once it was needed
         self.conversation = 0
         self.reset()
 
+    @changes
     def reset(self, *, keep_documents: bool = False) -> None:
         """Forget the conversation and its cache. With `keep_documents`, the next question reads the
         documents again."""
@@ -133,6 +142,7 @@ class ChatSession:
     def reuse(self, value: str) -> None:
         self._reuse = reuse.checked(value)
 
+    @changes
     def refresh(self, *, wanted: bool = True) -> None:
         """Read the whole conversation again with the next question, and evict for that question,
         whatever `reuse` says. `wanted` False cancels this. Raises UsageError if nothing was read
@@ -158,9 +168,12 @@ class ChatSession:
         """The records of all turns so far."""
         return [turn.report for turn in self.turns]
 
+    @changes
     def attach(self, text: str, name: str | None = None, source: Source | None = None) -> None:
         """Put a document before the next question. `source`: the file that it was read from, for
         saved chats. Raises UsageError if it has no text."""
+        if name is not None:
+            checks.text("`name`", name)
         check_text(text, name or "the document")
         if not text.strip():
             raise UsageError(f"{name or 'the document'} is empty", "nothing was added")
@@ -168,6 +181,9 @@ class ChatSession:
 
     def kept(self, layer: int, head: int) -> Tensor:
         """Positions that KV head `head` of `layer` still holds, ascending (LongTensor)."""
+        shape = self.engine.kv.shape
+        checks.whole("layer", layer, 0, shape.layers - 1)
+        checks.whole("head", head, 0, shape.kv_heads - 1)
         return self.engine.kv.kept(layer, head)
 
     def start(self) -> list[int]:
@@ -177,6 +193,7 @@ class ChatSession:
         one, two = (self.template.opening([*system, Message("user", t)]) for t in ("a", "7?"))
         return one[: reuse.shared(one, two)]
 
+    @changes
     def configure(self, eviction: EvictionConfig) -> None:
         """Use another policy or budget from the next prompt on. On UsageError nothing changes."""
         self.engine.kv.configure(*eviction.policies())
@@ -189,22 +206,24 @@ class ChatSession:
     def snapshot(self) -> ChatSnapshot:
         """A copy of the chat between two turns. After `restore`, every answer is bit-identical. The
         rows in use are copied to host memory."""
-        assert self.turn == len(self.turns), "a turn is under way"
-        return ChatSnapshot(
-            self.engine.kv.snapshot(),
-            self.eviction,
-            self.seed,
-            tuple(self.messages),
-            tuple(self.documents),
-            tuple(self.pending),
-            tuple(self.fed),
-            self.pending_token,
-            self.shaped_by,
-            tuple(self.turns),
-            tuple(self.curve),
-            self.rereads,
-        )
+        with self.guard.change(inside=True):
+            assert self.turn == len(self.turns), "a turn is under way"
+            return ChatSnapshot(
+                self.engine.kv.snapshot(),
+                self.eviction,
+                self.seed,
+                tuple(self.messages),
+                tuple(self.documents),
+                tuple(self.pending),
+                tuple(self.fed),
+                self.pending_token,
+                self.shaped_by,
+                tuple(self.turns),
+                tuple(self.curve),
+                self.rereads,
+            )
 
+    @changes
     def restore(self, snapshot: ChatSnapshot) -> None:
         """Go back to `snapshot`, policies, budget and seed included. Between turns only.
 
@@ -231,6 +250,7 @@ class ChatSession:
         self.rereads = snapshot.rereads
         self._cancelled = self._skips = False
 
+    @changes
     def undo(self, turns: int = 1) -> list[Turn]:
         """Take back the last `turns` turns, and return them. The documents of the first go in front
         of the next question. Policy, budget and seed stay as they are now.
@@ -257,8 +277,11 @@ class ChatSession:
 
     def _undoable(self, turns: int) -> None:
         count = len(self.turns)
+        checks.whole("turns", turns)
         if turns < 1:
-            raise UsageError(f"a number of turns is 1 or more, got {turns:,}")
+            raise UsageError(
+                f"a number of turns is 1 or more, got {turns:,}", "`chat.undo()` or `chat.undo(2)`"
+            )
         if not count:
             raise UsageError("there is no turn to take back", "ask something first")
         if turns > count:
@@ -294,6 +317,54 @@ class ChatSession:
         self._skips = self.rereading
         self._cancelled = True
 
+    def finish(self) -> None:
+        """End an answer whose iterator is open, as closing the iterator does. Raises UsageError
+        while another thread computes its next piece."""
+        self.guard.finish()
+
+    def close(self) -> None:
+        """Give the memory of model and cache back; what is asked of the chat from then on is a
+        UsageError. Turns and reports stay. `with minikv.load() as chat` does it at the end."""
+        self.cancel()
+        self.guard.close(self._free)
+
+    def _free(self) -> None:
+        if not isinstance(self.engine, _Closed):
+            self.engine.reset()
+            self.engine = cast(Engine, _Closed())
+            self.history = self.history.emptied()
+
+    def __enter__(self) -> Self:
+        if self.guard.closed:
+            raise closed()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.guard.closed:
+            return shown.line("chat", ["closed", *self._about()])
+        return shown.line("chat", self._about())
+
+    def _repr_html_(self) -> str:
+        rows = [("chat", ", ".join(filter(None, self._about())))]
+        rows += [("document", document.name or "without a name") for document in self.documents]
+        rows += [("document, not read yet", d.name or "without a name") for d in self.pending]
+        for number, turn in enumerate(self.turns, 1):
+            rows += [(f"question {number}", turn.question), (f"answer {number}", turn.answer)]
+        return shown.table("minikv chat", rows)
+
+    def _about(self) -> list[str]:
+        turns = len(self.turns)
+        return [
+            self.facts.model,
+            self.eviction.pair,
+            f"budget {self.eviction.budget}" if self.eviction.evicts else "",
+            "1 turn" if turns == 1 else f"{turns:,} turns",
+            f"{len(self.fed):,} of {self.max_context:,} tokens",
+        ]
+
     @property
     def reads_again(self) -> int:
         """Tokens that `auto` would read again with the next question."""
@@ -308,6 +379,7 @@ class ChatSession:
         """Positions left in the model's context, the pending token already counted."""
         return self.max_context - len(self.fed) - (self.pending_token is not None)
 
+    @answers
     def ask(
         self,
         question: str,
@@ -320,27 +392,30 @@ class ChatSession:
         stop: str | Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
         notice: Callable[[str], None] | None = None,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Ask about the attached documents; yield the text of the answer piece by piece.
 
         The answer ends before the first of the texts in `stop`. `progress(done, total)` is called
         between chunks of the prompt, `notice(line)` with each warning. Closing the iterator early
-        is the same as `cancel`.
+        is the same as `cancel`. From its first piece until it ends, is closed or is collected,
+        everything else that would change the chat is refused (see `minikv.chat.guard`).
 
         Raises ContextError if the prompt does not fit (it is never cut), UsageError, Interrupted,
         NumericsError. After an error while the prompt was read, the chat is as it was before the
         question. After an error in the answer, the part that was written stays.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
-        if max_tokens < 1:
-            raise UsageError(f"--max-tokens must be at least 1, got {max_tokens}")
+        checks.whole("max_tokens", max_tokens, 1)
+        checks.function("progress", progress)
+        checks.function("notice", notice)
+        check_text(question, "the question")
         if not question.strip():
             raise UsageError("the question is empty", "ask something in words")
-        check_text(question, "the question")
-        texts = stop_texts(stop)
-        self._cancelled = self._skips = False
-        yield from self._turn(question, max_tokens, sampling, texts, progress, notice)
+        return self._turn(question, max_tokens, sampling, stop_texts(stop), progress, notice)
 
+    ask_async = in_background(ask)
+
+    @answers
     def continue_answer(
         self,
         max_tokens: int = 256,
@@ -351,7 +426,7 @@ class ChatSession:
         min_p: float = 0.0,
         stop: str | Sequence[str] = (),
         notice: Callable[[str], None] | None = None,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Go on with an answer that ended at its `max_tokens` or was stopped; yield what follows.
 
         The tokens are those of a larger `max_tokens` from the beginning. The turn grows: its
@@ -359,12 +434,11 @@ class ChatSession:
         Arguments and errors are those of `ask`. Raises UsageError if there is no such answer.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
-        if max_tokens < 1:
-            raise UsageError(f"--max-tokens must be at least 1, got {max_tokens}")
+        checks.whole("max_tokens", max_tokens, 1)
+        checks.function("notice", notice)
         texts = stop_texts(stop)
         self.continuable()
-        self._cancelled = self._skips = False
-        yield from self._longer(max_tokens, sampling, texts, notice)
+        return self._longer(max_tokens, sampling, texts, notice)
 
     def continuable(self) -> None:
         """Raise the UsageError that `continue_answer` would raise."""
@@ -388,11 +462,14 @@ class ChatSession:
         stop: tuple[str, ...],
         progress: Callable[[int, int], None] | None,
         notice: Callable[[str], None] | None,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         began = perf_counter()
+        self.guard.question = question
+        self._cancelled = self._skips = False
         warnings: list[str] = []
 
         def warn(line: str) -> None:
+            line = self.words(line)
             warnings.append(line)
             if notice is not None:
                 notice(line)
@@ -521,7 +598,7 @@ class ChatSession:
         max_tokens: int,
         sampling: Sampling,
         began: float,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Write the answer until it ends; `answer.reason` then says why. `logits` are those of the
         last token that was read, None if the pending token comes first."""
         vocab = self.tokenizer.vocab
@@ -571,8 +648,9 @@ class ChatSession:
         sampling: Sampling,
         stop: tuple[str, ...],
         notice: Callable[[str], None] | None,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         began = perf_counter()
+        self._cancelled = self._skips = False
         turn, known = self.turns[-1], self.engine.kv.stats()
         assert self.pending_token is not None
         ids = [*self.fed, self.pending_token][-turn.report.tokens.generated :]
@@ -673,8 +751,8 @@ class ChatSession:
         why = self.engine.kv.recalls
         if self.reuse == "recall" and (why or self.recall.kind == "none"):
             raise UsageError(
-                f"--reuse recall cannot be had: {why or '--tier none'}",
-                "--reuse auto reads everything again instead",
+                f'`reuse="recall"` cannot be had: {why or _NO_TIER}',
+                '`reuse="auto"` reads everything again instead',
             )
         return True
 
@@ -737,7 +815,7 @@ class ChatSession:
         used = f", {fed:,} of them used by this chat" if fed else ""
         choices = ["a shorter document", "a model with a longer context"]
         if self.fed:
-            choices.insert(0, "a new conversation (/reset)")
+            choices.insert(0, "a new conversation (`chat.reset()`)")
         return ContextError(
             f"the prompt {verb} {tokens:,} tokens and {room:,} are left: this model was trained "
             f"for {self.max_context:,} positions{used}",
@@ -762,7 +840,7 @@ class ChatSession:
             and not self.turn
             and self.eviction.evicts
         ):
-            warn("there is no document to evict beforehand: --reuse blind changes nothing here")
+            warn('there is no document to evict beforehand: `reuse="blind"` changes nothing here')
         line = decision.why if decision is not None else ""
         about = decision and (decision.reuse, self.eviction.policy, self.keeps_cache)
         if line and about != self._told:
@@ -779,7 +857,7 @@ class ChatSession:
         chosen = self.eviction.evicts and self.eviction.budget != read_budget(DEFAULT_BUDGET)
         if had_documents and chosen and rows is not None and rows >= stats.seen:
             warn(
-                f"--budget {self.eviction.budget} ({rows:,} tokens per head) is not below this "
+                f'`budget="{self.eviction.budget}"` ({rows:,} tokens per head) is not below this '
                 f"prompt ({stats.seen:,} tokens): nothing was evicted"
             )
 
@@ -836,6 +914,16 @@ class ChatSession:
             reuse=feed.reuse,
             tier=self.recall.place,
         )
+
+
+class _Closed:
+    """In place of the engine of a chat that was closed."""
+
+    def __getattr__(self, name: str) -> object:
+        raise closed()
+
+
+_NO_TIER = '`tier="none"`'
 
 
 def _loss(read: Read) -> Loss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from minikv import checks
 from minikv.chat.protocols import Template
 from minikv.chat.transcript import Document
 from minikv.errors import UsageError
@@ -29,8 +30,9 @@ def marker_lines(template: Template, documents: Iterable[Document], question: st
 
 
 def check_text(text: str, what: str) -> None:
-    """Raise UsageError for lone surrogates, which no tokenizer accepts. They come from bytes that
-    are not UTF-8. what: the name of the text in the message."""
+    """Raise UsageError for what is not a str, and for lone surrogates, which no tokenizer accepts.
+    Those come from bytes that are not UTF-8. what: the name of the text in the message."""
+    checks.text(what, text)
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -186,7 +186,7 @@ class DecodeLoop:
             kv.settle()
             raise NumericsError(
                 f"the network produced NaN or infinite logits at position {kv.position + 1:,}",
-                "the turn was stopped; try --dtype float32",
+                'the turn was stopped; try `dtype="float32"`',
             )
         kv.position += 1
         self._guess = found

@@ -100,7 +100,8 @@ class Engine:
         if tokens > left:
             raise ContextError(
                 f"{tokens:,} tokens do not fit: {left:,} of {most:,} positions are left",
-                "eviction frees memory, not positions; shorten the text or start anew with /reset",
+                "eviction frees memory, not positions; shorten the text or start anew with "
+                "`chat.reset()`",
             )
         return left
 
@@ -183,7 +184,7 @@ class Engine:
         if self.kv.position >= most:
             raise ContextError(
                 f"all {most:,} positions are used",
-                "eviction frees memory, not positions; start anew with /reset",
+                "eviction frees memory, not positions; start anew with `chat.reset()`",
             )
 
     def reset(self) -> None:
@@ -210,5 +211,5 @@ def _check(logits: Tensor, doing: str) -> None:
     if not bool(torch.isfinite(logits).all()):
         raise NumericsError(
             f"the network produced NaN or infinite logits while {doing}",
-            "the weights may be damaged, or too large for this dtype; try --dtype float32",
+            'the weights may be damaged, or too large for this dtype; try `dtype="float32"`',
         )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.errors import NumericsError, UsageError
+from minikv import checks
+from minikv.errors import NumericsError
 
 _MASK = (1 << 64) - 1
 
@@ -29,10 +30,10 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        _within("--temperature", self.temperature, 0.0, 100.0)
-        _within("--top-k", self.top_k, 0, 1 << 31)
-        _within("--top-p", self.top_p, 0.0, 1.0)
-        _within("--min-p", self.min_p, 0.0, 1.0)
+        checks.number("temperature", self.temperature, 0.0, 100.0)
+        checks.whole("top_k", self.top_k, 0, 1 << 31)
+        checks.number("top_p", self.top_p, 0.0, 1.0)
+        checks.number("min_p", self.min_p, 0.0, 1.0)
 
 
 def pick(logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: int) -> int:
@@ -45,7 +46,7 @@ def pick(logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: in
     if not bool(torch.isfinite(logits).all()):
         raise NumericsError(
             f"the network produced NaN or infinite logits at position {position:,}",
-            "the turn was stopped; try --dtype float32",
+            'the turn was stopped; try `dtype="float32"`',
         )
     if sampling.temperature == 0.0:
         return int(logits.argmax())
@@ -92,8 +93,3 @@ def _mix(seed: int, position: int) -> int:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = ((value ^ (value >> shift)) * factor) & _MASK
     return value ^ (value >> 31)
-
-
-def _within(flag: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # NaN fails too
-        raise UsageError(f"{flag} must be between {low:,} and {high:,}, got {value:,}")

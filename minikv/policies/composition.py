@@ -48,7 +48,7 @@ def find(name: str, *, step: bool = False) -> PolicyInfo:
     info = POLICIES.get(name)
     if info is not None and (info.step if step else info.prompt):
         return info
-    flag, other = ("--decode", "--policy") if step else ("--policy", "--decode")
+    flag, other = ("`decode`", "`policy`") if step else ("`policy`", "`decode`")
     if info is not None:
         raise UsageError(
             f"{name} works only as {other}, not as {flag}", f"{flag} takes: {', '.join(names)}"

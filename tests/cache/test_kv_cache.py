@@ -143,7 +143,7 @@ def test_caps_hold_and_positions_are_whole(prompt: str, step: str) -> None:
     stats = kv.stats()
     assert stats.held_bytes == rows * (2 * 8 * 4 + 4 + state)
     assert stats.state_bytes == rows * state
-    assert stats.full_bytes == kv.position * 9 * 2 * 8 * 4
+    assert stats.full_bytes == kv.position * 9 * (2 * 8 * 4 + 4)
     assert stats.allocated_bytes >= stats.held_bytes
 
 
@@ -371,7 +371,10 @@ def test_window_layers_hold_no_more_than_their_window() -> None:
     assert (held[0] <= 20).all()
     assert (held[1] == 150).all()
     assert (held[2] <= 70).all()
-    assert run.kv.stats().full_bytes == (20 + 150 + 70) * 3 * run.kv.stats().row_bytes
+    stats = run.kv.stats()
+    assert stats.full_bytes == (19 + 150 + 69) * 3 * (stats.row_bytes + 4)
+    assert stats.held_bytes == stats.full_bytes
+    assert stats.saved == 0
 
 
 def test_memory_comes_back_although_nothing_was_evicted() -> None:

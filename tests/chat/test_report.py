@@ -102,7 +102,7 @@ def test_the_two_lines() -> None:
     speed, memory, misses = second.lines()
     assert speed.endswith("stopped by length")
     assert memory.endswith("tok/head")
-    assert misses == "may miss what question 1 did not need; /refresh reads all again"
+    assert misses == "may miss what question 1 did not need; `chat.refresh()` reads all again"
     again = report(turn=2, shaped_by_turn=2, reuse="refresh")
     assert len(again.lines()) == 2
     assert again.lines()[1].endswith("lost ~3.1% · read again")
@@ -125,7 +125,7 @@ def test_a_rate_that_was_not_measured_is_not_shown() -> None:
         (64, 1024, "93.7%"),
         (100, 1000, "90.0%"),
         (1, 3, "66.6%"),
-        (1100, 1000, "-10.0%"),
+        (1100, 1000, "0.0%"),
         (0, 0, "0.0%"),
         (1000, 1000, "0.0%"),
         (999_999, 1_000_000, "0.0%"),
@@ -134,6 +134,30 @@ def test_a_rate_that_was_not_measured_is_not_shown() -> None:
 )
 def test_saved_is_rounded_against_us(held: int, full: int, text: str) -> None:
     assert percent_saved(KvBytes(full, held, 0, 0, 0).saved) == text
+
+
+@pytest.mark.parametrize(
+    ("held", "state", "words"),
+    [
+        (900, 0, "10.0% saved"),
+        (900, 100, "10.0% saved"),  # what the policy stores is a part of what is held
+        (999_999, 0, "nothing to save yet"),
+        (1000, 0, "nothing to save yet"),
+        (1032, 32, "nothing to save yet"),
+        (1010, 32, "nothing to save yet"),  # less was freed than the policy stores
+    ],
+)
+def test_nothing_saved_is_said_in_words(held: int, state: int, words: str) -> None:
+    kv = KvBytes(1000, held, held, held, state)
+    assert report(kv_bytes=kv).saved == words
+    assert f" ({words}) · kept" in report(kv_bytes=kv).lines()[1]
+
+
+def test_a_full_cache_has_nothing_to_save() -> None:
+    """Not even later: nothing is evicted under this policy. What an earlier one evicted counts."""
+    full = report(budget={"unit": None, "value": None}, kv_bytes=KvBytes(1000, 1000, 1, 1, 0))
+    assert full.saved == "nothing to save"
+    assert replace(full, kv_bytes=KvBytes(1000, 700, 1, 1, 0)).saved == "30.0% saved"
 
 
 def test_sizes() -> None:

@@ -521,7 +521,7 @@ def test_auto_says_what_it_does_once_and_again_when_that_changes() -> None:
         list(session.ask(f"Question {n}?", 3, notice=notes.append))
     assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh", "once", "once"]
     assert len(notes) == 2
-    assert notes[0].startswith("--reuse auto reads everything again with each question")
+    assert notes[0].startswith('`reuse="auto"` reads everything again with each question')
     assert notes[1].startswith("the cache stays as it is, as you chose")
     session.keeps_cache = False
     list(session.ask("Last?", 3, notice=notes.append))

@@ -292,7 +292,7 @@ def test_a_budget_that_was_chosen_and_evicts_nothing_is_said() -> None:
     chat.attach("short")
     list(chat.ask("q"))
     assert chat.report is not None
-    assert "--budget 600 (600 tokens per head) is not below this" in chat.report.warnings[0]
+    assert '`budget="600"` (600 tokens per head) is not below this' in chat.report.warnings[0]
 
 
 def test_no_warning_about_the_budget_when_something_was_evicted() -> None:
@@ -334,10 +334,10 @@ def test_configure_checks_before_it_changes_anything() -> None:
     ("arguments", "match"),
     [
         ({"question": "  "}, "question is empty"),
-        ({"question": "q", "max_tokens": 0}, "--max-tokens"),
-        ({"question": "q", "temperature": -1.0}, "--temperature"),
-        ({"question": "q", "temperature": float("nan")}, "--temperature"),
-        ({"question": "q", "top_p": 1.5}, "--top-p"),
+        ({"question": "q", "max_tokens": 0}, "`max_tokens`"),
+        ({"question": "q", "temperature": -1.0}, "`temperature`"),
+        ({"question": "q", "temperature": float("nan")}, "`temperature`"),
+        ({"question": "q", "top_p": 1.5}, "`top_p`"),
         ({"question": "q", "top_k": -1}, "between 0 and 2,147,483,648, got -1"),
         ({"question": "\udce9"}, "not valid Unicode"),
     ],

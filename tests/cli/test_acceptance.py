@@ -382,9 +382,9 @@ def test_05_the_printed_numbers_add_up(program: Program) -> None:
     tokens, kv = record["tokens"], record["kv_bytes"]
     rows = lengths(exported)
     assert len(rows) == tiny.LAYERS * tiny.KV_HEADS
-    row = 2 * tiny.HEAD * 4  # a key and a value in float32
+    row = 2 * tiny.HEAD * 4 + 4  # a key and a value in float32, and the position
     state = 3 * 4  # roco's sum, sum of squares and count
-    assert kv["held"] == sum(rows) * (row + 4 + state), "with 4 bytes for its position"
+    assert kv["held"] == sum(rows) * (row + state)
     assert kv["policy_state"] == sum(rows) * state
     assert kv["full"] == len(exported["tokens"]["text"]) * len(rows) * row
     assert (min(rows), max(rows)) == (tokens["kept_min"], tokens["kept_max"])

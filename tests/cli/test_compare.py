@@ -322,7 +322,7 @@ def test_same_as_full(tokens: tuple[int, ...], full: tuple[int, ...], said: str)
 def test_warnings_of_single_runs_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     compared(asked("Who?"), "streaming", "budget=4000")
     err = capsys.readouterr().err
-    assert "! streaming 4000: --budget 4000" in err
+    assert '! streaming 4000: `budget="4000"`' in err
     assert "nothing was evicted" in err
     assert "! full:" not in err
 

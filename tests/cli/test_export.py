@@ -366,7 +366,7 @@ def test_the_transcript_has_the_words_and_the_figures(facts: ChatFacts) -> None:
     assert report is not None
     assert f"> {facts.turns[1].answer}\n" in text
     assert f"| Tokens kept per head | {report.tokens.kept_mean:,.1f} of" in text
-    assert f"({100 * report.kv_bytes.saved:.1f}% saved)" in text
+    assert f"({report.saved})" in text
     assert "With story.txt, 12 characters." in text
     page = html.render(facts)
     assert "document 2" in page, "the nameless one"

@@ -166,7 +166,7 @@ def test_a_bad_variable_is_refused_by_name(home: Path) -> None:
     [
         ("budget", "abc", "cannot read the budget 'abc'"),
         ("policy", "nope", "unknown policy 'nope'"),
-        ("decode", "snapkv", "snapkv works only as --policy"),
+        ("decode", "snapkv", "snapkv works only as `policy`"),
         ("device", "gpu", "unknown device 'gpu'"),
         ("max_tokens", 0, "must be at least 1, got 0"),
         ("threads", 9999, "must be at least 0 and at most 4,096, got 9999"),
@@ -572,7 +572,7 @@ def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None
         (("budget", "lots"), "cannot read the budget"),
         (("budget", "8"), "below the smallest"),
         (("policy", "adakb"), "unknown policy 'adakb'"),
-        (("decode", "snapkv"), "works only as --policy"),
+        (("decode", "snapkv"), "works only as `policy`"),
         (("seed", "x"), "seed must be a whole number"),
         (("encoding_errors", "maybe"), "must be one of strict, replace"),
         (("quiet", "maybe"), "quiet must be true or false"),

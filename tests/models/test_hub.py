@@ -159,7 +159,7 @@ def test_offline_says_what_is_missing(
     error = refused(lambda: resolve(REPO, offline=True))
     assert error.exit_code == 3
     assert "not in the local cache" in str(error)
-    assert "--offline" in error.hint
+    assert "`offline=True`" in error.hint
     shard = next(name for name in files if name.startswith("model-"))
     put_in_cache(cache, {name: data for name, data in files.items() if name != shard})
     assert shard in str(refused(lambda: resolve(REPO, offline=True)))

@@ -396,7 +396,7 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
             weights.check_form(form, cpu, bf16)
     monkeypatch.setattr(weights, "lacks", lambda form: "no kernel" if form == "int8" else "")
     weights.check_form("int4", cpu, bf16)
-    with pytest.raises(ModelError, match=r"int4\+head: no kernel"):  # the head is in eight bits
+    with pytest.raises(ModelError, match=r'"int4\+head"`: no kernel'):  # the head is in eight bits
         weights.check_form("int4+head", cpu, bf16)
     for form in ("int8", "int8+head", "int4+head"):
         assert models._dtype("auto", torch.float32, cpu, form) == bf16
@@ -427,14 +427,14 @@ def test_room_is_counted_in_the_form_and_the_hint_names_what_fits(
     with pytest.raises(ModelError) as caught:
         weights._check_room(config, torch.device("cpu"), torch.bfloat16, "auto")
     assert caught.value.exit_code == 4
-    assert "--weights int8 would need" in caught.value.hint
-    assert "--weights int4 would need" in caught.value.hint
+    assert '`weights="int8"` would need' in caught.value.hint
+    assert '`weights="int4"` would need' in caught.value.hint
     weights._check_room(config, torch.device("cpu"), torch.bfloat16, "int8")
     monkeypatch.setattr(weights, "free_memory", lambda device: sizes["int4"])
     with pytest.raises(ModelError) as caught:
         weights._check_room(config, torch.device("cpu"), torch.bfloat16, "int8")
     assert "int8" not in caught.value.hint
-    assert "--weights int4 would need" in caught.value.hint
+    assert '`weights="int4"` would need' in caught.value.hint
 
 
 def test_where_a_large_vocabulary_does_not_fit_the_hint_packs_the_head(
@@ -453,13 +453,13 @@ def test_where_a_large_vocabulary_does_not_fit_the_hint_packs_the_head(
         return caught.value.hint
 
     both = hint(sizes["int8+head"])
-    assert "--weights int8+head would need" in both
-    assert "--weights int4+head would need" in both
+    assert '`weights="int8+head"` would need' in both
+    assert '`weights="int4+head"` would need' in both
     one = hint(sizes["int8+head"] - 1)
     assert "int8" not in one
-    assert "--weights int4+head would need" in one
-    assert "--weights int4+head" in hint(sizes["int4+head"], "int8+head")
-    assert "--weights" not in hint(sizes["int4+head"] - 1)
+    assert '`weights="int4+head"` would need' in one
+    assert 'weights="int4+head"' in hint(sizes["int4+head"], "int8+head")
+    assert "weights=" not in hint(sizes["int4+head"] - 1)
 
 
 PROBE = r"""

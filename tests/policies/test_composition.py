@@ -62,5 +62,5 @@ def test_unknown_policy_names_the_nearest() -> None:
     with pytest.raises(UsageError) as refused:
         policies.find("snapvk")
     assert "snapkv" in refused.value.hint
-    with pytest.raises(UsageError, match="works only as --decode"):
+    with pytest.raises(UsageError, match="works only as `decode`"):
         policies.find("roco")

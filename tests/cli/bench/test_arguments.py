@@ -120,7 +120,9 @@ def test_a_real_model_takes_the_place_of_a_shape() -> None:
     made = json.loads(out.stdout)
     assert made["wanted"]["random_weights"] is False
     assert made["wanted"]["dtype"] == "float32"
-    assert made["rows"][0]["kv_bytes"]["full"] == 64 * config.kv_row_bytes(4)
+    assert made["rows"][0]["kv_bytes"]["full"] == 64 * (
+        config.kv_row_bytes(4) + 4 * config.layers * config.kv_heads
+    )
     long = bench("decode", *model, "--length", str(config.max_context))
     assert long.exit_code == ContextError.exit_code
     assert "smaller --length" in long.stderr

@@ -58,7 +58,7 @@ def test_rows_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert full.step_bytes["kv"] == (128 + 3) * 2 * 2 * 2 * 16 * 2
         for row in rows:
             assert len(row.times) == 2
-            assert row.kv_bytes["full"] == 128 * 2 * 2 * 2 * 16 * 2
+            assert row.kv_bytes["full"] == 128 * 2 * 2 * (2 * 16 * 2 + 4)
             assert row.step_bytes["weights"] == 2 * (TINY.parameters - TINY.head)
             assert row.read_bytes_s == max(1e10, *seen)
             assert row.floor_s == sum(row.step_bytes.values()) / row.read_bytes_s

@@ -36,7 +36,7 @@ def test_every_policy_with_every_decode_policy() -> None:
         ("roco", "roco", 32),
         ("tova", "tova", 32),
     ]
-    with pytest.raises(UsageError, match=r"^roco has no option 'windov'$"):
+    with pytest.raises(UsageError, match=r"^roco has no option 'windov'"):
         EvictionConfig.read("roco", stride=32, options={"windov": 3})
     few = run.choices(["snapkv", "l2"], ["64"], ["none"], 0, 0, {"window": "16"})
     assert few[1].policy_options["window"] == 16

@@ -1,0 +1,41 @@
+"""What the runtime says in Python's words, in the words of the command line.
+
+The runtime writes what a user can do as Python, in backquotes: an argument of `minikv.load` or
+`chat.ask`, a call of a chat, or an attribute of it. Here these become flags and slash commands.
+"""
+
+from __future__ import annotations
+
+import re
+
+from minikv.cli.config import SETTINGS
+
+_CODE = re.compile(r"`([^`\n]+)`")
+_CALL = re.compile(r"chat\.(\w+)\(([^()]*)\)")
+_SET = re.compile(r"chat\.(\w+) = (.+)")
+
+
+def worded(text: str) -> str:
+    """`dtype="float32"` becomes --dtype float32, `chat.undo(2)` /undo 2, `chat.reuse = "once"`
+    /set reuse once. Other backquotes stay as they are."""
+    return _CODE.sub(lambda found: _worded(found[1]) or found[0], text)
+
+
+def _worded(code: str) -> str:
+    if call := _CALL.fullmatch(code):
+        return f"/{call[1]} {_plain(call[2])}".rstrip()
+    if change := _SET.fullmatch(code):
+        return f"/set {change[1]} {_plain(change[2])}"
+    flags = [_flag(argument) for argument in code.split(", ")]
+    return " ".join(flags) if all(flags) else ""
+
+
+def _flag(argument: str) -> str:
+    name, _, value = argument.partition("=")
+    if name not in SETTINGS:
+        return ""
+    return f"{SETTINGS[name].flag} {'' if value == 'True' else _plain(value)}".rstrip()
+
+
+def _plain(value: str) -> str:
+    return value.strip("\"'")

@@ -1,0 +1,60 @@
+"""Checks of what Python code passes in, so that an error names the argument and what it may be."""
+
+from __future__ import annotations
+
+import math
+
+from minikv.errors import UsageError
+
+_BYTES = "decode it first, as in data.decode()"
+_PATH = "read it first, as in path.read_text()"
+
+
+def quoted(value: object) -> str:
+    """A value from outside, short and harmless."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def whole(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
+    """Raise UsageError if `value` is not a whole number from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"`{name}` must be a whole number (int), got {quoted(value)}")
+    _within(name, value, low, high)
+
+
+def number(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
+    """Raise UsageError if `value` is not a number from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"`{name}` must be a number, got {quoted(value)}")
+    _within(name, value, low, high)
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if low <= value <= high:  # NaN fails too
+        return
+    if high == math.inf:
+        raise UsageError(f"`{name}` must be at least {low:,}, got {value}")
+    raise UsageError(f"`{name}` must be between {low:,} and {high:,}, got {value}")
+
+
+def text(what: str, value: object) -> None:
+    """Raise UsageError if `value` is not a str."""
+    if isinstance(value, str):
+        return
+    hint = _BYTES if isinstance(value, bytes | bytearray | memoryview) else ""
+    if hasattr(value, "__fspath__"):
+        hint = _PATH
+    raise UsageError(f"{what} must be text (str), got {type(value).__name__}", hint)
+
+
+def truth(name: str, value: object) -> None:
+    """Raise UsageError if `value` is not True or False."""
+    if not isinstance(value, bool):
+        raise UsageError(f"`{name}` must be True or False, got {quoted(value)}")
+
+
+def function(name: str, value: object) -> None:
+    """Raise UsageError if `value` is neither None nor callable."""
+    if value is not None and not callable(value):
+        raise UsageError(f"`{name}` must be a function, got {quoted(value)}")
