@@ -15,7 +15,7 @@ from minikv.cli import commands, documents, render, saving
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Config
 from minikv.cli.failures import show
-from minikv.cli.interrupt import Interrupts
+from minikv.cli.interrupt import Interrupts, Terminated
 from minikv.cli.paths import history_file
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
@@ -75,6 +75,8 @@ def chat(
     texts = [documents.read_file(path, errors, config.loaders) for path in files]
     from minikv.chat.undo import UNDO_TURNS
 
+    if typed:
+        terminal.open_keyboard()
     keeper = Keeper(terminal, active=save)
     interrupts = Interrupts()
     session = open_chat(settings, [] if resume is not None else texts, terminal, interrupts)
@@ -149,6 +151,9 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                     run_turn(session, literal, context.generation, terminal, interrupts)
             except Leave:
                 return first_failure
+            except Terminated:
+                context.keeper.keep(session)
+                raise
             except (BrokenPipeError, OutputError):
                 raise  # nobody would read the next answer either
             except Interrupted as stopped:
@@ -169,6 +174,9 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 for part in session.report.lines():
                     terminal.note(f"  {part}")
             context.keeper.keep(session)
+        # As a shell does: who stops an answer does not want what was typed ahead either.
+        if interrupts.pressed() and terminal.keyboard is not None:
+            terminal.keyboard.forget()
 
 
 def _piped() -> str:
@@ -190,4 +198,6 @@ def _help(session: ChatSession) -> Help:
             return prompt_names()
         return KEYS if command == "/set" else ()
 
-    return Help(words, ("/add", "/load", "/export"), lambda: render.toolbar(session))
+    return Help(
+        words, ("/add", "/load", "/export"), lambda columns: render.toolbar(session, columns)
+    )

@@ -145,11 +145,19 @@ def _gaps(session: ChatSession) -> bool:
     return tokens.kept_min < min([tokens.seen_total, *windows])
 
 
-def toolbar(session: ChatSession) -> str:
-    """What the line editor shows below the line."""
-    used = f"{len(session.fed):,} of {session.max_context:,} tokens"
-    held = f" · KV {size(session.report.kv_bytes.held)}" if session.report else ""
-    return f"{policy_line(session)}{held} · {used}"
+def toolbar(session: ChatSession, width: int) -> str:
+    """What the line editor shows below the line. What does not fit is left out, whole."""
+    eviction, report = session.eviction, session.report
+    used = [f"{len(session.fed):,} of {session.max_context:,} tokens"]
+    held = [f"KV {size(report.kv_bytes.held)}", *used] if report else used
+    names = [eviction.policy, f"{eviction.policy}, then {eviction.decode}"]
+    if not eviction.evicts:
+        names = [policy_line(session)]
+    choices = [used, held, *([name, *held] for name in names)]
+    if eviction.evicts:
+        choices.append([names[-1], f"budget {eviction.budget}", *held])
+    lines = [" · ".join(items) for items in choices]
+    return next((line for line in reversed(lines) if len(line) <= width), lines[0])
 
 
 def policies(*, as_json: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -969,3 +971,73 @@ def test_two_interrupts_within_two_seconds_leave(talk: Terminals) -> None:
     talk.type("\x03")
     assert talk.code() == 130
     assert "Traceback" not in talk.seen
+
+
+def test_what_was_typed_ahead_is_sent_and_ctrl_c_drops_it(talk: Terminals) -> None:
+    """Questions and commands typed during an answer run in order; Ctrl-C takes back all of them."""
+    talk.type("first?\r")
+    talk.until("nothing was evicted")
+    time.sleep(0.3)
+    talk.type("/docs\rsecond?\r")
+    for found in ("tok/head", "report.txt", "second?", "tok/head"):
+        talk.until(found)
+    talk.ready()
+    talk.type("third?\rfourth?\r")
+    talk.until("third?")
+    talk.until("\n")
+    time.sleep(0.8)
+    talk.type("fifth?\r")
+    time.sleep(0.2)
+    talk.type("\x03")
+    talk.until("stopped by ")
+    talk.until("tok/head")
+    talk.ready()
+    with pytest.raises(AssertionError, match="no 'tok/s"):
+        talk.until("tok/s", 1.5)
+    talk.type("/exit\r")
+    assert talk.code() == 0
+    assert "fifth" not in talk.seen
+
+
+@pytest.mark.parametrize("moment", ["prompt", "answer", "loading"])
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
+    document: str, tmp_path: Path, moment: str, term: str
+) -> None:
+    """143, no toolbar, the terminal's mode as before, and what was written of the answer kept."""
+    import pyte
+
+    home = tmp_path / "home"
+    env = {"TERM": term, "COLUMNS": "100", "LINES": "24", "MINIKV_HOME": str(home)}
+    talk = Terminals(
+        ["sh", "-c", 'echo up; exec "$@"', "sh", *spawn("chat", document, pace=0.04)], env
+    )
+    try:
+        talk.until("up")
+        before = termios.tcgetattr(talk.fd)
+        talk.prompt = "> " if term == "dumb" else "\x1b[?25h"
+        if moment == "loading":
+            while termios.tcgetattr(talk.fd) == before:
+                time.sleep(0.01)
+        else:
+            talk.until("Ctrl-D leaves.")
+            talk.ready()
+        if moment == "answer":
+            talk.type("first?\r")
+            talk.until("nothing was evicted")
+            time.sleep(0.4)
+        os.kill(talk.pid, signal.SIGTERM)
+        with contextlib.suppress(AssertionError):
+            talk.until("never", 2)  # read on to the end
+        after = termios.tcgetattr(talk.fd)
+        assert talk.code() == 143
+    finally:
+        talk.close()
+    assert after == before
+    assert "Traceback" not in talk.seen
+    screen = pyte.Screen(100, 24)
+    pyte.Stream(screen).feed(talk.seen)
+    assert not any("of 4,096 tokens" in line for line in screen.display)
+    assert talk.seen.rfind("\x1b[?2004h") <= talk.seen.rfind("\x1b[?2004l")
+    saved = [json.loads(path.read_text().split("\n")[0]) for path in home.rglob("chat.jsonl")]
+    assert [chat["turns"] for chat in saved] == [1] * (moment == "answer")

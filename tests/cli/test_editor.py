@@ -27,8 +27,9 @@ from minikv.cli.terminal import Terminal
 history, pause = sys.argv[1], float(sys.argv[2])
 words = {"": ["/add", "/policy", "/exit"], "/policy": ["adakv", "snapkv"]}
 terminal = Terminal()
+terminal.open_keyboard()
 read = open_reader(
-    terminal, Help(lambda word: words.get(word, []), ("/add",), lambda: "BAR 7 of 9"),
+    terminal, Help(lambda word: words.get(word, []), ("/add",), lambda columns: f"BAR 7 · {columns}"),
     Path(history) if history else None)
 print("open", flush=True)
 while True:
@@ -124,15 +125,13 @@ def test_a_bracketed_paste_is_one_message_and_waits_for_enter(start: Start) -> N
     assert got(terminal) == "one\ntwo\nthree"
 
 
-@pytest.mark.parametrize("last", ["\r", ""])
-def test_an_unmarked_paste_is_one_message(start: Start, last: str) -> None:
-    terminal = start()
-    terminal.type(f"one\rtwo\rthree{last}")
-    if not last:
-        with pytest.raises(AssertionError, match="no 'got"):
-            terminal.until("got", 0.5)
-        terminal.type("!\r")
-    assert got(terminal) == ("one\ntwo\nthree" if last else "one\ntwo\nthree!")
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+def test_only_a_bracketed_paste_is_one_message(start: Start, kind: str) -> None:
+    """Lines with an Enter each are messages, however fast they come; a block is one."""
+    terminal = start(term=kind)
+    terminal.type('one\rtwo\r"""three\rfour"""\r')
+    for message in ("one", "two", "three\nfour"):
+        assert got(terminal) == message
 
 
 def test_alt_enter_and_ctrl_j_make_a_newline(start: Start) -> None:
@@ -146,19 +145,68 @@ def test_alt_enter_and_ctrl_j_make_a_newline(start: Start) -> None:
     assert got(terminal) == "one\ntwo\nthree"
 
 
-def test_what_is_typed_during_an_answer_waits_at_the_prompt(start: Start) -> None:
-    terminal = start(pause=1.0)
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+def test_lines_typed_during_an_answer_are_sent_after_it_in_order(start: Start, kind: str) -> None:
+    terminal = start(term=kind, pause=1.0)
     terminal.type("first\r")
     terminal.until("writing")
-    for text in ("\r", "next\r", PASTE.format("pas\rted")):
+    for text in ("\r", "/next\r", "then\rlast\r"):
         terminal.type(text)
     echoed = terminal.until("ready")
     assert "next" not in echoed  # it would have moved what the answer writes
+    for message in ("", "/next", "then", "last"):
+        shown = terminal.until("got ")
+        assert message in shown  # the message stands above its answer
+        assert terminal.until("\r\n").strip() == repr(message)
+    terminal.until(READY)
+
+
+def test_a_paste_during_an_answer_is_one_message_and_waits(start: Start) -> None:
+    terminal = start(pause=1.0)
+    terminal.type("first\r")
+    assert "\x1b[?2004h" in terminal.until("writing")[-40:]  # pastes keep their marks
+    terminal.type(PASTE.format("pas\rted"))
+    terminal.until("ready")
     terminal.ready()
     with pytest.raises(AssertionError, match="no 'got"):
         terminal.until("got", 0.5)
     terminal.type("!\r")
-    assert got(terminal) == "next\npas\nted!"
+    assert got(terminal) == "pas\nted!"
+
+
+def test_ctrl_j_typed_during_an_answer_is_a_new_line(start: Start) -> None:
+    terminal = start(pause=1.0)
+    terminal.type("first\r")
+    terminal.until("writing")
+    terminal.type("one\ntwo\x1b\rthree\r")
+    terminal.until("ready")
+    assert got(terminal) == "one\ntwo\nthree"
+
+
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+def test_lines_typed_while_the_program_starts_are_sent(kind: str) -> None:
+    """Before minikv has the terminal, an Enter arrives as Ctrl-J."""
+    terminal = Terminals(
+        [
+            sys.executable,
+            "-c",
+            f"print('starts', flush=True)\nimport time; time.sleep(1)\n{LOOP}",
+            "",
+            "0",
+        ],
+        {"TERM": kind},
+    )
+    try:
+        terminal.until("starts")
+        terminal.type("one\rtwo\rthr")
+        terminal.until("open")
+        terminal.prompt = PROMPT[kind]
+        assert (got(terminal), got(terminal)) == ("one", "two")
+        terminal.ready()
+        terminal.type("ee\r")
+        assert got(terminal) == "three"
+    finally:
+        terminal.close()
 
 
 def test_ctrl_c_clears_a_line_and_is_told_apart_from_one_without_text(start: Start) -> None:
@@ -257,7 +305,7 @@ def test_the_toolbar_and_plain_terminals(start: Start, term: str) -> None:
     terminal = start(term=term)
     terminal.type("x\r")
     got(terminal)
-    assert ("BAR 7 of 9" in terminal.seen) == (term == "xterm")
+    assert ("BAR 7" in terminal.seen) == (term == "xterm")
     assert ("\x1b" in terminal.seen) == (term == "xterm")
 
 
