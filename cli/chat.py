@@ -20,11 +20,9 @@ from minikv.cli.paths import history_file
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
 from minikv.cli.saved.transcript import header, resumed
-from minikv.cli.settings_commands import KEYS
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.cli.turn import open_chat, run_turn
 from minikv.errors import ContextError, Interrupted, UsageError
-from minikv.policies import prompt_names
 from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
@@ -191,13 +189,7 @@ def _help(session: ChatSession) -> Help:
     """What the line editor completes and shows."""
     from minikv.cli.editor import Help
 
-    def words(command: str) -> Sequence[str]:
-        if not command:
-            return commands.names()
-        if command == "/policy":
-            return prompt_names()
-        return KEYS if command == "/set" else ()
+    def words(typed: Sequence[str]) -> Sequence[str]:
+        return commands.following(session, typed) if len(typed) > 1 else commands.names()
 
-    return Help(
-        words, ("/add", "/load", "/export"), lambda columns: render.toolbar(session, columns)
-    )
+    return Help(words, commands.takes_files, lambda columns: render.toolbar(session, columns))

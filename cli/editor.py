@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -42,13 +42,13 @@ BLOCK = '"""'
 class Help:
     """What the editor knows about the chat.
 
-    `words` gives what may follow a command ("/policy"), and with "" the commands themselves, with
-    their slashes. `files` are the commands that are followed by paths. `toolbar` gives the line
+    `words` gives what may stand for the last word of a command line: for the first, the commands
+    with their slashes. `files` tells whether paths may follow a command. `toolbar` gives the line
     below the input, for so many columns.
     """
 
-    words: Callable[[str], Sequence[str]]
-    files: Collection[str] = ()
+    words: Callable[[Sequence[str]], Iterable[str]]
+    files: Callable[[str], bool] = lambda command: False
     toolbar: Callable[[int], str] | None = None
 
 
@@ -194,14 +194,17 @@ class Commands(Completer):
         text = document.text_before_cursor
         if not text.startswith("/") or text.startswith("//") or "\n" in text:
             return
-        command, space, _ = text.partition(" ")
-        word = re.split(r"(?<!\\) ", text)[-1]
-        if space and command in self._help.files:
-            yield from map(Completion, _paths(word))
-            return
-        for candidate in self._help.words(command if space else ""):
-            if candidate.startswith(word):
-                yield Completion(candidate, start_position=-len(word))
+        *before, last = re.split(r"(?<!\\) +", text)
+        words = [re.sub(r"\\(.)", r"\1", one) for one in (*before, last)]
+        for candidate in self._help.words(words):
+            if candidate.startswith(words[-1]) and clean(candidate) == candidate:
+                yield Completion(_escaped(candidate), start_position=-len(last))
+        if before and self._help.files(before[0]):
+            yield from map(Completion, _paths(last))
+
+
+def _escaped(word: str) -> str:
+    return re.sub(r"([^\w@%+=:,./~?()-])", r"\\\1", word)
 
 
 def _paths(word: str) -> Iterator[str]:
@@ -216,5 +219,4 @@ def _paths(word: str) -> Iterator[str]:
 
     completer = PathCompleter(file_filter=offered, expanduser=True)
     for found in completer.get_completions(Document(typed), CompleteEvent()):
-        rest = re.sub(r"([^\w@%+=:,./~-])", r"\\\1", found.text)
-        yield rest + ("/" if found.display_text.endswith("/") else "")
+        yield _escaped(found.text) + ("/" if found.display_text.endswith("/") else "")

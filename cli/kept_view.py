@@ -6,7 +6,7 @@ Colour is never alone: every line has a gutter with its mean, as a block and as 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
@@ -141,12 +141,29 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
+def _after_kept(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    match list(before):
+        case []:
+            return ("all", "find", "layer", "top")
+        case ["layer"]:
+            return map(str, range(session.engine.kv.shape.layers))
+        case ["layer", _]:
+            return ("all", "head")
+        case ["layer", _, "head"]:
+            return map(str, range(session.engine.kv.shape.kv_heads))
+        case ["layer", _, "head", _] | ["find", _]:
+            return ("all",)
+        case _:
+            return ()
+
+
 COMMANDS = (
     Command(
         ("kept",),
         '[PAGE | all | top [N] | find "TEXT" | layer L [head H]]',
         "the text shaded by how many heads still hold it; its best-kept passages; a phrase",
         _kept,
+        follows=_after_kept,
     ),
 )
 

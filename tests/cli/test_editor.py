@@ -25,11 +25,16 @@ from pathlib import Path
 from minikv.cli.editor import Help, open_reader
 from minikv.cli.terminal import Terminal
 history, pause = sys.argv[1], float(sys.argv[2])
-words = {"": ["/add", "/policy", "/exit"], "/policy": ["adakv", "snapkv"]}
+words = {1: ["/add", "/policy", "/exit"], 2: ["adakv", "snapkv"]}
 terminal = Terminal()
 terminal.open_keyboard()
 read = open_reader(
-    terminal, Help(lambda word: words.get(word, []), ("/add",), lambda columns: f"BAR 7 · {columns}"),
+    terminal,
+    Help(
+        lambda typed: words.get(len(typed), []),
+        "/add".__eq__,
+        lambda columns: f"BAR 7 · {columns}",
+    ),
     Path(history) if history else None)
 print("open", flush=True)
 while True:
@@ -342,8 +347,11 @@ def test_completion_knows_words_and_paths(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / name).write_text("x")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = {"": ["/add", "/policy"], "/policy": ["adakv", "snapkv"]}
-    help = Help(lambda command: words.get(command, []), ("/add",))
+    words = {"/policy": ["adakv", "snapkv"], "/drop": ["a b", "a'c", "bad\x1b"]}
+    help = Help(
+        lambda typed: words.get(typed[0], []) if len(typed) > 1 else ["/add", "/policy"],
+        "/add".__eq__,
+    )
 
     def of(text: str) -> list[str]:
         found = Commands(help).get_completions(Document(text), CompleteEvent())
@@ -353,6 +361,9 @@ def test_completion_knows_words_and_paths(tmp_path: Path, monkeypatch: pytest.Mo
     assert of("/policy s") == ["/policy snapkv"]
     assert of("/policy snapkv a") == ["/policy snapkv adakv"]
     assert of("/none x") == []
+    assert of("/drop a") == ["/drop a\\ b", "/drop a\\'c"]
+    assert of("/drop a\\ ") == ["/drop a\\ b"]
+    assert of("/drop ") == ["/drop a\\ b", "/drop a\\'c"]
     assert of("hello /a") == of("//a") == of("") == of("/add\n/a") == []
     assert of("/add ") == ["/add a.txt", "/add b\\'c.txt", "/add sub\\ dir/"]
     assert of("/add a.txt .") == ["/add a.txt .hidden"]
