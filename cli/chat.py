@@ -106,6 +106,7 @@ def chat(
             origins,
             offline=settings.offline,
             debug=debug,
+            reread_limit=settings.reread_limit,
         )
         read_line = _piped
         if typed:
@@ -123,6 +124,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
     """The loop. Returns the exit code of the first failed line, 0 if none failed."""
     session, terminal, interrupts = context.session, context.terminal, context.interrupts
     first_failure = 0
+    asked = False  # whether so much is to be read again
     while True:
         try:
             line = read_line()
@@ -146,6 +148,9 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                         commands.execute(context, line)
                 else:
                     literal = commands.literal(line)
+                    if typed and not asked and 0 < context.reread_limit < session.reads_again:
+                        asked = True
+                        session.keeps_cache = not _rereads(context, read_line)
                     run_turn(session, literal, context.generation, terminal, interrupts)
             except Leave:
                 return first_failure
@@ -175,6 +180,26 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
         # As a shell does: who stops an answer does not want what was typed ahead either.
         if interrupts.pressed() and terminal.keyboard is not None:
             terminal.keyboard.forget()
+
+
+def _rereads(context: Context, read_line: Callable[[], str]) -> bool:
+    """Ask whether `--reuse auto` may read so much again. Ctrl-C and Ctrl-D mean no."""
+    session, terminal = context.session, context.terminal
+    terminal.say(
+        f"this question is answered best after reading {session.reads_again:,} tokens again, as "
+        "will be each one after it; without that, the answer may miss what question "
+        f"{session.shaped_by} did not need"
+    )
+    while True:
+        terminal.say("read them again? y or Enter: yes, n: answer from the cache as it is")
+        try:
+            answer = read_line().strip().lower()
+        except (EOFError, KeyboardInterrupt):
+            return False
+        if answer in ("", "y", "yes"):
+            return True
+        if answer in ("n", "no"):
+            return False
 
 
 def _piped() -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from minikv.chat.reuse import REREAD_LIMIT
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
@@ -24,7 +25,8 @@ class Context:
     """What a command may touch. `errors`: how documents are decoded; `generation`: how the next
     answers are written; `keeper`: what saves the chat; `loaders`: a command per file extension;
     `origins`: where each setting's value came from; `offline`: whether the network was ruled out;
-    `debug`: show where an error happened."""
+    `debug`: show where an error happened; `reread_limit`: how many tokens `--reuse auto` reads
+    again without asking, 0 for any number."""
 
     session: ChatSession
     terminal: Terminal
@@ -36,6 +38,7 @@ class Context:
     origins: dict[str, str] = field(default_factory=dict)
     offline: bool = False
     debug: bool = False
+    reread_limit: int = REREAD_LIMIT
 
 
 def _nothing(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:

@@ -7,11 +7,9 @@ silently has no effect is hard to notice.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import stat
-import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,8 +153,8 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
         if key in SETTINGS:
             values[key] = Value(_parsed(SETTINGS[key], text, variable), variable)
         else:
-            near = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.6)
-            guess = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
+            near = _near(key, SETTINGS)
+            guess = f"; did you mean {PREFIX}{near.upper()}?" if near else ""
             notes.append(f"the variable {clean(variable)} sets nothing{guess}")
     return Config(values, tables["aliases"], tables["loaders"], tuple(notes))
 
@@ -212,6 +210,8 @@ def _read(path: Path, shown: str) -> dict[str, object] | None:
         data = file.read(_LIMIT + 1)
     if len(data) > _LIMIT:
         raise UsageError(f"{shown} is larger than {_LIMIT >> 20} MiB")
+    import tomllib  # most people have no such file, and it is slow to import
+
     try:
         return tomllib.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -298,7 +298,12 @@ _KINDS: Mapping[type, str] = {
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {near[0]}?"
-    return "`minikv config init` writes a file with all keys"
+    near = _near(key, known)
+    return f"did you mean {near}?" if near else "`minikv config init` writes a file with all keys"
+
+
+def _near(key: str, known: Iterable[str]) -> str:
+    """The name that is most like `key`, or ""."""
+    import difflib  # needed after a slip only
+
+    return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)), "")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
-from minikv.chat.report import Loss
+from minikv.chat.report import UNKNOWN, Loss
 from minikv.cli import kept
 from minikv.cli.command import Command, Context
 from minikv.cli.kept import Kept
@@ -197,6 +197,8 @@ def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
 
 def lost_line(loss: Loss) -> str:
     """The attention that the last turn's evictions cost, with the method of the estimate."""
+    if loss.method == UNKNOWN:
+        return "lost: not known, because tokens had been evicted before the last turn"
     if loss.est_mass_lost_mean is None:
         return "lost: not estimated in the last turn"
     worst = ""

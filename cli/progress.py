@@ -29,7 +29,8 @@ _WIDEST, _NARROWEST = 40, 6  # columns of the bar
 class Live:
     """The line of one piece of work, called as `live(done, total)`.
 
-    `unit` is "tok" or "B" (bytes, shown in binary units). `clock` gives seconds.
+    `label` is what the line begins with. `unit` is "tok" or "B" (bytes, shown in binary units).
+    `clock` gives seconds.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Live:
 
     def restart(self, label: str) -> None:
         """Begin the next piece of work, on the same line."""
-        self._label = label
+        self.label = label
         self._progress: Progress | None = None
 
     def __call__(self, done: int, total: int) -> None:
@@ -61,7 +62,7 @@ class Live:
                 auto_refresh=False, get_time=self._clock, speed_estimate_period=RECENT
             )
             # What was done before (of a resumed download) has taken no time here.
-            self._progress.add_task(self._label, total=total, completed=done)
+            self._progress.add_task(self.label, total=total, completed=done)
         task = self._progress.tasks[0]
         self._progress.update(task.id, completed=done, total=total)
         now = self._clock()
@@ -79,11 +80,11 @@ class Live:
         left = f"{duration((total - done) / rate)} left" if rate else ""
         for figures in ((count, speed, left), (count, left), (count,)):
             text = "  ".join(filter(None, figures))
-            room = width - cell_len(self._label) - len(text) - 4
+            room = width - cell_len(self.label) - len(text) - 4
             if room >= _NARROWEST:
                 bar = _bar(done, total, min(room, _WIDEST), self._terminal)
-                return f"{self._label}  {bar}  {text}"
-        return f"{self._label}  {count}"
+                return f"{self.label}  {bar}  {text}"
+        return f"{self.label}  {count}"
 
     def finish(self) -> None:
         """Remove the line."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.chat.reuse import PATIENCE
 from minikv.cli.command import Command, Context
 from minikv.errors import UsageError
 
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 _WORDS = {
-    "auto": f"refresh if the policy looks at the question and it takes under {PATIENCE:g} s",
+    "auto": "refresh if the policy looks at the question, else once",
     "refresh": "each question reads everything again",
     "once": "later questions go on with the cache of the first",
     "blind": "documents are evicted before a question is seen",

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.chat.report import TurnReport, of_full, percent_saved, ratio, size
+from minikv.chat.report import UNKNOWN, TurnReport, of_full, percent_saved, ratio, size
 from minikv.cli import refresh
 from minikv.cli.config_command import text
 from minikv.policies import (
@@ -54,18 +54,15 @@ def stats(report: TurnReport) -> str:
     loss, memory = report.loss, report.device_mem
     shaped = ""
     if report.shaped_by_turn is not None:
-        by = f"Q{report.shaped_by_turn}" if report.shaped_by_turn else "no question"
-        shaped = f" · shaped by {by}"
-    lost = "not estimated"
+        by = f"question {report.shaped_by_turn}" if report.shaped_by_turn else "no question"
+        shaped = f" · evicted for {by}"
+    lost = "not known: tokens were evicted before" if loss.method == UNKNOWN else "not estimated"
     if loss.est_mass_lost_mean is not None:
         lost = f"~{100 * loss.est_mass_lost_mean:.1f}% of the last window's attention"
         if loss.est_mass_lost_max is not None and loss.est_mass_lost_argmax_layer is not None:
             worst = f"worst layer {loss.est_mass_lost_argmax_layer}"
             lost += f" ({worst}: {100 * loss.est_mass_lost_max:.1f}%)"
         lost += ", an estimate"
-        before = report.shaped_by_turn is not None and report.shaped_by_turn < report.turn
-        if before and tokens.prompt_reused:
-            lost += "; tokens evicted before are not in it"
     rows = [
         (
             f"turn {report.turn}",
@@ -98,7 +95,9 @@ def stats(report: TurnReport) -> str:
         ("loss", lost),
     ]
     if report.reuse != "once" or report.turn > 1:
-        rows.insert(2, ("reuse", f"{report.reuse}: {_READ[report.reuse]}"))
+        misses = f"; it may miss what question {report.misses} did not need"
+        words = f"{report.reuse}: {_READ[report.reuse]}{misses if report.misses else ''}"
+        rows.insert(2, ("reuse", words))
     if report.weights not in ("", "plain"):  # chats of older versions do not have it
         rows.append(("weights", report.weights))
     if memory.peak_bytes is not None:

@@ -34,6 +34,8 @@ def _undo(context: Context, arguments: list[str]) -> None:
     taken = session.undo(int(arguments[0]) if arguments else 1)
     for turn in reversed(taken):
         context.terminal.say(f"took back: {_line(turn.question)}")
+    if session.turns and not session.fed:
+        context.terminal.say("  your next question reads the rest of the conversation again")
     again = [d.name or "the document" for d in session.pending if d not in waiting]
     gone = [
         document.name or "a document"
@@ -55,22 +57,37 @@ def _retry(context: Context, arguments: list[str]) -> None:
     eviction, seed = _settings(session, flags)
     session.check(eviction)  # before anything is taken back
     if not session.undone:
+        if not session.turns:
+            raise UsageError("there is no question to ask again", "ask something first")
         session.undo()
     question = session.undone[0].question
-    if eviction != session.eviction or seed != session.seed:
-        session.configure(eviction)
-        session.seed = seed
-        changed = [*flags, *(("decode", "stride") if "policy" in flags else ())]
-        context.origins |= dict.fromkeys(changed, "/retry")
-        terminal.say(f"from now on: {render.policy_line(session)} · seed {seed}")
+    own, other = (session.eviction, session.seed), eviction != session.eviction
+    session.configure(eviction)
+    session.seed = seed
+    asked_with = session.undone[0].report
+    same = asked_with.policy, asked_with.policy_options, asked_with.budget
+    if session.fed and same != (
+        eviction.policy,
+        eviction.options_record(),
+        eviction.budget_record(),
+    ):
+        session.refresh()  # the cache is another policy's
+    if (eviction, seed) != own:
+        terminal.say(f"for this answer: {render.policy_line(session)} · seed {seed}")
     terminal.say(f"asking again: {_line(question)}", "dim")
     before = session.turn
     try:
         run_turn(session, question, context.generation, terminal, context.interrupts)
     finally:
+        session.configure(own[0])
+        session.seed = own[1]
+        if other and session.turn > before:
+            session.refresh()  # the cache is another policy's
         if session.turn > before and session.report is not None:
             for part in session.report.lines():
                 terminal.note(f"  {part}")
+            if other:
+                terminal.note("  the next question reads all again, for the chat's own policy")
         elif session.turn == before:
             terminal.say("  the question is taken back; /retry asks it again")
 

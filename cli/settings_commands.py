@@ -111,6 +111,11 @@ def _reuse(context: Context, value: str) -> None:
         context.terminal.say("what was read stays as it is; /clear reads it again, and blind")
 
 
+def _reread_limit(context: Context, value: int) -> None:
+    context.reread_limit = value
+    context.session.keeps_cache = False  # the next reading is asked about again
+
+
 def _encoding(context: Context, value: str) -> None:
     context.errors = value
 
@@ -142,6 +147,7 @@ _CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
     "budget": _budget,
     "decode": _decode,
     "reuse": _reuse,
+    "reread_limit": _reread_limit,
     "encoding_errors": _encoding,
     "quiet": _quiet,
     "system": _change_system,
@@ -179,6 +185,7 @@ def _values(context: Context) -> dict[str, str]:
         "decode": eviction.decode,
         "stride": str(eviction.stride),
         "reuse": session.reuse,
+        "reread_limit": str(context.reread_limit),
         "kv": facts.kv,
         "threads": str(torch.get_num_threads()),
         "system": session.system,

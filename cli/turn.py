@@ -52,7 +52,14 @@ def run_turn(
     pieces: list[str] = []
     finished = False
     setting = terminal.answering() if show else terminal.silent()
-    with setting, interrupts.stopping(session.cancel):
+    live = Live(terminal, "reading")
+
+    def progress(done: int, total: int) -> None:
+        if session.rereading:
+            live.label = "reading again, Ctrl-C: do not"
+        live(done, total)
+
+    with setting, interrupts.stopping(session.skip):
         answer = session.ask(
             question,
             generation.max_tokens,
@@ -60,7 +67,7 @@ def run_turn(
             top_k=generation.top_k,
             top_p=generation.top_p,
             min_p=generation.min_p,
-            progress=Live(terminal, "reading"),
+            progress=progress,
             notice=terminal.warn,
         )
         try:

@@ -26,7 +26,7 @@ def load(
     stride: int = 0,
     kv: str = "auto",
     weights: str = "auto",
-    reuse: str = "once",
+    reuse: str = "auto",
     **policy_options: object,
 ) -> ChatSession:
     """A chat with `model` (a directory or a hub id; None is the bundled model).

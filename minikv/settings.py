@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig
-from minikv.chat.reuse import PATIENCE, REUSES
+from minikv.chat.reuse import REREAD_LIMIT, REUSES
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, prompt_names, step_names
 
@@ -172,14 +172,21 @@ class Settings:
         choices=("auto", "int8"),
     )
     reuse: str = setting(
-        "once",
+        "auto",
         "later questions: refresh reads the whole conversation again, once keeps the cache of the "
         "first question, blind evicts documents before any question is seen; auto: refresh if the "
-        f"policy scores with the question and reading takes under {PATIENCE:g} s, else once",
+        "policy scores with the question, else once",
         CACHE,
-        flag_default="auto",
         commands=_CHAT,
         choices=REUSES,
+    )
+    reread_limit: int = setting(
+        REREAD_LIMIT,
+        "--reuse auto asks once before it reads more than this many tokens again; 0: it never asks",
+        CACHE,
+        commands=("chat",),
+        low=0,
+        high=1 << 31,
     )
     options: Mapping[str, object] = field(default_factory=dict)
     pin_system: bool = setting(False, "never evict the system prompt", CACHE, commands=_CHAT)

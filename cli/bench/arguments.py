@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.bench import device, shapes
+from minikv.cli.bench import device
 from minikv.cli.values import read_count, read_list, read_pairs
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
@@ -108,6 +108,8 @@ class Arguments:
         """Raise UsageError for what no machine could measure."""
         Settings(device=self.device, kernels=self.kernels, kv=self.kv)  # refuses what is not there
         if self.model is None:
+            from minikv.cli.bench import shapes  # --help needs none of them
+
             shapes.find(self.shape)
         elif not Path(self.model).is_dir():
             raise UsageError(

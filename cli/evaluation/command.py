@@ -70,6 +70,7 @@ def evaluate(
         decode="auto",
         stride=0,
         options={},
+        reuse="once",  # follow-ups measure what a policy keeps: nothing is read again for them
     )
     chat = build(plain)
     terminal.clear_status()

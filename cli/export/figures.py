@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minikv.chat.report import TurnReport, of_full, percent_saved, size
+from minikv.chat.report import UNKNOWN, TurnReport, of_full, percent_saved, size
 from minikv.cli.render import STOPS, budget_words, per_second, policy_words
 
 
@@ -32,7 +32,8 @@ def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
     ]
     by = report.shaped_by_turn
     if by is not None:
-        table.append(("Cache shaped by", f"question {by}" if by else "no question"))
+        misses = ": the answer may miss what that question did not need" if report.misses else ""
+        table.append(("Evicted for", f"question {by}{misses}" if by else "no question"))
     if report.device_mem.peak_bytes is not None:
         where = "GPU" if report.device_mem.reserved_bytes is not None else "process"
         table.append((f"Memory of the {where}", f"{size(report.device_mem.peak_bytes)} at most"))
@@ -42,7 +43,7 @@ def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
 def _lost(report: TurnReport) -> str:
     mean, most = report.loss.est_mass_lost_mean, report.loss.est_mass_lost_max
     if mean is None:
-        return "not estimated"
+        return "not estimated" if report.loss.method != UNKNOWN else "not known (evicted before)"
     text = f"~{100 * mean:.1f}%"
     if most is not None and report.loss.est_mass_lost_argmax_layer is not None:
         text += f", worst layer {report.loss.est_mass_lost_argmax_layer}: {100 * most:.1f}%"

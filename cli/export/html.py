@@ -7,7 +7,7 @@ import hashlib
 import json
 from importlib import resources
 
-from minikv.chat.report import of_full, percent_saved, size
+from minikv.chat.report import UNKNOWN, of_full, percent_saved, size
 from minikv.cli.export.facts import ChatFacts, Turn
 from minikv.cli.export.figures import rows
 from minikv.cli.export.safe import visible
@@ -96,7 +96,11 @@ def _cards(facts: ChatFacts) -> list[tuple[str, str, str]]:
         (
             "Attention lost",
             "–" if loss is None else f"~{100 * loss:.1f}%",
-            "not estimated" if loss is None else "an estimate from the last window",
+            "an estimate from the last window"
+            if loss is not None
+            else "not known: tokens were evicted before"
+            if report.loss.method == UNKNOWN
+            else "not estimated",
         ),
         ("First token", f"{report.time_s.first_token:.2f} s", "after the last question"),
     ]

@@ -40,6 +40,7 @@ def write_cache(
         "held": snapshot.held.record(),
         "owed": snapshot.pending_token,
         "shaped_by": snapshot.shaped_by,
+        "rereads": snapshot.rereads,
     }
     tensors = {f"column.{name}": column for name, column in snapshot.held.columns.items()}
     tensors["fed"] = torch.tensor(snapshot.fed, dtype=torch.int64)
@@ -80,6 +81,7 @@ def read_cache(saved: Saved) -> ChatSnapshot:
             fed=fed,
             pending_token=state["owed"],
             shaped_by=state["shaped_by"],
+            rereads=bool(state.get("rereads")),  # chats of older versions do not say
         )
 
 

@@ -707,4 +707,5 @@ class KVCache:
             evict_s=last.evict_s,
             budget_rows=self.budget_rows,
             shaped=last.shaped,
+            gaps=rows < seen * shape.kv_heads,
         )

@@ -28,7 +28,7 @@ class CacheStats:
     and backup included. evicted: tokens seen less the mean of those held. lost_*: share of the
     observation queries' attention that fell on evicted rows at the last eviction by a policy
     that observes (an estimate; None without evidence). shaped: the last prompt's question
-    decided what stayed.
+    decided what stayed. gaps: some head lacks a row that a cache without eviction would hold.
     """
 
     seen: int
@@ -48,6 +48,7 @@ class CacheStats:
     evict_s: float
     budget_rows: int | None
     shaped: bool
+    gaps: bool
 
 
 @dataclass(frozen=True, slots=True)

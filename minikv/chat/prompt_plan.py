@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
 from torch import Tensor
 
@@ -43,16 +44,19 @@ class PromptPlan:
 class Read:
     """The result of reading a turn.
 
-    logits: of the last token, float32 [V]. evict_s: seconds of eviction. peak: the most bytes at
-    once. blind: a policy that scores with the question evicted before a question was read. lost:
-    estimated attention lost (mean, maximum, layer of the maximum) in the part that lost most.
+    seconds: wall time. logits: of the last token, float32 [V]. evict_s: seconds of eviction. peak:
+    the most bytes at once. blind: a policy that scores with the question evicted before a question
+    was read. lost: estimated attention lost (mean, maximum, layer of the maximum) by the last part.
+    gaps: rows had left before it, which the estimate does not see.
     """
 
+    seconds: float
     logits: Tensor
     evict_s: float
     peak: int
     blind: bool
     lost: tuple[float | None, float | None, int | None]
+    gaps: bool
 
 
 def read(
@@ -67,6 +71,7 @@ def read(
     Between chunks, `progress(done, total)` is called, and Interrupted is raised if `stopped()`.
     After any error, the cache is as it was before.
     """
+    began = perf_counter()
     kv, total, done, evict_s, peak, blind = engine.kv, plan.tokens, 0, 0.0, 0, False
     replaces = plan.anew and kv.position > 0
 
@@ -79,7 +84,7 @@ def read(
         if progress is not None:
             progress(done + so_far, total)
 
-    lost: tuple[float | None, float | None, int | None] = (None, None, None)
+    gaps = not plan.anew and kv.stats().gaps
     before = kv.mark()
     try:
         if replaces:
@@ -88,6 +93,7 @@ def read(
             kv.pin(plan.pinned)
         for part in plan.parts:
             last = done + len(part) == total
+            gaps = gaps or (done > 0 and kv.stats().gaps)
             logits = engine.prompt(part, between_chunks, room if last else 1)
             figures = kv.last_prompt
             # What an error goes back to is kept until the last prompt was read.
@@ -95,10 +101,9 @@ def read(
             done += len(part)
             evict_s, peak = evict_s + figures.evict_s, max(peak, figures.peak_bytes + kept)
             blind = blind or (figures.shaped and not last)
-            if (figures.lost_mean or 0.0) >= (lost[0] or 0.0):
-                lost = figures.lost_mean, figures.lost_max, figures.lost_layer
     except BaseException:
         kv.go_back(before)
         raise
     kv.forget_mark()
-    return Read(logits, evict_s, peak, blind, lost)
+    lost = figures.lost_mean, figures.lost_max, figures.lost_layer
+    return Read(perf_counter() - began, logits, evict_s, peak, blind, lost, gaps)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+UNKNOWN = "unknown"
+"""`Loss.method` where rows had left before the prompt that was measured."""
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 
@@ -68,12 +70,16 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Estimate of the attention mass of the evicted rows, from the queries of the last window."""
+    """Estimate of the attention mass of the evicted rows, from the queries of the last window.
+
+    `method`: window; unknown, if rows had left before this prompt, which its queries cannot miss
+    measurably; None if the policy looks at no attention or nothing was evicted.
+    """
 
     est_mass_lost_mean: float | None
     est_mass_lost_max: float | None
     est_mass_lost_argmax_layer: int | None
-    method: str | None  # "window" or None
+    method: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +128,14 @@ class TurnReport:
         record["warnings"] = list(self.warnings)
         return record
 
-    def lines(self) -> tuple[str, str]:
-        """The two short lines under an answer: speed, then memory."""
+    @property
+    def misses(self) -> int:
+        """The question whose cache this answer came from, if it was another one; else 0."""
+        by = self.shaped_by_turn or 0
+        return by if by < self.turn else 0
+
+    def lines(self) -> tuple[str, ...]:
+        """The short lines under an answer: speed, then memory, then what it may miss."""
         tokens, kv = self.tokens, self.kv_bytes
         speed = [f"{tokens.generated:,} tok"]
         if self.rate.decode_tok_s is not None:
@@ -135,20 +147,20 @@ class TurnReport:
             f"KV {of_full(kv.held, kv.full)} ({percent_saved(kv.saved)} saved)",
             f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tok/head",
         ]
-        again = self.shaped_by_turn is not None and self.shaped_by_turn < self.turn
         if self.loss.est_mass_lost_mean is not None:
-            # The estimate does not include rows that an earlier turn evicted.
-            whole = self.reuse == "blind" and not tokens.prompt_reused
-            more = " more" if again and not whole else ""
-            memory.append(f"lost ~{100 * self.loss.est_mass_lost_mean:.1f}%{more}")
+            memory.append(f"lost ~{100 * self.loss.est_mass_lost_mean:.1f}%")
+        elif self.loss.method == UNKNOWN:
+            memory.append("loss not known")
         if self.reuse == "refresh":
-            shaped = f"shaped by Q{self.turn}, " if self.shaped_by_turn == self.turn else ""
-            memory.append(f"{shaped}read again")
-        elif again and self.shaped_by_turn:
-            memory.append(f"shaped by Q{self.shaped_by_turn}, /refresh to re-read")
-        elif again:
-            memory.append("shaped by no question")
-        return " · ".join(speed), " · ".join(memory)
+            memory.append("read again")
+        elif self.shaped_by_turn == 0:
+            memory.append("evicted before any question")
+        lines = [" · ".join(speed), " · ".join(memory)]
+        if self.misses:
+            lines.append(
+                f"may miss what question {self.misses} did not need; /refresh reads all again"
+            )
+        return tuple(lines)
 
 
 def size(count: int, unit: str = "") -> str:

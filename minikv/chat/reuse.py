@@ -1,11 +1,10 @@
 """What later questions find in the cache.
 
 A policy that scores with the question keeps what that question needs. The next question then finds
-gaps (FasterDecoding/SnapKV#18: "compress individually for different turns"). `once` continues with
-the cache of the first question. `refresh` reads the whole conversation again with each question.
+gaps (FasterDecoding/SnapKV#18: "compress individually for different turns"). `refresh` reads the
+whole conversation again with each question. `once` continues with the cache of the first question.
 `blind` evicts a document before it sees a question about it, as kvpress measures. `auto` is
-`refresh` if the policy scores with the question and reading takes less than `PATIENCE`, else
-`once`.
+`refresh` if the policy scores with the question, else `once`.
 """
 
 from __future__ import annotations
@@ -13,16 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from minikv.errors import UsageError
 
-if TYPE_CHECKING:
-    from minikv.chat.report import TurnReport
-
 REUSES = ("auto", "refresh", "once", "blind")
-PATIENCE = 3.0
-"""Seconds of reading per question that `auto` accepts."""
+REREAD_LIMIT = 32_768
+"""Tokens to read again above which a chat on a terminal asks first."""
 _PROBES = ("a", "7?")  # two questions without a common first character
 
 
@@ -41,42 +36,25 @@ class Decision:
     why: str = ""
 
 
-def decide(policy: str, asks: bool, tokens: int, reports: Sequence[TurnReport]) -> Decision:
+def decide(policy: str, asks: bool, keeps: bool) -> Decision:
     """Choose for the next question, if rows of a document were evicted.
 
-    asks: the policy scores with the question. tokens: the conversation's, that question included.
-    reports: of earlier turns on this device. The choice depends on these alone, so a question that
-    was taken back and is asked again gets the same answer.
+    asks: the policy scores with the question. keeps: the user wants no reading again. Nothing else
+    counts, so the same chat gets the same answers on a slow machine and on a busy one.
     """
     if not asks:
         return Decision(
             "once", f"--reuse auto keeps the cache: {policy} does not choose by what is asked"
         )
-    # The longest prompt predicts best: in short ones a token takes longer.
-    measured = [(r.tokens.prompt_new, r.turn, r.rate.prefill_tok_s) for r in reports]
-    rate = max((m for m in measured if m[2]), default=(0, 0, None))[2]
-    if not rate:
+    if keeps:
         return Decision(
-            "once",
-            "--reuse auto keeps the cache: how fast this machine reads is not known yet; /refresh "
-            "reads everything again with your next question",
-        )
-    seconds = tokens / rate
-    if seconds < PATIENCE:
-        return Decision(
-            "refresh",
-            f"--reuse auto reads everything again with each question, {_seconds(seconds)} now: "
-            f"{policy} keeps what one question needs; /set reuse once turns that off",
+            "once", "the cache stays as it is, as you chose; /refresh reads everything again"
         )
     return Decision(
-        "once",
-        f"--reuse auto keeps the cache: to read everything again takes {_seconds(seconds)} by now, "
-        f"over {PATIENCE:g} s; /refresh does it for your next question",
+        "refresh",
+        f"--reuse auto reads everything again with each question: {policy} keeps what one question "
+        "needs; /set reuse once turns that off",
     )
-
-
-def _seconds(seconds: float) -> str:
-    return f"about {seconds:.1f} s" if seconds < 10 else f"about {seconds:,.0f} s"
 
 
 def parts(

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from minikv.cache.stats import CacheStats
 from minikv.chat import prompt_plan, reuse
-from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.facts import Facts, device_memory
 from minikv.chat.min_tokens import longest_token
 from minikv.chat.prompt_plan import PromptPlan, Read
 from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.report import (
+    UNKNOWN,
     KvBytes,
     Loss,
     Rates,
@@ -38,7 +39,8 @@ from minikv.chat.undo import UNDO_BYTES, UndoHistory
 from minikv.chat.warnings import check_text, marker_lines
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling, pick
-from minikv.errors import ContextError, UsageError
+from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.policies import DEFAULT_BUDGET
 
 
 class ChatSession:
@@ -48,6 +50,9 @@ class ChatSession:
     what later questions find (see `minikv.chat.reuse`). `undo_turns`: how many turns `undo` can
     take back; each costs a copy of the cache in host memory, `UNDO_BYTES` in all. `reuse` and
     `undo_turns` may be set between turns.
+
+    `keeps_cache`: `auto` reads nothing again in this conversation. `rereading`: `auto` is reading
+    again, and `skip` would stop that.
 
     `shaped_by`: the number of the question for which the cache was evicted, 0 if it was evicted
     before any question. `turns` and `reports`: those of the conversation so far. `undone`: the
@@ -106,10 +111,9 @@ class ChatSession:
         self.curve: list[tuple[int, int, int]] = []
         self.baseline_tok_s: float | None = None  # see the class
         self.history = self.history.emptied()
-        self._found = 0  # turns that were there when this chat was loaded
-        self.rereads = False
-        self._told: object = None  # the last warning about a cache evicted for another question
-        self._cancelled = False
+        self.rereads = self.keeps_cache = False
+        self._told: object = None  # the last line about what `auto` does
+        self._cancelled = self._skips = self.rereading = False
         self.conversation += 1
 
     @property
@@ -190,6 +194,7 @@ class ChatSession:
             self.shaped_by,
             tuple(self.turns),
             tuple(self.curve),
+            self.rereads,
         )
 
     def restore(self, snapshot: ChatSnapshot) -> None:
@@ -215,23 +220,26 @@ class ChatSession:
         self.report = self.turns[-1].report if self.turns else None
         self.undone, self.baseline_tok_s = [], None
         self.history = self.history.emptied()
-        self._found = self.turn
-        self.rereads = self._cancelled = False
+        self.rereads = snapshot.rereads
+        self._cancelled = self._skips = False
 
     def undo(self, turns: int = 1) -> list[Turn]:
-        """Take back the last `turns` turns, and return them. The first of their questions, asked
-        again, gets the same answer. Its documents go in front of the next question. Policy, budget
-        and seed stay as they are now. Raises the UsageError of `undoable`; then nothing changes.
+        """Take back the last `turns` turns, and return them. The documents of the first go in front
+        of the next question. Policy, budget and seed stay as they are now.
+
+        Where there is a copy of the cache from before them (see `undo_turns`), the first of their
+        questions, asked again, gets the same answer. Where there is none, the next question reads
+        the conversation that is left again. Raises UsageError if there are not so many turns; then
+        nothing changes.
         """
-        self.undoable(turns)
+        self._undoable(turns)
         finished = len(self.turns) - turns
         eviction, seed, pending, history = self.eviction, self.seed, self.pending, self.history
-        taken, baseline, found = self.turns[finished:], self.baseline_tok_s, self._found
+        taken, baseline = self.turns[finished:], self.baseline_tok_s
         rereads = self.rereads or taken[0].report.reuse == "refresh"
-        self.restore(history.at(finished))
-        self.rereads = rereads and bool(self.fed)
+        self.restore(history.before.get(finished) or self._without_cache(finished))
+        self.rereads = (self.rereads or rereads) and bool(self.fed)
         self.undone, self.seed, self.baseline_tok_s = taken, seed, baseline
-        self._found = found
         self.pending += [d for d in pending if d not in self.pending]
         history.forget_from(finished)
         self.history = history
@@ -239,9 +247,30 @@ class ChatSession:
             self.configure(eviction)
         return taken
 
-    def undoable(self, turns: int = 1) -> None:
-        """Raise the UsageError that `undo` would raise."""
-        self.history.check(turns, len(self.turns), self._found)
+    def _undoable(self, turns: int) -> None:
+        count = len(self.turns)
+        if turns < 1:
+            raise UsageError(f"a number of turns is 1 or more, got {turns:,}")
+        if not count:
+            raise UsageError("there is no turn to take back", "ask something first")
+        if turns > count:
+            have = "1 turn" if count == 1 else f"{count:,} turns"
+            raise UsageError(f"{turns:,} turns cannot be taken back: this chat has {have}")
+
+    def _without_cache(self, finished: int) -> ChatSnapshot:
+        """The chat as it was with so many finished turns, without its cache."""
+        turns = tuple(self.turns[:finished])
+        first = len(self.messages) - 2 * (len(self.turns) - finished)
+        return ChatSnapshot(
+            None,
+            self.eviction,
+            self.seed,
+            tuple(self.messages[:first]),
+            tuple(document for turn in turns for document in turn.documents),
+            self.turns[finished].documents,
+            turns=turns,
+            curve=tuple(self.curve[: 2 * finished]),
+        )
 
     def cancel(self) -> None:
         """Stop the running turn at the next safe point: safe to call from a signal handler.
@@ -250,6 +279,18 @@ class ChatSession:
         is written, the answer ends there and stays in the conversation.
         """
         self._cancelled = True
+
+    def skip(self) -> None:
+        """As `cancel`; but while `auto` reads the conversation again, only that is stopped, and the
+        answer comes from the cache as it is. Safe to call from a signal handler."""
+        self._skips = self.rereading
+        self._cancelled = True
+
+    @property
+    def reads_again(self) -> int:
+        """Tokens that `auto` would read again with the next question."""
+        anew = bool(self.fed) and not self.rereads and self.reuse == "auto"
+        return len(self.fed) if anew and self._decide().reuse == "refresh" else 0
 
     @property
     def room(self) -> int:
@@ -283,7 +324,7 @@ class ChatSession:
         if not question.strip():
             raise UsageError("the question is empty", "ask something in words")
         check_text(question, "the question")
-        self._cancelled = False
+        self._cancelled = self._skips = False
         yield from self._turn(question, max_tokens, sampling, progress, notice)
 
     def _turn(
@@ -306,9 +347,9 @@ class ChatSession:
         self._refuse_by_bytes(message.content)
         messages = [*self.messages, message]
         feed, decision = self._feed(messages)
-        ids, reused = feed.ids, 0 if feed.anew else len(self.fed)
-        if len(ids) + 1 > self.max_context - reused:
-            raise self._does_not_fit(len(ids), "needs", reused)
+        reused = 0 if feed.anew else len(self.fed)
+        if not self._fits(feed):
+            raise self._does_not_fit(feed.tokens, "needs", reused)
         self._warn_before(question, feed, decision, warn)
         for line in self._new_notices():
             warn(line)
@@ -316,9 +357,12 @@ class ChatSession:
         stream = self.tokenizer.stream()
         before = self._set_aside()
         known = self.engine.kv.stats()
-        reading = perf_counter()
-        read = prompt_plan.read(self.engine, feed, max_tokens, progress, lambda: self._cancelled)
-        prefill_s = perf_counter() - reading
+        self.rereading = decision is not None and feed.reuse == "refresh"
+        try:
+            feed, read = self._read(feed, messages, max_tokens, progress, warn)
+        finally:
+            self.rereading = False
+        ids, reused = feed.ids, 0 if feed.anew else len(self.fed)
 
         # The prompt is in the cache. From here on the turn counts, also if the answer fails.
         self.history.keep(self.turn, before)
@@ -403,13 +447,13 @@ class ChatSession:
                     load=self.facts.load_s,
                     compile=None,
                     first_token=total_s if first_s is None else first_s,
-                    prefill=prefill_s,
+                    prefill=read.seconds,
                     evict=read.evict_s,
                     decode=decode_s,
                     total=total_s,
                 ),
                 Rates(
-                    prefill_tok_s=len(ids) / prefill_s if prefill_s else None,
+                    prefill_tok_s=len(ids) / read.seconds if read.seconds else None,
                     decode_tok_s=steps / decode_s if steps and decode_s else None,
                     baseline_decode_tok_s=self.baseline_tok_s,
                 ),
@@ -418,6 +462,40 @@ class ChatSession:
             if notice is not None:  # the turn is closed: what the caller does here may fail
                 for line in late:
                     notice(line)
+
+    def _read(
+        self,
+        feed: PromptPlan,
+        messages: list[Message],
+        room: int,
+        progress: Callable[[int, int], None] | None,
+        warn: Callable[[str], None],
+    ) -> tuple[PromptPlan, Read]:
+        """Read what `feed` says; or, if `skip` stops that, only what is new. Returns what was
+        read."""
+
+        def stopped() -> bool:
+            return self._cancelled
+
+        try:
+            read = prompt_plan.read(self.engine, feed, room, progress, stopped)
+        except Interrupted:
+            if not self._skips:
+                raise
+            instead = self._continued(messages)
+            if not self._fits(instead):
+                raise
+        else:
+            if self._skips:  # it came when all was read
+                self._cancelled = self._skips = False
+            return feed, read
+        self._cancelled = self._skips = self.rereading = False
+        warn("stopped reading again: this answer comes from the cache as it is")
+        return instead, prompt_plan.read(self.engine, instead, room, progress, stopped)
+
+    def _fits(self, feed: PromptPlan) -> bool:
+        """Whether the prompt and one more token fit the model's context."""
+        return (0 if feed.anew else len(self.fed)) + feed.tokens + 1 <= self.max_context
 
     def _set_aside(self) -> ChatSnapshot | None:
         """A snapshot for `undo`; None if none is wanted or it would be too large."""
@@ -449,22 +527,28 @@ class ChatSession:
                 return PromptPlan("refresh" if self.turns else "once", (ids,), True, pinned), None
             cut = reuse.parts(ids, self._asked(), _with(self.template.opening, messages))
             return PromptPlan("blind" if len(cut) > 1 else "once", cut, True, pinned), None
-        pending_token = [] if self.pending_token is None else [self.pending_token]
-        ids = pending_token + self.template.following(messages)
         decision = None
         mode = "refresh" if self.rereads else self.reuse
         if mode == "auto":
-            decision = self._decide(len(self.fed) + len(ids))
+            decision = self._decide()
             mode = decision.reuse
         if mode == "refresh":
             whole = self.template.opening(messages)
             if decision is None or len(whole) < self.max_context:
                 return PromptPlan("refresh", (whole,), True, pinned), decision
             decision = None
+        feed = self._continued(messages)
         if mode == "blind" and self.pending:
-            again = _with(lambda m: pending_token + self.template.following(m), messages)
-            return PromptPlan("blind", reuse.parts(ids, self._asked()[-1:], again), False), None
-        return PromptPlan("once", (ids,), False), decision
+            owed = [] if self.pending_token is None else [self.pending_token]
+            again = _with(lambda m: owed + self.template.following(m), messages)
+            cut = reuse.parts(feed.ids, self._asked()[-1:], again)
+            return PromptPlan("blind", cut, False), None
+        return feed, decision
+
+    def _continued(self, messages: list[Message]) -> PromptPlan:
+        """Only what is new, behind what the cache has seen."""
+        owed = [] if self.pending_token is None else [self.pending_token]
+        return PromptPlan("once", (owed + self.template.following(messages),), False)
 
     def _asked(self) -> list[tuple[int, str]]:
         """(index in the messages, text of its documents) of each message with documents, the next
@@ -477,15 +561,13 @@ class ChatSession:
             if documents
         ]
 
-    def _decide(self, tokens: int) -> Decision:
-        """What `auto` does for the next question. tokens: the conversation's, that question
-        included."""
+    def _decide(self) -> Decision:
+        """What `auto` does for the next question."""
         if not self.documents or not self.engine.kv.stats().evicted:
             return Decision("once")
         prompt, *_ = self.eviction.policies()
-        here = [report for report in self.reports if report.device == self.facts.device]
         asks = prompt is not None and prompt.evidence.asks
-        return reuse.decide(self.eviction.policy, asks, tokens, here)
+        return reuse.decide(self.eviction.policy, asks, self.keeps_cache)
 
     def _next(self, token: int, sampling: Sampling, *, ahead: bool) -> int:
         """Feed the pending token and pick the next one. If the engine fails, the cache's position
@@ -548,17 +630,9 @@ class ChatSession:
             and self.eviction.evicts
         ):
             warn("there is no document to evict beforehand: --reuse blind changes nothing here")
-        told, line = self._told, ""
-        if decision is not None:
-            told, line = (decision.reuse, bool(decision.why)), decision.why
-        elif feed.reuse == "once" and self.shaped_by and self.documents:
-            told = self.shaped_by
-            line = (
-                f"this cache was shaped by question {told}: what that question did not need may "
-                "be gone; /refresh reads the documents again with your next question"
-            )
-        if line and told != self._told:
-            self._told = told
+        line = decision.why if decision is not None else ""
+        if line and line != self._told:
+            self._told = line
             warn(line)
 
     def _warn_after(
@@ -567,7 +641,9 @@ class ChatSession:
         if stats.shaped and self.shaped_by is None:
             self.shaped_by = self.turn
         rows = stats.budget_rows
-        if had_documents and self.eviction.evicts and rows is not None and rows >= stats.seen:
+        # That a short document fits the default budget is what one expects.
+        chosen = self.eviction.evicts and self.eviction.budget != read_budget(DEFAULT_BUDGET)
+        if had_documents and chosen and rows is not None and rows >= stats.seen:
             warn(
                 f"--budget {self.eviction.budget} ({rows:,} tokens per head) is not below this "
                 f"prompt ({stats.seen:,} tokens): nothing was evicted"
@@ -615,7 +691,7 @@ class ChatSession:
             ),
             time_s=seconds,
             rate=rates,
-            loss=Loss(*read.lost, None if read.lost[0] is None else "window"),
+            loss=_loss(read),
             shaped_by_turn=self.shaped_by,
             stop_reason=reason,
             seed=self.seed,
@@ -624,6 +700,13 @@ class ChatSession:
             warnings=tuple(warnings),
             reuse=feed.reuse,
         )
+
+
+def _loss(read: Read) -> Loss:
+    """What the turn record says of the loss."""
+    if read.gaps:
+        return Loss(None, None, None, UNKNOWN)
+    return Loss(*read.lost, None if read.lost[0] is None else "window")
 
 
 def _with(

@@ -25,6 +25,7 @@ class ChatSnapshot:
     shaped_by: int | None = None
     turns: tuple[Turn, ...] = ()
     curve: tuple[tuple[int, int, int], ...] = ()
+    rereads: bool = False
 
     @property
     def nbytes(self) -> int:

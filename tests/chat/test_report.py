@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from minikv.chat.report import (
+    UNKNOWN,
     DeviceMemory,
     KvBytes,
     Loss,
@@ -97,18 +98,20 @@ def test_the_two_lines() -> None:
         "KV 90.8 of 913.1 MiB (90.0% saved) · kept 726 of 7,305 tok/head · lost ~3.1%",
     )
     second = report(turn=2, stop_reason="length", loss=Loss(None, None, None, None))
-    speed, memory = second.lines()
+    speed, memory, misses = second.lines()
     assert speed.endswith("stopped by length")
-    assert report(turn=2).lines()[1].endswith("lost ~3.1% more · shaped by Q1, /refresh to re-read")
-    assert memory.endswith("tok/head · shaped by Q1, /refresh to re-read")
+    assert memory.endswith("tok/head")
+    assert misses == "may miss what question 1 did not need; /refresh reads all again"
     again = report(turn=2, shaped_by_turn=2, reuse="refresh")
-    assert again.lines()[1].endswith("lost ~3.1% · shaped by Q2, read again")
-    whole = report(turn=2, shaped_by_turn=None, reuse="refresh")
-    assert whole.lines()[1].endswith("lost ~3.1% · read again")
+    assert len(again.lines()) == 2
+    assert again.lines()[1].endswith("lost ~3.1% · read again")
     blind = report(shaped_by_turn=0, reuse="blind")
-    assert blind.lines()[1].endswith("lost ~3.1% · shaped by no question")
-    later = replace(blind, turn=2, tokens=replace(blind.tokens, prompt_reused=9))
-    assert later.lines()[1].endswith("lost ~3.1% more · shaped by no question")
+    assert blind.lines()[1].endswith("lost ~3.1% · evicted before any question")
+
+
+def test_a_loss_that_earlier_evictions_hide_is_not_given_as_a_number() -> None:
+    later = report(turn=3, loss=Loss(None, None, None, UNKNOWN))
+    assert later.lines()[1].endswith("tok/head · loss not known")
 
 
 def test_a_rate_that_was_not_measured_is_not_shown() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -15,7 +17,6 @@ import vocabularies as v
 from fakes import ASSISTANT, BOS, PADDED, USER, ByteTokenizer, ChatML, FakeEngine
 from small_chat import chat, held_of, say
 from test_kept import context
-from test_report import report as record_of
 from test_session import check, make
 from torch import Tensor
 from typer.testing import CliRunner
@@ -24,9 +25,10 @@ import minikv
 import minikv.cli.turn
 from minikv.chat import reuse
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.report import Rates, Tokens
+from minikv.chat.report import UNKNOWN
 from minikv.chat.session import ChatSession
 from minikv.cli import commands, render
+from minikv.cli.config import SETTINGS
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import header
@@ -150,7 +152,7 @@ def test_the_report_counts_all_that_was_read_again_and_the_copy_beside_it() -> N
     assert one.kv_bytes.full == two.kv_bytes.full
     assert one.time_s.evict > 0
     assert one.rate.prefill_tok_s == pytest.approx(one.tokens.prompt_new / one.time_s.prefill)
-    assert one.lines()[1].endswith("shaped by Q2, read again")
+    assert one.lines()[1].endswith("read again")
 
 
 def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
@@ -203,9 +205,9 @@ def test_another_setting_is_refused(value: str) -> None:
         make(reuse=value)
 
 
-def test_python_goes_on_with_the_cache_by_default() -> None:
-    assert Settings().reuse == "once"
-    assert make().reuse == "once"
+def test_python_reads_again_by_default_as_a_terminal_does() -> None:
+    assert Settings().reuse == SETTINGS["reuse"].default == "auto"
+    assert inspect.signature(minikv.load).parameters["reuse"].default == "auto"
 
 
 # -- a reading that fails -------------------------------------------------------------------
@@ -354,12 +356,9 @@ def test_blind_says_that_no_question_shaped_the_cache() -> None:
         say(session, question)
     assert [r.shaped_by_turn for r in session.reports] == [0, 0]
     assert [r.reuse for r in session.reports] == ["blind", "once"]
-    lost = session.reports[0].loss.est_mass_lost_mean
-    assert lost is not None
-    assert lost > 0.2  # of the document's end, not of the question alone
-    assert " more" not in session.reports[0].lines()[1]
-    assert session.reports[1].lines()[1].endswith("more · shaped by no question")
-    assert "shaped by no question" in render.stats(session.reports[1])
+    assert [r.loss.method for r in session.reports] == [UNKNOWN, UNKNOWN]
+    assert session.reports[1].lines()[1].endswith("loss not known · evicted before any question")
+    assert "evicted for no question" in render.stats(session.reports[1])
     assert session.reports[0].warnings == session.reports[1].warnings == ()
 
 
@@ -482,62 +481,114 @@ def test_what_runs_have_in_common() -> None:
 # -- auto -----------------------------------------------------------------------------------
 
 
-def read(tokens: int, rate: float | None, turn: int = 1) -> Any:
-    return record_of(
-        turn=turn, tokens=Tokens(tokens, 0, 1, tokens, 0, 1.0, 1, 1), rate=Rates(rate, None, None)
-    )
-
-
-def test_auto_reads_again_what_it_can_read_in_time() -> None:
-    fast = reuse.decide("adakv", True, 2990, [read(2000, 1000.0)])
-    assert fast.reuse == "refresh"
-    assert "about 3.0 s now: adakv keeps what one question needs" in fast.why
-    slow = reuse.decide("adakv", True, 3000, [read(2000, 1000.0)])
-    assert slow.reuse == "once"
-    assert "takes about 3.0 s by now, over 3 s; /refresh" in slow.why
-    assert "about 1,234 s" in reuse.decide("adakv", True, 1234, [read(1, 1.0)]).why
-
-
-def test_the_longest_reading_says_how_fast_and_the_newest_of_equal_ones() -> None:
-    reports = [read(20, 1.0), read(2000, 1000.0, 2), read(30, 2.0, 3)]
-    assert reuse.decide("adakv", True, 2900, reports).reuse == "refresh"
-    assert reuse.decide("adakv", True, 2900, [*reports, read(2000, 500.0, 4)]).reuse == "once"
-    assert reuse.decide("adakv", True, 2900, [*reports, read(9000, None, 4)]).reuse == "refresh"
-
-
-def test_auto_keeps_the_cache_of_a_policy_that_does_not_ask_or_an_unknown_rate() -> None:
-    blunt = reuse.decide("streaming", False, 10, [read(2000, 1000.0)])
+def test_auto_reads_again_for_a_policy_that_asks_and_keeps_the_cache_of_others() -> None:
+    again = reuse.decide("adakv", True, False)
+    assert again.reuse == "refresh"
+    assert "adakv keeps what one question needs" in again.why
+    blunt = reuse.decide("streaming", False, False)
     assert blunt.reuse == "once"
     assert "streaming does not choose by what is asked" in blunt.why
-    unknown = reuse.decide("adakv", True, 10, [read(2000, None)])
-    assert unknown.reuse == "once"
-    assert "not known yet" in unknown.why
+    kept = reuse.decide("adakv", True, True)
+    assert (kept.reuse, kept.why[:15]) == ("once", "the cache stays")
 
 
-def slowed(session: ChatSession, rate: float) -> None:
-    """As if every reading so far had been so fast."""
-    session.turns = [
-        replace(t, report=replace(t.report, rate=replace(t.report.rate, prefill_tok_s=rate)))
-        for t in session.turns
-    ]
+@pytest.mark.parametrize("rate", [1e-3, 1.0, 1e9, None])
+def test_the_answer_of_auto_depends_on_no_clock(
+    rate: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that reads so many tokens per second."""
+    ticks = itertools.count()
+    session, plain = chat(reuse="auto"), chat(reuse="refresh")
+    for each in (session, plain):
+        each.attach(MILL)
+    for question in ("Who?", "Why?", "And then?"):
+        want = say(plain, question)
+        if rate is not None:
+            clock = lambda: next(ticks) * 100 / rate  # noqa: E731
+            monkeypatch.setattr("minikv.chat.session.perf_counter", clock)
+            monkeypatch.setattr("minikv.chat.prompt_plan.perf_counter", clock)
+        assert say(session, question) == want
+        monkeypatch.undo()
+    assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh"]
 
 
 def test_auto_says_what_it_does_once_and_again_when_that_changes() -> None:
     session = chat(reuse="auto")
     session.attach(MILL)
     notes: list[str] = []
-    for n, rate in enumerate((1e6, 1e6, 1.0, 1.0, 1e6)):
+    for n, keeps in enumerate((False, False, False, True, True)):
+        session.keeps_cache = keeps
         list(session.ask(f"Question {n}?", 3, notice=notes.append))
-        slowed(session, rate)
     assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh", "once", "once"]
     assert len(notes) == 2
     assert notes[0].startswith("--reuse auto reads everything again with each question")
-    assert notes[1].startswith("--reuse auto keeps the cache")
+    assert notes[1].startswith("the cache stays as it is, as you chose")
+    session.keeps_cache = False
     list(session.ask("Last?", 3, notice=notes.append))
     assert len(notes) == 3
     assert session.report is not None
     assert session.report.reuse == "refresh"
     assert session.report.warnings == (notes[2],)
+
+
+def test_skipped_reading_answers_from_the_cache_as_it_is() -> None:
+    session, plain = chat(reuse="auto"), chat(reuse="once")
+    for each in (session, plain):
+        each.attach(MILL)
+        say(each, "Who?")
+    assert session.reads_again == len(session.fed)
+    assert plain.reads_again == 0
+
+    def skip(done: int, total: int) -> None:
+        if session.rereading and done > total // 2:
+            session.skip()
+
+    notes: list[str] = []
+    answer = "".join(session.ask("Why?", 8, 0.7, progress=skip, notice=notes.append))
+    assert answer == say(plain, "Why?")[0]
+    assert cache(session) == cache(plain)
+    assert session.report is not None
+    assert session.report.reuse == "once"
+    assert session.report.misses == 1
+    assert session.report.lines()[2].startswith("may miss what question 1 did not need")
+    assert session.report.tokens == plain.reports[1].tokens
+    assert notes[-1] == "stopped reading again: this answer comes from the cache as it is"
+    # the next question is read again as ever, and a plain cancel takes the question back
+    before = cache(session)
+    with pytest.raises(Interrupted):
+        list(session.ask("And?", 12, progress=lambda done, total: session.cancel()))
+    assert cache(session) == before
+    list(session.ask("And?", 12))
+    assert session.reports[-1].reuse == "refresh"
+
+
+def test_skip_after_the_last_chunk_does_not_stop_the_answer() -> None:
+    session, plain = chat(reuse="auto"), chat(reuse="auto")
+    for each in (session, plain):
+        each.attach(MILL)
+        say(each, "Who?")
+
+    def late(done: int, total: int) -> None:
+        if done == total:
+            session.skip()
+
+    assert "".join(session.ask("Why?", 8, 0.7, progress=late)) == say(plain, "Why?")[0]
+    assert session.report is not None
+    assert session.report.stop_reason != "user"
+
+
+def test_skip_where_nothing_is_read_again_is_a_cancel() -> None:
+    session = chat(reuse="auto")
+    session.attach(MILL)
+    with pytest.raises(Interrupted):
+        list(session.ask("Who?", 3, progress=lambda done, total: session.skip()))
+    assert session.fed == []
+    answer = session.ask("Who?", 12)
+    next(answer)
+    session.skip()
+    list(answer)
+    assert session.report is not None
+    assert session.report.stop_reason == "user"
 
 
 def test_auto_is_silent_where_nothing_is_at_stake() -> None:
@@ -552,28 +603,23 @@ def test_auto_is_silent_where_nothing_is_at_stake() -> None:
         assert not any("reuse" in w for r in session.reports for w in r.warnings)
 
 
-def test_auto_follows_the_policy_of_now_and_the_device_of_now() -> None:
+def test_auto_follows_the_policy_of_now() -> None:
     session = chat(reuse="auto", budget=64)
     session.attach(MILL)
     say(session, "Who?")
-    slowed(session, 1e6)
-    before = session.snapshot()
     session.configure(EvictionConfig.read("streaming", budget=64))
+    assert session.reads_again == 0
     say(session, "Why?")
     assert session.reports[1].reuse == "once"
     assert "streaming does not choose" in session.reports[1].warnings[0]
-    session.restore(before)
-    session.facts = replace(session.facts, device="cuda:0")
-    assert session._decide(10).reuse == "once"
-    session.facts = replace(session.facts, device="cpu")
-    assert session._decide(10).reuse == "refresh"
+    session.configure(EvictionConfig.read("adakv", budget=64))
+    assert session.reads_again == len(session.fed)
 
 
 def test_auto_goes_on_where_only_that_fits() -> None:
     session = chat(reuse="auto")
     session.attach(MILL)
     say(session, "Who?")
-    slowed(session, 1e6)
     opening = session.template.opening
     session.template.opening = lambda messages: [*opening(messages), *[0] * 2048]  # type: ignore[method-assign]
     say(session, "Why?")
@@ -581,7 +627,7 @@ def test_auto_goes_on_where_only_that_fits() -> None:
     assert session.report.reuse == "once"
 
 
-def test_once_warns_once_for_each_question_that_shaped_the_cache() -> None:
+def test_every_answer_from_another_questions_cache_says_so() -> None:
     session = chat()
     session.attach(MILL)
     for question in ("Who?", "Why?", "And?"):
@@ -589,9 +635,29 @@ def test_once_warns_once_for_each_question_that_shaped_the_cache() -> None:
     session.refresh()
     for question in ("Again?", "Last?"):
         say(session, question)
-    said = [[w for w in r.warnings if "shaped by question" in w] for r in session.reports]
-    assert list(map(len, said)) == [0, 1, 0, 0, 1]
-    assert "question 4" in said[4][0]
+    assert [r.misses for r in session.reports] == [0, 1, 1, 0, 4]
+    assert [len(r.lines()) for r in session.reports] == [2, 3, 3, 2, 3]
+    assert "question 4" in session.reports[4].lines()[2]
+
+
+def test_the_loss_is_against_all_that_was_read_or_not_known() -> None:
+    session = chat()
+    session.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(session, question)
+    session.refresh()
+    say(session, "Again?")
+    first, later, again = (r.loss for r in session.reports)
+    assert first.est_mass_lost_mean is not None
+    assert (later.est_mass_lost_mean, later.method) == (None, UNKNOWN)
+    assert later.est_mass_lost_max is later.est_mass_lost_argmax_layer is None
+    assert again.method == "window"
+    assert "not known: tokens were evicted before" in render.stats(session.reports[1])
+    whole = chat(budget=2000)  # nothing leaves, so nothing hides the loss
+    whole.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(whole, question)
+    assert UNKNOWN not in [r.loss.method for r in whole.reports]
 
 
 # -- undo, saved chats ------------------------------------------------------------------------
@@ -615,13 +681,11 @@ def test_auto_answers_again_as_it_did() -> None:
     session = chat(undo_turns=4, reuse="auto")
     session.attach(MILL)
     say(session, "Who?")
-    slowed(session, 1.0)
     want = say(session, "Why?")
-    assert session.report is not None
-    assert session.report.reuse == "once"
     session.undo()
     assert say(session, "Why?") == want
-    assert session.report.reuse == "once"
+    assert session.report is not None
+    assert session.report.reuse == "refresh"
 
 
 def test_a_saved_chat_keeps_the_setting() -> None:
@@ -812,15 +876,20 @@ def test_refresh_through_the_commands_alone() -> None:
     assert not session.rereads
 
 
-def test_eval_reads_on_with_the_cache() -> None:
+def test_eval_reads_on_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its follow-ups measure what a policy keeps, so nothing may be read again for them."""
-    from minikv.cli.evaluation.files import Item
-    from minikv.cli.evaluation.passes import answers
+    from minikv.cli.evaluation import command
 
-    session = minikv.load(budget=64)
-    item = Item("Velgate exports mostly salt. " * 30, ("What?", "And?"), (("salt",), ("x",)), 4)
-    answers(session, item)
-    assert [r.reuse for r in session.reports] == ["once", "once"]
+    built: list[Settings] = []
+
+    def build(settings: Settings) -> ChatSession:
+        built.append(settings)
+        raise UsageError("built")
+
+    monkeypatch.setattr(command, "build", build)
+    result = CliRunner().invoke(app, ["eval", "--tasks", "followup"])
+    assert "built" in result.stderr
+    assert [settings.reuse for settings in built] == ["once"]
 
 
 def test_a_fresh_question_is_no_refresh() -> None:

@@ -408,7 +408,7 @@ def test_the_figures_of_a_turn_in_words(facts: ChatFacts) -> None:
         "First token after": "1.62 s",
         "Writing": "0.25 s",
         "Attention lost": "~3.1%, worst layer 3: 50.0% (an estimate from the last window)",
-        "Cache shaped by": "question 2",
+        "Evicted for": "question 2",
         "Memory of the process": "5.0 MiB at most",
     }
     on_gpu = replace(report, device_mem=DeviceMemory(5 << 20, 8 << 20), shaped_by_turn=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from fakes import ByteTokenizer, ChatML, FakeEngineWithMemory
 from small_chat import chat
 
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli import saving, settings_commands
 from minikv.cli.command import Context
@@ -128,12 +129,15 @@ def test_undo_says_what_it_took_back(talk: Talk) -> None:
     assert "there is no turn to take back" in talk.refused("undo")
 
 
-def test_what_undo_kept_no_copy_of_was_not_asked_before_the_chat(talk: Talk) -> None:
+def test_undo_without_a_copy_says_that_the_rest_is_read_again(talk: Talk) -> None:
     talk.session.undo_turns = 1
     for question in ("one", "two", "three"):
         talk.ask(question)
-    talk.run("undo")
-    assert "the cache as it was before question 2 is not kept" in talk.refused("undo")
+    assert "read" not in talk.run("undo")[1]
+    assert "your next question reads the rest of the conversation again" in talk.run("undo")[1]
+    _, err = talk.run("retry")
+    assert "asking again: two" in err
+    assert [turn.question for turn in talk.session.turns] == ["one", "two"]
 
 
 @pytest.mark.parametrize("line", ["undo x", "undo 1 2", "undo -1", "undo ²"])
@@ -141,7 +145,7 @@ def test_undo_takes_a_number(talk: Talk, line: str) -> None:
     talk.ask("one")
     assert "/undo takes a number" in talk.refused(line)
     assert "1 or more" in talk.refused("undo 0")
-    assert talk.refused("undo 2").endswith("this chat has 1 turn; /undo 1 takes back all of them")
+    assert "this chat has 1 turn" in talk.refused("undo 2")
 
 
 def test_retry_asks_the_last_question_again(talk: Talk) -> None:
@@ -170,24 +174,60 @@ def test_undo_then_retry_gives_the_previous_answer(talk: Talk) -> None:
     assert [turn.question for turn in talk.session.turns] == ["one", "two", "four"]
 
 
-def test_retry_with_other_settings_keeps_them(real: Talk) -> None:
+def test_retry_with_other_settings_is_for_one_answer(real: Talk) -> None:
     first = real.ask("Who?")
-    fed = list(real.session.fed)
+    fed, own = list(real.session.fed), real.session.eviction
     out, err = real.run("retry --policy streaming --budget=40")
-    assert err.splitlines()[0].startswith("from now on: streaming, then streaming · budget 40")
-    assert real.session.eviction.policy == "streaming"
+    assert err.splitlines()[0].startswith("for this answer: streaming, then streaming · budget 40")
+    assert "the next question reads all again, for the chat's own policy" in err
+    assert real.session.eviction == own
     assert real.session.reports[-1].policy == "streaming"
-    kv: Any = real.session.engine.kv
-    assert int(kv.arena.held.max()) <= 40
+    assert real.session.reports[-1].tokens.kept_max <= 41
     assert len(real.session.turns) == 1
-    out, err = real.run("retry --policy adakv --budget 48")
+    assert real.session.rereads
+    out, err = real.run("retry")
     assert out == first
     assert real.session.fed == fed
-    out, _ = real.run("retry")
-    assert out == first
+    assert not real.session.rereads
     _, err = real.run("retry --seed 5")
     assert err.splitlines()[0].endswith("seed 5")
-    assert real.session.seed == real.session.reports[-1].seed == 5
+    assert real.session.reports[-1].seed == 5
+    assert real.session.seed == 0
+
+
+@pytest.mark.parametrize("reuse", ["once", "auto"])
+def test_a_retry_with_another_policy_answers_as_that_policy_does(real: Talk, reuse: str) -> None:
+    """On a later question the cache is the chat's own policy's: it is not what answers."""
+    other = chat(policy="streaming", budget=40, reuse="refresh", undo_turns=16)
+    other.attach("A mill stands by the river. " * 8, "mill.txt")
+    real.session.reuse = reuse
+    real.ask("Who?")
+    real.ask("Why?")
+    before = real.session.snapshot()
+    other.restore(replace(before, held=None, fed=(), pending_token=None))
+    other.undo()
+    other.configure(EvictionConfig.read("streaming", budget=40))
+    want = "".join(other.ask("Why?", real.context.generation.max_tokens))
+    out, _ = real.run("retry --policy streaming --budget 40")
+    assert out.rstrip("\n") == clean(want).rstrip("\n")
+    record = real.session.reports[-1]
+    assert (record.policy, record.reuse, record.misses) == ("streaming", "refresh", 0)
+    # and the next question is answered by the chat's own policy, from a cache of its own
+    real.ask("And?")
+    record = real.session.reports[-1]
+    assert (record.policy, record.reuse, record.misses) == ("adakv", "refresh", 0)
+
+
+def test_a_chat_saved_after_a_retry_with_another_policy_reads_again(
+    real: Talk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real.ask("Who?")
+    real.run("retry --policy streaming --budget 40")
+    real.run("save mine")
+    real.run("load mine")
+    assert real.session.rereads
+    real.ask("Why?")
+    assert real.session.reports[-1].reuse == "refresh"
 
 
 def test_where_settings_come_from_after_a_retry_and_a_load(real: Talk) -> None:
@@ -195,19 +235,15 @@ def test_where_settings_come_from_after_a_retry_and_a_load(real: Talk) -> None:
     origins |= dict.fromkeys(SETTINGS, "default")
     real.ask("Who?")
     real.run("save mine")
-    real.run("retry --budget 40")
-    assert changed(origins) == {"budget": "/retry"}
     real.run("retry --policy streaming --seed 3")
-    assert changed(origins) == dict.fromkeys(
-        ("policy", "decode", "stride", "budget", "seed"), "/retry"
-    )
+    assert changed(origins) == {}
     origins["temperature"] = "--temperature"
     real.run("load mine")
-    chat = dict.fromkeys(
+    from_chat = dict.fromkeys(
         ("policy", "decode", "budget", "stride", "seed", "reuse", "system", "pin_system"),
         "chat mine",
     )
-    assert changed(origins) == {**chat, "temperature": "--temperature"}
+    assert changed(origins) == {**from_chat, "temperature": "--temperature"}
 
 
 def test_what_a_run_took_from_the_chat_that_it_resumed(real: Talk) -> None:
@@ -248,7 +284,6 @@ def changed(origins: dict[str, str]) -> dict[str, str]:
 
 
 def test_full_after_an_eviction_does_not_say_that_nothing_was(real: Talk) -> None:
-    from minikv.chat.eviction_config import EvictionConfig
     from minikv.cli import render
 
     real.session.configure(EvictionConfig.read("full"))
@@ -264,7 +299,6 @@ def test_full_after_an_eviction_does_not_say_that_nothing_was(real: Talk) -> Non
 
 
 def test_retry_after_policy_uses_it(real: Talk) -> None:
-    from minikv.chat.eviction_config import EvictionConfig
 
     first = real.ask("Who?")
     real.session.configure(EvictionConfig.read("streaming", budget=40))
@@ -275,17 +309,17 @@ def test_retry_after_policy_uses_it(real: Talk) -> None:
 
 
 def test_a_seed_goes_to_a_policy_that_draws_unless_it_has_its_own(real: Talk) -> None:
-    from minikv.chat.eviction_config import EvictionConfig
 
     real.ask("Who?")
     real.run("retry --policy random --seed 3")
-    assert real.session.eviction.policy_options["seed"] == 3
+    assert real.session.reports[-1].policy_options["seed"] == 3
+    real.session.configure(EvictionConfig.read("random", budget=48))
     real.run("retry --seed 4")
-    assert real.session.eviction.policy_options["seed"] == 4
+    assert real.session.reports[-1].policy_options["seed"] == 4
     own = EvictionConfig.read("random", budget=48, options={"seed": 9}, seed=4)
     real.session.configure(own)
     real.run("retry --seed 5")
-    assert real.session.eviction.policy_options["seed"] == 9
+    assert real.session.reports[-1].policy_options["seed"] == 9
 
 
 @pytest.mark.parametrize(
@@ -315,7 +349,7 @@ def test_what_cannot_be_done_changes_nothing(real: Talk, line: str, said: str) -
 
 
 def test_retry_without_a_question(talk: Talk) -> None:
-    assert "there is no turn" in talk.refused("retry")
+    assert "there is no question to ask again" in talk.refused("retry")
 
 
 def test_a_retry_that_is_stopped_while_reading_says_how_to_go_on(talk: Talk) -> None:
@@ -371,14 +405,15 @@ def test_save_and_load(real: Talk, home: Path, capsys: pytest.CaptureFixture[str
     assert "  1 turn   " in err.splitlines()[0]
     assert err.splitlines()[1].startswith("mine ")
     assert err.splitlines()[1].endswith("Who?")
-    refused = real.refused("undo")
-    assert "question 2 was asked before this chat was taken up; /load NAME --reread" in refused
     real.run("load mine")
     real.ask("And now?")
-    assert "question 2 was asked before" in (refused := real.refused("undo 2"))
-    assert refused.endswith("/undo 1 works")
-    real.run("undo")
-    assert "question 2 was asked before" in real.refused("undo")
+    _, err = real.run("undo 2")
+    assert "your next question reads the rest of the conversation again" in err
+    assert [turn.question for turn in real.session.turns] == ["Who?"]
+    real.run("load mine")
+    _, err = real.run("retry")
+    assert "asking again: Why?" in err
+    assert real.session.reports[-1].reuse == "refresh"
 
 
 def test_without_saving(capsys: pytest.CaptureFixture[str], home: Path) -> None:

@@ -140,6 +140,7 @@ class FakeKv:
             evict_s=0.0,
             budget_rows=self.budget_rows,
             shaped=self.shaped,
+            gaps=False,
         )
 
     @property
