@@ -150,7 +150,8 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                     literal = commands.literal(line)
                     if typed and not asked and 0 < context.reread_limit < session.reads_again:
                         asked = True
-                        session.keeps_cache = not _rereads(context, read_line)
+                        with terminal.anew():
+                            session.keeps_cache = not _rereads(context, read_line)
                     run_turn(session, literal, context.generation, terminal, interrupts)
             except Leave:
                 return first_failure
@@ -179,7 +180,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             context.keeper.keep(session)
         # As a shell does: who stops an answer does not want what was typed ahead either.
         if interrupts.pressed() and terminal.keyboard is not None:
-            terminal.keyboard.forget()
+            terminal.keyboard.ahead.take()
 
 
 def _rereads(context: Context, read_line: Callable[[], str]) -> bool:

@@ -23,7 +23,8 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import InMemoryHistory
-from prompt_toolkit.input.typeahead import clear_typeahead, store_typeahead
+from prompt_toolkit.input import Input
+from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
 from prompt_toolkit.input.vt100_parser import Vt100Parser
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.key_binding.key_processor import KeyPress
@@ -32,7 +33,7 @@ from prompt_toolkit.styles import Style
 
 from minikv.cli.history import HistoryFile
 from minikv.cli.interrupt import Terminated
-from minikv.cli.keyboard import Keyboard
+from minikv.cli.keyboard import Keyboard, Lines
 from minikv.cli.terminal import Terminal, clean
 
 BLOCK = '"""'
@@ -62,7 +63,8 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
     keyboard = terminal.keyboard
     assert keyboard is not None, "a chat on a terminal has a keyboard"
     if not keyboard.editor:
-        return lambda: _input(terminal, keyboard)
+        lines = keyboard.ahead = Lines()
+        return lambda: _input(terminal, keyboard, lines)
     toolbar = help.toolbar
     output = create_output(stdout=terminal.err)
     session: PromptSession[str] = PromptSession(
@@ -81,8 +83,8 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
         tempfile_suffix=".md",
         enable_suspend=True,
     )
-    store_typeahead(session.input, _presses(keyboard.early))
-    keyboard.forget = lambda: clear_typeahead(session.input)
+    keyboard.ahead = Presses(session.input)
+    keyboard.ahead.put(keyboard.ahead.read(keyboard.early))
 
     def read() -> str:
         try:
@@ -116,11 +118,23 @@ def _ending(app: Application[str]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _presses(text: str) -> list[KeyPress]:
-    """The keys that make `text`."""
-    found: list[KeyPress] = []
-    Vt100Parser(found.append).feed_and_flush(text)
-    return found
+class Presses:
+    """Keys for the line editor; prompt_toolkit keeps them between two prompts."""
+
+    def __init__(self, input: Input) -> None:
+        self._input = input
+
+    def take(self) -> list[KeyPress]:
+        return get_typeahead(self._input)
+
+    def put(self, held: list[KeyPress]) -> None:
+        later = get_typeahead(self._input)
+        store_typeahead(self._input, [*held, *later])
+
+    def read(self, text: str) -> list[KeyPress]:
+        found: list[KeyPress] = []
+        Vt100Parser(found.append).feed_and_flush(text)
+        return found
 
 
 def message(text: str) -> str:
@@ -139,13 +153,16 @@ def unfinished(text: str) -> bool:
     return stripped.startswith(BLOCK) and not closed
 
 
-def _input(terminal: Terminal, keyboard: Keyboard) -> str:
+def _input(terminal: Terminal, keyboard: Keyboard, lines: Lines) -> str:
     def line(sign: str) -> str:
-        unseen = keyboard.waiting()
+        unseen = bool(lines.waiting) or keyboard.waiting()
         terminal.err.write(sign)
         terminal.err.flush()
-        with keyboard.asking():
-            text = input()
+        if lines.waiting:
+            text = lines.waiting.pop(0)
+        else:
+            with keyboard.asking():
+                text = input()
         if unseen:
             terminal.say(text)
         return text

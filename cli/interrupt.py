@@ -42,9 +42,12 @@ class Interrupts:
         return twice
 
     @contextmanager
-    def stopping(self, cancel: Callable[[], None]) -> Iterator[None]:
+    def stopping(
+        self, cancel: Callable[[], None], end: Callable[[], None] | None = None
+    ) -> Iterator[None]:
         """Inside, the first Ctrl-C calls `cancel`, a second raises KeyboardInterrupt. SIGTERM calls
-        `cancel` and raises Terminated at the end, a second one at once."""
+        `end` (if it is another one) and raises Terminated when all is done, a second one at once.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may install handlers
             return
@@ -54,13 +57,13 @@ class Interrupts:
                 raise KeyboardInterrupt
             cancel()
 
-        def end(signum: int, frame: FrameType | None) -> None:
+        def finish(signum: int, frame: FrameType | None) -> None:
             if self.ended:
                 raise Terminated
             self.ended = True
-            cancel()
+            (end or cancel)()
 
-        handlers = {signal.SIGINT: handle, signal.SIGTERM: end}
+        handlers = {signal.SIGINT: handle, signal.SIGTERM: finish}
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield

@@ -16,25 +16,55 @@ import signal
 import termios
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 Mode = list[Any]
 _INPUT, _LOCAL, _SIGNS = 0, 3, 6  # places in what tcgetattr gives
 _MARKED, _UNMARKED = "\x1b[?2004h", "\x1b[?2004l"  # the marks of a paste
 
 
+class Ahead(Protocol):
+    """What a reader of lines took from the terminal and did not give yet."""
+
+    def take(self) -> list[Any]:
+        """All of it; nothing is left."""
+
+    def put(self, held: list[Any]) -> None:
+        """Have it again."""
+
+    def read(self, text: str) -> list[Any]:
+        """As `take` gives it, for a text that came from the terminal."""
+
+
+class Lines:
+    """Lines for `input()`."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+
+    def take(self) -> list[str]:
+        held, self.waiting = self.waiting, []
+        return held
+
+    def put(self, held: list[str]) -> None:
+        self.waiting = [*held, *self.waiting]
+
+    def read(self, text: str) -> list[str]:
+        return text.splitlines()
+
+
 class Keyboard:
     """The terminal of a chat, from here to `close`. `editor`: its lines are read by the line
     editor, otherwise by `input()`.
 
-    `early` is what was typed before, as the line editor would have got it. `forget` drops what the
-    editor holds of it.
+    `early` is what was typed before, as the line editor would have got it. `ahead` is what the
+    reader of lines holds.
     """
 
     def __init__(self, stdin: TextIO, err: TextIO, *, editor: bool) -> None:
         self.editor = editor
         self.early = ""
-        self.forget: Callable[[], None] = lambda: None
+        self.ahead: Ahead = Lines()
         self._number = stdin.fileno()
         self._err = err
         self._asks = False
@@ -43,8 +73,8 @@ class Keyboard:
         # A shell that continues the chat may have changed the terminal.
         self._handler = signal.signal(signal.SIGCONT, self._resumed) if main else None
         self._wait()
-        if editor:
-            self.early = self._typed()
+        if editor:  # until now an Enter was a Ctrl-J
+            self.early = re.sub(r"\r?\n", "\r", self._typed())
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -57,6 +87,15 @@ class Keyboard:
         finally:
             self._asks = False
             self._wait()
+
+    @contextlib.contextmanager
+    def anew(self) -> Iterator[None]:
+        """Around a question of ours: what was typed before it does not answer it, and waits."""
+        held = [*self.ahead.take(), *self.ahead.read(self._typed())]
+        try:
+            yield
+        finally:
+            self.ahead.put(held)
 
     def close(self) -> None:
         """Give the terminal back as it was."""
@@ -90,14 +129,14 @@ class Keyboard:
                 self._err.flush()
 
     def _typed(self) -> str:
-        """What was typed before the keys came as they are: there an Enter is a Ctrl-J."""
+        """What was typed and not read yet."""
         found = b""
         with contextlib.suppress(OSError):
             while (
                 _in_front(self._number) and self.waiting() and (data := os.read(self._number, 4096))
             ):
                 found += data
-        return re.sub(r"\r?\n", "\r", found.decode("utf-8", "replace"))
+        return found.decode("utf-8", "replace")
 
     def _resumed(self, signum: int, frame: object) -> None:
         if not self._asks:

@@ -52,8 +52,6 @@ def _undo(context: Context, arguments: list[str]) -> None:
 def _retry(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
     flags = _flags(arguments)
-    if not session.undone and not session.turns:
-        raise UsageError("there is no question to ask again", "ask something first")
     eviction, seed = _settings(session, flags)
     session.check(eviction)  # before anything is taken back
     if not session.undone:

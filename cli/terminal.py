@@ -80,6 +80,10 @@ class Terminal:
             self.keyboard.close()
             self.keyboard = None
 
+    def anew(self) -> contextlib.AbstractContextManager[None]:
+        """Around a question of ours: lines that were typed ahead do not answer it, and wait."""
+        return self.keyboard.anew() if self.keyboard else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
         """Around an answer. On a terminal its Markdown is shown with styles, and keys are not

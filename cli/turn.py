@@ -59,7 +59,7 @@ def run_turn(
             live.label = "reading again, Ctrl-C: do not"
         live(done, total)
 
-    with setting, interrupts.stopping(session.skip):
+    with setting, interrupts.stopping(session.skip, session.cancel):
         answer = session.ask(
             question,
             generation.max_tokens,

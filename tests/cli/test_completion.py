@@ -58,7 +58,7 @@ def test_chats_settings_and_their_values(tab: Offers) -> None:
     assert tab("/load ") == ["thesis"]  # not the file
     assert tab("/load thesis --") == ["--reread"]
     assert {"reuse", "policy", "temperature"} <= {*tab("/set ")}
-    assert tab("/set re") == ["reuse"]
+    assert tab("/set reus") == ["reuse"]
     assert tab("/set reuse ") == list(SETTINGS["reuse"].choices)
     assert tab("/set quiet ") == ["on", "off"]
     assert tab("/set policy snap") == ["snapkv"]

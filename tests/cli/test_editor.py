@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,6 +50,9 @@ while True:
     with terminal.answering():
         print("writing", flush=True)
         time.sleep(pause)
+    if text == "ask":
+        with terminal.anew():
+            print("reply", ascii(read()), flush=True)
     print("ready", flush=True)
 """
 PROMPT = {"xterm": "\x1b[?25h", "dumb": "> "}
@@ -164,6 +168,21 @@ def test_lines_typed_during_an_answer_are_sent_after_it_in_order(start: Start, k
         assert message in shown  # the message stands above its answer
         assert terminal.until("\r\n").strip() == repr(message)
     terminal.until(READY)
+
+
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+def test_what_was_typed_ahead_does_not_answer_a_question_of_ours(start: Start, kind: str) -> None:
+    terminal = start(term=kind, pause=1.0)
+    terminal.type("first\rask\r")
+    terminal.until("writing")
+    terminal.until("writing")  # of the second
+    terminal.type("later\rlast\r")
+    terminal.ready()
+    terminal.type("y\r")
+    terminal.until("reply ")
+    assert terminal.until("\r\n").strip() == "'y'"
+    terminal.until(READY)
+    assert (got(terminal), got(terminal)) == ("later", "last")
 
 
 def test_a_paste_during_an_answer_is_one_message_and_waits(start: Start) -> None:
@@ -314,12 +333,21 @@ def test_the_toolbar_and_plain_terminals(start: Start, term: str) -> None:
     assert ("\x1b" in terminal.seen) == (term == "xterm")
 
 
+def test_the_toolbar_is_told_how_wide_it_is(start: Start) -> None:
+    terminal = start()
+    columns = termios.tcgetwinsize(terminal.fd)[1]
+    terminal.type("x\r")
+    got(terminal)
+    assert f"BAR 7 · {columns or 80}" in terminal.seen
+
+
 def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
     terminal = start(PYTHONIOENCODING="ascii", NO_COLOR="1")
     terminal.type("x\r")
     got(terminal)
     assert terminal.seen.isascii()
     assert "> " in terminal.seen
+    assert "BAR 7 - " in terminal.seen
     assert "?" not in terminal.seen.replace("\x1b[?", "")
 
 
