@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.chat.report import UNKNOWN, TurnReport, of_full, percent_saved, ratio, size
+from minikv.chat.report import STOPS, UNKNOWN, TurnReport, of_full, percent_saved, ratio, size
 from minikv.cli import refresh
 from minikv.cli.config_command import text
 from minikv.policies import (
@@ -32,15 +32,6 @@ _QUESTIONS = {
     "weigh": "what a token's score is multiplied with",
     "prefer": "which tokens are evicted last",
 }
-STOPS = {
-    "eos": "end of turn",
-    "length": "--max-tokens",
-    "user": "you",
-    "context": "the end of the context",
-    "error": "an error",
-}
-
-
 _READ = {
     "once": "only what was new was read",
     "refresh": "the whole conversation was read again for this question",

@@ -300,7 +300,8 @@ def test_a_page_fits_on_the_screen_with_the_prompt(
     """The prompt, its toolbar and all of a page are seen together, and no line is left out."""
     text = "".join(f"line {i} of the document that is read\n" for i in range(150))
     found = replace(
-        random_facts(text), parts=tuple(Part("a long name.txt", 100 * n, 90 * n) for n in range(3))
+        random_facts(text),
+        parts=tuple(Part(f"a long name {n}.txt", 100 * n, 100 * n + 90) for n in range(3)),
     )
     screen = Screen(width, colour=colour, rows=height)
     first = [f"summary {n}" for n in range(4 if height > 8 else 0)] if place[0] is None else []
