@@ -999,6 +999,23 @@ def test_what_was_typed_ahead_is_sent_and_ctrl_c_drops_it(talk: Terminals) -> No
     assert "fifth" not in talk.seen
 
 
+def test_sigterm_ends_a_question_with_143(document: str) -> None:
+    """Without a terminal, too: what was written stays, and one newline ends it."""
+    done = subprocess.Popen(
+        spawn("ask", "first?", document, pace=0.05),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert done.stdout is not None
+    first = done.stdout.read(3)
+    done.send_signal(signal.SIGTERM)
+    out, err = done.communicate(timeout=60)
+    assert done.returncode == 143
+    assert re.fullmatch(rb"[a-z]{3,39}\n", first + out)
+    assert b"Traceback" not in err
+
+
 @pytest.mark.parametrize("moment", ["prompt", "answer", "loading"])
 @pytest.mark.parametrize("term", ["dumb", "xterm"])
 def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
