@@ -140,6 +140,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
         if not line.strip():
             continue
         before, command = session.turn, commands.is_command(line)
+        interrupts.pressed()  # forget one at the prompt
         # A Ctrl-C that comes in a command, or just after an answer, must not end the chat.
         with interrupts.stopping(lambda: None):
             try:

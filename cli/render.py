@@ -140,12 +140,8 @@ def toolbar(session: ChatSession, width: int) -> str:
     eviction, report = session.eviction, session.report
     used = [f"{len(session.fed):,} of {session.max_context:,} tokens"]
     held = [f"KV {size(report.kv_bytes.held)}", *used] if report else used
-    names = [eviction.policy, f"{eviction.policy}, then {eviction.decode}"]
-    if not eviction.evicts:
-        names = [policy_line(session)]
-    choices = [used, held, *([name, *held] for name in names)]
-    if eviction.evicts:
-        choices.append([names[-1], f"budget {eviction.budget}", *held])
+    whole = policy_line(session).split(" · ")  # with the budget, if there is one
+    choices = [used, held, [eviction.policy, *held], [whole[0], *held], [*whole, *held]]
     lines = [" · ".join(items) for items in choices]
     return next((line for line in reversed(lines) if len(line) <= width), lines[0])
 

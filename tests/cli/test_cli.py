@@ -949,6 +949,15 @@ def test_ctrl_c_at_the_prompt_hints_and_twice_leaves(talk: Terminals) -> None:
     assert "Traceback" not in talk.seen
 
 
+def test_ctrl_c_at_the_prompt_drops_nothing_that_is_typed_later(talk: Terminals) -> None:
+    talk.type("\x03")
+    talk.until("Ctrl-D or /exit leaves")
+    talk.ready()
+    talk.type("/docs\r/tokens\r")
+    talk.until("report.txt")
+    talk.until("room left")
+
+
 def test_ctrl_c_while_reading_adds_nothing(talk: Terminals) -> None:
     talk.type(f"{'word ' * 60}\r")
     talk.until("\n")

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
+from small_chat import chat
 from terminals import Terminals
 
-from minikv.cli import editor
+from minikv.cli import editor, render
 from minikv.cli.editor import Commands, Help
 from minikv.cli.history import ENTRIES, HistoryFile
 
@@ -339,6 +340,20 @@ def test_the_toolbar_is_told_how_wide_it_is(start: Start) -> None:
     terminal.type("x\r")
     got(terminal)
     assert f"BAR 7 · {columns or 80}" in terminal.seen
+
+
+@pytest.mark.parametrize("policy", ["adakv", "full"])
+def test_the_toolbar_holds_whole_items_at_any_width(policy: str) -> None:
+    session = chat(policy)
+    session.attach("The mill stands by the river. " * 20)
+    list(session.ask("Who?", 4))
+    items = [render.toolbar(session, width).split(" · ") for width in range(20, 140)]
+    for width, shown in enumerate(items, 20):
+        assert len(" · ".join(shown)) <= max(width, len(shown[-1]))
+        assert shown[-1] == f"{len(session.fed):,} of 2,048 tokens"
+        assert {*shown} <= {*items[-1], policy}
+    assert items[50 - 20][0] == policy
+    assert len(items[-1]) > len(items[0]) == 1
 
 
 def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
