@@ -17,18 +17,16 @@ from minikv.cli import commands, documents, render, saving
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Config
 from minikv.cli.failures import explain, show
-from minikv.cli.interrupt import Interrupts
+from minikv.cli.interrupt import Interrupts, Terminated
 from minikv.cli.paths import history_file
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
 from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import header, resumed
-from minikv.cli.settings_commands import KEYS
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.cli.turn import open_chat, run_turn
 from minikv.cli.wording import worded
 from minikv.errors import ContextError, Interrupted, UsageError
-from minikv.policies import prompt_names
 from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
@@ -84,6 +82,8 @@ def chat(
     texts = [documents.read_file(path, errors, config.loaders) for path in files]
     from minikv.chat.undo import UNDO_TURNS
 
+    if typed:
+        terminal.open_keyboard()
     keeper = Keeper(terminal, active=save)
     interrupts = Interrupts()
     session = open_chat(settings, [] if resume is not None else texts, terminal, interrupts)
@@ -157,6 +157,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             continue
         before, command = session.turn, commands.is_command(line)
         report, literal = session.report, commands.literal(line)
+        interrupts.pressed()  # forget one at the prompt
         # A Ctrl-C that comes in a command, or just after an answer, must not end the chat.
         with interrupts.stopping(lambda: None):
             try:
@@ -166,10 +167,14 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 else:
                     if typed and not asked and 0 < context.reread_limit < session.reads_again:
                         asked = True
-                        session.keeps_cache = not _rereads(context, read_line)
+                        with terminal.anew():
+                            session.keeps_cache = not _rereads(context, read_line)
                     run_turn(session, literal, context.generation, terminal, interrupts)
             except Leave:
                 return first_failure
+            except Terminated:
+                context.keeper.keep(session)
+                raise
             except (BrokenPipeError, OutputError):
                 raise  # nobody would read the next answer either
             except Interrupted as stopped:
@@ -195,6 +200,9 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 if typed and session.report.stop_reason == "length":
                     terminal.note("  /continue goes on with this answer")
             context.keeper.keep(session)
+        # As a shell does: who stops an answer does not want what was typed ahead either.
+        if interrupts.pressed() and terminal.keyboard is not None:
+            terminal.keyboard.ahead.take()
 
 
 def _rereads(context: Context, read_line: Callable[[], str]) -> bool:
@@ -244,11 +252,7 @@ def _help(session: ChatSession) -> Help:
     """What the line editor completes and shows."""
     from minikv.cli.editor import Help
 
-    def words(command: str) -> Sequence[str]:
-        if not command:
-            return commands.names()
-        if command == "/policy":
-            return prompt_names()
-        return KEYS if command == "/set" else ()
+    def words(typed: Sequence[str]) -> Sequence[str]:
+        return commands.following(session, typed) if len(typed) > 1 else commands.names()
 
-    return Help(words, ("/add", "/load", "/export"), lambda: render.toolbar(session))
+    return Help(words, commands.takes_files, lambda columns: render.toolbar(session, columns))

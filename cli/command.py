@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,11 +41,17 @@ class Context:
     reread_limit: int = REREAD_LIMIT
 
 
+def _nothing(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """One slash command; `words` are its names, the first one shown. `run` raises UsageError.
 
-    `raw`: the rest of the line is one argument, quotes and all.
+    `raw`: the rest of the line is one argument, quotes and all. For Tab, `files` says that paths
+    may follow, and `follows` gives the other words that may: of the chat, the words between the
+    command and the one that is typed, and that one.
     """
 
     words: tuple[str, ...]
@@ -53,3 +59,5 @@ class Command:
     help: str
     run: Callable[[Context, list[str]], None]
     raw: bool = False
+    files: bool = False
+    follows: Callable[[ChatSession, Sequence[str], str], Iterable[str]] = _nothing

@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.cli import (
     answer_commands,
     compare,
+    completion,
     context_command,
     document_commands,
     kept_view,
@@ -23,6 +26,9 @@ from minikv.cli.command import Command, Context, Leave
 from minikv.cli.export import command as export
 from minikv.cli.values import read_pairs
 from minikv.errors import UsageError
+
+if TYPE_CHECKING:
+    from minikv.chat.session import ChatSession
 
 _WIDEST = 24
 """Columns of a command in /help; a longer one has a line of its own."""
@@ -65,6 +71,19 @@ def names() -> list[str]:
     return [f"/{word}" for word in _BY_WORD]
 
 
+def following(session: ChatSession, words: Sequence[str]) -> list[str]:
+    """What may stand for the last of `words`, the first of which is a command with its slash."""
+    first, *before, word = words
+    command = _BY_WORD.get(first.removeprefix("/"))
+    return list(command.follows(session, before, word)) if command else []
+
+
+def takes_files(first: str) -> bool:
+    """Whether paths may follow a command with its slash."""
+    command = _BY_WORD.get(first.removeprefix("/"))
+    return command is not None and command.files
+
+
 def _help(context: Context, arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise UsageError(f"/help takes one command, got {' '.join(arguments)!r}")
@@ -86,7 +105,8 @@ def _help(context: Context, arguments: list[str]) -> None:
     if not arguments:
         context.terminal.say(
             "Ctrl-C stops an answer, Ctrl-D leaves; //x sends /x as text; Alt-Enter or Ctrl-J is a "
-            'new line, Ctrl-G your editor, Ctrl-R searches; """ begins and ends a block'
+            'new line, Ctrl-G your editor, Ctrl-R searches; """ begins and ends a block. Lines '
+            "typed during an answer are sent after it; Ctrl-C drops them, too"
         )
 
 
@@ -151,16 +171,45 @@ def _budget(context: Context, arguments: list[str]) -> None:
     context.terminal.say(f"from the next question on: {render.policy_line(session)}")
 
 
+def _after_help(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    return () if before else _BY_WORD
+
+
+def _after_policy(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    if not before:
+        return completion.policies(word)
+    name, _, _ = word.partition("=")
+    if name == "decode":
+        return [f"decode={step}" for step in completion.steps()]
+    return ["decode=", *completion.options(before[0])]
+
+
+def _after_budget(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    return () if before else completion.BUDGETS
+
+
 COMMANDS = (
-    Command(("help", "?"), "[COMMAND]", "this list", _help),
+    Command(("help", "?"), "[COMMAND]", "this list", _help, follows=_after_help),
     *document_commands.COMMANDS,
     *answer_commands.COMMANDS,
     Command(("stats",), "", "what the last turn cost, measured", _stats),
     *kept_view.COMMANDS,
     *refresh.COMMANDS,
     *compare.COMMANDS,
-    Command(("policy",), "[NAME [option=value...]]", "show or change the eviction policy", _policy),
-    Command(("budget",), "[TOKENS | PERCENT | BYTES]", "show or change the budget", _budget),
+    Command(
+        ("policy",),
+        "[NAME [option=value...]]",
+        "show or change the eviction policy",
+        _policy,
+        follows=_after_policy,
+    ),
+    Command(
+        ("budget",),
+        "[TOKENS | PERCENT | BYTES]",
+        "show or change the budget",
+        _budget,
+        follows=_after_budget,
+    ),
     *settings_commands.COMMANDS,
     *context_command.COMMANDS,
     *saving.COMMANDS,

@@ -6,13 +6,14 @@ greedy, one cache after the other. The running chat is never touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import TurnReport, of_full, ratio
+from minikv.cli import completion
 from minikv.cli.command import Command, Context
 from minikv.cli.layout import clipped, folded
 from minikv.cli.progress import FRAME, Live
@@ -124,12 +125,20 @@ def _put(context: Context, question: Question, runs: Sequence[Run]) -> None:
                 context.terminal.warn(f"{one.label}: {warning}")
 
 
+def _after_compare(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    if word.startswith("budget="):
+        return [f"budget={budget}" for budget in completion.BUDGETS]
+    given = [one.partition("=")[0] for one in before]
+    return [one for one in (*completion.policies(word), "budget=") if one.rstrip("=") not in given]
+
+
 COMMANDS = (
     Command(
         ("compare",),
         "[POLICY ...] [budget=N]",
         "the last question again under other policies and a full cache, side by side",
         _compare,
+        follows=_after_compare,
     ),
 )
 

@@ -6,6 +6,7 @@ import difflib
 import os
 import shlex
 import threading
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from minikv.cli import documents
@@ -124,8 +125,29 @@ def _name(document: Document) -> str:
     return document.name or STDIN
 
 
+def _after_add(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    return (REPLACE,) if word.startswith("-") else ()
+
+
+def _after_drop(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    return () if before else (_name(document) for document in _all(session))
+
+
 COMMANDS = (
-    Command(("add",), f"[{REPLACE}] FILE...", "put documents before the next question", _add),
+    Command(
+        ("add",),
+        f"[{REPLACE}] FILE...",
+        "put documents before the next question",
+        _add,
+        files=True,
+        follows=_after_add,
+    ),
     Command(("docs",), "", "the documents, their sizes, and which were read", _docs),
-    Command(("drop",), "NUMBER | NAME", "take one out; if read, the chat starts anew", _drop),
+    Command(
+        ("drop",),
+        "NUMBER | NAME",
+        "take one out; if read, the chat starts anew",
+        _drop,
+        follows=_after_drop,
+    ),
 )

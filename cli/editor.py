@@ -1,31 +1,39 @@
 """The line that a user types: prompt_toolkit with the chat's commands, keys and history.
 
-A message may have many lines: pasted, between triple quotation marks, or with Alt-Enter. Text that
-was pasted, or typed while an answer was written, is never sent in parts.
+A message may have many lines: pasted, between triple quotation marks, or with Alt-Enter. Any other
+Enter sends what stands before it, also one that was typed while an answer was written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import select
+import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import Application
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.input import Input
+from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
+from prompt_toolkit.input.vt100_parser import Vt100Parser
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from prompt_toolkit.keys import Keys
+from prompt_toolkit.key_binding.key_processor import KeyPress
 from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 
 from minikv.cli.history import HistoryFile
+from minikv.cli.interrupt import Terminated
+from minikv.cli.keyboard import Keyboard, Lines
 from minikv.cli.terminal import Terminal, clean
 
 BLOCK = '"""'
@@ -35,14 +43,14 @@ BLOCK = '"""'
 class Help:
     """What the editor knows about the chat.
 
-    `words` gives what may follow a command ("/policy"), and with "" the commands themselves, with
-    their slashes. `files` are the commands that are followed by paths. `toolbar` gives the line
-    below the input.
+    `words` gives what may stand for the last word of a command line: for the first, the commands
+    with their slashes. `files` tells whether paths may follow a command. `toolbar` gives the line
+    below the input, for so many columns.
     """
 
-    words: Callable[[str], Sequence[str]]
-    files: Collection[str] = ()
-    toolbar: Callable[[], str] | None = None
+    words: Callable[[Sequence[str]], Iterable[str]]
+    files: Callable[[str], bool] = lambda command: False
+    toolbar: Callable[[int], str] | None = None
 
 
 def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callable[[], str]:
@@ -52,34 +60,81 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
     with text gives "". Everything is shown on stderr. A terminal that takes no escape sequences
     gets Python's `input()`.
     """
-    if terminal.plain or not terminal.err.isatty():
-        return lambda: _input(terminal)
+    keyboard = terminal.keyboard
+    assert keyboard is not None, "a chat on a terminal has a keyboard"
+    if not keyboard.editor:
+        lines = keyboard.ahead = Lines()
+        return lambda: _input(terminal, keyboard, lines)
     toolbar = help.toolbar
+    output = create_output(stdout=terminal.err)
     session: PromptSession[str] = PromptSession(
         "> " if terminal.ascii else "› ",
-        output=create_output(stdout=terminal.err),
+        output=output,
         history=HistoryFile(history) if history else InMemoryHistory(),
         completer=Commands(help),
         complete_while_typing=False,
         key_bindings=_keys(),
         multiline=True,
         prompt_continuation="  ",
-        bottom_toolbar=toolbar and (lambda: clean(toolbar()).replace("\n", " ")),
+        bottom_toolbar=toolbar
+        and (lambda: terminal.writable(toolbar(output.get_size().columns)).replace("\n", " ")),
         style=Style.from_dict({"bottom-toolbar": "noreverse"}),
         enable_open_in_editor=sys.stdout.isatty(),
         tempfile_suffix=".md",
         enable_suspend=True,
     )
+    keyboard.ahead = Presses(session.input)
+    keyboard.ahead.put(keyboard.ahead.read(keyboard.early))
 
     def read() -> str:
         try:
-            return message(session.prompt().strip("\n"))
+            with keyboard.asking(), _ending(session.app):
+                return message(session.prompt().strip("\n"))
         except KeyboardInterrupt:
             if session.default_buffer.text:
                 return ""
             raise
 
     return read
+
+
+@contextlib.contextmanager
+def _ending(app: Application[str]) -> Iterator[None]:
+    """Inside, SIGTERM ends the prompt as a key would, so that its toolbar is taken away."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        if app.loop is None or not app.is_running:
+            raise Terminated
+        app.loop.call_soon_threadsafe(leave)
+
+    def leave() -> None:
+        if not app.is_done:
+            app.exit(exception=Terminated())
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Presses:
+    """Keys for the line editor; prompt_toolkit keeps them between two prompts."""
+
+    def __init__(self, input: Input) -> None:
+        self._input = input
+
+    def take(self) -> list[KeyPress]:
+        return get_typeahead(self._input)
+
+    def put(self, held: list[KeyPress]) -> None:
+        later = get_typeahead(self._input)
+        store_typeahead(self._input, [*held, *later])
+
+    def read(self, text: str) -> list[KeyPress]:
+        found: list[KeyPress] = []
+        Vt100Parser(found.append).feed_and_flush(text)
+        return found
 
 
 def message(text: str) -> str:
@@ -98,21 +153,24 @@ def unfinished(text: str) -> bool:
     return stripped.startswith(BLOCK) and not closed
 
 
-def _input(terminal: Terminal) -> str:
+def _input(terminal: Terminal, keyboard: Keyboard, lines: Lines) -> str:
     def line(sign: str) -> str:
+        unseen = bool(lines.waiting) or keyboard.waiting()
         terminal.err.write(sign)
         terminal.err.flush()
-        return input()
+        if lines.waiting:
+            text = lines.waiting.pop(0)
+        else:
+            with keyboard.asking():
+                text = input()
+        if unseen:
+            terminal.say(text)
+        return text
 
     text = line("> ")
-    while unfinished(text) or _pasted():
+    while unfinished(text):
         text += "\n" + line(". ")
     return message(text)
-
-
-def _pasted() -> bool:
-    """More lines are there already, as after a paste."""
-    return bool(select.select([sys.stdin], [], [], 0.03)[0])
 
 
 def _keys() -> KeyBindings:
@@ -122,19 +180,13 @@ def _keys() -> KeyBindings:
     @keys.add("enter", filter=writing)
     def send(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        # A terminal without bracketed paste sends a paste as keys, more of them at once than
-        # anybody types.
-        pasting = any(
-            press.key != Keys.CPRResponse and press.data != "_Flush"
-            for press in event.key_processor.input_queue
-        )
-        if pasting or unfinished(buffer.text):
+        if unfinished(buffer.text):
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter", filter=writing)
-    @keys.add("c-j", filter=writing)  # also an Enter that was typed before the prompt was there
+    @keys.add("c-j", filter=writing)
     def newline(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
             event.current_buffer.insert_text("\n")
@@ -159,14 +211,17 @@ class Commands(Completer):
         text = document.text_before_cursor
         if not text.startswith("/") or text.startswith("//") or "\n" in text:
             return
-        command, space, _ = text.partition(" ")
-        word = re.split(r"(?<!\\) ", text)[-1]
-        if space and command in self._help.files:
-            yield from map(Completion, _paths(word))
-            return
-        for candidate in self._help.words(command if space else ""):
-            if candidate.startswith(word):
-                yield Completion(candidate, start_position=-len(word))
+        *before, last = re.split(r"(?<!\\) +", text)
+        words = [re.sub(r"\\(.)", r"\1", one) for one in (*before, last)]
+        for candidate in self._help.words(words):
+            if candidate.startswith(words[-1]) and clean(candidate) == candidate:
+                yield Completion(_escaped(candidate), start_position=-len(last))
+        if before and self._help.files(before[0]):
+            yield from map(Completion, _paths(last))
+
+
+def _escaped(word: str) -> str:
+    return re.sub(r"([^\w@%+=:,./~?()-])", r"\\\1", word)
 
 
 def _paths(word: str) -> Iterator[str]:
@@ -181,5 +236,4 @@ def _paths(word: str) -> Iterator[str]:
 
     completer = PathCompleter(file_filter=offered, expanduser=True)
     for found in completer.get_completions(Document(typed), CompleteEvent()):
-        rest = re.sub(r"([^\w@%+=:,./~-])", r"\\\1", found.text)
-        yield rest + ("/" if found.display_text.endswith("/") else "")
+        yield _escaped(found.text) + ("/" if found.display_text.endswith("/") else "")

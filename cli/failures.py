@@ -1,7 +1,8 @@
 """Errors become one line, a hint and an exit code; a traceback only with --debug.
 
 0 ok · 1 run-time or internal error · 2 usage · 3 model unavailable or unsupported · 4 out of memory
-· 5 does not fit the context · 6 corrupt or unsafe model file · 130 interrupted.
+· 5 does not fit the context · 6 corrupt or unsafe model file · 130 interrupted
+· 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import typer
 
+from minikv.cli.interrupt import Terminated, ending
 from minikv.cli.terminal import OutputError, Terminal, hush
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError
@@ -61,7 +63,8 @@ def explain(error: Exception) -> Failure:
 def guard(terminal: Terminal, *, debug: bool) -> Iterator[None]:
     """Run a command; leave with the documented exit code, whatever happens inside."""
     try:
-        yield
+        with ending():
+            yield
     except BrokenPipeError:
         # The reader has seen enough (`| head`): not an error.
         hush()
@@ -69,12 +72,16 @@ def guard(terminal: Terminal, *, debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         terminal.say("")
         raise typer.Exit(130) from None
+    except Terminated:
+        raise typer.Exit(143) from None
     except Exception as error:
         if isinstance(error, typer.Exit):
             raise
         if debug:
             terminal.say("".join(traceback.format_exception(error)))
         raise typer.Exit(show(terminal, error)) from None
+    finally:
+        terminal.close()
 
 
 def show(terminal: Terminal, error: Exception) -> int:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from minikv.cli import config
+from minikv.cli import completion, config
 from minikv.cli.config import Config
 from minikv.cli.failures import guard
 from minikv.cli.terminal import Terminal
@@ -102,6 +102,7 @@ _OPTIONS = inspect.Parameter(
             "-o",
             metavar="NAME=VALUE",
             help="option of the policy; `minikv policies show NAME` lists them",
+            autocompletion=completion.policy_options,
             rich_help_panel=CACHE,
         ),
     ],
@@ -120,7 +121,12 @@ def _parameter(one: Setting) -> inspect.Parameter:
     # A switch takes no value, so its type says nothing.
     metavar = "" if kind is bool else "TEXT" if kind == list[str] else None
     option = typer.Option(
-        one.flag, *one.letters, help=one.help, rich_help_panel=one.panel, metavar=metavar
+        one.flag,
+        *one.letters,
+        help=one.help,
+        rich_help_panel=one.panel,
+        metavar=metavar,
+        autocompletion=completion.flag(one),
     )
     return inspect.Parameter(
         one.name, _KIND, default=one.default, annotation=Annotated[kind, option]

@@ -1,4 +1,5 @@
-"""Ctrl-C as a flag: an exception in the middle of a layer would leave the cache inconsistent."""
+"""Ctrl-C and SIGTERM as flags: an exception in the middle of a layer would leave the cache
+inconsistent."""
 
 from __future__ import annotations
 
@@ -9,15 +10,29 @@ from contextlib import contextmanager
 from time import monotonic
 from types import FrameType
 
+from minikv.errors import Interrupted
+
 TWICE = 2.0
 """Seconds within which a second Ctrl-C leaves at once."""
 
 
+class Terminated(BaseException):
+    """SIGTERM came. Like KeyboardInterrupt, nothing but the end of the program catches it."""
+
+
 class Interrupts:
-    """Counts Ctrl-C presses; shared between answers and the prompt line."""
+    """Counts Ctrl-C presses; shared between answers and the prompt line. `ended`: SIGTERM came."""
 
     def __init__(self) -> None:
         self._last = float("-inf")
+        self._noticed = self._last
+        self.ended = False
+
+    def pressed(self) -> bool:
+        """Whether Ctrl-C was pressed since the last call."""
+        new = self._last > self._noticed
+        self._noticed = self._last
+        return new
 
     def again(self) -> bool:
         """Note a Ctrl-C now; True if the one before was less than two seconds ago."""
@@ -27,8 +42,12 @@ class Interrupts:
         return twice
 
     @contextmanager
-    def stopping(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """Inside, the first Ctrl-C calls `cancel`, a second raises KeyboardInterrupt."""
+    def stopping(
+        self, cancel: Callable[[], None], end: Callable[[], None] | None = None
+    ) -> Iterator[None]:
+        """Inside, the first Ctrl-C calls `cancel`, a second raises KeyboardInterrupt. SIGTERM calls
+        `end` (if it is another one) and raises Terminated when all is done, a second one at once.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may install handlers
             return
@@ -38,11 +57,41 @@ class Interrupts:
                 raise KeyboardInterrupt
             cancel()
 
-        before = signal.signal(signal.SIGINT, handle)
+        def finish(signum: int, frame: FrameType | None) -> None:
+            if self.ended:
+                raise Terminated
+            self.ended = True
+            (end or cancel)()
+
+        handlers = {signal.SIGINT: handle, signal.SIGTERM: finish}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
+        except Interrupted:
+            if not self.ended:
+                raise
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self.ended:
+            raise Terminated
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Inside, SIGTERM raises Terminated, so that what was begun is put in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Colour is never alone: every line has a gutter with its mean, as a block and as 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 PAGE = 40
-"""Lines of text on a page."""
+"""Lines of text on a page, where there is no screen that it must fit on."""
+LEAST = 5
+"""Lines of text on a page of the smallest screen."""
+_BELOW = 3  # rows of the screen under a page: an empty one, the prompt and the toolbar
 PASSAGE = 12
 """Tokens of a passage of `/kept top`."""
 MOST_PASSAGES = 100
@@ -74,9 +77,8 @@ def _kept(context: Context, arguments: list[str]) -> None:
         if word == "layer":
             layer, head, arguments = _place(rest, facts)
         number = _page(arguments)
-        lines = page(facts, number, screen, layer, head)
-        if layer is None and number in (1, None):
-            lines = [*summary(session, facts, screen), *lines]
+        first = [] if layer is not None else summary(session, facts, screen)
+        lines = page(facts, number, screen, layer, head, first)
     terminal.page(lines)
 
 
@@ -141,12 +143,29 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
+def _after_kept(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    match list(before):
+        case []:
+            return ("all", "find", "layer", "top")
+        case ["layer"]:
+            return map(str, range(session.engine.kv.shape.layers))
+        case ["layer", _]:
+            return ("all", "head")
+        case ["layer", _, "head"]:
+            return map(str, range(session.engine.kv.shape.kv_heads))
+        case ["layer", _, "head", _] | ["find", _]:
+            return ("all",)
+        case _:
+            return ()
+
+
 COMMANDS = (
     Command(
         ("kept",),
         '[PAGE | all | top [N] | find "TEXT" | layer L [head H]]',
         "the text shaded by how many heads still hold it; its best-kept passages; a phrase",
         _kept,
+        follows=_after_kept,
     ),
 )
 
@@ -199,32 +218,52 @@ def page(
     screen: Screen,
     layer: int | None = None,
     head: int | None = None,
+    first: Sequence[str] = (),
 ) -> list[str]:
-    """One page of the shaded text, or all of it. Raises UsageError if there is no such page."""
+    """One page of the shaded text, or all of it, with the lines `first` above the first page. A
+    page fits on the screen. Raises UsageError if there is no such page."""
     spans = facts.spans
     share = facts.share(layer, head)[list(spans.token)].tolist()
     rows = broken(spans.text, max(screen.width - _GUTTER - 1, 12), screen.encoding)
     # Blank lines between messages and paragraphs stay, those at the end do not.
     while rows and not spans.text[slice(*rows[-1])].strip():
         rows.pop()
-    pages = max(1, -(-len(rows) // PAGE))
-    if number is not None and not 1 <= number <= pages:
-        raise UsageError(f"/kept has no page {number:,}: 1 to {pages:,}", _USAGE)
     sums = [0.0, *accumulate(share)]
     means = [_mean(sums, spans.overlap(begin, end)) for begin, end in rows]
     largest = max((mean for mean in means if mean is not None), default=0.0)
-    first, last = (0, len(rows)) if number is None else ((number - 1) * PAGE, number * PAGE)
+
+    def above(begin: int, end: int, at: tuple[int | None, int]) -> list[str]:
+        lines = _above(facts, rows[begin:end], at, largest, screen, (layer, head))
+        return [*first, *lines] if at[0] in (1, None) else lines
+
+    def below(page: int) -> list[str]:
+        more = "" if layer is None else f"layer {layer} "
+        more += "" if head is None else f"head {head} "
+        said = f"/kept {more}{page + 1} shows the next page, /kept {more}all everything"
+        return folded(said, screen.width, "  ")
+
+    starts = [0]
+    while (begin := starts[-1]) < len(rows):
+        size, at = PAGE, len(starts)
+        if screen.rows:
+            room = screen.rows - _BELOW
+            size = max(LEAST, room - len(above(begin, begin + room, (at, len(rows)))))
+            if begin + size < len(rows):
+                size = max(LEAST, size - len(below(at)))
+        starts.append(begin + size)
+    pages = max(1, len(starts) - 1)
+    if number is not None and not 1 <= number <= pages:
+        raise UsageError(f"/kept has no page {number:,}: 1 to {pages:,}", _USAGE)
+    begin, end = 0, len(rows)
+    if number is not None and len(starts) > 1:
+        begin, end = starts[number - 1 : number + 1]
     lines = [
         _gutter(mean, largest, screen) + _shaded(facts, span, share, screen)
-        for span, mean in zip(rows[first:last], means[first:last], strict=True)
+        for span, mean in zip(rows[begin:end], means[begin:end], strict=True)
     ]
-    above = _above(facts, rows[first:last], (number, pages), largest, screen, (layer, head))
-    more = "" if layer is None else f"layer {layer} "
-    more += "" if head is None else f"head {head} "
     if number is not None and number < pages:
-        below = f"/kept {more}{number + 1} shows the next page, /kept {more}all everything"
-        lines += folded(below, screen.width, "  ")
-    return [*above, *(line.rstrip() for line in lines)]
+        lines += below(number)
+    return [*above(begin, end, (number, pages)), *(line.rstrip() for line in lines)]
 
 
 def _mean(sums: Sequence[float], pieces: range) -> float | None:
@@ -387,6 +426,8 @@ def find(facts: Kept, text: str, everything: bool, screen: Screen) -> list[str]:
         said = f"no {text!r} among the {len(facts.held[0, 0]):,} tokens fed so far"
         return folded(said, screen.width, "  ", screen.encoding)
     lines: list[str] = []
+    listed = 0
+    room = screen.rows - _BELOW - 4  # for what is said of the rest, and the verdict
     found: list[tuple[bool, float, float]] = []  # in a document, held whole, held in part
     for place in places:
         tokens = [spans.token[k] for k in spans.overlap(*place)]
@@ -395,20 +436,27 @@ def find(facts: Kept, text: str, everything: bool, screen: Screen) -> list[str]:
         name = next((p.name for p in facts.parts if p.first <= tokens[0] < p.last), "")
         all_heads = facts.slots
         found.append((bool(name), int(whole.sum()) / all_heads, int(some.sum()) / all_heads))
-        if len(found) > LISTED and not everything:
-            continue
+        if len(found) > listed + 1:
+            continue  # the screen is full
         first, last = tokens[0], tokens[-1]
         label = f"tok {first:,}" + (f" to {last:,}" if last > first else "")
         label += f"  {clipped(name or 'chat', _NAME, screen.encoding)}  "
-        lines += _quoted(facts, place, label, screen)
+        entry = _quoted(facts, place, label, screen)
         told = f"  whole in {int(whole.sum()):,} of {all_heads:,} heads ({percent(found[-1][1])})"
         if (partly := int((some & ~whole).sum())) and len(tokens) > 1:
             told += f", in part in {partly:,} more"
         if bool(whole.any()):
             told += f": {_layers(whole.any(1).tolist())}"
-        lines += folded(told, screen.width, "    ")
-    if len(places) > LISTED and not everything:
-        rest = f'{len(places) - LISTED:,} more places: /kept find "{text}" all lists them'
+        entry += folded(told, screen.width, "    ")
+        fits = not screen.rows or len(lines) + len(entry) <= room
+        if everything or not listed or (listed < LISTED and fits):
+            lines += entry
+            listed += 1
+    if len(places) > listed:
+        more = (
+            "1 more place" if len(places) - listed == 1 else f"{len(places) - listed:,} more places"
+        )
+        rest = f'{more}: /kept find "{text}" all lists them'
         lines += folded(rest, screen.width, "  ", screen.encoding)
     return [*lines, *folded(_verdict(found), screen.width, "  ")]
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import minikv
-from minikv.cli import config
+from minikv.cli import completion, config
 from minikv.cli.bench.app import app as bench_app
 from minikv.cli.config import SETTINGS, Interface
 from minikv.cli.failures import guard
@@ -187,6 +187,7 @@ def chat(
             "--resume",
             metavar="[NAME]",
             help="go on with a saved chat; without NAME the last one",
+            autocompletion=completion.resumable,
             rich_help_panel=_CHATS,
         ),
     ] = None,
@@ -273,7 +274,11 @@ def evaluate(
         list[Path] | None, typer.Argument(metavar="[FILE]...", help="LongBench or RULER JSONL")
     ] = None,
     tasks: Annotated[
-        str, typer.Option(help="a list with commas; facts by default, with FILEs none")
+        str,
+        typer.Option(
+            help="a list with commas; facts by default, with FILEs none",
+            autocompletion=completion.tasks,
+        ),
     ] = "",
     length: Annotated[
         str, typer.Option(help="tokens of a document; needle takes a list with commas")
@@ -499,7 +504,10 @@ def policies(call: Call, as_json: Json = False) -> None:
 @command
 def show(
     call: Call,
-    name: Annotated[str, typer.Argument(help="a name from `minikv policies`")],
+    name: Annotated[
+        str,
+        typer.Argument(help="a name from `minikv policies`", autocompletion=completion.rows),
+    ],
     as_json: Json = False,
 ) -> None:
     from minikv.cli import render

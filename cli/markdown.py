@@ -4,12 +4,14 @@ A block is a paragraph, a heading, one item of a list or a table. It is first wr
 which we break between words, so that we know how many rows it takes. When it has ended and all of
 it is still on the screen, its rows are erased and it is written again with styles; otherwise it
 stays as it is. Nothing above the current block is ever touched, so the scrollback holds everything
-exactly once. Code is written as it comes: it is neither broken nor written again.
+exactly once. Code is written as it comes and never broken. A line of it that fits on one row is
+written again in colours when it ends, if its language is known.
 
 markdown-it parses a block, rich breaks lines and draws tables. rich.markdown is not used for the
 blocks. It drops text: HTML tags and comments, definitions of links, addresses of images, the
 backslashes of LaTeX, the signs of `x**2 + y**2` and `__init__`. It writes item "2." as "2", and its
-import (with pygments) takes twice as long, before the first token.
+import (with pygments) takes twice as long, before the first token. `code` loads pygments, for a
+block that names a language.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -30,12 +32,19 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from minikv.cli.code import Code
+
 _NEAR = 24  # columns before the margin from which on a word waits until it is whole
 _CODE = ("fence", "indented")
 _BULLET = re.compile(r"[-*+](?: |\t|$)")
 _NUMBER = re.compile(r"\d{1,9}[.)](?: |\t|$)")
 _HEADING = re.compile(r"#{1,6}(?: |\t|$)")
 _RULE = re.compile(r"([-*_]) *(?:\1 *){2,}$")
+_JOINER = "\u200d"
+_TONES = frozenset(map(chr, range(0x1F3FB, 0x1F400)))
+_FLAGS = frozenset(map(chr, range(0x1F1E6, 0x1F200)))  # two of these letters are a flag
+_MOST = {"\ufe0f": 1} | dict.fromkeys([*_TONES, *_FLAGS], 2)  # columns
 _PROSE = re.compile(r"[^\\`*_~\[\]<>&|#]*")  # text in which Markdown sees no sign of its own
 _UNDERLINED = re.compile(r"\n *[-=]")
 # What formatting takes away or adds: ASCII signs, bullets and lines.
@@ -57,6 +66,8 @@ class Answer:
         self._kind = ""  # of the current block; empty between two blocks
         self._source = ""  # its Markdown, unless it is code
         self._fence = ""  # what opened the code
+        self._code: Code | None = None  # its colours, if it has any
+        self._opening = False  # whether the current line is the one that opened it
         self._in_list = False  # indented lines belong to a list, they are not code
         self._blanks = 0  # empty lines since the last line with text
         self._last = ""  # the kind of the last block, empty before the first
@@ -119,12 +130,26 @@ class Answer:
             self._decide(self._line_kind(self._line, whole=True), out)
         self._decided = False
         if self._kind in _CODE:
-            out.append("\n")
+            self._end_code_line(out)
         elif self._kind == "closing":
             self._kind, self._last = "", "fence"
             out.append("\n")
         elif self._kind in ("heading", "rule"):
             self._end_block(out)
+
+    def _end_code_line(self, out: list[str]) -> None:
+        """End a line of code, in colours if all of it stands on the current row."""
+        line, self._source = self._source, ""
+        if self._opening:
+            self._opening = False
+            self._code = self._formatter.code(line.strip().lstrip(self._fence[0]))
+        elif self._code is not None and (text := self._code.line(line)) is not None:
+            whole = _width(text.plain) <= self._rows.width and self._rows.known
+            coloured = self._formatter.coloured(text) if whole else ""
+            if coloured != text.plain and coloured:
+                out.append(f"\r\x1b[K{coloured}")
+        self._rows.known = True
+        out.append("\n")
 
     def _line_kind(self, line: str, whole: bool = False) -> str:
         """What the current line is: the kind of block that it begins, "more" of the current block,
@@ -164,6 +189,7 @@ class Answer:
             self._source += "\n"
             out.append(self._rows.newline())
         if kind in ("fence", "closing"):
+            self._source = line
             out.append(f"\x1b[2m{line}\x1b[0m")
         else:
             self._show(line, out)
@@ -177,11 +203,13 @@ class Answer:
         self._kind, self._last, self._source, self._blanks = kind, kind, "", 0
         if kind == "fence":
             self._fence = text[: len(text) - len(text.lstrip(text[0]))]
+            self._opening, self._code = True, None
         self._window = self._size()
         self._rows = _Rows(self._window[0] - 1)
 
     def _show(self, text: str, out: list[str]) -> None:
         if self._kind in _CODE:
+            self._source += text
             out.append(text)
         elif self._kind:
             self._source += text
@@ -240,6 +268,9 @@ class _Rows:
         self._column = 0
         self._word = ""  # not written yet: it may not fit
         self._begun = False  # whether the first part of this word is written
+        self._before = ""  # the last character
+        self._half = False  # whether that is the first letter of a flag
+        self._sign = False  # whether the word is a wide character or an emoji so far
 
     def write(self, text: str) -> str:
         """What to write for more text without line ends."""
@@ -247,6 +278,7 @@ class _Rows:
         for part in re.findall(r" +|[^ ]+", text):
             if part[0] == " ":
                 out.append(self.flush())
+                self._before, self._sign = " ", False
                 spaces = part[: max(self.width - self._column, 0)]
                 self._column += len(spaces)
                 out.append(spaces)
@@ -254,6 +286,9 @@ class _Rows:
                     self._column = self.width
                 self._begun = False
             elif part.isascii():
+                if self._sign:
+                    out.append(self.flush())
+                self._before, self._sign = part[-1], False
                 self._word += part
             else:
                 out += self._wide(part)
@@ -266,6 +301,7 @@ class _Rows:
     def newline(self) -> str:
         """End the line."""
         held = self.flush()
+        self._before, self._sign = "", False
         self.count += 1
         self._column = 0
         return held + "\n"
@@ -289,21 +325,58 @@ class _Rows:
         return before + word
 
     def _wide(self, part: str) -> Iterator[str]:
-        """A word that is not ASCII: it can be broken at every wide character."""
+        """A word that is not ASCII: it can be broken around every wide character and emoji, but not
+        inside one that is made of several characters."""
         for sign in part:
-            if get_character_cell_size(sign) == 2:
+            pair = sign in _FLAGS and self._half
+            self._half = sign in _FLAGS and not pair
+            joined = pair or _joins(self._before, sign)
+            if not joined and (_breaks(sign) or self._sign):
                 yield self.flush()
-                self._word = sign
-                yield self.flush()
-            else:
-                self._word += sign
+            self._sign = _breaks(sign) or (joined and self._sign)
+            self._word += sign
+            self._before = sign
 
 
 def _width(word: str) -> int:
-    """The most columns that a terminal takes: joined characters and variation selectors count."""
+    """The most columns that a terminal takes: one that does not know how to join characters shows
+    each of them, also the tones of skin and the letters of a flag."""
     if word.isascii():
         return len(word)
-    return sum(1 if sign == "\ufe0f" else get_character_cell_size(sign) for sign in word)
+    return sum(_MOST.get(sign) or get_character_cell_size(sign) for sign in word)
+
+
+def _joins(before: str, sign: str) -> bool:
+    """Whether a character belongs to the one before it, flags aside."""
+    return before == _JOINER or sign in _TONES or get_character_cell_size(sign) == 0
+
+
+def _breaks(sign: str) -> bool:
+    """Whether a line may be broken before and after a character: it is wide, or an emoji."""
+    return get_character_cell_size(sign) == 2 or sign in _FLAGS or "\u2600" <= sign <= "\u27bf"
+
+
+def _ends(text: str, width: int) -> list[int]:
+    """Where rows of at most so many columns end in a text."""
+    ends: list[int] = []
+    at = 0
+    for line in text.split("\n"):
+        rows = _Rows(width)
+        written = "".join([rows.write(line), rows.flush()])
+        # Only line ends were put in; spaces that hang over the margin were left out.
+        i = at
+        for sign in written:
+            if sign == "\n":
+                while text[i : i + 1] == " ":
+                    i += 1
+                ends.append(i)
+            else:
+                while text[i] != sign:
+                    i += 1
+                i += 1
+        at += len(line) + 1
+        ends.append(at)
+    return [end for end in ends if end < len(text)]
 
 
 class _Formatter:
@@ -317,6 +390,18 @@ class _Formatter:
         self._colour = colour
         self._bullet, self._bar, self._dash = ("*", "|", "-") if ascii else ("•", "│", "─")
         self._box = box.ASCII2 if ascii else box.SQUARE
+
+    def code(self, language: str) -> Code | None:
+        """The colours of a block of code, if this terminal has any and they are known."""
+        if not self._colour or not language.strip():
+            return None
+        from minikv.cli.code import Code  # with pygments
+
+        return Code.of(language)
+
+    def coloured(self, text: Text) -> str:
+        """A line with its styles."""
+        return "".join(_coloured(text.render(self._console)))
 
     def format(self, kind: str, source: str, width: int) -> str | None:
         """`source` for `width` columns, without a last newline; None if it stays as it is."""
@@ -382,7 +467,12 @@ class _Formatter:
     def _wrapped(self, text: Text, width: int) -> list[list[Segment]]:
         if any(len(word) > width for word in text.plain.split() if word.isascii()):
             raise _Unknown  # an address should stay whole
-        lines = text.wrap(self._console, max(width, 8))
+        if text.plain.isascii():
+            lines = text.wrap(self._console, max(width, 8))
+        else:  # measured as while it was written; rich joins what some terminals do not
+            lines = text.divide(_ends(text.plain, max(width, 8)))
+        for line in lines:
+            line.rstrip()
         return [list(line.render(self._console)) for line in lines]
 
     def _inline(self, tokens: Sequence[Token], style: Style) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from minikv.cli.command import Command, Context
@@ -44,6 +45,16 @@ def _refresh(context: Context, arguments: list[str]) -> None:
     terminal.say("your next question is read as any other" if was else "no /refresh was waiting")
 
 
+def _after_refresh(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    return () if before else ("off",)
+
+
 COMMANDS = (
-    Command(("refresh",), "[off]", "read everything again with the next question", _refresh),
+    Command(
+        ("refresh",),
+        "[off]",
+        "read everything again with the next question",
+        _refresh,
+        follows=_after_refresh,
+    ),
 )

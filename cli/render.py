@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.chat.report import PLACES, UNKNOWN, TurnReport, of_full, ratio, size
+from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, of_full, ratio, size
 from minikv.cli import refresh
 from minikv.cli.config_command import text
 from minikv.policies import (
@@ -32,16 +32,6 @@ _QUESTIONS = {
     "weigh": "what a token's score is multiplied with",
     "prefer": "which tokens are evicted last",
 }
-STOPS = {
-    "eos": "end of turn",
-    "stop": "--stop",
-    "length": "--max-tokens",
-    "user": "you",
-    "context": "the end of the context",
-    "error": "an error",
-}
-
-
 _READ = {
     "once": "only what was new was read",
     "refresh": "the whole conversation was read again for this question",
@@ -157,11 +147,15 @@ def _gaps(session: ChatSession) -> bool:
     return tokens.kept_min < min([tokens.seen_total, *windows])
 
 
-def toolbar(session: ChatSession) -> str:
-    """What the line editor shows below the line."""
-    used = f"{len(session.fed):,} of {session.max_context:,} tokens"
-    held = f" · KV {size(session.report.kv_bytes.held)}" if session.report else ""
-    return f"{policy_line(session)}{held} · {used}"
+def toolbar(session: ChatSession, width: int) -> str:
+    """What the line editor shows below the line. What does not fit is left out, whole."""
+    eviction, report = session.eviction, session.report
+    used = [f"{len(session.fed):,} of {session.max_context:,} tokens"]
+    held = [f"KV {size(report.kv_bytes.held)}", *used] if report else used
+    whole = policy_line(session).split(" · ")  # with the budget, if there is one
+    choices = [used, held, [eviction.policy, *held], [whole[0], *held], [*whole, *held]]
+    lines = [" · ".join(items) for items in choices]
+    return next((line for line in reversed(lines) if len(line) <= width), lines[0])
 
 
 def policies(*, as_json: bool) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.cli import render
+from minikv.cli import completion, render
 from minikv.cli.command import Command, Context
+from minikv.cli.config import SETTINGS
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.listing import Entry, listing
 from minikv.cli.saved.sources import changes
@@ -218,11 +219,34 @@ def _list(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
+def _after_retry(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    flag = before[-1] if before else ""
+    if flag in ("--policy", "--budget"):
+        return completion.values(SETTINGS[flag.removeprefix("--")], word)
+    given = {one.partition("=")[0] for one in before}
+    return (f"--{name}" for name in _RETRY if f"--{name}" not in given and flag != "--seed")
+
+
+def _after_load(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    named = any(not one.startswith("-") for one in before)
+    return ("--reread",) if named or word.startswith("-") else completion.chats()
+
+
 COMMANDS = (
     Command(("undo",), "[N]", "take back the last turn, or the last N", _undo),
     Command(
-        ("retry",), "[--policy P] [--budget B] [--seed N]", "ask the last question again", _retry
+        ("retry",),
+        "[--policy P] [--budget B] [--seed N]",
+        "ask the last question again",
+        _retry,
+        follows=_after_retry,
     ),
     Command(("save",), "[NAME]", "save now; with a name, under it from now on", _save),
-    Command(("load",), "[NAME] [--reread]", "take up a saved chat; alone: list them", _load),
+    Command(
+        ("load",),
+        "[NAME] [--reread]",
+        "take up a saved chat; alone: list them",
+        _load,
+        follows=_after_load,
+    ),
 )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import size
-from minikv.cli import documents, refresh, render
+from minikv.cli import completion, documents, refresh, render
 from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS, typed
 from minikv.cli.config_command import listed, text
@@ -156,7 +156,6 @@ _CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
     "system": _change_system,
 }
 """What /set may change, and how; values come in the type of the setting."""
-KEYS = tuple(_CHANGES)
 
 
 def _settings(context: Context) -> None:
@@ -318,8 +317,31 @@ def _system(context: Context, arguments: list[str]) -> None:
     context.origins["system"] = "/system"
 
 
+def _after_set(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    if not before:
+        return _CHANGES
+    key = before[0].lstrip("-").replace("-", "_")
+    return completion.values(SETTINGS[key], word) if key in _CHANGES and len(before) == 1 else ()
+
+
+def _after_show(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    return () if before else _VIEWS
+
+
 COMMANDS = (
-    Command(("set",), "[KEY VALUE]", "every setting and where it came from, or change one", _set),
-    Command(("show",), f"[{' | '.join(_VIEWS)}]", "what this chat runs on", _show),
+    Command(
+        ("set",),
+        "[KEY VALUE]",
+        "every setting and where it came from, or change one",
+        _set,
+        follows=_after_set,
+    ),
+    Command(
+        ("show",),
+        f"[{' | '.join(_VIEWS)}]",
+        "what this chat runs on",
+        _show,
+        follows=_after_show,
+    ),
     Command(("system",), "[TEXT | @FILE]", "show or change the system prompt", _system, raw=True),
 )

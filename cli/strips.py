@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from minikv.chat.report import TurnReport, size
 from minikv.cli.layout import clipped, folded
-from minikv.cli.terminal import Terminal, columns
+from minikv.cli.terminal import Terminal, window
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -27,19 +27,26 @@ MOST_DOCUMENTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What a terminal can show: cells in a row, what it can spell, and whether it has colours."""
+    """What a terminal can show: cells in a row, what it can spell, whether it has colours, and how
+    many rows; 0: any number, as in a file."""
 
     width: int = 80
     encoding: str = "utf-8"
     blocks: bool = True
     colour: bool = False
+    rows: int = 0
 
     @staticmethod
     def of(terminal: Terminal) -> Screen:
         """The one that messages go to."""
         stream = terminal.err
+        width, rows = window(stream)
         return Screen(
-            columns(stream), stream.encoding or "utf-8", takes_blocks(stream), terminal.colour
+            width,
+            stream.encoding or "utf-8",
+            takes_blocks(stream),
+            terminal.colour,
+            rows if stream.isatty() else 0,
         )
 
     @property

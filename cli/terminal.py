@@ -14,13 +14,12 @@ import base64
 import contextlib
 import os
 import re
-import signal
 import sys
-import termios
 import textwrap
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO
+
+from minikv.cli.keyboard import Keyboard, unechoed
 
 if TYPE_CHECKING:
     from minikv.cli.markdown import Answer
@@ -67,9 +66,26 @@ class Terminal:
         self.live = _is_tty(self.err) and not self.plain and not quiet
         self.colour = _is_tty(self.err) and not self.plain and not os.environ.get("NO_COLOR")
         self.ascii = self._encodable(self.err, "›•│─█") != "›•│─█"
+        self.keyboard: Keyboard | None = None
         self._status = False
         self._held = ""
         self._markdown: Answer | None = None
+
+    def open_keyboard(self) -> None:
+        """From here to `close`, what is typed while nothing asks waits unseen, for a chat."""
+        editor = not self.plain and _is_tty(self.err)
+        self.keyboard = Keyboard(sys.stdin, self.err, editor=editor)
+
+    def close(self) -> None:
+        """Leave the terminal as it was found: without a live line, and with its keys."""
+        self.clear_status()
+        if self.keyboard is not None:
+            self.keyboard.close()
+            self.keyboard = None
+
+    def anew(self) -> contextlib.AbstractContextManager[None]:
+        """Around a question of ours: lines that were typed ahead do not answer it, and wait."""
+        return self.keyboard.anew() if self.keyboard else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -87,7 +103,7 @@ class Terminal:
             ascii=self._encodable(self.out, "•│─") != "•│─",
         )
         try:
-            with _unechoed(self.out, self._markdown.disturb):
+            with unechoed(self.out, self._markdown.disturb):
                 yield
         finally:
             self._markdown = None
@@ -95,7 +111,7 @@ class Terminal:
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
         """Around work that shows a live line: keys are not echoed into it."""
-        with _unechoed(self.err, lambda: None) if self.live else contextlib.nullcontext():
+        with unechoed(self.err, lambda: None) if self.live else contextlib.nullcontext():
             yield
 
     def answer(self, piece: str) -> None:
@@ -181,6 +197,10 @@ class Terminal:
             self._status = False
             self._write(self.err, "\r\x1b[K")
 
+    def writable(self, text: str) -> str:
+        """`text` as stderr can show it, filtered."""
+        return self._encodable(self.err, clean(text))
+
     def _encodable(self, stream: TextIO, text: str) -> str:
         encoding = stream.encoding or "utf-8"
         try:
@@ -238,39 +258,6 @@ def _is_tty(stream: TextIO) -> bool:
         return stream.isatty()
     except ValueError:  # closed
         return False
-
-
-@contextlib.contextmanager
-def _unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
-    """Inside, the terminal behind `stream` echoes no keys. `moved` is called when the process
-    continues after it was stopped: the shell has written to the terminal."""
-
-    def echo(on: bool) -> bool:
-        """Switch it; True if that changed something."""
-        # A process in the background that changes the terminal would be stopped.
-        with contextlib.suppress(OSError, ValueError, termios.error):
-            if os.tcgetpgrp(stream.fileno()) == os.getpgrp():
-                mode = termios.tcgetattr(stream.fileno())
-                before = bool(mode[3] & termios.ECHO)
-                mode[3] = mode[3] | termios.ECHO if on else mode[3] & ~termios.ECHO
-                termios.tcsetattr(stream.fileno(), termios.TCSANOW, mode)
-                return before != on
-        return False
-
-    def resumed(signum: int, frame: object) -> None:
-        echo(False)
-        moved()
-
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGCONT, resumed) if main else None
-    changed = echo(False)
-    try:
-        yield
-    finally:
-        if changed:
-            echo(True)
-        if main:
-            signal.signal(signal.SIGCONT, before)
 
 
 def _cut(text: str, cells: int) -> str:

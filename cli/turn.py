@@ -115,7 +115,7 @@ def _stream(
     before, show = session.report, show and not terminal.records
     setting = terminal.answering() if show else terminal.silent()
     answer = write()
-    with setting, interrupts.stopping(session.skip):
+    with setting, interrupts.stopping(session.skip, session.cancel):
         if show and after:
             terminal.resume_answer(after)
         try:

@@ -12,6 +12,7 @@ import minikv
 from minikv.cli.evaluation import metrics, run, show, tasks
 from minikv.cli.evaluation.cells import Cell
 from minikv.cli.evaluation.files import Item, read_items, scored
+from minikv.cli.evaluation.names import ANSWERED, TASKS
 from minikv.cli.terminal import Terminal
 from minikv.cli.values import read_list
 from minikv.errors import UsageError
@@ -39,8 +40,8 @@ def evaluate(
     """
     wanted_tasks = read_list(names)
     for name in wanted_tasks:
-        if name not in run.TASKS:
-            raise UsageError(f"unknown task {name!r}", f"tasks: {', '.join(run.TASKS)}")
+        if name not in TASKS:
+            raise UsageError(f"unknown task {name!r}", f"tasks: {', '.join(TASKS)}")
     if count < 1:
         raise UsageError(f"-n must be at least 1, got {count}")
     sizes = _numbers(lengths)
@@ -110,7 +111,7 @@ def evaluate(
             what if kind == "file" else kind: scored(one.items)
             for what, one in runs
             for kind in one.tasks
-            if kind in run.ANSWERED
+            if kind in ANSWERED
         },
     }
     try:

@@ -15,10 +15,6 @@ from minikv.cli.evaluation.rereading import Rereading
 from minikv.engine.engine import Engine
 from minikv.errors import ContextError, UsageError
 
-ANSWERED = ("needle", "facts", "followup", "file")
-MEASURED = ("agree", "ppl", "loss")
-TASKS = (*ANSWERED[:-1], *MEASURED)
-
 Progress = Callable[[int, int], None]
 """(done, total): documents under a policy."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from minikv.cli.terminal import Terminal, clean
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
+    from minikv.chat.session import ChatSession
     from minikv.cli.export.facts import ChatFacts
 
 _FORCE = "--force"
@@ -91,8 +92,19 @@ _FORMATS: Mapping[str, Callable[[ChatFacts], str]] = {
     ".markdown": _markdown,
     ".json": _json,
 }
+
+
+def _after_export(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    return (_FORCE,) if word.startswith("-") else ()
+
+
 COMMANDS = (
     Command(
-        ("export",), "FILE.html|md|json [--force]", "write the chat as a report or a file", export
+        ("export",),
+        "FILE.html|md|json [--force]",
+        "write the chat as a report or a file",
+        export,
+        files=True,
+        follows=_after_export,
     ),
 )

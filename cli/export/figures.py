@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minikv.chat.report import UNKNOWN, TurnReport, of_full, size
-from minikv.cli.render import STOPS, budget_words, per_second, policy_words
+from minikv.chat.report import STOPS, UNKNOWN, TurnReport, of_full, size
+from minikv.cli.render import budget_words, per_second, policy_words
 
 
 def rows(report: TurnReport) -> Sequence[tuple[str, str]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from minikv.chat.report import TurnReport
+from minikv.chat.report import STOPS, TurnReport
 from minikv.cli.export.facts import (
     FORMAT,
     KINDS,
@@ -27,7 +27,6 @@ from minikv.cli.export.facts import (
     Section,
     Turn,
 )
-from minikv.cli.render import STOPS
 from minikv.cli.terminal import clean
 from minikv.errors import UsageError
 

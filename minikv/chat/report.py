@@ -17,6 +17,15 @@ UNKNOWN = "unknown"
 """`Loss.method` where rows had left before the prompt that was measured."""
 PLACES = {"ram": "RAM", "file": "a file"}
 """Where a tier is, in words."""
+STOPS = {
+    "eos": "end of turn",
+    "stop": "a stop text",
+    "length": "max_tokens",
+    "user": "user",
+    "context": "the end of the context",
+    "error": "an error",
+}
+"""`stop_reason` in words."""
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 
@@ -97,8 +106,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:
-    """One turn of a chat. `stop_reason` is eos, stop (a stop text), length, user, context or
-    error.
+    """One turn of a chat. `stop_reason` is a key of `STOPS`.
 
     `shaped_by_turn`: the question for which the cache was evicted, 0 if it was evicted before any
     question. `reuse`: what the turn read; `once`: what was new, `refresh`: the whole conversation,
@@ -174,7 +182,7 @@ class TurnReport:
             speed.append(f"{self.rate.decode_tok_s:.1f} tok/s")
         speed.append(f"first token {self.time_s.first_token:.2f} s")
         if self.stop_reason != "eos":
-            speed.append(f"stopped by {self.stop_reason}")
+            speed.append(f"stopped by {STOPS[self.stop_reason]}")
         memory = [
             f"KV {of_full(kv.held, kv.full)} ({self.saved})",
             f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tok/head",

@@ -173,7 +173,7 @@ def test_where_no_tier_fits_the_reason_is_said_and_everything_is_read_again() ->
 def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() -> None:
     session = recalling("ram", free=1000)
     session.attach(MILL)
-    with pytest.raises(UsageError, match="tier=.ram.. does not fit"):
+    with pytest.raises(UsageError, match=r"tier=.ram.. does not fit"):
         list(session.ask("Who?"))
     assert (session.fed, len(session.pending)) == ([], 1)
 
@@ -181,7 +181,7 @@ def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() 
 def test_recall_by_name_is_refused_where_it_cannot_be_had() -> None:
     session = recalling("none", reuse="recall")
     session.attach(MILL)
-    with pytest.raises(UsageError, match="tier=.none"):
+    with pytest.raises(UsageError, match=r"tier=.none"):
         list(session.ask("Who?"))
     other = recalling("ram", policy="h2o", reuse="recall")
     other.attach(MILL)

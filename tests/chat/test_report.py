@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from minikv.chat.report import (
+    STOPS,
     UNKNOWN,
     DeviceMemory,
     KvBytes,
@@ -21,6 +22,7 @@ from minikv.chat.report import (
     percent_saved,
     size,
 )
+from minikv.cli import render
 
 MIB = 1 << 20
 
@@ -100,7 +102,7 @@ def test_the_two_lines() -> None:
     )
     second = report(turn=2, stop_reason="length", loss=Loss(None, None, None, None))
     speed, memory, misses = second.lines()
-    assert speed.endswith("stopped by length")
+    assert speed.endswith("stopped by max_tokens")
     assert memory.endswith("tok/head")
     assert misses == "may miss what question 1 did not need; `chat.refresh()` reads all again"
     again = report(turn=2, shaped_by_turn=2, reuse="refresh")
@@ -172,3 +174,11 @@ def test_sizes() -> None:
     assert of_full(1 << 19, 3 * MIB) == "0.5 of 3.0 MiB"
     assert of_full(3 * MIB, 1 << 19) == "3.0 of 0.5 MiB"
     assert of_full(10, 20) == "10 of 20 B"
+
+
+@pytest.mark.parametrize("reason", sorted(set(STOPS) - {"eos"}))
+def test_the_line_and_the_statistics_say_the_same_of_the_end(reason: str) -> None:
+    ended = report(stop_reason=reason)
+    said = f"stopped by {STOPS[reason]}"
+    assert ended.lines()[0].endswith(said)
+    assert f"· {said}\n" in render.stats(ended)

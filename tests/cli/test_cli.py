@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -908,6 +910,10 @@ def test_keys_pressed_while_something_runs_are_not_echoed(
     }
 
 
+ANSWER = "dbp"
+"""What the answer to the first question begins with."""
+
+
 @pytest.fixture(params=["dumb", "xterm"])
 def talk(request: pytest.FixtureRequest, document: str) -> Iterator[Terminals]:
     """A chat on a terminal, with plain input and with the line editor."""
@@ -922,8 +928,7 @@ def talk(request: pytest.FixtureRequest, document: str) -> Iterator[Terminals]:
 
 def test_ctrl_c_stops_the_answer_only_and_ctrl_d_leaves(talk: Terminals) -> None:
     talk.type("first?\r")
-    talk.until("nothing was evicted")  # the last warning before the answer
-    time.sleep(0.3)
+    talk.until(ANSWER)
     talk.type("\x03")
     talk.until("stopped by user")
     talk.until("tok/head")
@@ -944,6 +949,15 @@ def test_ctrl_c_at_the_prompt_hints_and_twice_leaves(talk: Terminals) -> None:
     talk.type("\x03")
     assert talk.code() == 130
     assert "Traceback" not in talk.seen
+
+
+def test_ctrl_c_at_the_prompt_drops_nothing_that_is_typed_later(talk: Terminals) -> None:
+    talk.type("\x03")
+    talk.until("Ctrl-D or /exit leaves")
+    talk.ready()
+    talk.type("/docs\r/tokens\r")
+    talk.until("report.txt")
+    talk.until("room left")
 
 
 def test_ctrl_c_while_reading_adds_nothing(talk: Terminals) -> None:
@@ -971,3 +985,88 @@ def test_two_interrupts_within_two_seconds_leave(talk: Terminals) -> None:
     talk.type("\x03")
     assert talk.code() == 130
     assert "Traceback" not in talk.seen
+
+
+def test_what_was_typed_ahead_is_sent_and_ctrl_c_drops_it(talk: Terminals) -> None:
+    """Questions and commands typed during an answer run in order; Ctrl-C takes back all of them."""
+    talk.type("first?\r")
+    talk.until(ANSWER)
+    talk.type("/docs\rsecond?\r")
+    for found in ("tok/head", "report.txt", "second?", "tok/head"):
+        talk.until(found)
+    talk.ready()
+    talk.type("third?\rfourth?\r")
+    talk.until("third?")
+    talk.until("\n")
+    time.sleep(0.8)
+    talk.type("fifth?\r")
+    time.sleep(0.2)
+    talk.type("\x03")
+    talk.until("stopped by ")
+    talk.until("tok/head")
+    talk.ready()
+    with pytest.raises(AssertionError, match="no 'tok/s"):
+        talk.until("tok/s", 1.5)
+    talk.type("/exit\r")
+    assert talk.code() == 0
+    assert "fifth" not in talk.seen
+
+
+def test_sigterm_ends_a_question_with_143(document: str) -> None:
+    """Without a terminal, too: what was written stays, and one newline ends it."""
+    done = subprocess.Popen(
+        spawn("ask", "first?", document, pace=0.05),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert done.stdout is not None
+    first = done.stdout.read(3)
+    done.send_signal(signal.SIGTERM)
+    out, err = done.communicate(timeout=60)
+    assert done.returncode == 143
+    assert re.fullmatch(rb"[a-z]{3,39}\n", first + out)
+    assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize("moment", ["prompt", "answer", "loading"])
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
+    document: str, tmp_path: Path, moment: str, term: str
+) -> None:
+    """143, no toolbar, the terminal's mode as before, and what was written of the answer kept."""
+    import pyte
+
+    home = tmp_path / "home"
+    env = {"TERM": term, "COLUMNS": "100", "LINES": "24", "MINIKV_HOME": str(home)}
+    talk = Terminals(
+        ["sh", "-c", 'echo up; exec "$@"', "sh", *spawn("chat", document, pace=0.04)], env
+    )
+    try:
+        talk.until("up")
+        before = termios.tcgetattr(talk.fd)
+        talk.prompt = "> " if term == "dumb" else "\x1b[?25h"
+        if moment == "loading":
+            while termios.tcgetattr(talk.fd) == before:
+                time.sleep(0.01)
+        else:
+            talk.until("Ctrl-D leaves.")
+            talk.ready()
+        if moment == "answer":
+            talk.type("first?\r")
+            talk.until(ANSWER)
+        os.kill(talk.pid, signal.SIGTERM)
+        with contextlib.suppress(AssertionError):
+            talk.until("never", 2)  # read on to the end
+        after = termios.tcgetattr(talk.fd)
+        assert talk.code() == 143
+    finally:
+        talk.close()
+    assert after == before
+    assert "Traceback" not in talk.seen
+    screen = pyte.Screen(100, 24)
+    pyte.Stream(screen).feed(talk.seen)
+    assert not any("of 4,096 tokens" in line for line in screen.display)
+    assert talk.seen.rfind("\x1b[?2004h") <= talk.seen.rfind("\x1b[?2004l")
+    saved = [json.loads(path.read_text().split("\n")[0]) for path in home.rglob("chat.jsonl")]
+    assert [chat["turns"] for chat in saved] == [1] * (moment == "answer")

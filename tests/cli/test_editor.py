@@ -6,15 +6,17 @@ import json
 import os
 import stat
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
+from small_chat import chat
 from terminals import Terminals
 
-from minikv.cli import editor
+from minikv.cli import editor, render
 from minikv.cli.editor import Commands, Help
 from minikv.cli.history import ENTRIES, HistoryFile
 
@@ -25,10 +27,16 @@ from pathlib import Path
 from minikv.cli.editor import Help, open_reader
 from minikv.cli.terminal import Terminal
 history, pause = sys.argv[1], float(sys.argv[2])
-words = {"": ["/add", "/policy", "/exit"], "/policy": ["adakv", "snapkv"]}
+words = {1: ["/add", "/policy", "/exit"], 2: ["adakv", "snapkv"]}
 terminal = Terminal()
+terminal.open_keyboard()
 read = open_reader(
-    terminal, Help(lambda word: words.get(word, []), ("/add",), lambda: "BAR 7 of 9"),
+    terminal,
+    Help(
+        lambda typed: words.get(len(typed), []),
+        "/add".__eq__,
+        lambda columns: f"BAR 7 · {columns}",
+    ),
     Path(history) if history else None)
 print("open", flush=True)
 while True:
@@ -43,6 +51,9 @@ while True:
     with terminal.answering():
         print("writing", flush=True)
         time.sleep(pause)
+    if text == "ask":
+        with terminal.anew():
+            print("reply", ascii(read()), flush=True)
     print("ready", flush=True)
 """
 PROMPT = {"xterm": "\x1b[?25h", "dumb": "> "}
@@ -124,15 +135,13 @@ def test_a_bracketed_paste_is_one_message_and_waits_for_enter(start: Start) -> N
     assert got(terminal) == "one\ntwo\nthree"
 
 
-@pytest.mark.parametrize("last", ["\r", ""])
-def test_an_unmarked_paste_is_one_message(start: Start, last: str) -> None:
-    terminal = start()
-    terminal.type(f"one\rtwo\rthree{last}")
-    if not last:
-        with pytest.raises(AssertionError, match="no 'got"):
-            terminal.until("got", 0.5)
-        terminal.type("!\r")
-    assert got(terminal) == ("one\ntwo\nthree" if last else "one\ntwo\nthree!")
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+def test_only_a_bracketed_paste_is_one_message(start: Start, kind: str) -> None:
+    """Lines with an Enter each are messages, however fast they come; a block is one."""
+    terminal = start(term=kind)
+    terminal.type('one\rtwo\r"""three\rfour"""\r')
+    for message in ("one", "two", "three\nfour"):
+        assert got(terminal) == message
 
 
 def test_alt_enter_and_ctrl_j_make_a_newline(start: Start) -> None:
@@ -146,19 +155,83 @@ def test_alt_enter_and_ctrl_j_make_a_newline(start: Start) -> None:
     assert got(terminal) == "one\ntwo\nthree"
 
 
-def test_what_is_typed_during_an_answer_waits_at_the_prompt(start: Start) -> None:
-    terminal = start(pause=1.0)
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+def test_lines_typed_during_an_answer_are_sent_after_it_in_order(start: Start, kind: str) -> None:
+    terminal = start(term=kind, pause=1.0)
     terminal.type("first\r")
     terminal.until("writing")
-    for text in ("\r", "next\r", PASTE.format("pas\rted")):
+    for text in ("\r", "/next\r", "then\rlast\r"):
         terminal.type(text)
     echoed = terminal.until("ready")
     assert "next" not in echoed  # it would have moved what the answer writes
+    for message in ("", "/next", "then", "last"):
+        shown = terminal.until("got ")
+        assert message in shown  # the message stands above its answer
+        assert terminal.until("\r\n").strip() == repr(message)
+    terminal.until(READY)
+
+
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+def test_what_was_typed_ahead_does_not_answer_a_question_of_ours(start: Start, kind: str) -> None:
+    terminal = start(term=kind, pause=1.0)
+    terminal.type("first\rask\r")
+    terminal.until("writing")
+    terminal.until("writing")  # of the second
+    terminal.type("later\rlast\r")
+    terminal.ready()
+    terminal.type("y\r")
+    terminal.until("reply ")
+    assert terminal.until("\r\n").strip() == "'y'"
+    terminal.until(READY)
+    assert (got(terminal), got(terminal)) == ("later", "last")
+
+
+def test_a_paste_during_an_answer_is_one_message_and_waits(start: Start) -> None:
+    terminal = start(pause=1.0)
+    terminal.type("first\r")
+    assert "\x1b[?2004h" in terminal.until("writing")[-40:]  # pastes keep their marks
+    terminal.type(PASTE.format("pas\rted"))
+    terminal.until("ready")
     terminal.ready()
     with pytest.raises(AssertionError, match="no 'got"):
         terminal.until("got", 0.5)
     terminal.type("!\r")
-    assert got(terminal) == "next\npas\nted!"
+    assert got(terminal) == "pas\nted!"
+
+
+def test_ctrl_j_typed_during_an_answer_is_a_new_line(start: Start) -> None:
+    terminal = start(pause=1.0)
+    terminal.type("first\r")
+    terminal.until("writing")
+    terminal.type("one\ntwo\x1b\rthree\r")
+    terminal.until("ready")
+    assert got(terminal) == "one\ntwo\nthree"
+
+
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+def test_lines_typed_while_the_program_starts_are_sent(kind: str) -> None:
+    """Before minikv has the terminal, an Enter arrives as Ctrl-J."""
+    terminal = Terminals(
+        [
+            sys.executable,
+            "-c",
+            f"print('starts', flush=True)\nimport time; time.sleep(1)\n{LOOP}",
+            "",
+            "0",
+        ],
+        {"TERM": kind},
+    )
+    try:
+        terminal.until("starts")
+        terminal.type("one\rtwo\rthr")
+        terminal.until("open")
+        terminal.prompt = PROMPT[kind]
+        assert (got(terminal), got(terminal)) == ("one", "two")
+        terminal.ready()
+        terminal.type("ee\r")
+        assert got(terminal) == "three"
+    finally:
+        terminal.close()
 
 
 def test_ctrl_c_clears_a_line_and_is_told_apart_from_one_without_text(start: Start) -> None:
@@ -257,8 +330,30 @@ def test_the_toolbar_and_plain_terminals(start: Start, term: str) -> None:
     terminal = start(term=term)
     terminal.type("x\r")
     got(terminal)
-    assert ("BAR 7 of 9" in terminal.seen) == (term == "xterm")
+    assert ("BAR 7" in terminal.seen) == (term == "xterm")
     assert ("\x1b" in terminal.seen) == (term == "xterm")
+
+
+def test_the_toolbar_is_told_how_wide_it_is(start: Start) -> None:
+    terminal = start()
+    columns = termios.tcgetwinsize(terminal.fd)[1]
+    terminal.type("x\r")
+    got(terminal)
+    assert f"BAR 7 · {columns or 80}" in terminal.seen
+
+
+@pytest.mark.parametrize("policy", ["adakv", "full"])
+def test_the_toolbar_holds_whole_items_at_any_width(policy: str) -> None:
+    session = chat(policy)
+    session.attach("The mill stands by the river. " * 20)
+    list(session.ask("Who?", 4))
+    items = [render.toolbar(session, width).split(" · ") for width in range(20, 140)]
+    for width, shown in enumerate(items, 20):
+        assert len(" · ".join(shown)) <= max(width, len(shown[-1]))
+        assert shown[-1] == f"{len(session.fed):,} of 2,048 tokens"
+        assert {*shown} <= {*items[-1], policy}
+    assert items[50 - 20][0] == policy
+    assert len(items[-1]) > len(items[0]) == 1
 
 
 def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
@@ -267,6 +362,7 @@ def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
     got(terminal)
     assert terminal.seen.isascii()
     assert "> " in terminal.seen
+    assert "BAR 7 - " in terminal.seen
     assert "?" not in terminal.seen.replace("\x1b[?", "")
 
 
@@ -294,8 +390,11 @@ def test_completion_knows_words_and_paths(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / name).write_text("x")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = {"": ["/add", "/policy"], "/policy": ["adakv", "snapkv"]}
-    help = Help(lambda command: words.get(command, []), ("/add",))
+    words = {"/policy": ["adakv", "snapkv"], "/drop": ["a b", "a'c", "bad\x1b"]}
+    help = Help(
+        lambda typed: words.get(typed[0], []) if len(typed) > 1 else ["/add", "/policy"],
+        "/add".__eq__,
+    )
 
     def of(text: str) -> list[str]:
         found = Commands(help).get_completions(Document(text), CompleteEvent())
@@ -305,6 +404,9 @@ def test_completion_knows_words_and_paths(tmp_path: Path, monkeypatch: pytest.Mo
     assert of("/policy s") == ["/policy snapkv"]
     assert of("/policy snapkv a") == ["/policy snapkv adakv"]
     assert of("/none x") == []
+    assert of("/drop a") == ["/drop a\\ b", "/drop a\\'c"]
+    assert of("/drop a\\ ") == ["/drop a\\ b"]
+    assert of("/drop ") == ["/drop a\\ b", "/drop a\\'c"]
     assert of("hello /a") == of("//a") == of("") == of("/add\n/a") == []
     assert of("/add ") == ["/add a.txt", "/add b\\'c.txt", "/add sub\\ dir/"]
     assert of("/add a.txt .") == ["/add a.txt .hidden"]

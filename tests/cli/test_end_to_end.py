@@ -372,7 +372,7 @@ def test_ctrl_c_and_ctrl_d_on_a_terminal(tmp_path: Path, story: str) -> None:
         terminal.ready()
         terminal.type("second?\r")
         terminal.until("second?\r\n")
-        terminal.until("stopped by context")  # nobody stops this one
+        terminal.until("stopped by the end of the context")  # nobody stops this one
         terminal.ready()
         terminal.type("third?\r")
         terminal.until("used by this chat")

@@ -291,6 +291,48 @@ def test_shades_ascend_and_can_be_read() -> None:
         assert (high + 0.05) / (low + 0.05) >= 4.5
 
 
+@pytest.mark.parametrize(("width", "height"), [(50, 24), (80, 24), (120, 40), (50, 8)])
+@pytest.mark.parametrize("place", [(None, None), (1, None), (1, 0)])
+@pytest.mark.parametrize("colour", [False, True])
+def test_a_page_fits_on_the_screen_with_the_prompt(
+    width: int, height: int, place: tuple[int | None, int | None], colour: bool
+) -> None:
+    """The prompt, its toolbar and all of a page are seen together, and no line is left out."""
+    text = "".join(f"line {i} of the document that is read\n" for i in range(150))
+    found = replace(
+        random_facts(text),
+        parts=tuple(Part(f"a long name {n}.txt", 100 * n, 100 * n + 90) for n in range(3)),
+    )
+    screen = Screen(width, colour=colour, rows=height)
+    first = [f"summary {n}" for n in range(4 if height > 8 else 0)] if place[0] is None else []
+    body: list[str] = []
+    number, more = 1, True
+    while more:
+        lines = kept_view.page(found, number, screen, *place, first)
+        if height > 8:
+            assert len(lines) <= height - 3
+        assert (lines[: len(first)] == first) == (number == 1 or not first)
+        body += [line for line in lines if " line " in ESCAPE.sub("", line)]
+        more = any("the next page" in line for line in lines)
+        number += 1
+    whole = kept_view.page(found, None, screen, *place, first)
+    assert body == [line for line in whole if " line " in ESCAPE.sub("", line)]
+    assert number > 4
+    with pytest.raises(UsageError, match=f"no page {number}: 1 to {number - 1}"):
+        kept_view.page(found, number, screen, *place, first)
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_what_find_lists_fits_on_the_screen(width: int) -> None:
+    found = random_facts("the mill by the river\n" * 30)
+    lines = kept_view.find(found, "mill", False, Screen(width, rows=24))
+    assert len(lines) <= 21
+    listed = sum("whole in" in line for line in lines)
+    assert listed >= 5
+    assert any(f"{30 - listed} more places" in line for line in lines)
+    assert len(kept_view.find(found, "mill", True, Screen(width, rows=24))) > 60
+
+
 def test_pages_follow_each_other() -> None:
     found = random_facts("".join(f"line {i}\n" for i in range(100)))
     whole = kept_view.page(found, None, Screen())

@@ -11,6 +11,7 @@ import sys
 import termios
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,39 @@ def test_only_the_rows_of_the_block_are_taken_back() -> None:
     assert lines[4] == "after"
 
 
+WIDTHLESS = re.compile("[\u200d\ufe0f\u20e3]")
+EMOJI = ["👩‍🚀", "👨‍👩‍👧‍👦", "❤️‍🔥", "🏳️‍🌈", "👩🏽‍💻", "🇨🇭", "☝🏽", "❤️", "👍🏽", "1️⃣"]
+
+
+@pytest.mark.parametrize("columns", [50, 80, 120])
+@pytest.mark.parametrize("sign", EMOJI)
+def test_emoji_of_several_characters_leave_no_source_in_a_paragraph(
+    sign: str, columns: int
+) -> None:
+    """Some terminals show such a sign as one, some its parts side by side. This one does that; it
+    cannot show what has no width, which is taken out."""
+    words = ["**bold word**", sign, "plain", f"**{sign} x**", sign * 3, f"x{sign}y", "more words"]
+    long = sign * (5 if sign[0].isascii() else 20)  # a word of ASCII signs is never broken
+    parts = [*words * 3, long, "**end**"]
+    for first in range(len(words)):
+        source = " ".join(parts[first:])
+        window = Window(columns, 40)
+        answer = Answer(partial(getattr, window, "size"), colour=True, ascii=False)
+        for piece in [*source, ""]:
+            written = answer.push(piece) if piece else answer.finish()
+            window.feed(WIDTHLESS.sub("", written))
+        assert "**" not in window.text()
+        plain = WIDTHLESS.sub("", source).replace("**", "").replace(" ", "")
+        assert "".join(window.text().split()) == plain
+
+
+def test_an_emoji_of_several_characters_is_not_broken_at_the_margin() -> None:
+    written = show("ab **c** " + "👩‍🚀" * 12, columns=21).written
+    for line in written.split("\n"):
+        assert line.count("👩") == line.count("🚀")
+    assert written.count("\n") > 4
+
+
 def test_a_word_that_outgrows_the_line_is_not_broken() -> None:
     source = "**b** so " + "abcdefghij" * 6 + " end"
     assert show(source, columns=40).text() == source
@@ -224,11 +258,100 @@ def test_code_is_written_line_by_line_exactly(fence: str) -> None:
     code = ["def f(x):", "\treturn  '**' + x  # " + "long " * 30, "", "  ``", "", "", "end  "]
     source = f"Look:\n{fence}python\n" + "\n".join(code) + f"\n{fence}\n**after**"
     window = Window(40, 10)
-    answer = Answer(lambda: window.size, colour=True, ascii=False)
+    answer = Answer(lambda: window.size, colour=False, ascii=False)
     out = "".join(answer.push(piece) for piece in re.split(r"(?<=\W)", source)) + answer.finish()
     assert "\n" + "\n".join(code) + "\n" in out
     assert out.count("return") == 1
     assert out.endswith("\x1b[1mafter\x1b[0m\n")
+    assert show(source).text().split() == source.replace("**after**", "after").split()
+
+
+PYTHON = '''```python
+@cached
+def area(r: float) -> float:  # a note
+    """Long
+    text"""
+    return 3.14 * r if r else "none"
+```
+'''
+
+
+def test_code_gets_colours_line_by_line() -> None:
+    window = show(PYTHON)
+    assert window.text() == PYTHON.rstrip("\n")
+    looks = {
+        word: window.styles(word) for word in ("def", "area", "Long", "text", "3.14", '"none"')
+    }
+    assert looks["def"]["fg"] == "magenta"
+    assert looks["area"]["bold"]
+    assert looks["Long"]["fg"] == looks["text"]["fg"] == looks['"none"']["fg"] == "green"
+    assert looks["3.14"]["fg"] == "cyan"
+    assert window.styles("float")["fg"] == "cyan"
+
+
+def test_a_line_of_code_has_its_colours_before_the_next_one_comes() -> None:
+    window = Window()
+    answer = Answer(lambda: window.size, colour=True, ascii=False)
+    for piece in ("```py\n", "if x", ":"):
+        window.feed(answer.push(piece))
+    assert window.styles("if")["fg"] == "default"
+    window.feed(answer.push("\n    pas"))
+    assert window.styles("if")["fg"] == "magenta"
+    assert window.text() == "```py\nif x:\n    pas"
+
+
+@pytest.mark.parametrize("language", ["", "nonsense", "text", "{", "mermaid"])
+def test_code_in_no_known_language_stays_plain(language: str) -> None:
+    window = show(PYTHON.replace("python", language, 1))
+    assert window.styles("def")["fg"] == "default"
+    assert "\x1b[K" not in window.written
+
+
+def test_code_without_colour_and_indented_code_stay_plain() -> None:
+    assert "\x1b[K" not in show(PYTHON, colour=False).written
+    indented = "Look:\n\n" + PYTHON.replace("```python\n", "").replace("```", "").replace(
+        "\n", "\n    "
+    )
+    assert "\x1b[K" not in show(indented).written
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80])
+def test_a_line_of_code_that_does_not_fit_on_a_row_is_left_as_it_is(columns: int) -> None:
+    source = "```python\nif a:\n    return '中文' + 'long long long long long'\nif b: 1\n```\n"
+    window = show(source, columns=columns)
+    assert "".join(window.text().split()) == "".join(source.split())
+    assert window.styles("if b")["fg"] == "magenta"
+    assert window.styles("return")["fg"] == ("magenta" if columns == 80 else "default")
+
+
+def test_a_line_of_code_is_left_as_it_is_after_a_resize_or_a_message_inside_it() -> None:
+    for resized in (True, False):
+        window = Window()
+        answer = Answer(partial(getattr, window, "size"), colour=True, ascii=False)
+        window.feed(answer.push("```python\nif a:\n    ret"))
+        if resized:
+            window.resize(70, 20)
+        else:
+            answer.disturb()
+        window.feed(answer.push("urn b\nif c: 1\n"))
+        assert window.styles("return")["fg"] == "default"
+        assert window.styles("if c")["fg"] == "magenta"
+        assert window.text() == "```python\nif a:\n    return b\nif c: 1"
+
+
+def test_code_in_a_list_gets_colours() -> None:
+    window = show("- so:\n\n  ```sh\n  for i in 1 2; do echo $i; done\n  ```\n")
+    assert window.styles("for")["fg"] == "magenta"
+    assert window.text() == "• so:\n\n  ```sh\n  for i in 1 2; do echo $i; done\n  ```"
+
+
+@pytest.mark.parametrize("kind", ["py", "c", "js", "json", "html", "diff", "sql", "yaml", "rust"])
+@given(text=st.text(st.sampled_from("a1 \t\"'`{}()<>/*#-+\\\n=;:!$&é中"), max_size=120))
+@settings(max_examples=40, deadline=None)
+def test_colours_never_change_code(kind: str, text: str) -> None:
+    source = f"~~~~{kind}\n{text}\n~~~~\nend"
+    plain, coloured = show(source, 60, 200, colour=False), show(source, 60, 200)
+    assert coloured.lines() == plain.lines()
 
 
 def test_indented_code_and_code_in_a_list() -> None:

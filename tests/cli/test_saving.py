@@ -293,7 +293,7 @@ def test_full_after_an_eviction_does_not_say_that_nothing_was(real: Talk) -> Non
     real.run("retry")
     real.session.configure(EvictionConfig.read("full"))
     assert render.policy_line(real.session) == "full: nothing more is evicted"
-    assert render.toolbar(real.session).startswith("full: nothing more is evicted · ")
+    assert render.toolbar(real.session, 100).startswith("full: nothing more is evicted · ")
     real.session.reset()
     assert render.policy_line(real.session) == "full: nothing is evicted"
 

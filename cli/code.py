@@ -1,0 +1,69 @@
+"""Code on a terminal in colours: a line at a time, as an answer is written.
+
+pygments reads the code, through rich. The colours are the terminal's own, and few, so that they
+can be read on dark and light backgrounds.
+"""
+
+from __future__ import annotations
+
+from rich.style import Style
+from rich.syntax import ANSISyntaxTheme, Syntax
+from rich.text import Text
+
+MOST_LINES = 200
+"""Lines above the current one that are read for it; what began before them is not known."""
+TAB = 8
+"""Columns from one tab stop of a terminal to the next."""
+_THEME = ANSISyntaxTheme(
+    {
+        ("Comment",): Style(dim=True),
+        ("Comment", "Preproc"): Style(color="magenta"),
+        ("Keyword",): Style(color="magenta"),
+        ("Keyword", "Constant"): Style(color="cyan"),
+        ("Keyword", "Type"): Style(color="cyan"),
+        ("Operator", "Word"): Style(color="magenta"),
+        ("Name", "Builtin"): Style(color="cyan"),
+        ("Name", "Class"): Style(bold=True),
+        ("Name", "Function"): Style(bold=True),
+        ("Name", "Decorator"): Style(color="cyan"),
+        ("Name", "Tag"): Style(color="magenta"),
+        ("Name", "Attribute"): Style(color="cyan"),
+        ("Literal", "String"): Style(color="green"),
+        ("Literal", "Number"): Style(color="cyan"),
+        ("Generic", "Deleted"): Style(color="red"),
+        ("Generic", "Inserted"): Style(color="green"),
+        ("Generic", "Heading"): Style(bold=True),
+        ("Generic", "Subheading"): Style(bold=True),
+        ("Generic", "Prompt"): Style(dim=True),
+    }
+)
+
+
+class Code:
+    """The code of one block, in a language that pygments knows."""
+
+    def __init__(self, syntax: Syntax) -> None:
+        self._syntax = syntax
+        self._lines: list[str] = []
+
+    @staticmethod
+    def of(language: str) -> Code | None:
+        """For what stands behind the marks that open a block; None for a language that is not
+        known, and for plain text."""
+        words = language.strip().strip("{}").lstrip(".").split()
+        lexer = Syntax("", words[0].rstrip(",;:").lower(), tab_size=TAB).lexer if words else None
+        if lexer is None or "text" in lexer.aliases:
+            return None
+        return Code(Syntax("", lexer, theme=_THEME, tab_size=TAB))
+
+    def line(self, text: str) -> Text | None:
+        """The next line in colours, tabs as spaces; None if they would change anything else."""
+        self._lines = [*self._lines[-MOST_LINES:], text]
+        if "\t" in text and not text.isascii():
+            return None  # where a tab ends depends on the width of the characters before it
+        number = len(self._lines)
+        read = self._syntax.highlight("\n".join(self._lines), line_range=(number, number))
+        lines = read.split("\n", allow_blank=True)
+        if len(lines) < number or lines[number - 1].plain != text.expandtabs(TAB):
+            return None
+        return lines[number - 1]

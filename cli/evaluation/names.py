@@ -1,0 +1,8 @@
+"""The names of the tasks of `minikv eval`, without what runs them."""
+
+from __future__ import annotations
+
+ANSWERED = ("needle", "facts", "followup", "file")
+MEASURED = ("agree", "ppl", "loss")
+TASKS = (*ANSWERED[:-1], *MEASURED)
+"""Those that --tasks takes; records from files are a task of their own."""

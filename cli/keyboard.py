@@ -1,0 +1,204 @@
+"""What is typed while nothing asks for a line: it waits unseen, and is read in order, as typed.
+
+A terminal that edits lines itself turns Enter into Ctrl-J, which is a new line for the line editor.
+So while a chat works, its terminal passes keys on as they are. Ctrl-C, Ctrl-Z and Ctrl-\\ stay
+signals. A paste keeps its marks, so that it stays one message. Without the line editor the terminal
+goes on editing lines, without showing them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TextIO
+
+Mode = list[Any]
+_INPUT, _LOCAL, _SIGNS = 0, 3, 6  # places in what tcgetattr gives
+_MARKED, _UNMARKED = "\x1b[?2004h", "\x1b[?2004l"  # the marks of a paste
+
+
+class Ahead(Protocol):
+    """What a reader of lines took from the terminal and did not give yet."""
+
+    def take(self) -> list[Any]:
+        """All of it; nothing is left."""
+
+    def put(self, held: list[Any]) -> None:
+        """Have it again."""
+
+    def read(self, text: str) -> list[Any]:
+        """As `take` gives it, for a text that came from the terminal."""
+
+
+class Lines:
+    """Lines for `input()`."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+
+    def take(self) -> list[str]:
+        held, self.waiting = self.waiting, []
+        return held
+
+    def put(self, held: list[str]) -> None:
+        self.waiting = [*held, *self.waiting]
+
+    def read(self, text: str) -> list[str]:
+        return text.splitlines()
+
+
+class Keyboard:
+    """The terminal of a chat, from here to `close`. `editor`: its lines are read by the line
+    editor, otherwise by `input()`.
+
+    `early` is what was typed before, as the line editor would have got it. `ahead` is what the
+    reader of lines holds.
+    """
+
+    def __init__(self, stdin: TextIO, err: TextIO, *, editor: bool) -> None:
+        self.editor = editor
+        self.early = ""
+        self.ahead: Ahead = Lines()
+        self._number = stdin.fileno()
+        self._err = err
+        self._asks = False
+        self._before = _mode(self._number)
+        main = threading.current_thread() is threading.main_thread()
+        # A shell that continues the chat may have changed the terminal.
+        self._handler = signal.signal(signal.SIGCONT, self._resumed) if main else None
+        self._wait()
+        if editor:  # until now an Enter was a Ctrl-J
+            self.early = re.sub(r"\r?\n", "\r", self._typed())
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Around what reads a line. `input()` gets the terminal as it was."""
+        self._asks = True
+        if not self.editor:
+            _set(self._number, self._before)
+        try:
+            yield
+        finally:
+            self._asks = False
+            self._wait()
+
+    @contextlib.contextmanager
+    def anew(self) -> Iterator[None]:
+        """Around a question of ours: what was typed before it does not answer it, and waits."""
+        held = [*self.ahead.take(), *self.ahead.read(self._typed())]
+        try:
+            yield
+        finally:
+            self.ahead.put(held)
+
+    def close(self) -> None:
+        """Give the terminal back as it was."""
+        if self._handler is not None:
+            signal.signal(signal.SIGCONT, self._handler)
+            self._handler = None
+        self._mark(_UNMARKED)
+        _set(self._number, self._before)
+
+    def waiting(self) -> bool:
+        """Whether a line is there already, which nobody has seen."""
+        return bool(select.select([self._number], [], [], 0)[0])
+
+    def _wait(self) -> None:
+        if self._before is None:
+            return
+        mode = [*self._before]
+        mode[_LOCAL] &= ~termios.ECHO
+        if self.editor:
+            mode[_LOCAL] &= ~termios.ICANON
+            mode[_INPUT] &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR)
+            mode[_SIGNS] = [*mode[_SIGNS]]
+            mode[_SIGNS][termios.VMIN], mode[_SIGNS][termios.VTIME] = 1, 0
+            self._mark(_MARKED)
+        _set(self._number, mode)
+
+    def _mark(self, sign: str) -> None:
+        if self.editor and _in_front(self._number):
+            with contextlib.suppress(OSError, ValueError):
+                self._err.write(sign)
+                self._err.flush()
+
+    def _typed(self) -> str:
+        """What was typed and not read yet."""
+        found = b""
+        with contextlib.suppress(OSError):
+            while (
+                _in_front(self._number) and self.waiting() and (data := os.read(self._number, 4096))
+            ):
+                found += data
+        return found.decode("utf-8", "replace")
+
+    def _resumed(self, signum: int, frame: object) -> None:
+        if not self._asks:
+            self._wait()
+
+
+@contextlib.contextmanager
+def unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
+    """Inside, the terminal behind `stream` echoes no keys. `moved` is called when the process
+    continues after it was stopped: the shell has written to the terminal."""
+
+    def echo(on: bool) -> bool:
+        """Switch it; True if that changed something."""
+        with contextlib.suppress(OSError, ValueError):
+            number = stream.fileno()
+            mode = _mode(number)
+            if mode is not None and bool(mode[_LOCAL] & termios.ECHO) != on:
+                mode[_LOCAL] ^= termios.ECHO
+                return _set(number, mode)
+        return False
+
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGCONT) if main else None
+
+    def resumed(signum: int, frame: Any) -> None:
+        if callable(before):
+            before(signum, frame)
+        echo(False)
+        moved()
+
+    if main:
+        signal.signal(signal.SIGCONT, resumed)
+    changed = echo(False)
+    try:
+        yield
+    finally:
+        if changed:
+            echo(True)
+        if main:
+            signal.signal(signal.SIGCONT, before)
+
+
+def _in_front(number: int) -> bool:
+    """Whether this process may use the terminal: one in the background would be stopped."""
+    try:
+        return os.tcgetpgrp(number) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _mode(number: int) -> Mode | None:
+    try:
+        return termios.tcgetattr(number)
+    except termios.error:
+        return None
+
+
+def _set(number: int, mode: Mode | None) -> bool:
+    """Switch the terminal, where that is possible; False if it was not."""
+    if mode is None or not _in_front(number):
+        return False
+    with contextlib.suppress(termios.error):
+        termios.tcsetattr(number, termios.TCSANOW, mode)
+        return True
+    return False

@@ -1,0 +1,163 @@
+"""What Tab offers in a chat, and what a shell is offered."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from small_chat import chat
+
+from minikv.chat.session import ChatSession
+from minikv.cli import commands
+from minikv.cli.chat import _help
+from minikv.cli.command import Command
+from minikv.cli.config import SETTINGS
+from minikv.cli.editor import Commands
+from minikv.cli.paths import chats_folder
+from minikv.policies import prompt_names, step_names
+
+Offers = Callable[[str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def session() -> ChatSession:
+    made = chat()
+    made.attach("text", "my report (1).txt")
+    return made
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a file, and a home with a saved chat, as far as a list reads it."""
+    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis.txt").write_text("x")
+    folder = chats_folder() / "thesis"
+    folder.mkdir(parents=True)
+    (folder / "chat.jsonl").write_text('{"turns": 1, "title": "q", "identity": {"model": "m"}}\n')
+    return tmp_path
+
+
+@pytest.fixture
+def tab(session: ChatSession, saved: Path) -> Offers:
+    """What Tab puts in for the last word of a line; for a path, behind it."""
+    completer = Commands(_help(session))
+    return lambda line: [
+        one.text for one in completer.get_completions(Document(line), CompleteEvent())
+    ]
+
+
+def test_chats_settings_and_their_values(tab: Offers) -> None:
+    assert tab("/load ") == ["thesis"]  # not the file
+    assert tab("/load thesis --") == ["--reread"]
+    assert {"reuse", "policy", "temperature"} <= {*tab("/set ")}
+    assert tab("/set reus") == ["reuse"]
+    assert tab("/set reuse ") == list(SETTINGS["reuse"].choices)
+    assert tab("/set quiet ") == ["on", "off"]
+    assert tab("/set policy snap") == ["snapkv"]
+    assert tab("/set decode ") == ["auto", *step_names()]
+    assert tab("/set reuse once ") == tab("/set model ") == tab("/set temperature ") == []
+
+
+def test_policies_their_parts_and_options(tab: Offers) -> None:
+    assert tab("/policy ") == prompt_names()
+    assert "h2o+ada" in tab("/policy h2o+a")
+    assert tab("/policy snapkv win") == ["window="]
+    assert tab("/policy snapkv decode=ro") == ["decode=roco"]
+    assert tab("/compare ") == [*prompt_names(), "budget="]
+    assert "h2o" not in tab("/compare h2o ")
+    assert tab("/compare h2o budget=5") == ["budget=512"]
+    assert tab("/retry --") == ["--policy", "--budget", "--seed"]
+    assert tab("/retry --policy stream") == ["streaming"]
+    assert tab("/retry --policy streaming --") == ["--budget", "--seed"]
+    assert "64MiB" in tab("/retry --budget ")
+    assert tab("/retry --seed ") == []
+    assert {"512", "20%", "64MiB"} <= {*tab("/budget ")}
+
+
+def test_what_follows_the_other_commands(tab: Offers) -> None:
+    assert tab("/kept ") == ["all", "find", "layer", "top"]
+    assert tab("/kept layer ") == ["0", "1"]
+    assert tab("/kept layer 1 h") == ["head"]
+    assert tab("/kept layer 1 head ") == ["0", "1"]
+    assert tab('/kept find "mill" ') == ["all"]
+    assert tab("/show t") == ["template"]
+    assert "kept" in tab("/help k")
+    assert tab("/drop ") == ["my\\ report\\ (1).txt"]
+    assert tab("/drop my\\ r") == ["my\\ report\\ (1).txt"]
+    assert tab("/add thes") == tab("/export thes") == ["is.txt"]
+    assert tab("/add --") == ["--replace"]
+    assert tab("/export --") == ["--force"]
+    assert tab("/refresh ") == ["off"]
+    assert tab("/none ") == tab("/stats ") == []
+
+
+@pytest.mark.parametrize("command", commands.COMMANDS, ids=lambda command: command.words[0])
+def test_every_command_that_takes_words_of_ours_offers_them(tab: Offers, command: Command) -> None:
+    """What a command's usage writes in small letters, Tab offers."""
+    words = re.findall(r"(?<![\w\"=.])(?:--)?[a-z]{3,}", command.takes.split("FILE")[0])
+    offered = {*tab(f"/{command.words[0]} "), *tab(f"/{command.words[0]} --")}
+    assert {word for word in words if word not in ("option", "value")} - {"head"} <= {
+        one.rstrip("=") for one in offered
+    }
+
+
+# -- the shell ------------------------------------------------------------------------------
+
+
+def shell(line: str) -> tuple[list[str], set[str]]:
+    """What bash is offered for the last word of a line, and which modules that loaded."""
+    words = line.split(" ")
+    script = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
+        "sys.argv = ['minikv']\n"
+        "from minikv.cli.__main__ import run; run()"
+    )
+    environ = {
+        "_MINIKV_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.split(), set(done.stderr.split("\n")[-2].split())
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("minikv chat --policy ", prompt_names()),
+        ("minikv chat --policy h2o+ad", ["h2o+ada"]),
+        ("minikv ask q --decode ro", ["roco"]),
+        ("minikv chat --budget 5", ["512"]),
+        ("minikv chat --resume ", ["thesis"]),
+        ("minikv chat --reuse o", ["once"]),
+        ("minikv chat --policy snapkv -o win", ["window="]),
+        ("minikv eval --policy adakv,snap", ["adakv,snapkv"]),
+        ("minikv eval --tasks facts,nee", ["facts,needle"]),
+        ("minikv policies show snap", ["snapkv"]),
+        ("minikv chat -m big", ["bigger"]),
+        ("minikv chat the", []),  # left to the shell, which knows files
+    ],
+)
+def test_the_shell_completes_values_without_torch(
+    saved: Path, line: str, expected: list[str]
+) -> None:
+    (saved / "minikv.toml").write_text('[aliases]\nbigger = "some/model"\n')
+    offered, loaded = shell(line)
+    assert offered == expected
+    assert "minikv.cli.completion" in loaded
+    assert not loaded & {"torch", "numpy", "transformers", "huggingface_hub"}
