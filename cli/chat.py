@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 import minikv
-from minikv.cli import commands, documents, render, saving
+from minikv.cli import commands, documents, render, saving, sources
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Config
 from minikv.cli.failures import show
@@ -56,6 +56,7 @@ def chat(
     error shows where it happened.
     """
     config = config or Config()
+    piped = sources.piped_document(terminal) if "-" in files else b""
     typed = sys.stdin.isatty()
     if not typed and not files and resume is None:
         raise UsageError(
@@ -72,7 +73,7 @@ def chat(
         resume = resume or newest()
         settings = resumed(settings, header(resume), given)
     settings.eviction()
-    texts = [documents.read_file(path, errors, config.loaders) for path in files]
+    texts = sources.opened(files, errors, config.loaders, terminal, lambda: piped)
     from minikv.chat.undo import UNDO_TURNS
 
     keeper = Keeper(terminal, active=save)

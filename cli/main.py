@@ -60,7 +60,9 @@ app.add_typer(
 
 Files = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FILE]...", help="text files to ask about; - is standard input"),
+    typer.Argument(
+        metavar="FILE", help="what to ask about: text, PDFs, directories, 'patterns'; - is stdin"
+    ),
 ]
 Json = Annotated[
     bool,
