@@ -70,6 +70,8 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
         terminal = Terminal(quiet=typed.get("quiet", False), plain=typed.get("plain", False))
         if not terminal.live:  # the hub library reads this when it is imported
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        if not typed.get("debug", False):  # it logs every attempt; the last one is our error
+            os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         with guard(terminal, debug=typed.get("debug", False)):
             call = Call(
                 terminal,

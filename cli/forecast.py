@@ -7,8 +7,6 @@ network itself needs, is added by hand.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 
     from minikv.cache.kv_cache import KVCache
     from minikv.models.config import ModelConfig
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,59 +271,9 @@ def _visible(tokens: int, window: int | None) -> int:
 def config_folder(model: str | None, *, revision: str | None, offline: bool) -> Path:
     """Where config.json is: the directory, the hub's cache, or fetched alone. Raises ModelError."""
     from minikv.models import BUNDLED
-    from minikv.models.hub import resolve
+    from minikv.models.hub import configuration
 
-    if model is None:
-        return BUNDLED
-    if Path(model).expanduser().exists() or _HUB_ID.fullmatch(model) is None or ".." in model:
-        return resolve(model, revision=revision, offline=True).folder
-    return _fetched(model, revision, offline)
-
-
-def _fetched(repo: str, revision: str | None, offline: bool) -> Path:
-    from minikv.models.errors import ModelUnavailable
-
-    offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    names = ("config.json", "params.json")
-    try:
-        for name in names:
-            found = huggingface_hub.try_to_load_from_cache(repo, name, revision=revision)
-            if isinstance(found, str):
-                return Path(found).parent
-        if offline:
-            raise ModelUnavailable(
-                f"{repo} is not in the local cache, and offline mode is on",
-                "run once without --offline; only config.json is fetched",
-            )
-        for name in names:
-            try:
-                path = huggingface_hub.hf_hub_download(repo, name, revision=revision)
-            except errors.EntryNotFoundError as error:
-                if isinstance(error, errors.LocalEntryNotFoundError):
-                    raise
-                continue
-            return Path(path).parent
-        raise ModelUnavailable(f"{repo} has no config.json: it holds no model")
-    except ModelUnavailable:
-        raise
-    except errors.GatedRepoError:  # before RepositoryNotFoundError, which it is as well
-        raise ModelUnavailable(
-            f"{repo} is gated: its owner must grant you access",
-            f"accept the terms at https://huggingface.co/{repo} and log in with `hf auth login`",
-        ) from None
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
-        raise ModelUnavailable(
-            f"{repo} not found on the hub (or private, or without such a revision)",
-            "check the spelling; for a private model log in with `hf auth login`",
-        ) from None
-    except Exception as error:  # the HTTP library's own; its text may hold addresses with tokens
-        raise ModelUnavailable(
-            f"{repo}: config.json could not be fetched ({type(error).__name__})",
-            "check the network; a directory with a config.json works without one",
-        ) from None
+    return BUNDLED if model is None else configuration(model, revision=revision, offline=offline)
 
 
 def _device(name: str, *, here: bool) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import time
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.files import TRANSCRIPT, is_name, opened
 from minikv.errors import UsageError
+
+_NAMED = 5  # chats that an error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,20 @@ def listing() -> list[Entry]:
             )
             found.append((at, entry))
     return [entry for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def no_such_chat(name: str) -> UsageError:
+    """What is raised for a name under which no chat is saved."""
+    names = [entry.name for entry in listing()]
+    if not names:
+        return UsageError(f"no saved chat {name!r}", f"there is none in {chats_folder()}")
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    guess = f"did you mean {near[0]}? " if near else ""
+    some = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return UsageError(
+        f"no saved chat {name!r}",
+        f"{guess}saved are {some}; `minikv chat --resume` without a name takes up {names[0]}",
+    )
 
 
 def newest() -> str:

@@ -589,6 +589,26 @@ def test_help_has_a_narrow_first_column(world: World, document: str) -> None:
         assert re.match(r" {26}\S", lines[i + 1])
 
 
+def test_a_chat_that_is_not_saved_is_told_in_the_words_of_a_shell(
+    world: World, document: str
+) -> None:
+    result = world.run("chat", "--resume", "thesis")
+    assert result.exit_code == 2
+    first, hint = result.stderr.splitlines()
+    assert first == "error: no saved chat 'thesis'"
+    assert hint.startswith("  there is none in /")
+    for n in range(6):
+        world.engine = FakeEngine()
+        world.run("chat", document, input=f"q\n/save theses-{n}\n")
+    result = world.run("chat", "--resume", "thesis-3")
+    first, hint = result.stderr.splitlines()
+    assert first == "error: no saved chat 'thesis-3'"
+    assert hint == (
+        "  did you mean theses-3? saved are theses-5, theses-4, theses-3, theses-2, theses-1, ...; "
+        "`minikv chat --resume` without a name takes up theses-5"
+    )
+
+
 def test_reread_is_for_a_saved_chat(world: World, document: str) -> None:
     result = world.run("chat", document, "--reread", input="q\n")
     assert result.exit_code == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -432,16 +433,22 @@ def test_numbers_of_tokens_and_sizes() -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A hub with an empty cache; `answer` is a path to return or an error to raise."""
-    made = SimpleNamespace(cached=None, answer=None, asked=[])
+    """A hub with an empty cache. `names` are the files of every repository; `answer` is a path to
+    return or an error to raise."""
+    made = SimpleNamespace(cached=None, answer=None, asked=[], names=["config.json"], error=None)
+
+    def info(repo: str, revision: str | None = None) -> SimpleNamespace:
+        if made.error is not None:
+            raise made.error
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in made.names])
 
     def download(repo: str, name: str, revision: str | None = None) -> str:
         made.asked.append((repo, name, revision))
-        answer = made.answer(name) if callable(made.answer) else made.answer
-        if isinstance(answer, Exception):
-            raise answer
-        return str(answer)
+        if isinstance(made.answer, Exception):
+            raise made.answer
+        return str(made.answer)
 
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(model_info=info))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(
         huggingface_hub, "try_to_load_from_cache", lambda repo, name, revision=None: made.cached
@@ -456,6 +463,50 @@ def test_of_a_hub_model_only_the_configuration_is_fetched(hub: SimpleNamespace) 
     assert hub.asked == [("owner/model", "config.json", "abc")]
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["README.md", "model.Q4_K_M.gguf"], "'model.Q4_K_M.gguf' is a GGUF file, which minikv"),
+        (["README.md"], "has no config.json"),
+        ([], "has no config.json"),
+    ],
+)
+def test_a_repository_without_a_configuration(
+    hub: SimpleNamespace, names: list[str], message: str
+) -> None:
+    hub.names = names
+    with pytest.raises(ModelError, match=message) as caught:
+        run("owner/model", "1000")
+    assert caught.value.exit_code == 3
+    assert hub.asked == []
+
+
+def test_without_a_network_there_is_one_line(tmp_path: Path) -> None:
+    """The library logs each of its attempts, and makes six."""
+    code = (
+        "import socket\n"
+        "def no(*_, **__): raise socket.gaierror(-2, 'Name or service not known')\n"
+        "socket.getaddrinfo = socket.create_connection = no\n"
+        "from minikv.cli.main import run\nrun()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", "-m", "owner/model", "--tokens", "1k"],
+        env={
+            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+            "HF_HOME": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 3
+    assert done.stdout == ""
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("error: owner/model: ")
+    assert [line for line in rest if not line.startswith("  check the network")] == []
+
+
 def test_a_cached_configuration_needs_no_network(hub: SimpleNamespace) -> None:
     hub.cached = str(BUNDLED / "config.json")
     assert "owner/model" in run("owner/model", "1000", offline=True)
@@ -465,27 +516,28 @@ def test_a_cached_configuration_needs_no_network(hub: SimpleNamespace) -> None:
 def _response(kind: type[Exception]) -> Exception:
     made = kind.__new__(kind)
     Exception.__init__(made, "secret-token-in-an-address")
+    made.response = None  # type: ignore[attr-defined]
     return made
 
 
+@pytest.mark.parametrize("during", ["info", "download"])
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         (errors.GatedRepoError, "is gated"),
-        (errors.RepositoryNotFoundError, "not found on the hub"),
-        (errors.RevisionNotFoundError, "not found on the hub"),
-        (errors.EntryNotFoundError, "has no config.json"),
-        (errors.LocalEntryNotFoundError, "could not be fetched"),
-        (errors.HfHubHTTPError, "could not be fetched"),
-        (TimeoutError, "could not be fetched"),
+        (errors.RepositoryNotFoundError, "no such model on the hub"),
+        (errors.RevisionNotFoundError, "has no revision 'v9'"),
+        (errors.LocalEntryNotFoundError, "the hub cannot be reached"),
+        (errors.HfHubHTTPError, "HTTP status"),
+        (TimeoutError, "the download failed"),
     ],
 )
 def test_the_hubs_errors_are_told_in_our_words(
-    hub: SimpleNamespace, kind: type[Exception], message: str
+    hub: SimpleNamespace, kind: type[Exception], message: str, during: str
 ) -> None:
-    hub.answer = _response(kind)
+    setattr(hub, "error" if during == "info" else "answer", _response(kind))
     with pytest.raises(ModelUnavailable, match=message) as caught:
-        run("owner/model", "1000")
+        run("owner/model", "1000", revision="v9")
     assert "secret" not in str(caught.value)
 
 
