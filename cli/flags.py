@@ -117,10 +117,12 @@ def _annotated(one: inspect.Parameter) -> bool:
 def _parameter(one: Setting) -> inspect.Parameter:
     """The flag of a setting."""
     kind: Any = Literal[one.choices] if one.choices else type(one.default)
-    # A switch takes no value, so its type says nothing.
-    metavar = "" if kind is bool else None
     option = typer.Option(
-        one.flag, *one.letters, help=one.help, rich_help_panel=one.panel, metavar=metavar
+        one.flag,
+        *one.letters,
+        help=one.help,
+        rich_help_panel=None if one.common else one.panel,
+        metavar=one.takes or None,
     )
     return inspect.Parameter(
         one.name, _KIND, default=one.default, annotation=Annotated[kind, option]

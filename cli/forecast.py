@@ -87,10 +87,11 @@ def forecast(
     *,
     room: int | None = None,
     answer: int = 512,
+    folder: Path | None = None,
 ) -> Forecast:
     """The figures. `cases` are policies and strides, `choices` their settings; an error among them
-    becomes a row without figures. `room` is the memory of another machine in bytes. Raises
-    ModelError."""
+    becomes a row without figures. `room` is the memory of another machine in bytes, `folder` where
+    config.json is, if it was looked up before. Raises ModelError."""
     import torch
 
     from minikv.models.config import ModelConfig
@@ -102,7 +103,7 @@ def forecast(
         weight_bytes,
     )
 
-    folder = config_folder(settings.model, revision=settings.revision, offline=settings.offline)
+    folder = folder or config_folder(settings)
     config = ModelConfig.from_folder(folder)
     notes = list(config.notes)
     where = _device(settings.device, here=room is None)
@@ -268,12 +269,14 @@ def _visible(tokens: int, window: int | None) -> int:
     return tokens if window is None else min(tokens, window - 1)
 
 
-def config_folder(model: str | None, *, revision: str | None, offline: bool) -> Path:
+def config_folder(settings: Settings) -> Path:
     """Where config.json is: the directory, the hub's cache, or fetched alone. Raises ModelError."""
     from minikv.models import BUNDLED
     from minikv.models.hub import configuration
 
-    return BUNDLED if model is None else configuration(model, revision=revision, offline=offline)
+    if settings.model is None:
+        return BUNDLED
+    return configuration(settings.model, revision=settings.revision, offline=settings.offline)
 
 
 def _device(name: str, *, here: bool) -> torch.device:

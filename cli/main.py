@@ -19,30 +19,36 @@ from minikv.cli.bench.app import app as bench_app
 from minikv.cli.config import SETTINGS, Interface
 from minikv.cli.failures import guard
 from minikv.cli.flags import Call, Only, command
+from minikv.cli.help import Group
 from minikv.cli.terminal import Terminal, hush, open_streams
 from minikv.settings import OUTPUT, Generation, Setting, Settings
 
 _CHATS = "Saved chats"
+_MORE = "Look up, measure, set up"
 
 app = typer.Typer(
     name="minikv",
+    cls=Group,
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help='echo "Velgate exports mostly salt." | minikv ask "What does Velgate export?"\n\n'
-    "Chat with Llama and Mistral models over long documents, under a KV-cache budget. "
-    "Without --model a small bundled model answers, so this runs anywhere.",
+    "Chat with Llama and Mistral models over long documents, in as little memory as you allow. "
+    "Without --model a small bundled model answers, so this runs anywhere. "
+    "`minikv COMMAND --help` shows what a command takes.",
 )
 policies_app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.add_typer(
     policies_app,
     name="policies",
+    rich_help_panel=_MORE,
     short_help="the eviction methods, one line each",
     help="minikv policies show adakv\n\nThe eviction methods, one line each.",
 )
 app.add_typer(
     bench_app,
     name="bench",
+    rich_help_panel=_MORE,
     short_help="how fast it is here, beside what the hardware allows",
     help="minikv bench decode --shape tinyllama --length 2048,8192\n\n"
     "Whole steps and prompts on random weights of a given shape, beside the full cache, "
@@ -54,6 +60,7 @@ config_app = typer.Typer(
 app.add_typer(
     config_app,
     name="config",
+    rich_help_panel=_MORE,
     short_help="settings from files and MINIKV_* variables",
     help="minikv config init\n\nSettings from files and MINIKV_* variables.",
 )
@@ -64,10 +71,16 @@ Files = Annotated[
         metavar="FILE", help="what to ask about: text, PDFs, directories, 'patterns'; - is stdin"
     ),
 ]
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="print one JSON object", rich_help_panel=OUTPUT, metavar=""),
-]
+
+
+def _json(what: str) -> object:
+    """A switch --json; `what` says what it prints."""
+    return typer.Option("--json", help=f"print {what}", metavar="")
+
+
+Json = Annotated[bool, _json("one JSON object")]
+
+
 _MODEL = "model revision offline device dtype weights"
 
 
@@ -99,18 +112,23 @@ def main(
 @app.command(
     short_help="one question, one answer; made for pipes",
     help='minikv ask "Who runs the mill?" report.txt --budget 256 --stats\n\n'
-    "Ask one question. Piped text is a document; `-` as the question reads the whole message "
-    "from standard input, verbatim.",
+    "Ask one question. Without FILEs, piped text is the document; with FILEs, stdin is read only "
+    "for `-`. As the QUESTION, `-` reads the whole message from stdin, verbatim.",
 )
 @command
 def ask(
     call: Call,
-    question: Annotated[str, typer.Argument(help="the question; - reads the message from stdin")],
+    question: Annotated[
+        str,
+        typer.Argument(metavar="QUESTION", help="the question; - reads the message from stdin"),
+    ],
     settings: Settings,
     generation: Generation,
     interface: Interface,
     files: Files = None,
-    as_json: Json = False,
+    as_json: Annotated[
+        bool, _json("one JSON object: the answer and the figures of the turn")
+    ] = False,
 ) -> None:
     from minikv.cli.ask import ask as run_ask
 
@@ -131,7 +149,7 @@ def ask(
     short_help="questions and answers over documents, on a terminal",
     help="minikv chat report.txt --budget 256\n\n"
     "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. With "
-    "FILEs, questions may be piped in, one per line.\n\n"
+    "FILEs, questions may be piped in, one per line; with the FILE `-`, the document is.\n\n"
     "Most policies keep what one question needs. --reuse says how the next question is answered; "
     "/refresh reads everything again for it.",
 )
@@ -148,7 +166,6 @@ def chat(
             "--resume",
             metavar="[NAME]",
             help="go on with a saved chat; without NAME the last one",
-            rich_help_panel=_CHATS,
         ),
     ] = None,
     reread: Annotated[
@@ -195,6 +212,7 @@ def chat(
 
 @app.command(
     name="eval",
+    rich_help_panel=_MORE,
     short_help="what each policy costs in quality, beside the full cache",
     help="minikv eval --tasks facts,needle --policy adakv,snapkv --budget 64,128,256\n\n"
     "Ask the same questions under every policy and budget, the full cache first. Tasks: needle, "
@@ -211,12 +229,12 @@ def evaluate(
             _list_of("policy", "adakv,snapkv,streaming"),
             _list_of("budget", "128,256"),
             _list_of("decode", "auto"),
-            replace(SETTINGS["seed"], help="seed of the documents and of random draws", panel=None),
+            replace(SETTINGS["seed"], help="seed of the documents and of random draws"),
         ),
     ],
     interface: Annotated[Interface, Only("quiet debug")],
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE]...", help="LongBench or RULER JSONL")
+        list[Path] | None, typer.Argument(metavar="FILE", help="LongBench or RULER JSONL")
     ] = None,
     tasks: Annotated[
         str, typer.Option(help="a list with commas; facts by default, with FILEs none")
@@ -227,9 +245,7 @@ def evaluate(
     count: Annotated[
         int, typer.Option("--count", "-n", help="questions per task (needle: per place)")
     ] = 40,
-    as_json: Annotated[
-        Path | None, typer.Option("--json", help="write the results here", rich_help_panel=OUTPUT)
-    ] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="write the results here")] = None,
     csv: Annotated[
         Path | None, typer.Option(help="write the results here", rich_help_panel=OUTPUT)
     ] = None,
@@ -252,23 +268,34 @@ def evaluate(
 
 
 @app.command(
-    short_help="will it fit? from config.json alone",
-    help="minikv plan --tokens 100k --budget 1024\n\n"
-    "What weights and cache would need under several policies, beside the memory that is free. "
-    "Reads config.json only.",
+    short_help="will it fit in memory? and what to do if not",
+    help="minikv plan -m meta-llama/Llama-3.1-8B-Instruct --memory 24GiB\n\n"
+    "What a model and its cache would need for a document of this length, under several policies, "
+    "beside the memory that is free, and flags with which it fits. Fetches config.json only.",
 )
 @command
 def plan(
     call: Call,
-    tokens: Annotated[str, typer.Option(help="length of the document: 8192, 100k, 32Ki")],
     settings: Annotated[
         Settings,
         Only(f"{_MODEL} policy budget decode stride kv options", _list_of("policy", "")),
     ],
     generation: Annotated[Generation, Only("max_tokens")],
     interface: Annotated[Interface, Only("debug")],
-    memory: Annotated[str, typer.Option(help="memory of another machine, such as 24GiB")] = "",
-    as_json: Json = False,
+    tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="N",
+            help="length of the document: 8192, 100k, 32Ki; without it 4k, 16k and all that the "
+            "model can read",
+        ),
+    ] = "",
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="memory of another machine, such as 24GiB")
+    ] = "",
+    as_json: Annotated[
+        bool, _json("the forecast as one JSON object: bytes for each policy, and what is suggested")
+    ] = False,
 ) -> None:
     from minikv.cli.plan import plan as run_plan
 
@@ -293,7 +320,9 @@ def doctor(
     call: Call,
     settings: Annotated[Settings, Only("offline")],
     interface: Annotated[Interface, Only("debug")],
-    as_json: Json = False,
+    as_json: Annotated[
+        bool, _json("the checks as one JSON object: ok, and of each its state, detail and hint")
+    ] = False,
 ) -> None:
     from minikv.cli.doctor import doctor as run_doctor
 
@@ -318,7 +347,10 @@ def init(call: Call) -> None:
 
 @config_app.command("show", help="Every setting, its value and where it came from.")
 @command
-def show_config(call: Call, as_json: Json = False) -> None:
+def show_config(
+    call: Call,
+    as_json: Json = False,
+) -> None:
     from minikv.cli import config_command
 
     made = config.load()
@@ -328,6 +360,7 @@ def show_config(call: Call, as_json: Json = False) -> None:
 
 
 @app.command(
+    rich_help_panel=_MORE,
     short_help="a page from an exported chat, without a model",
     help="minikv report chat.json -o report.html\n\n"
     "Make a report from what /export chat.json wrote in a chat. No model is needed.",
@@ -350,7 +383,10 @@ def report(
 
 @policies_app.callback(invoke_without_command=True)
 @command
-def policies(call: Call, as_json: Json = False) -> None:
+def policies(
+    call: Call,
+    as_json: Json = False,
+) -> None:
     if call.subcommand is not None:
         return
     from minikv.cli import render
