@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import select
-import stat
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import typer
 
+from minikv.chat.report import percent_saved
 from minikv.cli import documents, render
 from minikv.cli.documents import Text
 from minikv.cli.interrupt import Interrupts
@@ -19,6 +17,7 @@ from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
 from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import header, resumed
+from minikv.cli.sources import STDIN, opened, read_stdin
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import open_chat, run_turn
 from minikv.errors import UsageError
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from minikv.chat.report import TurnReport
     from minikv.chat.session import ChatSession
 
-STDIN = "standard input"
-_PATIENCE = 3.0  # seconds without input on a pipe before we say that we wait for it
+_MOST = 0.5  # the share of what was read from which its eviction is worth a line
 
 
 def ask(
@@ -50,8 +48,8 @@ def ask(
     for those `given`; it is then saved with this turn. Leaves with 130 when the user stopped the
     answer.
 
-    `question` "-" is the whole user message from standard input, verbatim; otherwise what is piped
-    in is a document, before the named files.
+    `question` "-" is the whole user message from standard input, verbatim. Otherwise what is piped
+    in is the document if no file is named, or if one of `files` is "-".
     """
     settings.eviction()  # refuse a wrong policy before a large document is read
     name = newest() if go_on else ""
@@ -79,8 +77,10 @@ def ask(
         terminal.data(json.dumps({"answer": answer, **report.to_dict()}))
     if stats:
         terminal.say(render.stats(report), "dim")
-    elif not as_json:
-        _say_why_it_ended(report, generation, terminal)
+    else:
+        _say_what_is_gone(report, terminal)
+        if not as_json:
+            _say_why_it_ended(report, generation, terminal)
     if report.stop_reason == "user":
         raise typer.Exit(130)
 
@@ -112,42 +112,43 @@ def _inputs(
     loaders: Mapping[str, str],
     terminal: Terminal,
 ) -> tuple[str, list[Text]]:
-    named = [documents.read_file(path, errors, loaders) for path in files if path != "-"]
     if question == "-":
+        if "-" in files:
+            raise UsageError(
+                "standard input cannot be both the message and a document",
+                'minikv ask "QUESTION" - takes a piped document, minikv ask - FILE a message',
+            )
         if sys.stdin.isatty():
             raise UsageError("`minikv ask -` reads the message from standard input", "pipe one in")
-        message, note = documents.decode(_read_stdin(terminal), STDIN, errors)
+        named = opened(files, errors, loaders, terminal, lambda: b"")
+        message, note = documents.decode(read_stdin(terminal), STDIN, errors)
         if note:
             terminal.warn(note)
         return message, named
-    texts: list[Text] = []
-    if "-" in files or not sys.stdin.isatty():
-        data = _read_stdin(terminal)
-        if data or "-" in files:
-            texts.append(documents.read_bytes(data, STDIN, errors))
-        elif not files:
-            raise UsageError(
-                "no document: standard input is empty and no file was named",
-                'minikv ask "QUESTION" FILE, or pipe the document in; a message without a '
-                "document goes through `minikv ask -`",
-            )
-    return question, texts + named
+    if files:
+        return question, opened(files, errors, loaders, terminal, lambda: read_stdin(terminal))
+    if sys.stdin.isatty():
+        return question, []
+    data = read_stdin(terminal)
+    if not data:
+        raise UsageError(
+            "no document: standard input is empty and no file was named",
+            'minikv ask "QUESTION" FILE, or pipe the document in; a message without a '
+            "document goes through `minikv ask -`",
+        )
+    return question, [documents.read_bytes(data, STDIN, errors)]
 
 
-def _read_stdin(terminal: Terminal) -> bytes:
-    """What is piped in, at most one byte over the size limit."""
-    stream = sys.stdin.buffer
-    try:
-        mode = os.fstat(stream.fileno()).st_mode
-    except (OSError, ValueError):
-        mode = 0  # not a real file: a test's buffer
-    if stat.S_ISDIR(mode):
-        raise UsageError("standard input is a directory")
-    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-        ready, _, _ = select.select([stream], [], [], _PATIENCE)
-        if not ready:
-            terminal.say("reading standard input; `< /dev/null` if there is nothing to read")
-    return stream.read(documents.MAX_BYTES + 1)
+def _say_what_is_gone(report: TurnReport, terminal: Terminal) -> None:
+    """A line if most of what was read was evicted. What slides out of a window does not count."""
+    tokens, kv = report.tokens, report.kv_bytes
+    gone = tokens.evicted_total / tokens.seen_total if tokens.seen_total else 0.0
+    if min(gone, kv.saved) >= _MOST:
+        terminal.warn(
+            f"{percent_saved(gone)} of what was read was evicted ({tokens.kept_mean:,.0f} of "
+            f"{tokens.seen_total:,} tokens per head kept): the answer may miss something; a larger "
+            "--budget keeps more"
+        )
 
 
 def _say_why_it_ended(report: TurnReport, generation: Generation, terminal: Terminal) -> None:

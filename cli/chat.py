@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 import minikv
-from minikv.cli import commands, documents, render, saving
+from minikv.cli import commands, documents, render, saving, sources
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Config
 from minikv.cli.failures import explain, show
@@ -61,6 +61,7 @@ def chat(
     error shows where it happened.
     """
     config = config or Config()
+    piped = sources.piped_document(terminal) if "-" in files else b""
     typed = sys.stdin.isatty()
     if first is not None and not first.strip():
         raise UsageError("--prompt is empty", 'chat -p "What is it about?" FILE')
@@ -79,7 +80,7 @@ def chat(
         resume = resume or newest()
         settings = resumed(settings, header(resume), given)
     settings.eviction()
-    texts = [documents.read_file(path, errors, config.loaders) for path in files]
+    texts = sources.opened(files, errors, config.loaders, terminal, lambda: piped)
     from minikv.chat.undo import UNDO_TURNS
 
     if typed:

@@ -56,9 +56,11 @@ class Interface:
         choices=("strict", "replace"),
     )
     stats: bool = setting(
-        False, "print the figures of the turn to stderr", OUTPUT, commands=("ask",)
+        False, "print what the answer cost to stderr", OUTPUT, commands=("ask",), common=True
     )
-    quiet: bool = setting(False, "answers and errors only", OUTPUT, letters=("-q",), commands=_CHAT)
+    quiet: bool = setting(
+        False, "answers and errors only", OUTPUT, letters=("-q",), commands=_CHAT, common=True
+    )
     plain: bool = setting(False, "no Markdown, colours or progress lines", OUTPUT, in_file=False)
     debug: bool = setting(False, "show tracebacks", ADVANCED, in_file=False)
 

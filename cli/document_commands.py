@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import os
 import shlex
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.cli import documents
+from minikv.cli import documents, sources
 from minikv.cli.command import Command, Context
+from minikv.cli.sources import Reader
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from minikv.chat.transcript import Document
 
 REPLACE = "--replace"
-STDIN = "standard input"
+PIPED = "piped text"
+SHOWN = 8
+"""Documents up to which /add has a line for each."""
+
 COUNTED = 1_000_000
 """Characters up to which /docs counts tokens: a tokenizer takes about a second for them."""
 
@@ -27,35 +30,43 @@ def _add(context: Context, arguments: list[str]) -> None:
     errors = context.errors
     if REPLACE in arguments:
         errors = "replace"
-    paths = [argument for argument in arguments if argument != REPLACE]
-    if not paths:
-        raise UsageError("/add takes files", "/add report.txt 'a name with spaces.txt'")
+    names = [argument for argument in arguments if argument != REPLACE]
+    if not names:
+        raise UsageError(
+            "/add takes files, directories and patterns", "/add report.txt, /add notes, /add *.md"
+        )
     session, terminal = context.session, context.terminal
     stop = threading.Event()
-    found = []
-    # All are read before any is attached, so that a bad name adds nothing.
-    with context.interrupts.stopping(stop.set):
-        for path in paths:
-            path = os.path.expanduser(path)
-            terminal.status(f"reading {path}")
-            try:
-                text = documents.read_file(
-                    path,
-                    errors,
-                    context.loaders,
-                    remedy=f"/add {REPLACE} {shlex.quote(path)} reads it anyway and counts what "
-                    "it replaced",
-                    stopped=stop.is_set,
-                )
-            finally:
-                terminal.clear_status()
-            found.append(text)
+    reader = Reader(
+        errors,
+        context.loaders,
+        lambda path: (
+            f"/add {REPLACE} {shlex.quote(path)} reads it anyway and counts what it replaced"
+        ),
+        stop.is_set,
+        lambda path: terminal.status(f"reading {path}"),
+    )
+    try:
+        # All are read before any is attached, so that a bad name adds nothing.
+        with context.interrupts.stopping(stop.set):
+            found = sources.read(names, reader)
+    finally:
+        terminal.clear_status()
+    for note in found.notes:
+        terminal.say(note)
     taken = [document.name for document in _all(session)]
-    for text in documents.distinct(found, taken):
+    for text in documents.distinct(found.texts, taken):
         if text.note:
             terminal.warn(text.note)
         session.attach(text.text, text.name, text.source)
-        terminal.say(f"{text.name}: {text.facts}, read with your next question")
+        if len(found.texts) <= SHOWN:
+            terminal.say(f"{text.name or PIPED}: {text.facts}, read with your next question")
+    if len(found.texts) > SHOWN:
+        characters = sum(len(text.text) for text in found.texts)
+        terminal.say(
+            f"{len(found.texts):,} documents: {characters:,} characters, read with your next "
+            "question; /docs lists them"
+        )
 
 
 def _docs(context: Context, arguments: list[str]) -> None:
@@ -122,7 +133,7 @@ def _all(session: ChatSession) -> list[Document]:
 
 
 def _name(document: Document) -> str:
-    return document.name or STDIN
+    return document.name or PIPED
 
 
 def _after_add(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
@@ -137,7 +148,7 @@ COMMANDS = (
     Command(
         ("add",),
         f"[{REPLACE}] FILE...",
-        "put documents before the next question",
+        "put files, directories or patterns before the next question",
         _add,
         files=True,
         follows=_after_add,

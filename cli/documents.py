@@ -1,24 +1,26 @@
-"""Documents: from files or piped bytes to text. What cannot be read is always reported."""
+"""One document: from a file, a pipe or bytes to text. What cannot be read is always reported.
+
+`sources` says which files a directory or a pattern means.
+"""
 
 from __future__ import annotations
 
 import codecs
 import difflib
 import os
+import select
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO
 
 from minikv.chat.transcript import Source
 from minikv.cli.loaders import command_for, load
 from minikv.cli.pdf import is_pdf, read_pdf
 from minikv.cli.saved.sources import source_of
 from minikv.cli.terminal import clean
-from minikv.errors import UsageError
+from minikv.errors import Interrupted, UsageError
 
 MAX_BYTES = 32 << 20
 ENCODING_ERRORS = ("strict", "replace")
@@ -38,7 +40,11 @@ _MAGIC = (
 )
 # Control characters that occur in plain text: tab, newlines, form feed, backspace, ESC.
 _TEXT_CONTROLS = frozenset(b"\t\n\r\f\v\b\x1b")
-_SAMPLE = 1 << 16
+SAMPLE = 1 << 16
+"""Bytes at the beginning that tell text from binary data."""
+
+_TICK = 100  # milliseconds between two looks at Ctrl-C
+_NAMELESS = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ def read_file(
     remedy: str = REMEDY,
     stopped: Callable[[], bool] | None = None,
 ) -> Text:
-    """The text of a regular file: plain, a PDF, or what a loader makes of it.
+    """The text of a regular file or a pipe: plain, a PDF, or what a loader makes of a file.
 
     `loaders` maps an extension to a command; it goes before everything else. `remedy` is the hint
     on invalid bytes; other programs are killed once `stopped()` is true. Raises UsageError with the
@@ -69,17 +75,22 @@ def read_file(
     """
     shown = clean(path) or "''"
     command = command_for(path, loaders)
-    with _opened(path, shown, limit=None if command else MAX_BYTES) as file:
-        data = b"" if command else file.read(MAX_BYTES + 1)
+    data = _content(path, shown, stopped, check_only=command is not None)
     # The name becomes part of the prompt: one line, no control characters.
-    name = " ".join(clean(Path(path).name).split()) or None
-    if command is None:
+    name = None if path.startswith(_NAMELESS) else one_line(Path(path).name)
+    if data is not None:
         found = read_bytes(data, shown, errors, remedy=remedy, stopped=stopped)
         return replace(found, name=name, source=source_of(path))
+    assert command is not None
     data, program = load(command, path, shown, limit=MAX_BYTES, stopped=stopped)
     text, note = decode(data, shown, errors, remedy=remedy)
     facts = f"{len(text):,} characters from {program}"
     return Text(text, name, note, facts, source_of(path))
+
+
+def one_line(name: str) -> str | None:
+    """A file name as the model may see it; None if nothing of it is left."""
+    return " ".join(clean(name).split()) or None
 
 
 def read_bytes(
@@ -93,7 +104,7 @@ def read_bytes(
     """A nameless document from bytes that are already here: text or a PDF. Errors as `read_file`'s;
     `shown` names it in them."""
     if len(data) > MAX_BYTES:
-        raise _too_large(shown)
+        raise too_large(shown)
     if not is_pdf(data):
         text, note = decode(data, shown, errors, remedy=remedy)
         return Text(text, None, note, f"{len(text):,} characters")
@@ -120,9 +131,11 @@ def distinct(texts: Iterable[Text], taken: Collection[str | None] = ()) -> list[
     return made
 
 
-@contextmanager
-def _opened(path: str, shown: str, limit: int | None) -> Iterator[BinaryIO]:
-    """A regular file of at most `limit` bytes, open. Raises UsageError."""
+def _content(
+    path: str, shown: str, stopped: Callable[[], bool] | None, *, check_only: bool
+) -> bytes | None:
+    """What a regular file or a pipe holds, at most one byte over the limit. With `check_only`, None
+    for a regular file that can be opened. Raises UsageError, Interrupted."""
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -134,17 +147,40 @@ def _opened(path: str, shown: str, limit: int | None) -> Iterator[BinaryIO]:
     try:
         facts = os.fstat(handle)
         if stat.S_ISDIR(facts.st_mode):
-            raise UsageError(f"{shown} is a directory", "name the files in it, for example DIR/*")
+            raise UsageError(f"{shown} is a directory", "name a file")
+        if stat.S_ISFIFO(facts.st_mode) and not check_only:  # a loader opens its file itself
+            return _drained(handle, shown, stopped)
         if not stat.S_ISREG(facts.st_mode):
             raise UsageError(f"{shown} is not a regular file", "pipe it: minikv ask QUESTION < ...")
-        if limit is not None and facts.st_size > limit:
-            raise _too_large(shown)
+        if check_only:
+            return None
+        if facts.st_size > MAX_BYTES:
+            raise too_large(shown)
         with open(handle, "rb", closefd=False) as file:
-            yield file
+            return file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read {shown}: {error.strerror}") from None
     finally:
         os.close(handle)
+
+
+def _drained(handle: int, shown: str, stopped: Callable[[], bool] | None) -> bytes:
+    """What comes through a pipe until its last writer closes it. Waits for a first writer."""
+    poll, data = select.poll(), bytearray()
+    poll.register(handle, select.POLLIN)
+    while len(data) <= MAX_BYTES:
+        if stopped is not None and stopped():
+            raise Interrupted(f"stopped reading {shown}", "nothing was added")
+        if not poll.poll(_TICK):
+            continue
+        try:
+            piece = os.read(handle, SAMPLE)
+        except BlockingIOError:
+            continue
+        if not piece:
+            break
+        data += piece
+    return bytes(data)
 
 
 def _nearest(path: str) -> str:
@@ -169,7 +205,7 @@ def decode(
     often.
     """
     if len(data) > MAX_BYTES:
-        raise _too_large(name)
+        raise too_large(name)
     if is_pdf(data):
         raise UsageError(f"{name} is a PDF, not text", "name it as a file")
     for magic, what, hint in _MAGIC:
@@ -213,17 +249,37 @@ def _encoding(data: bytes) -> str:
     return "utf-8-sig"
 
 
-def _refuse_binary(data: bytes, name: str, share: float) -> None:
+def is_binary(data: bytes) -> bool:
+    """Whether a file that begins like this holds no text that could be read."""
+    if any(data.startswith(magic) for magic, _, _ in _MAGIC):
+        return True
+    if is_pdf(data) or _encoding(data) != "utf-8-sig":
+        return False
+    share = 0.1
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(data) - 3:  # else a character that the end of the sample cuts in two
+            share = 0.02
+    return _mostly_controls(data, share)
+
+
+def _mostly_controls(data: bytes, share: float) -> bool:
     """Too large a share of control characters; a stray NUL in a text is data and passes."""
-    sample = data[:_SAMPLE]
+    sample = data[:SAMPLE]
     controls = sum(1 for byte in sample if byte < 32 and byte not in _TEXT_CONTROLS)
-    if controls > share * len(sample):
+    return controls > share * len(sample)
+
+
+def _refuse_binary(data: bytes, name: str, share: float) -> None:
+    if _mostly_controls(data, share):
         raise UsageError(
             f"{name} looks binary, not text", "UTF-16 text is recognised by its byte order mark"
         )
 
 
-def _too_large(name: str) -> UsageError:
+def too_large(name: str) -> UsageError:
+    """What is raised for more than `MAX_BYTES`."""
     return UsageError(
         f"{name} is larger than {MAX_BYTES >> 20} MiB", "no context that runs here holds that much"
     )

@@ -70,6 +70,8 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
         terminal = Terminal(quiet=typed.get("quiet", False), plain=typed.get("plain", False))
         if not terminal.live:  # the hub library reads this when it is imported
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        if not typed.get("debug", False):  # it logs every attempt; the last one is our error
+            os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         with guard(terminal, debug=typed.get("debug", False)):
             call = Call(
                 terminal,
@@ -118,14 +120,12 @@ def _parameter(one: Setting) -> inspect.Parameter:
     kind: Any = Literal[one.choices] if one.choices else type(one.default)
     if kind is tuple:
         kind = list[str]
-    # A switch takes no value, so its type says nothing.
-    metavar = "" if kind is bool else "TEXT" if kind == list[str] else None
     option = typer.Option(
         one.flag,
         *one.letters,
         help=one.help,
-        rich_help_panel=one.panel,
-        metavar=metavar,
+        rich_help_panel=None if one.common else one.panel,
+        metavar=one.takes or None,
         autocompletion=completion.flag(one),
     )
     return inspect.Parameter(

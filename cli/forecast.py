@@ -7,8 +7,6 @@ network itself needs, is added by hand.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
     from minikv.cache.kv_cache import KVCache
     from minikv.models.config import ModelConfig
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +90,11 @@ def forecast(
     *,
     room: int | None = None,
     answer: int = 512,
+    folder: Path | None = None,
 ) -> Forecast:
     """The figures. `cases` are policies and strides, `choices` their settings; an error among them
-    becomes a row without figures. `room` is the memory of another machine in bytes. Raises
-    ModelError."""
+    becomes a row without figures. `room` is the memory of another machine in bytes, `folder` where
+    config.json is, if it was looked up before. Raises ModelError."""
     import torch
 
     from minikv.loader import shape_of
@@ -110,7 +107,7 @@ def forecast(
         weight_bytes,
     )
 
-    folder = config_folder(settings.model, revision=settings.revision, offline=settings.offline)
+    folder = folder or config_folder(settings)
     config = ModelConfig.from_folder(folder)
     notes = list(config.notes)
     where = _device(settings.device, here=room is None)
@@ -275,62 +272,14 @@ def _visible(tokens: int, window: int | None) -> int:
     return tokens if window is None else min(tokens, window - 1)
 
 
-def config_folder(model: str | None, *, revision: str | None, offline: bool) -> Path:
+def config_folder(settings: Settings) -> Path:
     """Where config.json is: the directory, the hub's cache, or fetched alone. Raises ModelError."""
     from minikv.models import BUNDLED
-    from minikv.models.hub import resolve
+    from minikv.models.hub import configuration
 
-    if model is None:
+    if settings.model is None:
         return BUNDLED
-    if Path(model).expanduser().exists() or _HUB_ID.fullmatch(model) is None or ".." in model:
-        return resolve(model, revision=revision, offline=True).folder
-    return _fetched(model, revision, offline)
-
-
-def _fetched(repo: str, revision: str | None, offline: bool) -> Path:
-    from minikv.models.errors import ModelUnavailable
-
-    offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    names = ("config.json", "params.json")
-    try:
-        for name in names:
-            found = huggingface_hub.try_to_load_from_cache(repo, name, revision=revision)
-            if isinstance(found, str):
-                return Path(found).parent
-        if offline:
-            raise ModelUnavailable(
-                f"{repo} is not in the local cache, and offline mode is on",
-                "run once without --offline; only config.json is fetched",
-            )
-        for name in names:
-            try:
-                path = huggingface_hub.hf_hub_download(repo, name, revision=revision)
-            except errors.EntryNotFoundError as error:
-                if isinstance(error, errors.LocalEntryNotFoundError):
-                    raise
-                continue
-            return Path(path).parent
-        raise ModelUnavailable(f"{repo} has no config.json: it holds no model")
-    except ModelUnavailable:
-        raise
-    except errors.GatedRepoError:  # before RepositoryNotFoundError, which it is as well
-        raise ModelUnavailable(
-            f"{repo} is gated: its owner must grant you access",
-            f"accept the terms at https://huggingface.co/{repo} and log in with `hf auth login`",
-        ) from None
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
-        raise ModelUnavailable(
-            f"{repo} not found on the hub (or private, or without such a revision)",
-            "check the spelling; for a private model log in with `hf auth login`",
-        ) from None
-    except Exception as error:  # the HTTP library's own; its text may hold addresses with tokens
-        raise ModelUnavailable(
-            f"{repo}: config.json could not be fetched ({type(error).__name__})",
-            "check the network; a directory with a config.json works without one",
-        ) from None
+    return configuration(settings.model, revision=settings.revision, offline=settings.offline)
 
 
 def _device(name: str, *, here: bool) -> torch.device:

@@ -19,30 +19,36 @@ from minikv.cli.bench.app import app as bench_app
 from minikv.cli.config import SETTINGS, Interface
 from minikv.cli.failures import guard
 from minikv.cli.flags import Call, Only, command
+from minikv.cli.help import Group
 from minikv.cli.terminal import Terminal, hush, open_streams
 from minikv.settings import OUTPUT, Generation, Setting, Settings
 
 _CHATS = "Saved chats"
+_MORE = "Look up, measure, set up"
 
 app = typer.Typer(
     name="minikv",
+    cls=Group,
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help='echo "Velgate exports mostly salt." | minikv ask "What does Velgate export?"\n\n'
-    "Chat with Llama and Mistral models over long documents, under a KV-cache budget. "
-    "Without --model a small bundled model answers, so this runs anywhere.",
+    "Chat with Llama and Mistral models over long documents, in as little memory as you allow. "
+    "Without --model a small bundled model answers, so this runs anywhere. "
+    "`minikv COMMAND --help` shows what a command takes.",
 )
 policies_app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.add_typer(
     policies_app,
     name="policies",
+    rich_help_panel=_MORE,
     short_help="the eviction methods, one line each",
     help="minikv policies show adakv\n\nThe eviction methods, one line each.",
 )
 app.add_typer(
     bench_app,
     name="bench",
+    rich_help_panel=_MORE,
     short_help="how fast it is here, beside what the hardware allows",
     help="minikv bench decode --shape tinyllama --length 2048,8192\n\n"
     "Whole steps and prompts on random weights of a given shape, beside the full cache, "
@@ -54,6 +60,7 @@ config_app = typer.Typer(
 app.add_typer(
     config_app,
     name="config",
+    rich_help_panel=_MORE,
     short_help="settings from files and MINIKV_* variables",
     help="minikv config init\n\nSettings from files and MINIKV_* variables.",
 )
@@ -76,13 +83,21 @@ app.add_typer(
 
 Files = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FILE]...", help="text files to ask about; - is standard input"),
+    typer.Argument(
+        metavar="FILE", help="what to ask about: text, PDFs, directories, 'patterns'; - is stdin"
+    ),
 ]
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="print one JSON object", rich_help_panel=OUTPUT, metavar=""),
-]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="do not ask", metavar="")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="do not ask")]
+
+
+def _json(what: str) -> object:
+    """A switch --json; `what` says what it prints."""
+    return typer.Option("--json", help=f"print {what}")
+
+
+Json = Annotated[bool, _json("one JSON object")]
+
+
 _MODEL = "model revision offline device dtype weights"
 
 
@@ -94,9 +109,7 @@ def _list_of(name: str, default: str) -> Setting:
 @app.callback(invoke_without_command=True)
 def main(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", help="print the version", metavar="")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
 ) -> None:
     if version:
         typer.echo(f"minikv {minikv.__version__}")
@@ -114,13 +127,16 @@ def main(
 @app.command(
     short_help="one question, one answer; made for pipes",
     help='minikv ask "Who runs the mill?" report.txt --budget 256 --stats\n\n'
-    "Ask one question. Piped text is a document; `-` as the question reads the whole message "
-    "from standard input, verbatim.",
+    "Ask one question. Without FILEs, piped text is the document; with FILEs, stdin is read only "
+    "for `-`. As the QUESTION, `-` reads the whole message from stdin, verbatim.",
 )
 @command
 def ask(
     call: Call,
-    question: Annotated[str, typer.Argument(help="the question; - reads the message from stdin")],
+    question: Annotated[
+        str,
+        typer.Argument(metavar="QUESTION", help="the question; - reads the message from stdin"),
+    ],
     settings: Settings,
     generation: Generation,
     interface: Interface,
@@ -131,10 +147,11 @@ def ask(
             "--continue",
             help="ask in the chat that was saved last; question and answer are saved there",
             rich_help_panel=_CHATS,
-            metavar="",
         ),
     ] = False,
-    as_json: Json = False,
+    as_json: Annotated[
+        bool, _json("one JSON object: the answer and the figures of the turn")
+    ] = False,
 ) -> None:
     from minikv.cli.ask import ask as run_ask
 
@@ -157,7 +174,7 @@ def ask(
     short_help="questions and answers over documents, on a terminal",
     help="minikv chat report.txt --budget 256\n\n"
     "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. With "
-    "FILEs, questions may be piped in, one per line.\n\n"
+    "FILEs, questions may be piped in, one per line; with the FILE `-`, the document is.\n\n"
     "Most policies keep what one question needs. --reuse says how the next question is answered; "
     "/refresh reads everything again for it.",
 )
@@ -178,7 +195,6 @@ def chat(
             "--json",
             help="print a JSON record per turn, and no answers; for piped questions",
             rich_help_panel=OUTPUT,
-            metavar="",
         ),
     ] = False,
     resume: Annotated[
@@ -188,7 +204,6 @@ def chat(
             metavar="[NAME]",
             help="go on with a saved chat; without NAME the last one",
             autocompletion=completion.resumable,
-            rich_help_panel=_CHATS,
         ),
     ] = None,
     reread: Annotated[
@@ -198,12 +213,11 @@ def chat(
             help="with --resume: do not load the saved cache; the next question reads everything "
             "again",
             rich_help_panel=_CHATS,
-            metavar="",
         ),
     ] = False,
     no_save: Annotated[
         bool,
-        typer.Option("--no-save", help="do not save this chat", rich_help_panel=_CHATS, metavar=""),
+        typer.Option("--no-save", help="do not save this chat", rich_help_panel=_CHATS),
     ] = False,
     no_history: Annotated[
         bool,
@@ -211,7 +225,6 @@ def chat(
             "--no-history",
             help="do not remember what is typed",
             rich_help_panel=_CHATS,
-            metavar="",
         ),
     ] = False,
 ) -> None:
@@ -250,6 +263,7 @@ def demo(call: Call, interface: Annotated[Interface, Only("plain debug")]) -> No
 
 @app.command(
     name="eval",
+    rich_help_panel=_MORE,
     short_help="what each policy costs in quality, beside the full cache",
     help="minikv eval --tasks facts,needle --policy adakv,snapkv --budget 64,128,256\n\n"
     "Ask the same questions under every policy and budget, the full cache first. Tasks: needle, "
@@ -266,12 +280,12 @@ def evaluate(
             _list_of("policy", "adakv,snapkv,streaming"),
             _list_of("budget", "128,256"),
             _list_of("decode", "auto"),
-            replace(SETTINGS["seed"], help="seed of the documents and of random draws", panel=None),
+            replace(SETTINGS["seed"], help="seed of the documents and of random draws"),
         ),
     ],
     interface: Annotated[Interface, Only("quiet debug")],
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE]...", help="LongBench or RULER JSONL")
+        list[Path] | None, typer.Argument(metavar="FILE", help="LongBench or RULER JSONL")
     ] = None,
     tasks: Annotated[
         str,
@@ -286,9 +300,7 @@ def evaluate(
     count: Annotated[
         int, typer.Option("--count", "-n", help="questions per task (needle: per place)")
     ] = 40,
-    as_json: Annotated[
-        Path | None, typer.Option("--json", help="write the results here", rich_help_panel=OUTPUT)
-    ] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="write the results here")] = None,
     csv: Annotated[
         Path | None, typer.Option(help="write the results here", rich_help_panel=OUTPUT)
     ] = None,
@@ -311,23 +323,34 @@ def evaluate(
 
 
 @app.command(
-    short_help="will it fit? from config.json alone",
-    help="minikv plan --tokens 100k --budget 1024\n\n"
-    "What weights and cache would need under several policies, beside the memory that is free. "
-    "Reads config.json only.",
+    short_help="will it fit in memory? and what to do if not",
+    help="minikv plan -m meta-llama/Llama-3.1-8B-Instruct --memory 24GiB\n\n"
+    "What a model and its cache would need for a document of this length, under several policies, "
+    "beside the memory that is free, and flags with which it fits. Fetches config.json only.",
 )
 @command
 def plan(
     call: Call,
-    tokens: Annotated[str, typer.Option(help="length of the document: 8192, 100k, 32Ki")],
     settings: Annotated[
         Settings,
         Only(f"{_MODEL} policy budget decode stride kv options", _list_of("policy", "")),
     ],
     generation: Annotated[Generation, Only("max_tokens")],
     interface: Annotated[Interface, Only("debug")],
-    memory: Annotated[str, typer.Option(help="memory of another machine, such as 24GiB")] = "",
-    as_json: Json = False,
+    tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="N",
+            help="length of the document: 8192, 100k, 32Ki; without it 4k, 16k and all that the "
+            "model can read",
+        ),
+    ] = "",
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="memory of another machine, such as 24GiB")
+    ] = "",
+    as_json: Annotated[
+        bool, _json("the forecast as one JSON object: bytes for each policy, and what is suggested")
+    ] = False,
 ) -> None:
     from minikv.cli.plan import plan as run_plan
 
@@ -352,7 +375,9 @@ def doctor(
     call: Call,
     settings: Annotated[Settings, Only("offline")],
     interface: Annotated[Interface, Only("debug")],
-    as_json: Json = False,
+    as_json: Annotated[
+        bool, _json("the checks as one JSON object: ok, and of each its state, detail and hint")
+    ] = False,
 ) -> None:
     from minikv.cli.doctor import doctor as run_doctor
 
@@ -377,7 +402,10 @@ def init(call: Call) -> None:
 
 @config_app.command("show", help="Every setting, its value and where it came from.")
 @command
-def show_config(call: Call, as_json: Json = False) -> None:
+def show_config(
+    call: Call,
+    as_json: Json = False,
+) -> None:
     from minikv.cli import config_command
 
     made = config.load()
@@ -470,6 +498,7 @@ def remove_chats(
 
 
 @app.command(
+    rich_help_panel=_MORE,
     short_help="a page from an exported chat, without a model",
     help="minikv report chat.json -o report.html\n\n"
     "Make a report from what /export chat.json wrote in a chat. No model is needed.",
@@ -481,9 +510,7 @@ def report(
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="where to: .html, .md or .json")
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="replace a file that exists", metavar="")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace a file that exists")] = False,
 ) -> None:
     from minikv.cli.export.command import report as write
 
@@ -492,7 +519,10 @@ def report(
 
 @policies_app.callback(invoke_without_command=True)
 @command
-def policies(call: Call, as_json: Json = False) -> None:
+def policies(
+    call: Call,
+    as_json: Json = False,
+) -> None:
     if call.subcommand is not None:
         return
     from minikv.cli import render

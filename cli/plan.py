@@ -1,8 +1,9 @@
-"""`minikv plan`: will it fit? The figures are those of `forecast`."""
+"""`minikv plan`: will it fit? The figures are those of `forecast`, the advice is `suggestion`'s."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from dataclasses import asdict, replace
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
-from minikv.cli.forecast import Forecast, Row, forecast
-from minikv.cli.terminal import Terminal
+from minikv.cli.forecast import Forecast, Row, config_folder, forecast
+from minikv.cli.suggestion import Suggestion, suggest
+from minikv.cli.terminal import Terminal, clean
 from minikv.cli.values import read_count
 from minikv.errors import UsageError
+from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Settings
 
 _CASES = (
@@ -25,6 +28,12 @@ _CASES = (
     ("streaming", 32),
     ("roco", 32),
 )
+_OVERVIEW = (("full", 0), (DEFAULT_PROMPT, 0), ("roco", 32))
+"""The cases of a plan for several lengths."""
+
+_LENGTHS = (4000, 16_000)
+"""Tokens that a plan without --tokens is for, beside the model's whole context."""
+
 _NARROW = 74  # columns below which a row of the table gets lines of its own
 
 
@@ -38,37 +47,75 @@ def plan(
     as_json: bool = False,
 ) -> None:
     """Print what each policy of the list `settings.policy` (with commas; "" is a selection) would
-    need.
+    need, and flags with which it fits.
 
-    `tokens` is "100k" or the like; `memory` ("24GiB") plans for another machine than this one.
+    `tokens` is "100k" or the like, "" some lengths up to all that the model can read; `memory`
+    ("24GiB") plans for another machine than this one.
     Raises UsageError, and ModelError where the model's configuration cannot be had.
     """
-    count = read_count(tokens)
-    stride = settings.stride
     room = read_bytes(memory) if memory else None
+    count = read_count(tokens) if tokens else _LENGTHS[0]
+    names, cases = _cases(settings, _CASES if tokens else _OVERVIEW)
+    choices = _choices(settings, cases, strict=bool(names))
+    folder = config_folder(settings)
+
+    def made_for(length: int) -> Forecast:
+        return forecast(
+            settings, length, cases, choices, room=room, answer=max_tokens, folder=folder
+        )
+
+    made = [made_for(count)]
+    if not tokens:
+        whole = max(made[0].positions - max_tokens, 1)
+        lengths = [length for length in _LENGTHS if length < whole]
+        made = [*(made if lengths else []), *map(made_for, [*lengths[1:], whole])]
+    rows = [row for one in made for row in one.rows]
+    if all(row.error for row in rows):
+        raise UsageError(rows[0].error, "a larger --budget, or other policies")
+    policy = next((name for name, stride in cases if name != "full" and not stride), DEFAULT_PROMPT)
+    found = [suggest(settings, one, policy, room, folder) for one in made]
+    if as_json:
+        records = [
+            asdict(one) | {"suggestion": asdict(hint) if hint else None}
+            for one, hint in zip(made, found, strict=True)
+        ]
+        terminal.data(json.dumps(records[0] if tokens else {"lengths": records}))
+        return
+    for note in made[0].notes:
+        terminal.warn(note)
+    terminal.data(shown(made, [hint for hint in found if hint], _width(), whole=not tokens))
+
+
+def _cases(
+    settings: Settings, selection: Sequence[tuple[str, int]]
+) -> tuple[list[str], list[tuple[str, int]]]:
+    """The policies that the user named, and those to plan for, each with its stride."""
+    stride = settings.stride
     names = [name.strip() for name in settings.policy.split(",") if name.strip()]
-    cases = [(name, stride) for name in names]
-    if not cases:
-        cases = [(name, own) for name, own in _CASES if not stride or own]
-        cases = [(name, stride or own) for name, own in cases]
+    if names:
+        return names, [(name, stride) for name in names]
+    own = [(name, own) for name, own in selection if not stride or own]
+    return names, [(name, stride or own) for name, own in own]
+
+
+def _choices(
+    settings: Settings, cases: Sequence[tuple[str, int]], *, strict: bool
+) -> list[EvictionConfig | UsageError]:
+    """The settings of each case. Not `strict`: an error in its place, for a policy that does not go
+    with the other flags."""
     choices: list[EvictionConfig | UsageError] = []
     for name, every in cases:
         try:
             choices.append(replace(settings, policy=name, stride=every).eviction())
         except UsageError as error:
-            if names:
+            if strict:
                 raise
-            choices.append(error)  # a policy of the selection that does not go with the other flags
-    made = forecast(settings, count, cases, choices, room=room, answer=max_tokens)
-    failed = [row for row in made.rows if row.error]
-    if len(failed) == len(made.rows):
-        raise UsageError(failed[0].error, "a larger --budget, or other policies")
-    if as_json:
-        terminal.data(json.dumps(asdict(made)))
-    else:
-        for note in made.notes:
-            terminal.warn(note)
-        terminal.data(shown(made, shutil.get_terminal_size().columns))
+            choices.append(error)
+    return choices
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def read_bytes(text: str) -> int:
@@ -87,40 +134,84 @@ def read_bytes(text: str) -> int:
 # -- text -----------------------------------------------------------------------------------
 
 
-def shown(made: Forecast, width: int) -> str:
-    """The forecast for people, in lines of at most `width` characters where words allow."""
-    context = f"{made.positions:,} positions, enough for {made.tokens:,} tokens"
-    if not made.suffices:
-        context = (
-            f"{made.positions:,} positions, too few for {made.tokens:,} tokens; eviction does not "
-            "extend them"
-        )
-    free = "not known" if made.free is None else f"{size(made.free)} free"
+def shown(
+    made: Sequence[Forecast], suggestions: Sequence[Suggestion], width: int, *, whole: bool
+) -> str:
+    """The forecasts of one model for people, in lines of at most `width` characters where words
+    allow. `whole`: the last is for all that the model can read."""
+    one = made[0]
+    free = "not known" if one.free is None else f"{size(one.free)} free"
+    several = len(made) > 1
+    *others, last = [f"{each.tokens:,}" for each in made]
+    lengths = f"{', '.join(others)} or {last}" if others else last
     facts = [
-        ("model", f"{made.model} · {made.family} · {_billions(made.parameters)} parameters"),
-        ("weights", f"{size(made.weights)} in {made.dtype}" + _kept(made.kept)),
-        ("context", context),
-        (
-            "cache",
-            f"{size(made.token_bytes)} a token, {size(made.full)} for {made.tokens:,} "
-            "without eviction",
-        ),
-        ("memory", f"{free} ({made.memory})"),
-        ("plan", f"read {made.tokens:,} tokens, write {made.answer:,}; budget {made.budget}"),
+        ("model", f"{one.model} · {one.family} · {_billions(one.parameters)} parameters"),
+        ("weights", f"{size(one.weights)} in {one.dtype}" + _kept(one.kept)),
+        ("context", _context(made, whole=whole)),
+        ("cache", _cache(made)),
+        ("memory", f"{free} ({one.memory})"),
+        ("plan", f"read {lengths} tokens, write {one.answer:,}; budget {one.budget}"),
     ]
     lines = []
     for name, text in facts:
-        lines += textwrap.wrap(f"{name:<9}{text}", max(width, 20), subsequent_indent=" " * 9)
-    lines.append("")
-    cells = [(row, _fits(row, made.suffices)) for row in made.rows]
-    lines += _stacked(cells, width) if width < _NARROW else _table(cells, width)
+        lines += _broken(f"{name:<9}{text}", width, 9)
+    for each in made:
+        cells = [(row, _fits(row, each.suffices)) for row in each.rows]
+        lines.append("")
+        if several:
+            every = " (the whole context)" if whole and each is made[-1] else ""
+            lines.append(f"{each.tokens:,} tokens{every}")
+        lines += _stacked(cells, width) if width < _NARROW else _table(cells, width)
     lines.append("")
     foot = (
         "READING: the most at once while the prompt is read. WRITING: the pool while the answer "
-        f"is written. NEEDS: with the weights and about {size(made.workspace)} of work space."
+        f"is written. NEEDS: with the weights and {_workspace(made)} of work space."
     )
     lines += textwrap.wrap(foot, max(min(width, 80), 20))
+    if suggestions:
+        lines.append("")
+    for hint in suggestions:
+        lines += _broken(_advice(hint, one.model), width, 2)
     return "\n".join(lines)
+
+
+def _context(made: Sequence[Forecast], *, whole: bool) -> str:
+    positions = f"{made[0].positions:,} positions"
+    if whole:
+        return positions
+    if made[0].suffices:
+        return f"{positions}, enough for {made[0].tokens:,} tokens"
+    return f"{positions}, too few for {made[0].tokens:,} tokens; eviction does not extend them"
+
+
+def _cache(made: Sequence[Forecast]) -> str:
+    full = ", ".join(f"{size(each.full)} for {each.tokens:,}" for each in made)
+    return f"{size(made[0].token_bytes)} a token, {full} without eviction"
+
+
+def _workspace(made: Sequence[Forecast]) -> str:
+    least, most = size(made[0].workspace), size(made[-1].workspace)
+    return f"about {least}" if least == most else f"about {least} to {most}"
+
+
+def _advice(hint: Suggestion, model: str) -> str:
+    """What to type, or that nothing helps."""
+    needs = f"needs {size(hint.needs)} of {size(hint.free)}"
+    if not hint.fits:
+        return f"{hint.tokens:,} tokens do not fit: {hint.flags} still {needs}"
+    chosen = "" if model == "bundled" else f"-m {shlex.quote(clean(model))} "
+    return f"{hint.tokens:,} tokens fit: minikv chat {chosen}{hint.flags} FILE ({needs})"
+
+
+def _broken(text: str, width: int, indent: int) -> list[str]:
+    """Lines of a text between words; flags and paths stay in one piece."""
+    return textwrap.wrap(
+        text,
+        max(width, 20),
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _table(rows: Sequence[tuple[Row, str]], width: int) -> list[str]:

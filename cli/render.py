@@ -124,7 +124,7 @@ def header(session: ChatSession, version: str) -> str:
         ("reuse", refresh.line(session)),
     ]
     rows += [
-        ("document", f"{document.name or 'standard input'} · {len(document.text):,} characters")
+        ("document", f"{document.name or 'piped text'} · {len(document.text):,} characters")
         for document in session.pending
     ]
     return _columns(rows)

@@ -36,10 +36,11 @@ Plain = str | int | float | bool | tuple[str, ...]
 class Setting:
     """What the command line and the configuration know about one field.
 
-    `panel` is where --help lists it, `letters` are other spellings of the flag. `default` is that
-    of the flag; Python's may differ. A tuple is a flag that may be given several times. `low` and
-    `high` bound a number. A configuration file sets it for `commands` only (empty: for every
-    command that has the flag); with `in_file` false it is a flag alone.
+    `panel` is where --help-all lists it; what is `common` is in --help too. `takes` is the word for
+    a value there. `letters` are other spellings of the flag. `default` is that of the flag;
+    Python's may differ. A tuple is a flag that may be given several times. `low` and `high` bound a
+    number. A configuration file sets it for `commands` only (empty: for every command that has the
+    flag); with `in_file` false it is a flag alone.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Setting:
     letters: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     in_file: bool = True
+    common: bool = False
+    takes: str = ""
 
     @property
     def flag(self) -> str:
@@ -77,6 +80,8 @@ def setting(
     letters: tuple[str, ...] = (),
     commands: tuple[str, ...] = (),
     in_file: bool = True,
+    common: bool = False,
+    takes: str = "",
 ) -> Any:
     """A field of a settings class, with what `Setting` says of it. The flag's default is the
     field's unless it is given; None is the flag's ""."""
@@ -92,6 +97,8 @@ def setting(
         letters,
         commands,
         in_file,
+        common,
+        takes,
     )
     return field(default=default, metadata={_KEY: made})
 
@@ -116,46 +123,64 @@ class Settings:
 
     model: str | None = setting(
         None,
-        "directory, hub id or alias of the model; without it, the bundled one",
+        "the model: a directory, a name on the Hugging Face hub, or an alias; without it, the "
+        "small bundled one",
         MODEL,
+        common=True,
+        takes="NAME",
         letters=("-m",),
     )
-    revision: str | None = setting(None, "commit, branch or tag of a hub model", MODEL)
+    revision: str | None = setting(
+        None, "commit, branch or tag of a hub model", MODEL, takes="NAME"
+    )
     offline: bool = setting(False, "never use the network", MODEL)
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N", MODEL)
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N", MODEL, takes="NAME")
     dtype: str = setting(
-        "auto", "number format of weights and cache; auto: that of the files", MODEL, choices=DTYPES
+        "auto",
+        "number format of weights and cache: float32, bfloat16, float16; auto: that of the files",
+        MODEL,
+        choices=DTYPES,
+        takes="FORMAT",
     )
     weights: str = setting(
         "auto",
-        "quantize the matrices of the layers to int8 or int4, on a CPU; with +head also lm_head "
-        "(and a tied embedding), always to int8; auto and plain: --dtype",
+        "keep the model in less memory, on a CPU: int8 or int4; int8+head and int4+head: also the "
+        "output matrix (and a tied embedding), in int8; auto and plain: as --dtype says",
         MODEL,
         choices=WEIGHTS,
+        common=True,
+        takes="FORMAT",
     )
     policy: str = setting(
         DEFAULT_PROMPT,
-        f"what evicts after prefill: {', '.join(prompt_names())}",
+        "how the tokens are chosen that stay in memory once a prompt was read (`minikv policies` "
+        f"explains): {', '.join(prompt_names())}",
         CACHE,
         commands=_CHAT,
+        common=True,
+        takes="NAME",
     )
     budget: str = setting(
         DEFAULT_BUDGET,
-        "tokens per head, averaged over heads and layers (512), a share of the prompt (20%), or "
-        "memory for all layers (64MiB)",
+        "tokens per head that stay in memory, averaged over heads and layers (512), a share of the "
+        "prompt (20%), or memory for all layers (64MiB)",
         CACHE,
         commands=(*_CHAT, "plan"),
+        common=True,
+        takes="SIZE",
     )
     decode: str = setting(
         "auto",
-        f"what evicts while the answer is written: auto, {', '.join(step_names())}",
+        "how the tokens are chosen that leave memory while the answer is written: auto, "
+        f"{', '.join(step_names())}",
         CACHE,
+        takes="NAME",
         commands=_CHAT,
     )
     stride: int = setting(
         0,
-        "prefill in blocks of this many tokens and evict after each; needs a policy that can also "
-        "evict while writing, such as --policy roco; 0: the prompt in one piece",
+        "read the prompt in blocks of this many tokens and evict after each; needs a policy that "
+        "can also evict while writing, such as --policy roco; 0: the prompt in one piece",
         CACHE,
         commands=_CHAT,
         low=0,
@@ -176,6 +201,8 @@ class Settings:
         "policy scores with the question, else once",
         CACHE,
         commands=_CHAT,
+        common=True,
+        takes="WAY",
         choices=REUSES,
     )
     tier: str = setting(
@@ -207,6 +234,7 @@ class Settings:
         "",
         "system prompt; @FILE reads it from a file",
         DOCUMENTS,
+        common=True,
         letters=("-S",),
         commands=_CHAT,
     )
@@ -255,12 +283,20 @@ class Generation:
     """How an answer is written. Raises UsageError for what no answer could have."""
 
     max_tokens: int = setting(
-        512, "longest answer, in tokens", SAMPLING, letters=("-n",), commands=_CHAT, low=1
+        512,
+        "longest answer, in tokens",
+        SAMPLING,
+        letters=("-n",),
+        commands=_CHAT,
+        low=1,
+        common=True,
     )
     temperature: float = setting(
         0.0,
-        "0: always the likeliest token",
+        "how freely the answer is worded: 0 always takes the likeliest token, 1 draws as the model "
+        "was trained",
         SAMPLING,
+        common=True,
         letters=("--temp", "-t"),
         commands=_CHAT,
         low=0,

@@ -7,6 +7,7 @@ that came with a model.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -15,7 +16,7 @@ import shutil
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -55,6 +56,7 @@ _TEXT_FILES = frozenset(
         "tekken.json",
     }
 )
+_CONFIGS = ("config.json", "params.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
 
@@ -94,11 +96,48 @@ def resolve(
     With `offline` (or HF_HUB_OFFLINE=1) nothing touches the network. With `progress`, a download
     that the cache's disk has no room for is refused before it begins. Raises ModelUnavailable.
     """
+    found = _named(model, revision)
+    if isinstance(found, Path):
+        return Source(os.fspath(model), found, None)
+    return _from_hub(found, revision, _offline(offline), progress)
+
+
+def configuration(model: str | Path, *, revision: str | None = None, offline: bool = False) -> Path:
+    """The folder with the config.json of `model`. Of a hub model, no other file is fetched. Raises
+    ModelUnavailable."""
+    found = _named(model, revision)
+    if isinstance(found, Path):
+        return found
+    hub = _hub(found, _offline(offline))
+    folder = _cached(hub, found, revision)
+    if folder is not None:
+        return folder
+    at = _at(revision)
+    if _offline(offline):
+        raise ModelUnavailable(
+            f"{found}{at} is not in the local cache, and offline mode is on",
+            "run once without --offline (and without HF_HUB_OFFLINE); only config.json is fetched",
+        )
+    with _told(found, revision):
+        # This question is asked once. The library repeats the next one for half a minute.
+        info = hub.HfApi().model_info(found, revision=revision)
+        names = {sibling.rfilename for sibling in info.siblings or ()}
+        wanted = next((name for name in _CONFIGS if name in names), None)
+        if wanted is None:
+            raise no_weights(names) if any(map(_is_gguf, names)) else _no_config()
+        return Path(hub.hf_hub_download(found, wanted, revision=revision)).parent
+
+
+def _named(model: str | Path, revision: str | None) -> Path | str:
+    """The existing directory or the hub id that `model` is. Raises ModelUnavailable."""
     text = os.fspath(model)
     folder = Path(text).expanduser()
     if text and folder.is_dir():
-        return Source(text, folder, None)
+        _refuse_gguf(folder)
+        return folder
     if text and folder.exists():
+        if _is_gguf(folder.name):
+            raise gguf(folder.name)
         raise ModelUnavailable(
             f"{quote(text)} is a file, not a model", "give the directory that holds config.json"
         )
@@ -111,8 +150,35 @@ def resolve(
         raise ModelUnavailable(
             f"{quote(revision)} is not a revision", "give a branch, tag or full commit hash"
         )
-    offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-    return _from_hub(text, revision, offline, progress)
+    return text
+
+
+def _offline(asked: bool) -> bool:
+    """Whether the network was ruled out, by the caller or by HF_HUB_OFFLINE."""
+    return asked or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def _is_gguf(name: str) -> bool:
+    return name.lower().endswith(".gguf")
+
+
+def _refuse_gguf(folder: Path) -> None:
+    """Raise UnsupportedModel for a directory that has a GGUF file and no configuration."""
+    if any((folder / name).exists() for name in _CONFIGS):
+        return
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(folder)):
+            if _is_gguf(name):
+                raise gguf(name)
+
+
+def gguf(name: str) -> UnsupportedModel:
+    """What is raised for a GGUF file, where there are no weights of another kind."""
+    return UnsupportedModel(
+        f"{quote(name)} is a GGUF file, which minikv does not read",
+        "use the model that it was made from, in the repository with the .safetensors files; "
+        "--weights int4 makes that small while it is loaded",
+    )
 
 
 def _is_pathlike(text: str) -> bool:
@@ -120,18 +186,11 @@ def _is_pathlike(text: str) -> bool:
 
 
 def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress | None) -> Source:
-    if offline and "huggingface_hub" not in sys.modules:
-        # The library reads this once, when it is first imported. A belt: the offline path below
-        # only looks into the cache.
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        import huggingface_hub
-    except ImportError as error:  # an installation without its dependencies
-        raise ModelUnavailable(f"{repo}: huggingface-hub is not usable: {error}") from None
-    folder = _cached(huggingface_hub, repo, revision)
+    hub = _hub(repo, offline)
+    folder = _cached(hub, repo, revision)
     if folder is not None and not missing_files(folder):
         return Source(repo, folder, folder.name)
-    at = f" at revision {quote(revision)}" if revision else ""
+    at = _at(revision)
     if offline:
         lacks = missing_files(folder) if folder is not None else ""
         state = (
@@ -145,7 +204,7 @@ def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress
         )
     watched = None if progress is None else _Watched(progress)
     try:
-        folder = _download(huggingface_hub, repo, revision, at, watched)
+        folder = _download(hub, repo, revision, watched)
     except ModelError:
         if watched is not None and watched.stopped is not None:
             raise watched.stopped from None  # not a failure of the hub: the watcher's wish
@@ -156,20 +215,34 @@ def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress
     return Source(repo, folder, folder.name)
 
 
+def _hub(repo: str, offline: bool) -> Any:
+    """The hub's library. Raises ModelUnavailable."""
+    if offline and "huggingface_hub" not in sys.modules:
+        # The library reads this once, when it is first imported. A belt: offline, only the cache
+        # is looked into.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        import huggingface_hub
+    except ImportError as error:  # an installation without its dependencies
+        raise ModelUnavailable(f"{repo}: huggingface-hub is not usable: {error}") from None
+    return huggingface_hub
+
+
+def _at(revision: str | None) -> str:
+    return f" at revision {quote(revision)}" if revision else ""
+
+
 def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
     """The snapshot folder in the cache, complete or not; no network."""
-    for name in ("config.json", "params.json"):
+    for name in _CONFIGS:
         found = hub.try_to_load_from_cache(repo, name, revision=revision)
         if isinstance(found, str):
             return Path(found).parent
     return None
 
 
-def _download(hub: Any, repo: str, revision: str | None, at: str, watched: _Watched | None) -> Path:
-    from huggingface_hub import errors
-
-    # GatedRepoError is a RepositoryNotFoundError, and most are HfHubHTTPError: the order matters.
-    try:
+def _download(hub: Any, repo: str, revision: str | None, watched: _Watched | None) -> Path:
+    with _told(repo, revision):
         # Sizes come only on request, and are needed only where somebody watches.
         asked = {} if watched is None else {"files_metadata": True}
         info = hub.HfApi().model_info(repo, revision=revision, **asked)
@@ -178,7 +251,18 @@ def _download(hub: Any, repo: str, revision: str | None, at: str, watched: _Watc
         if watched is not None:
             watched.plan(*_to_fetch(hub, repo, info, wanted), Path(hub.constants.HF_HUB_CACHE))
             bars = {"tqdm_class": watched.bar(hub)}
-        folder = hub.snapshot_download(repo, revision=revision, allow_patterns=wanted, **bars)
+        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=wanted, **bars))
+
+
+@contextlib.contextmanager
+def _told(repo: str, revision: str | None) -> Iterator[None]:
+    """Inside, what the hub's library raises becomes a ModelUnavailable in our words."""
+    from huggingface_hub import errors
+
+    at = _at(revision)
+    # GatedRepoError is a RepositoryNotFoundError, and most are HfHubHTTPError: the order matters.
+    try:
+        yield
     except errors.GatedRepoError:
         raise ModelUnavailable(
             f"{repo} is gated: its owner must grant you access",
@@ -227,7 +311,6 @@ def _download(hub: Any, repo: str, revision: str | None, at: str, watched: _Watc
         raise _unreachable(repo, at, error) from None
     except Exception as error:  # the HTTP library's own errors, which depend on its version
         raise _unreachable(repo, at, error) from None
-    return Path(folder)
 
 
 def _unreachable(repo: str, at: str, error: Exception) -> ModelUnavailable:
@@ -344,12 +427,16 @@ def wanted_files(names: Iterable[str]) -> list[str]:
         wanted |= original | (present & {ORIGINAL_INDEX})
     else:
         raise no_weights(present)
-    if not wanted & {"config.json", "params.json"}:
-        raise ModelUnavailable("the repository has no config.json: it holds no model")
+    if not wanted & {*_CONFIGS}:
+        raise _no_config()
     if not wanted & {"tokenizer.json", "tokenizer.model"}:
         wanted |= {name for name in present if re.fullmatch(r"tokenizer\.model\.v\w+", name)}
     wanted |= {n for n in names if re.fullmatch(r"additional_chat_templates/[\w.-]+\.jinja", n)}
     return sorted(wanted)
+
+
+def _no_config() -> ModelUnavailable:
+    return ModelUnavailable("the repository has no config.json: it holds no model")
 
 
 def no_weights(names: Iterable[str]) -> ModelError:
@@ -358,9 +445,9 @@ def no_weights(names: Iterable[str]) -> ModelError:
     weights = [n for n in bad if n.lower() != "training_args.bin"]
     if weights:
         name = weights[0]
-        if name.lower().endswith(".gguf"):
-            why = "GGUF files are not supported"
-        elif name.lower().endswith((".msgpack", ".h5")):
+        if all(map(_is_gguf, weights)):
+            return gguf(name)
+        if name.lower().endswith((".msgpack", ".h5")):
             why = "Flax and TensorFlow weights are not supported"
         else:
             why = "pickled weights are refused, because loading them can run code"

@@ -28,7 +28,7 @@ def _option(help: str, *names: str, panel: str | None = None, metavar: str | Non
 
 Shape = Annotated[
     str,
-    _option("sizes of a network with random weights: llama-3-8b, tinyllama, s, ...", panel=_MODEL),
+    _option("sizes of a network with random weights: llama-3-8b, tinyllama, s, ..."),
 ]
 Device = Annotated[str, _option("auto, cpu, cuda or cuda:N", panel=_MODEL)]
 Length = Annotated[str, _option("tokens of the prompt, a list with commas: 2048,8k")]
@@ -40,13 +40,11 @@ Kernels = Annotated[
 Threads = Annotated[int, _option("on a CPU; 0: as many as the process may use", panel=_ADVANCED)]
 Json = Annotated[
     str | None,
-    _option(
-        "one JSON object: to FILE, or alone to stdout", "--json", panel=_OUTPUT, metavar="[FILE]"
-    ),
+    _option("one JSON object: to FILE, or alone to stdout", "--json", metavar="[FILE]"),
 ]
 Quiet = Annotated[bool, _option("results and errors only", "--quiet", "-q", panel=_OUTPUT)]
 Debug = Annotated[bool, _option("tracebacks for errors", "--debug", panel=_ADVANCED)]
-_Listed = Annotated[str, _option("a list with commas", panel=_CACHE)]
+_Listed = Annotated[str, _option("a list with commas")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +55,7 @@ class Arguments:
     shape: Shape = "s"
     model: Annotated[
         str | None,
-        _option(
-            "the directory of a real model, in place of --shape", "--model", "-m", panel=_MODEL
-        ),
+        _option("the directory of a real model, in place of --shape", "--model", "-m"),
     ] = None
     device: Device = "auto"
     dtype: Annotated[

@@ -13,6 +13,8 @@ from minikv.cli.paths import chats_folder
 from minikv.cli.saved.files import TRANSCRIPT, is_name, opened
 from minikv.errors import UsageError
 
+_NAMED = 5  # chats that an error names
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -51,16 +53,16 @@ def listing() -> list[Entry]:
 
 
 def unknown(name: str) -> UsageError:
-    """What is raised for a name that no saved chat has."""
+    """What is raised for a name under which no chat is saved."""
     names = [entry.name for entry in listing()]
+    if not names:
+        return UsageError(f"no saved chat {name!r}", f"there is none in {chats_folder()}")
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if near:
-        hint = f"did you mean {near[0]}?"
-    elif names:
-        hint = f"the last ones: {', '.join(names[:3])}; `minikv chats` lists all"
-    else:
-        hint = f"there is no saved chat in {chats_folder()}"
-    return UsageError(f"no saved chat {name!r}", hint)
+    guess = f"did you mean {near[0]}? " if near else ""
+    some = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return UsageError(
+        f"no saved chat {name!r}", f"{guess}saved are {some}; `minikv chats` lists all"
+    )
 
 
 def newest() -> str:

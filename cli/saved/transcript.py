@@ -30,6 +30,7 @@ from minikv.cli.saved.identity import (
     eviction_of,
     model_folder,
 )
+from minikv.cli.saved.listing import unknown
 from minikv.errors import UsageError
 from minikv.settings import Settings
 
@@ -146,7 +147,7 @@ def _lines(name: str) -> list[dict[str, Any]]:
         with opened(chats_folder() / name / TRANSCRIPT) as file:
             data = file.read()
     except FileNotFoundError:
-        raise UsageError(f"no saved chat {name!r}", "/load lists them") from None
+        raise unknown(name) from None
     except OSError as error:
         raise UsageError(f"chat {name} cannot be read: {error.strerror}") from None
     with damage(name):

@@ -138,11 +138,52 @@ def test_piped_text_is_a_document_before_the_question(world: World) -> None:
     assert world.session.messages[0].content == "piped text\n\nWho?"
 
 
-def test_piped_text_comes_before_named_files(world: World, document: str) -> None:
+def test_beside_named_files_stdin_is_read_only_for_a_dash(world: World, document: str) -> None:
     world.run("ask", "Who?", document, input="piped")
     assert world.session is not None
-    content = world.session.messages[0].content
-    assert content == "piped\n\nDocument: report.txt\n\nThe mill is run by Ada.\n\nWho?"
+    named = "Document: report.txt\n\nThe mill is run by Ada."
+    assert world.session.messages[0].content == f"{named}\n\nWho?"
+    world.run("ask", "Who?", "-", document, input="piped")
+    assert world.session.messages[0].content == f"piped\n\n{named}\n\nWho?"
+    world.run("ask", "Who?", document, "-", input="piped")
+    assert world.session.messages[0].content == f"{named}\n\npiped\n\nWho?"
+
+
+def test_the_message_and_a_document_cannot_both_be_stdin(world: World) -> None:
+    result = world.run("ask", "-", "-", input="text")
+    assert result.exit_code == 2
+    assert "standard input cannot be both" in result.stderr
+    assert world.session is None
+
+
+def test_a_chat_over_piped_text_needs_a_terminal_for_its_questions(
+    world: World, document: str
+) -> None:
+    done = subprocess.run(
+        spawn("chat", document, "-"),
+        input=b"text",
+        capture_output=True,
+        check=False,
+        timeout=60,
+        start_new_session=True,
+    )
+    assert done.returncode == 2
+    assert b"no terminal to read questions from" in done.stderr
+
+
+def test_a_directory_and_a_pattern_are_documents(world: World, tmp_path: Path) -> None:
+    for name, data in (("b.txt", b"two"), ("a.txt", b"one"), ("x.bin", bytes(range(256)))):
+        (tmp_path / name).write_bytes(data)
+    result = world.run("ask", "q", str(tmp_path))
+    assert result.exit_code == 0
+    assert f"{tmp_path}: 2 documents; skipped 1 binary" in result.stderr
+    assert world.session is not None
+    both = "Document: a.txt\n\none\n\nDocument: b.txt\n\ntwo\n\nq"
+    assert world.session.messages[0].content == both
+    world.run("chat", str(tmp_path / "*.txt"), input="q\n")
+    assert world.session.messages[0].content == both
+    quiet = world.run("ask", "q", str(tmp_path), "-q")
+    assert (quiet.exit_code, quiet.stderr) == (0, "")
 
 
 def test_a_dash_as_question_is_the_whole_message_verbatim(world: World, document: str) -> None:
@@ -298,7 +339,8 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
         (["--system", "@/nonexistent"], "no such file"),
         (["/nonexistent.txt"], "no such file"),
         ([""], "no such file: ''"),
-        (["."], "is a directory"),
+        (["nothing/*.txt"], "no file matches nothing/*.txt"),
+        (["https://x.org/a"], "curl -sL https://x.org/a | minikv ask"),
         (["--device", "foo"], "unknown device 'foo'"),
         (["--threads", "9999"], "--threads must be from 0 to 4,096, got 9999"),
         (["cli.text"], "it is looked for in /"),
@@ -551,6 +593,26 @@ def test_help_has_a_narrow_first_column(world: World, document: str) -> None:
         assert re.match(r" {26}\S", lines[i + 1])
 
 
+def test_a_chat_that_is_not_saved_is_told_in_the_words_of_a_shell(
+    world: World, document: str
+) -> None:
+    result = world.run("chat", "--resume", "thesis")
+    assert result.exit_code == 2
+    first, hint = result.stderr.splitlines()
+    assert first == "error: no saved chat 'thesis'"
+    assert hint.startswith("  there is none in /")
+    for n in range(6):
+        world.engine = FakeEngine()
+        world.run("chat", document, input=f"q\n/save theses-{n}\n")
+    result = world.run("chat", "--resume", "thesis-3")
+    first, hint = result.stderr.splitlines()
+    assert first == "error: no saved chat 'thesis-3'"
+    assert hint == (
+        "  did you mean theses-3? saved are theses-5, theses-4, theses-3, theses-2, theses-1, ...; "
+        "`minikv chat --resume` without a name takes up theses-5"
+    )
+
+
 def test_reread_is_for_a_saved_chat(world: World, document: str) -> None:
     result = world.run("chat", document, "--reread", input="q\n")
     assert result.exit_code == 2
@@ -754,6 +816,36 @@ def test_no_document_and_no_terminal_does_not_hang() -> None:
         spawn("ask", "q"), stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=60
     )
     assert done.returncode == 2
+
+
+def test_a_loop_over_lines_runs_for_every_line(document: str) -> None:
+    script = 'while read -r line; do "$@" "$line" "$FILE" || exit; done'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *spawn("ask", "-q")],
+        env={**os.environ, "FILE": document},
+        input="one?\ntwo?\nthree?\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(set(done.stdout.splitlines())) == 3  # an answer of its own for each
+
+
+def test_an_open_pipe_does_not_make_it_wait(document: str) -> None:
+    process = subprocess.Popen(
+        spawn("ask", "q", document),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.wait(60) == 0  # nobody has closed its standard input
+    assert process.stdout.read() != b""
+    process.stdin.close()
+    process.stdout.close()
 
 
 def test_a_broken_pipe_ends_quietly(document: str) -> None:

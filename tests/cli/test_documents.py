@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import codecs
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from minikv.cli import documents
 from minikv.cli.documents import Text, decode, distinct, read_file
-from minikv.errors import UsageError
+from minikv.errors import Interrupted, UsageError
 
 
 def write(folder: Path, data: bytes, name: str = "d.txt") -> str:
@@ -77,18 +78,82 @@ def test_binary_is_refused_even_when_invalid_bytes_may_be_replaced(tmp_path: Pat
         read_file(write(tmp_path, os.urandom(4096)), "replace")
 
 
-def test_missing_directory_pipe_and_unreadable(tmp_path: Path) -> None:
+def test_missing_directory_device_and_unreadable(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such file"):
         read_file(str(tmp_path / "nothing"))
     with pytest.raises(UsageError, match="is a directory"):
         read_file(str(tmp_path))
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="not a regular file"):
-        read_file(str(tmp_path / "pipe"))
     with pytest.raises(UsageError, match="not a regular file"):
         read_file("/dev/zero")
     with pytest.raises(UsageError, match="cannot read"):
         read_file("nul\x00byte")
+
+
+def piped(path: Path, *pieces: bytes) -> threading.Thread:
+    """Someone who writes to a named pipe, a moment after it was opened for reading."""
+
+    def write_all() -> None:
+        with open(path, "wb", buffering=0) as pipe:
+            for piece in pieces:
+                pipe.write(piece)
+
+    thread = threading.Thread(target=write_all, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_named_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.txt"
+    os.mkfifo(pipe)
+    writer = piped(pipe, b"first ", b"x" * 200_000, b" last")
+    found = read_file(str(pipe))
+    writer.join(60)
+    assert (found.text, found.name) == ("first " + "x" * 200_000 + " last", "pipe.txt")
+
+
+def test_the_pipe_of_a_shells_command_has_no_name(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"from a command")
+    os.close(writing)
+    assert read_file(f"/dev/fd/{reading}") == Text("from a command", None, facts="14 characters")
+    os.close(reading)
+
+
+def test_a_pipe_that_nobody_writes_to_can_be_stopped(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    looks = iter([False, False, True])
+    with pytest.raises(Interrupted, match="stopped reading"):
+        read_file(str(pipe), stopped=lambda: next(looks))
+
+
+def test_a_pipe_without_an_end_is_cut_at_the_size_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "MAX_BYTES", 10)
+    os.mkfifo(tmp_path / "pipe")
+    writer = piped(tmp_path / "pipe", b"0123456789a")
+    with pytest.raises(UsageError, match=r"pipe is larger than"):
+        read_file(str(tmp_path / "pipe"))
+    writer.join(60)
+
+
+@pytest.mark.parametrize(
+    ("data", "binary"),
+    [
+        (b"plain text", False),
+        ("wörter ".encode() * 50, False),
+        (("ab" * 40 + "é").encode()[:-1], False),  # a sample that ends within a character
+        (codecs.BOM_UTF16_LE + "wide".encode("utf-16-le"), False),
+        (b"%PDF-1.7 " + bytes(range(32)) * 40, False),
+        (b"caf\xe9, na\xefve and more of it", False),
+        (bytes(range(256)) * 4, True),
+        (b"\x00" * 100, True),
+        (b"\x89PNG\r\n", True),
+    ],
+)
+def test_a_sample_tells_binary_from_text(data: bytes, binary: bool) -> None:
+    assert documents.is_binary(data) is binary
 
 
 def test_the_size_limit_holds_for_files_and_pipes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -110,6 +111,23 @@ def test_ask_under_a_budget_answers_and_reports_what_it_held(folder: Path, story
     assert record["warnings"] == []
     assert record["device"] == "cpu"
     assert record["dtype"] == "float32"
+
+
+def test_an_answer_from_a_small_part_of_the_document_says_so(folder: Path, story: str) -> None:
+    """A wrong answer looks like a right one. --stats says it in its own way, --quiet never."""
+    line = re.compile(
+        r"! \d\d\.\d% of what was read was evicted \(64 of 6\d\d tokens per head kept\): the "
+        r"answer may miss something; a larger --budget keeps more"
+    )
+    for flags in (("--budget", "64"), ("--budget", "64", "--json")):
+        assert len(line.findall(ask(folder, "q", story, *flags).stderr)) == 1
+    for flags in (
+        ("--budget", "64", "--quiet"),
+        ("--budget", "64", "--stats"),
+        ("--budget", "70%"),
+        ("--policy", "full"),
+    ):
+        assert "what was read" not in ask(folder, "q", story, *flags).stderr
 
 
 def test_a_budget_above_the_prompt_is_the_full_cache(folder: Path, story: str) -> None:

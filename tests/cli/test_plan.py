@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -330,12 +331,119 @@ def test_what_does_not_fit_is_told_apart_from_too_few_positions() -> None:
     assert json.loads(run(None, "8192", as_json=True))["suffices"] is False
 
 
+# -- without --tokens, and what is suggested ------------------------------------------------
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""What the config.json of Llama-3.1-8B-Instruct says about its shape."""
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return str(tmp_path)
+
+
+def test_without_tokens_the_plan_is_for_several_lengths(llama: str) -> None:
+    text = run(llama, "", memory="24GiB", device="cpu")
+    assert "8.03 B parameters" in text
+    assert "weights  15.0 GiB in bfloat16" in text
+    assert "plan     read 4,000, 16,000 or 130,560 tokens, write 512; budget 512" in text
+    heads = [line for line in text.splitlines() if re.match(r"[\d,]+ tokens( \(|$)", line)]
+    assert heads == ["4,000 tokens", "16,000 tokens", "130,560 tokens (the whole context)"]
+    assert text.count("roco --stride 32") == 3
+    made = json.loads(run(llama, "", memory="24GiB", device="cpu", as_json=True))["lengths"]
+    assert [one["tokens"] for one in made] == [4000, 16_000, 130_560]
+    for one in made:  # each is what it is alone
+        alone = run(llama, str(one["tokens"]), memory="24GiB", device="cpu", as_json=True)
+        rows = {row["policy"]: row for row in json.loads(alone)["rows"] if row["policy"] != "roco"}
+        assert all(row == rows[row["policy"]] for row in one["rows"] if row["policy"] in rows)
+
+
+def test_a_short_context_has_fewer_lengths(tmp_path: Path) -> None:
+    record = json.loads(run(None, "", memory="24GiB", as_json=True))
+    assert [one["tokens"] for one in record["lengths"]] == [4000, 8192 - 512]
+    raw = json.loads((BUNDLED / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 2048}))
+    record = json.loads(run(str(tmp_path), "", memory="24GiB", as_json=True))
+    assert [one["tokens"] for one in record["lengths"]] == [2048 - 512]
+    assert record["lengths"][0]["suffices"] is True
+
+
+@pytest.mark.parametrize(
+    ("memory", "tokens", "flags"),
+    [
+        ("80GiB", "16k", "--policy full"),
+        ("16GiB", "16k", "--policy adakv --budget 4096"),
+        ("12GiB", "16k", "--weights int8 --policy full"),
+        ("8GiB", "16k", "--weights int4 --policy full"),
+        ("8GiB", "100k", "--weights int4 --policy adakv --budget 8192"),
+    ],
+)
+def test_what_is_suggested_fits(llama: str, memory: str, tokens: str, flags: str) -> None:
+    settings = {"memory": memory, "device": "cpu"}
+    hint = json.loads(run(llama, tokens, as_json=True, **settings))["suggestion"]
+    assert (hint["fits"], hint["flags"]) == (True, f"--device cpu {flags}")
+    text = " ".join(run(llama, tokens, **settings).split())
+    assert f"tokens fit: minikv chat -m {llama} --device cpu {flags} FILE (needs " in text
+    # Planned for itself, it needs what was said.
+    words = flags.split()
+    given = dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True))
+    (row,) = json.loads(run(llama, tokens, as_json=True, **settings, **given))["rows"]
+    assert row["fits"] is True
+    assert row["needs"] == hint["needs"] < hint["free"]
+
+
+def test_what_cannot_be_helped_is_said(llama: str) -> None:
+    text = " ".join(run(llama, "100k", memory="4GiB", device="cpu").split())
+    assert "100,000 tokens do not fit: --device cpu --weights int4+head --policy roco" in text
+    assert "still needs " in text
+    # Weights that a GPU cannot have, or that the user did not ask for, are not suggested.
+    text = " ".join(run(llama, "4k", memory="12GiB", device="cuda").split())
+    assert "4,000 tokens do not fit: --device cuda --policy" in text
+    hint = json.loads(run(llama, "4k", memory="6GiB", weights="int8", as_json=True))["suggestion"]
+    assert hint["fits"] is False
+    assert "--weights int8 --policy" in hint["flags"]
+    # Nor anything for a document that the model cannot read at all.
+    assert json.loads(run(llama, "200k", memory="4GiB", as_json=True))["suggestion"] is None
+    assert "tokens fit" not in run(llama, "200k", memory="80GiB")
+
+
+def test_a_model_whose_name_has_blanks_is_quoted(llama: str, tmp_path: Path) -> None:
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    assert f"-m '{folder}' " in " ".join(run(str(folder), "4k", memory="80GiB").split())
+
+
+@pytest.mark.parametrize("tokens", ["2000", ""])
 @pytest.mark.parametrize("width", ["40", "73", "74", "80", "200"])
-def test_every_width(width: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_width(tokens: str, width: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", width)
-    text = run(None, "2000")
+    text = run(None, tokens)
     assert max(map(len, text.splitlines())) <= max(int(width), 40)
-    assert text.count("streaming") >= 2
+    assert text.count("roco") >= 1
 
 
 def test_a_policy_of_the_selection_that_the_budget_is_too_small_for_says_so() -> None:
@@ -433,16 +541,22 @@ def test_numbers_of_tokens_and_sizes() -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A hub with an empty cache; `answer` is a path to return or an error to raise."""
-    made = SimpleNamespace(cached=None, answer=None, asked=[])
+    """A hub with an empty cache. `names` are the files of every repository; `answer` is a path to
+    return or an error to raise."""
+    made = SimpleNamespace(cached=None, answer=None, asked=[], names=["config.json"], error=None)
+
+    def info(repo: str, revision: str | None = None) -> SimpleNamespace:
+        if made.error is not None:
+            raise made.error
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in made.names])
 
     def download(repo: str, name: str, revision: str | None = None) -> str:
         made.asked.append((repo, name, revision))
-        answer = made.answer(name) if callable(made.answer) else made.answer
-        if isinstance(answer, Exception):
-            raise answer
-        return str(answer)
+        if isinstance(made.answer, Exception):
+            raise made.answer
+        return str(made.answer)
 
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(model_info=info))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(
         huggingface_hub, "try_to_load_from_cache", lambda repo, name, revision=None: made.cached
@@ -457,6 +571,50 @@ def test_of_a_hub_model_only_the_configuration_is_fetched(hub: SimpleNamespace) 
     assert hub.asked == [("owner/model", "config.json", "abc")]
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["README.md", "model.Q4_K_M.gguf"], "'model.Q4_K_M.gguf' is a GGUF file, which minikv"),
+        (["README.md"], "has no config.json"),
+        ([], "has no config.json"),
+    ],
+)
+def test_a_repository_without_a_configuration(
+    hub: SimpleNamespace, names: list[str], message: str
+) -> None:
+    hub.names = names
+    with pytest.raises(ModelError, match=message) as caught:
+        run("owner/model", "1000")
+    assert caught.value.exit_code == 3
+    assert hub.asked == []
+
+
+def test_without_a_network_there_is_one_line(tmp_path: Path) -> None:
+    """The library logs each of its attempts, and makes six."""
+    code = (
+        "import socket\n"
+        "def no(*_, **__): raise socket.gaierror(-2, 'Name or service not known')\n"
+        "socket.getaddrinfo = socket.create_connection = no\n"
+        "from minikv.cli.main import run\nrun()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", "-m", "owner/model", "--tokens", "1k"],
+        env={
+            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+            "HF_HOME": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 3
+    assert done.stdout == ""
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("error: owner/model: ")
+    assert [line for line in rest if not line.startswith("  check the network")] == []
+
+
 def test_a_cached_configuration_needs_no_network(hub: SimpleNamespace) -> None:
     hub.cached = str(BUNDLED / "config.json")
     assert "owner/model" in run("owner/model", "1000", offline=True)
@@ -466,27 +624,28 @@ def test_a_cached_configuration_needs_no_network(hub: SimpleNamespace) -> None:
 def _response(kind: type[Exception]) -> Exception:
     made = kind.__new__(kind)
     Exception.__init__(made, "secret-token-in-an-address")
+    made.response = None  # type: ignore[attr-defined]
     return made
 
 
+@pytest.mark.parametrize("during", ["info", "download"])
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         (errors.GatedRepoError, "is gated"),
-        (errors.RepositoryNotFoundError, "not found on the hub"),
-        (errors.RevisionNotFoundError, "not found on the hub"),
-        (errors.EntryNotFoundError, "has no config.json"),
-        (errors.LocalEntryNotFoundError, "could not be fetched"),
-        (errors.HfHubHTTPError, "could not be fetched"),
-        (TimeoutError, "could not be fetched"),
+        (errors.RepositoryNotFoundError, "no such model on the hub"),
+        (errors.RevisionNotFoundError, "has no revision 'v9'"),
+        (errors.LocalEntryNotFoundError, "the hub cannot be reached"),
+        (errors.HfHubHTTPError, "HTTP status"),
+        (TimeoutError, "the download failed"),
     ],
 )
 def test_the_hubs_errors_are_told_in_our_words(
-    hub: SimpleNamespace, kind: type[Exception], message: str
+    hub: SimpleNamespace, kind: type[Exception], message: str, during: str
 ) -> None:
-    hub.answer = _response(kind)
+    setattr(hub, "error" if during == "info" else "answer", _response(kind))
     with pytest.raises(ModelUnavailable, match=message) as caught:
-        run("owner/model", "1000")
+        run("owner/model", "1000", revision="v9")
     assert "secret" not in str(caught.value)
 
 

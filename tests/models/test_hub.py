@@ -137,10 +137,25 @@ def test_a_path_object_is_never_a_hub_id(cache: Path) -> None:
 
 
 def test_a_file_is_not_a_model(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    error = refused(lambda: resolve(str(tmp_path / "model.gguf")))
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    error = refused(lambda: resolve(str(tmp_path / "model.safetensors")))
     assert error.exit_code == 3
-    assert "file" in str(error)
+    assert "is a file, not a model" in str(error)
+
+
+def test_gguf_is_called_by_its_name_wherever_it_lies(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Model.GGUF").write_bytes(b"GGUF")
+    FakeHub(monkeypatch, cache, {"README.md": b"", "Model.GGUF": b""})
+    for name in (str(tmp_path / "Model.GGUF"), str(tmp_path), tmp_path, REPO):
+        error = refused(lambda name=name: resolve(name))  # type: ignore[misc]
+        assert str(error) == "'Model.GGUF' is a GGUF file, which minikv does not read"
+        assert ".safetensors" in error.hint
+        assert error.exit_code == 3
+    # Beside a model it is one of the files that are not read.
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(str(tmp_path)).folder == tmp_path
 
 
 def test_a_cached_model_needs_no_network(cache: Path, files: dict[str, bytes]) -> None:

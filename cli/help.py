@@ -1,0 +1,95 @@
+"""What --help shows: the flags that people use. --help-all shows the others too, by subject.
+
+A flag without a help panel is of the first kind, one with a panel of the second. typer writes the
+type of every value (`<bool>`, `<list[str]>`); here a value has a word, and a switch has none.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperArgument, TyperGroup, TyperOption
+
+if TYPE_CHECKING:
+    from typer._click import Command, Context
+
+ALL = "--help-all"
+_NAME = "help_all"
+_WORDS = {
+    "<str>": "TEXT",
+    "<int>": "N",
+    "<float>": "N",
+    "<path>": "FILE",
+    "<list[str]>": "TEXT",
+    "<list[Path]>": "FILE",
+}
+
+
+class Group(TyperGroup):
+    """The commands of an app, and of the apps in it, with such a --help."""
+
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
+        found = super().get_command(ctx, cmd_name)
+        if found is not None:
+            _prepare(found, ctx)
+        return found
+
+    def format_help(self, ctx: Context, formatter: Any) -> None:
+        _prepare(self, ctx)
+        super().format_help(ctx, formatter)
+
+
+class _Argument(TyperArgument):
+    """An argument whose type is not shown."""
+
+    def display_type_rich(self, ctx: Context) -> str | None:
+        return None
+
+
+def _prepare(command: Command, ctx: Context) -> None:
+    """Words for the values, and a command that hides flags gets --help-all."""
+    if any(param.name == _NAME for param in command.params):
+        return
+    shown = command.get_help_option(ctx)
+    hidden = 0
+    for param in command.params:
+        if isinstance(param, TyperArgument):
+            param.__class__ = _Argument  # typer has no switch for this
+        elif isinstance(param, TyperOption):
+            _name(param, ctx)
+            # Completion offers no hidden flags, and is to offer all.
+            param.hidden = bool(param.rich_help_panel) and not ctx.resilient_parsing
+            hidden += param.hidden
+    if shown is not None:
+        shown.metavar, shown.help = "", "show this"
+        if hidden:
+            command.params.append(_all(shown, hidden))
+    if isinstance(command, TyperGroup):
+        for below in command.commands.values():
+            _prepare(below, ctx)
+
+
+def _name(option: TyperOption, ctx: Context) -> None:
+    if option.metavar is None:
+        kind = option.display_type(ctx)
+        option.metavar = "" if option.is_flag else _WORDS.get(kind, kind.strip("<>"))
+
+
+def _all(shown: TyperOption, hidden: int) -> TyperOption:
+    """--help-all, made like the command's --help."""
+    made = copy(shown)
+    made.name, made.opts = _NAME, [ALL]
+    made.help = f"show the other {hidden} flags, too"
+    made.callback = _show_all
+    return made
+
+
+def _show_all(ctx: Context, param: object, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        for each in ctx.command.params:
+            if isinstance(each, TyperOption):
+                each.hidden = each.name == _NAME
+        typer.echo(ctx.get_help())
+        ctx.exit()

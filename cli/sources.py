@@ -1,0 +1,299 @@
+"""What was named as documents: files, directories, patterns, pipes and standard input.
+
+A directory means the text files in it and below it, a pattern the text files that it matches. What
+is left out of them is counted in a note. A file that was named itself is read or refused.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import select
+import shlex
+import stat
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from minikv.cli import documents
+from minikv.cli.documents import Text
+from minikv.cli.loaders import command_for
+from minikv.cli.terminal import Terminal, clean
+from minikv.errors import Interrupted, UsageError
+
+STDIN = "standard input"
+MAX_FILES = 1000
+"""Files that one directory or pattern may mean."""
+
+MAX_LOOKED = 20_000
+"""Entries that are looked at to find them."""
+
+_SKIPPED = ("hidden", "binary", "empty", "too large", "linked", "special", "unreadable")
+"""Why a file of a directory is no document: linked is a directory behind a link, special a device,
+pipe or socket."""
+
+_PATIENCE = 3.0  # seconds without input on a pipe before we say that we wait for it
+_MAGIC = re.compile(r"[*?\[]")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Documents in the order in which they were named. `notes`: what was left out, a line each."""
+
+    texts: tuple[Text, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How documents are read, as `documents.read_file` takes it. `remedy` makes the hint on invalid
+    bytes from a path. `reading` is told each file before it is read."""
+
+    errors: str = "strict"
+    loaders: Mapping[str, str] = field(default_factory=dict)
+    remedy: Callable[[str], str] = lambda path: documents.REMEDY
+    stopped: Callable[[], bool] | None = None
+    reading: Callable[[str], None] = lambda path: None
+
+    def file(self, path: str) -> Text:
+        """One file or pipe. Errors as `documents.read_file`'s."""
+        self.reading(path)
+        return documents.read_file(
+            path, self.errors, self.loaders, remedy=self.remedy(path), stopped=self.stopped
+        )
+
+
+def read(names: Sequence[str], reader: Reader, stdin: Callable[[], bytes] | None = None) -> Found:
+    """All documents that `names` mean. "-" is what `stdin` returns, where that is given.
+
+    Raises UsageError for a name that means nothing, and Interrupted; nothing is then read in part.
+    """
+    texts: list[Text] = []
+    notes: list[str] = []
+    for name in names:
+        if name == "-" and stdin is not None:
+            texts.append(documents.read_bytes(stdin(), STDIN, reader.errors))
+            continue
+        path = os.path.expanduser(name)
+        if _is_directory(path):
+            found, note = _several(name, _below(path, name), reader)
+        elif _ADDRESS.match(path) and not _exists(path):
+            raise _no_download(name)
+        elif _MAGIC.search(path) and not _exists(path):
+            found, note = _several(name, _matching(path, name), reader)
+        else:
+            found, note = [reader.file(path)], ""
+        texts += found
+        notes += [note] if note else []
+    return Found(tuple(texts), tuple(notes))
+
+
+def opened(
+    names: Sequence[str],
+    errors: str,
+    loaders: Mapping[str, str],
+    terminal: Terminal,
+    stdin: Callable[[], bytes],
+) -> list[Text]:
+    """The documents that a command was started with; what was left out is said. Errors as
+    `read`'s."""
+    reader = Reader(errors, loaders, reading=lambda path: terminal.status(f"reading {path}"))
+    try:
+        found = read(names, reader, stdin)
+    finally:
+        terminal.clear_status()
+    for note in found.notes:
+        terminal.note(note)
+    return list(found.texts)
+
+
+def _no_download(address: str) -> UsageError:
+    shown = shlex.quote(clean(address))
+    return UsageError(
+        f"{clean(address)} is an address, and minikv downloads no documents",
+        f'curl -sL {shown} | minikv ask "QUESTION", or save it to a file: curl -sLo FILE {shown}',
+    )
+
+
+# -- directories and patterns ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A file of a directory or pattern. `name` is its path from there; `hidden`: it, or a directory
+    that was not looked into, begins with a dot."""
+
+    path: str
+    name: str
+    hidden: bool = False
+
+
+def _several(named: str, entries: Iterator[_Entry], reader: Reader) -> tuple[list[Text], str]:
+    """The documents among `entries`, and what was left out. Raises UsageError if there is none."""
+    shown = clean(named)
+    texts: list[Text] = []
+    left: Counter[str] = Counter()
+    unreadable = ""
+    size = 0
+    for entry in sorted(entries, key=lambda entry: entry.name.split(os.sep)):
+        if reader.stopped is not None and reader.stopped():
+            raise Interrupted(f"stopped reading {shown}", "nothing was added")
+        why = "hidden" if entry.hidden else _unsuited(entry.path, reader.loaders)
+        if not why:
+            if len(texts) == MAX_FILES:
+                raise _too_many(shown, f"more than {MAX_FILES:,} files")
+            try:
+                text = reader.file(entry.path)
+            except UsageError as error:
+                why = "unreadable"
+                unreadable = unreadable or str(error)
+            else:
+                size += len(text.text.encode("utf-8", "replace"))
+                if size > documents.MAX_BYTES:
+                    raise documents.too_large(shown)
+                texts.append(replace(text, name=documents.one_line(entry.name)))
+        if why:
+            left[why] += 1
+    skipped = ", ".join(f"{left[why]:,} {why}" for why in _SKIPPED if left[why])
+    if unreadable:
+        skipped += f" ({unreadable})"
+    if not texts:
+        reason = f"all of it was skipped: {skipped}" if skipped else "it is empty"
+        raise UsageError(f"no text in {shown}: {reason}")
+    count = f"{len(texts):,} document{'' if len(texts) == 1 else 's'}"
+    return texts, f"{shown}: {count}; skipped {skipped}" if skipped else f"{shown}: {count}"
+
+
+def _unsuited(path: str, loaders: Mapping[str, str]) -> str:
+    """Why a file is no document, in a word; "" if it may be one."""
+    try:
+        facts = os.stat(path)
+        if stat.S_ISDIR(facts.st_mode):
+            return "linked"
+        if not stat.S_ISREG(facts.st_mode):
+            return "special"
+        if command_for(path, loaders) is not None:
+            return ""
+        if facts.st_size > documents.MAX_BYTES:
+            return "too large"
+        with open(path, "rb") as file:
+            start = file.read(documents.SAMPLE)
+    except OSError:
+        return "unreadable"
+    if not start.strip():
+        return "empty"
+    return "binary" if documents.is_binary(start) else ""
+
+
+def _below(folder: str, named: str) -> Iterator[_Entry]:
+    """All files below a directory. A link to a directory is not followed, as it may be a loop."""
+    looked = 0
+    for at, folders, files in os.walk(folder):
+        looked += len(folders) + len(files)
+        if looked > MAX_LOOKED:
+            raise _too_many(clean(named), f"more than {MAX_LOOKED:,} files and directories")
+        for name in (*files, *(n for n in folders if os.path.islink(os.path.join(at, n)))):
+            path = os.path.join(at, name)
+            yield _Entry(path, os.path.relpath(path, folder), name.startswith("."))
+        for name in [n for n in folders if n.startswith(".")]:
+            folders.remove(name)
+            path = os.path.join(at, name)
+            if not os.path.islink(path):
+                yield _Entry(path, os.path.relpath(path, folder), hidden=True)
+
+
+def _matching(pattern: str, named: str) -> Iterator[_Entry]:
+    """The files that a pattern matches; ** stands for any directories. Raises UsageError."""
+    parts = pattern.split(os.sep)
+    first = next(i for i, part in enumerate(parts) if _MAGIC.search(part))
+    base = os.sep.join(parts[:first]) or (os.sep if first else "")
+    if "**" in parts:
+        # glob would follow links, and never come back from two that form loops.
+        below = (entry for entry in _below(base or os.curdir, named) if not entry.hidden)
+        found = [e for e in below if _fits(e.name.split(os.sep), parts[first:])]
+    else:
+        found = []
+        for path in glob.iglob(pattern):
+            if len(found) == MAX_LOOKED:
+                raise _too_many(clean(named), f"more than {MAX_LOOKED:,} files")
+            if not os.path.isdir(path):
+                found.append(_Entry(path, os.path.relpath(path, base or os.curdir)))
+    if not found:
+        there = os.path.isdir(base or os.curdir)
+        where = clean(os.path.abspath(base or os.curdir))
+        raise UsageError(
+            f"no file matches {clean(named)}",
+            f"it is looked for in {where}" if there else f"there is no directory {where}",
+        )
+    yield from found
+
+
+def _fits(parts: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether a path matches a pattern, both in parts."""
+    if not wanted:
+        return not parts
+    if wanted[0] == "**":
+        return any(_fits(parts[i:], wanted[1:]) for i in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], wanted[0]) and _fits(parts[1:], wanted[1:])
+
+
+def _too_many(shown: str, what: str) -> UsageError:
+    return UsageError(f"{shown} means {what}", "name fewer, for example with 'DIR/*.md'")
+
+
+def _is_directory(path: str) -> bool:
+    try:
+        return os.path.isdir(path)
+    except ValueError:  # a name with a NUL
+        return False
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.lexists(path)
+    except ValueError:
+        return False
+
+
+# -- standard input -------------------------------------------------------------------------
+
+
+def read_stdin(terminal: Terminal) -> bytes:
+    """What is piped in, at most one byte over the size limit."""
+    stream = sys.stdin.buffer
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):
+        mode = 0  # not a real file: a test's buffer
+    if stat.S_ISDIR(mode):
+        raise UsageError("standard input is a directory")
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        ready, _, _ = select.select([stream], [], [], _PATIENCE)
+        if not ready:
+            terminal.say("reading standard input; `< /dev/null` if there is nothing to read")
+    return stream.read(documents.MAX_BYTES + 1)
+
+
+def piped_document(terminal: Terminal) -> bytes:
+    """Standard input as a document, for a chat: its questions then come from the terminal. Raises
+    UsageError where there is none."""
+    if sys.stdin.isatty():
+        return read_stdin(terminal)
+    try:
+        handle = os.open("/dev/tty", os.O_RDWR)
+    except OSError:
+        raise UsageError(
+            "standard input is the document, and there is no terminal to read questions from",
+            'minikv ask "QUESTION" - takes a piped document',
+        ) from None
+    try:
+        data = read_stdin(terminal)
+        os.dup2(handle, 0)
+    finally:
+        os.close(handle)
+    sys.stdin = os.fdopen(0, closefd=False)
+    return data

@@ -1,0 +1,114 @@
+"""--help: the flags that people use, --help-all: all of them, and words instead of types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import typer
+from typer.core import TyperGroup
+from typer.testing import CliRunner
+
+from minikv.cli.main import app
+
+MOST = 13
+"""Flags that --help shows, at most, with --help and --help-all."""
+
+
+def paths(group: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command and group, as the words that are typed for it."""
+    yield path
+    if isinstance(group, TyperGroup):
+        for name, command in group.commands.items():
+            yield from paths(command, (*path, name))
+
+
+PATHS = list(paths(typer.main.get_command(app)))
+
+
+def flags_of(path: tuple[str, ...]) -> set[str]:
+    """The long flags that the command parses."""
+    command: object = typer.main.get_command(app)
+    for word in path:
+        assert isinstance(command, TyperGroup)
+        command = command.commands[word]
+    found = set()
+    for param in command.params:  # type: ignore[attr-defined]
+        found |= {name for name in param.opts if name.startswith("--")}
+    return found
+
+
+def shown(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100", "TERM": "dumb"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def rows(text: str) -> list[str]:
+    """The lines of the panels that begin with a flag."""
+    return re.findall(r"^│ (?:\* )? {0,3}(--\S+)|^│ +-o +NAME=VALUE", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+def test_no_help_shows_a_type(path: tuple[str, ...]) -> None:
+    text = shown(*path, "--help")
+    assert re.findall(r"<[^ >]*>", text) == []
+    if "--help-all" in text:
+        assert re.findall(r"<[^ >]*>", shown(*path, "--help-all")) == []
+
+
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+def test_help_is_short_and_help_all_is_complete(path: tuple[str, ...]) -> None:
+    text = shown(*path, "--help")
+    assert len(rows(text)) <= MOST
+    flags = flags_of(path)
+    if "--help-all" not in text:
+        assert {flag for flag in flags if flag not in text} == set()
+        return
+    hidden = re.search(r"--help-all +show the other (\d+) flags, too", text)
+    assert hidden is not None
+    whole = shown(*path, "--help-all")
+    assert {flag for flag in flags if flag not in whole} == set()
+    assert len(rows(whole)) == len(rows(text)) - 1 + int(hidden[1])
+
+
+@pytest.mark.parametrize("path", [("ask",), ("chat",)], ids=" ".join)
+def test_what_people_use_is_in_the_first_tier(path: tuple[str, ...]) -> None:
+    text = rows(shown(*path, "--help"))
+    for flag in ("--model", "--budget", "--policy", "--weights", "--system", "--max-tokens"):
+        assert flag in text
+    for flag in ("--stride", "--kernels", "--min-p", "--dtype", "--debug"):
+        assert flag not in text
+        assert flag in rows(shown(*path, "--help-all"))
+
+
+def test_what_json_prints_is_said() -> None:
+    said = {
+        "plan": "the forecast as one JSON object",
+        "doctor": "the checks as one JSON object",
+        "ask": "the answer and the figures of the turn",
+    }
+    for command, words in said.items():
+        assert words in re.sub(r"[\s│]+", " ", shown(command, "--help"))
+
+
+def test_a_flag_of_the_second_tier_works_and_is_completed() -> None:
+    """Completion offers no hidden flags, so none is hidden from it."""
+    said = CliRunner().invoke(app, ["plan", "--stride", "x"])
+    assert "Invalid value for '--stride'" in said.output
+    done = CliRunner().invoke(
+        app,
+        [],
+        prog_name="minikv",
+        env={
+            "_MINIKV_COMPLETE": "complete_bash",
+            "COMP_WORDS": "minikv chat --st",
+            "COMP_CWORD": "2",
+        },
+    )
+    assert done.output.split() == ["--stride"]
+
+
+def test_the_second_flag_of_help_does_not_ask_for_the_arguments() -> None:
+    assert "--min-p" in shown("ask", "--help-all")

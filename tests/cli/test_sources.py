@@ -1,0 +1,231 @@
+"""What was named as documents: directories, patterns, links, limits, addresses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from terminals import Terminals
+
+from minikv.cli import documents, sources
+from minikv.cli.sources import Reader, read
+from minikv.errors import Interrupted, UsageError
+
+HERE = Path(__file__).parents[1]
+
+
+def tree(root: Path, *names: str, data: bytes = b"") -> Path:
+    """Files whose text is their own path, unless `data` says another."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data or name.encode())
+    return root
+
+
+def names(*named: str | Path, reader: Reader | None = None) -> list[str | None]:
+    return [text.name for text in read([str(one) for one in named], reader or Reader()).texts]
+
+
+def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Path) -> None:
+    tree(tmp_path, "z.txt", "b/2.md", "b/10.md", "a.txt", "b/c/d.txt", ".git/config", ".env")
+    tree(tmp_path, "x.bin", data=bytes(range(256)))
+    tree(tmp_path, "empty.txt", data=b" \n")
+    tree(tmp_path, "latin.txt", data=b"caf\xe9")
+    found = read([str(tmp_path)], Reader())
+    assert [text.name for text in found.texts] == [
+        "a.txt",
+        "b/10.md",
+        "b/2.md",
+        "b/c/d.txt",
+        "z.txt",
+    ]
+    assert [text.text for text in found.texts] == [text.name for text in found.texts]
+    assert found.notes == (
+        f"{tmp_path}: 5 documents; skipped 2 hidden, 1 binary, 1 empty, 1 unreadable "
+        f"({tmp_path}/latin.txt is not valid UTF-8: byte 3 (0xe9))",
+    )
+    # With the flag for it, invalid bytes are let in, as for a file.
+    assert "latin.txt" in names(tmp_path, reader=Reader("replace"))
+
+
+def test_what_is_named_keeps_its_order(tmp_path: Path) -> None:
+    tree(tmp_path, "d/2.txt", "d/1.txt", "z.txt")
+    found = read([str(tmp_path / "z.txt"), "-", str(tmp_path / "d")], Reader(), lambda: b"piped")
+    assert [text.name for text in found.texts] == ["z.txt", None, "1.txt", "2.txt"]
+    assert found.texts[1].text == "piped"
+
+
+def test_links_that_form_loops_do_not_hang(tmp_path: Path) -> None:
+    tree(tmp_path, "a/1.txt", "b/2.txt")
+    for here in ("a", "b"):
+        for there in ("a", "b"):
+            (tmp_path / here / f"to-{there}").symlink_to(tmp_path / there)
+    (tmp_path / "a" / "link.txt").symlink_to(tmp_path / "b" / "2.txt")
+    found = read([str(tmp_path)], Reader())
+    assert [text.name for text in found.texts] == ["a/1.txt", "a/link.txt", "b/2.txt"]
+    assert found.notes[0].endswith("3 documents; skipped 4 linked")
+    assert names(f"{tmp_path}/**/*.txt") == ["a/1.txt", "a/link.txt", "b/2.txt"]
+    # A link that the user names is followed.
+    assert names(tmp_path / "a" / "to-b") == ["2.txt"]
+
+
+def test_pipes_and_dangling_links_in_a_directory_are_skipped(tmp_path: Path) -> None:
+    tree(tmp_path, "a.txt")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
+    found = read([str(tmp_path)], Reader())
+    assert [text.name for text in found.texts] == ["a.txt"]
+    assert found.notes[0].endswith("1 document; skipped 1 special, 1 unreadable")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("*.txt", ["a.txt", "b.txt"]),
+        ("?.md", ["c.md"]),
+        ("[ab].txt", ["a.txt", "b.txt"]),
+        ("*/*.txt", ["sub/d.txt"]),
+        ("**", ["a.txt", "b.txt", "c.md", "sub/d.txt", "sub/deep/e.txt"]),
+        ("**/*.txt", ["a.txt", "b.txt", "sub/d.txt", "sub/deep/e.txt"]),
+        ("sub/**/*.txt", ["d.txt", "deep/e.txt"]),
+        ("**/deep/*", ["sub/deep/e.txt"]),
+        (".h*", [".hidden.txt"]),
+    ],
+)
+def test_patterns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, expected: list[str]
+) -> None:
+    tree(tmp_path, "b.txt", "a.txt", "c.md", "sub/d.txt", "sub/deep/e.txt", ".hidden.txt")
+    monkeypatch.chdir(tmp_path)
+    assert names(pattern) == expected
+    assert names(tmp_path / pattern) == expected
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert names(f"~/{pattern}") == expected
+
+
+def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path: Path) -> None:
+    tree(tmp_path, "a[1].txt", "a1.txt")
+    assert names(tmp_path / "a[1].txt") == ["a[1].txt"]
+
+
+@pytest.mark.parametrize(
+    ("named", "message", "hint"),
+    [
+        ("*.none", "no file matches *.none", "it is looked for in "),
+        ("nothing/*.txt", "no file matches nothing/*.txt", "there is no directory "),
+        ("**/*.none", "no file matches **/*.none", "it is looked for in "),
+        ("folder*", "no file matches folder*", ""),
+        ("folder", "no text in folder: it is empty", ""),
+        ("other", "no text in other: all of it was skipped: 1 hidden, 1 binary", ""),
+        ("nothing", "no such file: nothing", ""),
+        (
+            "https://x.org/a b?c=1&d",
+            "https://x.org/a b?c=1&d is an address, and minikv downloads no documents",
+            "curl -sL 'https://x.org/a b?c=1&d' | minikv ask \"QUESTION\", or save it to a file: "
+            "curl -sLo FILE 'https://x.org/a b?c=1&d'",
+        ),
+    ],
+)
+def test_what_means_nothing_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, message: str, hint: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    tree(tmp_path, "other/.hidden")
+    tree(tmp_path, "other/x", data=bytes(256))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        read([named], Reader())
+    assert str(caught.value) == message
+    assert caught.value.hint.startswith(hint)
+    assert "\n" not in caught.value.hint
+
+
+def test_an_address_with_a_wildcard_is_an_address() -> None:
+    with pytest.raises(UsageError, match="is an address"):
+        read(["https://x.org/?q=1*"], Reader())
+
+
+def test_too_many_files_are_refused_and_not_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "MAX_FILES", 3)
+    monkeypatch.setattr(sources, "MAX_LOOKED", 5)
+    tree(tmp_path, "1", "2", "3")
+    assert len(names(tmp_path)) == len(names(tmp_path / "*")) == 3
+    tree(tmp_path, "4")
+    for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
+        with pytest.raises(UsageError, match="means more than 3 files"):
+            names(named)
+    tree(tmp_path, "5", "6")
+    for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
+        with pytest.raises(UsageError, match="means more than 5 files"):
+            names(named)
+
+
+def test_the_size_limit_holds_for_a_whole_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "MAX_BYTES", 100)
+    tree(tmp_path, "1", "2", data=b"x" * 50)
+    tree(tmp_path, "large", data=b"x" * 101)
+    found = read([str(tmp_path)], Reader())
+    assert found.notes[0].endswith("2 documents; skipped 1 too large")
+    tree(tmp_path, "3")
+    with pytest.raises(UsageError, match="is larger than"):
+        names(tmp_path)
+
+
+def test_ctrl_c_between_two_files_of_a_directory_adds_nothing(tmp_path: Path) -> None:
+    tree(tmp_path, "1", "2", "3")
+    seen: list[str] = []
+    reader = Reader(reading=seen.append, stopped=lambda: len(seen) == 2)
+    with pytest.raises(Interrupted, match="stopped reading") as stopped:
+        names(tmp_path, reader=reader)
+    assert stopped.value.hint == "nothing was added"
+    assert len(seen) == 2
+
+
+def test_a_loader_of_the_configuration_reads_its_files_in_a_directory(tmp_path: Path) -> None:
+    tree(tmp_path, "a.docx", data=b"PK\x03\x04" + bytes(100))
+    reader = Reader(loaders={".docx": "echo from {path}"})
+    assert "from " in read([str(tmp_path)], reader).texts[0].text
+
+
+def test_hostile_names_of_a_directory_are_one_clean_line(tmp_path: Path) -> None:
+    tree(tmp_path, "a\x1b]0;b\nc.txt")
+    found = read([str(tmp_path)], Reader())
+    assert found.texts[0].name == "a]0;b c.txt"
+    with pytest.raises(UsageError) as caught:
+        read(["\x1bno*"], Reader())
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal(tmp_path: Path) -> None:
+    main = HERE / "support" / "fake_main.py"
+    chat = [sys.executable, str(main), "0", "chat", "-", "--no-save"]
+    terminal = Terminals(
+        ["sh", "-c", 'echo "piped text" | "$@"', "sh", *chat], {"TERM": "dumb", "COLUMNS": "100"}
+    )
+    terminal.prompt = "> "
+    try:
+        terminal.until("Ctrl-D leaves.")
+        terminal.ready()
+        terminal.type("/docs\r")
+        assert "11 characters" in terminal.until("waits for")
+        terminal.ready()
+        terminal.type("q\r")
+        terminal.until("tok/head")
+        terminal.ready()
+        terminal.type("/exit\r")
+        assert terminal.code() == 0
+    finally:
+        terminal.close()
+
+
+def test_importing_it_loads_no_torch() -> None:
+    code = "import sys, minikv.cli.sources; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
