@@ -195,10 +195,9 @@ class Settings:
     )
     reuse: str = setting(
         "auto",
-        "later questions: recall answers each from the tier, as the first; refresh reads the whole "
-        "conversation again, once keeps the cache of the first question, blind evicts documents "
-        "before any question is seen; auto: recall where there is a tier, else refresh if the "
-        "policy scores with the question, else once",
+        "how a later question is answered: recall: from all that was read, which is kept beside "
+        "(--tier); refresh: after reading all of it again; once: from what the first question left; "
+        "blind: from what was kept before any question; auto: recall where it fits, else refresh",
         CACHE,
         commands=_CHAT,
         common=True,
@@ -207,17 +206,19 @@ class Settings:
     )
     tier: str = setting(
         "auto",
-        "where the exact keys and values of all that was read are kept, for --reuse recall: ram, "
-        "none; auto: ram if it fits",
+        "where keys and values of all that was read are kept, for --reuse recall: ram or none; "
+        "auto: ram if it fits",
         CACHE,
         commands=_CHAT,
+        takes="PLACE",
         choices=TIERS,
     )
     tier_dtype: str = setting(
         "same",
-        "number format of the tier; same: that of the cache; int8: about half of bfloat16",
+        "number format of what --tier keeps; same: that of the model; int8: about half of bfloat16",
         CACHE,
         commands=_CHAT,
+        takes="FORMAT",
         choices=TIER_DTYPES,
     )
     reread_limit: int = setting(
@@ -225,6 +226,7 @@ class Settings:
         "--reuse auto asks once before it reads more than this many tokens again; 0: it never asks",
         CACHE,
         commands=("chat",),
+        takes="TOKENS",
         low=0,
         high=1 << 31,
     )
