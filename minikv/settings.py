@@ -196,8 +196,8 @@ class Settings:
     reuse: str = setting(
         "auto",
         "how a later question is answered: recall: from all that was read, which is kept beside "
-        "(--tier); refresh: after reading all of it again; once: from what the first question left; "
-        "blind: from what was kept before any question; auto: recall where it fits, else refresh",
+        "(--tier); refresh: after reading all of it again; once: from what the first question left;"
+        " blind: from what was kept before any question; auto: recall where it fits, else refresh",
         CACHE,
         commands=_CHAT,
         common=True,
