@@ -199,7 +199,7 @@ def variants() -> list[Variant]:
         fixed: dict[str, object] = {"N": 256, "NP": 256, "BEFORE": before}
         signature = typed(_advance, sides | {"accepted": "*i1", "overwritten": "*i1"}, fixed)
         name = "advance" + "-before" * before
-        found.append(Variant(name, _advance, signature, fixed, vector=False))
+        found.append(Variant(name, _advance, signature, fixed))
     for size, names in _BUILDS:
         for name in names:
             coded = name == "int8"
@@ -211,9 +211,7 @@ def variants() -> list[Variant]:
                 constants |= dict.fromkeys(scales)
             own = {n: t for n, t in scales.items() if n not in constants} | {"blank": blanks[name]}
             signature = typed(_append, kinds | own, constants)
-            found.append(
-                Variant(f"append-{name}-{size}", _append, signature, constants, 1, vector=False)
-            )
+            found.append(Variant(f"append-{name}-{size}", _append, signature, constants, 1))
     return found
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minikv.kernels.torch.attention_mass import Part
 from minikv.kernels.triton.tiles import FAR, Tile, in_rows, power, row_stride, typed, upcast, width
-from minikv.kernels.triton.variants import Variant
+from minikv.kernels.triton.variants import WIDE, Variant
 
 _PROGRAMS = 512  # enough to occupy the device: a few for every multiprocessor
 _INTEGERS = [
@@ -450,6 +450,7 @@ def variants() -> list[Variant]:
                 tile.warps,
                 tile.stages,
                 mma=kind != "fp32",
+                reads={"q": WIDE, "k": WIDE},
             )
         )
         if rows > 64:  # the log-sum-exp of so many queries is known from attention
@@ -465,6 +466,7 @@ def variants() -> list[Variant]:
                 tile.warps,
                 tile.stages,
                 mma=kind != "fp32",
+                reads={"q": WIDE, "k": WIDE},
             )
         )
     return found

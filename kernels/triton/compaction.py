@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.triton.tiles import in_rows, power, row_stride, typed
-from minikv.kernels.triton.variants import Variant
+from minikv.kernels.triton.variants import WIDE, Variant
 
 _ROWS = 32  # that one program moves
 _VALUES = 1024
@@ -163,8 +163,9 @@ def variants() -> list[Variant]:
                 _rows,
                 typed(_rows, lists | {"at": "*i64"} | data, constants),
                 constants,
+                reads=dict.fromkeys(("k", "v", *(("old_k", "old_v") if old else ())), WIDE),
             )
         )
     kinds, constants = lists | {"values": "*i64", "out": "*i32"}, {"BN": _VALUES}
     signature = typed(_column, kinds, constants)
-    return [*found, Variant("column", _column, signature, constants, vector=False)]
+    return [*found, Variant("column", _column, signature, constants)]

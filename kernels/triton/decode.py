@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minikv.kernels.triton.tiles import power, typed, upcast
 from minikv.kernels.triton.tiles import width as columns
-from minikv.kernels.triton.variants import Variant
+from minikv.kernels.triton.variants import WIDE, Variant
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MERGED = 16  # parts that a program of `join` reads at once
@@ -416,6 +416,8 @@ def variants(heads: int = 8, group: int = 4) -> list[Variant]:
                     config.warps,
                     config.stages,
                     mma=True,
+                    # Triton reads values in int8 only 8 bytes at a time here.
+                    reads={"q": WIDE, "k": WIDE, "v": WIDE // 2 if scaled else WIDE},
                 )
             )
         config = configure(size, dtype, torch.device("cpu"), (9, 0))
@@ -429,6 +431,12 @@ def variants(heads: int = 8, group: int = 4) -> list[Variant]:
             "lse": "*fp32",
         }
         found.append(
-            Variant(f"join-{kind[1:]}-{size}", join, typed(join, kinds, constants), constants)
+            Variant(
+                f"join-{kind[1:]}-{size}",
+                join,
+                typed(join, kinds, constants),
+                constants,
+                reads={"part": WIDE},
+            )
         )
     return found

@@ -238,7 +238,6 @@ def variants() -> list[Variant]:
                 typed(_hash_append, kinds | {"code": code, "undo_code": code}, constants),
                 constants,
                 _WARPS,
-                vector=False,
             )
         )
     return found

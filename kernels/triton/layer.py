@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minikv.kernels.torch import layer as plain_torch
 from minikv.kernels.triton.tiles import in_rows, power, row_stride, typed
-from minikv.kernels.triton.variants import Variant
+from minikv.kernels.triton.variants import WIDE, Variant
 
 _MAX_ROW = 16384  # row that one program can hold
 _HEADS = 8  # that one program rotates
@@ -155,6 +155,7 @@ def _warps(size: int) -> int:
 def variants() -> list[Variant]:
     """Builds for the compile gate."""
     found = []
+    read = {"add-norm": ("x", "y", "weight"), "rotate": ("x",), "silu-mul": ("both",)}
     for name, fn, kind, fixed, warps in (
         ("add-norm", _add_norm, "bf16", {"N": 4096, "NP": 4096, "ADD": True}, _warps(4096)),
         ("add-norm", _add_norm, "fp32", {"N": 960, "NP": 1024, "ADD": True}, _warps(960)),
@@ -171,6 +172,7 @@ def variants() -> list[Variant]:
                 typed(fn, kinds, constants),
                 constants,
                 warps,
+                reads=dict.fromkeys(read[name], WIDE),
             )
         )
     return found

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.triton.tiles import Tile, in_rows, power, row_stride, typed, upcast, width
-from minikv.kernels.triton.variants import Variant
+from minikv.kernels.triton.variants import WIDE, Variant
 
 _PROGRAMS = 256  # enough to occupy the device
 
@@ -212,6 +212,7 @@ def variants() -> list[Variant]:
                 tile.warps,
                 tile.stages,
                 mma=kind != "fp32",
+                reads={"q": WIDE, "k": WIDE, "v": WIDE},
             )
         )
     return found

@@ -754,5 +754,5 @@ def variants(heads: int = 8, group: int = 4, history: int = 400) -> list[Variant
         if fn is _tova_layer:
             constants |= {"BN": _LAYER_TILE[0], "BK": _LAYER_TILE[1]}
         signature = typed(fn, common, constants)
-        found.append(Variant(name, fn, signature, constants, warps=_WARPS, vector=False))
+        found.append(Variant(name, fn, signature, constants, warps=_WARPS))
     return found

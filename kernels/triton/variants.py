@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+WIDE = 16
+"""Bytes of the widest load of a thread."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -12,8 +15,9 @@ class Variant:
 
     fn: the `triton.jit` function; signature: the type of every argument in order, as Triton writes
     types ("*bf16", "i64", "constexpr"; a tuple of types for a tuple); constants: the value of every
-    "constexpr"; warps and stages: how it is launched; mma: it must use matrix instructions; vector:
-    it must read rows 16 bytes at a time. A launch does not specialize integers.
+    "constexpr"; warps and stages: how it is launched; mma: it must use matrix instructions; reads:
+    by pointer, the bytes that each load through it must have. A launch does not specialize
+    integers.
     """
 
     name: str
@@ -23,7 +27,7 @@ class Variant:
     warps: int = 4
     stages: int = 2
     mma: bool = False
-    vector: bool = True
+    reads: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def aligned(self) -> tuple[int, ...]:

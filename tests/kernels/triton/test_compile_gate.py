@@ -1,6 +1,6 @@
 """Every Triton kernel is compiled without a GPU, and the result is read: no stack and no spills,
-rows read 16 bytes at a time, matrix instructions where they are meant, no more shared memory than
-a multiprocessor has.
+keys, values and other rows read as wide as their `Variant` says, pointer by pointer, matrix
+instructions where they are meant, no more shared memory than a multiprocessor has.
 
 By default for compute capability 9.0; `pytest -m "soak or not soak"` adds 8.0. Nothing comes from
 Triton's cache. With pytest-xdist the workers share the builds; without it threads do.
@@ -13,12 +13,13 @@ import os
 import pkgutil
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from pointer_reads import UNKNOWN, reads, too_narrow
 
 pytest.importorskip("triton", reason="no Triton on this system")
 
@@ -52,32 +53,38 @@ BUILDS = [
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """One compiled variant: its instructions, and the memory that it needs."""
+    """One compiled variant: its instructions, the bytes of its loads by pointer, and the memory
+    that it needs."""
 
     instructions: frozenset[str]
+    reads: Mapping[str, Collection[int]]
     stack: int
     local: int
     shared: int
 
 
-def compiled(name: str, arch: int, tool: Path, folder: Path) -> Built:
+def compiled(
+    name: str, arch: int, tool: Path, folder: Path, unaligned: Collection[str] = ()
+) -> Built:
     """Compile a variant and read the machine code. It is disassembled only where a test reads
-    instructions: that takes as long as compiling."""
+    instructions: that takes as long as compiling. unaligned: pointers that the compiler is not told
+    to be aligned, as it would be by a mistake in the kernel's decorator."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     variant = VARIANTS[name]
     names = list(variant.signature)
+    aligned = [i for i in variant.aligned if names[i] not in unaligned]
     source = ASTSource(
         variant.fn,
         dict(variant.signature),
         {(names.index(n),): value for n, value in variant.constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i in variant.aligned},
+        {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    cubin = folder / f"{name}-{arch}.cubin"
+    cubin = folder / f"{'-'.join([name, str(arch), *unaligned])}.cubin"
     cubin.write_bytes(made.asm["cubin"])
 
     def dump(what: str) -> str:
@@ -86,9 +93,13 @@ def compiled(name: str, arch: int, tool: Path, folder: Path) -> Built:
 
     usage = dump("--dump-resource-usage")
     number = {k: int(v) for k, v in re.findall(r"(STACK|LOCAL):(\d+)", usage)}
-    sass = dump("--dump-sass") if variant.vector or variant.mma else ""
+    sass = dump("--dump-sass") if variant.mma else ""
     found = re.findall(r"\b([A-Z][A-Z0-9]*(?:\.[A-Z0-9_]+)*)\b", sass)
-    return Built(frozenset(found), number["STACK"], number["LOCAL"], made.metadata.shared)
+    widths: Mapping[str, Collection[int]] = {}
+    if variant.reads:
+        taken = [n for n, kind in variant.signature.items() if kind != "constexpr"]
+        widths = reads(made.asm["llir"], taken)
+    return Built(frozenset(found), widths, number["STACK"], number["LOCAL"], made.metadata.shared)
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +144,36 @@ def test_machine_code(build: Callable[[str, int], Built], name: str, arch: int) 
     assert built.local == 0
     assert not heads & {"LDL", "STL"}
     assert built.shared <= SHARED[arch]
-    if variant.vector:
-        wide = [w for w, parts in words.items() if parts[0] in ("LDG", "LDGSTS") and "128" in parts]
-        assert wide, "no row is read 16 bytes at a time"
+    assert too_narrow(built.reads, variant.reads) == []
+    assert UNKNOWN not in built.reads, "a load whose pointer is not known"
     if variant.mma:
         assert heads & {"HMMA", "HGMMA"}, "no matrix instruction"
+
+
+@pytest.mark.parametrize("unaligned", [("k", "v"), ("v",), ("k",)], ids="-".join)
+def test_the_gate_refuses_keys_or_values_that_are_read_narrowly(
+    tmp_path: Path, unaligned: tuple[str, ...]
+) -> None:
+    """A `split` that is not told that keys or values are aligned reads them two bytes at a time.
+    Its queries are still read 16 bytes at a time, which is no excuse."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton brings no cuobjdump")
+    name = "split-bf16-128"
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path / "cache")
+        built = compiled(name, DEFAULT, tool, tmp_path, unaligned)
+    assert set(built.reads["q"]) == {16}
+    assert too_narrow(built.reads, VARIANTS[name].reads) == [
+        f"{pointer} is read 2 bytes at a time, not 16" for pointer in sorted(unaligned)
+    ]
+
+
+def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None:
+    """The kernels that go over all rows; a step's own row is read by the numbers."""
+    walks = ("split", "join", "mass", "lse", "rows", "ragged-prefill", "add-norm", "silu-mul")
+    for name, variant in VARIANTS.items():
+        assert bool(variant.reads) == name.startswith((*walks, "rotate")), name
+        assert set(variant.reads) <= set(variant.signature)
