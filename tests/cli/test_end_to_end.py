@@ -376,7 +376,7 @@ def test_ctrl_c_and_ctrl_d_on_a_terminal(tmp_path: Path, story: str) -> None:
         "-n",
         "100000",
     ]
-    terminal = Terminals(command, {"TERM": "dumb", "OMP_NUM_THREADS": "1"})
+    terminal = Terminals(command, {"TERM": "dumb", "COLUMNS": "200", "OMP_NUM_THREADS": "1"})
     try:
         terminal.prompt = "> "
         terminal.until("Ctrl-D leaves.")
