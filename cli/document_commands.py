@@ -139,7 +139,7 @@ COMMANDS = (
     Command(
         ("add",),
         f"[{REPLACE}] FILE...",
-        "put files, directories or patterns before the next question",
+        "put documents before the next question: files, directories, patterns",
         _add,
     ),
     Command(("docs",), "", "the documents, their sizes, and which were read", _docs),

@@ -32,6 +32,7 @@ _QUESTIONS = {
     "weigh": "what a token's score is multiplied with",
     "prefer": "which tokens are evicted last",
 }
+_LISTED = 8  # documents up to which a chat begins with a line for each
 STOPS = {
     "eos": "end of turn",
     "length": "--max-tokens",
@@ -121,9 +122,14 @@ def header(session: ChatSession, version: str) -> str:
         ("policy", policy_line(session)),
         ("reuse", refresh.line(session)),
     ]
+    waiting = session.pending
+    if len(waiting) > _LISTED:
+        characters = sum(len(document.text) for document in waiting)
+        rows.append(("documents", f"{len(waiting):,} · {characters:,} characters · /docs"))
+        return _columns(rows)
     rows += [
         ("document", f"{document.name or 'piped text'} · {len(document.text):,} characters")
-        for document in session.pending
+        for document in waiting
     ]
     return _columns(rows)
 
