@@ -148,7 +148,7 @@ COMMANDS = (
     Command(
         ("add",),
         f"[{REPLACE}] FILE...",
-        "put files, directories or patterns before the next question",
+        "put documents before the next question: files, directories, patterns",
         _add,
         files=True,
         follows=_after_add,

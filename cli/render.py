@@ -32,6 +32,7 @@ _QUESTIONS = {
     "weigh": "what a token's score is multiplied with",
     "prefer": "which tokens are evicted last",
 }
+_LISTED = 8  # documents up to which a chat begins with a line for each
 _READ = {
     "once": "only what was new was read",
     "refresh": "the whole conversation was read again for this question",
@@ -123,9 +124,14 @@ def header(session: ChatSession, version: str) -> str:
         ("policy", policy_line(session)),
         ("reuse", refresh.line(session)),
     ]
+    waiting = session.pending
+    if len(waiting) > _LISTED:
+        characters = sum(len(document.text) for document in waiting)
+        rows.append(("documents", f"{len(waiting):,} · {characters:,} characters · /docs"))
+        return _columns(rows)
     rows += [
         ("document", f"{document.name or 'piped text'} · {len(document.text):,} characters")
-        for document in session.pending
+        for document in waiting
     ]
     return _columns(rows)
 

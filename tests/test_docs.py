@@ -1,12 +1,24 @@
-"""docs/architecture.md names files, classes and methods that exist."""
+"""docs/architecture.md names files, classes and methods that exist. The README's commands are ones,
+and its figures of a plan are what `minikv plan` says."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shlex
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from huggingface_hub import constants
+from typer.core import TyperGroup
+from typer.testing import CliRunner
+
+from minikv.chat.report import size
+from minikv.cli.main import _resume_alone, app
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/architecture.md").read_text()
@@ -43,3 +55,138 @@ def test_the_methods_exist(text: str) -> None:
     names = set(re.findall(r"\b([A-Z]\w+\.[a-z_]\w*)", text))
     assert len(names) >= 5
     assert sorted(names - known()) == []
+
+
+# -- the README -----------------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text()
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""What the config.json of Llama-3.1-8B-Instruct says about its shape."""
+
+
+def commands() -> list[list[str]]:
+    """Every `minikv ...` of the README's shell blocks, as words without `minikv`."""
+    found = []
+    for block in re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            for part in re.split(r" && | \| ", line):
+                words = shlex.split(part, comments=True)
+                if words and words[0] in ("minikv", ".venv/bin/minikv"):
+                    found.append(words[1 : words.index("<")] if "<" in words else words[1:])
+    return found
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_the_commands_of_the_readme_are_ones(words: list[str]) -> None:
+    """They are parsed as typer would: the command, its flags and their values."""
+    command: Any = typer.main.get_command(app)
+    names: list[str] = []
+    words = _resume_alone(words)
+    while isinstance(command, TyperGroup) and words:
+        names.append(words[0])
+        assert words[0] in command.commands, names
+        command, words = command.commands[words[0]], words[1:]
+    with command.make_context(" ".join(names), list(words)):
+        pass
+
+
+def test_the_readme_has_the_commands_of_a_first_day() -> None:
+    first = {words[0] for words in commands()}
+    assert {"ask", "chat", "plan", "policies", "eval", "bench"} <= first
+    assert "https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct" in README
+    assert "`.venv/bin/hf auth login`" in README
+    scripts = metadata.entry_points(group="console_scripts")
+    assert "hf" in scripts.names
+
+
+def test_the_chat_of_the_readme_answers_its_questions() -> None:
+    line = next(words for words in commands() if words[0] == "chat")
+    assert line[1:] == ["models/bundled/sample.txt"]
+    known = {
+        entry["question"]: entry["answer"]
+        for entry in json.loads((ROOT / "models/bundled/questions.json").read_text())
+    }
+    told = README[README.index("Questions to try:") :].split("\n\n")[0]
+    questions = re.findall(r'"([^"]+)"', " ".join(told.split()))
+    assert len(questions) == 3
+    assert set(questions) <= set(known)
+    done = CliRunner().invoke(
+        app, ["chat", str(ROOT / line[1]), "--reuse", "refresh"], input="\n".join(questions)
+    )
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines() == [known[question] for question in questions]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`minikv plan` of the README's model, whose configuration is in the hub's cache."""
+    folder = tmp_path / "hub/models--meta-llama--Llama-3.1-8B-Instruct"
+    (folder / "snapshots/0123").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("0123")
+    (folder / "snapshots/0123/config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "100"})
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    return run
+
+
+def planned() -> list[str]:
+    """The flags of the README's plan."""
+    return next(words for words in commands() if words[0] == "plan")[1:]
+
+
+def test_the_plan_of_the_readme_is_what_plan_says(plan: Any) -> None:
+    shown = re.search(r"^```sh\n[^\n]*minikv plan .*?^```\n\n```\n(.*?)^```", README, re.M | re.S)
+    assert shown is not None
+    assert plan(*planned()) == shown[1]
+
+
+def test_the_table_of_the_readme_is_what_plan_says(plan: Any) -> None:
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| (GPU|CPU) \|(.*)\|$", README, re.MULTILINE)
+    assert [row[:2] for row in rows] == [
+        ("auto", "GPU"),
+        ("auto", "CPU"),
+        ("int8", "CPU"),
+        ("int4", "CPU"),
+    ]
+    common = [word for word in planned() if word not in ("--device", "cuda")]
+    for form, where, cells in rows:
+        device = "cuda" if where == "GPU" else "cpu"
+        made = json.loads(plan(*common, "--weights", form, "--device", device, "--json"))
+        needs = {row["policy"]: row["needs"] for row in made["rows"] if not row["stride"]}
+        found = [made["weights"], needs["adakv"], needs["full"]]
+        assert [cell.strip() for cell in cells.split("|")] == [size(count) for count in found]
+
+
+def test_a_suggestion_is_a_command_that_parses(plan: Any) -> None:
+    text = " ".join(plan(*planned()).split())
+    line = re.search(r"tokens fit: minikv (chat .*) FILE \(needs", text)
+    assert line is not None
+    test_the_commands_of_the_readme_are_ones(shlex.split(line[1]))

@@ -14,7 +14,7 @@ from fakes import ByteTokenizer, ChatML, FakeEngine
 
 from minikv.chat.session import ChatSession
 from minikv.cli import document_commands as commands
-from minikv.cli import documents
+from minikv.cli import documents, render
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
@@ -128,6 +128,8 @@ def test_many_documents_are_one_line(run: Run, session: ChatSession, tmp_path: P
     for n in range(commands.SHOWN + 1):
         file(tmp_path / "d", f"{n}.txt")
     said = run("add", str(tmp_path / "d"))
+    header = " ".join(render.header(session, "0").split())
+    assert header.endswith("documents 9 · 81 characters · /docs")
     assert said.splitlines() == [
         f"{tmp_path}/d: 9 documents",
         "9 documents: 81 characters, read with your next question; /docs lists them",
