@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -52,6 +53,8 @@ def ask(
     in is the document if no file is named, or if one of `files` is "-".
     """
     settings.eviction()  # refuse a wrong policy before a large document is read
+    if not go_on:  # there is no later question
+        settings = replace(settings, tier="none")
     name = newest() if go_on else ""
     if go_on and question != "-" and "-" not in files:  # the documents are in the chat
         texts = [documents.read_file(path, errors, loaders) for path in files]
