@@ -54,7 +54,8 @@ def ask(
     """
     settings.eviction()  # refuse a wrong policy before a large document is read
     if not go_on:  # there is no later question
-        settings = replace(settings, tier="none")
+        once = "once" if settings.reuse == "recall" else settings.reuse
+        settings = replace(settings, tier="none", reuse=once)
     name = newest() if go_on else ""
     if go_on and question != "-" and "-" not in files:  # the documents are in the chat
         texts = [documents.read_file(path, errors, loaders) for path in files]
