@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 _WORDS = {
-    "auto": "recall where there is a tier; else refresh if the policy looks at the question",
-    "recall": "each question is answered from all that was read, which the tier keeps",
+    "auto": "recall where it fits, else refresh if the policy asks for it",
+    "recall": "each question is answered from all that was read",
     "refresh": "each question reads everything again",
     "once": "later questions go on with the cache of the first",
     "blind": "documents are evicted before a question is seen",

@@ -49,8 +49,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     from minikv.engine import threads
     from minikv.engine.engine import Engine
     from minikv.engine.warmup import compiles, warm
-    from minikv.models import load
-    from minikv.models.weights import free_memory
+    from minikv.models import free_memory, load
 
     if settings.kernels == "triton" and not torch.cuda.is_available():
         raise no_cuda()
@@ -100,9 +99,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         system=settings.system,
         pin_system=settings.pin_system,
         reuse=settings.reuse,
-        recall=Recall(
-            kv, settings.tier, settings.tier_dtype, lambda: free_memory(torch.device("cpu"))
-        ),
+        recall=Recall(kv, settings.tier, settings.tier_dtype, free_memory),
         facts=Facts(
             model=loaded.name,
             revision=loaded.revision or "",

@@ -36,6 +36,15 @@ class Loaded:
     """Bytes that the weights take on the device."""
 
 
+def free_memory() -> int | None:
+    """Bytes of the host's memory that can still be allocated; None where nobody knows."""
+    import torch
+
+    from minikv.models import weights
+
+    return weights.free_memory(torch.device("cpu"))
+
+
 def load(
     model: str | Path | None,
     *,

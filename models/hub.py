@@ -116,7 +116,7 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
     if _offline(offline):
         raise ModelUnavailable(
             f"{found}{at} is not in the local cache, and offline mode is on",
-            "run once without --offline (and without HF_HUB_OFFLINE); only config.json is fetched",
+            "run once without `offline=True` (and without HF_HUB_OFFLINE); only config.json is fetched",
         )
     with _told(found, revision):
         # This question is asked once. The library repeats the next one for half a minute.
@@ -177,7 +177,7 @@ def gguf(name: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"{quote(name)} is a GGUF file, which minikv does not read",
         "use the model that it was made from, in the repository with the .safetensors files; "
-        "--weights int4 makes that small while it is loaded",
+        '`weights="int4"` makes that small while it is loaded',
     )
 
 

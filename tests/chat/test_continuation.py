@@ -60,7 +60,7 @@ def kept(chat: ChatSession) -> list[list[int]]:
         {},
         {"decode": "none"},
         {"policy": "full", "decode": "none"},
-        {"policy": "snapkv", "decode": "h2o", "kernels": "torch"},
+        {"policy": "snapkv", "decode": "h2o", "kernels": "torch", "tier": "none"},
         {"policy": "full", "decode": "hashevict"},
         {"policy": "roco", "stride": 16},
         {"kv": "int8"},

@@ -689,7 +689,11 @@ def test_10_forty_columns(screens: Callable[..., str]) -> None:
     held = next(i for i, line in enumerate(lines) if line.startswith("KV held    "))
     assert re.match(r" {11}\S", lines[held + 1]), "a row goes on in its second column"
     text = " ".join(" ".join(lines).split())
-    for screen in ("KV held", "share of the heads that hold a token", "put documents before"):
+    for screen in (
+        "KV held",
+        "share of the heads that hold a token",
+        "put files, directories or patterns",
+    ):
         assert screen in text, screen
 
 

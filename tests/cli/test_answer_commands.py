@@ -56,7 +56,7 @@ def test_continue_goes_on_with_the_answer(world: World, document: str) -> None:
     assert result.stdout.splitlines() == [whole[:5], whole[5:10], whole[10:]]
     lines = [line for line in result.stderr.splitlines() if " tok · " in line]
     assert [line.split()[0] for line in lines] == ["5", "10", "12"]
-    assert "stopped by length" in lines[1]
+    assert "stopped by max_tokens" in lines[1]
     assert "stopped by" not in lines[2]
     assert world.session is not None
     assert [turn.answer for turn in world.session.turns] == [whole]
@@ -294,7 +294,7 @@ def test_stop_ends_an_answer_of_ask_and_of_a_chat(world: World, document: str) -
     lines = f"Who runs it?\n/undo\n/set stop {whole[2:4]}\nWho runs it?\n"
     result = world.run("chat", document, "--stop", whole[4:6], input=lines)
     assert result.stdout.splitlines() == [whole[:4], whole[:2]]
-    assert "stopped by stop" in result.stderr
+    assert "stopped by a stop text" in result.stderr
 
 
 def test_stop_texts_of_a_command_line_may_name_a_new_line(world: World, document: str) -> None:

@@ -609,7 +609,7 @@ def test_a_chat_that_is_not_saved_is_told_in_the_words_of_a_shell(
     assert first == "error: no saved chat 'thesis-3'"
     assert hint == (
         "  did you mean theses-3? saved are theses-5, theses-4, theses-3, theses-2, theses-1, ...; "
-        "`minikv chat --resume` without a name takes up theses-5"
+        "`minikv chats` lists all"
     )
 
 

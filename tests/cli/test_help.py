@@ -103,7 +103,7 @@ def test_a_flag_of_the_second_tier_works_and_is_completed() -> None:
         prog_name="minikv",
         env={
             "_MINIKV_COMPLETE": "complete_bash",
-            "COMP_WORDS": "minikv chat --st",
+            "COMP_WORDS": "minikv chat --str",
             "COMP_CWORD": "2",
         },
     )

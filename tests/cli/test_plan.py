@@ -114,7 +114,7 @@ def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
 )
 def test_packed_weights_are_counted_to_the_byte(form: str, words: str) -> None:
     made = of(EvictionConfig.read(), None, 1000, weights=form, device="cpu")
-    there = minikv.load(weights=form, device="cpu")
+    there = minikv.load(weights=form, device="cpu", tier="none")
     assert made.weights == there.facts.weight_bytes
     assert made.kept == form == there.facts.form
     text = run(None, "1000", weights=form, device="cpu")
@@ -223,7 +223,7 @@ def config_of(layers: int, windows: tuple[int | None, ...] | None = None) -> Mod
 
 @pytest.fixture(scope="module")
 def bundled() -> ChatSession:
-    return minikv.load(device="cpu")
+    return minikv.load(device="cpu", tier="none")
 
 
 @pytest.fixture(scope="module")
@@ -691,7 +691,7 @@ def test_importing_it_loads_no_torch() -> None:
 def test_codes_are_planned_as_they_are_kept(bundled: ChatSession) -> None:
     """With --kv int8 a row takes less, a budget of bytes is more rows, and a real run agrees."""
     config = bundled.engine.network.config  # type: ignore[attr-defined]
-    session = minikv.load(device="cpu", kv="int8")
+    session = minikv.load(device="cpu", kv="int8", tier="none")
     text = "The mill on the river is run by Ada, who came from Velgate. " * 20
     rows = {}
     for budget in ("72", "600KiB"):

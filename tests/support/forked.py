@@ -20,7 +20,7 @@ import tempfile
 import termios
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,19 +174,23 @@ def _press_at(presses: Presses) -> None:
     from minikv.engine.engine import Engine
 
     seen: Counter[str] = Counter()
-    prompt, step, weights = Engine.prompt, Engine.next, Loading.weights
+    prompt, recall = Engine.prompt, Engine.recall
+    step, weights = Engine.next, Loading.weights
 
     def press(moment: str) -> None:
         seen[moment] += 1
         for _ in range(presses.get((moment, seen[moment]), 0)):
             os.kill(os.getpid(), signal.SIGINT)
 
-    def reading(self: Engine, ids: Any, progress: Any = None, room: int = 256) -> Any:
-        def told(done: int, total: int) -> None:
-            press("chunk")
-            progress(done, total)
+    def reading(how: Callable[..., Any]) -> Callable[..., Any]:
+        def read(self: Engine, ids: Any, progress: Any = None, room: int = 256) -> Any:
+            def told(done: int, total: int) -> None:
+                press("chunk")
+                progress(done, total)
 
-        return prompt(self, ids, told, room)
+            return how(self, ids, told, room)
+
+        return read
 
     def writing(self: Engine, *how: Any, **more: Any) -> Any:
         press("token")
@@ -196,5 +200,6 @@ def _press_at(presses: Presses) -> None:
         press("load")
         weights(self, done, total)
 
-    Engine.prompt, Engine.next = reading, writing  # type: ignore[method-assign]
+    Engine.prompt, Engine.recall = reading(prompt), reading(recall)  # type: ignore[method-assign]
+    Engine.next = writing  # type: ignore[method-assign]
     Loading.weights = loading  # type: ignore[method-assign]
