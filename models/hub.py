@@ -116,7 +116,8 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
     if _offline(offline):
         raise ModelUnavailable(
             f"{found}{at} is not in the local cache, and offline mode is on",
-            "run once without `offline=True` (and without HF_HUB_OFFLINE); only config.json is fetched",
+            "run once without `offline=True` (and without HF_HUB_OFFLINE); "
+            "only config.json is fetched",
         )
     with _told(found, revision):
         # This question is asked once. The library repeats the next one for half a minute.

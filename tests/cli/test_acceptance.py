@@ -692,7 +692,7 @@ def test_10_forty_columns(screens: Callable[..., str]) -> None:
     for screen in (
         "KV held",
         "share of the heads that hold a token",
-        "put files, directories or patterns",
+        "put documents before",
     ):
         assert screen in text, screen
 
