@@ -209,6 +209,13 @@ class Run:
             chat.reset()
             chat.reuse, chat.recall.kind = before
 
+    def answers(self) -> list[list[list[str]]]:
+        """[choice][document][question], in the order of the cells of one task."""
+        return [
+            self._sheets["answers", i].made[: self.completed]
+            for i in range(len(self._choices["answers"]))
+        ]
+
     def cells(self) -> list[Cell]:
         """One for each task and choice, in this order; none if no item was finished."""
         if not self.completed:
