@@ -21,7 +21,7 @@ from minikv.cli.failures import guard
 from minikv.cli.flags import Call, Only, command
 from minikv.cli.help import Group
 from minikv.cli.terminal import Terminal, hush, open_streams
-from minikv.settings import OUTPUT, Generation, Setting, Settings
+from minikv.settings import CACHE, OUTPUT, Generation, Setting, Settings
 
 _CHATS = "Saved chats"
 _MORE = "Look up, measure, set up"
@@ -267,8 +267,9 @@ def demo(call: Call, interface: Annotated[Interface, Only("plain debug")]) -> No
     short_help="what each policy costs in quality, beside the full cache",
     help="minikv eval --tasks facts,needle --policy adakv,snapkv --budget 64,128,256\n\n"
     "Ask the same questions under every policy and budget, the full cache first. Tasks: needle, "
-    "facts, followup (six questions in one chat), agree (with the full cache's answer), ppl, loss "
-    "(attention lost). FILEs are LongBench or RULER records, in JSON lines.",
+    "facts, agree (with the full cache's answer), ppl, loss (attention lost); and chats: followup "
+    "(six questions), digits (32 and 64 digits), codes (the same in sixteen parts), several (three "
+    "values), count, back (earlier answers). FILEs are LongBench or RULER records, in JSON lines.",
 )
 @command
 def evaluate(
@@ -276,7 +277,7 @@ def evaluate(
     settings: Annotated[
         Settings,
         Only(
-            f"{_MODEL} threads policy budget decode stride kv options seed",
+            f"{_MODEL} threads policy budget decode stride kv tier_dtype options seed",
             _list_of("policy", "adakv,snapkv,streaming"),
             _list_of("budget", "128,256"),
             _list_of("decode", "auto"),
@@ -300,6 +301,14 @@ def evaluate(
     count: Annotated[
         int, typer.Option("--count", "-n", help="questions per task (needle: per place)")
     ] = 40,
+    reuses: Annotated[
+        str,
+        typer.Option(
+            "--reuse",
+            help="what later questions find: once, refresh, blind, recall; a list with commas",
+            rich_help_panel=CACHE,
+        ),
+    ] = "once",
     as_json: Annotated[Path | None, typer.Option("--json", help="write the results here")] = None,
     csv: Annotated[
         Path | None, typer.Option(help="write the results here", rich_help_panel=OUTPUT)
@@ -319,6 +328,7 @@ def evaluate(
         settings,
         [path for path in (as_json, csv, *(heat or [])) if path],
         call.terminal,
+        reuses,
     )
 
 

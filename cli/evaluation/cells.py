@@ -23,7 +23,9 @@ class Cell:
     with its 95 % interval over documents, None of a single one; `by_question` by the question's
     number in its chat, `by_place` by needle depth and length; `held` the share of a
     full cache that is held at the end (1 less the share saved), mean over documents. `by_item` is
-    each document's own mean (nats for ppl), so that policies can be compared in pairs.
+    each document's own mean (nats for ppl), so that policies can be compared in pairs. `reuse` is
+    what later questions found; `same_by_question`, of chats, the share of answers that are the full
+    cache's.
     """
 
     task: str
@@ -40,6 +42,8 @@ class Cell:
     by_question: list[float] = field(default_factory=list)
     by_place: list[tuple[float, int, float, int]] = field(default_factory=list)
     more: dict[str, float] = field(default_factory=dict)
+    reuse: str = "once"
+    same_by_question: list[float] = field(default_factory=list)
 
     def record(self) -> dict[str, object]:
         """As JSON has it, which knows no infinity."""
@@ -86,6 +90,26 @@ def agreeing(
     return replace(_of_questions("agree", eviction, scores, held), more=more)
 
 
+def beside(cell: Cell, answers: Answers, full: Answers) -> Cell:
+    """The cell of a chat with what is known of its answers beside the full cache's.
+
+    `more` gets `same`, the share of answers that are the full cache's word for word, with its
+    interval, and `all_right`, the share of chats in which every answer is right.
+    """
+    same = [
+        [float(agreement(a, b).exact) for a, b in zip(mine, theirs, strict=True)]
+        for mine, theirs in zip(answers, full, strict=True)
+    ]
+    low, high = intervals.of_shares(same)
+    bounds = {} if low is None or high is None else {"same_low": low, "same_high": high}
+    more = {
+        "same": mean([x for row in same for x in row]),
+        **bounds,
+        "all_right": mean([float(score == 1.0) for score in cell.by_item]),
+    }
+    return replace(cell, more={**cell.more, **more}, same_by_question=_columns(same))
+
+
 def measured(
     task: str, eviction: EvictionConfig, values: intervals.Rows, held: Sequence[float]
 ) -> Cell:
@@ -105,10 +129,15 @@ def mean(values: Sequence[float]) -> float:
 def _of_questions(
     task: str, eviction: EvictionConfig, scores: intervals.Rows, held: Sequence[float]
 ) -> Cell:
-    longest = max(map(len, scores))
-    by_question = [mean([row[i] for row in scores if i < len(row)]) for i in range(longest)]
     made = _cell(task, eviction, scores, intervals.of_shares(scores), held)
-    return replace(made, by_question=by_question if longest > 1 else [])
+    by_question = _columns(scores)
+    return replace(made, by_question=by_question if len(by_question) > 1 else [])
+
+
+def _columns(rows: intervals.Rows) -> list[float]:
+    """The mean of each question over the documents that have so many."""
+    longest = max(map(len, rows))
+    return [mean([row[i] for row in rows if i < len(row)]) for i in range(longest)]
 
 
 def _cell(

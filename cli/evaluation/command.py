@@ -11,6 +11,7 @@ from pathlib import Path
 import minikv
 from minikv.cli.evaluation import metrics, run, show, tasks
 from minikv.cli.evaluation.cells import Cell
+from minikv.cli.evaluation.chats import CHATS
 from minikv.cli.evaluation.files import Item, read_items, scored
 from minikv.cli.evaluation.names import ANSWERED, TASKS
 from minikv.cli.terminal import Terminal
@@ -32,9 +33,10 @@ def evaluate(
     settings: Settings,
     outputs: Sequence[Path],
     terminal: Terminal,
+    reuse: str = "once",
 ) -> None:
-    """Measure and print; `names`, `lengths` and the policies and budgets of `settings` are lists
-    with commas.
+    """Measure and print; `names`, `lengths`, `reuse` and the policies and budgets of `settings` are
+    lists with commas.
 
     Raises UsageError for anything that is wrong with them before a model is loaded.
     """
@@ -50,6 +52,13 @@ def evaluate(
             f"a document of {sizes[0]:,} tokens holds no fact to ask for",
             f"--length must be {tasks.LEAST} or more; only needle takes less",
         )
+    for name in wanted_tasks:
+        if name in CHATS and sizes[0] < CHATS[name].least:
+            raise UsageError(
+                f"a document of {sizes[0]:,} tokens is too short for the task {name}",
+                f"--length must be {CHATS[name].least} or more",
+            )
+    finds = run.reuses(read_list(reuse, "--reuse"))
     choices = run.choices(
         read_list(settings.policy, "--policy"),
         read_list(settings.budget, "--budget"),
@@ -70,7 +79,7 @@ def evaluate(
         decode="auto",
         stride=0,
         options={},
-        reuse="once",  # follow-ups measure what a policy keeps: nothing is read again for them
+        reuse="once",  # each run sets its own
     )
     chat = build(plain)
     terminal.clear_status()
@@ -84,16 +93,16 @@ def evaluate(
     if "needle" in wanted_tasks:
         made = list(tasks.needle(codec, sizes, count, seed, how=how))
         work.append(("needle", ["needle"], made))
-    if "followup" in wanted_tasks:
-        chats = -(-count // tasks.FOLLOWUPS)
-        made = list(tasks.followup(codec, sizes[0], chats, seed, how))
-        work.append(("followup", ["followup"], made))
-    same = [name for name in wanted_tasks if name not in ("needle", "followup")]
+    for name, task in CHATS.items():
+        if name in wanted_tasks:
+            made = list(task.items(codec, sizes[0], count, seed, how))
+            work.append((name, [name], made))
+    same = [name for name in wanted_tasks if name != "needle" and name not in CHATS]
     if same:  # these look at the same documents, which are read once for all of them
         made = list(tasks.facts(codec, sizes[0], count, seed, how))
         work.append((", ".join(same), same, made))
     terminal.status("looking whether all documents fit")
-    runs = [(what, run.Run(chat, kinds, items, choices)) for what, kinds, items in work]
+    runs = [(what, run.Run(chat, kinds, items, choices, finds)) for what, kinds, items in work]
     for what, one in runs:
         one.check(what)
     terminal.clear_status()
@@ -107,6 +116,8 @@ def evaluate(
         "count": count,
         "seed": settings.seed,
         "options": dict(settings.options),
+        "reuse": finds,
+        "tier_dtype": settings.tier_dtype,
         "metrics": {
             what if kind == "file" else kind: scored(one.items)
             for what, one in runs

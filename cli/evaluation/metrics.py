@@ -42,6 +42,11 @@ def contains_words(answer: str, right: Sequence[str], classes: Sequence[str] = (
     return float(any(_occurs(_folded(r).rstrip(_FINAL), text) for r in right))
 
 
+def values_found(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
+    """The share of the right values that occur in the answer as whole words, in any case."""
+    return sum(contains_words(answer, [r]) for r in right) / len(right)
+
+
 def _folded(text: str) -> str:
     """Without case, compatibility forms and runs of white space."""
     folded = unicodedata.normalize("NFKC", text).casefold()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-ANSWERED = ("needle", "facts", "followup", "file")
+CHATS = ("followup", "digits", "codes", "several", "count", "back")
+ANSWERED = ("needle", "facts", *CHATS, "file")
 MEASURED = ("agree", "ppl", "loss")
 TASKS = (*ANSWERED[:-1], *MEASURED)
 """Those that --tasks takes; records from files are a task of their own."""

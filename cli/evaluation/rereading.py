@@ -6,12 +6,14 @@ evicts. So policies that look at the same queries get the same traces.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.prefill import LayerTrace
+from minikv.cache.prefill import LayerTrace, Prefill
 from minikv.engine.engine import Network
 
 
@@ -29,7 +31,7 @@ class Rereading:
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
         """See `Network`; `kv` stands for this object's cache."""
         reading = self.kv.first
-        if reading is None:
+        if reading is None or reading.plan.given:
             return self.network.forward(ids, kv)
         if self._ids is None or not torch.equal(ids, self._ids):
             self._ids, self._known = ids.clone(), {}
@@ -40,7 +42,7 @@ class Rereading:
             return logits.clone()
         traces, logits = self._known[reading.needs]
         for layer, trace in enumerate(traces):
-            reading.replay(trace)
+            reading.replay(_staged(reading, layer, trace))
             reading.finish(layer)
         kv.advance(len(ids))
         return logits.clone()
@@ -49,6 +51,16 @@ class Rereading:
         """Each layer's keys [H, T, D] of the remembered prompt."""
         traces, _ = next(iter(self._known.values()))
         return [trace.key for trace in traces]
+
+
+def _staged(reading: Prefill, layer: int, trace: LayerTrace) -> LayerTrace:
+    """The trace with its rows where the prompt's tier, if it has one, takes them from."""
+    if reading.tier is None:
+        return trace
+    key, value = reading.tier.stage(layer, reading.plan.tokens)
+    key.copy_(trace.key)
+    value.copy_(trace.value)
+    return replace(trace, key=key, value=value)
 
 
 class _Recorder:

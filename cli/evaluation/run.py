@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.evaluation import cells
 from minikv.cli.evaluation.cells import Cell
+from minikv.cli.evaluation.chats import CHATS
 from minikv.cli.evaluation.files import Item
 from minikv.cli.evaluation.passes import PASSES
 from minikv.cli.evaluation.rereading import Rereading
 from minikv.engine.engine import Engine
 from minikv.errors import ContextError, UsageError
+
+REUSES = ("once", "refresh", "blind", "recall")
+"""What later questions may find here; `auto` is one of them, and which would not be seen."""
 
 Progress = Callable[[int, int], None]
 """(done, total): documents under a policy."""
@@ -59,6 +65,22 @@ def choices(
     return wanted
 
 
+def reuses(wanted: Sequence[str]) -> list[str]:
+    """Each of these once. Raises UsageError for what is not one of `REUSES`."""
+    for name in wanted:
+        if name not in REUSES:
+            raise UsageError(f"unknown reuse {name!r}", f"--reuse takes: {', '.join(REUSES)}")
+    return list(dict.fromkeys(wanted))
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A policy and budget, and what later questions find under it."""
+
+    eviction: EvictionConfig
+    reuse: str
+
+
 class _Sheet:
     """What one policy did, document by document; `held` is written last."""
 
@@ -70,7 +92,9 @@ class _Sheet:
 class Run:
     """Some tasks over the same items, under every choice. The first is what `agree` compares with.
 
-    `cells` are of the items that `measure` has finished, also after it was stopped.
+    Later questions find what each of `reuses` says. Without eviction that makes no difference, nor
+    where there are no questions: these are measured under the first one alone. `cells` are of the
+    items that `measure` has finished, also after it was stopped.
     """
 
     def __init__(
@@ -79,11 +103,24 @@ class Run:
         tasks: Sequence[str],
         items: Sequence[Item],
         wanted: Iterable[EvictionConfig],
+        reuses: Sequence[str] = ("once",),
     ) -> None:
         self.chat, self.tasks, self.items, self.wanted = chat, tasks, items, list(wanted)
-        names = dict.fromkeys(task if task in PASSES else "answers" for task in tasks)
+        names = dict.fromkeys(map(self._pass, tasks))
         self._passes = sorted(names, key=list(PASSES).index)
-        self._sheets = {(p, i): _Sheet() for p in self._passes for i in range(len(self.wanted))}
+        # All policies of one reuse are neighbours: they read the same first prompt.
+        self._choices = {
+            one: [
+                _Choice(eviction, reuse if eviction.evicts else "once")
+                for number, reuse in enumerate(reuses if one == "answers" else reuses[:1])
+                for eviction in self.wanted
+                if eviction.evicts or not number
+            ]
+            for one in self._passes
+        }
+        self._sheets = {
+            (one, i): _Sheet() for one, these in self._choices.items() for i in range(len(these))
+        }
 
     @property
     def completed(self) -> int:
@@ -94,8 +131,9 @@ class Run:
         """Raise ContextError for the first item that might not fit, called by file and line or as a
         document of the task `name`, and UsageError for a budget that is too small for any of them.
         Measures nothing, so that one item does not cost the others."""
-        for eviction in self.wanted:
-            self.chat.check(eviction)  # bytes are tokens per head only beside a model
+        for choice in chain.from_iterable(self._choices.values()):
+            self.chat.check(choice.eviction)  # bytes are tokens per head only beside a model
+            self._check_recall(choice)
         most = self.chat.max_context
         for number, item in enumerate(self.items, 1):
             needed = max(PASSES[one].needs(self.chat, item) for one in self._passes)
@@ -107,6 +145,17 @@ class Run:
                     "a longer context",
                 )
         self._check_shares(name)
+
+    def _check_recall(self, choice: _Choice) -> None:
+        """Raise UsageError for a policy that cannot choose from a tier."""
+        if choice.reuse != "recall" or not choice.eviction.evicts:
+            return
+        self.chat.configure(choice.eviction)
+        if why := self.chat.engine.kv.recalls:
+            raise UsageError(
+                f"--reuse recall cannot be had: {why}",
+                "nothing was measured; measure that policy with --reuse once,refresh",
+            )
 
     def _check_shares(self, name: str) -> None:
         """Raise UsageError where a share of the shortest first prompt is less than is needed."""
@@ -134,6 +183,7 @@ class Run:
         """Go through the items. A document is computed once for all policies that look at the same
         queries (see `Rereading`). Raises ContextError if an item does not fit."""
         chat, engine = self.chat, self.chat.engine
+        before = chat.reuse, chat.recall.kind
         chat.engine = Engine(Rereading(engine.network, engine.kv), engine.kv)
         done, total = 0, len(self.items) * len(self._sheets)
         try:
@@ -141,7 +191,11 @@ class Run:
                 for (one, i), sheet in self._sheets.items():
                     progress(done, total)
                     chat.reset()
-                    chat.configure(self.wanted[i])
+                    choice = self._choices[one][i]
+                    chat.configure(choice.eviction)
+                    chat.reuse = choice.reuse
+                    # By name, so that one that does not fit is an error.
+                    chat.recall.kind = "ram" if choice.reuse == "recall" else "none"
                     sheet.made.append(PASSES[one].run(chat, item))
                     sheet.held.append(1.0 - chat.engine.kv.stats().saved)
                     done += 1
@@ -149,22 +203,43 @@ class Run:
         finally:
             chat.engine = engine
             chat.reset()
+            chat.reuse, chat.recall.kind = before
+
+    def answers(self) -> list[list[list[str]]]:
+        """[choice][document][question], in the order of the cells of one task."""
+        return [
+            self._sheets["answers", i].made[: self.completed]
+            for i in range(len(self._choices["answers"]))
+        ]
 
     def cells(self) -> list[Cell]:
         """One for each task and choice, in this order; none if no item was finished."""
         if not self.completed:
             return []
-        return [self._cell(task, i) for task in self.tasks for i in range(len(self.wanted))]
+        return [
+            self._cell(task, i)
+            for task in self.tasks
+            for i in range(len(self._choices[self._pass(task)]))
+        ]
+
+    @staticmethod
+    def _pass(task: str) -> str:
+        return task if task in PASSES else "answers"
 
     def _cell(self, task: str, i: int) -> Cell:
-        done, eviction = self.completed, self.wanted[i]
-        sheet = self._sheets[task if task in PASSES else "answers", i]
-        made, held = sheet.made[:done], sheet.held[:done]
+        one = self._pass(task)
+        done, choice, sheet = self.completed, self._choices[one][i], self._sheets[one, i]
+        eviction, made, held = choice.eviction, sheet.made[:done], sheet.held[:done]
         if task in PASSES:
-            return cells.measured(task, eviction, made, held)
+            return replace(cells.measured(task, eviction, made, held), reuse=choice.reuse)
+        full = self._sheets["answers", 0].made[:done]
         if task == "agree":
-            return cells.agreeing(eviction, made, self._sheets["answers", 0].made[:done], held)
-        return cells.answered(task, eviction, self.items[:done], made, held)
+            cell = cells.agreeing(eviction, made, full, held)
+        else:
+            cell = cells.answered(task, eviction, self.items[:done], made, held)
+            if task in CHATS:
+                cell = cells.beside(cell, made, full)
+        return replace(cell, reuse=choice.reuse)
 
 
 def _called(item: Item, name: str, number: int) -> str:

@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from minikv.cli.evaluation.cells import Cell
+from minikv.cli.evaluation.chats import CHATS
 from minikv.cli.tables import grid
 from minikv.errors import UsageError
 from minikv.policies import default_step
 
 _BAR = 30
 _UNIT = {"ppl": "perplexity", "loss": "attention lost", "agree": "same as full"}
-_MORE = {"agree": {"rouge_l": "ROUGE-L", "median_first_difference": "words before difference"}}
-"""What else is known of each answer, beside the score: the mean, and the median of those that
-differ."""
+_MORE = {
+    "agree": {"rouge_l": "ROUGE-L", "median_first_difference": "words before difference"},
+    **{chat: {"same": "same as full", "all_right": "all right"} for chat in CHATS},
+}
+"""What else is known of each answer, beside the score. Of `agree`: the mean, and the median of
+those that differ. Of a chat: the share of answers that are the full cache's, and the share of chats
+without a wrong answer."""
 
 
 def bar(done: int, total: int, seconds: float, what: str) -> str:
@@ -32,14 +37,16 @@ def bar(done: int, total: int, seconds: float, what: str) -> str:
 
 
 def names(cells: Sequence[Cell]) -> list[str]:
-    """Policy and budget of each cell in a few words, and the decode policy in a run where one is
-    not what its policy has by default."""
+    """Policy and budget of each cell in a few words; the decode policy in a run where one is not
+    what its policy has by default, and what later questions found where that is not `once`."""
     told = any(not c.stride and c.decode != default_step(c.policy) for c in cells)
+    reused = any(c.reuse != "once" for c in cells)
     found = []
     for c in cells:
         name = c.policy + (f" /{c.stride}" if c.stride else "")
         if c.budget != "-":
             name += (f" with {c.decode}" if told and not c.stride else "") + f" {c.budget}"
+            name += f" {c.reuse}" if reused else ""
         found.append(name)
     return found
 
@@ -50,7 +57,9 @@ def table(cells: Sequence[Cell]) -> str:
     for task in dict.fromkeys(cell.task for cell in cells):
         mine = [cell for cell in cells if cell.task == task]
         more = _MORE.get(task, {})
-        head = ["policy", "decode", "budget", _UNIT.get(task, "score"), "95 %", "n", "held"]
+        reused = any(cell.reuse != "once" for cell in mine)
+        texts = ["policy", "decode", "budget", *(["reuse"] if reused else [])]
+        head = [*texts, _UNIT.get(task, "score"), "95 %", "n", "held"]
         lines = [[*head, *more.values()]]
         for c in mine:
             between = "-"
@@ -61,6 +70,7 @@ def table(cells: Sequence[Cell]) -> str:
                     c.policy + (f" /{c.stride}" if c.stride else ""),
                     c.decode,
                     c.budget,
+                    *([c.reuse if c.budget != "-" else "-"] if reused else []),
                     _figure(task, c.score),
                     between,
                     str(c.n),
@@ -68,9 +78,13 @@ def table(cells: Sequence[Cell]) -> str:
                     *(_extra(c, key) for key in more),
                 ]
             )
-        blocks.append(f"{task}\n{grid(lines, '<<<' + '>' * (len(lines[0]) - 3))}")
+        blocks.append(
+            f"{task}\n{grid(lines, '<' * len(texts) + '>' * (len(head) + len(more) - len(texts)))}"
+        )
         if any(c.by_question for c in mine):
-            blocks.append(_by_question(mine))
+            blocks.append(_by_question("by question", mine, [c.by_question for c in mine]))
+        if any(len(c.same_by_question) > 1 for c in mine):
+            blocks.append(_by_question("same as full", mine, [c.same_by_question for c in mine]))
     return "\n\n".join(blocks)
 
 
@@ -82,17 +96,20 @@ def _figure(task: str, value: float) -> str:
 def _extra(cell: Cell, key: str) -> str:
     if key not in cell.more:
         return "-"
-    return f"{cell.more[key]:.3f}" if key == "rouge_l" else f"{cell.more[key]:g}"
+    value = cell.more[key]
+    if key == "rouge_l":
+        return f"{value:.3f}"
+    return f"{value:g}" if cell.task == "agree" else f"{value:.1%}"
 
 
-def _by_question(cells: Sequence[Cell]) -> str:
-    longest = max(len(c.by_question) for c in cells)
+def _by_question(title: str, cells: Sequence[Cell], shares: Sequence[Sequence[float]]) -> str:
+    longest = max(map(len, shares))
     called = names(cells)
-    width = max(len("by question"), *map(len, called))
+    width = max(len(title), *map(len, called))
     head = " ".join(f"{f'Q{i + 1}':>6}" for i in range(longest))
-    lines = [f"{'by question':{width}} {head}"]
-    for name, c in zip(called, cells, strict=True):
-        lines.append(f"{name:{width}} " + " ".join(f"{100 * s:5.1f}%" for s in c.by_question))
+    lines = [f"{title:{width}} {head}"]
+    for name, row in zip(called, shares, strict=True):
+        lines.append(f"{name:{width}} " + " ".join(f"{100 * s:5.1f}%" for s in row))
     return "\n".join(lines)
 
 
@@ -101,9 +118,8 @@ def as_csv(cells: Sequence[Cell]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     more = list(dict.fromkeys(key for keys in _MORE.values() for key in keys))
-    writer.writerow(
-        ["task", "policy", "decode", "budget", "stride", "n", "score", "low", "high", "held", *more]
-    )
+    head = ["task", "policy", "decode", "budget", "stride", "reuse", "n", "score", "low", "high"]
+    writer.writerow([*head, "held", *more])
     for c in cells:
         writer.writerow(
             [
@@ -112,6 +128,7 @@ def as_csv(cells: Sequence[Cell]) -> str:
                 c.decode,
                 c.budget,
                 c.stride,
+                c.reuse,
                 c.n,
                 f"{c.score:z.6f}",
                 "" if c.low is None else f"{c.low:z.6f}",

@@ -11,7 +11,7 @@ model this small learns no others.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 HEADS = (
@@ -490,7 +490,25 @@ def _filler(rng: random.Random, entities: list[str]) -> str:
     return _sentence(pattern.format(e=rng.choice(entities) if entities else "", **slots))
 
 
-def _facts(rng: random.Random, names: Names, count: int) -> tuple[list[Fact], list[str]]:
+def stated(rng: random.Random, entity: str, attribute: Attribute, value: str) -> Fact:
+    """The fact that `value` is this of `entity`, told up to `TELLINGS` times."""
+    told_as = []
+    for pattern in rng.sample(TOLD + attribute.told * 4, rng.randint(1, TELLINGS)):
+        text = pattern.format(n=attribute.noun, e=entity, v=value)
+        if value[0] in "aeiou":
+            text = text.replace(f" a {value}", f" an {value}")
+        if rng.random() < 0.25:
+            text = f"{rng.choice(OPENERS)} {text}"
+        told_as.append(_sentence(text))
+    shapes = [
+        a.format(w=attribute.who, lw=attribute.who.lower(), n=attribute.noun, e=entity)
+        for a in ASKED
+    ] + [a.format(e=entity) for a in attribute.asked * 3]
+    return Fact(tuple(told_as), tuple(shapes), value)
+
+
+def some_facts(rng: random.Random, names: Names, count: int) -> tuple[list[Fact], list[str]]:
+    """`count` facts, and the entities that they are about."""
     facts: list[Fact] = []
     entities: list[str] = []
     while len(facts) < count:
@@ -499,20 +517,7 @@ def _facts(rng: random.Random, names: Names, count: int) -> tuple[list[Fact], li
         entities.append(entity)
         told = min(rng.randint(1, 3), count - len(facts))
         for attribute in rng.sample(attributes, min(told, len(attributes))):
-            value = attribute.draw(names)
-            told_as = []
-            for pattern in rng.sample(TOLD + attribute.told * 4, rng.randint(1, TELLINGS)):
-                text = pattern.format(n=attribute.noun, e=entity, v=value)
-                if value[0] in "aeiou":
-                    text = text.replace(f" a {value}", f" an {value}")
-                if rng.random() < 0.25:
-                    text = f"{rng.choice(OPENERS)} {text}"
-                told_as.append(_sentence(text))
-            shapes = [
-                a.format(w=attribute.who, lw=attribute.who.lower(), n=attribute.noun, e=entity)
-                for a in ASKED
-            ] + [a.format(e=entity) for a in attribute.asked * 3]
-            facts.append(Fact(tuple(told_as), tuple(shapes), value))
+            facts.append(stated(rng, entity, attribute, attribute.draw(names)))
     return facts, entities
 
 
@@ -522,9 +527,17 @@ def document(rng: random.Random, sentences: int, facts: int) -> Document:
     Where there is not room for every telling, each fact is told once before any is told again.
     """
     names = Names(rng)
-    stated, entities = _facts(rng, names, facts)
-    rng.shuffle(stated)
-    told = [f.statements[i] for i in range(TELLINGS) for f in stated if i < len(f.statements)]
+    told, entities = some_facts(rng, names, facts)
+    return written(rng, sentences, told, entities)
+
+
+def written(
+    rng: random.Random, sentences: int, facts: Sequence[Fact], entities: list[str]
+) -> Document:
+    """As `document`, with these facts. `entities` are mentioned without being told about."""
+    order = list(facts)
+    rng.shuffle(order)
+    told = [f.statements[i] for i in range(TELLINGS) for f in order if i < len(f.statements)]
     told = told[:sentences]
     rng.shuffle(told)
     slots = set(rng.sample(range(sentences), len(told)))
@@ -534,7 +547,7 @@ def document(rng: random.Random, sentences: int, facts: int) -> Document:
         size = rng.randint(3, 7)
         paragraphs.append(" ".join(lines[:size]))
         lines = lines[size:]
-    return Document("\n\n".join(paragraphs), tuple(stated))
+    return Document("\n\n".join(paragraphs), tuple(order))
 
 
 def questions(rng: random.Random, doc: Document, count: int) -> Iterator[tuple[str, str]]:

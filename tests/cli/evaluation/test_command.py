@@ -71,6 +71,9 @@ def test_a_small_run(tmp_path: Path) -> None:
         (["--length", "3"], "cannot read the lengths"),
         (["--length", "199"], "a document of 199 tokens holds no fact"),
         (["--length", "100,1000", "--tasks", "needle,ppl"], "a document of 100 tokens holds no"),
+        (["--tasks", "codes", "--length", "300"], "300 tokens is too short for the task codes"),
+        (["--reuse", "recall,always"], "unknown reuse 'always'"),
+        (["--reuse", ","], "--reuse names nothing"),
         (["-n", "0"], "-n must be at least 1"),
         (["-o", "windov=3"], "none of these policies has an option 'windov'"),
         (["--decode", ","], "--decode names nothing"),
@@ -97,6 +100,25 @@ def test_wrong_arguments(arguments: list[str], says: str, monkeypatch: pytest.Mo
     assert result.exit_code == 2
     assert says in result.stderr
     assert len(result.stderr.splitlines()) <= 3
+
+
+def test_recall_beside_the_rest(tmp_path: Path) -> None:
+    """One run: the full cache, then every reuse; recall answers as refresh does."""
+    out = tmp_path / "out.json"
+    arguments = "eval --tasks back --policy adakv --budget 48 --length 500 -n 7 --json"
+    result = CliRunner().invoke(
+        app, [*arguments.split(), str(out), "--reuse", "once,refresh,blind,recall"]
+    )
+    assert result.exit_code == 0, result.stderr
+    written = json.loads(out.read_text())
+    assert written["facts"]["reuse"] == ["once", "refresh", "blind", "recall"]
+    full, once, refresh, blind, recall = written["cells"]
+    names = [c["reuse"] for c in (full, once, refresh, blind, recall)]
+    assert names == ["once", "once", "refresh", "blind", "recall"]
+    assert recall["by_question"] == refresh["by_question"]
+    assert recall["more"]["same"] > once["more"]["same"]
+    assert recall["by_question"][0] == full["by_question"][0]
+    assert "same as full" in result.stdout
 
 
 def test_a_map_needs_matplotlib_before_a_model(

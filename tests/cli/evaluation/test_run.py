@@ -10,7 +10,9 @@ import pytest
 import minikv
 from minikv.cache.budget import Budget
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.session import ChatSession
 from minikv.cli.evaluation import passes, run
+from minikv.cli.evaluation.back import back
 from minikv.cli.evaluation.files import Item
 from minikv.errors import ContextError, UsageError
 
@@ -128,3 +130,92 @@ def test_every_answer_must_have_room() -> None:
     assert max(lengths) <= needed <= max(lengths) + 3 * 8
     chat.max_context = needed
     one.check("followup")
+
+
+CHAT = Item(
+    "The mayor of Velmora is Ivo Kalman. " + "The road was dull and the carts moved slowly. " * 40,
+    ("Who is the mayor of Velmora?", "Tell me the mayor of Velmora.", "Who is mayor in Velmora?"),
+    (("Ivo Kalman",),) * 3,
+)
+
+
+def test_every_reuse_beside_the_full_cache() -> None:
+    """Each finds what it says: by the chat's own records; and the chat is as it was afterwards."""
+    chat = minikv.load(policy="full")
+    wanted = [*full(), EvictionConfig.read("adakv", budget="48")]
+    one = run.Run(chat, ["followup"], [CHAT, CHAT], wanted, run.REUSES)
+    one.check("mine")
+    found: list[list[str]] = []
+    answers = passes.answers
+
+    def seen(session: ChatSession, item: Item) -> list[str]:
+        made = answers(session, item)
+        found.append([report.reuse for report in session.reports])
+        return made
+
+    before = chat.reuse, chat.recall.kind
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(passes.PASSES, "answers", replace(passes.PASSES["answers"], run=seen))
+        one.measure(never)
+    assert found[:5] == found[5:]
+    assert found[:5] == [
+        ["once", "once", "once"],
+        ["once", "once", "once"],
+        ["once", "refresh", "refresh"],
+        ["blind", "once", "once"],
+        ["once", "recall", "recall"],
+    ]
+    cells = one.cells()
+    assert [(c.policy, c.reuse) for c in cells] == [
+        ("full", "once"),
+        *(("adakv", reuse) for reuse in run.REUSES),
+    ]
+    assert cells[0].more["same"] == 1.0
+    by = {c.reuse: c for c in cells[1:]}
+    assert by["recall"].by_question == by["refresh"].by_question
+    assert by["recall"].same_by_question[0] == by["once"].same_by_question[0]
+    assert (chat.reuse, chat.recall.kind) == before
+    assert not chat.recall.nbytes
+
+
+def test_a_tier_whose_prompt_was_read_for_another_policy_is_the_same() -> None:
+    """A document that is computed once for all policies goes to each one's tier all the same: the
+    answers are those of a chat that read it itself."""
+    chat = minikv.load(policy="full")
+    item = next(back(chat.tokenizer, 600, 1, 5))
+    wanted = [*full(), *(EvictionConfig.read("adakv", budget=b) for b in ("48", "128"))]
+    one = run.Run(chat, ["back"], [item], wanted, ["once", "recall"])
+    one.measure(never)
+    made = one.answers()
+    for number, budget in ((3, "48"), (4, "128")):
+        alone = minikv.load(policy="adakv", budget=budget, reuse="recall", tier="ram")
+        assert passes.answers(alone, item) == made[number][0]
+    assert made[3] != made[1], "recall and once answer alike: the test sees nothing"
+
+
+def test_without_questions_nothing_is_measured_twice() -> None:
+    chat = minikv.load(policy="full")
+    wanted = [*full(), EvictionConfig.read("adakv", budget="48")]
+    one = run.Run(chat, ["facts", "ppl"], [CHAT], wanted, ["recall", "once"])
+    one.measure(never)
+    assert [(c.task, c.policy, c.reuse) for c in one.cells()] == [
+        ("facts", "full", "once"),
+        ("facts", "adakv", "recall"),
+        ("facts", "adakv", "once"),
+        ("ppl", "full", "once"),
+        ("ppl", "adakv", "recall"),
+    ]
+
+
+def test_a_policy_that_cannot_recall_is_refused_before_anything_is_measured() -> None:
+    chat = minikv.load(policy="full")
+    strided = [*full(), EvictionConfig.read("roco", budget="64", stride=32)]
+    with pytest.raises(UsageError, match="--reuse recall cannot be had: with a stride"):
+        run.Run(chat, ["followup"], [CHAT], strided, ["recall"]).check("mine")
+    run.Run(chat, ["followup"], [CHAT], strided, ["once"]).check("mine")
+
+
+def test_what_reuse_may_be() -> None:
+    assert run.reuses(["recall", "once", "recall"]) == ["recall", "once"]
+    with pytest.raises(UsageError, match="unknown reuse 'auto'"):
+        run.reuses(["auto"])

@@ -99,3 +99,37 @@ def test_the_map(tmp_path: Path) -> None:
     for name in ("map.svg", "map.png"):
         show.write([cell], {}, [tmp_path / name])
         assert (tmp_path / name).stat().st_size > 2000
+
+
+def test_what_later_questions_found_is_shown_where_it_was_chosen() -> None:
+    """A column, and a part of the names; nothing where every row is `once`."""
+    plain = _cell("followup", "full", "none", "-", by_question=[1.0, 1.0])
+    more = {"same": 0.75, "same_low": 0.5, "same_high": 0.9, "all_right": 0.5}
+    both = [
+        _cell(
+            "followup",
+            "snapkv",
+            default_step("snapkv"),
+            by_question=[1.0, 0.0],
+            same_by_question=[1.0, 0.25],
+            reuse=reuse,
+            more=more,
+        )
+        for reuse in ("recall", "once")
+    ]
+    assert show.names([plain, *both]) == ["full", "snapkv 64 recall", "snapkv 64 once"]
+    text = show.table([plain, *both])
+    head, full, recall, once = text.splitlines()[1:5]
+    assert head.split()[:4] == ["policy", "decode", "budget", "reuse"]
+    assert head.endswith("same as full  all right")
+    assert full.split()[:4] == ["full", "none", "-", "-"]
+    assert (recall.split()[3], once.split()[3]) == ("recall", "once")
+    assert recall.split()[-2:] == ["75.0%", "50.0%"]
+    assert "\nsnapkv 64 recall 100.0%  25.0%" in text.partition("same as full   ")[2]
+    assert "reuse" not in show.table([plain, both[1]])
+    rows = list(csv.DictReader(io.StringIO(show.as_csv([plain, *both]))))
+    assert [(r["reuse"], r["same"]) for r in rows] == [
+        ("once", ""),
+        ("recall", "0.750000"),
+        ("once", "0.750000"),
+    ]
