@@ -599,9 +599,8 @@ def _sealed(text: bytes, size: int) -> bytes:
 
 
 def _intact(page: bytes) -> bool:
-    return _CHECK.unpack_from(page, len(page) - _CHECK.size)[0] == zlib.crc32(
-        memoryview(page)[: -_CHECK.size]
-    )
+    found: int = _CHECK.unpack_from(page, len(page) - _CHECK.size)[0]
+    return found == zlib.crc32(memoryview(page)[: -_CHECK.size])
 
 
 def _checksum(pieces: Sequence[Bytes]) -> int:
