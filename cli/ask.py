@@ -7,7 +7,7 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -15,6 +15,10 @@ import typer
 from minikv.cli import documents, render
 from minikv.cli.documents import Text
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.listing import newest
+from minikv.cli.saved.sources import changes
+from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import open_chat, run_turn
 from minikv.errors import UsageError
@@ -22,6 +26,7 @@ from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
     from minikv.chat.report import TurnReport
+    from minikv.chat.session import ChatSession
 
 STDIN = "standard input"
 _PATIENCE = 3.0  # seconds without input on a pipe before we say that we wait for it
@@ -38,17 +43,36 @@ def ask(
     as_json: bool,
     stats: bool,
     loaders: Mapping[str, str] = documents.NO_LOADERS,
+    go_on: bool = False,
+    given: Collection[str] = (),
 ) -> None:
-    """Answer on stdout. Leaves with 130 when the user stopped the answer.
+    """Answer on stdout. With `go_on`, in the chat that was saved last, under its own settings but
+    for those `given`; it is then saved with this turn. Leaves with 130 when the user stopped the
+    answer.
 
     `question` "-" is the whole user message from standard input, verbatim; otherwise what is piped
     in is a document, before the named files.
     """
     settings.eviction()  # refuse a wrong policy before a large document is read
-    question, texts = _inputs(question, files, errors, loaders, terminal)
+    name = newest() if go_on else ""
+    if go_on and question != "-" and "-" not in files:  # the documents are in the chat
+        texts = [documents.read_file(path, errors, loaders) for path in files]
+    else:
+        question, texts = _inputs(question, files, errors, loaders, terminal)
     interrupts = Interrupts()
-    session = open_chat(settings, texts, terminal, interrupts)
-    answer = run_turn(session, question, generation, terminal, interrupts, show=not as_json)
+    keeper, session, before = Keeper(terminal, active=go_on), None, None
+    try:
+        if go_on:
+            settings = resumed(settings, header(name), given)
+        session = open_chat(settings, [] if go_on else texts, terminal, interrupts)
+        if go_on:
+            _take_up(keeper, session, name, given, texts, terminal)
+            before = session.report
+        answer = run_turn(session, question, generation, terminal, interrupts, show=not as_json)
+    finally:
+        if go_on and session is not None and session.report is not before:
+            keeper.keep(session)
+        keeper.close()
     report = session.report
     assert report is not None, "a finished turn has a report"
     if as_json:
@@ -59,6 +83,26 @@ def ask(
         _say_why_it_ended(report, generation, terminal)
     if report.stop_reason == "user":
         raise typer.Exit(130)
+
+
+def _take_up(
+    keeper: Keeper,
+    session: ChatSession,
+    name: str,
+    given: Collection[str],
+    texts: Sequence[Text],
+    terminal: Terminal,
+) -> None:
+    """Put the saved chat in the place of the session's, with further documents."""
+    keeper.load(session, name, given=given)
+    count = len(session.turns)
+    terminal.note(f"in chat {name}, after {count:,} turn{'' if count == 1 else 's'}")
+    for line in changes(session.documents + session.pending):
+        terminal.warn(line)
+    for text in documents.distinct(texts, [document.name for document in session.documents]):
+        if text.note:
+            terminal.warn(text.note)
+        session.attach(text.text, text.name, text.source)
 
 
 def _inputs(

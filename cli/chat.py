@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -14,11 +16,12 @@ import minikv
 from minikv.cli import commands, documents, render, saving
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Config
-from minikv.cli.failures import show
+from minikv.cli.failures import explain, show
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.paths import history_file
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
+from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.settings_commands import KEYS
 from minikv.cli.terminal import OutputError, Terminal
@@ -39,6 +42,8 @@ def chat(
     terminal: Terminal,
     *,
     errors: str,
+    first: str | None = None,
+    as_json: bool = False,
     resume: str | None = None,
     reread: bool = False,
     save: bool = True,
@@ -50,6 +55,7 @@ def chat(
     """Talk until /exit or Ctrl-D. Without a terminal, each line of standard input is a question;
     the exit code is then that of the first turn that failed.
 
+    `first` is asked before anything is typed. With `as_json`, stdout gets a JSON record per turn.
     `resume` takes a saved chat up, "" the newest, with `reread` without its cache; `given` are the
     settings that the user stated, which it must then have been saved under; `config` is where the
     others come from; with `history` what is typed is remembered for later chats; with `debug` an
@@ -57,7 +63,9 @@ def chat(
     """
     config = config or Config()
     typed = sys.stdin.isatty()
-    if not typed and not files and resume is None:
+    if first is not None and not first.strip():
+        raise UsageError("--prompt is empty", 'chat -p "What is it about?" FILE')
+    if not typed and not files and resume is None and first is None:
         raise UsageError(
             "standard input is not a terminal",
             "`minikv chat FILE` takes piped questions, one per line; "
@@ -85,10 +93,13 @@ def chat(
         saved = keeper.load(session, resume, reread=reread, given=given)
         origins |= saving.origins(saved, given, reread=reread)
         terminal.note(saving.opened(session, saved, perf_counter() - began))
+        for line in changes(session.documents + session.pending):
+            terminal.warn(line)
         for text in documents.distinct(texts, [document.name for document in session.documents]):
             if text.note:
                 terminal.warn(text.note)
-            session.attach(text.text, text.name)
+            session.attach(text.text, text.name, text.source)
+    terminal.records = as_json
     if typed:
         terminal.note(render.header(session, minikv.__version__))
         terminal.note(
@@ -113,9 +124,13 @@ def chat(
             from minikv.cli.editor import open_reader
 
             read_line = open_reader(terminal, _help(session), history_file() if history else None)
+        if first is not None:
+            read_line = _after(first, read_line, terminal)
         code = converse(context, read_line, typed=typed)
     finally:
         keeper.close()
+        if keeper.saved:
+            terminal.note(f"minikv chat --resume {keeper.name} goes on with this chat")
     if code and not typed:
         raise typer.Exit(code)
 
@@ -140,6 +155,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
         if not line.strip():
             continue
         before, command = session.turn, commands.is_command(line)
+        report, literal = session.report, commands.literal(line)
         # A Ctrl-C that comes in a command, or just after an answer, must not end the chat.
         with interrupts.stopping(lambda: None):
             try:
@@ -147,7 +163,6 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                     with terminal.silent():
                         commands.execute(context, line)
                 else:
-                    literal = commands.literal(line)
                     if typed and not asked and 0 < context.reread_limit < session.reads_again:
                         asked = True
                         session.keeps_cache = not _rereads(context, read_line)
@@ -163,6 +178,9 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 if context.debug:
                     terminal.say("".join(traceback.format_exception(error)))
                 code = show(terminal, error)
+                if terminal.records and not command and session.report is report:
+                    failed = {"question": literal, "error": explain(error).message, "code": code}
+                    terminal.data(json.dumps(failed))
                 first_failure = first_failure or code
                 if isinstance(error, ContextError) and session.pending:
                     terminal.say(
@@ -173,6 +191,8 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             if not command and session.turn > before and session.report is not None:
                 for part in session.report.lines():
                     terminal.note(f"  {part}")
+                if typed and session.report.stop_reason == "length":
+                    terminal.note("  /continue goes on with this answer")
             context.keeper.keep(session)
 
 
@@ -194,6 +214,21 @@ def _rereads(context: Context, read_line: Callable[[], str]) -> bool:
             return True
         if answer in ("n", "no"):
             return False
+
+
+def _after(question: str, read_line: Callable[[], str], terminal: Terminal) -> Callable[[], str]:
+    """A function that gives the question as if it had been typed first, then what `read_line`
+    gives."""
+    waiting = [question]
+
+    def read() -> str:
+        if not waiting:
+            return read_line()
+        text = waiting.pop()
+        terminal.note(f"› {text}", "")
+        return re.sub(r"\A(\s*)/", r"\1//", text)  # a question, also if it begins as a command
+
+    return read
 
 
 def _piped() -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.cli import (
+    answer_commands,
     compare,
     context_command,
     document_commands,
@@ -153,6 +154,7 @@ def _budget(context: Context, arguments: list[str]) -> None:
 COMMANDS = (
     Command(("help", "?"), "[COMMAND]", "this list", _help),
     *document_commands.COMMANDS,
+    *answer_commands.COMMANDS,
     Command(("stats",), "", "what the last turn cost, measured", _stats),
     *kept_view.COMMANDS,
     *refresh.COMMANDS,

@@ -84,7 +84,8 @@ def _compare(context: Context, arguments: list[str]) -> None:
                 name = label(eviction)
                 stop.session = beside(session, eviction)
                 most = context.generation.max_tokens
-                runs.append(run(stop.session, name, question, most, _live(terminal, name), stop))
+                live, ends = _live(terminal, name), context.generation.stop
+                runs.append(run(stop.session, name, question, most, live, stop, ends))
                 stop.session = None  # so that only one cache exists beside the chat's
     except Interrupted:
         if len(runs) > 1:  # at least one that can be compared
@@ -236,8 +237,10 @@ def run(
     max_tokens: int,
     show: Callable[[int, int, int], None],
     stop: Stop,
+    ends: Sequence[str] = (),
 ) -> Run:
-    """Ask greedily in a fresh chat. Raises the session's errors, and Interrupted once stopped."""
+    """Ask greedily in a fresh chat; `ends` are the stop texts. Raises the session's errors, and
+    Interrupted once stopped."""
     stopped = Interrupted(f"stopped comparing at {name}", "the chat is as it was")
 
     def reading(done: int, total: int) -> None:
@@ -249,7 +252,7 @@ def run(
         session.attach(document.text, document.name)
     pieces: list[str] = []
     try:
-        for piece in session.ask(question.text, max_tokens, progress=reading):
+        for piece in session.ask(question.text, max_tokens, stop=ends, progress=reading):
             pieces.append(piece)
             show(0, 0, len(pieces))
     except Interrupted:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from minikv.chat.eviction_config import read_budget
 from minikv.cli import paths
 from minikv.cli.terminal import clean
+from minikv.cli.values import spelled
 from minikv.errors import UsageError
 from minikv.policies import find, step_names
 from minikv.settings import (
@@ -128,7 +129,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
     local = (here or Path()) / LOCAL
     own = user_file()
     for path, shown in ((own, short(own) if own else ""), (local, f"./{LOCAL}")):
-        if path is None or (raw := _read(path, shown)) is None:
+        if path is None or (raw := read_toml(path, shown)) is None:
             continue
         for key, value in raw.items():
             if key in _TABLES:
@@ -144,7 +145,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
                 values[key] = Value(_checked(SETTINGS[key], value, f"{shown}: {key}"), shown)
             else:
                 known = [*SETTINGS, *_TABLES]
-                raise UsageError(f"{shown}: unknown key {quoted(key)}", _nearest(key, known))
+                raise UsageError(f"{shown}: unknown key {quoted(key)}", nearest(key, known))
     notes = []
     for variable, text in sorted(environ.items()):
         if not variable.startswith(PREFIX) or variable == paths.HOME or not text:
@@ -193,7 +194,7 @@ def install(context: typer.Context, config: Config) -> None:
     context.obj = config
 
 
-def _read(path: Path, shown: str) -> dict[str, object] | None:
+def read_toml(path: Path, shown: str) -> dict[str, object] | None:
     """A TOML file; None if there is none. Raises UsageError for anything else."""
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
@@ -235,23 +236,30 @@ def _table(value: object, where: str) -> dict[str, str]:
 def _checked(setting: Setting, value: object, where: str) -> Plain:
     """A value of a file, in the type of the setting."""
     kind = type(setting.default)
+    if kind is tuple:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(value)}")
+        return possible(setting, tuple(texts), where)
     if kind is str and type(value) is int and setting.name == "budget":
         value = str(value)
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind or not isinstance(value, Plain):
+    if type(value) is not kind or not isinstance(value, str | int | float):
         raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(value)}")
-    return _possible(setting, value, where)
+    return possible(setting, value, where)
 
 
 def _parsed(setting: Setting, text: str, variable: str) -> Plain:
     """A variable's text, in the type of the setting."""
-    return _possible(setting, typed(setting, text, variable), variable)
+    return possible(setting, typed(setting, text, variable), variable)
 
 
 def typed(setting: Setting, text: str, where: str) -> Plain:
     """A text in the type of the setting. Raises UsageError, beginning with `where`."""
     kind, value = type(setting.default), text.strip()
+    if kind is tuple:
+        return (spelled(text),) if text else ()
     try:
         if kind is bool:
             if value.lower() not in (*_YES, *_NO):
@@ -262,9 +270,13 @@ def typed(setting: Setting, text: str, where: str) -> Plain:
         raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(text)}") from None
 
 
-def _possible(setting: Setting, value: Plain, where: str) -> Plain:
+def possible(setting: Setting, value: Plain, where: str) -> Plain:
     """The value, if there is such a one. Refused here, where it is known who said it."""
     setting.check_choice(value, where)
+    if isinstance(value, tuple):
+        if "" in value:
+            raise UsageError(f"{where} has an empty text")
+        return value
     if not isinstance(value, str):
         if not setting.low <= value <= setting.high:
             most = f" and at most {setting.high:,.0f}" if setting.high < math.inf else ""
@@ -294,10 +306,12 @@ _KINDS: Mapping[type, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
+    tuple: "a list of texts",
 }
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
+def nearest(key: str, known: Iterable[str]) -> str:
+    """A hint at the key that was meant."""
     near = _near(key, known)
     return f"did you mean {near}?" if near else "`minikv config init` writes a file with all keys"
 

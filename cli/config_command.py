@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from minikv.cli.config import LOCAL, SETTINGS, Config, user_file
+from minikv.cli.config import (
+    LOCAL,
+    SETTINGS,
+    Config,
+    load,
+    nearest,
+    possible,
+    read_toml,
+    short,
+    typed,
+    user_file,
+)
+from minikv.cli.config_edit import edited, literal
 from minikv.cli.paths import config_file
+from minikv.cli.saved.files import write
 from minikv.cli.terminal import Terminal, clean
+from minikv.cli.values import spelled
 from minikv.errors import UsageError
 from minikv.settings import Plain
 
@@ -44,7 +59,9 @@ def listed(values: Mapping[str, str], origins: Mapping[str, str]) -> list[str]:
 
 
 def text(value: Plain) -> str:
-    """A value as a file would have it, texts without quotes."""
+    """A value as a file would have it, a text without quotes."""
+    if isinstance(value, tuple):
+        return json.dumps(value, ensure_ascii=False)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -72,6 +89,42 @@ def init(terminal: Terminal) -> None:
     except OSError as error:
         raise UsageError(f"cannot write {clean(str(path))}: {error.strerror}") from None
     terminal.data(str(path))
+
+
+def change(key: str, words: Sequence[str], terminal: Terminal) -> None:
+    """Set one key in the user's own file, which is made if there is none. Raises UsageError."""
+    name = key.lstrip("-").replace("-", "_")
+    if name not in SETTINGS:
+        raise UsageError(f"there is no key {key!r}", nearest(name, SETTINGS))
+    one = SETTINGS[name]
+    if isinstance(one.default, tuple):
+        value: Plain = tuple(spelled(word) for word in words if word)
+    elif len(words) == 1:
+        value = typed(one, words[0], name)
+    else:
+        raise UsageError(f"{name} takes one value, got {' '.join(words)!r}", "quote a text")
+    value = possible(one, value, name)
+    path = Path(os.path.realpath(config_file()))  # a link to it stays a link
+    shown = short(path)
+    try:
+        before = path.read_bytes().decode() if read_toml(path, shown) is not None else ""
+        after = edited(before, name, value)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+        write(path.parent, path.name, after.encode())
+        path.chmod(mode)
+    except ValueError as error:
+        raise UsageError(
+            f"{shown}: {error}", f"edit it by hand: {name} = {literal(value)}"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"cannot write {shown}: {error.strerror}") from None
+    terminal.data(f"{name} = {literal(value)}")
+    terminal.note(f"in {shown}")
+    with contextlib.suppress(UsageError):  # another file may be wrong
+        origin = load().origins(())[name]
+        if value != "" and origin != short(config_file()):
+            terminal.warn(f"{origin} sets {name}, too, and wins over it here")
 
 
 def template() -> str:

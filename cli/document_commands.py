@@ -53,7 +53,7 @@ def _add(context: Context, arguments: list[str]) -> None:
     for text in documents.distinct(found, taken):
         if text.note:
             terminal.warn(text.note)
-        session.attach(text.text, text.name)
+        session.attach(text.text, text.name, text.source)
         terminal.say(f"{text.name}: {text.facts}, read with your next question")
 
 

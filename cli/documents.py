@@ -13,8 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
+from minikv.chat.transcript import Source
 from minikv.cli.loaders import command_for, load
 from minikv.cli.pdf import is_pdf, read_pdf
+from minikv.cli.saved.sources import source_of
 from minikv.cli.terminal import clean
 from minikv.errors import UsageError
 
@@ -42,12 +44,13 @@ _SAMPLE = 1 << 16
 @dataclass(frozen=True, slots=True)
 class Text:
     """A document's text. `name` is what the model sees; `note` a warning to show, or empty;
-    `facts` what was read, as "12 pages, 38,114 characters"."""
+    `facts` what was read, as "12 pages, 38,114 characters"; `source` the file it was read from."""
 
     text: str
     name: str | None
     note: str = ""
     facts: str = ""
+    source: Source | None = None
 
 
 def read_file(
@@ -72,10 +75,11 @@ def read_file(
     name = " ".join(clean(Path(path).name).split()) or None
     if command is None:
         found = read_bytes(data, shown, errors, remedy=remedy, stopped=stopped)
-        return replace(found, name=name)
+        return replace(found, name=name, source=source_of(path))
     data, program = load(command, path, shown, limit=MAX_BYTES, stopped=stopped)
     text, note = decode(data, shown, errors, remedy=remedy)
-    return Text(text, name, note, f"{len(text):,} characters from {program}")
+    facts = f"{len(text):,} characters from {program}"
+    return Text(text, name, note, facts, source_of(path))
 
 
 def read_bytes(

@@ -80,7 +80,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             for name, kind in groups.items():
                 own = {field.name for field in fields(kind)} & set(typed)
                 values = {key: typed.pop(key) for key in own}
-                typed[name] = kind(**_read(values, call.config))
+                typed[name] = kind(**_read(values, call))
             run(call, **typed)
 
     called.__name__, called.__doc__ = run.__name__, run.__doc__
@@ -115,8 +115,10 @@ def _annotated(one: inspect.Parameter) -> bool:
 def _parameter(one: Setting) -> inspect.Parameter:
     """The flag of a setting."""
     kind: Any = Literal[one.choices] if one.choices else type(one.default)
+    if kind is tuple:
+        kind = list[str]
     # A switch takes no value, so its type says nothing.
-    metavar = "" if kind is bool else None
+    metavar = "" if kind is bool else "TEXT" if kind == list[str] else None
     option = typer.Option(
         one.flag, *one.letters, help=one.help, rich_help_panel=one.panel, metavar=metavar
     )
@@ -125,14 +127,17 @@ def _parameter(one: Setting) -> inspect.Parameter:
     )
 
 
-def _read(values: Mapping[str, Any], config: Config) -> dict[str, Any]:
+def _read(values: Mapping[str, Any], call: Call) -> dict[str, Any]:
     """The values of the fields: an alias becomes its model, @FILE its text, -o a mapping. Raises
     UsageError."""
-    from minikv.cli.values import read_pairs
+    from minikv.cli.values import read_pairs, spelled
 
     made = dict(values)
     if "model" in made:
-        made["model"] = config.model(made["model"])
+        made["model"] = call.config.model(made["model"])
+    if "stop" in made:
+        texts = made["stop"] or ()
+        made["stop"] = tuple(map(spelled, texts) if "stop" in call.given else texts)
     if "revision" in made:
         made["revision"] = made["revision"] or None
     if "options" in made:

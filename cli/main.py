@@ -58,6 +58,22 @@ app.add_typer(
     help="minikv config init\n\nSettings from files and MINIKV_* variables.",
 )
 
+models_app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.add_typer(
+    models_app,
+    name="models",
+    short_help="the models on this disk; fetch and remove",
+    help="minikv models pull HuggingFaceTB/SmolLM2-135M-Instruct\n\n"
+    "The bundled model and those in the Hugging Face cache, with their sizes.",
+)
+chats_app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.add_typer(
+    chats_app,
+    name="chats",
+    short_help="the saved chats; show and remove",
+    help="minikv chats show NAME\n\nThe saved chats, the newest first.",
+)
+
 Files = Annotated[
     list[str] | None,
     typer.Argument(metavar="[FILE]...", help="text files to ask about; - is standard input"),
@@ -66,6 +82,7 @@ Json = Annotated[
     bool,
     typer.Option("--json", help="print one JSON object", rich_help_panel=OUTPUT, metavar=""),
 ]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="do not ask", metavar="")]
 _MODEL = "model revision offline device dtype weights"
 
 
@@ -85,7 +102,7 @@ def main(
         typer.echo(f"minikv {minikv.__version__}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
-    elif context.invoked_subcommand not in ("config", "doctor", "policies"):
+    elif context.invoked_subcommand not in ("config", "doctor", "policies", "chats"):
         terminal = Terminal()
         with guard(terminal, debug=False):
             made = config.load()
@@ -108,6 +125,15 @@ def ask(
     generation: Generation,
     interface: Interface,
     files: Files = None,
+    go_on: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="ask in the chat that was saved last; question and answer are saved there",
+            rich_help_panel=_CHATS,
+            metavar="",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     from minikv.cli.ask import ask as run_ask
@@ -122,6 +148,8 @@ def ask(
         as_json=as_json,
         stats=interface.stats,
         loaders=call.config.loaders,
+        go_on=go_on,
+        given=call.given,
     )
 
 
@@ -140,6 +168,19 @@ def chat(
     generation: Generation,
     interface: Annotated[Interface, Only("encoding_errors quiet plain debug")],
     files: Files = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", metavar="QUESTION", help="ask this first, then stay"),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="print a JSON record per turn, and no answers; for piped questions",
+            rich_help_panel=OUTPUT,
+            metavar="",
+        ),
+    ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -181,6 +222,8 @@ def chat(
         generation,
         call.terminal,
         errors=interface.encoding_errors,
+        first=prompt,
+        as_json=as_json,
         resume=resume,
         reread=reread,
         save=not no_save,
@@ -189,6 +232,19 @@ def chat(
         history=not no_history,
         debug=interface.debug,
     )
+
+
+@app.command(
+    short_help="a guided chat of two minutes, with the bundled model",
+    help="minikv demo\n\nFive questions about the bundled document: what is kept, what that saves, "
+    "a follow-up that goes wrong, and what to do about it. Nothing to prepare. Enter goes on, q "
+    "leaves.",
+)
+@command
+def demo(call: Call, interface: Annotated[Interface, Only("plain debug")]) -> None:
+    from minikv.cli.demo import demo as run_demo
+
+    run_demo(call.terminal, debug=interface.debug)
 
 
 @app.command(
@@ -325,6 +381,89 @@ def show_config(call: Call, as_json: Json = False) -> None:
     config_command.show(made, call.terminal, as_json=as_json)
 
 
+@config_app.command(
+    "set",
+    help="minikv config set budget 20%\n\nSet a key in your own file; every other line stays.",
+)
+@command
+def set_config(
+    call: Call,
+    key: Annotated[str, typer.Argument(help="a key from `minikv config show`")],
+    value: Annotated[list[str], typer.Argument(help="its value")],
+) -> None:
+    from minikv.cli import config_command
+
+    config_command.change(key, value, call.terminal)
+
+
+@models_app.callback(invoke_without_command=True)
+@command
+def models(call: Call, as_json: Json = False) -> None:
+    if call.subcommand is not None:
+        return
+    from minikv.cli import models_command
+
+    models_command.models(call.terminal, as_json=as_json)
+
+
+@models_app.command(help="Download what minikv reads of a model, and print its folder.")
+@command
+def pull(
+    call: Call,
+    name: Annotated[str, typer.Argument(help="a hub id, as owner/name, or an alias")],
+    settings: Annotated[Settings, Only("revision")],
+) -> None:
+    from minikv.cli import models_command
+
+    models_command.pull(call.config.model(name) or name, settings.revision, call.terminal)
+
+
+@models_app.command("rm", help="Remove models from the Hugging Face cache.")
+@command
+def remove_models(
+    call: Call,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
+    yes: Yes = False,
+) -> None:
+    from minikv.cli import models_command
+
+    models_command.remove(names, call.terminal, yes=yes)
+
+
+@chats_app.callback(invoke_without_command=True)
+@command
+def chats(call: Call, as_json: Json = False) -> None:
+    if call.subcommand is not None:
+        return
+    from minikv.cli import chats_command
+
+    chats_command.chats(call.terminal, as_json=as_json)
+
+
+@chats_app.command("show", help="What was said in a saved chat.")
+@command
+def show_chat(
+    call: Call,
+    name: Annotated[str, typer.Argument(help="a name from `minikv chats`")],
+    as_json: Json = False,
+) -> None:
+    from minikv.cli import chats_command
+
+    chats_command.show(name, call.terminal, as_json=as_json)
+
+
+@chats_app.command("rm", help="Remove saved chats, with the text that is stored in them.")
+@command
+def remove_chats(
+    call: Call,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
+    yes: Yes = False,
+) -> None:
+    from minikv.cli import chats_command
+
+    chats_command.remove(names, call.terminal, yes=yes)
+
+
 @app.command(
     short_help="a page from an exported chat, without a model",
     help="minikv report chat.json -o report.html\n\n"
@@ -401,7 +540,10 @@ def _resume_alone(arguments: list[str]) -> list[str]:
     ]
 
 
-_COMMANDS = ("ask", "chat", "policies", "eval", "report", "plan", "doctor", "config", "bench")
+_COMMANDS = (
+    *("ask", "chat", "policies", "eval", "report", "plan", "doctor", "config", "bench"),
+    *("models", "chats", "demo"),
+)
 
 
 def _command_words(arguments: list[str]) -> list[str]:

@@ -74,6 +74,19 @@ class Answer:
             self._more(part, out)
         return "".join(out)
 
+    def resume(self, text: str) -> str:
+        """What to write before an answer goes on whose `text` was written before: the block that
+        was under way, again, from the start of a line. Code is not written again."""
+        self.push(text)
+        if not self._kind or self._kind in (*_CODE, "closing"):
+            return ""
+        self._rows = _Rows(self._window[0] - 1)
+        first, *others = self._source.replace("\t", "    ").split("\n")
+        out = [self._rows.write(first)]
+        for line in others:
+            out += [self._rows.newline(), self._rows.write(line)]
+        return "".join(out)
+
     def finish(self) -> str:
         """What to write at the end. The cursor is then at the start of a line."""
         self._look()

@@ -31,6 +31,9 @@ def _refresh(context: Context, arguments: list[str]) -> None:
         raise UsageError(
             "/refresh takes nothing, or off", "/set reuse refresh does it for each question"
         )
+    if session.recall.place and session.reuse in ("auto", "recall"):
+        terminal.say("nothing to do: every question is answered from all that was read")
+        return
     if not arguments:
         session.refresh()
         what = "the documents and all that was said" if session.documents else "all that was said"

@@ -34,6 +34,7 @@ _QUESTIONS = {
 }
 STOPS = {
     "eos": "end of turn",
+    "stop": "--stop",
     "length": "--max-tokens",
     "user": "you",
     "context": "the end of the context",

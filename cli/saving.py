@@ -12,6 +12,7 @@ from minikv.cli import render
 from minikv.cli.command import Command, Context
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.listing import Entry, listing
+from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import Saved
 from minikv.cli.settings_commands import reseeded
 from minikv.cli.turn import run_turn
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 _RETRY = ("policy", "budget", "seed")
+_LAST = 600
+"""Characters of the last question, and of its answer, that are shown when a chat is taken up."""
 _MOST_SEED = (1 << 31) - 1
 _CACHED = ("policy", "decode", "budget", "stride")
 
@@ -83,7 +86,7 @@ def _retry(context: Context, arguments: list[str]) -> None:
         if session.turn > before and session.report is not None:
             for part in session.report.lines():
                 terminal.note(f"  {part}")
-            if other:
+            if other and not session.recall.place:
                 terminal.note("  the next question reads all again, for the chat's own policy")
         elif session.turn == before:
             terminal.say("  the question is taken back; /retry asks it again")
@@ -149,6 +152,8 @@ def _load(context: Context, arguments: list[str]) -> None:
     saved = keeper.load(session, names[0], reread=len(arguments) > 1)
     context.origins |= origins(saved)
     context.terminal.say(opened(session, saved, perf_counter() - began))
+    for line in changes((*saved.documents, *saved.pending)):
+        context.terminal.warn(line)
 
 
 def origins(
@@ -173,8 +178,17 @@ def opened(session: ChatSession, saved: Saved, seconds: float) -> str:
     if not session.fed:
         how = "your next question reads it again"
     lines = [f"{saved.name}: {_turns(len(saved.turns))}, {how}", f"  {render.policy_line(session)}"]
-    lines += [f"  last: {_line(turn.question)}" for turn in saved.turns[-1:]]
+    lines += [
+        f"  {document.name or 'piped text'}: {len(document.text):,} characters"
+        for document in (*saved.documents, *saved.pending)
+    ]
+    for turn in saved.turns[-1:]:
+        lines += [f"› {_cut(' '.join(turn.question.split()))}", _cut(turn.answer.strip())]
     return "\n".join(lines)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LAST else f"{text[: _LAST - 1]}…"
 
 
 def table(entries: list[Entry]) -> str:

@@ -15,6 +15,7 @@ from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS, typed
 from minikv.cli.config_command import listed, text
 from minikv.cli.context_command import count_tokens
+from minikv.cli.values import spelled
 from minikv.errors import UsageError
 from minikv.policies import POLICIES
 from minikv.settings import Generation, settings_of
@@ -47,9 +48,11 @@ def _set(context: Context, arguments: list[str]) -> None:
         guess = f"did you mean {near[0]}? " if near else ""
         raise UsageError(f"no setting {name!r}", f"{guess}/set lists them all")
     if rest:
-        if len(rest) > 1 and key != "system":
+        if len(rest) > 1 and key not in ("system", "stop"):
             raise UsageError(f"{key} takes one value, got {' '.join(rest)!r}")
         changed = typed(SETTINGS[key], " ".join(rest), key)
+        if key == "stop":
+            changed = tuple(spelled(text) for text in rest if text)
         SETTINGS[key].check_choice(changed, key)
         _CHANGES[key](context, changed)
         context.origins[key] = HERE
@@ -195,7 +198,9 @@ def _values(context: Context) -> dict[str, str]:
         "seed": str(session.seed),
         "quiet": text(context.terminal.quiet),
     }
-    values |= {name: f"{getattr(context.generation, name):g}" for name in settings_of(Generation)}
+    for name in settings_of(Generation):
+        value = getattr(context.generation, name)
+        values[name] = text(value) if isinstance(value, tuple) else f"{value:g}"
     return {name: values.get(name, "") for name in SETTINGS}
 
 

@@ -10,6 +10,7 @@ Long lines are broken by textwrap: rich cannot indent the lines that follow.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import re
@@ -54,12 +55,14 @@ def clean(text: str) -> str:
 
 class Terminal:
     """stdout for the answer alone, stderr for the rest. Colour, live lines and Markdown only on a
-    terminal. `plain`: no escape sequence anywhere. `ascii`: stderr can write nothing else."""
+    terminal. `plain`: no escape sequence anywhere. `ascii`: stderr can write nothing else.
+    `records`: stdout takes a JSON record per turn instead of answers."""
 
     def __init__(self, *, quiet: bool = False, plain: bool = False) -> None:
         self.quiet = quiet
         self.out: TextIO = sys.stdout
         self.err: TextIO = sys.stderr
+        self.records = False
         self.plain = plain or os.environ.get("TERM", "dumb") == "dumb"
         self.live = _is_tty(self.err) and not self.plain and not quiet
         self.colour = _is_tty(self.err) and not self.plain and not os.environ.get("NO_COLOR")
@@ -106,6 +109,12 @@ class Terminal:
         self._held = text[len(shown) :]
         self._write(self.out, shown)
 
+    def resume_answer(self, text: str) -> None:
+        """Before the pieces of an answer that goes on after `text`: as Markdown, the block that was
+        under way is written again."""
+        if self._markdown is not None:
+            self._write(self.out, self._markdown.resume(self._encodable(self.out, clean(text))))
+
     def end_answer(self) -> None:
         """Close the answer with exactly one newline."""
         self.clear_status()
@@ -143,6 +152,15 @@ class Terminal:
         self.say(f"error: {message}", "bad")
         if hint:
             self.say(f"  {hint}")
+
+    def copy(self, text: str) -> bool:
+        """Put text in the terminal's clipboard (OSC 52); False where there is no terminal that
+        takes escape sequences. Whether the terminal does it, it does not say."""
+        if self.plain or not _is_tty(self.err):
+            return False
+        data = base64.b64encode(clean(text).encode()).decode()
+        self._write(self.err, f"\x1b]52;c;{data}\x07")
+        return True
 
     def page(self, lines: Iterable[str]) -> None:
         """Lines on stderr as they are, with colours. The caller has passed all text in them through

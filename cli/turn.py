@@ -1,8 +1,12 @@
-"""Opening a chat on a terminal, and one turn of it: progress, warnings, then the answer."""
+"""Opening a chat on a terminal, and one turn of it: progress, warnings, then the answer.
+
+Every answer that a user sees is written here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from minikv.cli.documents import Text, distinct
@@ -14,6 +18,7 @@ from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
+    from minikv.chat.transcript import Turn
 
 
 def open_chat(
@@ -35,7 +40,7 @@ def open_chat(
     for text in distinct(texts):
         if text.note:
             terminal.warn(text.note)
-        session.attach(text.text, text.name)
+        session.attach(text.text, text.name, text.source)
     return session
 
 
@@ -49,9 +54,6 @@ def run_turn(
     show: bool = True,
 ) -> str:
     """Ask, streaming to stdout if `show`. Returns the answer; the session's errors pass through."""
-    pieces: list[str] = []
-    finished = False
-    setting = terminal.answering() if show else terminal.silent()
     live = Live(terminal, "reading")
 
     def progress(done: int, total: int) -> None:
@@ -59,19 +61,62 @@ def run_turn(
             live.label = "reading again, Ctrl-C: do not"
         live(done, total)
 
-    with setting, interrupts.stopping(session.skip):
-        answer = session.ask(
+    def ask() -> Iterator[str]:
+        return session.ask(
             question,
             generation.max_tokens,
             generation.temperature,
             top_k=generation.top_k,
             top_p=generation.top_p,
             min_p=generation.min_p,
+            stop=generation.stop,
             progress=progress,
             notice=terminal.warn,
         )
+
+    return _stream(session, ask, terminal, interrupts, show=show)
+
+
+def continue_turn(
+    session: ChatSession, generation: Generation, terminal: Terminal, interrupts: Interrupts
+) -> str:
+    """Go on with the last answer, as `run_turn`. Returns what was added."""
+
+    def go_on() -> Iterator[str]:
+        return session.continue_answer(
+            generation.max_tokens,
+            generation.temperature,
+            top_k=generation.top_k,
+            top_p=generation.top_p,
+            min_p=generation.min_p,
+            stop=generation.stop,
+            notice=terminal.warn,
+        )
+
+    session.continuable()
+    return _stream(session, go_on, terminal, interrupts, after=session.turns[-1].answer)
+
+
+def _stream(
+    session: ChatSession,
+    write: Callable[[], Iterator[str]],
+    terminal: Terminal,
+    interrupts: Interrupts,
+    *,
+    show: bool = True,
+    after: str = "",
+) -> str:
+    """What `write` yields, shown as it comes; in a terminal that takes records, the record of the
+    turn. `after`: the part of the answer that was shown before."""
+    pieces: list[str] = []
+    finished = False
+    before, show = session.report, show and not terminal.records
+    setting = terminal.answering() if show else terminal.silent()
+    with setting, interrupts.stopping(session.skip):
+        if show and after:
+            terminal.resume_answer(after)
         try:
-            for piece in answer:
+            for piece in write():
                 pieces.append(piece)
                 if show:
                     terminal.answer(piece)
@@ -81,4 +126,16 @@ def run_turn(
             # Also after an error, because what was written stays in the conversation.
             if show and (pieces or finished):
                 terminal.end_answer()
+            if terminal.records and session.report is not before:
+                terminal.data(json.dumps(record(session.turns[-1])))
     return "".join(pieces)
+
+
+def record(turn: Turn) -> dict[str, object]:
+    """A turn as `chat --json` prints it: question, answer, the names of its documents, figures."""
+    return {
+        "question": turn.question,
+        "answer": turn.answer,
+        "documents": [document.name for document in turn.documents],
+        **turn.report.to_dict(),
+    }

@@ -14,6 +14,7 @@ from typing import Any
 
 from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig
 from minikv.chat.reuse import REREAD_LIMIT, REUSES, TIER_DTYPES, TIERS
+from minikv.chat.stop import stop_texts
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, prompt_names, step_names
 
@@ -26,7 +27,7 @@ _CHAT = ("ask", "chat")
 _MOST_THREADS = 4096
 _KEY = "setting"
 
-Plain = str | int | float | bool
+Plain = str | int | float | bool | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,9 @@ class Setting:
     """What the command line and the configuration know about one field.
 
     `panel` is where --help lists it, `letters` are other spellings of the flag. `default` is that
-    of the flag; Python's may differ. `low` and `high` bound a number. A configuration file sets it
-    for `commands` only (empty: for every command that has the flag); with `in_file` false it is a
-    flag alone.
+    of the flag; Python's may differ. A tuple is a flag that may be given several times. `low` and
+    `high` bound a number. A configuration file sets it for `commands` only (empty: for every
+    command that has the flag); with `in_file` false it is a flag alone.
     """
 
     name: str
@@ -290,11 +291,19 @@ class Generation:
         low=0,
         high=1,
     )
+    stop: tuple[str, ...] = setting(
+        (),
+        "the answer ends before this text, which is not shown; \\n and \\t stand for a new line "
+        "and a tab; may be given several times",
+        SAMPLING,
+        commands=_CHAT,
+    )
 
     def __post_init__(self) -> None:
+        stop_texts(self.stop)
         for name, one in settings_of(Generation).items():
             value = getattr(self, name)
-            if one.low <= value <= one.high:  # NaN fails too
+            if isinstance(value, tuple) or one.low <= value <= one.high:  # NaN fails too
                 continue
             if one.high == math.inf:
                 raise UsageError(f"{one.flag} must be at least {one.low}, got {value}")

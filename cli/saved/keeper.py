@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minikv.cli.config import short
 from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.cache import read_cache, without_cache, write_cache
@@ -50,6 +51,8 @@ class Keeper:
         self._last: tuple[object, ...] = ()
         self._model: tuple[str, dict[str, object]] | None = None
         self._warned: set[str] = set()
+        self._told = False
+        self.saved = False  # whether a save has succeeded in this run
 
     def keep(self, session: ChatSession) -> None:
         """Save, if anything changed since. Never fails: a save that does not succeed costs one
@@ -57,12 +60,18 @@ class Keeper:
         if not self.active or not self._changed(session):
             return
         try:
-            self._save(session, None)
+            made = self._save(session, None)
         except Exception as error:
             reason = _reason(error)
             if reason not in self._warned:
                 self._warned.add(reason)
                 self._terminal.warn(f"this chat is not saved: {reason}; it goes on without")
+            return
+        if made and not self._told and self._terminal.err.isatty():
+            assert self.name is not None
+            self._told = True
+            where = short(chats_folder() / self.name)
+            self._terminal.note(f"  saved with all its text in {where}; --no-save turns that off")
 
     def save(self, session: ChatSession, name: str | None = None) -> Path:
         """Save now; with a `name`, under it from now on. Raises UsageError if that fails."""
@@ -162,7 +171,8 @@ class Keeper:
             session.reuse,
         )
 
-    def _save(self, session: ChatSession, name: str | None) -> None:
+    def _save(self, session: ChatSession, name: str | None) -> bool:
+        """Whether that made a new saved chat."""
         before = self.name
         made = self._name(name)
         try:
@@ -174,6 +184,8 @@ class Keeper:
                 self.close()
                 self.name = before
             raise
+        self.saved = True
+        return made
 
     def _put(self, session: ChatSession) -> None:
         """Write cache, documents and transcript. The transcript comes last and replaces the old

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import time
@@ -47,6 +48,19 @@ def listing() -> list[Entry]:
             )
             found.append((at, entry))
     return [entry for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def unknown(name: str) -> UsageError:
+    """What is raised for a name that no saved chat has."""
+    names = [entry.name for entry in listing()]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if near:
+        hint = f"did you mean {near[0]}?"
+    elif names:
+        hint = f"the last ones: {', '.join(names[:3])}; `minikv chats` lists all"
+    else:
+        hint = f"there is no saved chat in {chats_folder()}"
+    return UsageError(f"no saved chat {name!r}", hint)
 
 
 def newest() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,13 +101,18 @@ def resumed(settings: Settings, header: Mapping[str, Any], given: Collection[str
 
 def read(name: str) -> Saved:
     """A chat's transcript and documents. Raises UsageError for anything missing or altered."""
-    from minikv.chat.transcript import Document, Turn
+    from minikv.chat.transcript import Document, Source, Turn
 
     folder = chats_folder() / name
     lines = _lines(name)
     with damage(name):
         texts = [
-            Document(read_part(folder, line, DOCUMENT_BYTES).decode(), line["name"])
+            Document(
+                read_part(folder, line, DOCUMENT_BYTES).decode(),
+                line["name"],
+                # Chats of older versions do not have it.
+                Source(**line["source"]) if line.get("source") else None,
+            )
             for line in lines
             if line["kind"] == "document"
         ]
@@ -209,7 +214,13 @@ def write_chat(
     for document in texts:
         part = write_part(folder, "document", "txt", document.text.encode())
         body.append(
-            {"kind": "document", "name": document.name, "characters": len(document.text), **part}
+            {
+                "kind": "document",
+                "name": document.name,
+                "characters": len(document.text),
+                "source": asdict(document.source) if document.source else None,
+                **part,
+            }
         )
     named = {str(line["file"]) for line in body} | ({str(cache["file"])} if cache else set())
     body += [

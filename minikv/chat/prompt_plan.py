@@ -76,13 +76,13 @@ def read(
     """
     began = perf_counter()
     kv, total, done, evict_s, peak, blind = engine.kv, plan.tokens, 0, 0.0, 0, False
-    replaces = plan.anew and kv.position > 0 and not plan.recalled
+    replaces = plan.anew and kv.position > 0
 
     def between_chunks(so_far: int, _: int) -> None:
         if stopped():
             raise Interrupted(
                 f"stopped reading at {done + so_far:,} of {total:,} tokens",
-                "the chat is as it was" if kv.position else "nothing was added",
+                "the chat is as it was" if replaces else "nothing was added",
             )
         if progress is not None:
             progress(done + so_far, total)
@@ -90,7 +90,7 @@ def read(
     gaps = not plan.anew and kv.stats().gaps
     before = kv.mark()
     try:
-        if replaces:
+        if replaces and not plan.recalled:
             engine.reset()
         if plan.anew and plan.pinned:
             kv.pin(plan.pinned)
@@ -103,7 +103,8 @@ def read(
                 logits = engine.prompt(part, between_chunks, room if last else 1)
             figures = kv.last_prompt
             # What an error goes back to is kept until the last prompt was read.
-            kept = before.arena.nbytes if replaces or done else 0
+            anew = replaces and not plan.recalled  # which counts the old rows itself
+            kept = before.arena.nbytes if anew or done else 0
             done += len(part)
             evict_s, peak = evict_s + figures.evict_s, max(peak, figures.peak_bytes + kept)
             blind = blind or (figures.shaped and not last)

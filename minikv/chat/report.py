@@ -95,7 +95,8 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:
-    """One turn of a chat. `stop_reason` is eos, length, user, context or error.
+    """One turn of a chat. `stop_reason` is eos, stop (a stop text), length, user, context or
+    error.
 
     `shaped_by_turn`: the question for which the cache was evicted, 0 if it was evicted before any
     question. `reuse`: what the turn read; `once`: what was new, `refresh`: the whole conversation,

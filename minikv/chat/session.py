@@ -18,6 +18,8 @@ from torch import Tensor
 
 from minikv.cache.stats import CacheStats
 from minikv.chat import prompt_plan, reuse
+from minikv.chat.answer import Answer
+from minikv.chat.continuation import continued, refusal
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.facts import Facts, device_memory
 from minikv.chat.min_tokens import longest_token
@@ -35,7 +37,8 @@ from minikv.chat.report import (
 )
 from minikv.chat.reuse import Decision
 from minikv.chat.snapshot import ChatSnapshot
-from minikv.chat.transcript import Document, Message, Turn, user_message
+from minikv.chat.stop import stop_texts
+from minikv.chat.transcript import Document, Message, Source, Turn, user_message
 from minikv.chat.undo import UNDO_BYTES, UndoHistory
 from minikv.chat.warnings import check_text, marker_lines
 from minikv.engine.engine import Engine
@@ -155,12 +158,13 @@ class ChatSession:
         """The records of all turns so far."""
         return [turn.report for turn in self.turns]
 
-    def attach(self, text: str, name: str | None = None) -> None:
-        """Put a document before the next question. Raises UsageError if it has no text."""
+    def attach(self, text: str, name: str | None = None, source: Source | None = None) -> None:
+        """Put a document before the next question. `source`: the file that it was read from, for
+        saved chats. Raises UsageError if it has no text."""
         check_text(text, name or "the document")
         if not text.strip():
             raise UsageError(f"{name or 'the document'} is empty", "nothing was added")
-        self.pending.append(Document(text, name))
+        self.pending.append(Document(text, name, source))
 
     def kept(self, layer: int, head: int) -> Tensor:
         """Positions that KV head `head` of `layer` still holds, ascending (LongTensor)."""
@@ -313,13 +317,15 @@ class ChatSession:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        stop: str | Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> Iterator[str]:
         """Ask about the attached documents; yield the text of the answer piece by piece.
 
-        `progress(done, total)` is called between chunks of the prompt, `notice(line)` with each
-        warning. Closing the iterator early is the same as `cancel`.
+        The answer ends before the first of the texts in `stop`. `progress(done, total)` is called
+        between chunks of the prompt, `notice(line)` with each warning. Closing the iterator early
+        is the same as `cancel`.
 
         Raises ContextError if the prompt does not fit (it is never cut), UsageError, Interrupted,
         NumericsError. After an error while the prompt was read, the chat is as it was before the
@@ -331,14 +337,55 @@ class ChatSession:
         if not question.strip():
             raise UsageError("the question is empty", "ask something in words")
         check_text(question, "the question")
+        texts = stop_texts(stop)
         self._cancelled = self._skips = False
-        yield from self._turn(question, max_tokens, sampling, progress, notice)
+        yield from self._turn(question, max_tokens, sampling, texts, progress, notice)
+
+    def continue_answer(
+        self,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        stop: str | Sequence[str] = (),
+        notice: Callable[[str], None] | None = None,
+    ) -> Iterator[str]:
+        """Go on with an answer that ended at its `max_tokens` or was stopped; yield what follows.
+
+        The tokens are those of a larger `max_tokens` from the beginning. The turn grows: its
+        answer and its record are those of the whole answer, and `undo` takes back all of it.
+        Arguments and errors are those of `ask`. Raises UsageError if there is no such answer.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        if max_tokens < 1:
+            raise UsageError(f"--max-tokens must be at least 1, got {max_tokens}")
+        texts = stop_texts(stop)
+        self.continuable()
+        self._cancelled = self._skips = False
+        yield from self._longer(max_tokens, sampling, texts, notice)
+
+    def continuable(self) -> None:
+        """Raise the UsageError that `continue_answer` would raise."""
+        same = self.report is None or (
+            self.report.policy == self.eviction.policy
+            and self.report.policy_options == self.eviction.options_record()
+            and self.report.budget == self.eviction.budget_record()
+        )
+        refusal(
+            self.report,
+            pending=self.pending_token is not None,
+            same=same,
+            full=len(self.fed) >= self.max_context,
+        )
 
     def _turn(
         self,
         question: str,
         max_tokens: int,
         sampling: Sampling,
+        stop: tuple[str, ...],
         progress: Callable[[int, int], None] | None,
         notice: Callable[[str], None] | None,
     ) -> Iterator[str]:
@@ -361,7 +408,7 @@ class ChatSession:
         for line in self._new_notices():
             warn(line)
 
-        stream = self.tokenizer.stream()
+        answer = Answer(self.tokenizer.stream(), stop)
         before = self._set_aside()
         known = self.engine.kv.stats()
         again = feed.reuse == "refresh" or (feed.recalled and not feed.given)
@@ -388,57 +435,17 @@ class ChatSession:
         attached = tuple(self.pending)
         self.pending, self.undone = [], []
 
-        pieces: list[str] = []
-        generated = steps = 0
-        first_s: float | None = None
-        decode_s = 0.0
-        reason = ""
         try:
             known = self.engine.kv.stats()
             self._mark(known)
             self._warn_after(known, bool(attached), warn)
-            while True:
-                if self._cancelled:
-                    reason = "user"
-                    break
-                started = perf_counter()
-                if self.pending_token is None:
-                    vocab = self.tokenizer.vocab
-                    token = pick(read.logits, vocab, sampling, self.seed, len(self.fed))
-                else:
-                    token = self._next(
-                        self.pending_token, sampling, ahead=generated + 1 < max_tokens
-                    )
-                    steps += 1
-                if first_s is None:
-                    first_s = perf_counter() - began
-                else:
-                    decode_s += perf_counter() - started
-                if token in self.tokenizer.stop_ids:
-                    reason = "eos"
-                    break
-                self.pending_token = token
-                generated += 1
-                piece = stream.push(token)
-                if piece:
-                    pieces.append(piece)
-                    yield piece
-                if generated == max_tokens:
-                    reason = "length"
-                    break
-                if len(self.fed) == self.max_context:
-                    reason = "context"
-                    break
-            rest = stream.flush()
-            if rest:
-                pieces.append(rest)
-                yield rest
+            yield from self._write(answer, read.logits, max_tokens, sampling, began)
         except GeneratorExit:
-            reason = reason or "user"
+            answer.reason = answer.reason or "user"
             raise
         finally:
-            answer = "".join(pieces)
-            self.messages = [*messages, Message("assistant", answer)]
+            answer.close()
+            self.messages = [*messages, Message("assistant", answer.text)]
             late = self._new_notices()
             warnings += late
             stats = self._measure(known)
@@ -449,26 +456,26 @@ class ChatSession:
                 feed,
                 read,
                 reused,
-                generated,
-                reason or "error",
+                answer.generated,
+                answer.reason or "error",
                 warnings,
-                {**asdict(sampling), "max_tokens": max_tokens},
+                _how(sampling, max_tokens, stop),
                 Seconds(
                     load=self.facts.load_s,
                     compile=None,
-                    first_token=total_s if first_s is None else first_s,
+                    first_token=total_s if answer.first_s is None else answer.first_s,
                     prefill=read.seconds,
                     evict=read.evict_s,
-                    decode=decode_s,
+                    decode=answer.decode_s,
                     total=total_s,
                 ),
                 Rates(
                     prefill_tok_s=feed.tokens / read.seconds if read.seconds else None,
-                    decode_tok_s=steps / decode_s if steps and decode_s else None,
+                    decode_tok_s=answer.rate,
                     baseline_decode_tok_s=self.baseline_tok_s,
                 ),
             )
-            self.turns.append(Turn(question, answer, attached, self.report))
+            self.turns.append(Turn(question, answer.text, attached, self.report))
             if notice is not None:  # the turn is closed: what the caller does here may fail
                 for line in late:
                     notice(line)
@@ -506,6 +513,98 @@ class ChatSession:
     def _fits(self, feed: PromptPlan) -> bool:
         """Whether the prompt and one more token fit the model's context."""
         return (0 if feed.anew else len(self.fed)) + len(feed.ids) + 1 <= self.max_context
+
+    def _write(
+        self,
+        answer: Answer,
+        logits: Tensor | None,
+        max_tokens: int,
+        sampling: Sampling,
+        began: float,
+    ) -> Iterator[str]:
+        """Write the answer until it ends; `answer.reason` then says why. `logits` are those of the
+        last token that was read, None if the pending token comes first."""
+        vocab = self.tokenizer.vocab
+        while True:
+            if self._cancelled:
+                answer.reason = "user"
+                break
+            started = perf_counter()
+            if self.pending_token is None:
+                assert logits is not None, "there is no token to begin with"
+                token = pick(logits, vocab, sampling, self.seed, len(self.fed))
+            else:
+                token = self._next(
+                    self.pending_token, sampling, ahead=answer.generated + 1 < max_tokens
+                )
+                answer.steps += 1
+            if answer.first_s is None:
+                answer.first_s = perf_counter() - began
+            else:
+                answer.decode_s += perf_counter() - started
+            if token in self.tokenizer.stop_ids:
+                answer.reason = "eos"
+                break
+            self.pending_token = token
+            piece = answer.push(token)
+            if answer.stopped:
+                answer.reason = "stop"
+                if answer.overshot:  # as a stop token, it is not fed
+                    self.pending_token = None
+            if piece:
+                yield piece
+            if answer.stopped:
+                break
+            if answer.generated == max_tokens:
+                answer.reason = "length"
+                break
+            if len(self.fed) == self.max_context:
+                answer.reason = "context"
+                break
+        rest = answer.finish()
+        if rest:
+            yield rest
+
+    def _longer(
+        self,
+        more: int,
+        sampling: Sampling,
+        stop: tuple[str, ...],
+        notice: Callable[[str], None] | None,
+    ) -> Iterator[str]:
+        began = perf_counter()
+        turn, known = self.turns[-1], self.engine.kv.stats()
+        assert self.pending_token is not None
+        ids = [*self.fed, self.pending_token][-turn.report.tokens.generated :]
+        answer = Answer.resumed(self.tokenizer.stream(), stop, ids, turn.answer)
+        answer.first_s = turn.report.time_s.first_token
+        most = answer.generated + more
+        self.undone = []
+        try:
+            yield from self._write(answer, None, most, sampling, began)
+        except GeneratorExit:
+            answer.reason = answer.reason or "user"
+            raise
+        finally:
+            answer.close()
+            late, stats = self._new_notices(), self._measure(known)
+            self.report = continued(
+                turn.report,
+                stats,
+                answer,
+                perf_counter() - began,
+                seed=self.seed,
+                sampling=_how(sampling, most, stop),
+                memory=device_memory(self.facts.device),
+                warnings=late,
+            )
+            self.messages[-1] = Message("assistant", answer.text)
+            self.turns[-1] = replace(turn, answer=answer.text, report=self.report)
+            self.curve.pop()
+            self._mark(stats)
+            if notice is not None:
+                for line in late:
+                    notice(line)
 
     def _set_aside(self) -> ChatSnapshot | None:
         """A snapshot for `undo`; None if none is wanted or it would be too large."""
@@ -665,8 +764,9 @@ class ChatSession:
         ):
             warn("there is no document to evict beforehand: --reuse blind changes nothing here")
         line = decision.why if decision is not None else ""
-        if line and line != self._told:
-            self._told = line
+        about = decision and (decision.reuse, self.eviction.policy, self.keeps_cache)
+        if line and about != self._told:
+            self._told = about
             warn(line)
 
     def _warn_after(
@@ -743,6 +843,11 @@ def _loss(read: Read) -> Loss:
     if read.gaps:
         return Loss(None, None, None, UNKNOWN)
     return Loss(*read.lost, None if read.lost[0] is None else "window")
+
+
+def _how(sampling: Sampling, max_tokens: int, stop: tuple[str, ...]) -> dict[str, object]:
+    """How an answer was written, for its record."""
+    return {**asdict(sampling), "max_tokens": max_tokens, "stop": list(stop)}
 
 
 def _with(

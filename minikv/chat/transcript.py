@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minikv.chat.report import TurnReport
 
@@ -17,11 +17,23 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """The file that a document was read from, as it was then. sha256: of its bytes."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
-    """A text to ask about. It goes in front of the next question."""
+    """A text to ask about. It goes in front of the next question. `source` says nothing about the
+    text, and two documents that differ in it alone are the same."""
 
     text: str
     name: str | None = None
+    source: Source | None = field(default=None, compare=False)
 
     def rendered(self) -> str:
         """Its text in the user message, before the question."""

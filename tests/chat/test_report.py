@@ -66,7 +66,7 @@ def test_the_record_has_exactly_the_documented_keys() -> None:
                 "kept_max",
             ]
         ),
-        "kv_bytes": sorted(["full", "held", "allocated", "peak_prefill", "policy_state"]),
+        "kv_bytes": sorted(["full", "held", "allocated", "peak_prefill", "policy_state", "tier"]),
         "time_s": sorted(["load", "compile", "first_token", "prefill", "evict", "decode", "total"]),
         "rate": sorted(["prefill_tok_s", "decode_tok_s", "baseline_decode_tok_s"]),
         "loss": sorted(
@@ -88,6 +88,7 @@ def test_the_record_has_exactly_the_documented_keys() -> None:
         "reuse",
         "kv_dtype",
         "weights",
+        "tier",
     }
     assert json.loads(json.dumps(record)) == record
 

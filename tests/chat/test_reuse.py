@@ -196,7 +196,7 @@ def test_pinned_rows_stay_pinned() -> None:
 @pytest.mark.parametrize("value", ["", "REFRESH", "never", "auto "])
 def test_another_setting_is_refused(value: str) -> None:
     session = make()
-    with pytest.raises(UsageError, match="reuse must be one of auto, refresh, once, blind"):
+    with pytest.raises(UsageError, match="reuse must be one of auto, recall, refresh, once, blind"):
         session.reuse = value
     assert session.reuse == "once"
     with pytest.raises(UsageError):
@@ -850,7 +850,7 @@ def test_commands_in_a_chat(world: World) -> None:
         "/refresh takes nothing, or off",
         "reuse blind /set",
         "what was read stays as it is; /clear reads it again, and blind",
-        "reuse must be one of auto, refresh, once, blind, got 'never'",
+        "reuse must be one of auto, recall, refresh, once, blind, got 'never'",
     ):
         assert text in err, text
     assert world.session is not None

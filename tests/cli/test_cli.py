@@ -54,6 +54,7 @@ KEYS = {
     "reuse",
     "kv_dtype",
     "weights",
+    "tier",
 }
 
 
@@ -276,6 +277,7 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
         "top_p": 0.9,
         "min_p": 0.1,
         "max_tokens": 512,
+        "stop": [],
     }
     assert record["seed"] == 7
 

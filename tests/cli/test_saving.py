@@ -396,7 +396,8 @@ def test_save_and_load(real: Talk, home: Path, capsys: pytest.CaptureFixture[str
     assert lines[0].startswith("mine: 2 turns, taken up in ")
     assert lines[0].endswith(" ms, nothing was read again")
     assert lines[1] == "  adakv, then roco · budget 48"
-    assert lines[2] == "  last: Why?"
+    assert lines[2] == "  mill.txt: 224 characters"
+    assert lines[3] == "› Why?"
     assert clean(real.session.turns[-1].answer).rstrip("\n") == want.rstrip("\n")
     _, err = real.run("load mine --reread")
     assert "your next question reads it again" in err

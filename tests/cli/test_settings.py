@@ -96,6 +96,7 @@ def test_nothing_said_is_nothing_set(home: Path) -> None:
         ("BUDGET", "20%", "20%"),
         ("DTYPE", "bfloat16", "bfloat16"),
         ("SEED", "-3", -3),
+        ("STOP", r"\nQ: ", ("\nQ: ",)),
     ],
 )
 def test_variables_have_the_type_of_their_flag(
@@ -111,6 +112,9 @@ def test_files_have_the_types_of_toml(home: Path) -> None:
     values = {name: value.value for name, value in made.values.items()}
     assert values == {"temperature": 1.0, "budget": "512", "quiet": True, "max_tokens": 9}
     assert type(values["temperature"]) is float
+    for text in ("stop = ['a', '\\n']", """stop = ["a", '\\n']"""):
+        assert read(home, text).values["stop"].value == ("a", "\\n")  # TOML has its own escapes
+    assert read(home, "stop = 'a'").values["stop"].value == ("a",)
 
 
 # -- bad input ------------------------------------------------------------------------------
@@ -127,6 +131,9 @@ def test_files_have_the_types_of_toml(home: Path) -> None:
         ("budget = 1.5", "budget must be a text in quotes", ""),
         ("quiet = 1", "quiet must be true or false", ""),
         ("model = ['a']", "model must be a text", ""),
+        ("stop = 1", "stop must be a list of texts, got 1", ""),
+        ("stop = ['a', 1]", "stop must be a list of texts", ""),
+        ("stop = ['a', '']", "stop has an empty text", ""),
         ("dtype = 'int3'", "dtype must be one of auto, float32", ""),
         ("a = = 1", "./minikv.toml is not valid TOML", "for example"),
         ("seed = 1\nseed = 2", "is not valid TOML", ""),
@@ -387,7 +394,8 @@ def test_init_writes_every_key_with_its_default_and_never_overwrites(
     live = [line.removeprefix("# ") for line in lines if " = " in line or "[" in line[:3]]
     values = tomllib.loads("\n".join(live))
     assert {k: v for k, v in values.items() if k not in ("aliases", "loaders")} == {
-        name: setting.default for name, setting in SETTINGS.items()
+        name: list(setting.default) if isinstance(setting.default, tuple) else setting.default
+        for name, setting in SETTINGS.items()
     }
     with pytest.raises(UsageError, match="exists already"):
         config_command.init(screen())
@@ -508,6 +516,8 @@ def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
         ("policy", "snapkv", "snapkv"),
         ("decode", "none", "none"),
         ("encoding_errors", "replace", "replace"),
+        ("stop", "Q:", '["Q:"]'),
+        ("stop", r"\n", r'["\n"]'),
     ],
 )
 def test_set_changes_a_value_and_its_origin(
@@ -531,6 +541,10 @@ def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None
     ):
         do(context, "set", key, value)
     assert context.generation == Generation(4, 0.5, 3, 0.5, 0.1)
+    do(context, "set", "stop", "a b", r"\n")
+    assert context.generation.stop == ("a b", "\n")
+    do(context, "set", "stop", "")
+    assert context.generation.stop == ()
     do(context, "set", "policy", "random")
     do(context, "set", "seed", "11")
     eviction = context.session.eviction

@@ -1,0 +1,179 @@
+"""`minikv demo`: a guided chat over the bundled document. Every turn is run, none is canned."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+
+from minikv.cli import commands, documents, render
+from minikv.cli.command import Context
+from minikv.cli.interrupt import Interrupts
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.terminal import Terminal, columns
+from minikv.cli.turn import open_chat, run_turn
+from minikv.errors import Interrupted
+from minikv.settings import Generation, Settings
+
+BUDGET = "256"
+_WIDE = 88
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One part of the demo. `text`: what is about to happen. `before`: commands before the
+    question, `after`: those after it. `answer`: what the document says, and `about`: a word of the
+    sentences that say it; `fails`: the model is expected to answer otherwise. `then` is said after
+    all that, if it went as expected."""
+
+    title: str
+    text: str
+    question: str
+    answer: str
+    about: str
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    then: str = ""
+    fails: bool = False
+
+
+STEPS = (
+    Step(
+        "A long document in a small cache",
+        "The document is read once. Then each head keeps 256 of its tokens on average, those that "
+        "the question looks at, and the rest is freed. The answer is written from what is left.",
+        "Who leads Project Misty Clover?",
+        "Axel Narolt",
+        "Misty Clover",
+        after=('/kept find "Axel Narolt"', '/kept find "Katya Warulf"'),
+        then="The name that answers this question was kept. Another name was not needed, and is "
+        "gone from nearly all heads. That matters for the next question.",
+    ),
+    Step(
+        "A follow-up from the same cache",
+        "With --reuse once, a later question is answered from the cache of the first one. That "
+        "takes no time. But what the first question did not need is gone.",
+        "Please find the accountant of Halhart Works.",
+        "Katya Warulf",
+        "Halhart Works",
+        before=("/set reuse once",),
+        then="A wrong answer reads like a right one. So the line below each answer says which "
+        "question its cache was shaped by.",
+        fails=True,
+    ),
+    Step(
+        "The same follow-up, read again",
+        "With --reuse refresh, the document is read again for each question, and what is kept is "
+        "chosen for that question.",
+        "Please find the accountant of Halhart Works.",
+        "Katya Warulf",
+        "Halhart Works",
+        before=("/set reuse refresh",),
+    ),
+    Step(
+        "Beside the full cache, and beside another policy",
+        "Policies differ in what they keep. streaming keeps the first and the last tokens, "
+        "whatever is asked. /compare asks the same question under it and with the full cache.",
+        "What is the site of Project Merry Horizon?",
+        "Morthorpe",
+        "Merry Horizon",
+        after=("/compare adakv streaming",),
+    ),
+    Step(
+        "A quarter of that",
+        "How small can it be? Here each head keeps 64 tokens on average, of about 7,000.",
+        "According to the text, what is the budget of Project Golden Dolphin?",
+        "2869",
+        "Golden Dolphin",
+        before=("/budget 64",),
+    ),
+)
+_END = """That was the demo. Go on by yourself:
+
+  minikv chat FILE              your document; /help lists the commands
+  minikv policies               the other methods
+  minikv plan -m MODEL          whether a larger model fits on this machine"""
+
+
+def demo(terminal: Terminal, *, debug: bool = False) -> None:
+    """Run the steps, waiting for Enter between them where a person is at the terminal."""
+    from minikv.models import BUNDLED
+
+    person = sys.stdin.isatty() and terminal.err.isatty()
+    text = documents.read_file(str(BUNDLED / "sample.txt"))
+    interrupts = Interrupts()
+    session = open_chat(Settings(budget=BUDGET), [text], terminal, interrupts)
+    context = Context(
+        session,
+        terminal,
+        "strict",
+        Generation(max_tokens=32),
+        interrupts,
+        Keeper(terminal, active=False),
+        debug=debug,
+    )
+    _prose(
+        f"minikv demo: {len(STEPS)} questions about a report of {len(text.text.split()):,} words, "
+        "with the small bundled model. It takes about two minutes.",
+        terminal,
+        margin="",
+    )
+    terminal.say(f"  {render.policy_line(session)}", "dim")
+    for number, step in enumerate(STEPS, 1):
+        terminal.say(f"\n{number} of {len(STEPS)}  {step.title}", "head")
+        _prose(step.text, terminal)
+        if person and not _goes_on(terminal):
+            return
+        try:
+            _run(context, step, text.text)
+        except Interrupted as stopped:
+            terminal.say(f"{stopped}; {stopped.hint}")
+    terminal.say(f"\n{_END}")
+
+
+def _run(context: Context, step: Step, document: str) -> None:
+    session, terminal = context.session, context.terminal
+    for line in step.before:
+        _command(context, line)
+    terminal.say(f"\n› {step.question}", "head")
+    answer = run_turn(session, step.question, context.generation, terminal, context.interrupts)
+    assert session.report is not None
+    if session.report.stop_reason == "user":
+        return
+    for part in session.report.lines():
+        terminal.note(f"  {part}")
+    right = answer.strip() == step.answer
+    terminal.say(f"  {'Right' if right else 'Wrong'}. The document says: {_said(document, step)}")
+    for line in step.after:
+        _command(context, line)
+    if step.then and right != step.fails:
+        _prose(step.then, terminal)
+
+
+def _command(context: Context, line: str) -> None:
+    context.terminal.say(f"\n› {line}", "head")
+    with context.interrupts.stopping(lambda: None), context.terminal.silent():
+        commands.execute(context, line)
+
+
+def _said(document: str, step: Step) -> str:
+    """The sentence of the document that has the answer."""
+    sentences = re.split(r"(?<=\.)\s+", document)
+    return next(s for s in sentences if step.answer in s and step.about in s)
+
+
+def _prose(text: str, terminal: Terminal, margin: str = "  ") -> None:
+    width = min(columns(terminal.err), _WIDE)
+    terminal.say(textwrap.fill(text, width, initial_indent=margin, subsequent_indent=margin))
+
+
+def _goes_on(terminal: Terminal) -> bool:
+    """Wait for Enter; False if the user leaves."""
+    terminal.err.write("  [Enter: go on, q: leave] ")
+    terminal.err.flush()
+    try:
+        return input().strip().lower() not in ("q", "quit", "exit", "/exit")
+    except EOFError:
+        terminal.say("")
+        return False

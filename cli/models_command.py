@@ -1,0 +1,148 @@
+"""`minikv models`: the bundled model and those in the Hugging Face cache; pull and remove."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from minikv.chat.report import size
+from minikv.cli.confirm import confirmed
+from minikv.cli.interrupt import Interrupts
+from minikv.cli.progress import Loading
+from minikv.cli.tables import grid
+from minikv.cli.terminal import Terminal, clean, columns
+from minikv.errors import UsageError
+
+BUNDLED = "bundled"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model on this disk. `state`: "ready", or what keeps it from being loaded."""
+
+    name: str
+    bytes: int
+    state: str
+    folder: str
+
+
+def models(terminal: Terminal, *, as_json: bool = False) -> None:
+    """Print a line per model, the bundled one first."""
+    from minikv.models import BUNDLED as FOLDER
+
+    weights = sum(
+        p.stat().st_size for p in FOLDER.iterdir() if p.suffix in (".safetensors", ".json")
+    )
+    found = [Model(BUNDLED, weights, "ready", str(FOLDER))]
+    repos = sorted(_cached(), key=lambda repo: str(repo.repo_id).lower())
+    found += [_model(repo) for repo in repos]
+    if as_json:
+        terminal.data(json.dumps([asdict(one) for one in found]))
+        return
+    lines = [("NAME", "SIZE", "STATE")]
+    lines += [(clean(one.name), size(one.bytes), clean(one.state)) for one in found]
+    table = grid(lines, "<><").split("\n")
+    if terminal.out.isatty():
+        width = columns(terminal.out)
+        table = [line if len(line) <= width else f"{line[: width - 1]}…" for line in table]
+    terminal.data("\n".join(table))
+    if not repos:
+        terminal.note(f"no models in {_cache()}; minikv models pull NAME fetches one")
+
+
+def pull(name: str, revision: str | None, terminal: Terminal) -> None:
+    """Download what minikv reads of a model, and print the folder. Raises ModelError."""
+    if name == BUNDLED:
+        raise UsageError("the bundled model is a part of minikv", "it is there already")
+    if Path(name).expanduser().is_dir():
+        raise UsageError(f"{name!r} is a directory already", f"minikv chat -m {name}")
+    from minikv.models.hub import resolve
+
+    loading = Loading(terminal)
+    terminal.status(f"looking for {name}")
+    try:
+        with terminal.silent(), Interrupts().stopping(loading.cancel):
+            source = resolve(name, revision=revision, progress=loading)
+    finally:
+        loading.finish()
+    terminal.data(str(source.folder))
+    repo = next((repo for repo in _cached() if repo.repo_id == name), None)
+    if repo is not None:
+        one = _model(repo)
+        terminal.note(f"{one.name}: {size(one.bytes)}, {one.state}")
+
+
+def remove(names: Sequence[str], terminal: Terminal, *, yes: bool = False) -> None:
+    """Remove models from the cache, all their revisions; none if one is not there."""
+    names = list(dict.fromkeys(names))
+    repos = {repo.repo_id: repo for repo in _cached()}
+    for name in names:
+        if name == BUNDLED:
+            raise UsageError("the bundled model is a part of minikv and cannot be removed")
+        if name not in repos:
+            near = difflib.get_close_matches(name, repos, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "`minikv models` lists them"
+            raise UsageError(f"no model {name!r} in the cache", hint)
+    total = size(sum(repos[name].size_on_disk for name in names))
+    what = names[0] if len(names) == 1 else f"{len(names):,} models"
+    if not confirmed(f"remove {what}, {total}?", terminal, yes=yes):
+        terminal.say("nothing was removed")
+        return
+    from huggingface_hub import scan_cache_dir
+
+    info = scan_cache_dir(_cache())
+    for name in names:
+        repo = repos[name]
+        if repo.revisions:
+            info.delete_revisions(*(one.commit_hash for one in repo.revisions)).execute()
+        else:  # parts of a download
+            shutil.rmtree(repo.repo_path, ignore_errors=True)
+        if repo.repo_path.exists():  # the library logs what fails
+            raise UsageError(f"{name} could not be removed", f"remove {repo.repo_path} by hand")
+        terminal.note(f"removed {name}")
+
+
+def _cache() -> str:
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_CACHE
+
+
+def _cached() -> list[Any]:
+    """The models in the cache, as huggingface_hub describes them."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        info = scan_cache_dir(_cache())
+    except (CacheNotFound, ValueError):  # none yet, or a file in its place
+        return []
+    return [repo for repo in info.repos if repo.repo_type == "model"]
+
+
+def _model(repo: Any) -> Model:
+    """A model of the cache; the revision that is loaded by default says whether it can be."""
+    loaded = max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified), default=None)
+    folder = repo.repo_path if loaded is None else loaded.snapshot_path
+    return Model(repo.repo_id, repo.size_on_disk, _state(folder), str(folder))
+
+
+def _state(folder: Path) -> str:
+    from minikv.models.config import ModelConfig
+    from minikv.models.errors import ModelError
+    from minikv.models.hub import missing_files
+
+    try:
+        lacks = missing_files(folder)
+        if lacks:
+            return f"{lacks} is missing"
+        ModelConfig.from_folder(folder)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except ModelError as error:
+        return f"not supported: {error}"
+    return "ready"

@@ -1,0 +1,91 @@
+"""An answer while it is written: its tokens become text, and its stop texts are looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from minikv.chat.protocols import TextStream
+from minikv.chat.stop import StopTexts
+
+
+class Answer:
+    """Tokens in, pieces of text out.
+
+    text: what was given out so far. generated: its tokens. steps, decode_s: the decode steps of it
+    and their seconds. first_s: seconds until its first token, None before it. reason: why it ended,
+    empty while it has not.
+    """
+
+    def __init__(self, stream: TextStream, stop: Sequence[str] = ()) -> None:
+        self.text = ""
+        self.generated = self.steps = 0
+        self.decode_s = 0.0
+        self.first_s: float | None = None
+        self.reason = ""
+        self._stream = stream
+        self._stop = StopTexts(stop)
+        self._length = 0  # of the text of all tokens
+        self._before = 0  # of the text before the last token
+        self._shown = ""  # text that was given out before, and is not given out again
+
+    @classmethod
+    def resumed(
+        cls, stream: TextStream, stop: Sequence[str], ids: Iterable[int], shown: str
+    ) -> Answer:
+        """The answer of the tokens `ids`, of which the text `shown` was given out."""
+        made = cls(stream, stop)
+        text = ""
+        for id in ids:
+            text += stream.push(id)
+            made.generated += 1
+        made._length = made._before = len(text)
+        made._stop = StopTexts.after(stop, text)
+        made.text = text[: len(text) - len(made._stop.held)]
+        # The rest of `shown` is what was held back, and U+FFFD for an incomplete character.
+        made._shown = shown[len(made.text) :]
+        return made
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second of its decode steps, None if there was none."""
+        return self.steps / self.decode_s if self.steps and self.decode_s else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text ended it."""
+        return self._stop.found
+
+    @property
+    def overshot(self) -> bool:
+        """Whether no text of the last token belongs to the answer."""
+        return self.stopped and len(self.text) <= self._before
+
+    def push(self, token: int) -> str:
+        """The text that is certain with this token."""
+        self.generated += 1
+        piece = self._stream.push(token)
+        self._before = self._length
+        self._length += len(piece)
+        return self._give(self._stop.push(piece) if piece else "")
+
+    def finish(self) -> str:
+        """The text that was held back: no more tokens come. Nothing after a stop text."""
+        if self.stopped:
+            return ""
+        rest = self._stream.flush()
+        text = self._stop.push(rest) if rest else ""
+        return self._give(text + ("" if self.stopped else self._stop.flush()))
+
+    def close(self) -> None:
+        """No more comes, not even the rest: what a stop text could have begun belongs to it."""
+        self.text += self._stop.flush()
+
+    def _give(self, text: str) -> str:
+        self.text += text
+        if not self._shown:
+            return text
+        same = 0
+        while same < min(len(text), len(self._shown)) and text[same] == self._shown[same]:
+            same += 1
+        self._shown = self._shown[same:] if same == len(text) else ""
+        return text[same:]

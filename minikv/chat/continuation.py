@@ -1,0 +1,83 @@
+"""Going on with an answer that ended too early: when that is possible, and its record after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from minikv.cache.stats import CacheStats
+from minikv.chat.answer import Answer
+from minikv.chat.report import DeviceMemory, TurnReport
+from minikv.errors import UsageError
+
+_ENDS = {
+    "eos": "the model ended its answer",
+    "stop": "the answer ended at a stop text",
+    "context": "the model's context is full",
+}
+_ANEW = "ask a question, or /retry for another answer"
+
+
+def refusal(report: TurnReport | None, *, pending: bool, same: bool, full: bool) -> None:
+    """Raise UsageError if the answer of this record cannot go on.
+
+    report: of the last turn, None if there is none. pending: its last token was not fed yet. same:
+    the settings are still those of that turn. full: no position is left.
+    """
+    if report is None:
+        raise UsageError("there is no answer to go on with", "ask something first")
+    why = _ENDS["context"] if full else _ENDS.get(report.stop_reason, "")
+    if why:
+        raise UsageError(f"there is nothing to go on with: {why}", _ANEW)
+    if not pending:
+        raise UsageError("this answer cannot go on: where it ended is not in the cache", _ANEW)
+    if not same:
+        raise UsageError(
+            "this answer cannot go on: the policy or the budget was changed since",
+            "set them back, or /retry for an answer under the new ones",
+        )
+
+
+def continued(
+    before: TurnReport,
+    stats: CacheStats,
+    answer: Answer,
+    seconds: float,
+    *,
+    seed: int,
+    sampling: Mapping[str, object],
+    memory: DeviceMemory,
+    warnings: Iterable[str],
+) -> TurnReport:
+    """The record of the whole answer. before: its record so far. stats: of the cache now. answer:
+    with the steps and the seconds of the new part. seconds: that the new part took in all."""
+    tokens, kv, time, rate = before.tokens, before.kv_bytes, before.time_s, before.rate
+    steps = round((rate.decode_tok_s or 0.0) * time.decode) + answer.steps
+    decode_s = time.decode + answer.decode_s
+    return replace(
+        before,
+        tokens=replace(
+            tokens,
+            generated=answer.generated,
+            seen_total=stats.seen,
+            evicted_total=stats.evicted,
+            kept_mean=stats.kept_mean,
+            kept_min=stats.kept_min,
+            kept_max=stats.kept_max,
+        ),
+        kv_bytes=replace(
+            kv,
+            full=stats.full_bytes,
+            held=stats.held_bytes,
+            allocated=stats.allocated_bytes,
+            peak_prefill=max(kv.peak_prefill, stats.peak_bytes),
+            policy_state=stats.state_bytes,
+        ),
+        time_s=replace(time, decode=decode_s, total=time.total + seconds),
+        rate=replace(rate, decode_tok_s=steps / decode_s if steps and decode_s else None),
+        stop_reason=answer.reason or "error",
+        seed=seed,
+        sampling=sampling,
+        device_mem=memory,
+        warnings=(*before.warnings, *warnings),
+    )

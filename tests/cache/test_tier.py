@@ -1,0 +1,223 @@
+"""Recall from a tier: a later prompt is answered, and evicted for, as if all were read anew."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import small
+import torch
+from test_prefill import Fails, contents
+
+from minikv import policies
+from minikv.cache.budget import Budget
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.tier import RamRows, Tier, columns_of, row_nbytes
+from minikv.engine.engine import Engine
+
+SERVED = [
+    name
+    for name in policies.prompt_names()
+    if name != "full" and small.engine(small.network(layers=1), name, "none", 60).kv.recalls is None
+]
+
+
+def tiered(run: Engine, *, coded: bool = False, staged: bool = False) -> Engine:
+    """The engine with a tier; `staged`: as on a GPU, where the tier is not the staging buffer."""
+    kv = run.kv
+    kv.tier = Tier(kv.shape, kv.dtype, kv.device, coded=coded)
+    if staged:
+        kv.tier._direct = False
+    return run
+
+
+def talk(run: Engine, turns: int, ids: list[int]) -> list[torch.Tensor]:
+    """Questions of 9 tokens, each with an answer of 5 that is given; logits behind each
+    question."""
+    found, all_ids = [run.recall(ids)], list(ids)
+    for turn in range(turns):
+        answer = small.ids(5, seed=10 + turn)
+        for token in answer:
+            run.step(token)
+        all_ids += answer + small.ids(9, seed=100 + turn)
+        found.append(run.recall(all_ids))
+        ids[:] = all_ids
+    return found
+
+
+@pytest.mark.parametrize("policy", SERVED)
+@pytest.mark.parametrize("windows", [None, (None, 40)])
+def test_recall_is_reading_anew(policy: str, windows: tuple[int | None, ...] | None) -> None:
+    net = small.network(layers=2, windows=windows)
+    run = tiered(small.engine(net, policy, "roco", 60))
+    ids = small.ids(150)
+    logits = talk(run, 3, ids)[-1]
+    anew = small.engine(net, policy, "roco", 60)
+    torch.testing.assert_close(logits, anew.prompt(ids), atol=1e-4, rtol=1e-4)
+    layers, heads = range(net.config.layers), range(net.config.kv_heads)
+    for at in itertools.product(layers, heads):
+        assert run.kv.kept(*at).tolist() == anew.kv.kept(*at).tolist()
+    for name, column in run.kv.arena.columns.items():
+        other = anew.kv.arena.columns[name]
+        for layer, head in itertools.product(layers, heads):
+            mine = run.kv.arena.segment(name, layer, head)
+            theirs = anew.kv.arena.segment(name, layer, head)
+            torch.testing.assert_close(mine.float(), theirs.float(), atol=1e-4, rtol=1e-4)
+        assert column.dtype == other.dtype
+
+
+def test_each_turn_answers_as_a_cache_without_eviction() -> None:
+    net = small.network(layers=2)
+    run = tiered(small.engine(net, "adakv", "roco", 60))
+    full = small.engine(net, "full", "none", None)
+    ids = small.ids(150)
+    want = [full.prompt(list(ids))]
+    for turn in range(4):
+        for token in small.ids(5, seed=10 + turn):
+            full.step(token)
+        want.append(full.prompt(small.ids(9, seed=100 + turn)))
+    for got, exact in zip(talk(run, 4, ids), want, strict=True):
+        torch.testing.assert_close(got, exact, atol=1e-4, rtol=1e-4)
+
+
+def test_the_rows_of_an_answer_are_not_exact_and_never_kept() -> None:
+    """What `recall` is for: without it, the same prompt finds gaps."""
+    net = small.network(layers=2)
+    run = tiered(small.engine(net, "adakv", "roco", 40))
+    ids = small.ids(150)
+    run.recall(ids)
+    tier = run.kv.tier
+    assert tier is not None
+    answer = small.ids(5, seed=1)
+    for token in answer:
+        run.step(token)
+    assert tier.length == 150
+    full = small.engine(net, "full", "none", None)
+    exact = full.prompt([*ids, *answer, *small.ids(9)])
+    once = small.engine(net, "adakv", "roco", 40)
+    once.prompt(ids)
+    for token in answer:
+        once.step(token)
+    assert (once.prompt(small.ids(9)) - exact).abs().max() > 0.01
+    assert (run.recall([*ids, *answer, *small.ids(9)]) - exact).abs().max() < 1e-3
+    assert tier.length == 164
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_staged_tier_is_the_same_as_one_that_is_the_staging_buffer(coded: bool) -> None:
+    net = small.network(layers=2)
+    one = talk(tiered(small.engine(net, "adakv", "roco", 60)), 3, small.ids(150))
+    two = talk(
+        tiered(small.engine(net, "adakv", "roco", 60), coded=coded, staged=True), 3, small.ids(150)
+    )
+    for a, b in zip(one, two, strict=True):
+        if coded:
+            assert (a - b).abs().max() < 0.25 * a.abs().max()
+        else:
+            assert torch.equal(a, b)
+    assert torch.equal(one[0], two[0])  # the first prompt attends to what was not rounded
+
+
+def test_int8_rows_under_the_budget_come_from_the_exact_tier() -> None:
+    net = small.network(layers=2)
+    pair = policies.prompt_policy("adakv"), policies.step_policy("roco"), Budget.parse(60)
+    run, anew = (Engine(net, small.over(net, *pair, kv=torch.int8)) for _ in range(2))
+    tiered(run)
+    ids = small.ids(150)
+    logits = talk(run, 2, ids)[-1]
+    torch.testing.assert_close(logits, anew.prompt(ids), atol=1e-4, rtol=1e-4)
+
+
+def test_pinned_rows_stay() -> None:
+    run = tiered(small.engine(small.network(layers=2), "adakv", "roco", 60))
+    run.kv.pin(12)
+    talk(run, 2, small.ids(150))
+    for at in itertools.product(range(2), range(run.kv.shape.kv_heads)):
+        assert set(range(12)) <= set(run.kv.kept(*at).tolist())
+
+
+def test_no_failure_changes_the_tier_or_the_rows() -> None:
+    """Whichever allocation of a recall fails: rows, position and tier are those of before, and the
+    prompt can be read again with the same result."""
+    net = small.network(layers=2)
+    run, twin = (tiered(small.engine(net, "adakv", "roco", 60)) for _ in range(2))
+    first = small.ids(120)
+    for each in (run, twin):
+        each.recall(list(first))
+        for token in small.ids(4):
+            each.step(token)
+    whole = first + small.ids(4) + small.ids(30, seed=1)
+    want = twin.recall(whole)
+    tier = run.kv.tier
+    assert tier is not None
+    before = contents(run.kv.arena)
+    rows = [tier._rows.read(i, 120)["k"].clone() for i in range(2)]
+    failed = 0
+    for at in itertools.chain(range(1, 40), itertools.count(40, 17)):
+        try:
+            with Fails(at):
+                logits = run.recall(whole)
+            break
+        except MemoryError:
+            failed += 1
+            assert (run.kv.position, tier.length, run.kv.reading) == (124, 120, False)
+            assert contents(run.kv.arena) == before
+            for i in range(2):
+                assert torch.equal(tier._rows.read(i, 120)["k"], rows[i])
+    assert failed > 10
+    assert torch.equal(logits, want)
+
+
+def test_a_part_that_is_taken_back_is_read_again() -> None:
+    net = small.network(layers=2)
+    run = tiered(small.engine(net, "adakv", "roco", 60))
+    ids = small.ids(150)
+    run.recall(list(ids))
+    tier = run.kv.tier
+    assert tier is not None
+    tier.truncate(100)
+    other = ids[:100] + small.ids(40, seed=5)
+    logits = run.recall(other)
+    assert tier.length == run.kv.position == 140
+    torch.testing.assert_close(
+        logits, small.engine(net, "adakv", "roco", 60).prompt(other), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_the_bytes_are_those_of_the_rows() -> None:
+    shape = small.shape(small.network(layers=2))
+    for coded, each in ((False, 2 * shape.head_dim * 4), (True, 2 * (shape.head_dim + 4))):
+        whole = each * shape.layers * shape.kv_heads
+        assert row_nbytes(shape, torch.float32, coded) == whole
+        rows = RamRows(shape.layers, shape.kv_heads, columns_of(shape, torch.float32, coded), 4096)
+        assert rows.nbytes == 0
+        rows.reserve(1000)
+        assert rows.nbytes == 2048 * whole
+        rows.clear()
+        assert rows.nbytes == 0
+    # of a head of 128 numbers in bfloat16, 52 %
+    assert (128 + 4) / (2 * 128) < 0.52
+
+
+def test_room_grows_and_keeps_what_there_is() -> None:
+    shape = small.shape(small.network(layers=2))
+    tier = Tier(shape, torch.float32, torch.device("cpu"))
+    total = 0
+    for rows in (5, 1030, 1500, 4000):
+        tier.open(rows)
+        for layer in range(shape.layers):
+            key, value = tier.stage(layer, rows)
+            assert torch.equal(key[0, :total, 0], torch.arange(total).float() + layer)
+            key[:, total:] = (torch.arange(total, rows).float() + layer)[:, None]
+            value[:, total:] = 0.0
+            tier.store(layer, key, value)
+        tier.commit(rows)
+        total = rows
+    tier.clear()
+    assert (tier.length, tier.nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("policy", sorted({*policies.prompt_names()} - {*SERVED, "full"}))
+def test_a_policy_that_needs_every_query_is_named(policy: str) -> None:
+    kv: KVCache = small.engine(small.network(layers=1), policy, "none", 60).kv
+    assert policy in str(kv.recalls)

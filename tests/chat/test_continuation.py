@@ -1,0 +1,191 @@
+"""An answer that goes on is the answer that a larger max_tokens would have given."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from test_session import check, make
+
+import minikv
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.session import ChatSession
+from minikv.errors import NumericsError, UsageError
+
+TEXT = "a story of a crane and a tiger, told twice. " * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("tiny"))
+
+
+def real(folder: Path, **given: Any) -> ChatSession:
+    made = minikv.load(
+        str(folder),
+        **{"policy": "adakv", "budget": 48, "dtype": "float32", "device": "cpu"} | given,
+    )
+    made.undo_turns = 4
+    made.attach(TEXT, "story.txt")
+    return made
+
+
+def figures(chat: ChatSession) -> dict[str, Any]:
+    """The record without what is measured."""
+    assert chat.report is not None
+    record = asdict(chat.report)
+    for name in ("time_s", "rate", "device_mem"):
+        del record[name]
+    for name in ("allocated", "peak_prefill"):  # room was made for another length
+        del record["kv_bytes"][name]
+    return record
+
+
+def kept(chat: ChatSession) -> list[list[int]]:
+    shape = chat.engine.kv.shape
+    return [
+        chat.kept(layer, head).tolist()
+        for layer in range(shape.layers)
+        for head in range(shape.kv_heads)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"decode": "none"},
+        {"policy": "full", "decode": "none"},
+        {"policy": "snapkv", "decode": "h2o", "kernels": "torch"},
+        {"policy": "full", "decode": "hashevict"},
+        {"policy": "roco", "stride": 16},
+        {"kv": "int8"},
+    ],
+    ids=str,
+)
+def test_tokens_cache_and_record_are_those_of_a_longer_answer(
+    folder: Path, given: dict[str, Any], temperature: float
+) -> None:
+    one, parts = real(folder, **given), real(folder, **given)
+    for chat in (one, parts):
+        "".join(chat.ask("what is in it?", 3, temperature))
+    whole = "".join(one.ask("and then?", 40, temperature))
+    said = "".join(parts.ask("and then?", 7, temperature))
+    for more in (1, 12, 20):
+        said += "".join(parts.continue_answer(more, temperature))
+    assert parts.fed == one.fed
+    assert parts.pending_token == one.pending_token
+    assert parts.turns[-1].answer == one.turns[-1].answer == whole
+    assert parts.messages == one.messages
+    assert figures(parts) == figures(one)
+    assert len(parts.turns) == parts.turn == 2
+    assert parts.curve[-1][:2] == one.curve[-1][:2]
+    assert len(parts.curve) == len(one.curve)
+    assert kept(parts) == kept(one)
+    assert "".join(parts.ask("why?", 9)) == "".join(one.ask("why?", 9))
+
+
+def test_the_record_adds_up_what_the_parts_took() -> None:
+    chat = make()
+    "".join(chat.ask("tell me", max_tokens=5))
+    first = chat.report
+    "".join(chat.continue_answer(max_tokens=4))
+    second = chat.report
+    assert first is not None
+    assert second is not None
+    assert second.tokens.generated == 9
+    assert second.sampling["max_tokens"] == 9
+    assert second.time_s.total > first.time_s.total
+    assert second.time_s.decode > first.time_s.decode
+    assert second.time_s.first_token == first.time_s.first_token
+    assert second.rate.decode_tok_s is not None
+    assert second.rate.decode_tok_s * second.time_s.decode == pytest.approx(8)
+    check(chat)
+
+
+def test_undo_takes_all_of_it_back_and_the_question_can_be_asked_again(folder: Path) -> None:
+    chat = real(folder)
+    "".join(chat.ask("what is in it?", 5))
+    before = (list(chat.fed), chat.pending_token, list(chat.messages), kept(chat))
+    said = "".join(chat.ask("and then?", 4)) + "".join(chat.continue_answer(6))
+    taken = chat.undo()
+    assert [turn.answer for turn in taken] == [said]
+    assert (list(chat.fed), chat.pending_token, list(chat.messages), kept(chat)) == before
+    # The answer before it had ended at its limit, too.
+    first = chat.turns[-1].answer
+    "".join(chat.continue_answer(3))
+    assert chat.turns[-1].answer.startswith(first)
+    chat.undo()
+    assert chat.turns == []
+    assert "".join(chat.ask("what is in it?", 5)) == first
+
+
+def test_an_answer_that_the_user_stopped_goes_on(folder: Path) -> None:
+    one, other = real(folder), real(folder)
+    whole = "".join(one.ask("what is in it?", 12))
+    answer = other.ask("what is in it?", 12)
+    next(answer)
+    answer.close()  # type: ignore[attr-defined]
+    n = other.report.tokens.generated if other.report else 0
+    "".join(other.continue_answer(12 - n))
+    assert other.turns[-1].answer == whole
+    assert other.fed == one.fed
+
+
+def test_a_stop_text_may_begin_before_the_limit_and_end_after_it() -> None:
+    whole = "".join(make().ask("tell me"))
+    chat = make()
+    stop = whole[3:6]
+    assert "".join(chat.ask("tell me", max_tokens=5, stop=stop)) == whole[:5]
+    assert "".join(chat.continue_answer(stop=stop)) == ""
+    assert chat.turns[-1].answer == whole[:3]
+    assert chat.report is not None
+    assert chat.report.stop_reason == "stop"
+
+
+def test_what_cannot_go_on_says_why_and_changes_nothing(folder: Path) -> None:
+    chat = make()
+    with pytest.raises(UsageError, match="no answer to go on with"):
+        list(chat.continue_answer())
+    whole = "".join(chat.ask("tell me"))
+    with pytest.raises(UsageError, match="the model ended its answer"):
+        list(chat.continue_answer())
+    list(chat.ask("again", stop=["a", "e", "i", *"bcdfgh", *"jklmnopqrstuvwxyz"]))
+    with pytest.raises(UsageError, match="a stop text"):
+        list(chat.continue_answer())
+    assert chat.turns[0].answer == whole
+    short = make(max_context=20)
+    list(short.ask("tell me all", max_tokens=256))
+    assert short.report is not None
+    assert short.report.stop_reason == "context"
+    with pytest.raises(UsageError, match="context is full"):
+        list(short.continue_answer())
+    other = real(folder)
+    list(other.ask("what is in it?", 5))
+    other.configure(EvictionConfig.read("snapkv", budget="48"))
+    fed, turns = list(other.fed), list(other.turns)
+    with pytest.raises(UsageError, match="policy or the budget was changed"):
+        list(other.continue_answer())
+    assert (other.fed, other.turns) == (fed, turns)
+    with pytest.raises(UsageError, match="at least 1"):
+        list(other.continue_answer(0))
+
+
+def test_a_failure_keeps_what_was_written() -> None:
+    chat = make()
+    said = "".join(chat.ask("tell me", max_tokens=4))
+    chat.engine.nan_at = len(chat.fed) + 3  # type: ignore[attr-defined]
+    pieces: list[str] = []
+    with pytest.raises(NumericsError, match="NaN"):
+        pieces.extend(chat.continue_answer())
+    assert chat.turns[-1].answer == said + "".join(pieces)
+    assert chat.report is not None
+    assert chat.report.stop_reason == "error"
+    check(chat)
+    chat.engine.nan_at = None  # type: ignore[attr-defined]
+    said += "".join(pieces) + "".join(chat.continue_answer())
+    assert said == "".join(make().ask("tell me"))

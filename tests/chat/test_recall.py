@@ -1,0 +1,226 @@
+"""A chat with a tier: every question is answered as the first was, whatever happened in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_chat import chat, held_of, say
+
+import minikv
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.recall import Recall
+from minikv.chat.session import ChatSession
+from minikv.cli import render
+from minikv.errors import Interrupted, UsageError
+
+MILL = "A mill stands by the river and grinds. " * 8
+RIVER = "The river is slow and brown. " * 8
+
+
+def recalling(kind: str = "ram", free: int | None = None, **given: Any) -> ChatSession:
+    session = chat(reuse=given.pop("reuse", "auto"), **given)
+    session.recall = Recall(session.engine.kv, kind, "same", lambda: free)
+    return session
+
+
+def modes(session: ChatSession) -> list[str]:
+    return [report.reuse for report in session.reports]
+
+
+def test_recall_answers_as_reading_all_of_it_anew_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = recalling()
+    engine, prompts = session.engine, []
+    recall = engine.recall
+
+    def recorded(ids: list[int], progress: Any, room: int) -> torch.Tensor:
+        logits = recall(ids, progress, room)
+        prompts.append((list(ids), logits, held_of(session)))
+        return logits
+
+    monkeypatch.setattr(engine, "recall", recorded)
+    session.attach(MILL)
+    for i, question in enumerate(("Who?", "Why?", "And the river?", "Who?")):
+        if i == 2:
+            session.attach(RIVER, "river.txt")
+        say(session, question)
+    assert len(prompts) == 4
+    for ids, logits, held in prompts:
+        anew = chat()
+        torch.testing.assert_close(logits, anew.engine.prompt(ids), atol=1e-4, rtol=1e-4)
+        assert held_of(anew) == held
+    assert modes(session) == ["once", "recall", "recall", "recall"]
+    assert all(report.misses == 0 for report in session.reports)
+    assert {report.loss.method for report in session.reports} == {"window"}
+    for report, before in zip(session.reports[1:], session.reports, strict=False):
+        tokens = report.tokens
+        assert tokens.prompt_reused == before.tokens.prompt_reused + before.tokens.prompt_new
+        read = tokens.prompt_reused + tokens.prompt_new + tokens.generated
+        assert read - tokens.seen_total in (0, 1)  # the last token is not fed
+
+
+def test_the_record_and_the_lines_name_the_tier() -> None:
+    session = recalling()
+    session.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(session, question)
+    report = session.reports[1]
+    assert (report.tier, report.kv_bytes.tier) == ("ram", session.recall.nbytes)
+    assert report.kv_bytes.tier > 0
+    assert report.lines()[1].endswith("recalled")
+    assert "all of it in RAM" in report.lines()[1]
+    assert "what eviction saves here is time, not memory" in render.stats(report)
+    assert "chosen for this question from all that was read" in render.stats(report)
+    assert report.to_dict()["tier"] == "ram"
+    plain = chat(reuse="auto")
+    plain.attach(MILL)
+    say(plain, "Who?")
+    assert (plain.reports[0].tier, plain.reports[0].kv_bytes.tier) == ("", 0)
+
+
+def test_undo_and_another_policy_use_what_the_conversation_shares() -> None:
+    session = recalling(undo_turns=4)
+    session.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(session, question)
+    want, held = say(session, "And?"), held_of(session)
+    session.undo()
+    session.attach(RIVER)
+    say(session, "Other?")
+    assert modes(session)[2] == "recall"
+    session.undo()
+    session.pending.clear()
+    assert say(session, "And?")[0] == want[0]
+    assert held_of(session) == held
+    session.configure(EvictionConfig.read("snapkv", budget=64))
+    say(session, "Last?")
+    report = session.reports[-1]
+    assert (report.policy, report.reuse, report.misses) == ("snapkv", "recall", 0)
+    asked = report.tokens.prompt_reused + report.tokens.prompt_new
+    plain = chat("snapkv", 64)
+    plain.engine.prompt(session.fed[:asked])
+    for token in session.fed[asked:]:
+        plain.engine.step(token)
+    assert held_of(session) == held_of(plain)
+
+
+def test_turns_taken_back_without_a_copy_are_found_in_the_tier() -> None:
+    session = recalling(undo_turns=0)
+    session.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(session, question)
+    session.undo(2)
+    say(session, "Since when?")
+    assert modes(session) == ["recall"]
+    assert session.reports[0].tokens.prompt_reused > len(MILL)
+
+
+def test_a_reset_gives_the_memory_back() -> None:
+    session = recalling()
+    session.attach(MILL)
+    say(session, "Who?")
+    assert session.recall.nbytes > 0
+    session.reset()
+    assert (session.recall.nbytes, session.recall.tokens, session.recall.place) == (0, 0, "")
+    session.attach(RIVER)
+    fresh = recalling()
+    fresh.attach(RIVER)
+    assert say(session, "Who?") == say(fresh, "Who?")
+
+
+def test_a_stopped_question_leaves_all_as_it_was() -> None:
+    session, plain = recalling(), recalling()
+    for each in (session, plain):
+        each.attach(MILL)
+        say(each, "Who?")
+    with pytest.raises(Interrupted):
+        list(session.ask("Never?", progress=lambda done, total: session.cancel()))
+    assert say(session, "Why?") == say(plain, "Why?")
+    assert held_of(session) == held_of(plain)
+    with pytest.raises(Interrupted):  # skip is a cancel where nothing is read again
+        list(session.ask("Never?", progress=lambda done, total: session.skip()))
+    assert modes(session) == ["once", "recall"]
+
+
+def test_after_a_chat_was_taken_up_everything_is_read_once_more() -> None:
+    session = recalling()
+    session.attach(MILL)
+    say(session, "Who?")
+    snapshot = session.snapshot()
+    other = recalling()
+    other.restore(snapshot)
+    assert other.reads_again == len(other.fed)
+    want = say(session, "Why?")[0]
+    assert say(other, "Why?")[0] == want
+    assert modes(other) == ["once", "refresh"]
+    say(other, "And?")
+    assert modes(other)[2] == "recall"
+
+
+def test_where_no_tier_fits_the_reason_is_said_and_everything_is_read_again() -> None:
+    session = recalling("auto", free=1000)
+    session.attach(MILL)
+    notes: list[str] = []
+    for question in ("Who?", "Why?", "And?"):
+        list(session.ask(question, 4, notice=notes.append))
+    assert modes(session) == ["once", "refresh", "refresh"]
+    assert len(notes) == 1
+    assert "there is no tier (what was read takes " in notes[0]
+    assert "1,000 B are free" in notes[0]
+
+
+def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() -> None:
+    session = recalling("ram", free=1000)
+    session.attach(MILL)
+    with pytest.raises(UsageError, match="--tier ram does not fit"):
+        list(session.ask("Who?"))
+    assert (session.fed, len(session.pending)) == ([], 1)
+
+
+def test_recall_by_name_is_refused_where_it_cannot_be_had() -> None:
+    session = recalling("none", reuse="recall")
+    session.attach(MILL)
+    with pytest.raises(UsageError, match="--tier none"):
+        list(session.ask("Who?"))
+    other = recalling("ram", policy="h2o", reuse="recall")
+    other.attach(MILL)
+    with pytest.raises(UsageError, match="h2o needs the queries of all tokens"):
+        list(other.ask("Who?"))
+    automatic = recalling("ram", policy="h2o")
+    automatic.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(automatic, question)
+    assert modes(automatic) == ["once", "refresh"]
+
+
+@pytest.mark.parametrize("reuse", ["once", "refresh", "blind"])
+def test_the_other_ways_take_no_tier(reuse: str) -> None:
+    session = recalling("ram", reuse=reuse)
+    session.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(session, question)
+    assert (session.recall.nbytes, session.reports[-1].tier) == (0, "")
+
+
+def test_a_chat_without_eviction_takes_no_tier() -> None:
+    session = recalling("ram", policy="full")
+    session.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(session, question)
+    assert modes(session) == ["once", "once"]
+    assert session.recall.nbytes == 0
+
+
+def test_answers_of_the_bundled_model_follow_the_full_cache() -> None:
+    """The later questions of a chat under a small budget, as by a cache without eviction."""
+    from minikv.cli.evaluation.tasks import followup
+
+    found: dict[str, list[str]] = {}
+    for policy, reuse in (("full", "once"), ("adakv", "auto")):
+        session = minikv.load(policy=policy, budget=64, reuse=reuse)
+        item = next(iter(followup(session.tokenizer, 1000, 1, 7)))
+        session.attach(item.document, "report.txt")
+        found[policy] = ["".join(session.ask(q, max_tokens=12)) for q in item.questions]
+    assert found["adakv"] == found["full"]
+    assert modes(session)[1:] == ["recall"] * (len(item.questions) - 1)

@@ -1,0 +1,308 @@
+"""/continue and /copy; chat -p and --json; ask --continue; --stop."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeEngine
+from forked import Forked
+from test_cli import World, answer_of
+
+import minikv.cli.turn
+from minikv.cli import answer_commands
+from minikv.cli.markdown import Answer as Markdown
+
+TEXT = "The mill is run by Ada."
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "chats"
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World()
+    monkeypatch.setattr(minikv.cli.turn, "build", made.build)
+    return made
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> str:
+    path = tmp_path / "report.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def records(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# -- /continue ------------------------------------------------------------------------------
+
+
+def test_continue_goes_on_with_the_answer(world: World, document: str) -> None:
+    whole = answer_of(TEXT, "Who runs it?")
+    result = world.run("chat", document, "-n", "5", input="Who runs it?\n/continue\n/continue\n")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines() == [whole[:5], whole[5:10], whole[10:]]
+    lines = [line for line in result.stderr.splitlines() if " tok · " in line]
+    assert [line.split()[0] for line in lines] == ["5", "10", "12"]
+    assert "stopped by length" in lines[1]
+    assert "stopped by" not in lines[2]
+    assert world.session is not None
+    assert [turn.answer for turn in world.session.turns] == [whole]
+
+
+def test_continue_is_saved_and_goes_on_in_another_process(
+    world: World, document: str, home: Path
+) -> None:
+    whole = answer_of(TEXT, "Who runs it?")
+    world.run("chat", document, "-n", "3", input="Who runs it?\n/continue\n")
+    world.engine = FakeEngine()
+    result = world.run("chat", "--resume=", "-n", "50", input="/continue\nAnd?\n")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[0] == whole[6:]
+    assert world.session is not None
+    assert world.session.turns[0].answer == whole
+    (name,) = os.listdir(home)
+    assert whole in world.run("chats", "show", name).stdout
+
+
+def test_continue_without_such_an_answer_is_refused(world: World, document: str) -> None:
+    result = world.run("chat", document, input="/continue\nWho runs it?\n/continue\n")
+    assert result.exit_code == 2
+    assert "error: there is no answer to go on with" in result.stderr
+    assert "nothing to go on with: the model ended its answer" in result.stderr
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_markdown_that_goes_on_shows_the_block_that_was_under_way_again() -> None:
+    def made() -> Markdown:
+        return Markdown(lambda: (60, 40), colour=False, ascii=False)
+
+    def shown(text: str) -> str:
+        return re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", text)
+
+    whole, first = made(), made()
+    whole.push("# Head\n\nOne two **thr")
+    assert shown(first.resume("# Head\n\nOne two **thr")) == "One two **thr"
+    assert first.push("ee** four.\n\n- a") == whole.push("ee** four.\n\n- a")
+    code = made()
+    assert code.resume("Text:\n\n```py\nx = 1\ny") == ""
+    assert code.push(" = 2\n```\n").startswith(" = 2\n")
+    assert made().resume("done.\n\n") == ""
+    fresh, table = made(), "| a | b |\n|---|---|\n| 1 |"
+    assert shown(fresh.resume(f"So:\n\n{table}")) == table
+    assert "│" in fresh.push(" 2 |\n\nEnd")  # the whole table, formatted
+
+
+# -- /copy ----------------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_copy_sends_the_answer_to_the_terminals_clipboard(
+    world: World, document: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"TERM": "xterm", "MINIKV_HOME": os.environ["MINIKV_HOME"]}
+    terminal = Forked("chat", document, "-n", "4", env=env, columns=120)
+    try:
+        terminal.ready()
+        terminal.type("Who runs it?\r")
+        terminal.until("tok/head")
+        terminal.ready()
+        terminal.type("/copy\r")
+        sent = terminal.until("to the terminal's clipboard")
+        terminal.ready()
+        terminal.type("/exit\r")
+        assert terminal.code() == 0
+    finally:
+        terminal.close()
+    found = re.search(r"\x1b\]52;c;([A-Za-z0-9+/=]*)\x07", sent)
+    assert found is not None
+    copied = base64.b64decode(found[1]).decode()
+    assert copied
+    name = os.listdir(Path(env["MINIKV_HOME"]) / "chats")[0]
+    assert copied in world.run("chats", "show", name).stdout
+    assert f"sent {len(copied)} character" in sent
+
+
+def test_copy_cannot_put_control_characters_in_the_clipboard() -> None:
+    from minikv.cli.terminal import Terminal
+
+    terminal = Terminal()
+    terminal.err, terminal.plain = Screen(), False
+    assert terminal.copy("rm\x1b[201~ -rf\x07 é")
+    text = terminal.err.getvalue()
+    assert base64.b64decode(text[7:-1]).decode() == "rm[201~ -rf é"
+    terminal.plain = True
+    assert not terminal.copy("x")
+
+
+def test_copy_says_what_to_do_where_it_cannot(
+    world: World, document: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = world.run("chat", document, input="/copy\nWho?\n/copy\n")
+    assert result.exit_code == 2
+    assert "there is no answer to copy" in result.stderr
+    assert "/copy needs a terminal" in result.stderr
+    assert "/export FILE.md" in result.stderr
+    assert "\x1b" not in result.output
+    monkeypatch.setattr(answer_commands, "MOST", 3)
+    world.engine = FakeEngine()
+    result = world.run("chat", document, input="Who?\n/copy\n")
+    assert "the answer has 12 bytes, and a terminal's clipboard takes about 3" in result.stderr
+
+
+# -- chat -p and --json ---------------------------------------------------------------------
+
+
+def test_a_first_question_is_asked_and_the_chat_stays(world: World, document: str) -> None:
+    result = world.run("chat", document, "-p", "Who runs it?", input="And why?\n")
+    assert result.exit_code == 0
+    assert world.session is not None
+    assert [turn.question for turn in world.session.turns] == ["Who runs it?", "And why?"]
+    assert "› Who runs it?" in result.stderr
+    world.engine = FakeEngine()
+    result = world.run("chat", "-p", "/help is a word", input="")  # without a document, too
+    assert result.exit_code == 0
+    assert world.session.turns[0].question == "/help is a word"
+    assert world.run("chat", document, "-p", " ").exit_code == 2
+
+
+def test_a_first_question_on_a_terminal(document: str) -> None:
+    env = {"TERM": "xterm", "MINIKV_HOME": os.environ["MINIKV_HOME"]}
+    terminal = Forked("chat", document, "-n", "4", "-p", "Who runs it?", env=env)
+    try:
+        terminal.until("› Who runs it?")
+        terminal.until("tok/head")
+        terminal.ready()
+        terminal.type("And why?\r")
+        terminal.until("tok/head")
+        terminal.ready()
+        terminal.type("\x04")
+        assert terminal.code() == 0
+    finally:
+        terminal.close()
+
+
+def test_json_is_a_record_per_turn_and_nothing_else(world: World, document: str) -> None:
+    first = answer_of(TEXT, "Who runs it?")
+    lines = "Who runs it?\n/stats\n/undo\n/retry\n/set top_k 4\nAnd why?\n/continue\n"
+    result = world.run("chat", document, "--json", input=lines)
+    found = records(result.stdout)
+    assert [(one["question"], one["turn"]) for one in found] == [
+        ("Who runs it?", 1),
+        ("Who runs it?", 1),  # /retry
+        ("And why?", 2),
+    ]
+    assert found[0]["answer"] == found[1]["answer"] == first
+    assert found[0]["documents"] == ["report.txt"]
+    assert found[0]["tokens"]["generated"] == 12
+    assert found[2]["sampling"]["top_k"] == 4
+    assert "\x1b" not in result.stdout
+
+
+def test_json_has_a_record_for_a_question_that_failed(world: World, document: str) -> None:
+    world.max_context = 120
+    result = world.run("chat", document, "--json", input=f"Who?\n{'long ' * 40}\n/nosuch\nWhy?\n")
+    found = records(result.stdout)
+    assert [("answer" in one, one.get("code")) for one in found] == [
+        (True, None),
+        (False, 5),
+        (True, None),
+    ]
+    assert found[1]["question"].startswith("long long")
+    assert "tokens" in found[1]["error"]
+    assert result.exit_code == 5
+
+
+def test_json_of_an_answer_that_goes_on_has_all_of_it(world: World, document: str) -> None:
+    result = world.run("chat", document, "--json", "-n", "5", input="Who runs it?\n/continue\n")
+    found = records(result.stdout)
+    whole = answer_of(TEXT, "Who runs it?")
+    assert [one["answer"] for one in found] == [whole[:5], whole[:10]]
+    assert [one["stop_reason"] for one in found] == ["length", "length"]
+
+
+# -- ask --continue -------------------------------------------------------------------------
+
+
+def test_ask_goes_on_in_the_last_saved_chat(
+    world: World, document: str, home: Path, tmp_path: Path
+) -> None:
+    said = world.run("chat", document, input="Who runs it?\nSince when?\nWhy?\n").stdout
+    (home / os.listdir(home)[0]).rename(home / "mine")
+    world.engine = FakeEngine()
+    world.run("chat", document, "--no-save", input="x\n")
+    for question, more in (("Since when?", ()), ("Why?", ("--json",))):
+        world.engine = FakeEngine()
+        result = world.run("ask", "--continue", question, *more, input="")
+        assert result.exit_code == 0, result.stderr
+    assert "in chat mine, after 4 turns" in result.stderr
+    assert world.session is not None
+    assert [turn.question for turn in world.session.turns] == [
+        *("Who runs it?", "Since when?", "Why?", "Since when?", "Why?")
+    ]
+    assert json.loads(result.stdout)["answer"] == world.session.turns[-1].answer
+    assert "\n> Since when?\n" in world.run("chats", "show", "mine").stdout
+    assert os.listdir(home) == ["mine"]
+    assert said
+    other = tmp_path / "other.txt"
+    other.write_text("And a second document.")
+    world.engine = FakeEngine()
+    world.run("ask", "--continue", "And that?", str(other))
+    assert world.session is not None
+    assert [d.name for d in world.session.documents] == ["report.txt", "other.txt"]
+
+
+def test_ask_that_fails_leaves_the_saved_chat_as_it_was(
+    world: World, document: str, home: Path
+) -> None:
+    assert world.run("ask", "--continue", "Who?").exit_code == 2  # there is none
+    world.run("chat", document, input="Who runs it?\n")
+    (name,) = os.listdir(home)
+    before = (home / name / "chat.jsonl").read_bytes()
+    world.engine, world.max_context = FakeEngine(), 60
+    result = world.run("ask", "--continue", "long " * 20, document)
+    assert result.exit_code == 5
+    assert (home / name / "chat.jsonl").read_bytes() == before
+
+
+# -- --stop ---------------------------------------------------------------------------------
+
+
+def test_stop_ends_an_answer_of_ask_and_of_a_chat(world: World, document: str) -> None:
+    whole = answer_of(TEXT, "Who runs it?")
+    result = world.run("ask", "Who runs it?", document, "--stop", "#", "--stop", whole[4:6])
+    assert result.stdout == whole[:4] + "\n"
+    world.engine = FakeEngine()
+    lines = f"Who runs it?\n/undo\n/set stop {whole[2:4]}\nWho runs it?\n"
+    result = world.run("chat", document, "--stop", whole[4:6], input=lines)
+    assert result.stdout.splitlines() == [whole[:4], whole[:2]]
+    assert "stopped by stop" in result.stderr
+
+
+def test_stop_texts_of_a_command_line_may_name_a_new_line(world: World, document: str) -> None:
+    world.engine.script = [*b"one\ntwo\\three"]
+    world.engine.length = 13
+    assert world.run("ask", "Who?", document, "--stop", r"\n").stdout == "one\n"
+    world.engine.reset()
+    assert world.run("ask", "Who?", document, "--stop", r"\\").stdout == "one\ntwo\n"
+    result = world.run("ask", "Who?", document, "--stop", "")
+    assert result.exit_code == 2
+    assert "a stop text is empty" in result.stderr

@@ -1,0 +1,272 @@
+"""`minikv chats`: the list, what was said, and removal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forked import Forked
+from test_cli import World
+from test_keeper import keeper, rewrite, talked
+from typer.testing import CliRunner, Result
+
+import minikv.cli.turn
+from minikv.cli.chats_command import age
+from minikv.cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "chats"
+
+
+@pytest.fixture
+def two(home: Path) -> Path:
+    """Two saved chats, `thesis` the newer."""
+    for at, name in enumerate(("budget-talk", "thesis")):
+        one = keeper()
+        one.save(talked(), name)
+        one.close()
+        os.utime(home / name / "chat.jsonl", (1000.0 + at, 1000.0 + at))
+    return home
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["chats", *arguments])
+
+
+def test_the_list_has_names_turns_documents_age_and_size(two: Path) -> None:
+    result = run()
+    assert result.exit_code == 0
+    head, first, second = result.stdout.splitlines()
+    assert head.split() == ["NAME", "TURNS", "DOCS", "AGE", "SIZE", "FIRST", "QUESTION"]
+    assert re.match(r"thesis +2 +3 +[\d,]+ d +[\d.]+ KiB  Who owns the mill\?$", first)
+    assert second.startswith("budget-talk ")
+
+
+def test_the_list_as_json(two: Path) -> None:
+    rows = json.loads(run("--json").stdout)
+    assert [row["name"] for row in rows] == ["thesis", "budget-talk"]
+    assert rows[0]["turns"] == 2
+    assert rows[0]["documents"] == ["mill.txt", "piped text", "w.txt"]
+    files = (two / "thesis").iterdir()
+    assert rows[0]["bytes"] == sum(path.stat().st_size for path in files)
+
+
+def test_without_chats_it_says_where_they_would_be(home: Path) -> None:
+    result = run()
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert f"no saved chat in {home}" in result.stderr
+    assert json.loads(run("--json").stdout) == []
+
+
+def test_show_prints_what_was_said(two: Path) -> None:
+    session = talked()
+    answers = [turn.answer for turn in session.turns]
+    text = run("show", "thesis").stdout
+    assert text.startswith("document mill.txt\n> Who owns\nthe mill?\n")
+    assert text.endswith("document w.txt, not read yet\n")
+    shown = json.loads(run("show", "thesis", "--json").stdout)
+    assert [turn["question"] for turn in shown["turns"]] == ["Who owns\nthe mill?", "Why?"]
+    assert [turn["answer"] for turn in shown["turns"]] == answers
+    assert shown["turns"][0]["documents"] == ["mill.txt"]
+    assert shown["turns"][0]["tokens"]["generated"] > 0
+
+
+@pytest.mark.parametrize("command", [("show",), ("rm", "--yes")])
+def test_a_name_that_is_not_there_names_the_nearest(two: Path, command: tuple[str, ...]) -> None:
+    result = run(*command, "thesys")
+    assert result.exit_code == 2
+    assert "error: no saved chat 'thesys'" in result.stderr
+    assert "did you mean thesis?" in result.stderr
+    result = run(*command, "../thesis")
+    assert result.exit_code == 2
+    assert "cannot be the name of a chat" in result.stderr
+    assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
+
+
+def test_rm_asks_nobody_where_nobody_is_there(two: Path) -> None:
+    result = run("rm", "thesis")
+    assert result.exit_code == 2
+    assert "--yes removes without asking" in result.stderr
+    assert (two / "thesis").is_dir()
+    result = run("rm", "thesis", "budget-talk", "--yes")
+    assert result.exit_code == 0
+    assert os.listdir(two) == []
+    assert "removed thesis" in result.stderr
+
+
+def test_rm_removes_all_or_nothing(two: Path) -> None:
+    assert run("rm", "thesis", "nosuch", "--yes").exit_code == 2
+    one = keeper()
+    one.load(talked(), "budget-talk")
+    result = run("rm", "thesis", "budget-talk", "--yes")
+    one.close()
+    assert result.exit_code == 2
+    assert "open in another minikv" in result.stderr
+    assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
+
+
+def test_a_damaged_chat_can_be_removed(two: Path) -> None:
+    (two / "thesis" / "chat.jsonl").write_text("{")
+    assert run("show", "thesis").exit_code == 2
+    assert run("rm", "thesis", "-y").exit_code == 0
+    assert os.listdir(two) == ["budget-talk"]
+
+
+@pytest.mark.parametrize(("typed", "left"), [("n\n", 2), ("\n", 2), ("\x04", 2), ("y\n", 1)])
+def test_rm_asks_on_a_terminal(two: Path, typed: str, left: int) -> None:
+    env = {"TERM": "xterm", "MINIKV_HOME": str(two.parent)}
+    terminal = Forked("chats", "rm", "thesis", env=env)
+    try:
+        assert "remove chat thesis, " in terminal.until("[y/N] ")
+        terminal.type(typed)
+        assert terminal.code() == 0
+    finally:
+        terminal.close()
+    assert len(os.listdir(two)) == left
+    assert ("nothing was removed" in terminal.seen) == (left == 2)
+
+
+@pytest.mark.parametrize("columns", [50, 80])
+def test_the_list_fits_the_terminal(two: Path, columns: int) -> None:
+    env = {"TERM": "xterm", "MINIKV_HOME": str(two.parent)}
+    terminal = Forked("chats", env=env, columns=columns)
+    try:
+        assert terminal.code() == 0
+    finally:
+        terminal.close()
+    lines = terminal.seen.split()
+    assert "thesis" in lines
+    assert max(map(len, terminal.seen.splitlines())) <= columns
+
+
+def test_the_list_and_what_was_said_need_no_torch(two: Path) -> None:
+    code = (
+        "import sys; from minikv.cli.main import app\n"
+        "for words in (['chats'], ['chats', 'show', 'thesis'], ['config', 'set', 'seed', '1']):\n"
+        "    app(words, standalone_mode=False)\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=two, check=True
+    )
+    assert "> Why?" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_ages() -> None:
+    assert [age(s) for s in (-1, 0, 59.9, 60, 3599, 3600, 86399, 86400, 1e8)] == [
+        "0 s",
+        "0 s",
+        "59 s",
+        "1 min",
+        "59 min",
+        "1 h",
+        "23 h",
+        "1 d",
+        "1,157 d",
+    ]
+
+
+# -- the chat itself ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World()
+    monkeypatch.setattr(minikv.cli.turn, "build", made.build)
+    return made
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    path = tmp_path / "report.txt"
+    path.write_text("The mill is run by Ada.")
+    return path
+
+
+def test_leaving_says_how_to_come_back(world: World, document: Path, home: Path) -> None:
+    result = world.run("chat", str(document), input="Who runs it?\n")
+    (name,) = os.listdir(home)
+    assert result.stderr.splitlines()[-1] == f"minikv chat --resume {name} goes on with this chat"
+    assert result.stderr.count("--resume") == 1
+    assert "--no-save" not in result.stderr  # on a terminal only
+    assert "--resume" not in world.run("chat", str(document), "--no-save", input="x\n").stderr
+    assert "--resume" not in world.run("chat", str(document), input="\n").stderr
+
+
+def test_coming_back_shows_documents_and_the_last_exchange(world: World, document: Path) -> None:
+    said = world.run("chat", str(document), input="Who runs it?\nAnd\twhy?\n").stdout.splitlines()
+    world.engine = type(world.engine)()
+    lines = world.run("chat", "--resume=", input="").stderr.splitlines()
+    assert lines[0].split(": ")[1].startswith("2 turns, taken up in ")
+    assert lines[2:] == ["  report.txt: 23 characters", "› And why?", said[-1]]
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda path: path.write_text("The mill is run by Ida."), "was changed since it was read"),
+        (lambda path: path.unlink(), "is no longer there"),
+        (lambda path: os.utime(path, (5, 5)), ""),  # touched, and the same
+        (lambda path: None, ""),
+    ],
+)
+@pytest.mark.parametrize("command", ["chat", "ask"])
+def test_a_document_that_changed_is_told(
+    world: World, document: Path, act: object, said: str, command: str
+) -> None:
+    world.run("chat", str(document), input="Who runs it?\n")
+    assert callable(act)
+    act(document)
+    world.engine = type(world.engine)()
+    arguments = ("chat", "--resume=") if command == "chat" else ("ask", "--continue", "Why?")
+    text = world.run(*arguments, input="").stderr
+    told = [line for line in text.splitlines() if "report.txt" in line and line[0] == "!"]
+    line = f"! report.txt {said}; this chat goes on with the text as it was"
+    assert told == [line] * bool(said)
+
+
+def test_a_chat_saved_before_files_were_noted_still_opens(
+    world: World, document: Path, home: Path
+) -> None:
+    world.run("chat", str(document), input="Who runs it?\n")
+    (name,) = os.listdir(home)
+
+    def older(lines: list[dict[str, object]]) -> None:
+        for line in lines:
+            line.pop("source", None)
+
+    rewrite(home / name, older)
+    document.unlink()
+    world.engine = type(world.engine)()
+    result = world.run("chat", "--resume=", input="")
+    assert result.exit_code == 0
+    assert "is no longer there" not in result.stderr
+
+
+def test_that_text_is_stored_is_told_once_on_a_terminal(document: Path, home: Path) -> None:
+    env = {"TERM": "dumb", "MINIKV_HOME": str(home.parent)}
+    terminal = Forked("chat", str(document), "-n", "2", "--budget", "64", env=env, columns=200)
+    try:
+        for question in ("Who?", "Why?"):
+            terminal.ready()
+            terminal.type(f"{question}\n")
+            terminal.until("tok/head")
+        terminal.ready()
+        terminal.type("\x04")
+        assert terminal.code() == 0
+    finally:
+        terminal.close()
+    (name,) = os.listdir(home)
+    seen = " ".join(terminal.seen.split())
+    where = f"saved with all its text in {home / name}; --no-save turns that off"
+    assert seen.count(where) == 1
+    assert seen.count(f"minikv chat --resume {name} goes on with this chat") == 1

@@ -1,0 +1,156 @@
+"""`minikv models`: what is on this disk, a download, a removal. No network."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from forked import Forked
+from test_hub import REPO, FakeHub, cache, files, put_in_cache  # noqa: F401
+from typer.testing import CliRunner, Result
+
+from minikv.cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["models", *arguments])
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:]}
+
+
+def test_the_bundled_model_is_always_there(cache: Path) -> None:  # noqa: F811
+    result = run()
+    assert result.exit_code == 0
+    assert rows(result.stdout)["bundled"][1:] == ["MiB", "ready"]
+    assert f"no models in {cache}" in result.stderr
+    os.rmdir(cache)
+    assert list(rows(run().stdout)) == ["bundled"]
+
+
+def test_cached_models_have_their_size_and_whether_they_load(
+    cache: Path,  # noqa: F811
+    files: dict[str, bytes],  # noqa: F811
+) -> None:
+    put_in_cache(cache, files)
+    size = sum(map(len, files.values()))
+    (one,) = [row for row in json.loads(run("--json").stdout) if row["name"] == REPO]
+    assert (one["bytes"], one["state"]) == (size, "ready")
+    assert rows(run().stdout)[REPO][-1] == "ready"
+    (cache / "datasets--a--b" / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    assert len(json.loads(run("--json").stdout)) == 2  # models only
+    shard = next(name for name in files if name.endswith(".safetensors"))
+    (put_in_cache(cache, files) / shard).unlink()
+    assert f"{shard} is missing" in run().stdout
+
+
+def test_a_model_that_minikv_cannot_load_says_so(
+    cache: Path,  # noqa: F811
+    files: dict[str, bytes],  # noqa: F811
+) -> None:
+    config = json.loads(files["config.json"]) | {"model_type": "whisper", "architectures": ["W"]}
+    put_in_cache(cache, {**files, "config.json": json.dumps(config).encode()})
+    assert "not supported: " in run().stdout
+    assert "whisper" in run().stdout
+
+
+def test_pull_fetches_only_what_is_needed(
+    cache: Path,  # noqa: F811
+    files: dict[str, bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    served = {**files, "README.md": b"x", "pytorch_model.bin": b"x"}
+    hub = Sized(monkeypatch, cache, served)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/config.toml").write_text(f'[aliases]\nmine = "{REPO}"\n')
+    result = run("pull", "mine")
+    assert result.exit_code == 0, result.stderr
+    folder = Path(result.stdout.strip())
+    assert sorted(os.listdir(folder)) == sorted(files)
+    assert "README.md" not in hub.asked
+    assert f"{REPO}: " in result.stderr
+    assert "ready" in result.stderr
+    hub.asked = []
+    again = run("pull", REPO)  # from the cache
+    assert (again.stdout, hub.asked) == (result.stdout, [])
+
+
+class Sized(FakeHub):
+    """A hub that is watched."""
+
+    def model_info(self, repo: str, revision: str | None = None, **more: object) -> object:
+        return super().model_info(repo, revision)
+
+    def download(self, repo: str, **given: object) -> str:
+        given.pop("tqdm_class", None)
+        return super().download(repo, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("bundled", 2, "part of minikv"),
+        (".", 2, "a directory already"),
+        ("nosuch", 3, "not found"),
+        ("a/b/c", 3, "not found"),
+    ],
+)
+def test_pull_refuses_what_is_no_model_of_the_hub(
+    cache: Path,  # noqa: F811
+    name: str,
+    code: int,
+    said: str,
+) -> None:
+    result = run("pull", name)
+    assert result.exit_code == code
+    assert said in result.stderr
+    assert result.stdout == ""
+
+
+def test_rm_removes_all_of_a_model_and_names_the_nearest(
+    cache: Path,  # noqa: F811
+    files: dict[str, bytes],  # noqa: F811
+) -> None:
+    put_in_cache(cache, files)
+    put_in_cache(cache, files, commit="f" * 40, ref="older")
+    result = run("rm", "owner/some-modl", "--yes")
+    assert result.exit_code == 2
+    assert f"did you mean {REPO}?" in result.stderr
+    assert run("rm", REPO, "bundled", "-y").exit_code == 2
+    result = run("rm", REPO)
+    assert result.exit_code == 2
+    assert "--yes removes without asking" in result.stderr
+    assert (cache / "models--owner--some-model").is_dir()
+    result = run("rm", REPO, "--yes")
+    assert result.exit_code == 0
+    assert f"removed {REPO}" in result.stderr
+    assert not (cache / "models--owner--some-model").exists()
+    assert run("rm", REPO, "--yes").exit_code == 2
+
+
+@pytest.mark.parametrize(("typed", "gone"), [("n\n", False), ("yes\n", True)])
+def test_rm_asks_on_a_terminal(
+    cache: Path,  # noqa: F811
+    files: dict[str, bytes],  # noqa: F811
+    typed: str,
+    gone: bool,
+) -> None:
+    put_in_cache(cache, files)
+    env = {"TERM": "xterm", "HF_HUB_CACHE": str(cache)}
+    terminal = Forked("models", "rm", REPO, env=env)
+    try:
+        assert f"remove {REPO}, " in terminal.until("[y/N] ")
+        terminal.type(typed)
+        assert terminal.code() == 0
+    finally:
+        terminal.close()
+    assert (cache / "models--owner--some-model").exists() != gone
