@@ -184,8 +184,9 @@ class Settings:
     )
     tier: str = setting(
         "auto",
-        "where the exact keys and values of all that was read are kept, for --reuse recall: ram, "
-        "none; auto: ram if it fits",
+        "where the exact keys and values of all that was read are kept, for --reuse recall: ram; "
+        "file, with the saved chat, which then goes on without reading; none; auto: ram if it "
+        "fits, else a file if that fits",
         CACHE,
         commands=_CHAT,
         choices=TIERS,

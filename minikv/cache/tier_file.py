@@ -114,9 +114,9 @@ class _Buffer:
 class FileRows:
     """`Rows` in a file, which nobody else has open.
 
-    `path`: where it is, None once it has no name. `damage`: what was found wrong when it was
-    opened, else "". `ids`: the token ids of the rows that were committed, -1 where they were not
-    said.
+    `path`: where it is. `kept`: it stays when it is closed. `damage`: what was found wrong when it
+    was opened, else "". `ids`: the token ids of the rows that were committed, -1 where they were
+    not said.
     """
 
     kind = "file"
@@ -124,7 +124,8 @@ class FileRows:
     def __init__(self, handle: int, path: Path, header: Header, *, pinned: bool = False) -> None:
         """See `create` and `open`."""
         self._handle, self.path, self.header = handle, path, header
-        self._pinned, self.damage = pinned, ""
+        self._pinned, self.damage, self.kept = pinned, "", True
+        self._named = True
         self._segments: list[_Segment] = []
         self._number = 0  # of the last commit record
         self._recorded = (0, 0)  # rows and segments that it has
@@ -188,6 +189,8 @@ class FileRows:
         if self._handle < 0:
             return
         self.drop()
+        if not self.kept:
+            self.unlink()
         self._worker.shutdown()
         handle, self._handle = self._handle, -1
         with contextlib.suppress(OSError):
@@ -196,13 +199,34 @@ class FileRows:
 
     def unlink(self) -> None:
         """Take its name away: it is gone once it is closed, however the process ends."""
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)
+        named, self._named = self._named, False
+        if named:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
 
-    def move(self, path: Path) -> None:
-        """Have another name on the same disk. Raises OSError."""
-        os.replace(self.path, path)
-        self.path = path
+    def move(self, path: Path) -> bool:
+        """Have another name on the same disk, and stay there. Whether that could be; raises
+        OSError."""
+        if not self._named:
+            return False
+        try:
+            os.replace(self.path, path)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            return False
+        self.path, self.kept = path, True
+        return True
+
+    def is_at(self, path: Path) -> bool:
+        """Whether this file is there now; if so, that is its name from now on."""
+        try:
+            same = os.path.samestat(os.fstat(self._handle), os.lstat(path))
+        except OSError:
+            return False
+        if same:
+            self.path = path
+        return same
 
     # -- rows -------------------------------------------------------------------------------
 
