@@ -694,6 +694,11 @@ class ChatSession:
             return PromptPlan("blind", cut, False), None
         return feed, decision
 
+    @property
+    def recalls(self) -> bool:
+        """Whether the next question can be answered from a tier, if there is one."""
+        return self.reuse in ("auto", "recall") and self.engine.kv.recalls is None
+
     def _recalls(self) -> bool:
         """Whether the next question is to be answered from a tier, where one can be had. Raises
         UsageError if that was asked for and the policies cannot."""

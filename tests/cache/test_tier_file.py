@@ -46,9 +46,7 @@ def column(layer: int, name: str, begin: int, end: int, seed: int = 0) -> Tensor
     return wide + layer * 1e5 + torch.arange(8) / 16 + (0.5 if name == "v" else 0) + seed * 1e6
 
 
-def add(
-    rows: Rows, have: int, end: int, seed: int = 0, then: Callable[[], object] = int
-) -> None:
+def add(rows: Rows, have: int, end: int, seed: int = 0, then: Callable[[], object] = int) -> None:
     """A prompt, as a cache reads it."""
     rows.reserve(end, have)
     for layer in range(LAYERS):
