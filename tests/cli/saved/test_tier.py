@@ -129,7 +129,6 @@ def talked_on(kind: str, dtype: str) -> tuple[Any, Any, Any]:
     [
         ("snapkv", 64, ("policy", "budget")),
         ("adakv", 96, ("budget",)),
-        ("full", 48, ("policy",)),
         ("streaming", 48, ("policy",)),
     ],
 )
@@ -145,6 +144,22 @@ def test_under_another_policy_or_budget(policy: str, budget: int, given: tuple[s
     assert unread(again, "And now?") == say(plain, "And now?")
     assert held_of(again) == held_of(plain)
     assert plain.reports[-1].reuse == "refresh"
+
+
+def test_without_eviction() -> None:
+    """All that the tier has is in the cache, as if it had been read."""
+    talked()
+    _, again = resumed("one", ("policy",), policy="full")
+    known = list(again.known)
+    unread(again, "And now?")
+    plain = chat("full")
+    plain.engine.prompt(again.fed)
+    assert again.fed[: len(known)] == known
+    assert held_of(again) == held_of(plain)
+    logits = again.engine.step(1), plain.engine.step(1)
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    say(again, "Then?")
+    assert again.reports[-1].reuse == "once"
 
 
 def test_under_int8_rows() -> None:
