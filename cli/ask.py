@@ -67,6 +67,7 @@ def ask(
         if go_on:
             settings = resumed(settings, header(name), given)
         session = open_chat(settings, [] if go_on else texts, terminal, interrupts)
+        keeper.attend(session)
         if go_on:
             _take_up(keeper, session, name, given, texts, terminal)
             before = session.report
@@ -74,6 +75,8 @@ def ask(
     finally:
         if go_on and session is not None and session.report is not before:
             keeper.keep(session)
+        if session is not None:
+            session.recall.leave()
         keeper.close()
     report = session.report
     assert report is not None, "a finished turn has a report"

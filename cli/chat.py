@@ -89,6 +89,8 @@ def chat(
     interrupts = Interrupts()
     session = open_chat(settings, [] if resume is not None else texts, terminal, interrupts)
     session.undo_turns = UNDO_TURNS
+    keeper.attend(session)
+    session.recall.say = terminal.note
     origins = config.origins(given)
     if resume is not None:
         began = perf_counter()
@@ -130,6 +132,7 @@ def chat(
             read_line = _after(first, read_line, terminal)
         code = converse(context, read_line, typed=typed)
     finally:
+        session.recall.leave()
         keeper.close()
         if keeper.saved:
             terminal.note(f"minikv chat --resume {keeper.name} goes on with this chat")

@@ -28,6 +28,11 @@ def history_file() -> Path:
     return _own("history") or _under("user_state_path") / "history"
 
 
+def cache_folder() -> Path:
+    """What may be deleted at any time. Raises UsageError where there is no home directory."""
+    return _own("cache") or _under("user_cache_path")
+
+
 def _own(name: str) -> Path | None:
     home = os.environ.get(HOME)
     return Path(home).expanduser() / name if home else None

@@ -38,7 +38,7 @@ def _undo(context: Context, arguments: list[str]) -> None:
     taken = session.undo(int(arguments[0]) if arguments else 1)
     for turn in reversed(taken):
         context.terminal.say(f"took back: {_line(turn.question)}")
-    if session.turns and not session.fed:
+    if session.turns and not session.fed and not (session.recall.tokens and session.recalls):
         context.terminal.say("  your next question reads the rest of the conversation again")
     again = [d.name or "the document" for d in session.pending if d not in waiting]
     gone = [
@@ -140,6 +140,18 @@ def _save(context: Context, arguments: list[str]) -> None:
     context.terminal.say(f"  minikv chat --resume {keeper.name} goes on from here")
 
 
+def _fork(context: Context, arguments: list[str]) -> None:
+    if len(arguments) != 1:
+        raise UsageError("/fork takes one name", "/fork other")
+    keeper, session = context.keeper, context.session
+    before = keeper.name
+    if not session.turns:
+        raise UsageError("there is nothing to copy yet", "ask something first")
+    path = keeper.fork(session, arguments[0])
+    was = f"; {before} stays as it is" if before else ""
+    context.terminal.say(f"from here on this is {keeper.name}{was}: {path}")
+
+
 def _load(context: Context, arguments: list[str]) -> None:
     names = [argument for argument in arguments if argument != "--reread"]
     if not arguments:
@@ -179,6 +191,8 @@ def opened(session: ChatSession, saved: Saved, seconds: float) -> str:
     how = f"taken up in {1000 * seconds:.0f} ms, nothing was read again"
     if not session.fed:
         how = "your next question reads it again"
+        if session.recall.tokens and session.recalls:
+            how = f"taken up in {1000 * seconds:.0f} ms, with all that was read"
     lines = [f"{saved.name}: {_turns(len(saved.turns))}, {how}", f"  {render.policy_line(session)}"]
     lines += [
         f"  {document.name or 'piped text'}: {len(document.text):,} characters"
@@ -242,6 +256,7 @@ COMMANDS = (
         follows=_after_retry,
     ),
     Command(("save",), "[NAME]", "save now; with a name, under it from now on", _save),
+    Command(("fork",), "NAME", "copy this chat under a new name and go on there", _fork),
     Command(
         ("load",),
         "[NAME] [--reread]",

@@ -206,8 +206,9 @@ class Settings:
     )
     tier: str = setting(
         "auto",
-        "where keys and values of all that was read are kept, for --reuse recall: ram or none; "
-        "auto: ram if it fits",
+        "where keys and values of all that was read are kept, for --reuse recall: ram; file, with "
+        "the saved chat, which then goes on without reading; none; auto: ram if it fits, else a "
+        "file",
         CACHE,
         commands=_CHAT,
         takes="PLACE",

@@ -78,6 +78,7 @@ def read_cache(saved: Saved) -> ChatSnapshot:
         return replace(
             cached,
             held=held,
+            known=(),
             fed=fed,
             pending_token=state["owed"],
             shaped_by=state["shaped_by"],
@@ -86,7 +87,8 @@ def read_cache(saved: Saved) -> ChatSnapshot:
 
 
 def without_cache(saved: Saved) -> ChatSnapshot:
-    """The chat alone: its next question reads the whole conversation again."""
+    """The chat alone: its next question reads the whole conversation again, but for what a tier has
+    of it."""
     from minikv.chat.snapshot import ChatSnapshot
 
     return ChatSnapshot(
@@ -98,4 +100,5 @@ def without_cache(saved: Saved) -> ChatSnapshot:
         saved.pending,
         turns=saved.turns,
         curve=saved.curve,
+        known=saved.tokens,
     )

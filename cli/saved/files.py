@@ -110,10 +110,7 @@ def prune(folder: Path, named: Collection[str]) -> None:
 
 def new_folder(name: str) -> str:
     """Make a directory of this name, or of the next free one; returns its name. Raises OSError."""
-    root = chats_folder()
-    for part in (root.parent, root):
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.mkdir(mode=0o700, exist_ok=True)
+    root = private(chats_folder())
     for i in range(1, 1000):
         candidate = name if i == 1 else f"{name}-{i}"
         try:
@@ -122,6 +119,14 @@ def new_folder(name: str) -> str:
             continue
         return candidate
     raise OSError(0, f"no free name like {name}")
+
+
+def private(folder: Path) -> Path:
+    """Make a directory for the user alone, if it is not there. Raises OSError."""
+    for part in (folder.parent, folder):
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def lock(name: str) -> int | None:

@@ -54,6 +54,11 @@ def identity(session: ChatSession, model: Mapping[str, object]) -> dict[str, obj
     }
 
 
+def tier_identity(identity: Mapping[str, object]) -> dict[str, object]:
+    """What of a session's identity its tier depends on: whatever policy, budget and --kv are."""
+    return {key: value for key, value in identity.items() if key not in (*POLICY, "kv")}
+
+
 def eviction_of(identity: Mapping[str, Any]) -> EvictionConfig:
     """The eviction settings of an identity. Raises ValueError, KeyError or TypeError."""
     value, unit = str(identity["budget"]).split()

@@ -1,6 +1,7 @@
 """Chats on disk: saved after every turn, and taken up again where they ended.
 
-One directory per chat: `chat.jsonl`, a file per document with its text, and the compressed cache.
+One directory per chat: `chat.jsonl`, a file per document with its text, the compressed cache, and
+the tier if it is in a file.
 Everything is checked before any of it is used. Files are the user's alone.
 """
 
@@ -26,14 +27,19 @@ from minikv.cli.saved.identity import (
     fed_hash,
     identity,
     model_identity,
+    tier_identity,
 )
 from minikv.cli.saved.listing import listing
+from minikv.cli.saved.tier import TIER, find, place, settle
 from minikv.cli.saved.transcript import Saved, read, texts_of, write_chat
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
+    from minikv.cache.tier_file import FileRows
+    from minikv.chat.recall import Place
     from minikv.chat.session import ChatSession
+    from minikv.chat.snapshot import ChatSnapshot
 
 _FIELDS = {"options": ("policy_options", "decode_options")}
 """The fields of an identity that a flag of another name sets."""
@@ -53,6 +59,14 @@ class Keeper:
         self._warned: set[str] = set()
         self._told = False
         self.saved = False  # whether a save has succeeded in this run
+
+    def attend(self, session: ChatSession) -> None:
+        """Have a tier of this session, if it needs a file, among the files of its chat."""
+
+        def where() -> Place:
+            return place(tier_identity(self._identity(session)), saved=self.active)
+
+        session.recall.where = where
 
     def keep(self, session: ChatSession) -> None:
         """Save, if anything changed since. Never fails: a save that does not succeed costs one
@@ -79,12 +93,34 @@ class Keeper:
             check_name(name)
         self._changed(session)
         try:
-            self._save(session, name)
+            self._save(session, name, whole=True)
         except OSError as error:
             raise UsageError(f"the chat cannot be saved: {_reason(error)}") from None
         self.active = True
         assert self.name is not None
         return chats_folder() / self.name
+
+    def fork(self, session: ChatSession, name: str) -> Path:
+        """Save under a new name, and go on there; the chat that was saved before stays as it is.
+        Raises UsageError; then nothing changed."""
+        check_name(name)
+        self._changed(session)
+        if self.name is None:
+            return self.save(session, name)
+        if self.active:
+            self.keep(session)
+        before, handle, self._lock, self.name = self.name, self._lock, None, None
+        try:
+            self._save(session, name, whole=True, forked=True)
+        except BaseException as error:
+            self.name, self._lock = before, handle
+            if isinstance(error, UsageError) or not isinstance(error, Exception):
+                raise
+            raise UsageError(f"the chat cannot be copied: {_reason(error)}") from None
+        if handle is not None:
+            os.close(handle)
+        self.active = True
+        return chats_folder() / name
 
     def load(
         self,
@@ -98,8 +134,10 @@ class Keeper:
 
         `given`: fields of `Settings` that the user insists on: a chat saved under others is
         refused, and so is one with another model, tokenizer or dtype, or whose files are not as
-        they were written. With `reread` the cache is left alone: the next question reads the whole
-        conversation again. On UsageError nothing changed.
+        they were written. But where the chat has a tier of this model, neither policy nor budget
+        nor --kv need be those of then, and the cache may be damaged. With `reread` cache and tier
+        are left alone: the next question reads the whole conversation again. On UsageError nothing
+        changed.
         """
         check_name(name)
         if not (chats_folder() / name / TRANSCRIPT).exists():
@@ -107,24 +145,29 @@ class Keeper:
             hint = f"the last ones: {', '.join(near)}" if near else "/save NAME names a chat"
             raise UsageError(f"no saved chat {name!r}", hint)
         handle = None if name == self.name else lock(name)
+        rows: FileRows | None = None
         try:
             saved = read(name)
             stated = [field for flag in given for field in _FIELDS.get(flag, (flag,))]
-            if reread:
-                snapshot = without_cache(saved)
-                if set(stated) & set(POLICY):
-                    snapshot = replace(snapshot, eviction=session.eviction)
-            else:
-                self._refuse(session, saved, stated)
-                snapshot = read_cache(saved)
+            if not reread:
+                rows = self._tier(session, saved, given)
+            own = session.recall.file
+            kept = not reread and own is not None and own.is_at(saved.folder / TIER)
+            snapshot = self._snapshot(session, saved, stated, reread, tier=kept or rows is not None)
             if "seed" in given:
                 snapshot = replace(snapshot, seed=session.seed)
             with damage(name):
                 session.restore(snapshot)
         except BaseException:
+            if rows is not None:
+                rows.close()
             if handle is not None:
                 os.close(handle)
             raise
+        if not kept:
+            session.recall.clear()
+        if rows is not None:
+            self._adopt(session, rows)
         if "reuse" not in given:  # chats of versions without --reuse go on as this one does
             session.reuse = saved.header.get("reuse", session.reuse)
         if "system" not in given:
@@ -137,6 +180,70 @@ class Keeper:
         self.name, self._conversation = name, session.conversation
         self._last = self._state(session)
         return saved
+
+    def _snapshot(
+        self,
+        session: ChatSession,
+        saved: Saved,
+        stated: Collection[str],
+        reread: bool,
+        *,
+        tier: bool,
+    ) -> ChatSnapshot:
+        """The chat with its cache; without it if that was asked for, or if there is a `tier` and
+        the cache is not of use. Raises UsageError."""
+        if not (reread or (tier and differences(self._identity(session), saved.header, stated))):
+            self._refuse(session, saved, stated)
+            try:
+                return read_cache(saved)
+            except UsageError as error:
+                if not tier:
+                    raise
+                if saved.header["cache"] is not None:
+                    self._terminal.warn(f"{error}; the tier is used in its place")
+        snapshot = without_cache(saved)
+        if reread:
+            snapshot = replace(snapshot, known=())
+        vocab = session.tokenizer.vocab
+        with damage(saved.name):
+            if not all(0 <= id < vocab for id in snapshot.known):
+                raise ValueError("its tokens are not those of this model")
+        if set(stated) & set(POLICY):
+            snapshot = replace(snapshot, eviction=session.eviction)
+        return snapshot
+
+    def _tier(self, session: ChatSession, saved: Saved, given: Collection[str]) -> FileRows | None:
+        """The chat's tier, if it has one that can be used; a line if it is damaged."""
+        from minikv.cache.tier import TierError
+
+        recall = session.recall
+        if recall.kind == "none":
+            return None
+        try:
+            rows = find(session, saved.folder, tier_identity(self._identity(session)))
+        except TierError as error:
+            self._terminal.warn(f"the tier of chat {saved.name} cannot be used: {error}")
+            return None
+        if rows is None:
+            return None
+        if "tier_dtype" in given and dict(recall.columns) != dict(rows.header.columns):
+            rows.close()
+            self._terminal.note("the tier has another number format than --tier-dtype says")
+            return None
+        if rows.damage:
+            again = max(0, len(saved.tokens) - rows.rows)
+            self._terminal.warn(
+                f"the tier of chat {saved.name}: {rows.damage}; {again:,} tokens are read again"
+            )
+        return rows
+
+    def _adopt(self, session: ChatSession, rows: FileRows) -> None:
+        from minikv.cache.tier import TierError
+
+        try:
+            session.recall.adopt(rows)
+        except TierError as error:
+            self._terminal.warn(f"the tier cannot be used: {error}")
 
     def _identity(self, session: ChatSession) -> dict[str, object]:
         """The session's identity. The model's files are hashed once."""
@@ -171,12 +278,15 @@ class Keeper:
             session.reuse,
         )
 
-    def _save(self, session: ChatSession, name: str | None) -> bool:
-        """Whether that made a new saved chat."""
+    def _save(
+        self, session: ChatSession, name: str | None, *, whole: bool = False, forked: bool = False
+    ) -> bool:
+        """Whether that made a new saved chat. whole: with a tier that is in memory. forked: not
+        without the tier."""
         before = self.name
         made = self._name(name)
         try:
-            self._put(session)
+            self._put(session, whole, forked)
         except BaseException:
             if made:  # an empty directory would be no chat
                 assert self.name is not None
@@ -187,14 +297,14 @@ class Keeper:
         self.saved = True
         return made
 
-    def _put(self, session: ChatSession) -> None:
-        """Write cache, documents and transcript. The transcript comes last and replaces the old
-        one in one step, so that everything it names is there."""
+    def _put(self, session: ChatSession, whole: bool, forked: bool) -> None:
+        """Write tier, cache, documents and transcript. The transcript comes last and replaces the
+        old one in one step, so that everything it names is there."""
         assert self.name is not None
         folder = chats_folder() / self.name
         texts = texts_of(session)
         documents = [document for turn in session.turns for document in turn.documents]
-        whole = {
+        facts = {
             **self._identity(session),
             "system": session.system,
             "turns": len(session.turns),
@@ -202,9 +312,24 @@ class Keeper:
             "fed": fed_hash(session.fed),
             "shaped_by": session.shaped_by,
         }
-        cache, why = write_cache(session, folder, whole)
-        write_chat(session, folder, texts, whole, cache, why)
+        self._settle(session, folder, whole, forked)
+        cache, why = write_cache(session, folder, facts)
+        write_chat(session, folder, texts, facts, cache, why)
         self._last = self._state(session)
+
+    def _settle(self, session: ChatSession, folder: Path, whole: bool, forked: bool) -> None:
+        """Have the tier among the chat's files. A chat is saved without it, if need be."""
+        from minikv.cache.tier import TierError
+
+        try:
+            settle(session, folder, tier_identity(self._identity(session)), whole=whole)
+        except (TierError, OSError) as error:
+            if forked:
+                raise
+            reason = _reason(error)
+            if reason not in self._warned:
+                self._warned.add(reason)
+                self._terminal.warn(f"this chat is saved without its tier: {reason}")
 
     def _name(self, name: str | None) -> bool:
         """Have a directory: a new one (True), or the one that there is under another name."""

@@ -56,6 +56,7 @@ class Saved:
     eviction: EvictionConfig
     turns: tuple[Turn, ...]
     pending: tuple[Document, ...]
+    tokens: tuple[int, ...] = ()  # of the conversation; chats of older versions do not say
 
     @property
     def documents(self) -> tuple[Document, ...]:
@@ -129,7 +130,9 @@ def read(name: str) -> Saved:
         )
         top = lines[0]
         pending = tuple(texts[i] for i in top["pending"])
-        saved = Saved(name, folder, top, eviction_of(top["identity"]), turns, pending)
+        told = [line["ids"] for line in lines if line["kind"] == "tokens"]
+        tokens = tuple(int(id) for id in told[0]) if told else ()
+        saved = Saved(name, folder, top, eviction_of(top["identity"]), turns, pending, tokens)
         hashes = document_hashes(saved.documents)
         if top["turns"] != len(turns) or top["identity"]["documents"] != hashes:
             raise ValueError("turns or documents are not those of the header")
@@ -224,6 +227,8 @@ def write_chat(
             }
         )
     named = {str(line["file"]) for line in body} | ({str(cache["file"])} if cache else set())
+    owed = [] if session.pending_token is None else [session.pending_token]
+    body.append({"kind": "tokens", "ids": [*session.fed, *owed] or session.known})
     body += [
         {
             "kind": "turn",

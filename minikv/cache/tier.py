@@ -11,7 +11,7 @@ prompt that fails leaves nothing to undo.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -19,30 +19,54 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.cache.stats import Shape
+from minikv.errors import MinikvError
 
+Columns = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""What is kept of each row: dtype and size, by name."""
 _STEP = 1024  # rows by which memory grows
 _SCALES = ("k_scale", "v_scale")
 
 
+class TierError(MinikvError):
+    """A tier cannot be read or written. `rows`: how many of its first rows are as they were
+    written; None if it cannot be used any more."""
+
+    def __init__(self, message: str, rows: int | None = None) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
 class Rows(Protocol):
-    """Where the tier's columns are kept: [H, N] or [H, N, D] for each layer, on the host."""
+    """Where the tier's columns are kept: [H, N] or [H, N, D] for each layer, on the host.
+
+    A prompt calls `reserve`; for one layer after the other `read`, and `write` for its new rows;
+    then `commit`, or `drop` if it failed.
+    """
 
     kind: str
 
-    def reserve(self, rows: int) -> None:
-        """Have room for so many rows in every layer. What there is stays, also after an error."""
+    def reserve(self, rows: int, have: int = 0) -> None:
+        """A prompt begins after which there are so many rows; `have` of them are there, and what is
+        behind them is no longer wanted. Those stay, also after an error."""
         ...
 
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
-        """The first `count` rows of a layer; valid until the next call."""
+        """Room for the first `count` rows of a layer, with those in it that are there. Valid until
+        the next call for another layer."""
         ...
 
     def write(self, layer: int, begin: int, columns: Mapping[str, Tensor]) -> None:
-        """Write rows from `begin` on."""
+        """Keep the layer's rows from `begin` on, which is what `reserve` was told; they may be in
+        the room that `read` gave."""
         ...
 
-    def commit(self, rows: int) -> None:
-        """So many rows are final. Called before they count."""
+    def commit(self, rows: int, ids: Sequence[int] = ()) -> None:
+        """So many rows are final. Called before they count. ids: their tokens, where known. Raises
+        TierError if they could not be written."""
+        ...
+
+    def drop(self) -> None:
+        """The prompt is over. Cannot fail."""
         ...
 
     def clear(self) -> None:
@@ -52,6 +76,11 @@ class Rows(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes that are taken."""
+        ...
+
+    @property
+    def working(self) -> int:
+        """Bytes of memory beside them, while a prompt is read."""
         ...
 
 
@@ -64,7 +93,7 @@ class RamRows:
         self,
         layers: int,
         heads: int,
-        columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        columns: Columns,
         most: int,
         *,
         pinned: bool = False,
@@ -82,7 +111,7 @@ class RamRows:
                 for name, (dtype, size) in self._columns.items()
             }
 
-    def reserve(self, rows: int) -> None:
+    def reserve(self, rows: int, have: int = 0) -> None:
         """See `Rows`. Layer by layer, so that one layer at the most exists twice."""
         if rows <= self._room:
             return
@@ -105,9 +134,14 @@ class RamRows:
     def write(self, layer: int, begin: int, columns: Mapping[str, Tensor]) -> None:
         """See `Rows`."""
         for name, rows in columns.items():
-            self._layers[layer][name][:, begin : begin + rows.shape[1]].copy_(rows)
+            place = self._layers[layer][name][:, begin : begin + rows.shape[1]]
+            if place.data_ptr() != rows.data_ptr():
+                place.copy_(rows)
 
-    def commit(self, rows: int) -> None:
+    def commit(self, rows: int, ids: Sequence[int] = ()) -> None:
+        """See `Rows`."""
+
+    def drop(self) -> None:
         """See `Rows`."""
 
     def clear(self) -> None:
@@ -119,13 +153,21 @@ class RamRows:
         """See `Rows`."""
         return sum(column.nbytes for layer in self._layers for column in layer.values())
 
+    @property
+    def working(self) -> int:
+        """See `Rows`."""
+        return 0
+
 
 class Tier:
     """Rows of all layers and KV heads in the order of their positions, and a staging buffer of one
     layer on the device.
 
     Where the host's memory is the device's and nothing is converted, the staging buffer is the
-    memory of the rows itself: then a prompt that is read for the first time writes nothing twice.
+    memory that the rows are kept in or go through: then nothing is written twice.
+
+    `ids`: the tokens of the conversation, to be kept beside the rows. `failed`: why the rows of the
+    last prompt could not be kept.
     """
 
     def __init__(
@@ -145,9 +187,16 @@ class Tier:
         self._rows = rows or RamRows(
             shape.layers, shape.kv_heads, columns, shape.max_context, pinned=gpu
         )
-        self._direct = isinstance(self._rows, RamRows) and not gpu and not coded
+        self._direct = not gpu and not coded
         self._staging: tuple[Tensor, Tensor] | None = None
         self.length = 0
+        self.ids: Sequence[int] = ()
+        self.failed: TierError | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """Where they are kept."""
+        return self._rows
 
     @property
     def kind(self) -> str:
@@ -162,13 +211,15 @@ class Tier:
     @property
     def staging_nbytes(self) -> int:
         """Bytes beside them, on the device, while a prompt is read."""
-        return 0 if self._staging is None else sum(t.nbytes for t in self._staging)
+        staged = 0 if self._staging is None else sum(t.nbytes for t in self._staging)
+        return staged + (self._rows.working if self.device.type == "cpu" else 0)
 
     def open(self, rows: int) -> None:
         """A prompt begins after which there are so many rows. Raises what the host or the device
-        raises when it has no memory; then nothing has changed."""
+        raises when it has no memory, and TierError; then nothing has changed."""
         assert rows >= self.length
-        self._rows.reserve(rows)
+        self.failed = None
+        self._rows.reserve(rows, self.length)
         if not self._direct:
             wide = (self.shape.kv_heads, rows, self.shape.head_dim)
             self._staging = (
@@ -185,18 +236,17 @@ class Tier:
         assert self._staging is not None
         if self.length:
             columns = self._rows.read(layer, self.length)
+            ahead = not self._rows.working  # else the next layer may take the same memory
             for name, into in zip(("k", "v"), self._staging, strict=True):
-                stored = columns[name].to(self.device, non_blocking=True)
+                stored = columns[name].to(self.device, non_blocking=ahead)
                 if self.coded:
-                    scale = columns[f"{name}_scale"].to(self.device, non_blocking=True)
+                    scale = columns[f"{name}_scale"].to(self.device, non_blocking=ahead)
                     stored = kernels.from_codes(stored, scale, self.dtype)
                 into[:, : self.length] = stored
         return self._staging
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """A layer was read: keep what `stage` gave and the prompt has filled in."""
-        if self._direct:
-            return
         new = {"k": key[:, self.length :], "v": value[:, self.length :]}
         if self.coded:
             for name in ("k", "v"):
@@ -204,13 +254,20 @@ class Tier:
         self._rows.write(layer, self.length, new)
 
     def commit(self, rows: int) -> None:
-        """The prompt is read: all of its rows are final. Waits for what is being written."""
-        self._rows.commit(rows)
-        self.length, self._staging = rows, None
+        """The prompt is read: all of its rows are final. Waits for what is being written. Where
+        that fails, `failed` says why: the prompt itself is not lost with it."""
+        self._staging = None
+        try:
+            self._rows.commit(rows, self.ids)
+        except TierError as error:
+            self.failed = error
+        else:
+            self.length = rows
 
     def drop(self) -> None:
         """The prompt failed: its rows are no longer wanted. Cannot fail."""
         self._staging = None
+        self._rows.drop()
 
     def truncate(self, rows: int) -> None:
         """Only the first rows are of the conversation as it is now. Cannot fail."""
@@ -220,6 +277,18 @@ class Tier:
         """Forget the conversation and give its memory back."""
         self._rows.clear()
         self.length, self._staging = 0, None
+
+
+def copy_rows(source: Rows, into: Rows, layers: int, rows: int, ids: Sequence[int] = ()) -> None:
+    """Have the first rows of `source` in `into`, which has none. Raises TierError."""
+    try:
+        into.reserve(rows)
+        for layer in range(layers):
+            into.write(layer, 0, source.read(layer, rows))
+        into.commit(rows, ids)
+    finally:
+        source.drop()
+        into.drop()
 
 
 def columns_of(

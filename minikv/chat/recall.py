@@ -6,18 +6,41 @@ or a policy was tried, just what the conversation shares with them is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.tier import Tier, row_nbytes
+from minikv.cache.tier import Columns, Tier, TierError, columns_of, copy_rows, row_nbytes
+from minikv.cache.tier_file import FileRows
 from minikv.chat.report import size
 from minikv.chat.reuse import shared
 from minikv.errors import UsageError
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tier's file is made. identity: of what its rows belong to. named: it has this name
+    until it is closed, and may get another one; else it has none from the beginning, so that it is
+    gone with the process."""
+
+    path: Path
+    identity: Mapping[str, object] = field(default_factory=dict)
+    named: bool = False
+
+
+def somewhere() -> Place:
+    """A file for temporary things."""
+    return Place(Path(tempfile.gettempdir()) / f"minikv-{os.getpid()}-{secrets.token_hex(4)}.kv")
+
+
 class Recall:
     """`kind`: one of `reuse.TIERS`; may be set between turns. `why`: why there is no tier, once one
-    was wanted; else ""."""
+    was wanted; else "". `where()`: where a file is to be made; raises UsageError. `say(line)` is
+    called once for a conversation, with the place that its tier took, or why there is none."""
 
     def __init__(
         self,
@@ -30,7 +53,11 @@ class Recall:
         is not known."""
         self._kv, self._coded, self._free = kv, dtype == "int8", free
         self.kind = kind
+        self.where: Callable[[], Place] = somewhere
+        self.say: Callable[[str], None] = lambda line: None
         self._ids: list[int] = []
+        self._told = False
+        self._broken = ""  # why files are not tried again in this conversation
         self.why = ""
 
     @property
@@ -53,35 +80,115 @@ class Recall:
         """Where the tier is, ram or file, while it holds anything; else ""."""
         return self.tier.kind if self.tier is not None and self._ids else ""
 
+    @property
+    def file(self) -> FileRows | None:
+        """The file that the tier is in, if it is in one."""
+        rows = None if self.tier is None else self.tier.rows
+        return rows if isinstance(rows, FileRows) else None
+
+    @property
+    def columns(self) -> Columns:
+        """What a tier of this chat keeps of each row."""
+        return columns_of(self._kv.shape, self._kv.dtype, self._coded)
+
+    # -- before a prompt ----------------------------------------------------------------------
+
     def ready(self, tokens: int) -> bool:
         """Whether a conversation of so many tokens has a tier, which is made if need be. If not,
-        `why` says why. Raises UsageError where one was asked for by name and does not fit."""
-        if self.kind == "none":
-            self.why = '`tier="none"`'
+        `why` says why. Raises UsageError where one was asked for by name and cannot be had."""
+        self.why = '`tier="none"`' if self.kind == "none" else self._kv.recalls or ""
+        if self.why:
             return False
-        refused = self._kv.recalls
-        if refused is not None:
-            self.why = refused
-            return False
-        tier = self.tier
-        have = 0 if tier is None else tier.nbytes
-        most = self._kv.shape.max_context
-        rows = min(most, tokens + tokens // 4)
-        need = row_nbytes(self._kv.shape, self._kv.dtype, self._coded) * rows
-        free = self._free()
-        if free is not None and need - have > free - free // 8:
-            self.why = f"what was read takes {size(need)} of RAM, and {size(free + have)} are free"
-            if self.kind == "ram":
+        if self.file is None:
+            ram = "" if self.kind == "file" else self._no_ram(tokens)
+            if self.kind == "ram" and ram:
                 raise UsageError(
-                    f'`tier="ram"` does not fit: {self.why}',
+                    f'`tier="ram"` does not fit: {ram}',
                     '`tier_dtype="int8"` takes about half, `tier="none"` reads again instead',
                 )
-            return False
-        if tier is None:
-            self._kv.tier = Tier(self._kv.shape, self._kv.dtype, self._kv.device, coded=self._coded)
-            self._ids = []
-        self.why = ""
-        return True
+            if self.kind == "file" or ram:
+                disk = self._no_file(tokens, ram)
+                self.why = f"{ram}; {disk}" if disk and ram else disk
+            elif self.tier is None:
+                self._take(None)
+                self._tell(f"tier: RAM, {size(self._bytes(tokens))} for {tokens:,} tokens")
+        if self.why:
+            self._tell(f'no tier: {self.why}; `tier_dtype="int8"` takes about half')
+        return not self.why
+
+    def _bytes(self, tokens: int) -> int:
+        return row_nbytes(self._kv.shape, self._kv.dtype, self._coded) * tokens
+
+    def _no_ram(self, tokens: int) -> str:
+        """Why the memory does not hold so many tokens; "" if it does."""
+        have = self.nbytes
+        need = self._bytes(min(self._kv.shape.max_context, tokens + tokens // 4))
+        free = self._free()
+        if free is None or need - have <= free - free // 8:
+            return ""
+        return f"what was read takes {size(need)} of RAM, and {size(free + have)} are free"
+
+    def _no_file(self, tokens: int, because: str) -> str:
+        """Have the tier in a file; or why not. Raises UsageError if one was asked for, and the
+        conversation had none before."""
+        if self._broken:
+            return self._broken
+        have = len(self._ids) if self.tier is not None else 0
+        try:
+            rows = self._made(self.where(), have, max(tokens, have))
+        except (TierError, UsageError) as error:
+            if self.kind == "file":
+                raise UsageError(
+                    f'`tier="file"` cannot be had: {error}',
+                    '`tier="ram"` keeps it in memory, `tier="none"` reads again instead',
+                ) from None
+            self._broken = str(error)
+            return self._broken
+        ids = self._ids
+        self._take(rows, ids)
+        over = f", as {because}" if because else ""
+        self._tell(f"tier: a file, {size(self._bytes(tokens))} for {tokens:,} tokens{over}")
+        return ""
+
+    def _made(self, place: Place, have: int, tokens: int) -> FileRows:
+        """A file with room for so many tokens, and with the first of them that the tier has.
+        Raises TierError; then there is none."""
+        kv = self._kv
+        rows = FileRows.create(
+            place.path,
+            kv.shape.layers,
+            kv.shape.kv_heads,
+            self.columns,
+            place.identity,
+            pinned=kv.device.type == "cuda",
+        )
+        rows.kept = False
+        try:
+            if not place.named:
+                rows.unlink()
+            if have:
+                assert self.tier is not None
+                copy_rows(self.tier.rows, rows, kv.shape.layers, have, self._ids)
+            rows.reserve(tokens, have)
+        except BaseException:
+            rows.close()
+            raise
+        return rows
+
+    def _take(self, rows: FileRows | None, ids: Sequence[int] = ()) -> None:
+        """Have a tier with these rows in the place of the one there is; None: an empty one in
+        memory."""
+        kv, ids = self._kv, list(ids)
+        self.leave()
+        kv.tier = Tier(kv.shape, kv.dtype, kv.device, coded=self._coded, rows=rows)
+        if rows is not None:
+            kv.tier.length = rows.rows
+            self._ids = ids
+
+    def _tell(self, line: str) -> None:
+        if not self._told:
+            self._told = True
+            self.say(line)
 
     def given(self, ids: Sequence[int]) -> int:
         """How many first tokens of a conversation are in the tier; what else was there is
@@ -89,14 +196,80 @@ class Recall:
         assert self.tier is not None
         del self._ids[shared(self._ids, ids) :]
         self.tier.truncate(len(self._ids))
+        self.tier.ids = list(ids)
         return len(self._ids)
 
-    def keep(self, ids: Sequence[int]) -> None:
-        """The whole conversation was read: the tier has it."""
+    # -- after it -------------------------------------------------------------------------------
+
+    def keep(self, ids: Sequence[int]) -> str:
+        """The whole conversation was read: the tier has it. If it could not be kept, a line for
+        the user."""
+        assert self.tier is not None
+        if self.tier.failed is not None:
+            return self.failed(self.tier.failed)
         self._ids = list(ids)
+        return ""
+
+    def failed(self, error: TierError) -> str:
+        """Use of the tier only what is as it was written. Returns a line for the user."""
+        assert self.tier is not None
+        if error.rows is None:
+            self._broken = str(error)
+            self.leave()
+            return f"the tier cannot be used any more: {error}; this chat goes on without it"
+        lost = len(self._ids) - error.rows
+        del self._ids[error.rows :]
+        self.tier.truncate(error.rows)
+        return f"the tier is damaged: {error}; {lost:,} tokens are read again"
+
+    # -- a chat's files -------------------------------------------------------------------------
+
+    def adopt(self, rows: FileRows) -> None:
+        """Go on with the tier in this file, which is of this network; in memory if `kind` is ram.
+        Raises TierError."""
+        self._coded = "k_scale" in rows.header.columns
+        if self.kind != "ram":
+            self._take(rows, rows.ids)
+            self._told = True
+            return
+        self._take(None)
+        assert self.tier is not None
+        try:
+            copy_rows(rows, self.tier.rows, self._kv.shape.layers, rows.rows)
+        except TierError:
+            self.leave()
+            raise
+        finally:
+            ids = rows.ids
+            rows.close()
+        self._ids, self.tier.length = ids, len(ids)
+
+    def write(self, place: Place) -> FileRows:
+        """A file with all that the tier has, on disk. Raises TierError; then there is none."""
+        rows = self._made(place, len(self._ids), len(self._ids))
+        try:
+            rows.sync()
+        except BaseException:
+            rows.close()
+            raise
+        return rows
+
+    def move(self, rows: FileRows) -> None:
+        """Go on with this copy of the tier."""
+        self._take(rows, self._ids)
+
+    def leave(self) -> None:
+        """Have no tier. The file of a saved chat stays."""
+        if self.file is not None:
+            self.file.close()
+        self._kv.tier = None
+        self._ids = []
 
     def clear(self) -> None:
-        """Forget the conversation and give its memory back."""
-        if self.tier is not None:
+        """Forget the conversation and give its memory back. The file of a saved chat stays."""
+        if self.file is not None:
+            self.leave()
+        elif self.tier is not None:
             self.tier.clear()
         self._ids = []
+        self._told, self._broken = False, ""

@@ -18,7 +18,7 @@ from itertools import pairwise
 from minikv.errors import UsageError
 
 REUSES = ("auto", "recall", "refresh", "once", "blind")
-TIERS = ("auto", "ram", "none")
+TIERS = ("auto", "ram", "file", "none")
 TIER_DTYPES = ("same", "int8")
 REREAD_LIMIT = 32_768
 """Tokens to read again above which a chat on a terminal asks first."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minikv import checks
 from minikv.cache.stats import CacheStats
+from minikv.cache.tier import TierError
 from minikv.chat import prompt_plan, reuse, shown
 from minikv.chat.answer import Answer
 from minikv.chat.background import in_background
@@ -63,6 +64,9 @@ class ChatSession:
 
     `keeps_cache`: `auto` reads nothing again in this conversation. `rereading`: `auto` is reading
     again, and `skip` would stop that.
+
+    `known`: where the cache is gone, the tokens of the conversation as they were read and written,
+    as far as they are known; a tier has the keys and values of these, not of the text's.
 
     `shaped_by`: the number of the question for which the cache was evicted, 0 if it was evicted
     before any question. `turns` and `reports`: those of the conversation so far. `undone`: the
@@ -118,6 +122,7 @@ class ChatSession:
         self.documents: list[Document] = []
         self.messages: list[Message] = [Message("system", self.system)] if self.system else []
         self.fed: list[int] = []
+        self.known: list[int] = []
         self.pending_token: int | None = None
         self.turn = 0
         self.shaped_by: int | None = None
@@ -221,6 +226,7 @@ class ChatSession:
                 tuple(self.turns),
                 tuple(self.curve),
                 self.rereads,
+                tuple(self.known),
             )
 
     @changes
@@ -241,6 +247,7 @@ class ChatSession:
         self.eviction, self.seed = snapshot.eviction, snapshot.seed
         self.messages, self.documents = list(snapshot.messages), list(snapshot.documents)
         self.pending, self.fed = list(snapshot.pending), list(snapshot.fed)
+        self.known = list(snapshot.known)
         self.pending_token, self.shaped_by = snapshot.pending_token, snapshot.shaped_by
         self.turns, self.curve = list(snapshot.turns), list(snapshot.curve)
         self.turn = len(self.turns)
@@ -301,7 +308,19 @@ class ChatSession:
             self.turns[finished].documents,
             turns=turns,
             curve=tuple(self.curve[: 2 * finished]),
+            known=self._tokens(finished),
         )
+
+    def _tokens(self, finished: int) -> tuple[int, ...]:
+        """The tokens of the conversation when so many turns were finished, with the last one of an
+        answer that was not fed; none where they cannot be told apart from those that came later."""
+        if not finished:
+            return ()
+        first = len(self.messages) - 2 * (len(self.turns) - finished)
+        after = self.template.following(self.messages[: first + 1])
+        ids, seen = self.fed or self.known, self.turns[finished - 1].report.tokens.seen_total
+        ends = [end for end in (seen, seen + 1) if ids[end : end + len(after)] == after]
+        return tuple(ids[: ends[0]]) if ends else ()
 
     def cancel(self) -> None:
         """Stop the running turn at the next safe point: safe to call from a signal handler.
@@ -377,7 +396,7 @@ class ChatSession:
     @property
     def room(self) -> int:
         """Positions left in the model's context, the pending token already counted."""
-        return self.max_context - len(self.fed) - (self.pending_token is not None)
+        return self.max_context - len(self.fed or self.known) - (self.pending_token is not None)
 
     @answers
     def ask(
@@ -488,15 +507,16 @@ class ChatSession:
         answer = Answer(self.tokenizer.stream(), stop)
         before = self._set_aside()
         known = self.engine.kv.stats()
-        again = feed.reuse == "refresh" or (feed.recalled and not feed.given)
-        self.rereading = decision is not None and again
+        self.rereading = _again(feed, decision)
         try:
             feed, read = self._read(feed, messages, max_tokens, progress, warn)
         finally:
             self.rereading = False
         ids, reused = feed.ids, feed.given if feed.anew else len(self.fed)
         if feed.recalled:
-            self.recall.keep(ids)
+            line = self.recall.keep(ids)
+            if line:
+                warn(line)
 
         # The prompt is in the cache. From here on the turn counts, also if the answer fails.
         self.history.keep(self.turn, before)
@@ -505,7 +525,7 @@ class ChatSession:
         if read.blind and self.shaped_by is None:
             self.shaped_by = 0
         self.fed += ids
-        self.pending_token, self.rereads = None, False
+        self.known, self.pending_token, self.rereads = [], None, False
         self.turn += 1
         self.messages = messages
         self.documents += self.pending
@@ -565,14 +585,21 @@ class ChatSession:
         progress: Callable[[int, int], None] | None,
         warn: Callable[[str], None],
     ) -> tuple[PromptPlan, Read]:
-        """Read what `feed` says; or, if `skip` stops that, only what is new. Returns what was
-        read."""
+        """Read what `feed` says; or, if `skip` stops that, only what is new; or, if the tier is
+        damaged, what it no longer has, too. Returns what was read."""
 
         def stopped() -> bool:
             return self._cancelled
 
         try:
             read = prompt_plan.read(self.engine, feed, room, progress, stopped)
+        except TierError as error:
+            warn(self.recall.failed(error))
+            feed, decision = self._feed(messages)
+            if not self._fits(feed):
+                raise self._does_not_fit(len(feed.ids), "needs") from None
+            self.rereading = _again(feed, decision)
+            return self._read(feed, messages, room, progress, warn)
         except Interrupted:
             if not self._skips:
                 raise
@@ -712,6 +739,8 @@ class ChatSession:
         if not self.fed:
             ids = self.template.opening(messages)
             if recalls and self.recall.ready(len(ids)):
+                if self.known:
+                    ids = self.known + self.template.following(messages)
                 given = self.recall.given(ids)
                 mode = "recall" if given else "refresh" if self.turns else "once"
                 return PromptPlan(mode, (ids,), True, pinned, True, given), None
@@ -743,10 +772,17 @@ class ChatSession:
             return PromptPlan("blind", cut, False), None
         return feed, decision
 
+    @property
+    def recalls(self) -> bool:
+        """Whether the next question can be answered from a tier, if there is one."""
+        return self.reuse in ("auto", "recall") and self.engine.kv.recalls is None
+
     def _recalls(self) -> bool:
         """Whether the next question is to be answered from a tier, where one can be had. Raises
         UsageError if that was asked for and the policies cannot."""
-        if not self.eviction.evicts or self.reuse not in ("auto", "recall"):
+        # Without eviction the cache has all, but for one that is gone.
+        gone = not self.fed and self.recall.tokens > 0
+        if not (self.eviction.evicts or gone) or self.reuse not in ("auto", "recall"):
             return False
         why = self.engine.kv.recalls
         if self.reuse == "recall" and (why or self.recall.kind == "none"):
@@ -924,6 +960,12 @@ class _Closed:
 
 
 _NO_TIER = '`tier="none"`'
+
+
+def _again(feed: PromptPlan, decision: Decision | None) -> bool:
+    """Whether `auto` reads the conversation again."""
+    again = feed.reuse == "refresh" or (feed.recalled and not feed.given)
+    return decision is not None and again
 
 
 def _loss(read: Read) -> Loss:

@@ -12,7 +12,7 @@ from minikv.chat.transcript import Document, Message, Turn
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatSnapshot:
     """A chat between two turns. `held`: its cache; None if the next question reads the whole
-    conversation again. The other fields are those of `ChatSession`."""
+    conversation again, or finds it in the tier. The other fields are those of `ChatSession`."""
 
     held: CacheSnapshot | None
     eviction: EvictionConfig
@@ -26,6 +26,7 @@ class ChatSnapshot:
     turns: tuple[Turn, ...] = ()
     curve: tuple[tuple[int, int, int], ...] = ()
     rereads: bool = False
+    known: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

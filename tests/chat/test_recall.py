@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from small_chat import chat, held_of, say
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.recall import Recall
+from minikv.chat.recall import Place, Recall
 from minikv.chat.session import ChatSession
 from minikv.cli import render
 from minikv.errors import Interrupted, UsageError
@@ -158,8 +159,11 @@ def test_after_a_chat_was_taken_up_everything_is_read_once_more() -> None:
     assert modes(other)[2] == "recall"
 
 
-def test_where_no_tier_fits_the_reason_is_said_and_everything_is_read_again() -> None:
+def test_where_no_tier_fits_the_reason_is_said_and_everything_is_read_again(
+    tmp_path: Path,
+) -> None:
     session = recalling("auto", free=1000)
+    session.recall.where = lambda: Place(tmp_path / "gone" / "tier.kv")
     session.attach(MILL)
     notes: list[str] = []
     for question in ("Who?", "Why?", "And?"):
@@ -167,7 +171,7 @@ def test_where_no_tier_fits_the_reason_is_said_and_everything_is_read_again() ->
     assert modes(session) == ["once", "refresh", "refresh"]
     assert len(notes) == 1
     assert "there is no tier (what was read takes " in notes[0]
-    assert "1,000 B are free" in notes[0]
+    assert "1,000 B are free; tier.kv: No such file or directory" in notes[0]
 
 
 def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() -> None:

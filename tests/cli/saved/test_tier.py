@@ -1,0 +1,580 @@
+"""A chat is a file: it goes on without being read again, under any policy, budget or --kv."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_chat import chat, held_of, say
+
+from minikv.cache.tier_file import FileRows, header_of, is_open
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.recall import Recall
+from minikv.chat.session import ChatSession
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.tier import TIER
+from minikv.cli.saved.transcript import read
+from minikv.cli.terminal import Terminal
+from minikv.errors import UsageError
+
+MILL = "A mill stands by the river and grinds. " * 8
+RIVER = "The river is slow and brown. " * 8
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "chats"
+
+
+OPEN: list[tuple[Keeper, ChatSession]] = []
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """What a process leaves open is closed with it."""
+    yield
+    end()
+
+
+def end() -> None:
+    for keeper, session in OPEN:
+        session.recall.leave()
+        keeper.close()
+    OPEN.clear()
+
+
+def start(
+    kind: str = "file", dtype: str = "same", *, save: bool = True, **given: Any
+) -> tuple[Keeper, ChatSession]:
+    """A process, as `minikv chat` begins one."""
+    keeper, session = Keeper(Terminal(), active=save), chat(reuse="auto", **given)
+    session.recall = Recall(session.engine.kv, kind, dtype)
+    keeper.attend(session)
+    OPEN.append((keeper, session))
+    return keeper, session
+
+
+def resumed(name: str, given: tuple[str, ...] = (), **kept: Any) -> tuple[Keeper, ChatSession]:
+    """The process ends; another one takes the chat up."""
+    end()
+    keeper, session = start(**kept)
+    keeper.load(session, name, given=given)
+    return keeper, session
+
+
+def talked(kind: str = "file", dtype: str = "same", **given: Any) -> tuple[Keeper, ChatSession]:
+    """A chat of two turns that is saved as "one"."""
+    keeper, session = start(kind, dtype, **given)
+    session.attach(MILL, "mill.txt")
+    say(session, "Who?")
+    keeper.keep(session)
+    session.attach(RIVER, "river.txt")
+    say(session, "Why?")
+    keeper.save(session, "one")
+    return keeper, session
+
+
+def unread(session: ChatSession, question: str) -> tuple[str, list[int]]:
+    """Ask; all of the documents must come from the tier."""
+    found = say(session, question)
+    report = session.reports[-1]
+    assert report.reuse == "recall"
+    assert report.tokens.prompt_new < len(MILL) // 2
+    return found
+
+
+# -- taken up again ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["file", "ram"])
+@pytest.mark.parametrize("dtype", ["same", "int8"])
+def test_the_next_question_is_a_recall(home: Path, kind: str, dtype: str) -> None:
+    """With --tier file, and with /save of a chat whose tier is in memory."""
+    _, session = talked(kind, dtype)
+    twin = talked_on(kind, dtype)
+    assert stat.S_IMODE((home / "one" / TIER).stat().st_mode) == 0o600
+    _, again = resumed("one", kind="auto")
+    assert (again.recall.place, again.fed) == ("file", session.fed)
+    assert unread(again, "And now?") == twin[0]
+    assert unread(again, "Then?") == twin[1]
+    assert held_of(again) == twin[2]
+
+
+def talked_on(kind: str, dtype: str) -> tuple[Any, Any, Any]:
+    """What the chat answers that was never closed."""
+    session = chat(reuse="auto")
+    session.recall = Recall(session.engine.kv, kind, dtype)
+    session.attach(MILL, "mill.txt")
+    say(session, "Who?")
+    session.attach(RIVER, "river.txt")
+    say(session, "Why?")
+    found = say(session, "And now?"), say(session, "Then?"), held_of(session)
+    session.recall.leave()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "given"),
+    [
+        ("snapkv", 64, ("policy", "budget")),
+        ("adakv", 96, ("budget",)),
+        ("streaming", 48, ("policy",)),
+    ],
+)
+def test_under_another_policy_or_budget(policy: str, budget: int, given: tuple[str, ...]) -> None:
+    """As a chat that reads all of it under them."""
+    talked()
+    _, again = resumed("one", given, policy=policy, budget=budget)
+    assert again.eviction == EvictionConfig.read(policy, budget=budget)
+    assert again.fed == []
+    plain = chat(policy, budget, reuse="auto")
+    plain.recall = Recall(plain.engine.kv, "ram")
+    plain.restore(again.snapshot())
+    assert unread(again, "And now?") == say(plain, "And now?")
+    assert held_of(again) == held_of(plain)
+    assert plain.reports[-1].reuse == "refresh"
+
+
+def test_without_eviction() -> None:
+    """All that the tier has is in the cache, as if it had been read."""
+    talked()
+    _, again = resumed("one", ("policy",), policy="full")
+    known = list(again.known)
+    unread(again, "And now?")
+    plain = chat("full")
+    plain.engine.prompt(again.fed)
+    assert again.fed[: len(known)] == known
+    assert held_of(again) == held_of(plain)
+    logits = again.engine.step(1), plain.engine.step(1)
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    say(again, "Then?")
+    assert again.reports[-1].reuse == "once"
+
+
+def test_under_int8_rows() -> None:
+    from dataclasses import replace
+
+    talked()
+    end()
+    keeper, session = start()
+    session.facts = replace(session.facts, kv="int8")
+    keeper.load(session, "one", given=("kv",))
+    unread(session, "And now?")
+
+
+def test_a_cache_that_is_damaged_or_was_not_saved_is_not_missed(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from minikv.cli.saved import cache
+
+    twin = talked_on("file", "same")
+    talked()
+    path = min((home / "one").glob("cache-*"))
+    path.write_bytes(path.read_bytes()[:-100])
+    keeper, again = resumed("one")
+    assert "damaged" in capsys.readouterr().err
+    monkeypatch.setattr(cache, "CACHE_BYTES", 100)
+    assert unread(again, "And now?") == twin[0]
+    keeper.keep(again)
+    assert not list((home / "one").glob("cache-*"))
+    _, third = resumed("one")
+    assert capsys.readouterr().err == ""
+    assert unread(third, "Then?") == twin[1]
+
+
+def test_undo_and_another_policy_after_a_chat_was_taken_up() -> None:
+    """They read nothing of what was there, and the question, asked again, gets its answer."""
+    talked()
+    for given in ((), ("policy", "budget")):
+        policy = {"policy": "snapkv", "budget": 64} if given else {}
+        _, again = resumed("one", given, **policy)
+        want = unread(again, "And now?"), held_of(again)
+        again.undo()
+        assert (unread(again, "And now?"), held_of(again)) == want
+        assert again.reports[-1].tokens.prompt_new <= 32
+        again.undo()
+        again.configure(EvictionConfig.read("tova", budget=40))
+        unread(again, "And now?")
+        assert again.reports[-1].policy == "tova"
+        again.undo(2)
+        assert [document.name for document in again.pending] == ["river.txt"]
+        say(again, "Other?")
+        assert again.reports[-1].reuse == "recall"
+        assert again.reports[-1].tokens.prompt_reused > len(MILL)
+
+
+def test_what_was_taken_back_is_not_taken_up(home: Path) -> None:
+    keeper, session = talked()
+    session.undo()
+    session.pending.clear()
+    say(session, "Else?")
+    keeper.keep(session)
+    want = say(session, "And now?")[0]
+    session.undo()
+    _, again = resumed("one")
+    assert unread(again, "And now?")[0] == want
+
+
+def test_memory_is_taken_where_it_was_asked_for(home: Path) -> None:
+    twin = talked_on("file", "same")
+    talked()
+    _, again = resumed("one", kind="ram")
+    assert again.recall.place == "ram"
+    assert not is_open(home / "one" / TIER)
+    assert unread(again, "And now?") == twin[0]
+
+
+def test_without_a_tier_or_with_another_number_format(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    talked()
+    _, again = resumed("one", kind="none")
+    assert again.recall.tier is None
+    _, again = resumed("one", ("tier_dtype",), dtype="int8")
+    assert again.recall.tier is None
+    assert "another number format" in capsys.readouterr().err
+
+
+def test_a_tier_of_another_model_is_left_alone(home: Path) -> None:
+    from dataclasses import replace
+
+    keeper, session = start()
+    folder = home.parent
+    folder.mkdir(exist_ok=True)
+    for name, weights in (("a", b"1"), ("b", b"2")):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text("{}")
+        (folder / name / "model.safetensors").write_bytes(weights)
+    session.facts = replace(session.facts, model=str(folder / "a"))
+    session.attach(MILL)
+    say(session, "Who?")
+    keeper.save(session, "one")
+    end()
+    before = (home / "one" / TIER).read_bytes()
+    keeper, other = start()
+    other.facts = replace(other.facts, model=str(folder / "b"))
+    with pytest.raises(UsageError, match="does not belong to this run"):
+        keeper.load(other, "one")
+    assert other.recall.tier is None
+    keeper.load(other, "one", reread=True)
+    say(other, "Why?")
+    keeper.close()
+    other.recall.leave()
+    assert other.reports[-1].reuse == "refresh"
+    assert (home / "one" / TIER).read_bytes() == before
+
+
+def test_a_loaded_chat_leaves_the_file_of_the_one_before(home: Path) -> None:
+    keeper, session = talked()
+    session.reset()
+    session.attach(RIVER)
+    say(session, "Else?")
+    keeper.save(session, "two")
+    before = (home / "two" / TIER).read_bytes()
+    keeper.load(session, "one")
+    unread(session, "And now?")
+    keeper.keep(session)
+    assert (home / "two" / TIER).read_bytes() == before
+    keeper.load(session, "one")  # the one that is open
+    assert not session.pending
+    unread(session, "Then?")
+    keeper.load(session, "two")
+    unread(session, "Then?")
+
+
+# -- forks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["file", "ram"])
+def test_a_fork_goes_on_and_leaves_the_other(home: Path, kind: str) -> None:
+    twin = talked_on("file", "same")
+    keeper, session = talked(kind)
+    keeper.fork(session, "two")
+    assert (keeper.name, session.recall.place) == ("two", kind)
+    before = {path.name: path.read_bytes() for path in (home / "one").iterdir()}
+    say(session, "Elsewhere?")
+    keeper.keep(session)
+    assert {path.name: path.read_bytes() for path in (home / "one").iterdir()} == before
+    assert [len(read(name).turns) for name in ("one", "two")] == [2, 3]
+    _, again = resumed("one")
+    assert unread(again, "And now?") == twin[0]
+    _, other = resumed("two")
+    unread(other, "And now?")
+    for name in ("one", "two", "a b"):
+        keeper, session = OPEN[-1]
+        with pytest.raises(UsageError):
+            keeper.fork(session, name)
+        assert keeper.name == "two"
+
+
+def test_a_fork_that_fails_changes_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = talked_on("file", "same")
+    keeper, session = talked()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(UsageError, match=r"cannot be copied.*No space left"):
+            keeper.fork(session, "two")
+    assert keeper.name == "one"
+    assert os.listdir(home) == ["one"]
+    assert unread(session, "And now?") == twin[0]
+    keeper.keep(session)
+    _, again = resumed("one")
+    assert unread(again, "Then?") == twin[1]
+
+
+# -- what goes wrong ----------------------------------------------------------------------------
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, 0.999])
+def test_a_damaged_part_is_read_again_and_said_in_one_line(
+    home: Path, at: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twin = talked_on("file", "same")
+    talked()
+    end()
+    path = home / "one" / TIER
+    data = bytearray(path.read_bytes())
+    data[int(at * len(data))] ^= 4
+    path.write_bytes(data)
+    _, again = resumed("one")
+    notes: list[str] = []
+    text = "".join(again.ask("And now?", 8, 0.7, notice=notes.append))
+    said = [line for line in capsys.readouterr().err.split("\n") if line] + notes
+    assert len(said) == 1
+    assert "tier" in said[0]
+    assert text == twin[0][0]
+    assert (again.fed, again.pending_token is None) == (twin[0][1], False)
+    assert unread(again, "Then?") == twin[1]
+
+
+def test_a_full_disk_at_the_beginning_is_said_before_anything_is_read(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper, session = start()
+    session.attach(MILL)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(UsageError, match=r"--tier file cannot be had: .*No space left"):
+            list(session.ask("Who?"))
+    assert (session.fed, len(session.pending), os.listdir(home)) == ([], 1, [])
+    say(session, "Who?")
+    keeper.keep(session)
+    assert session.recall.place == "file"
+
+
+def test_a_disk_that_becomes_full_costs_the_tier_and_not_the_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("posix_fallocate", "pwritev"):
+        keeper, session = start()
+        session.attach(MILL)
+        say(session, "Who?")
+        keeper.keep(session)
+        assert session.recall.file is not None
+        session.recall.file.sync()
+        notes: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, full)
+            list(session.ask("Why?", 8, 0.7, notice=notes.append))
+        assert session.turn == 2
+        assert "the tier cannot be used any more: " in notes[0]
+        assert "No space left" in notes[0]
+        keeper.keep(session)
+        say(session, "And now?")
+        assert session.reports[-1].reuse == "refresh"
+        assert keeper.name is not None
+        again = resumed(keeper.name)[1]  # what was written before is still good
+        say(again, "Then?")
+        assert again.reports[-1].reuse == "recall"
+        end()
+
+
+def test_a_directory_that_cannot_be_written(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
+    _, session = start()
+    session.attach(MILL)
+    with pytest.raises(UsageError, match="--tier file cannot be had"):
+        list(session.ask("Who?"))
+    _, other = start("auto")
+    said: list[str] = []
+    other.recall = Recall(other.engine.kv, "auto", "same", lambda: 1000)
+    other.recall.say = said.append
+    OPEN[-1][0].attend(other)
+    other.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(other, question)
+    assert [report.reuse for report in other.reports] == ["once", "refresh"]
+    assert len(said) == 1
+    assert said[0].startswith("no tier: what was read takes ")
+
+
+def test_memory_that_is_short_makes_the_tier_a_file(home: Path) -> None:
+    """At once, or when it has become too much for it."""
+    keeper, session = start("auto")
+    free, said = [1000], []
+    session.recall = Recall(session.engine.kv, "auto", "same", lambda: free[0])
+    session.recall.say = said.append
+    keeper.attend(session)
+    session.attach(MILL)
+    say(session, "Who?")
+    assert said[0].startswith("tier: a file, ")
+    assert "1,000 B are free" in said[0]
+    session.reset()
+    free[0] = 1 << 30
+    session.attach(MILL)
+    say(session, "Who?")
+    assert said[1].startswith("tier: RAM, ")
+    free[0] = 0
+    session.attach(RIVER * 3)
+    say(session, "Why?")
+    assert session.recall.place == "file"
+    assert session.reports[-1].reuse == "recall"
+    keeper.save(session, "one")
+    assert (home / "one" / TIER).exists()
+
+
+# -- a chat that is not saved ---------------------------------------------------------------------
+
+
+def test_a_chat_that_is_not_saved_leaves_nothing(home: Path) -> None:
+    cache = home.parent / "cache"
+    keeper, session = start(save=False)
+    session.attach(MILL)
+    say(session, "Who?")
+    unread(session, "Why?")
+    assert session.recall.place == "file"
+    assert os.listdir(cache) == []  # it has no name, so that no crash leaves it there
+    assert not home.exists()
+    keeper.save(session, "one")  # unless one saves it after all
+    unread(session, "And now?")
+    _, again = resumed("one")
+    unread(again, "Then?")
+
+
+def test_a_chat_without_an_answer_leaves_nothing(home: Path) -> None:
+    _, session = start()
+    session.attach(MILL)
+    with pytest.raises(Exception, match="stopped"):
+        list(session.ask("Who?", progress=lambda done, total: session.cancel()))
+    assert len(os.listdir(home)) == 1
+    end()
+    assert os.listdir(home) == []
+
+
+def test_what_a_killed_process_left_is_removed(home: Path) -> None:
+    home.mkdir(parents=True)
+    left = home / ".tier-0123456789abcdef.kv"
+    FileRows.create(left, 1, 1, {"k": (torch.float32, (8,)), "v": (torch.float32, (8,))}).close()
+    used = home / ".tier-fedcba9876543210.kv"
+    other = FileRows.create(used, 1, 1, {"k": (torch.float32, (8,))})
+    (home / ".tier-mine").write_text("precious")
+    talked()
+    assert sorted(os.listdir(home)) == [".tier-fedcba9876543210.kv", ".tier-mine", "one"]
+    other.close()
+
+
+def test_the_files_are_of_one_process_at_a_time(home: Path) -> None:
+    talked()
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "import test_tier\n"
+        "keeper, session = test_tier.start()\n"
+        "try: keeper.load(session, 'one')\n"
+        "except Exception as error: print(error)"
+    )
+    run = [sys.executable, "-c", code, *PATHS]
+    said = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert "is open in another minikv" in said.stdout
+    assert header_of(home / "one" / TIER).identity["dtype"] == "float32"
+
+
+# -- killed -----------------------------------------------------------------------------------
+
+PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "support")]
+_TALKER = """
+import sys; sys.path[:0] = sys.argv[1:]
+import test_tier
+from small_chat import say
+keeper, session = test_tier.start(undo_turns=4)
+session.attach(test_tier.MILL, "mill.txt")
+say(session, "Who?")
+keeper.save(session, "one")
+print("begun", flush=True)
+for turn in range(10_000):
+    if turn % 5 == 3:
+        session.undo(2)
+    if turn % 7 == 5:
+        session.attach("Rain falls. " * 5 + str(turn))
+    say(session, f"And {turn}?", 4)
+    keeper.keep(session)
+    if len(session.fed) > 1500:
+        session.undo(len(session.turns) - 1)
+"""
+
+
+def killed(home: Path, after: float) -> ChatSession:
+    """A process that talks is killed so many seconds after it has begun; then the chat is taken
+    up."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _TALKER, *PATHS], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        time.sleep(after)
+        os.kill(process.pid, signal.SIGKILL)
+    return resumed("one")[1]
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.soak)])
+def test_a_killed_chat_is_its_last_complete_turn(
+    home: Path, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whenever it was killed: the transcript is whole, the tier has no wrong row, and the next
+    answer is that of a chat that reads all of it."""
+    import random
+    import shutil
+
+    draw = random.Random(7)
+    given = []
+    for _ in range(count):
+        session = killed(home, draw.random() * 1.5)
+        assert capsys.readouterr().err == ""  # nothing is damaged
+        saved = read("one")
+        assert session.turns == list(saved.turns)
+        before = list(session.fed)
+        given.append(session.recall.tokens)
+        want = chat(reuse="auto", undo_turns=0)
+        want.restore(session.snapshot())
+        want.recall = Recall(want.engine.kv, "ram")
+        assert say(session, "Last?", 4) == say(want, "Last?", 4)
+        assert session.fed[: len(before)] == before
+        assert want.reports[-1].reuse == "refresh"
+        rows, exact = session.recall.file, want.recall.tier
+        assert rows is not None
+        assert exact is not None
+        for layer in range(2):
+            for name, column in rows.read(layer, rows.rows).items():
+                other = exact.rows.read(layer, rows.rows)[name]
+                torch.testing.assert_close(column, other, atol=1e-5, rtol=1e-5)
+        rows.drop()
+        end()
+        shutil.rmtree(home)
+    assert max(given) > len(MILL)
