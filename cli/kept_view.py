@@ -71,7 +71,7 @@ def _kept(context: Context, arguments: list[str]) -> None:
     if word == "top":
         lines = top(facts, _passages(rest), screen)
     elif word == "find":
-        lines = find(facts, *_phrase(rest), screen)
+        lines = find(facts, *_phrase(rest), screen, recalls=_recalls(session))
     else:
         layer = head = None
         if word == "layer":
@@ -173,7 +173,7 @@ COMMANDS = (
 # -- the whole and its pages ----------------------------------------------------------------
 
 
-def recalls(session: ChatSession) -> bool:
+def _recalls(session: ChatSession) -> bool:
     """Whether the next question is answered from all that was read."""
     return session.reuse in ("auto", "recall") and bool(session.recall.place)
 
