@@ -414,7 +414,7 @@ def test_the_figures_of_a_turn_in_words(facts: ChatFacts) -> None:
     on_gpu = replace(report, device_mem=DeviceMemory(5 << 20, 8 << 20), shaped_by_turn=None)
     rows = dict(figures.rows(on_gpu))
     assert rows["Memory of the GPU"] == "5.0 MiB at most"
-    assert "Cache shaped by" not in rows
+    assert "Evicted for" not in rows
     bare = replace(report, loss=Loss(None, None, None, None), device_mem=DeviceMemory(None, None))
     rows = dict(figures.rows(bare))
     assert rows["Attention lost"] == "not estimated"
