@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minikv.cli.command import Command, Context
-from minikv.cli.turn import continue_turn
+from minikv.cli.turn import continue_turn, note_report
 from minikv.errors import UsageError
 
 MOST = 75_000
@@ -17,8 +17,7 @@ def _continue(context: Context, arguments: list[str]) -> None:
         continue_turn(session, context.generation, terminal, context.interrupts)
     finally:
         if session.report is not before and session.report is not None:
-            for part in session.report.lines():
-                terminal.note(f"  {part}")
+            note_report(session.report, terminal)
 
 
 def _copy(context: Context, arguments: list[str]) -> None:

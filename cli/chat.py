@@ -24,7 +24,7 @@ from minikv.cli.saved.listing import newest
 from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.terminal import OutputError, Terminal
-from minikv.cli.turn import open_chat, run_turn
+from minikv.cli.turn import note_report, open_chat, run_turn
 from minikv.cli.wording import worded
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.settings import Generation, Settings
@@ -199,8 +199,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                     )
             # A command that asks (/retry) has shown its own.
             if not command and session.turn > before and session.report is not None:
-                for part in session.report.lines():
-                    terminal.note(f"  {worded(part)}")
+                note_report(session.report, terminal)
                 if typed and session.report.stop_reason == "length":
                     terminal.note("  /continue goes on with this answer")
             context.keeper.keep(session)

@@ -12,7 +12,7 @@ from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal, columns
-from minikv.cli.turn import open_chat, run_turn
+from minikv.cli.turn import note_report, open_chat, run_turn
 from minikv.errors import Interrupted
 from minikv.settings import Generation, Settings
 
@@ -58,18 +58,19 @@ STEPS = (
         "Katya Warulf",
         "Halhart Works",
         before=("/set reuse once",),
-        then="A wrong answer reads like a right one. So the line below each answer says which "
-        "question its cache was shaped by.",
+        then="A wrong answer reads like a right one. So a line below such an answer says what it "
+        "may miss.",
         fails=True,
     ),
     Step(
-        "The same follow-up, read again",
-        "With --reuse refresh, the document is read again for each question, and what is kept is "
-        "chosen for that question.",
+        "The same follow-up, recalled",
+        "By default every question is answered from all that was read. Its keys and values are "
+        "kept beside the cache, and what the answer is written from is chosen for each question. "
+        "Nothing is read again.",
         "Please find the accountant of Halhart Works.",
         "Katya Warulf",
         "Halhart Works",
-        before=("/set reuse refresh",),
+        before=("/set reuse auto",),
     ),
     Step(
         "Beside the full cache, and beside another policy",
@@ -141,8 +142,7 @@ def _run(context: Context, step: Step, document: str) -> None:
     assert session.report is not None
     if session.report.stop_reason == "user":
         return
-    for part in session.report.lines():
-        terminal.note(f"  {part}")
+    note_report(session.report, terminal)
     right = answer.strip() == step.answer
     terminal.say(f"  {'Right' if right else 'Wrong'}. The document says: {_said(document, step)}")
     for line in step.after:

@@ -173,6 +173,11 @@ COMMANDS = (
 # -- the whole and its pages ----------------------------------------------------------------
 
 
+def recalls(session: ChatSession) -> bool:
+    """Whether the next question is answered from all that was read."""
+    return session.reuse in ("auto", "recall") and bool(session.recall.place)
+
+
 def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
     """How much was kept, an estimate of what that lost, and a strip of where it is."""
     layers, heads, tokens = facts.held.shape
@@ -416,7 +421,9 @@ def top(facts: Kept, count: int, screen: Screen) -> list[str]:
     return lines
 
 
-def find(facts: Kept, text: str, everything: bool, screen: Screen) -> list[str]:
+def find(
+    facts: Kept, text: str, everything: bool, screen: Screen, *, recalls: bool = False
+) -> list[str]:
     """Where a phrase occurs, how many heads hold each occurrence, and whether it is likely lost."""
     spans = facts.spans
     # White space matches any, because a line of the document may end inside a phrase.
@@ -458,14 +465,17 @@ def find(facts: Kept, text: str, everything: bool, screen: Screen) -> list[str]:
         )
         rest = f'{more}: /kept find "{text}" all lists them'
         lines += folded(rest, screen.width, "  ", screen.encoding)
-    return [*lines, *folded(_verdict(found), screen.width, "  ")]
+    return [*lines, *folded(_verdict(found, recalls), screen.width, "  ")]
 
 
-def _verdict(found: Sequence[tuple[bool, float, float]]) -> str:
-    """One line about the best-kept occurrence, in a document if it is in one."""
+def _verdict(found: Sequence[tuple[bool, float, float]], recalls: bool) -> str:
+    """One line about the best-kept occurrence, in a document if it is in one. recalls: the next
+    question is answered from all that was read."""
     documents = [place for place in found if place[0]]
     _, whole, some = max(documents or found, key=lambda place: place[1:])
     again = "/refresh reads the documents again for your next question"
+    if recalls:
+        again = "your next question looks at it all the same, as all that was read is there"
     if some == 0:
         return f"gone from this cache; {again}"
     if whole < LIKELY_LOST:

@@ -175,8 +175,8 @@ def ask(
     help="minikv chat report.txt --budget 256\n\n"
     "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. With "
     "FILEs, questions may be piped in, one per line; with the FILE `-`, the document is.\n\n"
-    "Most policies keep what one question needs. --reuse says how the next question is answered; "
-    "/refresh reads everything again for it.",
+    "Each answer is written from the tokens that its question needs. The next question looks at "
+    "all that was read again; --reuse and --tier say how.",
 )
 @command
 def chat(

@@ -16,8 +16,7 @@ from minikv.cli.saved.listing import Entry, listing
 from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import Saved
 from minikv.cli.settings_commands import reseeded
-from minikv.cli.turn import run_turn
-from minikv.cli.wording import worded
+from minikv.cli.turn import note_report, run_turn
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,8 +85,7 @@ def _retry(context: Context, arguments: list[str]) -> None:
         if other and session.turn > before:
             session.refresh()  # the cache is another policy's
         if session.turn > before and session.report is not None:
-            for part in session.report.lines():
-                terminal.note(f"  {worded(part)}")
+            note_report(session.report, terminal)
             if other and not session.recall.place:
                 terminal.note("  the next question reads all again, for the chat's own policy")
         elif session.turn == before:

@@ -18,8 +18,15 @@ from minikv.loader import build
 from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
+    from minikv.chat.report import TurnReport
     from minikv.chat.session import ChatSession
     from minikv.chat.transcript import Turn
+
+
+def note_report(report: TurnReport, terminal: Terminal) -> None:
+    """The short lines under an answer."""
+    for line in report.lines():
+        terminal.note(f"  {worded(line)}")
 
 
 def open_chat(

@@ -25,6 +25,7 @@ Columns = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """What is kept of each row: dtype and size, by name."""
 _STEP = 1024  # rows by which memory grows
 _SCALES = ("k_scale", "v_scale")
+_SCALE = torch.float16  # rounds a tenth as coarsely as the codes themselves
 
 
 class TierError(MinikvError):
@@ -241,7 +242,7 @@ class Tier:
                 stored = columns[name].to(self.device, non_blocking=ahead)
                 if self.coded:
                     scale = columns[f"{name}_scale"].to(self.device, non_blocking=ahead)
-                    stored = kernels.from_codes(stored, scale, self.dtype)
+                    stored = kernels.from_codes(stored, scale.float(), self.dtype)
                 into[:, : self.length] = stored
         return self._staging
 
@@ -250,7 +251,8 @@ class Tier:
         new = {"k": key[:, self.length :], "v": value[:, self.length :]}
         if self.coded:
             for name in ("k", "v"):
-                new[name], new[f"{name}_scale"] = kernels.to_codes(new[name])
+                new[name], scale = kernels.to_codes(new[name])
+                new[f"{name}_scale"] = scale.to(_SCALE)
         self._rows.write(layer, self.length, new)
 
     def commit(self, rows: int) -> None:
@@ -297,7 +299,7 @@ def columns_of(
     """What a tier keeps of each row: (dtype, size) by name."""
     wide = (shape.head_dim,)
     kept: tuple[torch.dtype, tuple[int, ...]] = (torch.int8 if coded else dtype, wide)
-    scale: tuple[torch.dtype, tuple[int, ...]] = (torch.float32, ())
+    scale: tuple[torch.dtype, tuple[int, ...]] = (_SCALE, ())
     return {"k": kept, "v": kept} | (dict.fromkeys(_SCALES, scale) if coded else {})
 
 

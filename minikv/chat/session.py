@@ -757,7 +757,7 @@ class ChatSession:
             decision = Decision(mode) if self.reuse == "auto" and not self.rereads else None
             return PromptPlan(mode, (whole,), True, 0, True, given), decision
         mode = "refresh" if self.rereads else self.reuse
-        if mode == "auto":
+        if mode in ("auto", "recall"):  # there is no tier
             decision = self._decide()
             mode = decision.reuse
         if mode == "refresh":

@@ -228,3 +228,18 @@ def test_answers_of_the_bundled_model_follow_the_full_cache() -> None:
         found[policy] = ["".join(session.ask(q, max_tokens=12)) for q in item.questions]
     assert found["adakv"] == found["full"]
     assert modes(session)[1:] == ["recall"] * (len(item.questions) - 1)
+
+
+def test_recall_by_name_reads_again_where_the_tier_cannot_be_had() -> None:
+    session = recalling("auto", free=1000, reuse="recall")
+    session.recall.where = _nowhere
+    session.attach(MILL)
+    notes: list[str] = []
+    for question in ("Who?", "Why?"):
+        list(session.ask(question, 4, notice=notes.append))
+    assert modes(session) == ["once", "refresh"]
+    assert "there is no tier" in notes[-1]
+
+
+def _nowhere() -> Any:
+    raise UsageError("the disk is full")
