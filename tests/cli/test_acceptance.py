@@ -543,14 +543,65 @@ def saved(thesis: Path) -> Path:
 def test_08_a_cache_of_another_run_is_refused(
     program: Program, saved: Path, flags: list[str], reason: str
 ) -> None:
-    """A cache that another model, dtype, policy or budget has made is not used, and the line says
-    which."""
+    """A cache that another model, dtype, policy or budget has made is not used where there is no
+    tier, and the line says which."""
     tiny.write(program.folder / "other" / "tiny", seed=1)
     flags = [str(program.folder / "other" / "tiny") if f == "other" else f for f in flags]
+    flags += ["--tier", "none"]
     done = run("chat", "--resume", "thesis", *flags, stdin="Who?\n", folder=program.folder)
     assert (done.code, done.out) == (2, "")
     assert re.search(f"the cache of chat thesis does not belong to this run: .*{reason}", done.err)
     assert "--reread takes the conversation up without it" in done.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "goes_on"),
+    [
+        (["--policy", "snapkv"], True),
+        (["--budget", "128"], True),
+        (["--kv", "int8"], True),
+        (["-m", "other"], False),
+        (["--dtype", "bfloat16"], False),
+    ],
+)
+def test_08_a_tier_serves_any_policy_and_only_its_model(
+    program: Program, saved: Path, flags: list[str], goes_on: bool
+) -> None:
+    """After `/save` nothing is read again, whatever evicts."""
+    tiny.write(program.folder / "other" / "tiny", seed=1)
+    flags = [str(program.folder / "other" / "tiny") if f == "other" else f for f in flags]
+    done = run("chat", "--resume", "thesis", *flags, stdin="Who?\n", folder=program.folder)
+    if goes_on:
+        assert done.code == 0, done.err
+        assert "with all that was read" in done.err
+        assert "recalled" in done.err
+    else:
+        assert (done.code, done.out) == (2, "")
+        assert "does not belong to this run" in done.err
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "edited"])
+def test_08_a_damaged_tier_or_cache_costs_what_is_damaged(
+    program: Program, saved: Path, damage: str
+) -> None:
+    """The one is used in the place of the other, and the answer stays the same."""
+    whole = Path(shutil.copytree(saved, saved.parent / "whole"))
+    want = run("chat", "--resume", whole.name, stdin="Who?\n", folder=program.folder)
+    for file in ("cache-", "tier.kv"):
+        broken = Path(shutil.copytree(saved, saved.parent / f"{damage}-{file.partition('.')[0]}"))
+        (path,) = (p for p in broken.iterdir() if p.name.startswith(file))
+        data = path.read_bytes()
+        if damage == "missing":
+            path.unlink()
+        else:
+            at = len(data) // 2
+            path.write_bytes(data[:at] + (b"" if damage == "cut" else b"?????" + data[at + 5 :]))
+        done = run("chat", "--resume", broken.name, stdin="Who?\n", folder=program.folder)
+        assert (done.code, done.out) == (0, want.out)
+        if file == "cache-":
+            assert "the tier is used in its place" in done.err
+        elif damage != "missing":
+            assert "damaged" in done.err
 
 
 @pytest.mark.parametrize("file", ["cache-", "document-", "chat.jsonl"])
@@ -559,7 +610,7 @@ def test_08_a_damaged_chat_is_refused(
     program: Program, saved: Path, file: str, damage: str
 ) -> None:
     """A cache, a document or a transcript that was cut, edited or removed is refused with the
-    reason; nothing of it is used."""
+    reason, where there is no tier; nothing of it is used."""
     (path,) = (p for p in saved.iterdir() if p.name.startswith(file))
     data = path.read_bytes()
     if damage == "cut":
@@ -568,7 +619,8 @@ def test_08_a_damaged_chat_is_refused(
         path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     else:
         path.unlink()
-    done = run("chat", "--resume", "thesis", stdin="Who?\n", folder=program.folder)
+    flags = ["--resume", "thesis", "--tier", "none"]
+    done = run("chat", *flags, stdin="Who?\n", folder=program.folder)
     assert (done.code, done.out) == (2, "")
     assert "error: " in done.err
     assert "thesis" in done.err

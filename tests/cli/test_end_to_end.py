@@ -382,7 +382,8 @@ def test_ctrl_c_and_ctrl_d_on_a_terminal(tmp_path: Path, story: str) -> None:
         terminal.until("Ctrl-D leaves.")
         terminal.ready()
         terminal.type("first?\r")
-        terminal.until("first?\r\n")
+        terminal.until("tier: RAM, ")
+        terminal.until("tokens\r\n")
         terminal.more(20)  # the answer has begun
         terminal.type("\x03")
         terminal.until("stopped by user")

@@ -543,7 +543,7 @@ def killed(home: Path, after: float) -> ChatSession:
     return resumed("one")[1]
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.soak)])
 def test_a_killed_chat_is_its_last_complete_turn(
     home: Path, count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -555,7 +555,7 @@ def test_a_killed_chat_is_its_last_complete_turn(
     draw = random.Random(7)
     given = []
     for _ in range(count):
-        session = killed(home, draw.random() * 1.5)
+        session = killed(home, draw.random())
         assert capsys.readouterr().err == ""  # nothing is damaged
         saved = read("one")
         assert session.turns == list(saved.turns)
