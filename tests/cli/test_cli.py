@@ -294,6 +294,7 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
     )
     assert result.exit_code == 0, result.output
     assert world.settings == Settings(
+        tier="none",  # there is no later question
         model="some/model",
         policy="snapkv",
         budget="20%",
