@@ -21,6 +21,7 @@ from minikv.cli.failures import guard
 from minikv.cli.flags import Call, Only, command
 from minikv.cli.help import Group
 from minikv.cli.terminal import Terminal, hush, open_streams
+from minikv.engine import threads
 from minikv.settings import CACHE, OUTPUT, Generation, Setting, Settings
 
 _CHATS = "Saved chats"
@@ -558,6 +559,7 @@ def show(
 def run() -> None:
     """The entry point: like `app()`, with one-line usage errors."""
     open_streams()
+    threads.wait_briefly()
     try:
         code = app(args=_resume_alone(sys.argv[1:]), prog_name="minikv", standalone_mode=False)
     except typer.TyperException as error:

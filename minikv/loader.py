@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from minikv.checks import quoted
+from minikv.engine import threads
 from minikv.errors import UsageError
 from minikv.policies import PARTS, POLICIES
 from minikv.settings import Generation, Settings, no_cuda, settings_of
@@ -39,6 +40,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     unsupported or damaged.
     """
     eviction = settings.eviction()
+    threads.wait_briefly()
     # torch is imported here, so that commands without a model start fast.
     import torch
 
@@ -46,7 +48,6 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     from minikv.chat.facts import Facts
     from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
-    from minikv.engine import threads
     from minikv.engine.engine import Engine
     from minikv.engine.warmup import compiles, warm
     from minikv.models import free_memory, load

@@ -1,10 +1,12 @@
-"""How many CPU threads to use: as many as the process may, not as many as the machine has."""
+"""CPU threads: as many as the process may use, and how they wait for each other."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+SPINS = "GOMP_SPINCOUNT"
+_SPINS = "2000"  # some tens of microseconds, longer than most gaps between two parallel loops
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -20,6 +22,18 @@ def allowed(quota: Path = _QUOTA) -> int:
         return max(1, min(cores, -(-int(most) // int(period))))
     except (OSError, ValueError, ZeroDivisionError):  # no such file, or no limit ("max")
         return cores
+
+
+def wait_briefly() -> None:
+    """Threads that wait for others give their core away after some tens of microseconds, in place
+    of the OpenMP library's milliseconds. Beside a busy process a waiting thread would else keep the
+    core that the thread it waits for needs.
+
+    The library reads this when it is loaded: call it before torch is imported. Nothing changes if
+    that has happened, or if the environment says how to wait.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault(SPINS, _SPINS)
 
 
 def use(threads: int) -> None:

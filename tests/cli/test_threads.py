@@ -62,3 +62,58 @@ def test_affinity_counts(tmp_path: Path) -> None:
 def test_no_such_number(count: int) -> None:
     with pytest.raises(UsageError, match="threads"):
         Settings(threads=count)
+
+
+# -- how they wait ------------------------------------------------------------------------------
+
+
+LOADED = (
+    "import os, sys\n"
+    "{before}\n"
+    "import minikv\n"
+    "from minikv import loader\n"
+    "seen = []\n"
+    "class Watch:\n"
+    "    def find_spec(self, name, path=None, target=None):\n"
+    "        if name == 'torch' and not seen:\n"
+    "            seen.append(os.environ.get('GOMP_SPINCOUNT'))\n"
+    "sys.meta_path.insert(0, Watch())\n"
+    "minikv.load(device='cpu')\n"
+    "print(seen[0] if seen else os.environ.get('GOMP_SPINCOUNT'))\n"
+)
+
+
+def spins(before: str = "", **env: str) -> str:
+    """GOMP_SPINCOUNT when torch is imported by `minikv.load`."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.format(before=before)],
+        env={**clean, **env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_threads_wait_briefly_unless_the_environment_says_how() -> None:
+    assert int(spins()) < 10_000
+    assert spins(GOMP_SPINCOUNT="77") == "77"
+    assert spins(OMP_WAIT_POLICY="active") == "None"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU OpenMP")
+def test_the_program_says_it_before_anything_imports_torch() -> None:
+    code = (
+        "import os, sys\n"
+        "from minikv.cli.main import run\n"
+        "sys.argv = ['minikv', '--version']\n"
+        "try:\n    run()\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(os.environ['GOMP_SPINCOUNT'])\n"
+    )
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout.split()[-1]) < 10_000
