@@ -91,9 +91,24 @@ def tasks(incomplete: str) -> list[str]:
     return [f"{before}{comma}{task}" for task in TASKS]
 
 
-def resumable(incomplete: str) -> list[str]:
-    """What --resume takes."""
+def saved(incomplete: str) -> list[str]:
+    """What --resume, `minikv chats show` and `minikv chats rm` take."""
     return chats()
+
+
+def keys(incomplete: str) -> list[str]:
+    """What `minikv config set` takes first."""
+    from minikv.cli.config import SETTINGS
+
+    return list(SETTINGS)
+
+
+def key_values(ctx: typer.Context, incomplete: str) -> list[str]:
+    """What `minikv config set` takes behind a key."""
+    from minikv.cli.config import SETTINGS
+
+    setting = SETTINGS.get(str(ctx.params.get("key")))
+    return list(values(setting, incomplete)) if setting else []
 
 
 def _aliases(incomplete: str) -> list[str]:

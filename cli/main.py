@@ -194,7 +194,7 @@ def chat(
         bool,
         typer.Option(
             "--json",
-            help="print a JSON record per turn, and no answers; for piped questions",
+            help="print a JSON object per turn, with its answer and figures; for piped questions",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
@@ -204,7 +204,7 @@ def chat(
             "--resume",
             metavar="[NAME]",
             help="go on with a saved chat; without NAME the last one",
-            autocompletion=completion.resumable,
+            autocompletion=completion.saved,
         ),
     ] = None,
     reread: Annotated[
@@ -432,8 +432,13 @@ def show_config(
 @command
 def set_config(
     call: Call,
-    key: Annotated[str, typer.Argument(help="a key from `minikv config show`")],
-    value: Annotated[list[str], typer.Argument(help="its value")],
+    key: Annotated[
+        str,
+        typer.Argument(help="a key from `minikv config show`", autocompletion=completion.keys),
+    ],
+    value: Annotated[
+        list[str], typer.Argument(help="its value", autocompletion=completion.key_values)
+    ],
 ) -> None:
     from minikv.cli import config_command
 
@@ -488,7 +493,9 @@ def chats(call: Call, as_json: Json = False) -> None:
 @command
 def show_chat(
     call: Call,
-    name: Annotated[str, typer.Argument(help="a name from `minikv chats`")],
+    name: Annotated[
+        str, typer.Argument(help="a name from `minikv chats`", autocompletion=completion.saved)
+    ],
     as_json: Json = False,
 ) -> None:
     from minikv.cli import chats_command
@@ -500,7 +507,7 @@ def show_chat(
 @command
 def remove_chats(
     call: Call,
-    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=completion.saved)],
     yes: Yes = False,
 ) -> None:
     from minikv.cli import chats_command

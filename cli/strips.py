@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, TextIO
 
-from minikv.chat.report import TurnReport, size
+from minikv.chat.report import UNKNOWN, TurnReport, size
 from minikv.cli.layout import clipped, folded
 from minikv.cli.terminal import Terminal, window
 
@@ -110,11 +110,14 @@ def strips(
     facts = kept.read(session)
     if not session.fed:
         return ""
+    # The cache knows what the last prompt lost, not what had left before it.
+    report = session.report
+    lost = () if report is not None and report.loss.method == UNKNOWN else session.engine.kv.lost
     signs = ASCII if plain else BLOCKS
     rows = [[float(n) for n in layer] for layer in facts.rows().tolist()]
     drawn = [
         by_head(rows, width, signs),
-        by_layer(session.engine.kv.lost, width, signs),
+        by_layer(lost, width, signs),
         along(facts, width, signs),
         over_time(reports, width, signs),
     ]

@@ -78,14 +78,16 @@ def read(
     kv, total, done, evict_s, peak, blind = engine.kv, plan.tokens, 0, 0.0, 0, False
     replaces = plan.anew and kv.position > 0
 
-    def between_chunks(so_far: int, _: int) -> None:
+    def between_chunks(so_far: int, of: int) -> None:
+        # A recalled question is fed with the tokens before it that score it.
+        whole = of if plan.recalled else total
         if stopped():
             raise Interrupted(
-                f"stopped reading at {done + so_far:,} of {total:,} tokens",
+                f"stopped reading at {done + so_far:,} of {whole:,} tokens",
                 "the chat is as it was" if replaces else "nothing was added",
             )
         if progress is not None:
-            progress(done + so_far, total)
+            progress(done + so_far, whole)
 
     gaps = not plan.anew and kv.stats().gaps
     before = kv.mark()

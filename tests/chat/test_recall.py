@@ -80,6 +80,23 @@ def test_the_record_and_the_lines_name_the_tier() -> None:
     assert (plain.reports[0].tier, plain.reports[0].kv_bytes.tier) == ("", 0)
 
 
+def test_progress_of_a_recalled_question_never_passes_its_total() -> None:
+    session, seen = recalling(undo_turns=0), list[tuple[int, int]]()
+    session.attach(MILL)
+    for question in ("Who?", "Why?"):
+        list(session.ask(question, progress=lambda done, total: seen.append((done, total))))
+        assert seen[-1][0] == seen[-1][1]
+    session.undo()  # the tier has all of the question: no token of it is new
+    seen.clear()
+    list(session.ask("Why?", progress=lambda done, total: seen.append((done, total))))
+    assert session.report is not None
+    assert session.report.tokens.prompt_new == 0
+    assert all(0 < done <= total for done, total in seen)
+    session.undo()
+    with pytest.raises(Interrupted, match=r"stopped reading at (\d+) of [1-9]\d* tokens"):
+        list(session.ask("Why?", progress=lambda done, total: session.cancel()))
+
+
 def test_undo_and_another_policy_use_what_the_conversation_shares() -> None:
     session = recalling(undo_turns=4)
     session.attach(MILL)

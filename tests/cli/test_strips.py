@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from test_kept import HOSTILE, STORY, chat, facts
 
 from minikv.cache.snapshot import Outcome
+from minikv.chat.report import UNKNOWN
 from minikv.cli import strips
 from minikv.cli.kept import Part
 from minikv.cli.strips import ASCII
@@ -178,3 +179,16 @@ def test_strips_of_a_chat(width: int, plain: bool) -> None:
     assert ("  |@?+|" if plain else "  |█?▄|") in lines
     assert "kept along story.txt" in joined
     assert text.isascii() == plain
+
+
+def test_what_is_lost_is_not_drawn_where_earlier_tokens_had_left() -> None:
+    session = chat(reuse="once")
+    session.attach(STORY, "story.txt")
+    for question in ("Who?", "And why?"):
+        list(session.ask(question, 3))
+    assert session.report is not None
+    assert session.report.loss.method == UNKNOWN
+    assert any(share is not None for share in session.engine.kv.lost)
+    text = strips.strips(session, 80, reports=session.reports)
+    assert "kept per layer" in text
+    assert "lost per layer" not in text
