@@ -39,12 +39,12 @@ def _verify(context: Context, arguments: list[str]) -> None:
         terminal.clear_status()
     found = session.verified
     assert found is not None
+    if found.parts or found.complete:
+        terminal.page(shown(session.turns[-1].answer, found, Screen.of(terminal)))
     if not found.complete:
         raise Interrupted(
-            f"stopped verifying after {_tokens(found.same)}, which are the same",
-            "the chat is as it was",
+            f"stopped verifying after {_tokens(len(found.tokens))}", "the chat is as it was"
         )
-    terminal.page(shown(session.turns[-1].answer, found, Screen.of(terminal)))
 
 
 def shown(answer: str, found: Verification, screen: Screen) -> list[str]:
@@ -73,7 +73,8 @@ def _tokens(count: int) -> str:
 def _quoted(token: str | None, screen: Screen) -> str:
     if token is None:
         return "its end"
-    return f'"{clipped(token, _TOKEN, screen.encoding)}"' if token.strip() else ascii(token)
+    seen = clipped(token, _TOKEN, screen.encoding)
+    return f'"{seen}"' if seen else ascii(token)
 
 
 COMMANDS = (

@@ -12,7 +12,7 @@ from minikv.chat.stop import StopTexts
 @dataclass(frozen=True, slots=True)
 class Anew:
     """How often the rows under the budget are chosen anew in an answer, by recalling everything:
-    after `every` tokens; 0: never. rows: the budget in rows per head, where it is not the user's."""
+    after `every` tokens; 0: never. rows: the budget in rows per head, if it is not the user's."""
 
     every: int
     rows: int | None = None

@@ -86,7 +86,9 @@ def read(
     replaces = plan.anew and kv.position > 0
     fidelity, fidelity_s = None, 0.0
 
-    def between_chunks(so_far: int, _: int) -> None:
+    def between_chunks(so_far: int, of: int) -> None:
+        if plan.recalled:  # some tokens that the tier has are fed again, as the policy observes
+            so_far = so_far * total // of
         if stopped():
             raise Interrupted(
                 f"stopped reading at {done + so_far:,} of {total:,} tokens",

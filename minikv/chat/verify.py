@@ -25,8 +25,7 @@ class Verification:
 
     tokens: of the second; text: its text. same: how many first tokens the two have in common.
     parts: whether they differ after that; was and now: the text of the first token that differs,
-    None where the answer ended. complete: false if it was stopped before that was known. seconds:
-    wall time.
+    None where the answer ended. complete: false if it was stopped. seconds: wall time.
     """
 
     tokens: tuple[int, ...]
@@ -95,8 +94,9 @@ def rewritten(
         (i for i, pair in enumerate(zip(before, found, strict=False)) if pair[0] != pair[1]),
         min(len(before), len(found)),
     )
-    complete = ended or answer.generated >= most or same < min(len(before), len(found))
-    parts = complete and (same < len(before) or same < len(found))
+    complete = ended or answer.generated >= most
+    differs = same < min(len(before), len(found))
+    parts = differs or (complete and len(before) != len(found))
 
     def text(tokens: Sequence[int]) -> str | None:
         return tokenizer.decode(tokens[same : same + 1]) if same < len(tokens) else None
