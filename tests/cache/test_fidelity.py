@@ -8,13 +8,17 @@ from itertools import pairwise
 import pytest
 import small
 import torch
+from test_no_host_sync import FAR, GROUP, HEADS, SIZE, far, without_waiting
 from test_prefill import contents
 from test_tier import SERVED, tiered
 
 from minikv import policies
+from minikv.cache.arena import Arena
 from minikv.cache.budget import Budget
 from minikv.cache.fidelity import LastToken, divergence
+from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
+from minikv.kernels.dispatch import Kernels
 from minikv.models.llama import Llama
 
 TOKENS = 150
@@ -242,3 +246,23 @@ def test_a_smaller_budget_for_once_is_that_of_a_cache_with_it() -> None:
     assert contents(run.kv.arena) == contents(other.kv.arena)
     run.recall(ids)
     assert run.kv.stats().kept_mean == 100
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("kv", [None, torch.int8])
+def test_no_layer_waits_for_the_device(kv: torch.dtype | None, held: bool) -> None:
+    shape = Shape(2, HEADS, HEADS * GROUP, SIZE, (None, 40), 4096)
+    arena = Arena(2, HEADS, SIZE, torch.float32, FAR, {}, kv=kv, rows=[90, 90])
+    last = object.__new__(LastToken)  # what is read once, when it is made
+    last.shape, last.arena, last.position, last._ops = shape, arena, 149, Kernels()
+    last.width, last._all_held = 32, held
+    last._slot = far(2, HEADS, dtype=torch.int64)
+    last._held = far(2, HEADS, dtype=torch.bool)
+    last._oldest = far(2, dtype=torch.int64)
+    with without_waiting():
+        for layer in range(2):
+            q, k = far(1, HEADS * GROUP, SIZE), far(1, HEADS, SIZE)
+            assert last.attend(layer, q, k, k).shape == (1, HEADS * GROUP, SIZE)
+        exact = [(q[0], q[0]), (q[0], q[0])]
+        assert last.output_errors(exact).shape == (2,)
+        divergence(far(97), far(97))
