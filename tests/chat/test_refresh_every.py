@@ -12,6 +12,8 @@ from test_recall import MILL, recalling
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli import render
+from minikv.engine.decode_loop import Eager
+from minikv.engine.engine import Engine
 
 
 def asked(*questions: str, tokens: int = 14, **given: Any) -> ChatSession:
@@ -166,3 +168,21 @@ def test_it_may_be_changed_between_turns() -> None:
     session.configure(EvictionConfig.read("snapkv", budget=64))
     say(session, "And?", 14)
     assert [report.refreshes for report in session.reports] == [0, 1, 0]
+
+
+def test_steps_that_are_launched_ahead_change_nothing() -> None:
+    """As on a GPU: before a pass the step after it was not launched, or is dropped."""
+    plain, ahead = asked(), asked()
+    ahead.engine = Engine(ahead.engine.network, ahead.engine.kv, Eager())
+    for session in (plain, ahead):
+        for question in ("Who?", "Why?"):
+            list(session.ask(question, 14, 0.7))
+            list(session.verify())
+    assert ahead.fed == plain.fed
+    assert held_of(ahead) == held_of(plain)
+    assert [report.refreshes for report in ahead.reports] == [3, 3]
+    assert ahead.verified is not None
+    assert plain.verified is not None
+    assert ahead.verified.tokens == plain.verified.tokens
+    for one, two in zip(ahead.reports, plain.reports, strict=True):
+        assert one.fidelity == two.fidelity
