@@ -10,7 +10,7 @@ import small
 import torch
 from test_no_host_sync import FAR, GROUP, HEADS, SIZE, far, without_waiting
 from test_prefill import contents
-from test_tier import SERVED, tiered
+from tiers import served, tiered
 
 from minikv import policies
 from minikv.cache.arena import Arena
@@ -110,7 +110,7 @@ def slow(net: Llama, run: Engine, ids: list[int]) -> tuple[float, list[float]]:
     return kl, errors
 
 
-@pytest.mark.parametrize("policy", SERVED)
+@pytest.mark.parametrize("policy", served())
 def test_the_figures_are_those_of_a_slow_computation(policy: str) -> None:
     net = small.network(layers=2)
     run = tiered(small.engine(net, policy, "roco", 48))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import small
 import torch
-from test_tier import tiered
+from tiers import tiered
 
 from minikv.cache.tier_steps import TierSteps
 

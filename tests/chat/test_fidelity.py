@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small_chat import chat, held_of, say
-from test_recall import MILL, RIVER, recalling
+from tiers import MILL, RIVER, recalling
 
 from minikv.chat.report import TurnReport
 from minikv.chat.session import ChatSession

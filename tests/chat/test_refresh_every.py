@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small_chat import chat, held_of, say
-from test_recall import MILL, recalling
+from tiers import MILL, recalling
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession

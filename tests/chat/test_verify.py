@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from small_chat import chat, held_of, say
-from test_recall import MILL, recalling
+from tiers import MILL, recalling
 
 from minikv.chat.session import ChatSession
 from minikv.errors import UsageError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 from test_kept import context
-from test_recall import MILL, recalling
+from tiers import MILL, recalling
 
 from minikv.chat.session import ChatSession
 from minikv.chat.verify import Verification
