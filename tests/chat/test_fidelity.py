@@ -163,7 +163,6 @@ def test_without_a_tier_it_is_refused_before_anything_is_read(name: str) -> None
         ({"kind": "none"}, 'tier="none"'),
         ({"policy": "h2o"}, "queries of all tokens"),
         ({"policy": "full"}, "nothing is evicted"),
-        ({"kind": "auto", "free": 1000}, "are free"),
     ):
         session = recalling(**given)
         setattr(session, name, 4)
