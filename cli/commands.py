@@ -21,6 +21,7 @@ from minikv.cli import (
     render,
     saving,
     settings_commands,
+    verify,
 )
 from minikv.cli.command import Command, Context, Leave
 from minikv.cli.export import command as export
@@ -196,6 +197,7 @@ COMMANDS = (
     *kept_view.COMMANDS,
     *refresh.COMMANDS,
     *compare.COMMANDS,
+    *verify.COMMANDS,
     Command(
         ("policy",),
         "[NAME [option=value...]]",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from minikv.cache.kv_cache import KVCache
+    from minikv.cache.stats import Shape
     from minikv.models.config import ModelConfig
 
 
@@ -53,6 +54,24 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class TierForecast:
+    """What a tier takes beside the cache, and what a later question costs with it. Bytes.
+
+    same and int8: the rows of the document, by --tier-dtype; that much is also what a later
+    question reads. ram_same and ram_int8: what RAM then holds, with room to grow. again: tokens
+    that a later question reads again without a tier. fits: whether RAM has `ram_same` beside the
+    first policy that evicts; None where that is not known.
+    """
+
+    same: int
+    int8: int
+    ram_same: int
+    ram_int8: int
+    again: int
+    fits: bool | None
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """A model, a prompt of `tokens` tokens and an answer of `answer`. Bytes.
 
@@ -80,6 +99,7 @@ class Forecast:
     free: int | None
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    tier: TierForecast | None = None  # None where nothing is evicted
 
 
 def forecast(
@@ -169,7 +189,23 @@ def forecast(
         free=free,
         rows=tuple(rows),
         notes=tuple(notes),
+        tier=_tier(shape, kind, tokens, rows, free if where.type == "cpu" else None),
     )
+
+
+def _tier(
+    shape: Shape, dtype: torch.dtype, tokens: int, rows: Sequence[Row], free: int | None
+) -> TierForecast | None:
+    """free: bytes of RAM, weights and cache not counted off; None if that is not known."""
+    from minikv.cache.tier import row_nbytes
+
+    evicting = [row for row in rows if row.policy != "full" and not row.error]
+    if not evicting:
+        return None
+    same, int8 = (row_nbytes(shape, dtype, coded) for coded in (False, True))
+    most = min(shape.max_context, tokens + tokens // 4)  # as `Recall.ready` asks for
+    fits = None if free is None else evicting[0].needs + same * most <= free
+    return TierForecast(same * tokens, int8 * tokens, same * most, int8 * most, tokens, fits)
 
 
 def begun(

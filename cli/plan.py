@@ -151,6 +151,7 @@ def shown(
         ("cache", _cache(made)),
         ("memory", f"{free} ({one.memory})"),
         ("plan", f"read {lengths} tokens, write {one.answer:,}; budget {one.budget}"),
+        *_tier(made),
     ]
     lines = []
     for name, text in facts:
@@ -187,6 +188,23 @@ def _context(made: Sequence[Forecast], *, whole: bool) -> str:
 def _cache(made: Sequence[Forecast]) -> str:
     full = ", ".join(f"{size(each.full)} for {each.tokens:,}" for each in made)
     return f"{size(made[0].token_bytes)} a token, {full} without eviction"
+
+
+def _tier(made: Sequence[Forecast]) -> list[tuple[str, str]]:
+    """What all that was read takes, and what a later question costs with it and without."""
+    tiers = [each.tier for each in made if each.tier is not None]
+    if not tiers:
+        return []
+    ram = ", ".join(
+        f"{size(tier.ram_same)} for {tier.again:,}{' (too much)' if tier.fits is False else ''}"
+        for tier in tiers
+    )
+    half = ", ".join(size(tier.ram_int8) for tier in tiers)
+    reads = ", ".join(f"{size(tier.same)} of keys and values for {tier.again:,}" for tier in tiers)
+    return [
+        ("tier", f"in RAM {ram}; with --tier-dtype int8 {half}; --tier none: nothing"),
+        ("later", f"a later question reads {reads}; without a tier, all tokens again"),
+    ]
 
 
 def _workspace(made: Sequence[Forecast]) -> str:

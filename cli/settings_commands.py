@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from minikv import checks
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import size
 from minikv.cli import completion, documents, refresh, render
@@ -119,6 +120,19 @@ def _reread_limit(context: Context, value: int) -> None:
     context.session.keeps_cache = False  # the next reading is asked about again
 
 
+def _tier_use(key: str) -> Callable[[Context, Any], None]:
+    def change(context: Context, value: Any) -> None:
+        one = SETTINGS[key]
+        checks.number(key, value, one.low, one.high)
+        setattr(context.session, key, value)
+
+    return change
+
+
+def _fidelity(context: Context, value: str) -> None:
+    context.session.fidelity = value == "on"
+
+
 def _encoding(context: Context, value: str) -> None:
     context.errors = value
 
@@ -151,6 +165,9 @@ _CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
     "decode": _decode,
     "reuse": _reuse,
     "reread_limit": _reread_limit,
+    "refresh_every": _tier_use("refresh_every"),
+    "quality": _tier_use("quality"),
+    "fidelity": _fidelity,
     "encoding_errors": _encoding,
     "quiet": _quiet,
     "system": _change_system,
@@ -189,6 +206,9 @@ def _values(context: Context) -> dict[str, str]:
         "stride": str(eviction.stride),
         "reuse": session.reuse,
         "reread_limit": str(context.reread_limit),
+        "refresh_every": str(session.refresh_every),
+        "quality": f"{session.quality:g}",
+        "fidelity": "on" if session.fidelity else "off",
         "kv": facts.kv,
         "threads": str(torch.get_num_threads()),
         "system": session.system,

@@ -100,6 +100,9 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         system=settings.system,
         pin_system=settings.pin_system,
         reuse=settings.reuse,
+        refresh_every=settings.refresh_every,
+        quality=settings.quality,
+        fidelity=settings.fidelity == "on",
         recall=Recall(kv, settings.tier, settings.tier_dtype, free_memory),
         facts=Facts(
             model=loaded.name,

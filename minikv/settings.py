@@ -222,6 +222,36 @@ class Settings:
         takes="FORMAT",
         choices=TIER_DTYPES,
     )
+    refresh_every: int = setting(
+        0,
+        "after this many tokens of an answer, choose anew which tokens stay in memory, from all "
+        "that --tier keeps and the answer so far; 0: once per answer",
+        CACHE,
+        commands=_CHAT,
+        takes="TOKENS",
+        low=0,
+        high=1 << 31,
+    )
+    quality: float = setting(
+        0.0,
+        "in place of a fixed --budget, take the smallest under which the first token of the answer "
+        "is at most this far (in nats, such as 0.05) from that without eviction; --budget is the "
+        "most; needs --tier; 0: off",
+        CACHE,
+        commands=_CHAT,
+        takes="NATS",
+        low=0,
+        high=1000,
+    )
+    fidelity: str = setting(
+        "on",
+        "with --tier, measure with each question what eviction loses (/stats shows it); off: saves "
+        "a step for each question",
+        CACHE,
+        commands=_CHAT,
+        takes="on|off",
+        choices=("on", "off"),
+    )
     reread_limit: int = setting(
         REREAD_LIMIT,
         "--reuse auto asks once before it reads more than this many tokens again; 0: it never asks",
@@ -264,6 +294,8 @@ class Settings:
                 _check_type(one.name, getattr(self, one.name), str(one.type))
         for name, setting in settings_of(Settings).items():
             setting.check_choice(getattr(self, name), name)
+            if name in ("refresh_every", "quality"):
+                checks.number(name, getattr(self, name), setting.low, setting.high)
         if self.threads is not None and not 0 <= self.threads <= _MOST_THREADS:
             raise UsageError(
                 f"`threads` must be from 0 to {_MOST_THREADS:,}, got {self.threads}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minikv.chat.report import STOPS, UNKNOWN, TurnReport, of_full, size
-from minikv.cli.render import budget_words, per_second, policy_words
+from minikv.cli.render import budget_words, fidelity_rows, per_second, policy_words
 
 
 def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
@@ -29,6 +29,7 @@ def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
         ("First token after", f"{time.first_token:.2f} s"),
         ("Writing", f"{time.decode:.2f} s{per_second(rate.decode_tok_s)}"),
         ("Attention lost", _lost(report)),
+        *((name.capitalize(), words) for name, words in fidelity_rows(report)),
     ]
     by = report.shaped_by_turn
     if by is not None:

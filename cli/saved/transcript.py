@@ -166,6 +166,7 @@ def _lines(name: str) -> list[dict[str, Any]]:
 
 
 def _report(record: Mapping[str, Any]) -> TurnReport:
+    from minikv.cache.stats import Fidelity
     from minikv.chat.report import DeviceMemory, KvBytes, Loss, Rates, Seconds, Tokens, TurnReport
 
     parts = {
@@ -175,6 +176,7 @@ def _report(record: Mapping[str, Any]) -> TurnReport:
         "rate": Rates(**record["rate"]),
         "loss": Loss(**record["loss"]),
         "device_mem": DeviceMemory(**record["device_mem"]),
+        "fidelity": Fidelity(**record["fidelity"]) if record.get("fidelity") else None,
         "warnings": tuple(record["warnings"]),
     }
     return TurnReport(**{**record, **parts})

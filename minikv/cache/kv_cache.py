@@ -20,6 +20,7 @@ from minikv.cache.arena import Arena, Layout
 from minikv.cache.block_prefill import BlockPrefill
 from minikv.cache.budget import Budget
 from minikv.cache.decode_step import DecodeStep
+from minikv.cache.fidelity import LastToken
 from minikv.cache.prefill import Plan, Prefill
 from minikv.cache.second_pass import SecondPassPrefill
 from minikv.cache.snapshot import CacheSnapshot, Outcome
@@ -191,6 +192,7 @@ class KVCache:
             self._open, self._rows = True, None
         self._reading: Prefill | BlockPrefill | SecondPassPrefill | None = None
         self._last = Outcome()
+        self._exact: list[tuple[Tensor, Tensor]] = []  # see `Prefill.exact`; until the first step
         self._peak = 0
         self._evict_s = 0.0
 
@@ -227,12 +229,13 @@ class KVCache:
 
     # -- a prompt ---------------------------------------------------------------------------
 
-    def recall(self, tokens: int, room: int = _ROOM) -> int:
+    def recall(self, tokens: int, room: int = _ROOM, rows: int | None = None) -> int:
         """As `begin`, for the whole conversation of `tokens` tokens, of which the tier gives what
         it has. Returns the position from which on they must be fed: that is what the tier does not
         have, and at least the queries that the policies observe.
 
-        The rows that stay are chosen from all of it, as if the conversation were read anew.
+        The rows that stay are chosen from all of it, as if the conversation were read anew. `rows`:
+        under a smaller budget this once, in rows per head (see `budgets`).
         """
         assert self.tier is not None
         assert self.recalls is None, self.recalls
@@ -240,8 +243,30 @@ class KVCache:
         observe = max(prompt.evidence.observe if prompt else 0, step.observe if step else 0)
         observe = max(observe, step.prompt_history if step else 0, 1)
         given = min(self.tier.length, max(0, tokens - observe))
-        self._begin(tokens, room, given)
+        self._begin(tokens, room, given, rows)
         return given
+
+    def budgets(self, tokens: int) -> list[int]:
+        """Budgets in rows per head for a recall of so many tokens: from the smallest one that is
+        of use, each twice the one before, up to the user's."""
+        assert self.budget is not None
+        share = self.budget.unit == "share"
+        most = self._count(self.budget, tokens) if share or self._rows is None else self._rows
+        most = min(most, self.shape.max_context)
+        least, found = self._least(), []
+        rows = least
+        while rows < most:
+            if self._serves(rows, tokens, least):
+                found.append(rows)
+            rows *= 2
+        return [*found, most]
+
+    def _serves(self, rows: int, tokens: int, least: int) -> bool:
+        """Whether a budget leaves every layer what the policies need."""
+        policy = self.prompt_policy
+        if policy is None or isinstance(policy.layers, GlobalAllocator):
+            return True
+        return min(policy.layer_rows(self.shape.layers, rows, tokens, least)) >= least
 
     @property
     def recalls(self) -> str | None:
@@ -266,8 +291,9 @@ class KVCache:
         """
         self._begin(tokens, room, None)
 
-    def _begin(self, tokens: int, room: int, given: int | None) -> None:
-        """`begin`; or `recall`, where the tier gives so many of the tokens."""
+    def _begin(self, tokens: int, room: int, given: int | None, smaller: int | None = None) -> None:
+        """`begin`; or `recall`, where the tier gives so many of the tokens, under a smaller budget
+        if one is given."""
         assert tokens > 0
         assert self._reading is None, "a prompt is under way"
         arena, step, rows = self.arena, self.step_policy, self._rows
@@ -277,6 +303,8 @@ class KVCache:
             rows = self._count(self.budget, position + tokens)
         # More rows than positions can never be used.
         each = min(rows, self.shape.max_context) if rows is not None else None
+        if each is not None and smaller is not None:
+            each = min(each, smaller)
         if each is not None:
             self._refuse_pins(self._pinned, each)
         held, visible = self._read_tables(position, tokens)
@@ -497,6 +525,7 @@ class KVCache:
         if not (self.keeps_addresses and not self._marked and self._arena.take(reading.target)):
             self._arena = reading.target
         self._last, self._evict_s, self._turns = outcome, evict_s, turns
+        self._exact = reading.exact if isinstance(reading, Prefill) else []
         self._open = False
         self.position = plan.position + plan.tokens
         self._peak = reading.peak
@@ -534,6 +563,7 @@ class KVCache:
         if ready and (step is not None or self.position < self._full):
             return decode
         self.settle()
+        self._exact = []
         with torch.inference_mode(False):  # what is made here is written outside of a forward, too
             self._arena = arena = self._with_room()  # the same rows
             decode.open(
@@ -717,6 +747,21 @@ class KVCache:
     def lost(self) -> tuple[float | None, ...]:
         """Per layer, the share of the last window's attention that was evicted; None: not known."""
         return self._last.lost
+
+    def last_token(self) -> tuple[LastToken, Tensor] | None:
+        """The last token of the prompt that was just recalled, to be fed once more over the rows
+        that stayed, and the error of each layer's output [L] (see `minikv.cache.fidelity`). None if
+        no prompt was, or nothing left. Changes nothing."""
+        if len(self._exact) != self.shape.layers or not self.evicted:
+            return None
+        last = LastToken(self.shape, self.arena, self.position - 1, self.ops)
+        return last, last.output_errors(self._exact)
+
+    @property
+    def evicted(self) -> bool:
+        """Whether the rows are not just those of a cache without eviction."""
+        rows = int(self.arena.held.sum())
+        return self.arena.coded or rows < full_cache_rows(self.shape, self.position)
 
     @property
     def reading(self) -> bool:

@@ -136,6 +136,8 @@ class Prefill:
             self._value = torch.empty(wide, dtype=dtype, device=arena.device)
         self._tail = torch.empty(tail, dtype=dtype, device=arena.device)
         self._old: EarlierRows | None = None
+        # Of each layer, the last token's query and the output of its attention, [H * G, D] each.
+        self.exact: list[tuple[Tensor, Tensor]] = []
         self._done = plan.tokens
         self._stayed: dict[int, Tensor] = {}  # float32 []: share of the attention that stayed
         # A head needs a row that an answer may overwrite; before attention a second one, if the
@@ -247,7 +249,10 @@ class Prefill:
             parts.append(kernels.window_attention(query, *new, window, self._ops.rows_attention))
         if self._all:
             self._add_sums(query, kernels.total(parts), at, hi, window)
-        return kernels.merge(parts).permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
+        out = kernels.merge(parts).permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
+        if self.tier is not None and self.layer_complete:
+            self.exact.append((q[-1].clone(), out[-1].clone()))
+        return out
 
     def _clear_sums(self) -> None:
         """A layer begins: nothing was observed of its rows."""
@@ -457,6 +462,7 @@ class Prefill:
         held = self._held_bytes + staging + self._tail.nbytes
         held += self._old.copied if self._old is not None else 0
         held += sum(t.nbytes for t in (self._mass, self._squares) if t is not None)
+        held += sum(t.nbytes for pair in self.exact for t in pair)
         self.peak = max(self.peak, held + sum(t.nbytes for t in scratch))
 
 

@@ -82,6 +82,35 @@ def share_saved(held: int, full: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Fidelity:
+    """What the rows under the budget lose of a prompt that was read from a tier, see
+    `minikv.cache.fidelity`; None where it was not measured.
+
+    kl_first_token: KL(full || hot) of the first token of the answer, in nats. output_error_*: of
+    the attention's output for the last token, relative, by layer. Where the budget was chosen by
+    `--quality`: bound, the nats that it allows; budget, the tokens per head that were taken; tried,
+    how many budgets.
+    """
+
+    kl_first_token: float | None = None
+    output_error_mean: float | None = None
+    output_error_max: float | None = None
+    output_error_layer: int | None = None
+    bound: float | None = None
+    budget: int | None = None
+    tried: int | None = None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the bound was met."""
+        return (
+            self.bound is not None
+            and self.kl_first_token is not None
+            and self.kl_first_token <= self.bound
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class PromptFigures:
     """What the last prompt cost: seconds of eviction, the most bytes allocated at once, whether its
     question decided what stayed, and the loss as `CacheStats` has it."""

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from minikv.chat.protocols import TextStream
 from minikv.chat.stop import StopTexts
+
+
+@dataclass(frozen=True, slots=True)
+class Anew:
+    """How often the rows under the budget are chosen anew in an answer, by recalling everything:
+    after `every` tokens; 0: never. rows: the budget in rows per head, if it is not the user's."""
+
+    every: int
+    rows: int | None = None
+
+    def due(self, generated: int) -> bool:
+        """Whether that is to happen after so many tokens of the answer."""
+        return self.every > 0 and generated > 0 and generated % self.every == 0
 
 
 class Answer:
     """Tokens in, pieces of text out.
 
     text: what was given out so far. generated: its tokens. steps, decode_s: the decode steps of it
-    and their seconds. first_s: seconds until its first token, None before it. reason: why it ended,
-    empty while it has not.
+    and their seconds. passes, passes_s: how often everything was recalled in place of a step, and
+    the seconds. first_s: seconds until its first token, None before it. reason: why it ended, empty
+    while it has not.
     """
 
     def __init__(self, stream: TextStream, stop: Sequence[str] = ()) -> None:
         self.text = ""
-        self.generated = self.steps = 0
-        self.decode_s = 0.0
+        self.generated = self.steps = self.passes = 0
+        self.decode_s = self.passes_s = 0.0
         self.first_s: float | None = None
         self.reason = ""
         self._stream = stream

@@ -12,6 +12,8 @@ from time import perf_counter
 
 from torch import Tensor
 
+from minikv.cache.stats import Fidelity
+from minikv.chat.fidelity import Measuring, recall
 from minikv.engine.engine import Engine
 from minikv.errors import Interrupted
 
@@ -47,10 +49,11 @@ class PromptPlan:
 class Read:
     """The result of reading a turn.
 
-    seconds: wall time. logits: of the last token, float32 [V]. evict_s: seconds of eviction. peak:
-    the most bytes at once. blind: a policy that scores with the question evicted before a question
-    was read. lost: estimated attention lost (mean, maximum, layer of the maximum) by the last part.
-    gaps: rows had left before it, which the estimate does not see.
+    seconds: wall time, but for `fidelity_s`. logits: of the last token, float32 [V]. evict_s:
+    seconds of eviction. peak: the most bytes at once. blind: a policy that scores with the question
+    evicted before a question was read. lost: estimated attention lost (mean, maximum, layer of the
+    maximum) by the last part. gaps: rows had left before it, which the estimate does not see.
+    fidelity: of a prompt that was recalled, if it was to be measured; fidelity_s: seconds of that.
     """
 
     seconds: float
@@ -60,6 +63,8 @@ class Read:
     blind: bool
     lost: tuple[float | None, float | None, int | None]
     gaps: bool
+    fidelity: Fidelity | None = None
+    fidelity_s: float = 0.0
 
 
 def read(
@@ -68,8 +73,10 @@ def read(
     room: int,
     progress: Callable[[int, int], None] | None,
     stopped: Callable[[], bool],
+    measuring: Measuring,
 ) -> Read:
-    """Feed the prompts of the plan. room: expected tokens of the answer.
+    """Feed the prompts of the plan. room: expected tokens of the answer. measuring: of a prompt
+    that is recalled.
 
     Between chunks, `progress(done, total)` is called, and Interrupted is raised if `stopped()`.
     After any error, the cache is as it was before.
@@ -77,6 +84,7 @@ def read(
     began = perf_counter()
     kv, total, done, evict_s, peak, blind = engine.kv, plan.tokens, 0, 0.0, 0, False
     replaces = plan.anew and kv.position > 0
+    fidelity, fidelity_s = None, 0.0
 
     def between_chunks(so_far: int, of: int) -> None:
         # A recalled question is fed with the tokens before it that score it.
@@ -100,13 +108,16 @@ def read(
             last = part is plan.parts[-1]
             gaps = gaps or (done > 0 and kv.stats().gaps)
             if plan.recalled:
-                logits = engine.recall(part, between_chunks, room)
+                found = recall(engine, part, between_chunks, room, measuring)
+                logits, figures = found.logits, found.figures
+                fidelity, fidelity_s = found.fidelity, found.seconds
             else:
                 logits = engine.prompt(part, between_chunks, room if last else 1)
-            figures = kv.last_prompt
+                figures = kv.last_prompt
             # What an error goes back to is kept until the last prompt was read.
             anew = replaces and not plan.recalled  # which counts the old rows itself
-            kept = before.arena.nbytes if anew or done else 0
+            tries = fidelity is not None and (fidelity.tried or 1) > 1
+            kept = before.arena.nbytes if anew or done or tries else 0
             done += len(part)
             evict_s, peak = evict_s + figures.evict_s, max(peak, figures.peak_bytes + kept)
             blind = blind or (figures.shaped and not last)
@@ -115,4 +126,5 @@ def read(
         raise
     kv.forget_mark()
     lost = figures.lost_mean, figures.lost_max, figures.lost_layer
-    return Read(perf_counter() - began, logits, evict_s, peak, blind, lost, gaps)
+    seconds = perf_counter() - began - fidelity_s
+    return Read(seconds, logits, evict_s, peak, blind, lost, gaps, fidelity, fidelity_s)

@@ -91,6 +91,10 @@ class Recall:
         """What a tier of this chat keeps of each row."""
         return columns_of(self._kv.shape, self._kv.dtype, self._coded)
 
+    def has(self, ids: Sequence[int]) -> int:
+        """As `given`, but nothing is forgotten."""
+        return 0 if self.tier is None else shared(self._ids, ids)
+
     # -- before a prompt ----------------------------------------------------------------------
 
     def ready(self, tokens: int) -> bool:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from minikv.cache.stats import share_saved
+from minikv.cache.stats import Fidelity, share_saved
 from minikv.chat import shown
 
 UNKNOWN = "unknown"
@@ -62,7 +62,8 @@ class KvBytes:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Wall time. `load`: of the model, once. `compile`: None if nothing was compiled."""
+    """Wall time. `load`: of the model, once. `compile`: None if nothing was compiled. `refresh`: of
+    the passes of `--refresh-every`; `fidelity`: of measuring it."""
 
     load: float
     compile: float | None
@@ -71,6 +72,8 @@ class Seconds:
     evict: float
     decode: float
     total: float
+    refresh: float = 0.0
+    fidelity: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,8 @@ class TurnReport:
     question. `reuse`: what the turn read; `once`: what was new, `refresh`: the whole conversation,
     `blind`: the documents as prompts of their own, `recall`: what the tier did not have. `tier`:
     where that is, ram or file; empty if there is none. `kv_dtype`: number format of keys and
-    values. `weights`: plain, or the value of --weights.
+    values. `weights`: plain, or the value of --weights. `refreshes`: how often the rows were chosen
+    anew while the answer was written. `fidelity`: None if nothing was recalled or measured.
     """
 
     turn: int
@@ -137,6 +141,8 @@ class TurnReport:
     kv_dtype: str = ""
     weights: str = ""
     tier: str = ""
+    refreshes: int = 0
+    fidelity: Fidelity | None = None
 
     def __repr__(self) -> str:
         return shown.line("report", [f"turn {self.turn}", *self._about()])
@@ -191,6 +197,8 @@ class TurnReport:
             memory.append(f"lost ~{100 * self.loss.est_mass_lost_mean:.1f}%")
         elif self.loss.method == UNKNOWN:
             memory.append("loss not known")
+        if self.fidelity is not None and self.fidelity.budget is not None:
+            memory.append(f"budget {self.fidelity.budget:,}")
         if self.tier:
             memory.append(f"all of it in {PLACES[self.tier]}, {size(kv.tier)}")
         if self.reuse == "refresh":

@@ -18,14 +18,15 @@ from typing import Self, cast
 from torch import Tensor
 
 from minikv import checks
-from minikv.cache.stats import CacheStats
+from minikv.cache.stats import CacheStats, Fidelity
 from minikv.cache.tier import TierError
 from minikv.chat import prompt_plan, reuse, shown
-from minikv.chat.answer import Answer
+from minikv.chat.answer import Anew, Answer
 from minikv.chat.background import in_background
 from minikv.chat.continuation import continued, refusal
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.facts import Facts, device_memory
+from minikv.chat.fidelity import Measuring
 from minikv.chat.guard import Guard, answers, changes, closed
 from minikv.chat.min_tokens import longest_token
 from minikv.chat.prompt_plan import PromptPlan, Read
@@ -45,6 +46,7 @@ from minikv.chat.snapshot import ChatSnapshot
 from minikv.chat.stop import stop_texts
 from minikv.chat.transcript import Document, Message, Source, Turn, user_message
 from minikv.chat.undo import UNDO_BYTES, UndoHistory
+from minikv.chat.verify import Verification, rewritten
 from minikv.chat.warnings import check_text, marker_lines
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling, pick
@@ -57,8 +59,14 @@ class ChatSession:
 
     `max_context`: positions that the model was trained for. `seed`: of every random draw. `reuse`:
     what later questions find (see `minikv.chat.reuse`). `undo_turns`: how many turns `undo` can
-    take back; each costs a copy of the cache in host memory, `UNDO_BYTES` in all. `reuse` and
-    `undo_turns` may be set between turns.
+    take back; each costs a copy of the cache in host memory, `UNDO_BYTES` in all. `refresh_every`:
+    after so many tokens of an answer the rows under the budget are chosen anew, from all that was
+    read and written; 0: never. `quality`: in place of the budget, the smallest one whose first
+    token is at most so many nats from a full cache's, the budget at the most; 0: the budget.
+    `fidelity`: measure what the rows lose with every prompt that a tier has. These five may be set
+    between turns.
+
+    `verified`: what the last `verify` found.
 
     `words`: how a warning is put; what to do about it comes as Python, in backquotes.
 
@@ -91,6 +99,9 @@ class ChatSession:
         undo_turns: int = 0,
         reuse: str = "once",
         recall: Recall | None = None,
+        refresh_every: int = 0,
+        quality: float = 0.0,
+        fidelity: bool = True,
     ) -> None:
         self.guard = Guard()
         self.engine = engine
@@ -106,6 +117,7 @@ class ChatSession:
         self.history = UndoHistory(undo_turns, UNDO_BYTES)
         self.reuse = reuse
         self.recall = recall or Recall(engine.kv)
+        self.refresh_every, self.quality, self.fidelity = refresh_every, quality, fidelity
         self.words: Callable[[str], str] = str
         self._longest: float | None = None  # bytes per token at the most, once it was needed
         self.conversation = 0
@@ -132,6 +144,7 @@ class ChatSession:
         self.curve: list[tuple[int, int, int]] = []
         self.baseline_tok_s: float | None = None  # see the class
         self.history = self.history.emptied()
+        self.verified: Verification | None = None
         self.rereads = self.keeps_cache = False
         self._told: object = None  # the last line about what `auto` does
         self._cancelled = self._skips = self.rereading = False
@@ -459,6 +472,34 @@ class ChatSession:
         self.continuable()
         return self._longer(max_tokens, sampling, texts, notice)
 
+    @answers
+    def verify(
+        self, progress: Callable[[int, int], None] | None = None
+    ) -> Generator[str, None, None]:
+        """Write the last answer again, every token of it from all that was read and not from the
+        rows under the budget, with its sampling and seed; yield its text. `verified` then says
+        where the two part. The chat stays as it is.
+
+        `progress(done, total)` is called with every token. Raises UsageError where there is no such
+        answer, or no tier that has its question.
+        """
+        checks.function("progress", progress)
+        self._cancelled = self._skips = False
+        self.verified = None
+
+        def stopped() -> bool:
+            return self._cancelled
+
+        self.verified = yield from rewritten(
+            self.engine,
+            self.tokenizer,
+            self.recall,
+            [*self.fed, *([] if self.pending_token is None else [self.pending_token])],
+            self.report,
+            progress,
+            stopped,
+        )
+
     def continuable(self) -> None:
         """Raise the UsageError that `continue_answer` would raise."""
         same = self.report is None or (
@@ -500,6 +541,7 @@ class ChatSession:
         reused = 0 if feed.anew else len(self.fed)
         if not self._fits(feed):
             raise self._does_not_fit(len(feed.ids), "needs", reused)
+        self._refuse_without_tier(feed.recalled, len(feed.ids) + max_tokens)
         self._warn_before(question, feed, decision, warn)
         for line in self._new_notices():
             warn(line)
@@ -536,7 +578,12 @@ class ChatSession:
             known = self.engine.kv.stats()
             self._mark(known)
             self._warn_after(known, bool(attached), warn)
-            yield from self._write(answer, read.logits, max_tokens, sampling, began)
+            lost = read.fidelity
+            if lost is not None and lost.bound is not None and not lost.bounded:
+                warn(_over_bound(lost))
+            # Where the user wanted no reading again, there is nothing to recall either.
+            anew = Anew(self.refresh_every * feed.recalled, lost.budget if lost else None)
+            yield from self._write(answer, read.logits, max_tokens, sampling, began, anew)
         except GeneratorExit:
             answer.reason = answer.reason or "user"
             raise
@@ -553,8 +600,7 @@ class ChatSession:
                 feed,
                 read,
                 reused,
-                answer.generated,
-                answer.reason or "error",
+                answer,
                 warnings,
                 _how(sampling, max_tokens, stop),
                 Seconds(
@@ -565,6 +611,8 @@ class ChatSession:
                     evict=read.evict_s,
                     decode=answer.decode_s,
                     total=total_s,
+                    refresh=answer.passes_s,
+                    fidelity=read.fidelity_s,
                 ),
                 Rates(
                     prefill_tok_s=feed.tokens / read.seconds if read.seconds else None,
@@ -591,8 +639,9 @@ class ChatSession:
         def stopped() -> bool:
             return self._cancelled
 
+        measuring = Measuring(self.tokenizer.vocab, self.fidelity, self.quality)
         try:
-            read = prompt_plan.read(self.engine, feed, room, progress, stopped)
+            read = prompt_plan.read(self.engine, feed, room, progress, stopped, measuring)
         except TierError as error:
             warn(self.recall.failed(error))
             feed, decision = self._feed(messages)
@@ -612,7 +661,7 @@ class ChatSession:
             return feed, read
         self._cancelled = self._skips = self.rereading = False
         warn("stopped reading again: this answer comes from the cache as it is")
-        return instead, prompt_plan.read(self.engine, instead, room, progress, stopped)
+        return instead, prompt_plan.read(self.engine, instead, room, progress, stopped, measuring)
 
     def _fits(self, feed: PromptPlan) -> bool:
         """Whether the prompt and one more token fit the model's context."""
@@ -625,10 +674,11 @@ class ChatSession:
         max_tokens: int,
         sampling: Sampling,
         began: float,
+        anew: Anew,
     ) -> Generator[str, None, None]:
         """Write the answer until it ends; `answer.reason` then says why. `logits` are those of the
         last token that was read, None if the pending token comes first."""
-        vocab = self.tokenizer.vocab
+        vocab, recalls = self.tokenizer.vocab, False
         while True:
             if self._cancelled:
                 answer.reason = "user"
@@ -637,13 +687,23 @@ class ChatSession:
             if self.pending_token is None:
                 assert logits is not None, "there is no token to begin with"
                 token = pick(logits, vocab, sampling, self.seed, len(self.fed))
+            elif recalls := anew.due(answer.generated):
+                room = max_tokens - answer.generated
+                logits = self._recalled(self.pending_token, room, anew.rows)
+                if logits is None:
+                    answer.reason = "user"
+                    break
+                token = pick(logits, vocab, sampling, self.seed, len(self.fed))
+                answer.passes += 1
             else:
-                token = self._next(
-                    self.pending_token, sampling, ahead=answer.generated + 1 < max_tokens
-                )
+                after = answer.generated + 1
+                ahead = after < max_tokens and not anew.due(after)
+                token = self._next(self.pending_token, sampling, ahead=ahead)
                 answer.steps += 1
             if answer.first_s is None:
                 answer.first_s = perf_counter() - began
+            elif recalls:
+                answer.passes_s += perf_counter() - started
             else:
                 answer.decode_s += perf_counter() - started
             if token in self.tokenizer.stop_ids:
@@ -680,13 +740,17 @@ class ChatSession:
         self._cancelled = self._skips = False
         turn, known = self.turns[-1], self.engine.kv.stats()
         assert self.pending_token is not None
+        if self.refresh_every:
+            self._refuse_without_tier(self._recalls(), len(self.fed) + 1 + more)
+        lost = turn.report.fidelity
+        anew = Anew(self.refresh_every, lost.budget if lost else None)
         ids = [*self.fed, self.pending_token][-turn.report.tokens.generated :]
         answer = Answer.resumed(self.tokenizer.stream(), stop, ids, turn.answer)
         answer.first_s = turn.report.time_s.first_token
         most = answer.generated + more
         self.undone = []
         try:
-            yield from self._write(answer, None, most, sampling, began)
+            yield from self._write(answer, None, most, sampling, began, anew)
         except GeneratorExit:
             answer.reason = answer.reason or "user"
             raise
@@ -826,6 +890,46 @@ class ChatSession:
                 self.fed.append(token)
                 self.pending_token = None
 
+    def _recalled(self, token: int, room: int, rows: int | None) -> Tensor | None:
+        """Feed the pending token by a pass over all that was read and the answer so far, for which
+        the rows under the budget are chosen anew; its logits. None if it was stopped: then nothing
+        has changed."""
+
+        def between_chunks(done: int, total: int) -> None:
+            if self._cancelled:
+                raise Interrupted("stopped", "the answer ends here")
+
+        whole = [*self.fed, token]
+        self.recall.given(whole)
+        try:
+            return self.engine.recall(whole, between_chunks, room, rows)
+        except Interrupted:
+            return None
+        finally:
+            if self.engine.kv.position > len(self.fed):
+                self.fed, self.pending_token = whole, None
+                self.recall.keep(whole)
+
+    def _refuse_without_tier(self, recalled: bool, tokens: int) -> None:
+        """Raise UsageError if a setting needs a tier for so many tokens and there is none.
+        recalled: the prompt is."""
+        named = [name for name in ("refresh_every", "quality") if getattr(self, name)]
+        if not named:
+            return
+        tokens = min(tokens, self.max_context) if self.refresh_every else 0
+        if recalled and self.recall.ready(tokens):
+            return
+        why = self.recall.why or "none fits"
+        if not self.eviction.evicts:
+            why = "nothing is evicted"
+        elif self.reuse not in ("auto", "recall"):
+            why = f'`reuse="{self.reuse}"`'
+        raise UsageError(
+            f"`{named[0]}={getattr(self, named[0])}` needs all that was read in a tier, and there "
+            f"is none ({why})",
+            f"`{named[0]}=0` answers without",
+        )
+
     def _new_notices(self) -> list[str]:
         """What the engine has to say about itself, each line once."""
         lines = self.engine.notices[self._noticed :]
@@ -903,8 +1007,7 @@ class ChatSession:
         feed: PromptPlan,
         read: Read,
         reused: int,
-        generated: int,
-        reason: str,
+        answer: Answer,
         warnings: list[str],
         sampling: Mapping[str, object],
         seconds: Seconds,
@@ -923,7 +1026,7 @@ class ChatSession:
             tokens=Tokens(
                 prompt_new=feed.tokens,
                 prompt_reused=reused,
-                generated=generated,
+                generated=answer.generated,
                 seen_total=stats.seen,
                 evicted_total=stats.evicted,
                 kept_mean=stats.kept_mean,
@@ -942,13 +1045,15 @@ class ChatSession:
             rate=rates,
             loss=_loss(read),
             shaped_by_turn=self.shaped_by,
-            stop_reason=reason,
+            stop_reason=answer.reason or "error",
             seed=self.seed,
             sampling=sampling,
             device_mem=device_memory(self.facts.device),
             warnings=tuple(warnings),
             reuse=feed.reuse,
             tier=self.recall.place,
+            refreshes=answer.passes,
+            fidelity=read.fidelity,
         )
 
 
@@ -966,6 +1071,15 @@ def _again(feed: PromptPlan, decision: Decision | None) -> bool:
     """Whether `auto` reads the conversation again."""
     again = feed.reuse == "refresh" or (feed.recalled and not feed.given)
     return decision is not None and again
+
+
+def _over_bound(lost: Fidelity) -> str:
+    """The warning that no budget was good enough."""
+    much = "not known" if lost.kl_first_token is None else f"{lost.kl_first_token:.2g} nats"
+    return (
+        f"`quality={lost.bound:g}` is not met under the whole budget of {lost.budget:,} tokens per "
+        f"head: what the first token loses is {much}"
+    )
 
 
 def _loss(read: Read) -> Loss:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol, TypeVar
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from minikv.cache.attend import Attend
+from minikv.cache.fidelity import divergence
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.stats import Fidelity
 from minikv.engine.decode_loop import Capture, CudaGraphs, DecodeLoop
 from minikv.engine.sampling import Sampling, pick
 from minikv.errors import ContextError, NumericsError
@@ -79,17 +82,38 @@ class Engine:
         ids: Sequence[int],
         progress: Callable[[int, int], None] | None = None,
         room: int = 256,
+        rows: int | None = None,
     ) -> Tensor:
         """As `prompt`, for the whole conversation: what the tier has of it is not fed again, but
-        attended to, exactly (see `KVCache.recall`). Logits and errors as there."""
+        attended to, exactly (see `KVCache.recall`). Logits and errors as there. `rows`: a smaller
+        budget for this once."""
         kv = self.kv
         left = self._fitting(len(ids), 0)
         with self._reading(progress):
-            given = kv.recall(len(ids), min(room, max(1, left - len(ids))))
+            given = kv.recall(len(ids), min(room, max(1, left - len(ids))), rows)
             logits = self.network.forward(self._tensor(ids[given:]), _Withheld(kv, given))
             _check(logits, "reading the prompt")
             kv.advance(len(ids) - given)
         return logits
+
+    def fidelity(self, token: int, logits: Tensor, vocab: int) -> Fidelity:
+        """What the rows that stayed lose of the prompt that `recall` has just read: its last token
+        and the logits that it returned, of which the first `vocab` count. Costs a step. Changes
+        nothing; where there is no memory for it, nothing is measured."""
+        try:
+            found = self.kv.last_token()
+            if found is None:  # nothing was lost
+                return Fidelity() if self.kv.evicted else Fidelity(0.0, 0.0, 0.0)
+            last, errors = found
+            hot = self.network.forward(self._tensor([token]), last)
+            lost = divergence(logits[:vocab], hot[:vocab])
+            kl, *each = torch.cat((lost[None], errors.double())).tolist()
+        except (MemoryError, RuntimeError):
+            return Fidelity()
+        if not all(map(math.isfinite, (kl, *each))):
+            return Fidelity()
+        worst = max(range(len(each)), key=each.__getitem__)
+        return Fidelity(max(0.0, kl), sum(each) / len(each), each[worst], worst)
 
     def _fitting(self, tokens: int, position: int) -> int:
         """Positions that are left from `position` on, if so many tokens fit."""

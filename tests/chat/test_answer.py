@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes import ByteStream
 
-from minikv.chat.answer import Answer
+from minikv.chat.answer import Anew, Answer
 
 TEXT = "für\n\nalle Q"
 IDS = list(TEXT.encode())
@@ -55,3 +55,8 @@ def test_what_is_shown_already_is_not_shown_again() -> None:
     assert answer.text == "ab"
     assert answer.push(b"c"[0]) == "c"
     assert answer.text == "ab\nc"
+
+
+def test_the_rows_are_chosen_anew_after_every_so_many_tokens() -> None:
+    assert [n for n in range(13) if Anew(4).due(n)] == [4, 8, 12]
+    assert not any(Anew(0).due(n) for n in range(13))

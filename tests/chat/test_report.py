@@ -69,7 +69,19 @@ def test_the_record_has_exactly_the_documented_keys() -> None:
             ]
         ),
         "kv_bytes": sorted(["full", "held", "allocated", "peak_prefill", "policy_state", "tier"]),
-        "time_s": sorted(["load", "compile", "first_token", "prefill", "evict", "decode", "total"]),
+        "time_s": sorted(
+            [
+                "load",
+                "compile",
+                "first_token",
+                "prefill",
+                "evict",
+                "decode",
+                "total",
+                "refresh",
+                "fidelity",
+            ]
+        ),
         "rate": sorted(["prefill_tok_s", "decode_tok_s", "baseline_decode_tok_s"]),
         "loss": sorted(
             ["est_mass_lost_mean", "est_mass_lost_max", "est_mass_lost_argmax_layer", "method"]
@@ -91,6 +103,8 @@ def test_the_record_has_exactly_the_documented_keys() -> None:
         "kv_dtype",
         "weights",
         "tier",
+        "refreshes",
+        "fidelity",
     }
     assert json.loads(json.dumps(record)) == record
 

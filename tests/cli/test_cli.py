@@ -57,6 +57,8 @@ KEYS = {
     "kv_dtype",
     "weights",
     "tier",
+    "refreshes",
+    "fidelity",
 }
 
 

@@ -23,6 +23,7 @@ import pytest
 from exports import HEADS, HOSTILE, LAYERS, chat, large
 
 import minikv
+from minikv.cache.stats import Fidelity
 from minikv.chat.report import DeviceMemory, KvBytes, Loss, percent_saved
 from minikv.chat.session import ChatSession
 from minikv.cli.command import Context
@@ -604,3 +605,29 @@ def test_figures_of_the_bundled_model_add_up() -> None:
     assert percent_saved(report.kv_bytes.saved).split(".")[0] in text
     for line in report.lines():
         assert line in text
+
+
+def test_what_eviction_lost_is_a_figure_and_comes_back_from_json(facts: ChatFacts) -> None:
+    lost = Fidelity(0.0123, 0.25, 0.5, 3, bound=0.05, budget=64, tried=2)
+    *before, last = facts.turns
+    assert last.report is not None
+    report = replace(
+        last.report,
+        fidelity=lost,
+        refreshes=3,
+        time_s=replace(last.report.time_s, refresh=1.25),
+    )
+    changed = replace(facts, turns=(*before, replace(last, report=report)))
+    back = parse(json.dumps(changed.to_dict()).encode()).last
+    assert back == report
+    rows = dict(figures.rows(report))
+    assert rows["Fidelity"] == (
+        "first token 0.012 nats from a cache without eviction · attention output off by 25.0% "
+        "(worst layer 3: 50.0%)"
+    )
+    assert rows["Quality"] == "64 tokens per head, the smallest budget within 0.05 nats (2 tried)"
+    assert rows["Chosen anew"] == "3 times within the answer, 1.25 s"
+    missed = replace(report, fidelity=replace(lost, kl_first_token=0.2))
+    assert dict(figures.rows(missed))["Quality"].endswith("0.05 nats are not met (2 tried)")
+    none = replace(report, fidelity=Fidelity())
+    assert dict(figures.rows(none))["Fidelity"].startswith("not measured")

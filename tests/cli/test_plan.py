@@ -27,6 +27,7 @@ import minikv
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.report import size
 from minikv.chat.session import ChatSession
 from minikv.cli import forecast as figures
 from minikv.cli.forecast import Forecast, forecast
@@ -240,6 +241,7 @@ def measured_and_planned(
     session: ChatSession, config: ModelConfig, eviction: EvictionConfig, text: str, answer: int
 ) -> list[tuple[int, int]]:
     """Of one turn: peak, allocated and held, as the turn record has them and as planned."""
+    session.recall.kind = "none"  # with a tier in RAM the layer that is read is a part of that
     session.configure(eviction)
     session.reset()
     session.attach(text)
@@ -318,6 +320,36 @@ def test_the_screen_has_what_the_json_has() -> None:
     for line in ("2.46 M parameters", "9.4 MiB in float32", "8,192 positions, enough for 2,000"):
         assert line in text
     assert "roco --stride 32" in text
+
+
+def test_the_tier_is_that_of_a_real_chat_and_a_later_question_reads_it() -> None:
+    session = minikv.load(device="cpu", budget=128)
+    session.attach("The mill is run by Ada. " * 40)
+    list(session.ask("Who runs it?", max_tokens=4))
+    tokens = session.recall.tokens
+    tier = session.recall.tier
+    assert tier is not None
+    record = json.loads(run(None, str(tokens), budget="128", memory="1GiB", as_json=True))["tier"]
+    rows = [tier._rows.read(layer, tokens) for layer in range(tier.shape.layers)]
+    assert record["same"] == sum(column.nbytes for layer in rows for column in layer.values())
+    assert record["again"] == tokens
+    assert record["fits"] is True
+    assert record["int8"] < 0.3 * record["same"]  # of float32
+    assert record["ram_same"] == pytest.approx(1.25 * record["same"], rel=0.01)
+    text = run(None, str(tokens), budget="128", memory="1GiB")
+    words = " ".join(text.split())
+    assert f"tier in RAM {size(record['ram_same'])}" in words
+    assert f"with --tier-dtype int8 {size(record['ram_int8'])}" in words
+    assert f"a later question reads {size(record['same'])} of keys and values" in words
+
+
+def test_a_tier_that_does_not_fit_says_so_and_nothing_evicted_has_none() -> None:
+    record = json.loads(run(None, "8k", budget="128", memory="40MiB", as_json=True))
+    assert record["tier"]["fits"] is False
+    assert "(too much)" in run(None, "8k", budget="128", memory="40MiB")
+    full = json.loads(run(None, "8k", policy="full", memory="1GiB", as_json=True))
+    assert full["tier"] is None
+    assert "a later question" not in run(None, "8k", policy="full", memory="1GiB")
 
 
 def test_what_does_not_fit_is_told_apart_from_too_few_positions() -> None:

@@ -518,6 +518,9 @@ def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
         ("encoding_errors", "replace", "replace"),
         ("stop", "Q:", '["Q:"]'),
         ("stop", r"\n", r'["\n"]'),
+        ("refresh_every", "64", "64"),
+        ("quality", "0.05", "0.05"),
+        ("fidelity", "off", "off"),
     ],
 )
 def test_set_changes_a_value_and_its_origin(
@@ -561,6 +564,24 @@ def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None
     assert eviction.policy_options == fresh.policy_options
 
 
+def test_set_reaches_the_chat_for_what_a_tier_is_used_for(context: Context) -> None:
+    for key, value in (("refresh_every", "8"), ("quality", "0.5"), ("fidelity", "off")):
+        do(context, "set", key, value)
+    session = context.session
+    assert (session.refresh_every, session.quality, session.fidelity) == (8, 0.5, False)
+    do(context, "set", "fidelity", "on")
+    assert session.fidelity is True
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("refresh_every", -1), ("quality", -0.1), ("quality", float("nan")), ("quality", "much")],
+)
+def test_python_is_refused_what_a_tier_cannot_be_used_for(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"`{name}` must be"):
+        Settings(**{name: value})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -579,6 +600,9 @@ def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None
         (("device", "cuda"), "device cannot change in a chat"),
         (("temprature", "1"), "no setting 'temprature'"),
         (("top_k", "1", "2"), "top_k takes one value"),
+        (("refresh_every", "-1"), "refresh_every` must be between 0"),
+        (("quality", "nan"), "quality` must be between 0"),
+        (("fidelity", "some"), "must be one of on, off"),
     ],
 )
 def test_a_refused_value_changes_nothing(

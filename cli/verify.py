@@ -1,0 +1,87 @@
+"""/verify: the last answer again, every token from all that was read, and where the two part."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from minikv.cli.command import Command, Context
+from minikv.cli.layout import clipped, folded
+from minikv.cli.progress import FRAME
+from minikv.cli.strips import Screen
+from minikv.errors import Interrupted, UsageError
+
+if TYPE_CHECKING:
+    from minikv.chat.verify import Verification
+
+_TOKEN = 24  # most cells of a token that is quoted
+
+
+def _verify(context: Context, arguments: list[str]) -> None:
+    session, terminal = context.session, context.terminal
+    if arguments:
+        raise UsageError("/verify takes nothing", "it writes the last answer again")
+    last = 0.0
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        if (now := monotonic()) - last >= FRAME:
+            last = now
+            terminal.status(f"verifying  {done:,} of {total:,} tokens")
+
+    pieces = session.verify(progress=show)
+    try:
+        with context.interrupts.stopping(session.cancel):
+            for _ in pieces:
+                pass
+    finally:
+        pieces.close()
+        terminal.clear_status()
+    found = session.verified
+    assert found is not None
+    if found.parts or found.complete:
+        terminal.page(shown(session.turns[-1].answer, found, Screen.of(terminal)))
+    if not found.complete:
+        raise Interrupted(
+            f"stopped verifying after {_tokens(len(found.tokens))}", "the chat is as it was"
+        )
+
+
+def shown(answer: str, found: Verification, screen: Screen) -> list[str]:
+    """What /verify says: that the answers are the same, or both and where they part."""
+    took = f"{found.seconds:.1f} s"
+    if not found.parts:
+        said = f"the same: all {_tokens(found.same)}, each written from all that was read ({took})"
+        return folded(said, screen.width, "  ", screen.encoding)
+    lines = []
+    for name, text in (("the answer", answer), ("from all that was read", found.text)):
+        lines.append(f"{name}:")
+        wide = max(20, screen.width - 2)
+        rows = folded(text.strip() or "(empty)", wide, "", screen.encoding)
+        lines += [f"  {row}".rstrip() for row in rows]
+    said = (
+        f"the same: {_tokens(found.same)}; then the answer has {_quoted(found.was, screen)}, and "
+        f"from all that was read it is {_quoted(found.now, screen)} ({took})"
+    )
+    return [*lines, *folded(said, screen.width, "  ", screen.encoding)]
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'' if count == 1 else 's'}"
+
+
+def _quoted(token: str | None, screen: Screen) -> str:
+    if token is None:
+        return "its end"
+    seen = clipped(token, _TOKEN, screen.encoding)
+    return f'"{seen}"' if seen else ascii(token)
+
+
+COMMANDS = (
+    Command(
+        ("verify",),
+        "",
+        "write the last answer again from all that was read, and show where the two part",
+        _verify,
+    ),
+)

@@ -1,0 +1,115 @@
+"""What the rows under the budget lose, measured when a prompt was read from a tier.
+
+Two figures, of the prompt's last token. In each layer: how far the attention's output over the rows
+that stayed is from the exact one. And for the first token of the answer: KL(full || hot), in nats,
+between the exact distribution and that of one more forward over the rows that stayed.
+
+In that forward the token's own row is another one in every layer but the first, because what came
+in was computed from fewer rows. It takes the place of the row that a head already holds of the
+token, and the old row is put back, bit for bit. A head that holds none sees its own row beside the
+others, which changes nothing either. So the cache is the same afterwards.
+
+Where a layer's window has slid, the row that the next token no longer sees is missing: it left
+before anything was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minikv import kernels
+from minikv.cache.arena import Arena
+from minikv.cache.stats import Shape
+from minikv.kernels.dispatch import Kernels
+
+
+class LastToken:
+    """`Attend` for the last token that was read, once more, over the rows that stayed.
+
+    Waits for the device once, when it is made.
+    """
+
+    def __init__(self, shape: Shape, arena: Arena, position: int, ops: Kernels) -> None:
+        """position: that of the token. Every head holds a row."""
+        self.shape, self.arena, self.position, self._ops = shape, arena, position, ops
+        self.width = int(arena.length.max())
+        own, held = [], []
+        for layer in range(shape.layers):
+            index, live = arena.index(layer, self.width)
+            mine = live & (arena.columns["pos"][index] == position)
+            at = mine.to(torch.int8).argmax(1, keepdim=True)
+            own.append(index.gather(1, at)[:, 0])
+            held.append(mine.any(1))
+        self._slot, self._held = torch.stack(own), torch.stack(held)  # [L, H]
+        self._all_held = bool(self._held.all())
+        windows = [position + 1 - (window or position + 1) for window in shape.windows]
+        self._oldest = torch.tensor(windows, device=arena.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attend`; one token."""
+        assert len(q) == 1
+        columns, slot, held = self.arena.columns, self._slot[layer], self._held[layer]
+        new = self.arena.stored(k[0], v[0])
+        before = {name: columns[name][slot] for name in new}
+        try:
+            for name, row in new.items():
+                mask = held.view(-1, *[1] * (row.dim() - 1))
+                columns[name].index_copy_(0, slot, torch.where(mask, row, before[name]))
+            out, lse = self.over_rows(layer, q[0])
+        finally:
+            for name, row in before.items():
+                columns[name].index_copy_(0, slot, row)
+        if not self._all_held:
+            out = torch.where(held[:, None, None], out, _with_own(q[0], k[0], v[0], out, lse))
+        return out.reshape(1, self.shape.heads, -1)
+
+    def over_rows(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of the query [H * G, D] over the rows of the layer: output [H, G, D], and the
+        log-sum-exp of the logits [H, G]."""
+        arena, columns = self.arena, self.arena.columns
+        slides = self.shape.windows[layer] is not None
+        return self._ops.ragged_attention(
+            q.view(self.shape.kv_heads, -1, self.shape.head_dim),
+            columns["k"],
+            columns["v"],
+            arena.start[layer],
+            arena.length[layer],
+            width=self.width,
+            pos=columns["pos"] if slides else None,
+            oldest=self._oldest[layer] if slides else None,
+            k_scale=columns.get("k_scale"),
+            v_scale=columns.get("v_scale"),
+        )
+
+    def advance(self, tokens: int) -> None:
+        """See `Attend`: the token was counted before."""
+
+    def output_errors(self, exact: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """float32 [L]: ||hot - full|| / ||full|| of each layer. exact: the token's query and the
+        exact output of attention [H * G, D] in every layer."""
+        errors = []
+        for layer, (q, full) in enumerate(exact):
+            hot, _ = self.over_rows(layer, q)
+            full = full.float().flatten()
+            far = (hot.float().flatten() - full).norm()
+            errors.append(far / full.norm().clamp(min=torch.finfo(torch.float32).tiny))
+        return torch.stack(errors)
+
+
+def divergence(full: Tensor, hot: Tensor) -> Tensor:
+    """KL(full || hot) in nats, float64 [], of two distributions given as logits [V]."""
+    exact, near = (torch.log_softmax(logits.double(), 0) for logits in (full, hot))
+    return (exact.exp() * (exact - near)).sum()
+
+
+def _with_own(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """The output [H, G, D] of attention over rows, joined with the token's own row k, v [H, D]."""
+    heads, size = k.shape
+    query = q.view(heads, -1, size)
+    logit = (query.float() @ k.float()[..., None])[..., 0] / math.sqrt(size)
+    value = v[:, None].expand(out.shape)
+    return kernels.merge([(out, lse), (value, logit)])

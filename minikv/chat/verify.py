@@ -1,0 +1,124 @@
+"""An answer written again, every token of it from all that was read, and where the two part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from minikv.cache.tier_steps import TierSteps
+from minikv.chat.answer import Answer
+from minikv.chat.protocols import Tokenizer
+from minikv.chat.recall import Recall
+from minikv.chat.report import TurnReport
+from minikv.engine.engine import Engine
+from minikv.engine.sampling import Sampling, pick
+from minikv.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """An answer and the one that was written from all that was read.
+
+    tokens: of the second; text: its text. same: how many first tokens the two have in common.
+    parts: whether they differ after that; was and now: the text of the first token that differs,
+    None where the answer ended. complete: false if it was stopped. seconds: wall time.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    same: int
+    parts: bool
+    was: str | None
+    now: str | None
+    complete: bool
+    seconds: float
+
+
+def rewritten(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    recall: Recall,
+    ids: Sequence[int],
+    report: TurnReport | None,
+    progress: Callable[[int, int], None] | None,
+    stopped: Callable[[], bool],
+) -> Generator[str, None, Verification]:
+    """Write the answer of `report`, the last one of the conversation `ids`, again; yield its text.
+
+    Nothing is changed. Raises UsageError if there is no answer, or no tier that has its question,
+    and what a step raises.
+    """
+    began = perf_counter()
+    if report is None or not report.tokens.generated:
+        raise UsageError("there is no answer to verify", "ask something first")
+    read = report.tokens.prompt_reused + report.tokens.prompt_new
+    tier = recall.tier
+    if tier is None or recall.has(ids[:read]) < read:
+        raise UsageError(f"this answer cannot be verified: {_why(recall, report)}", _HINT)
+    how: Any = report.sampling
+    sampling = Sampling(*(how[name] for name in ("temperature", "top_k", "top_p", "min_p")))
+    # An answer that did not end by itself is compared as far as it went.
+    itself = report.stop_reason in ("eos", "stop")
+    most = max(int(how["max_tokens"]), 1) if itself else report.tokens.generated
+    most = min(most, engine.kv.shape.max_context - read + 1)
+    before = list(ids[read:])
+    answer, found, ended = Answer(tokenizer.stream(), how["stop"]), [], False
+    steps = TierSteps(tier, read - 1, engine.kv.ops)
+    token = ids[read - 1]
+    try:
+        while not stopped() and answer.generated < most and not ended:
+            logits = engine.network.forward(
+                torch.tensor([token], dtype=torch.int64, device=engine.kv.device), steps
+            )
+            token = pick(logits, tokenizer.vocab, sampling, report.seed, steps.position)
+            if progress is not None:
+                progress(answer.generated + 1, report.tokens.generated)
+            if token in tokenizer.stop_ids:
+                ended = True
+                break
+            piece = answer.push(token)
+            ended = answer.stopped
+            if not answer.overshot:  # else, as in the first answer, it does not belong to it
+                found.append(token)
+            if piece:
+                yield piece
+    finally:
+        steps.close()
+    if rest := answer.finish():
+        yield rest
+    same = next(
+        (i for i, pair in enumerate(zip(before, found, strict=False)) if pair[0] != pair[1]),
+        min(len(before), len(found)),
+    )
+    complete = ended or answer.generated >= most
+    differs = same < min(len(before), len(found))
+    parts = differs or (complete and len(before) != len(found))
+
+    def text(tokens: Sequence[int]) -> str | None:
+        return tokenizer.decode(tokens[same : same + 1]) if same < len(tokens) else None
+
+    return Verification(
+        tuple(found),
+        answer.text,
+        same,
+        parts,
+        text(before) if parts else None,
+        text(found) if parts else None,
+        complete,
+        perf_counter() - began,
+    )
+
+
+_HINT = "with `tier` and `reuse` at auto, the next answer can be"
+
+
+def _why(recall: Recall, report: TurnReport) -> str:
+    if recall.tier is None or not recall.tokens:
+        return "there is no tier that has what was read" + (
+            f" ({recall.why})" if recall.why else ""
+        )
+    return "the tier does not have its question any more"

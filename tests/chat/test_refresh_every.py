@@ -1,0 +1,188 @@
+"""`refresh_every`: within an answer the rows are chosen anew, from all read and written so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_chat import chat, held_of, say
+from tiers import MILL, recalling
+
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.session import ChatSession
+from minikv.cli import render
+from minikv.engine.decode_loop import Eager
+from minikv.engine.engine import Engine
+
+
+def asked(*questions: str, tokens: int = 14, **given: Any) -> ChatSession:
+    session = recalling(refresh_every=given.pop("every", 4), **given)
+    session.attach(MILL)
+    for question in questions:
+        list(session.ask(question, tokens))
+    return session
+
+
+def test_the_rows_are_those_of_reading_everything_up_to_there() -> None:
+    """At the last pass of the answer, and the steps after it."""
+    session = asked("Who?", "Why?")
+    report = session.report
+    assert report is not None
+    assert (report.refreshes, report.tokens.generated) == (3, 14)
+    read = report.tokens.prompt_reused + report.tokens.prompt_new
+    anew = chat()
+    logits = anew.engine.prompt(session.fed[: read + 12])
+    assert session.fed[read + 12] == int(logits[: session.tokenizer.vocab].argmax())
+    for token in session.fed[read + 12 :]:
+        anew.engine.step(token)
+    assert held_of(session) == held_of(anew)
+
+
+def test_every_token_after_a_pass_is_that_of_a_full_cache() -> None:
+    """With a pass for each token, the answer is a full cache's; without, it is not."""
+    full = chat(policy="full")
+    full.attach(MILL)
+    session, plain = asked(every=1), asked(every=0)
+    for question in ("Who?", "Why?"):
+        whole = "".join(full.ask(question, 14))
+        assert "".join(session.ask(question, 14)) == whole
+    assert "".join(plain.ask("Who?", 14)) != full.turns[0].answer
+    assert session.fed == full.fed
+    assert [report.refreshes for report in session.reports] == [13, 13]
+
+
+def test_the_record_counts_passes_and_their_time_apart_from_steps() -> None:
+    session = asked("Who?")
+    report = session.report
+    assert report is not None
+    assert report.refreshes == 3
+    assert report.time_s.refresh > 0
+    assert report.rate.decode_tok_s is not None
+    steps = report.rate.decode_tok_s * report.time_s.decode
+    assert steps == pytest.approx(14 - 1 - 3)
+    assert "3 times within the answer" in render.stats(report)
+    assert report.to_dict()["refreshes"] == 3
+    assert "within the answer" not in render.stats(asked("Who?", every=0).reports[0])
+
+
+def test_answers_are_the_same_after_undo_and_resume() -> None:
+    whole = asked("Who?", "Why?", "And?")
+    undone = asked("Who?", "Why?", "Else?", undo_turns=3)
+    undone.undo()
+    list(undone.ask("And?", 14))
+    assert undone.turns[2].answer == whole.turns[2].answer
+    assert held_of(undone) == held_of(whole)
+    resumed = asked()
+    resumed.restore(asked("Who?", "Why?").snapshot())
+    list(resumed.ask("And?", 14))
+    assert resumed.turns[2].answer == whole.turns[2].answer
+    assert resumed.fed == whole.fed
+    again = asked("Who?", "Why?", "And?")
+    assert again.fed == whole.fed
+
+
+def test_an_answer_that_goes_on_is_the_longer_one() -> None:
+    whole, parts = asked("Who?", "Why?"), asked("Who?")
+    list(parts.ask("Why?", 4))
+    list(parts.continue_answer(3))
+    list(parts.continue_answer(7))
+    assert parts.turns[1].answer == whole.turns[1].answer
+    assert parts.fed == whole.fed
+    assert held_of(parts) == held_of(whole)
+    assert parts.reports[1].refreshes == whole.reports[1].refreshes == 3
+    parts.restore(parts.snapshot())
+    other = asked()
+    other.restore(parts.snapshot())  # a chat whose tier is elsewhere: it is read anew
+    list(other.continue_answer(6))
+    list(parts.continue_answer(6))
+    assert other.fed == parts.fed
+
+
+def test_an_error_in_a_pass_ends_the_answer_and_keeps_what_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session, whole = asked("Who?"), asked("Who?", "Why?")
+    recall, passes = session.engine.recall, 0
+
+    def fails(*args: Any) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        if passes == 3:  # the question, then after 4 and after 8 tokens
+            raise MemoryError
+        return recall(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.engine, "recall", fails)
+        with pytest.raises(MemoryError):
+            list(session.ask("Why?", 14))
+    report = session.report
+    assert report is not None
+    assert (report.stop_reason, report.tokens.generated, report.refreshes) == ("error", 8, 1)
+    assert whole.turns[1].answer.startswith(session.turns[1].answer)
+    assert session.engine.kv.position == len(session.fed)
+    list(session.continue_answer(6))
+    assert session.turns[1].answer == whole.turns[1].answer
+    assert held_of(session) == held_of(whole)
+
+
+def test_a_stop_in_a_pass_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, whole = asked("Who?"), asked("Who?", "Why?")
+    recall, passes = session.engine.recall, 0
+
+    def stopping(*args: Any) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        if passes == 2:
+            session.cancel()
+        return recall(*args)
+
+    monkeypatch.setattr(session.engine, "recall", stopping)
+    text = "".join(session.ask("Why?", 14))
+    report = session.report
+    assert report is not None
+    assert (report.stop_reason, report.tokens.generated, report.refreshes) == ("user", 4, 0)
+    assert session.turns[1].answer == text
+    list(session.continue_answer(10))
+    assert session.fed == whole.fed
+    assert held_of(session) == held_of(whole)
+
+
+def test_with_quality_the_passes_take_the_budget_that_was_taken() -> None:
+    session = asked("Who?", quality=5.0, budget=300)
+    report = session.report
+    assert report is not None
+    assert report.fidelity is not None
+    assert report.fidelity.budget == 37
+    assert round(report.tokens.kept_mean) == 37
+    small = asked("Who?", budget=37)
+    assert held_of(session) == held_of(small)
+    assert session.fed == small.fed
+
+
+def test_it_may_be_changed_between_turns() -> None:
+    session = asked("Who?", every=0)
+    session.refresh_every = 7
+    say(session, "Why?", 14)
+    session.refresh_every = 0
+    session.configure(EvictionConfig.read("snapkv", budget=64))
+    say(session, "And?", 14)
+    assert [report.refreshes for report in session.reports] == [0, 1, 0]
+
+
+def test_steps_that_are_launched_ahead_change_nothing() -> None:
+    """As on a GPU: before a pass the step after it was not launched, or is dropped."""
+    plain, ahead = asked(), asked()
+    ahead.engine = Engine(ahead.engine.network, ahead.engine.kv, Eager())
+    for session in (plain, ahead):
+        for question in ("Who?", "Why?"):
+            list(session.ask(question, 14, 0.7))
+            list(session.verify())
+    assert ahead.fed == plain.fed
+    assert held_of(ahead) == held_of(plain)
+    assert [report.refreshes for report in ahead.reports] == [3, 3]
+    assert ahead.verified is not None
+    assert plain.verified is not None
+    assert ahead.verified.tokens == plain.verified.tokens
+    for one, two in zip(ahead.reports, plain.reports, strict=True):
+        assert one.fidelity == two.fidelity

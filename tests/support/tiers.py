@@ -1,0 +1,40 @@
+"""Engines and chats with a tier, and the prompt policies that can choose from one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import small
+from small_chat import chat
+
+from minikv import policies
+from minikv.cache.tier import Tier
+from minikv.chat.recall import Recall
+from minikv.chat.session import ChatSession
+from minikv.engine.engine import Engine
+
+MILL = "A mill stands by the river and grinds. " * 8
+RIVER = "The river is slow and brown. " * 8
+
+
+def served() -> list[str]:
+    """The prompt policies that can choose from a tier."""
+    net = small.network(layers=1)
+    names = (name for name in policies.prompt_names() if name != "full")
+    return [name for name in names if small.engine(net, name, "none", 60).kv.recalls is None]
+
+
+def tiered(run: Engine, *, coded: bool = False, staged: bool = False) -> Engine:
+    """The engine with a tier; `staged`: as on a GPU, where the tier is not the staging buffer."""
+    kv = run.kv
+    kv.tier = Tier(kv.shape, kv.dtype, kv.device, coded=coded)
+    if staged:
+        kv.tier._direct = False
+    return run
+
+
+def recalling(kind: str = "ram", free: int | None = None, **given: Any) -> ChatSession:
+    """A chat with a tier; free: bytes of RAM that it is told are free."""
+    session = chat(reuse=given.pop("reuse", "auto"), **given)
+    session.recall = Recall(session.engine.kv, kind, "same", lambda: free)
+    return session
