@@ -199,10 +199,11 @@ def _tier(made: Sequence[Forecast]) -> list[tuple[str, str]]:
         f"{size(tier.ram_same)} for {tier.again:,}{' (too much)' if tier.fits is False else ''}"
         for tier in tiers
     )
+    file = ", ".join(size(tier.same) for tier in tiers)
     half = ", ".join(size(tier.ram_int8) for tier in tiers)
     reads = ", ".join(f"{size(tier.same)} of keys and values for {tier.again:,}" for tier in tiers)
     return [
-        ("tier", f"in RAM {ram}; with --tier-dtype int8 {half}; --tier none: nothing"),
+        ("tier", f"in RAM {ram}, in int8 {half}; in a file about {file}"),
         ("later", f"a later question reads {reads}; without a tier, all tokens again"),
     ]
 

@@ -687,7 +687,7 @@ class ChatSession:
             if self.pending_token is None:
                 assert logits is not None, "there is no token to begin with"
                 token = pick(logits, vocab, sampling, self.seed, len(self.fed))
-            elif recalls := anew.due(answer.generated):
+            elif recalls := anew.due(answer.generated) and self.recall.tier is not None:
                 room = max_tokens - answer.generated
                 logits = self._recalled(self.pending_token, room, anew.rows)
                 if logits is None:
@@ -908,7 +908,8 @@ class ChatSession:
         finally:
             if self.engine.kv.position > len(self.fed):
                 self.fed, self.pending_token = whole, None
-                self.recall.keep(whole)
+                if line := self.recall.keep(whole):
+                    self.engine.notices.append(line)
 
     def _refuse_without_tier(self, recalled: bool, tokens: int) -> None:
         """Raise UsageError if a setting needs a tier for so many tokens and there is none.

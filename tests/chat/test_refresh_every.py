@@ -9,11 +9,13 @@ import torch
 from small_chat import chat, held_of, say
 from tiers import MILL, recalling
 
+from minikv.cache.tier import TierError
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli import render
 from minikv.engine.decode_loop import Eager
 from minikv.engine.engine import Engine
+from minikv.errors import UsageError
 
 
 def asked(*questions: str, tokens: int = 14, **given: Any) -> ChatSession:
@@ -186,3 +188,59 @@ def test_steps_that_are_launched_ahead_change_nothing() -> None:
     assert ahead.verified.tokens == plain.verified.tokens
     for one, two in zip(ahead.reports, plain.reports, strict=True):
         assert one.fidelity == two.fidelity
+
+
+def verified(kind: str, **given: Any) -> ChatSession:
+    """A chat of three questions, each answer verified."""
+    session = asked(kind=kind, **given)
+    for question in ("Who?", "Why?", "And?"):
+        list(session.ask(question, 14, 0.7))
+        list(session.verify())
+    return session
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"every": 4},
+        {"every": 0, "quality": 0.3, "budget": 400},
+        {"every": 5, "quality": 0.3, "budget": 400},
+    ],
+    ids=str,
+)
+def test_a_tier_in_a_file_is_the_same(given: dict[str, Any]) -> None:
+    one, two = verified("ram", **given), verified("file", **given)
+    assert two.recall.place == "file"
+    assert one.fed == two.fed
+    assert held_of(one) == held_of(two)
+    assert one.verified is not None
+    assert two.verified is not None
+    assert one.verified.tokens == two.verified.tokens
+    for a, b in zip(one.reports, two.reports, strict=True):
+        assert a.fidelity == b.fidelity
+
+
+def test_a_file_that_cannot_be_written_any_more_ends_the_passes_and_not_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = verified("file")
+    kind, count = type(session.recall.file), 0
+    commit = kind.commit
+
+    def fails(self: Any, *given: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:  # the question, then after 4 and after 8 tokens
+            raise TierError("no space", None)
+        commit(self, *given)
+
+    monkeypatch.setattr(kind, "commit", fails)
+    list(session.ask("More?", 14))
+    report = session.report
+    assert report is not None
+    assert (report.refreshes, report.tokens.generated, report.stop_reason) == (2, 14, "length")
+    assert "cannot be used any more" in report.warnings[0]
+    with pytest.raises(UsageError, match="no space"):
+        list(session.ask("More?", 14))
+    session.refresh_every = 0
+    list(session.ask("More?", 4))

@@ -339,7 +339,7 @@ def test_the_tier_is_that_of_a_real_chat_and_a_later_question_reads_it() -> None
     text = run(None, str(tokens), budget="128", memory="1GiB")
     words = " ".join(text.split())
     assert f"tier in RAM {size(record['ram_same'])}" in words
-    assert f"with --tier-dtype int8 {size(record['ram_int8'])}" in words
+    assert f"in int8 {size(record['ram_int8'])}; in a file about {size(record['same'])}" in words
     assert f"a later question reads {size(record['same'])} of keys and values" in words
 
 
