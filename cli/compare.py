@@ -235,7 +235,8 @@ def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
         system=session.system,
         facts=session.facts,
         pin_system=session.pin_system,
-        reuse=session.reuse,
+        # It reads everything anew, and asks once.
+        reuse="auto" if session.reuse == "recall" else session.reuse,
     )
     other.words = session.words
     return other

@@ -14,6 +14,7 @@ from rich.cells import cell_len
 from test_kept import HOSTILE, STORY, chat, context, network
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
+from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
 from minikv.cli import compare, render
@@ -62,6 +63,16 @@ def compared(session: ChatSession, *arguments: str) -> None:
 
 
 # -- the chat is untouched ------------------------------------------------------------------
+
+
+def test_a_chat_that_recalls_is_compared_with_ones_that_read_anew(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    session = asked("Who?")
+    session.recall = Recall(session.engine.kv, "ram")
+    session.reuse = "recall"
+    compared(session, "streaming")
+    assert "same as full" in capsys.readouterr().err
 
 
 def test_the_running_chat_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
