@@ -188,6 +188,8 @@ def _values(context: Context) -> dict[str, str]:
         "decode": eviction.decode,
         "stride": str(eviction.stride),
         "reuse": session.reuse,
+        "tier": session.recall.kind,
+        "tier_dtype": session.recall.dtype,
         "reread_limit": str(context.reread_limit),
         "kv": facts.kv,
         "threads": str(torch.get_num_threads()),

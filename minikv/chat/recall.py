@@ -71,6 +71,11 @@ class Recall:
         return 0 if self.tier is None else len(self._ids)
 
     @property
+    def dtype(self) -> str:
+        """One of `reuse.TIER_DTYPES`: that of the tier's rows."""
+        return "int8" if self._coded else "same"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tier."""
         return 0 if self.tier is None else self.tier.nbytes
