@@ -192,7 +192,7 @@ class TurnReport:
         elif self.loss.method == UNKNOWN:
             memory.append("loss not known")
         if self.tier:
-            memory.append(f"all of it in {PLACES[self.tier]}, {size(kv.tier)}")
+            memory.append(f"tier {size(kv.tier)} in {PLACES[self.tier]}")
         if self.reuse == "refresh":
             memory.append("read again")
         elif self.reuse == "recall":
