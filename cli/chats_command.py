@@ -55,13 +55,16 @@ def chats(terminal: Terminal, *, as_json: bool = False) -> None:
     if not entries:
         terminal.say(f"no saved chat in {chats_folder()}")
         return
-    lines = [("NAME", "TURNS", "DOCS", "AGE", "SIZE")]
+    lines: list[tuple[str, ...]] = [("NAME", "TURNS", "AGE", "SIZE", "DOCS")]
     lines += [
-        (entry.name, f"{entry.turns:,}", str(len(fact.documents)), age(fact.age), size(fact.bytes))
+        (entry.name, f"{entry.turns:,}", age(fact.age), size(fact.bytes), str(len(fact.documents)))
         for entry, fact in zip(entries, facts, strict=True)
     ]
-    table = grid(lines, "<>>>>").split("\n")
     width = columns(terminal.out) if terminal.out.isatty() else 10_000
+    table = grid(lines, "<>>>>").split("\n")
+    while max(map(len, table)) > width and len(lines[0]) > 2:
+        lines = [line[:-1] for line in lines]  # the last column does not fit
+        table = grid(lines, "<>>>>"[: len(lines[0])]).split("\n")
     wide = max(map(len, table))
     room = width - wide - 2
     if room >= _TITLE:

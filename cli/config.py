@@ -37,6 +37,8 @@ from minikv.settings import (
 if TYPE_CHECKING:
     import typer
 
+BUNDLED = "bundled"
+"""The name of the model that comes with minikv."""
 LOCAL = "minikv.toml"
 PREFIX = "MINIKV_"
 _LIMIT = 1 << 20  # bytes
@@ -94,8 +96,10 @@ class Config:
     notes: tuple[str, ...] = ()
 
     def model(self, name: str | None) -> str | None:
-        """What --model means: an alias stands for its model, an empty name for the bundled one."""
-        return self.aliases.get(name, name) if name else None
+        """What --model means: an alias stands for its model; an empty name, and the name that
+        minikv itself shows, for the bundled one."""
+        name = self.aliases.get(name, name) if name else None
+        return None if name == BUNDLED and not Path(name).is_dir() else name
 
     def default_map(self, commands: Mapping[str, Collection[str]]) -> dict[str, dict[str, Plain]]:
         """The flags' defaults as typer's context takes them. `commands`: parameters by command."""

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from minikv.chat.report import size
+from minikv.cli.config import BUNDLED
 from minikv.cli.confirm import confirmed
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.progress import Loading
 from minikv.cli.tables import grid
 from minikv.cli.terminal import Terminal, clean, columns
 from minikv.errors import UsageError
-
-BUNDLED = "bundled"
 
 
 @dataclass(frozen=True, slots=True)

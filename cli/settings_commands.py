@@ -205,6 +205,8 @@ def _values(context: Context) -> dict[str, str]:
         "decode": eviction.decode,
         "stride": str(eviction.stride),
         "reuse": session.reuse,
+        "tier": session.recall.kind,
+        "tier_dtype": session.recall.dtype,
         "reread_limit": str(context.reread_limit),
         "refresh_every": str(session.refresh_every),
         "quality": f"{session.quality:g}",

@@ -116,13 +116,17 @@ class RamRows:
         """See `Rows`. Layer by layer, so that one layer at the most exists twice."""
         if rows <= self._room:
             return
-        # A quarter more than is needed, so that the next turns fit, too.
-        wanted = min(self._most, -(-(rows + rows // 4) // _STEP) * _STEP)
         for i, old in enumerate(self._layers):
-            new = self._blank(max(rows, wanted))
+            new = self._blank(self.room(rows, self._most))
             for name, column in old.items():
                 new[name][:, : column.shape[1]] = column
             self._layers[i] = new
+
+    @staticmethod
+    def room(rows: int, most: int) -> int:
+        """Rows that memory is taken for when so many are needed: a quarter more, so that the next
+        turns fit, too."""
+        return max(rows, min(most, -(-(rows + rows // 4) // _STEP) * _STEP))
 
     @property
     def _room(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.tier import Columns, Tier, TierError, columns_of, copy_rows, row_nbytes
+from minikv.cache.tier import Columns, RamRows, Tier, TierError, columns_of, copy_rows, row_nbytes
 from minikv.cache.tier_file import FileRows
 from minikv.chat.report import size
 from minikv.chat.reuse import shared
@@ -71,6 +71,11 @@ class Recall:
         return 0 if self.tier is None else len(self._ids)
 
     @property
+    def dtype(self) -> str:
+        """One of `reuse.TIER_DTYPES`: that of the tier's rows."""
+        return "int8" if self._coded else "same"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tier."""
         return 0 if self.tier is None else self.tier.nbytes
@@ -115,7 +120,8 @@ class Recall:
                 self.why = f"{ram}; {disk}" if disk and ram else disk
             elif self.tier is None:
                 self._take(None)
-                self._tell(f"tier: RAM, {size(self._bytes(tokens))} for {tokens:,} tokens")
+                room = RamRows.room(tokens, self._kv.shape.max_context)
+                self._tell(f"tier: RAM, {size(self._bytes(room))}, room for {room:,} tokens")
         if self.why:
             self._tell(f'no tier: {self.why}; `tier_dtype="int8"` takes about half')
         return not self.why
@@ -126,7 +132,7 @@ class Recall:
     def _no_ram(self, tokens: int) -> str:
         """Why the memory does not hold so many tokens; "" if it does."""
         have = self.nbytes
-        need = self._bytes(min(self._kv.shape.max_context, tokens + tokens // 4))
+        need = self._bytes(RamRows.room(tokens, self._kv.shape.max_context))
         free = self._free()
         if free is None or need - have <= free - free // 8:
             return ""

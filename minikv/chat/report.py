@@ -200,7 +200,7 @@ class TurnReport:
         if self.fidelity is not None and self.fidelity.budget is not None:
             memory.append(f"budget {self.fidelity.budget:,}")
         if self.tier:
-            memory.append(f"all of it in {PLACES[self.tier]}, {size(kv.tier)}")
+            memory.append(f"tier {size(kv.tier)} in {PLACES[self.tier]}")
         if self.reuse == "refresh":
             memory.append("read again")
         elif self.reuse == "recall":

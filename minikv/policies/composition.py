@@ -50,8 +50,10 @@ def find(name: str, *, step: bool = False) -> PolicyInfo:
         return info
     flag, other = ("`decode`", "`policy`") if step else ("`policy`", "`decode`")
     if info is not None:
+        blocks = "" if step else f"`stride=32` makes {name} one that reads in blocks; without it, "
         raise UsageError(
-            f"{name} works only as {other}, not as {flag}", f"{flag} takes: {', '.join(names)}"
+            f"{name} works only as {other}, not as {flag}",
+            f"{blocks}{flag} takes: {', '.join(names)}",
         )
     words = _words(name)
     if len(words) > 1 and not step:

@@ -12,6 +12,7 @@ from small_chat import chat, held_of, say
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Place, Recall
+from minikv.chat.report import size
 from minikv.chat.session import ChatSession
 from minikv.cli import render
 from minikv.errors import Interrupted, UsageError
@@ -62,15 +63,17 @@ def test_recall_answers_as_reading_all_of_it_anew_does(monkeypatch: pytest.Monke
 
 
 def test_the_record_and_the_lines_name_the_tier() -> None:
-    session = recalling()
+    session, said = recalling(), list[str]()
+    session.recall.say = said.append
     session.attach(MILL)
     for question in ("Who?", "Why?"):
         say(session, question)
     report = session.reports[1]
+    assert said == [f"tier: RAM, {size(report.kv_bytes.tier)}, room for 1,024 tokens"]
     assert (report.tier, report.kv_bytes.tier) == ("ram", session.recall.nbytes)
     assert report.kv_bytes.tier > 0
     assert report.lines()[1].endswith("recalled")
-    assert "all of it in RAM" in report.lines()[1]
+    assert f"tier {size(report.kv_bytes.tier)} in RAM" in report.lines()[1]
     assert "what eviction saves here is time, not memory" in render.stats(report)
     assert "chosen for this question from all that was read" in render.stats(report)
     assert report.to_dict()["tier"] == "ram"

@@ -234,7 +234,9 @@ def test_files_that_are_no_files(home: Path) -> None:
 # -- aliases and loaders --------------------------------------------------------------------
 
 
-def test_aliases_of_both_files_and_loaders_of_the_users(home: Path) -> None:
+def test_aliases_of_both_files_and_loaders_of_the_users(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = '[aliases]\nllama3 = "meta/l3"\nm = "a"\n[loaders]\ndocx = "pandoc {path}"'
     made = read(home, own, '[aliases]\nm = "b"')
     assert made.aliases == {"llama3": "meta/l3", "m": "b"}
@@ -243,6 +245,10 @@ def test_aliases_of_both_files_and_loaders_of_the_users(home: Path) -> None:
     assert made.model("other/model") == "other/model"
     assert made.model(None) is None
     assert made.model("") is None
+    assert made.model("bundled") is None
+    (tmp_path / "bundled").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert made.model("bundled") == "bundled"  # a directory of the user's
 
 
 # -- into the command line ------------------------------------------------------------------
@@ -612,6 +618,12 @@ def test_a_refused_value_changes_nothing(
     with pytest.raises(UsageError, match=message):
         do(context, "set", *arguments)
     assert do(context, "set") == before
+
+
+def test_set_has_the_tier(context: Context) -> None:
+    text = do(context, "set")
+    assert row(text, "tier") == ["tier", context.session.recall.kind, "default"]
+    assert row(text, "tier_dtype") == ["tier_dtype", "same", "default"]
 
 
 def test_set_has_what_the_model_was_loaded_with(context: Context) -> None:

@@ -62,5 +62,6 @@ def test_unknown_policy_names_the_nearest() -> None:
     with pytest.raises(UsageError) as refused:
         policies.find("snapvk")
     assert "snapkv" in refused.value.hint
-    with pytest.raises(UsageError, match="works only as `decode`"):
+    with pytest.raises(UsageError, match="works only as `decode`") as refused:
         policies.find("roco")
+    assert "`stride=32` makes roco" in refused.value.hint  # `minikv plan` suggests that
