@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 _WORDS = {
-    "auto": "recall where it fits, else refresh if the policy asks for it",
-    "recall": "each question is answered from all that was read",
+    "auto": "later questions look at all that was read (recall) or read it again",
+    "recall": "later questions look at all that was read",
     "refresh": "each question reads everything again",
-    "once": "later questions go on with the cache of the first",
+    "once": "later questions find what the first question left",
     "blind": "documents are evicted before a question is seen",
 }
 

@@ -67,7 +67,7 @@ def run_turn(
 
     def progress(done: int, total: int) -> None:
         if session.rereading:
-            live.label = "reading again, Ctrl-C: do not"
+            live.label = "reading all again (Ctrl-C: answer without)"
         live(done, total)
 
     def ask() -> Generator[str, None, None]:
