@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 _WORDS = {
-    "auto": "later questions look at all that was read (recall) or read it again",
+    "auto": "later questions look at all that was read, or read it again",
     "recall": "later questions look at all that was read",
     "refresh": "each question reads everything again",
     "once": "later questions find what the first question left",

@@ -842,7 +842,7 @@ def test_commands_in_a_chat(world: World) -> None:
         "there is nothing to read again",
         "reuse once --reuse",
         "your next question reads the documents and all that was said again",
-        "once: later questions go on with the cache of the first; /refresh: the next one reads",
+        "once: later questions find what the first question left; /refresh: the next one reads",
         "refresh: the whole conversation was read again for this question",
         "· read again",
         "your next question is read as any other",

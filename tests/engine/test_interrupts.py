@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli.interrupt import Interrupts, held
+from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import run_turn
 from minikv.errors import Interrupted
@@ -220,15 +220,3 @@ def test_two_hundred_random_moments() -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="POSIX signals")
-def test_a_ctrl_c_is_held_until_it_can_be_heard() -> None:
-    seen: list[str] = []
-
-    def interrupted() -> None:
-        with held():
-            os.kill(os.getpid(), signal.SIGINT)
-            seen.append("inside")
-        seen.append("it was lost")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert seen == ["inside"]
