@@ -217,6 +217,3 @@ def test_two_hundred_random_moments() -> None:
     sys.stderr.write(f"{came}\n")
     assert came["reading"] >= 30
     assert came["writing"] >= 30
-
-
-@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="POSIX signals")
