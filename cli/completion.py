@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import typer
 
 from minikv.cli.evaluation.names import TASKS
-from minikv.cli.saved.listing import listing
 from minikv.errors import UsageError
 from minikv.policies import PARTS, POLICIES, find, prompt_names, step_names
 from minikv.settings import Setting
@@ -39,6 +38,8 @@ def options(policy: str) -> list[str]:
 
 def chats() -> list[str]:
     """The saved chats, the newest first."""
+    from minikv.cli.saved.listing import listing  # --help needs no chats
+
     with contextlib.suppress(UsageError):
         return [entry.name for entry in listing()]
     return []
