@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 from huggingface_hub import constants
+from llama_8b import LLAMA
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
@@ -60,30 +61,6 @@ def test_the_methods_exist(text: str) -> None:
 # -- the README -----------------------------------------------------------------------------
 
 README = (ROOT / "README.md").read_text()
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-"""What the config.json of Llama-3.1-8B-Instruct says about its shape."""
 
 
 def commands() -> list[list[str]]:

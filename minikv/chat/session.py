@@ -152,8 +152,8 @@ class ChatSession:
 
     @property
     def reuse(self) -> str:
-        """What a later question finds: auto, refresh, once or blind. May be set between turns;
-        raises UsageError for anything else."""
+        """What a later question finds, one of `reuse.REUSES`. May be set between turns; raises
+        UsageError for anything else."""
         return self._reuse
 
     @reuse.setter
@@ -844,8 +844,8 @@ class ChatSession:
     def _recalls(self) -> bool:
         """Whether the next question is to be answered from a tier, where one can be had. Raises
         UsageError if that was asked for and the policies cannot."""
-        # Without eviction the cache has all, but for one that is gone.
-        gone = not self.fed and self.recall.tokens > 0
+        # Without eviction the cache has all, but for one that is gone or that another policy left.
+        gone = self.recall.tokens > 0 and (not self.fed or self.engine.kv.stats().gaps)
         if not (self.eviction.evicts or gone) or self.reuse not in ("auto", "recall"):
             return False
         why = self.engine.kv.recalls

@@ -250,6 +250,19 @@ def test_answers_of_the_bundled_model_follow_the_full_cache() -> None:
     assert modes(session)[1:] == ["recall"] * (len(item.questions) - 1)
 
 
+def test_a_chat_that_evicts_no_longer_recalls_what_was_evicted() -> None:
+    session, full = recalling(), chat("full")
+    session.attach(MILL)
+    say(session, "Who?")
+    session.configure(EvictionConfig.read("full"))
+    for question in ("Why?", "And?"):
+        say(session, question)
+    assert modes(session) == ["once", "recall", "once"]
+    assert [report.misses for report in session.reports] == [0, 0, 0]
+    full.engine.prompt(session.fed)
+    assert held_of(session) == held_of(full)
+
+
 def test_recall_by_name_reads_again_where_the_tier_cannot_be_had() -> None:
     session = recalling("auto", free=1000, reuse="recall")
     session.recall.where = _nowhere

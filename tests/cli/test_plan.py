@@ -20,6 +20,7 @@ import torch
 from checkpoints import CLASSES
 from fakes import PADDED, ByteTokenizer, ChatML
 from huggingface_hub import errors
+from llama_8b import LLAMA
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedModel
 
@@ -364,31 +365,6 @@ def test_what_does_not_fit_is_told_apart_from_too_few_positions() -> None:
 
 
 # -- without --tokens, and what is suggested ------------------------------------------------
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-"""What the config.json of Llama-3.1-8B-Instruct says about its shape."""
 
 
 @pytest.fixture
