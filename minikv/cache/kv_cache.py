@@ -229,13 +229,20 @@ class KVCache:
 
     # -- a prompt ---------------------------------------------------------------------------
 
-    def recall(self, tokens: int, room: int = _ROOM, rows: int | None = None) -> int:
+    def recall(
+        self,
+        tokens: int,
+        room: int = _ROOM,
+        rows: int | None = None,
+        begins: int | None = None,
+    ) -> int:
         """As `begin`, for the whole conversation of `tokens` tokens, of which the tier gives what
         it has. Returns the position from which on they must be fed: that is what the tier does not
         have, and at least the queries that the policies observe.
 
         The rows that stay are chosen from all of it, as if the conversation were read anew. `rows`:
-        under a smaller budget this once, in rows per head (see `budgets`).
+        under a smaller budget this once, in rows per head (see `budgets`). `begins`: the position
+        at which the last turn begins; by default where the turn before ended.
         """
         assert self.tier is not None
         assert self.recalls is None, self.recalls
@@ -243,7 +250,9 @@ class KVCache:
         observe = max(prompt.evidence.observe if prompt else 0, step.observe if step else 0)
         observe = max(observe, step.prompt_history if step else 0, 1)
         given = min(self.tier.length, max(0, tokens - observe))
-        self._begin(tokens, room, given, rows)
+        if begins is None:
+            begins = max((end for _, end in self._turns if end < tokens), default=0)
+        self._begin(tokens, room, given, rows, begins)
         return given
 
     def budgets(self, tokens: int) -> list[int]:
@@ -291,9 +300,16 @@ class KVCache:
         """
         self._begin(tokens, room, None)
 
-    def _begin(self, tokens: int, room: int, given: int | None, smaller: int | None = None) -> None:
+    def _begin(
+        self,
+        tokens: int,
+        room: int,
+        given: int | None,
+        smaller: int | None = None,
+        begins: int | None = None,
+    ) -> None:
         """`begin`; or `recall`, where the tier gives so many of the tokens, under a smaller budget
-        if one is given."""
+        if one is given, of a turn that begins where it says."""
         assert tokens > 0
         assert self._reading is None, "a prompt is under way"
         arena, step, rows = self.arena, self.step_policy, self._rows
@@ -308,7 +324,8 @@ class KVCache:
         if each is not None:
             self._refuse_pins(self._pinned, each)
         held, visible = self._read_tables(position, tokens)
-        plan = self._plan(position, tokens, room, each, held, visible, given or 0)
+        begins = position if begins is None else begins
+        plan = self._plan(position, tokens, room, each, held, visible, given or 0, begins)
         columns = step.columns if step is not None else {}
         target = arena.sharing(columns) if plan.shares else arena.fresh(plan.needed, columns)
         reading: Prefill | BlockPrefill | SecondPassPrefill
@@ -394,6 +411,7 @@ class KVCache:
         held: Layout,
         visible: list[int],
         given: int,
+        begins: int,
     ) -> Plan:
         """What the prompt is read under; each: the budget in rows per head."""
         shape, step, arena = self.shape, self.step_policy, self.arena
@@ -431,8 +449,8 @@ class KVCache:
             visible,
             False,
             [
-                *(turn for turn in self._turns if turn[1] <= position + given),
-                (position + given, position + tokens),
+                *(turn for turn in self._turns if turn[1] <= begins),
+                (begins, position + tokens),
             ],
             self.output,
             self.rotary,
@@ -615,6 +633,11 @@ class KVCache:
     def pinned(self) -> int:
         """Positions below it never leave."""
         return self._pinned
+
+    @property
+    def last_turn(self) -> int:
+        """The position at which the last prompt's turn begins."""
+        return self._turns[-1][0] if self._turns else 0
 
     def _leaves_last(self, arena: Arena) -> Tensor | None:
         """bool [R]: rows that leave after all others; None if the prompt policy prefers none."""

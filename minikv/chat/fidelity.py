@@ -45,21 +45,23 @@ def recall(
     progress: Callable[[int, int], None] | None,
     room: int,
     measuring: Measuring,
+    begins: int,
 ) -> Recalled:
     """Read the whole conversation, with what the tier has of it, as `Engine.recall`; and measure.
+    begins: the position at which the last turn begins.
 
     After an error in a later try, the cache has the prompt under the budget before that one.
     """
     kv, bound = engine.kv, measuring.bound
     if not bound:
-        logits = engine.recall(ids, progress, room)
+        logits = engine.recall(ids, progress, room, None, begins)
         began, found = perf_counter(), None
         if measuring.wanted:
             found = engine.fidelity(ids[-1], logits, measuring.vocab)
         return Recalled(logits, kv.last_prompt, found, perf_counter() - began)
     evict_s, peak, seconds = 0.0, 0, 0.0
     for tried, rows in enumerate(kv.budgets(len(ids)), 1):
-        logits = engine.recall(ids, progress, room, rows)
+        logits = engine.recall(ids, progress, room, rows, begins)
         figures = kv.last_prompt
         evict_s, peak = evict_s + figures.evict_s, max(peak, figures.peak_bytes)
         began = perf_counter()

@@ -24,7 +24,8 @@ class PromptPlan:
 
     parts: the prompts, in order. anew: they are read into an empty cache. reuse: what the turn
     record says. pinned: with `anew`, how many first positions never leave. recalled: the one part
-    is the whole conversation, of which the tier gives the first `given` tokens.
+    is the whole conversation, of which the tier gives the first `given` tokens, and the last turn
+    begins at position `begins`.
     """
 
     reuse: str
@@ -33,6 +34,7 @@ class PromptPlan:
     pinned: int = 0
     recalled: bool = False
     given: int = 0
+    begins: int = 0
 
     @property
     def ids(self) -> list[int]:
@@ -108,7 +110,7 @@ def read(
             last = part is plan.parts[-1]
             gaps = gaps or (done > 0 and kv.stats().gaps)
             if plan.recalled:
-                found = recall(engine, part, between_chunks, room, measuring)
+                found = recall(engine, part, between_chunks, room, measuring, plan.begins)
                 logits, figures = found.logits, found.figures
                 fidelity, fidelity_s = found.fidelity, found.seconds
             else:

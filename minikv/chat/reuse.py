@@ -34,7 +34,8 @@ def checked(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What `auto` chose, refresh or once, and a line that says why; empty if both are the same."""
+    """What `auto` chose: recall, refresh or once, and a line that says why; empty if both are the
+    same."""
 
     reuse: str
     why: str = ""

@@ -403,7 +403,8 @@ class ChatSession:
         if not self.fed or self.rereads or self.reuse != "auto":
             return 0
         if self._recalls() and self.recall.ready(len(self.fed)):
-            return len(self.fed) - self.recall.given(self.fed) if not self.recall.tokens else 0
+            has = self.recall.has(self.fed)
+            return len(self.fed) - has if self._lacks(has) else 0
         return len(self.fed) if self._decide().reuse == "refresh" else 0
 
     @property
@@ -549,7 +550,7 @@ class ChatSession:
         answer = Answer(self.tokenizer.stream(), stop)
         before = self._set_aside()
         known = self.engine.kv.stats()
-        self.rereading = _again(feed, decision)
+        self.rereading = self._again(feed, decision)
         try:
             feed, read = self._read(feed, messages, max_tokens, progress, warn)
         finally:
@@ -639,7 +640,8 @@ class ChatSession:
         def stopped() -> bool:
             return self._cancelled
 
-        measuring = Measuring(self.tokenizer.vocab, self.fidelity, self.quality)
+        bound = self.quality if self.eviction.evicts else 0.0
+        measuring = Measuring(self.tokenizer.vocab, self.fidelity, bound)
         try:
             read = prompt_plan.read(self.engine, feed, room, progress, stopped, measuring)
         except TierError as error:
@@ -647,7 +649,7 @@ class ChatSession:
             feed, decision = self._feed(messages)
             if not self._fits(feed):
                 raise self._does_not_fit(len(feed.ids), "needs") from None
-            self.rereading = _again(feed, decision)
+            self.rereading = self._again(feed, decision)
             return self._read(feed, messages, room, progress, warn)
         except Interrupted:
             if not self._skips:
@@ -662,6 +664,18 @@ class ChatSession:
         self._cancelled = self._skips = self.rereading = False
         warn("stopped reading again: this answer comes from the cache as it is")
         return instead, prompt_plan.read(self.engine, instead, room, progress, stopped, measuring)
+
+    def _again(self, feed: PromptPlan, decision: Decision | None) -> bool:
+        """Whether `auto` reads the conversation again."""
+        again = feed.recalled and self._lacks(feed.given)
+        return decision is not None and (feed.reuse == "refresh" or again)
+
+    def _lacks(self, tokens: int) -> bool:
+        """Whether so many first tokens are less than what the last question read."""
+        if self.report is None:
+            return False
+        last = self.report.tokens
+        return tokens < last.prompt_reused + last.prompt_new
 
     def _fits(self, feed: PromptPlan) -> bool:
         """Whether the prompt and one more token fit the model's context."""
@@ -690,11 +704,14 @@ class ChatSession:
             elif recalls := anew.due(answer.generated) and self.recall.tier is not None:
                 room = max_tokens - answer.generated
                 logits = self._recalled(self.pending_token, room, anew.rows)
-                if logits is None:
+                if logits is None and self._cancelled:
                     answer.reason = "user"
                     break
-                token = pick(logits, vocab, sampling, self.seed, len(self.fed))
-                answer.passes += 1
+                if logits is None:  # the tier failed
+                    token = self._next(self.pending_token, sampling, ahead=False)
+                else:
+                    token = pick(logits, vocab, sampling, self.seed, len(self.fed))
+                    answer.passes += 1
             else:
                 after = answer.generated + 1
                 ahead = after < max_tokens and not anew.due(after)
@@ -807,7 +824,7 @@ class ChatSession:
                     ids = self.known + self.template.following(messages)
                 given = self.recall.given(ids)
                 mode = "recall" if given else "refresh" if self.turns else "once"
-                return PromptPlan(mode, (ids,), True, pinned, True, given), None
+                return PromptPlan(mode, (ids,), True, pinned, True, given, len(self.known)), None
             if self.reuse != "blind":
                 return PromptPlan("refresh" if self.turns else "once", (ids,), True, pinned), None
             cut = reuse.parts(ids, self._asked(), _with(self.template.opening, messages))
@@ -819,7 +836,7 @@ class ChatSession:
             given = self.recall.given(whole)
             mode = "recall" if given else "refresh"
             decision = Decision(mode) if self.reuse == "auto" and not self.rereads else None
-            return PromptPlan(mode, (whole,), True, 0, True, given), decision
+            return PromptPlan(mode, (whole,), True, 0, True, given, len(self.fed)), decision
         mode = "refresh" if self.rereads else self.reuse
         if mode in ("auto", "recall"):  # there is no tier
             decision = self._decide()
@@ -892,8 +909,8 @@ class ChatSession:
 
     def _recalled(self, token: int, room: int, rows: int | None) -> Tensor | None:
         """Feed the pending token by a pass over all that was read and the answer so far, for which
-        the rows under the budget are chosen anew; its logits. None if it was stopped: then nothing
-        has changed."""
+        the rows under the budget are chosen anew; its logits. None if it was stopped or the tier
+        failed: then the cache has not changed."""
 
         def between_chunks(done: int, total: int) -> None:
             if self._cancelled:
@@ -902,8 +919,12 @@ class ChatSession:
         whole = [*self.fed, token]
         self.recall.given(whole)
         try:
-            return self.engine.recall(whole, between_chunks, room, rows)
+            begins = self.engine.kv.last_turn
+            return self.engine.recall(whole, between_chunks, room, rows, begins)
         except Interrupted:
+            return None
+        except TierError as error:
+            self.engine.notices.append(self.recall.failed(error))
             return None
         finally:
             if self.engine.kv.position > len(self.fed):
@@ -1066,12 +1087,6 @@ class _Closed:
 
 
 _NO_TIER = '`tier="none"`'
-
-
-def _again(feed: PromptPlan, decision: Decision | None) -> bool:
-    """Whether `auto` reads the conversation again."""
-    again = feed.reuse == "refresh" or (feed.recalled and not feed.given)
-    return decision is not None and again
 
 
 def _over_bound(lost: Fidelity) -> str:

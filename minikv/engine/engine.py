@@ -83,14 +83,15 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         room: int = 256,
         rows: int | None = None,
+        begins: int | None = None,
     ) -> Tensor:
         """As `prompt`, for the whole conversation: what the tier has of it is not fed again, but
         attended to, exactly (see `KVCache.recall`). Logits and errors as there. `rows`: a smaller
-        budget for this once."""
+        budget for this once. `begins`: where the last turn begins."""
         kv = self.kv
         left = self._fitting(len(ids), 0)
         with self._reading(progress):
-            given = kv.recall(len(ids), min(room, max(1, left - len(ids))), rows)
+            given = kv.recall(len(ids), min(room, max(1, left - len(ids))), rows, begins)
             logits = self.network.forward(self._tensor(ids[given:]), _Withheld(kv, given))
             _check(logits, "reading the prompt")
             kv.advance(len(ids) - given)

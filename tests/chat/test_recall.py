@@ -10,6 +10,7 @@ import torch
 from small_chat import chat, held_of, say
 
 import minikv
+from minikv.cache.tier import TierError
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Place, Recall
 from minikv.chat.report import size
@@ -36,8 +37,8 @@ def test_recall_answers_as_reading_all_of_it_anew_does(monkeypatch: pytest.Monke
     engine, prompts = session.engine, []
     recall = engine.recall
 
-    def recorded(ids: list[int], progress: Any, room: int) -> torch.Tensor:
-        logits = recall(ids, progress, room)
+    def recorded(ids: list[int], *how: Any) -> torch.Tensor:
+        logits = recall(ids, *how)
         prompts.append((list(ids), logits, held_of(session)))
         return logits
 
@@ -248,6 +249,74 @@ def test_answers_of_the_bundled_model_follow_the_full_cache() -> None:
         found[policy] = ["".join(session.ask(q, max_tokens=12)) for q in item.questions]
     assert found["adakv"] == found["full"]
     assert modes(session)[1:] == ["recall"] * (len(item.questions) - 1)
+
+
+@pytest.mark.parametrize("undo_turns", [0, 4])
+@pytest.mark.parametrize("policy", ["snapkv+turns", "adakv+turns"])
+def test_a_turn_begins_where_it_began_whatever_the_tier_has(policy: str, undo_turns: int) -> None:
+    """Policies that keep the ends of turns longest see the turns of the conversation, also of a
+    short question, and the same ones when it is asked again."""
+    session = recalling(policy=policy, budget=64, undo_turns=undo_turns)
+    session.attach(MILL)
+    say(session, "Who?")
+    first = session.reports[0].tokens
+    ends = [first.prompt_new]
+    want, held = say(session, "Why?")[0], held_of(session)
+    kv: Any = session.engine.kv
+    assert kv._turns == [(0, ends[0]), (first.seen_total, kv._turns[1][1])]
+    if undo_turns:  # without a copy the borders of earlier turns are not known
+        session.undo()
+        assert say(session, "Why?")[0] == want
+        assert held_of(session) == held
+    session.refresh_every = 2
+    say(session, "And?")
+    assert [begin for begin, _ in kv._turns][:2] == [0, first.seen_total]
+    assert len(kv._turns) == 3
+
+
+def test_quality_without_eviction_is_no_error() -> None:
+    session = recalling(undo_turns=0)
+    session.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(session, question)
+    session.quality = 0.5
+    session.configure(EvictionConfig.read("full"))
+    session.undo()
+    assert say(session, "Why?")[0]
+    assert modes(session)[-1] == "recall"
+
+
+def test_another_chats_tier_is_no_tier_of_this_one() -> None:
+    one, other = recalling(), recalling()
+    for each, text in ((one, MILL), (other, RIVER)):
+        each.attach(text)
+        say(each, "Who?")
+    one.restore(other.snapshot())
+    assert one.reads_again >= len(one.fed) - 20
+    say(one, "Why?")
+    assert one.reports[-1].tokens.prompt_reused < 20
+
+
+def test_a_tier_that_fails_within_an_answer_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, plain = recalling(), recalling()
+    for each in (session, plain):
+        each.attach(MILL)
+        say(each, "Who?")
+    session.refresh_every = 4
+    recall, passes = session.engine.recall, []
+
+    def failing(*given: Any) -> torch.Tensor:
+        passes.append(len(given[0]))
+        if len(passes) > 1:
+            raise TierError("no space left")
+        return recall(*given)
+
+    monkeypatch.setattr(session.engine, "recall", failing)
+    assert say(session, "Why?")[0] == say(plain, "Why?")[0]
+    report = session.reports[-1]
+    assert len(passes) == 2
+    assert report.stop_reason != "error"
+    assert any("goes on without it" in line for line in report.warnings)
 
 
 def test_a_chat_that_evicts_no_longer_recalls_what_was_evicted() -> None:

@@ -183,12 +183,12 @@ def _press_at(presses: Presses) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     def reading(how: Callable[..., Any]) -> Callable[..., Any]:
-        def read(self: Engine, ids: Any, progress: Any = None, room: int = 256) -> Any:
+        def read(self: Engine, ids: Any, progress: Any = None, room: int = 256, *more: Any) -> Any:
             def told(done: int, total: int) -> None:
                 press("chunk")
                 progress(done, total)
 
-            return how(self, ids, told, room)
+            return how(self, ids, told, room, *more)
 
         return read
 
