@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
+
 
 def run() -> None:
     """The entry point, quiet also when Ctrl-C comes while Python is still importing."""
+    if os.environ.get("HOME") == "":  # libraries would take the root directory for a home
+        del os.environ["HOME"]
+    gc.set_threshold(50_000)  # looking for garbage every 700 objects is 5 % of `--help`
     try:
         from minikv.cli.main import run as command
 

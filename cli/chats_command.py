@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from minikv.chat.report import size
 from minikv.cli.confirm import confirmed
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved.files import TRANSCRIPT, check_name, lock, opened
+from minikv.cli.saved.files import (
+    DAMAGE,
+    TRANSCRIPT,
+    TRANSCRIPT_BYTES,
+    check_name,
+    lock,
+    opened,
+)
 from minikv.cli.saved.listing import Entry, listing, unknown
 from minikv.cli.saved.transcript import read
 from minikv.cli.tables import grid
@@ -134,11 +141,11 @@ def _facts(entry: Entry) -> _Facts:
     path = chats_folder() / entry.name / TRANSCRIPT
     names: list[str] = []
     saved = time.time()
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), opened(path) as file:
+    with contextlib.suppress(OSError, *DAMAGE), opened(path) as file:
         saved = os.fstat(file.fileno()).st_mtime
-        file.readline()  # the header
-        while (line := json.loads(file.readline()))["kind"] == "document":
-            names.append(line["name"] or "piped text")
+        file.readline(TRANSCRIPT_BYTES)  # the header
+        while (line := json.loads(file.readline(1 << 20)))["kind"] == "document":
+            names.append(str(line["name"] or "piped text"))
     return _Facts(tuple(names), _bytes(entry.name), time.time() - saved)
 
 

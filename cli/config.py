@@ -1,8 +1,8 @@
 """Settings from files and the environment, each with where it came from.
 
-A flag wins over /set, that over MINIKV_* variables, those over ./minikv.toml, that over the user's
-config.toml, that over the default. An unknown key in a file is an error, because a setting that
-silently has no effect is hard to notice.
+A flag wins over /set, that over a preset, that over MINIKV_* variables, those over ./minikv.toml,
+that over the user's config.toml, that over the default. An unknown key in a file is an error,
+because a setting that silently has no effect is hard to notice.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import os
 import stat
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,10 @@ from minikv.errors import UsageError
 from minikv.policies import find, step_names
 from minikv.settings import (
     ADVANCED,
+    CACHE,
     DOCUMENTS,
     OUTPUT,
+    PRESETS,
     Generation,
     Plain,
     Setting,
@@ -42,6 +44,8 @@ BUNDLED = "bundled"
 LOCAL = "minikv.toml"
 PREFIX = "MINIKV_"
 _LIMIT = 1 << 20  # bytes
+_OTHERS = (paths.HOME, "MINIKV_NATIVE")  # variables that are no settings: see `kernels.cpu.build`
+_LARGEST = 1 << 64  # of whole numbers in the file
 _CHAT = ("ask", "chat")
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -50,6 +54,18 @@ _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 class Interface:
     """What a command reads and shows, whatever it computes."""
 
+    preset: str = setting(
+        "",
+        "settings that go together, for those that are not given as flags; "
+        + "; ".join(
+            f"{name}: {' '.join(f'--{key} {value}' for key, value in values.items())}"
+            for name, values in PRESETS.items()
+        ),
+        CACHE,
+        commands=_CHAT,
+        choices=("", *PRESETS),
+        takes="NAME",
+    )
     encoding_errors: str = setting(
         "strict",
         "invalid bytes in a document: refuse them, or replace them with U+FFFD",
@@ -88,12 +104,15 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What files and variables say. `notes` are warnings to show."""
+    """What files and variables say. `notes` are warnings to show. `by_preset`: the settings that
+    the preset in force sets, if there is one."""
 
     values: Mapping[str, Value] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     loaders: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    preset: str = ""
+    by_preset: tuple[str, ...] = ()
 
     def model(self, name: str | None) -> str | None:
         """What --model means: an alias stands for its model; an empty name, and the name that
@@ -114,10 +133,16 @@ class Config:
             for command, parameters in commands.items()
         }
 
+    def under(self, preset: str, given: Collection[str]) -> Config:
+        """This, under a preset, which sets what was not `given` as a flag."""
+        return replace(self, preset=preset, by_preset=tuple(set(PRESETS[preset]) - set(given)))
+
     def origins(self, given: Collection[str]) -> dict[str, str]:
         """Where each setting's value came from; `given`: parameters typed on the command line."""
         return {
-            name: setting.flag
+            name: f"--preset {self.preset}"
+            if name in self.by_preset
+            else setting.flag
             if name in given
             else self.values[name].origin
             if name in self.values
@@ -154,7 +179,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
                 raise UsageError(f"{shown}: unknown key {quoted(key)}", nearest(key, known))
     notes = []
     for variable, text in sorted(environ.items()):
-        if not variable.startswith(PREFIX) or variable == paths.HOME or not text:
+        if not variable.startswith(PREFIX) or variable in _OTHERS or not text:
             continue
         key = variable.removeprefix(PREFIX).lower()
         if key in SETTINGS:
@@ -223,7 +248,7 @@ def read_toml(path: Path, shown: str) -> dict[str, object] | None:
         return tomllib.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UsageError(f"{shown} is not valid UTF-8: byte {error.start:,}") from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError alone
         raise UsageError(
             f"{shown} is not valid TOML: {clean(str(error))}",
             'for example: budget = "20%", or temperature = 0.7',
@@ -247,6 +272,8 @@ def _checked(setting: Setting, value: object, where: str) -> Plain:
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(value)}")
         return possible(setting, tuple(texts), where)
+    if type(value) is int and not -_LARGEST < value < _LARGEST:
+        raise UsageError(f"{where} is too large a number")
     if kind is str and type(value) is int and setting.name == "budget":
         value = str(value)
     if kind is float and type(value) is int:

@@ -25,6 +25,7 @@ from minikv.cli import selftest
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError
+from minikv.models import refuse_without_torch
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 _PATIENCE = 5.0  # seconds for an answer of the hub
@@ -44,7 +45,9 @@ class Check:
 
 
 def doctor(terminal: Terminal, *, offline: bool = False, as_json: bool = False) -> None:
-    """Run all checks and print them as they come. Leaves with exit code 1 if one failed."""
+    """Run all checks and print them as they come. Leaves with exit code 1 if one failed. Raises
+    ModelTooLarge where torch cannot be imported."""
+    refuse_without_torch()
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     if offline:  # read by the hub library once, when it is imported
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -178,7 +181,8 @@ def gpu() -> list[Check]:
 
 
 def kernels() -> list[Check]:
-    """Which kernels a chat would use. The first time, this compiles the C kernels of a CPU."""
+    """Which kernels a chat would use, and on a CPU the class of the processor, by which they were
+    chosen. The first time, this compiles the C kernels of a CPU."""
     import torch
 
     from minikv.cache.kv_cache import KVCache
@@ -190,6 +194,8 @@ def kernels() -> list[Check]:
     )
     who = {"triton": "Triton's", "native": "in C, compiled on this machine"}
     found = who.get(made.ops.name, "plain torch")
+    if made.ops.choices:
+        found = f"{found}; processor class {made.ops.choices}"
     if made.notice is None:
         return [Check("kernels", OK, found)]
     hint = "install gcc or clang" if "compiler" in made.notice else ""

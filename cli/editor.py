@@ -32,7 +32,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 
 from minikv.cli.history import HistoryFile
-from minikv.cli.interrupt import Terminated
+from minikv.cli.interrupt import Terminated, ends
 from minikv.cli.keyboard import Keyboard, Lines
 from minikv.cli.terminal import Terminal, clean
 
@@ -111,11 +111,12 @@ def _ending(app: Application[str]) -> Iterator[None]:
         if not app.is_done:
             app.exit(exception=Terminated())
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in ends()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Presses:

@@ -2,11 +2,12 @@
 
 0 ok · 1 run-time or internal error · 2 usage · 3 model unavailable or unsupported · 4 out of memory
 · 5 does not fit the context · 6 corrupt or unsafe model file · 130 interrupted
-· 143 ended by SIGTERM.
+· 143 ended by SIGTERM or SIGHUP.
 """
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +16,18 @@ from dataclasses import dataclass
 import typer
 
 from minikv.cli.interrupt import Terminated, ending
-from minikv.cli.terminal import OutputError, Terminal, hush
+from minikv.cli.terminal import OutputError, Terminal, clean, hush
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError
 
 # What torch's CPU allocator says; it has no exception class of its own.
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+_NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "could not create a primitive",  # oneDNN
+    "can't start new thread",  # Python, which has no room for the stack
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +45,7 @@ def explain(error: Exception) -> Failure:
         return Failure(_line(error), worded(error.hint), error.exit_code)
     if isinstance(error, OutputError):
         return Failure(_line(error), "", 1)
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _NO_MEMORY)
-    ):
+    if _is_memory(error):
         return Failure(
             f"out of memory: {_line(error) or 'the system refused'}",
             "nothing was added to the chat; try a shorter document, a smaller --budget or --dtype "
@@ -52,10 +57,29 @@ def explain(error: Exception) -> Failure:
 
     if isinstance(error, ModelError):
         return Failure(_line(error), worded(error.hint), error.exit_code)
+    if isinstance(error, OSError) and error.errno is not None:
+        name = f": {clean(str(error.filename))}" if error.filename is not None else ""
+        return Failure(
+            _cut(f"the system refused: {error.strerror or error.errno}{name}"),
+            "--debug shows what minikv was doing",
+            1,
+        )
     return Failure(
         f"{type(error).__name__}: {_line(error)}",
         "this is a bug in minikv; --debug shows where it happened",
         1,
+    )
+
+
+def _is_memory(error: Exception) -> bool:
+    """Whether there was too little memory, whoever says so."""
+    text = str(error).lower()
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY))
+        # The loader of a library, which says nothing more.
+        or (isinstance(error, ImportError) and "failed to map segment" in text)
     )
 
 
@@ -92,5 +116,8 @@ def show(terminal: Terminal, error: Exception) -> int:
 
 
 def _line(error: Exception) -> str:
-    text = " ".join(worded(str(error)).split())
+    return _cut(" ".join(worded(str(error)).split()))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 400 else f"{text[:400]}…"

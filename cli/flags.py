@@ -20,7 +20,7 @@ from minikv.cli.config import Config
 from minikv.cli.failures import guard
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
-from minikv.settings import CACHE, Setting, settings_of
+from minikv.settings import CACHE, PRESETS, Setting, settings_of
 
 
 class Only:
@@ -73,12 +73,14 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
         if not typed.get("debug", False):  # it logs every attempt; the last one is our error
             os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         with guard(terminal, debug=typed.get("debug", False)):
-            call = Call(
-                terminal,
-                context.obj or Config(),
-                config.given(context),
-                context.invoked_subcommand,
-            )
+            _refuse_gone()
+            known, given = context.obj or Config(), config.given(context)
+            if preset := typed.get("preset"):
+                known = known.under(preset, given)
+                typed |= {name: PRESETS[preset][name] for name in known.by_preset}
+                if "preset" in given:  # as typed as itself: a saved chat's settings give way
+                    given |= set(known.by_preset)
+            call = Call(terminal, known, given, context.invoked_subcommand)
             for name, kind in groups.items():
                 own = {field.name for field in fields(kind)} & set(typed)
                 values = {key: typed.pop(key) for key in own}
@@ -91,6 +93,18 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     vars(called)["__signature__"] = inspect.Signature(parameters)
     called.__annotations__ = {one.name: one.annotation for one in parameters}
     return called
+
+
+def _refuse_gone() -> None:
+    """Raise UsageError where the current directory was deleted: relative names mean nothing there,
+    and torch's library ends the process."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the current directory cannot be read: {error.strerror}",
+            "it was deleted or moved; change to another one with cd",
+        ) from None
 
 
 _KIND = inspect.Parameter.POSITIONAL_OR_KEYWORD

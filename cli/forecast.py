@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from minikv.cache.stats import full_cache_bytes
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.wording import worded
-from minikv.errors import UsageError
+from minikv.errors import ContextError, UsageError
 from minikv.settings import Settings
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from minikv.models.config import ModelConfig
 
 
+_REQUEST = (0,) * 32
+"""As many tokens as a template or a tokenizer may take of a request to repeat a text."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One policy. Bytes of the KV cache; `needs` adds weights and work space.
@@ -33,7 +37,8 @@ class Row:
     rows: the budget in tokens per head. reading: the most at once during prefill. writing: the
     memory allocated while the answer is written. held: the tokens held at the end of the answer,
     with the state of the policy. fits: None where free memory is not known. `error` says why there
-    are no figures.
+    are no figures. again: tokens that are read once more before anything is evicted; ram: what is
+    held in RAM for that, beside a GPU's memory or as a part of `reading`.
     """
 
     policy: str
@@ -46,6 +51,8 @@ class Row:
     needs: int = 0
     fits: bool | None = None
     error: str = ""
+    again: int = 0
+    ram: int = 0
 
     @property
     def label(self) -> str:
@@ -99,7 +106,7 @@ class Forecast:
     free: int | None
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
-    tier: TierForecast | None = None  # None where nothing is evicted
+    tier: TierForecast | None = None  # None where nothing is evicted that could be recalled
 
 
 def forecast(
@@ -150,10 +157,16 @@ def forecast(
             return Row(name, "", stride, error=worded(f"{eviction}; {eviction.hint}"))
         try:
             kv = begun(eviction, config, kind, tokens, answer, settings.kv)
-        except UsageError as error:
+        except (UsageError, ContextError) as error:
             return Row(name, eviction.decode, stride, error=worded(f"{error}; {error.hint}"))
         assert kv.target is not None
+        if kv.foresees:
+            notes.append(f"{name} reads the prompt twice, which takes about twice the time")
         reading, writing = peak(kv, eviction, tokens), kv.target.nbytes
+        twice = kv.scored_twice
+        ram = 0 if twice is None else twice.rows.nbytes
+        if where.type == "cuda":
+            reading -= ram
         needs = max(weights + space + max(reading, writing), load)
         return Row(
             name,
@@ -165,6 +178,8 @@ def forecast(
             held_bytes(kv, eviction, tokens, answer),
             needs,
             None if free is None else needs <= free,
+            again=0 if twice is None else twice.work - tokens,
+            ram=ram,
         )
 
     rows = [row(*case, choice) for case, choice in zip(cases, choices, strict=True)]
@@ -197,9 +212,10 @@ def _tier(
     shape: Shape, dtype: torch.dtype, tokens: int, rows: Sequence[Row], free: int | None
 ) -> TierForecast | None:
     """free: bytes of RAM, weights and cache not counted off; None if that is not known."""
-    from minikv.cache.tier import row_nbytes
+    from minikv.cache.tier_rows import row_nbytes
 
-    evicting = [row for row in rows if row.policy != "full" and not row.error]
+    # What is read twice serves all questions, and is not recalled.
+    evicting = [row for row in rows if row.policy != "full" and not (row.error or row.again)]
     if not evicting:
         return None
     same, int8 = (row_nbytes(shape, dtype, coded) for coded in (False, True))
@@ -222,6 +238,7 @@ def begun(
 
     from minikv.cache.kv_cache import KVCache
     from minikv.loader import shape_of
+    from minikv.policies.base import Wording
 
     prompt, step, budget, stride = eviction.policies()
     kv = KVCache(
@@ -234,6 +251,7 @@ def begun(
         stride=stride,
         kv=torch.int8 if kept == "int8" else None,
     )
+    kv.words = Wording(_REQUEST, _REQUEST, _REQUEST)
     kv.begin(tokens, min(answer, max(1, config.max_context - tokens)))
     return kv
 
@@ -244,6 +262,8 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
 
     shape, arena, prompt, step = kv.shape, kv.target, kv.prompt_policy, kv.step_policy
     assert arena is not None
+    if kv.scored_twice is not None:
+        return kv.scored_twice.planned
     state = arena.row_nbytes(arena.extra)
     heads, reading = shape.kv_heads, kv.first
     if eviction.stride:
@@ -253,11 +273,12 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
         wide = 2 * shape.head_dim * kv.dtype.itemsize + 8 + state
         return arena.nbytes + heads * (rows + eviction.stride) * wide
     assert reading is not None
-    totals = reading.plan.totals
+    plan, totals = reading.plan, reading.plan.totals
     evicts = totals is not None and any(
         heads * _visible(tokens, window) > total
         for window, total in zip(shape.windows, totals, strict=True)
     )
+    evicts = evicts or (plan.pool is not None and plan.evicts(0))
     handed = step.observe if step is not None else 0
     observed = (prompt.evidence.observe if prompt is not None else 0) or handed
     scratch = 0
@@ -265,14 +286,26 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
         scratch = 4 * heads * tokens * (shape.heads // heads + 1)  # mass and squares, float32
         if observed != ALL:
             scratch += heads * tokens * state
-    return reading.peak + scratch
+    if prompt is not None and evicts and prompt.evidence.each_query:
+        scratch += 4 * (shape.heads // heads) * min(tokens, observed) * tokens
+    told = 4 * tokens if reading.foresees else 0
+    if plan.pool is not None:
+        kept = scratch if observed == ALL else 0  # while rows enter the pool and are put in order
+        entering = min(plan.pool, heads * tokens) * shape.head_dim * kv.kv.itemsize
+        if arena.coded:  # a layer's codes and scales
+            entering += 2 * heads * tokens * (shape.head_dim + 4)
+        largest = max(column.nbytes for column in arena.columns.values())
+        scratch = max(scratch, kept + entering, kept + largest)
+    return reading.peak + told + scratch
 
 
 def held_bytes(kv: KVCache, eviction: EvictionConfig, tokens: int, steps: int) -> int:
     """Bytes of the rows held when `steps` tokens of the answer have been fed. Of layers with a
     sliding window an upper bound: rows slide out one by one."""
-    shape, reading, rows = kv.shape, kv.first, kv.budget_rows or 0
+    shape, reading, rows = kv.shape, kv.first or kv.scored_twice, kv.budget_rows or 0
     totals = reading.plan.totals if reading is not None else None
+    if reading is not None and reading.plan.pool is not None:
+        return _held_of_pool(kv, reading.plan.pool, tokens, steps) * kv.arena.row_nbytes()
     if eviction.stride:
         totals = [shape.kv_heads * rows] * shape.layers
     count = 0
@@ -289,6 +322,17 @@ def held_bytes(kv: KVCache, eviction: EvictionConfig, tokens: int, steps: int) -
         most = shape.kv_heads * _visible(tokens + steps, window)
         count += min(max(most, after), bound)
     return count * kv.arena.row_nbytes()
+
+
+def _held_of_pool(kv: KVCache, pool: int, tokens: int, steps: int) -> int:
+    """Rows held under one budget for all layers, as `held_bytes`: `pool` after the prompt."""
+    shape = kv.shape
+    heads, windows = shape.kv_heads, shape.windows
+    after = min(pool, heads * sum(_visible(tokens, window) for window in windows))
+    most = heads * sum(_visible(tokens + steps, window) for window in windows)
+    if kv.step_policy is None:
+        return min(most, after + heads * shape.layers * steps)
+    return min(most, pool)
 
 
 def workspace(config: ModelConfig, tokens: int, itemsize: int, *, cuda: bool) -> int:

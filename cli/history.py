@@ -38,7 +38,7 @@ class HistoryFile(History):
             return []
         messages = []
         for line in lines[-ENTRIES:]:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)
                 if isinstance(entry, str):
                     messages.append(entry)

@@ -17,7 +17,7 @@ TWICE = 2.0
 
 
 class Terminated(BaseException):
-    """SIGTERM came. Like KeyboardInterrupt, nothing but the end of the program catches it."""
+    """SIGTERM or SIGHUP came. Like KeyboardInterrupt, only the end of the program catches it."""
 
 
 class Interrupts:
@@ -63,7 +63,7 @@ class Interrupts:
             self.ended = True
             (end or cancel)()
 
-        handlers = {signal.SIGINT: handle, signal.SIGTERM: finish}
+        handlers = {signal.SIGINT: handle, **dict.fromkeys(ends(), finish)}
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
@@ -77,6 +77,14 @@ class Interrupts:
             raise Terminated
 
 
+def ends() -> tuple[int, ...]:
+    """The signals that end the program: SIGTERM, and SIGHUP of a terminal that was closed, unless
+    the program is to outlive it (nohup)."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return (signal.SIGTERM,)
+    return signal.SIGTERM, signal.SIGHUP
+
+
 @contextmanager
 def ending() -> Iterator[None]:
     """Inside, SIGTERM raises Terminated, so that what was begun is put in order."""
@@ -87,8 +95,9 @@ def ending() -> Iterator[None]:
     def end(signum: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in ends()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

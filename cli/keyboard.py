@@ -54,7 +54,7 @@ class Lines:
 
 
 class Keyboard:
-    """The terminal of a chat, from here to `close`. `editor`: its lines are read by the line
+    """The terminal of a chat, from `open` to `close`. `editor`: its lines are read by the line
     editor, otherwise by `input()`.
 
     `early` is what was typed before, as the line editor would have got it. `ahead` is what the
@@ -69,11 +69,16 @@ class Keyboard:
         self._err = err
         self._asks = False
         self._before = _mode(self._number)
-        main = threading.current_thread() is threading.main_thread()
-        # A shell that continues the chat may have changed the terminal.
-        self._handler = signal.signal(signal.SIGCONT, self._resumed) if main else None
+        self._handler: Any = None
+
+    def open(self) -> None:
+        """Switch the terminal. It is only for a keyboard that somebody has and will close: a signal
+        may end the program at any moment from here on."""
+        if threading.current_thread() is threading.main_thread():
+            # A shell that continues the chat may have changed the terminal.
+            self._handler = signal.signal(signal.SIGCONT, self._resumed)
         self._wait()
-        if editor:  # until now an Enter was a Ctrl-J
+        if self.editor:  # until now an Enter was a Ctrl-J
             self.early = re.sub(r"\r?\n", "\r", self._typed())
 
     @contextlib.contextmanager
@@ -148,15 +153,19 @@ def unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
     """Inside, the terminal behind `stream` echoes no keys. `moved` is called when the process
     continues after it was stopped: the shell has written to the terminal."""
 
-    def echo(on: bool) -> bool:
-        """Switch it; True if that changed something."""
+    def echoes() -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            mode = _mode(stream.fileno())
+            return mode is not None and bool(mode[_LOCAL] & termios.ECHO)
+        return False
+
+    def echo(on: bool) -> None:
         with contextlib.suppress(OSError, ValueError):
             number = stream.fileno()
             mode = _mode(number)
             if mode is not None and bool(mode[_LOCAL] & termios.ECHO) != on:
                 mode[_LOCAL] ^= termios.ECHO
-                return _set(number, mode)
-        return False
+                _set(number, mode)
 
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGCONT) if main else None
@@ -167,16 +176,17 @@ def unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
         echo(False)
         moved()
 
-    if main:
-        signal.signal(signal.SIGCONT, resumed)
-    changed = echo(False)
-    try:
+    echoed = echoes()
+    try:  # a signal may end the program at any moment
+        if main:
+            signal.signal(signal.SIGCONT, resumed)
+        echo(False)
         yield
     finally:
-        if changed:
-            echo(True)
         if main:
             signal.signal(signal.SIGCONT, before)
+        if echoed:
+            echo(True)
 
 
 def _in_front(number: int) -> bool:
@@ -194,11 +204,8 @@ def _mode(number: int) -> Mode | None:
         return None
 
 
-def _set(number: int, mode: Mode | None) -> bool:
-    """Switch the terminal, where that is possible; False if it was not."""
-    if mode is None or not _in_front(number):
-        return False
-    with contextlib.suppress(termios.error):
-        termios.tcsetattr(number, termios.TCSANOW, mode)
-        return True
-    return False
+def _set(number: int, mode: Mode | None) -> None:
+    """Switch the terminal, where that is possible."""
+    if mode is not None and _in_front(number):
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(number, termios.TCSANOW, mode)

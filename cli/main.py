@@ -6,6 +6,9 @@ Nothing here imports torch: `--help`, `--version` and `policies` answer at once.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -184,7 +187,7 @@ def chat(
     call: Call,
     settings: Settings,
     generation: Generation,
-    interface: Annotated[Interface, Only("encoding_errors quiet plain debug")],
+    interface: Annotated[Interface, Only("preset encoding_errors quiet plain debug")],
     files: Files = None,
     prompt: Annotated[
         str | None,
@@ -270,7 +273,9 @@ def demo(call: Call, interface: Annotated[Interface, Only("plain debug")]) -> No
     "Ask the same questions under every policy and budget, the full cache first. Tasks: needle, "
     "facts, agree (with the full cache's answer), ppl, loss (attention lost); and chats: followup "
     "(six questions), digits (32 and 64 digits), codes (the same in sixteen parts), several (three "
-    "values), count, back (earlier answers). FILEs are LongBench or RULER records, in JSON lines.",
+    "values), count, back (earlier answers), interview (four values in one "
+    "answer), lists, passage (4 to 64 tokens to copy). FILEs are LongBench, LongBench v2 or RULER "
+    "records, asked with their official prompts; agree, ppl and loss are then theirs.",
 )
 @command
 def evaluate(
@@ -278,7 +283,7 @@ def evaluate(
     settings: Annotated[
         Settings,
         Only(
-            f"{_MODEL} threads policy budget decode stride kv tier_dtype options seed",
+            f"{_MODEL} keep_packed threads policy budget decode stride kv tier_dtype options seed",
             _list_of("policy", "adakv,snapkv,streaming"),
             _list_of("budget", "128,256"),
             _list_of("decode", "auto"),
@@ -287,7 +292,7 @@ def evaluate(
     ],
     interface: Annotated[Interface, Only("quiet debug")],
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", help="LongBench or RULER JSONL")
+        list[Path] | None, typer.Argument(metavar="FILE", help="LongBench or RULER records")
     ] = None,
     tasks: Annotated[
         str,
@@ -302,15 +307,31 @@ def evaluate(
     count: Annotated[
         int, typer.Option("--count", "-n", help="questions per task (needle: per place)")
     ] = 40,
+    questions: Annotated[
+        int,
+        typer.Option(
+            help="of these, about each document of facts, each asked as if it were the first"
+        ),
+    ] = 1,
     reuses: Annotated[
         str,
         typer.Option(
             "--reuse",
-            help="what later questions find: once, refresh, blind, recall; a list with commas",
+            help="what questions find: once (a cache evicted for the first one), refresh, blind "
+            "(evicted before any question is seen), recall; a list with commas",
             rich_help_panel=CACHE,
         ),
     ] = "once",
-    as_json: Annotated[Path | None, typer.Option("--json", help="write the results here")] = None,
+    truncate: Annotated[
+        str,
+        typer.Option(
+            help="records of FILEs that are too long: none (skip and count them) or middle (cut "
+            "the middle out, as LongBench does)",
+        ),
+    ] = "none",
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="write the results and all answers here")
+    ] = None,
     csv: Annotated[
         Path | None, typer.Option(help="write the results here", rich_help_panel=OUTPUT)
     ] = None,
@@ -318,19 +339,26 @@ def evaluate(
         list[Path] | None,
         typer.Option("--map", help="a map of the needles, .png or .svg", rich_help_panel=OUTPUT),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="draw quality over budget here, .svg", rich_help_panel=OUTPUT),
+    ] = None,
 ) -> None:
+    from minikv.cli.evaluation.command import Asked
     from minikv.cli.evaluation.command import evaluate as run_evaluation
 
-    run_evaluation(
-        tasks or ("" if files else "facts"),
-        files or [],
-        length,
-        count,
-        settings,
-        [path for path in (as_json, csv, *(heat or [])) if path],
-        call.terminal,
-        reuses,
+    asked = Asked(
+        tasks=tasks or ("" if files else "facts"),
+        files=files or [],
+        lengths=length,
+        count=count,
+        questions=questions,
+        reuse=reuses,
+        truncate=truncate,
+        outputs=[path for path in (as_json, csv, *(heat or [])) if path],
+        plot=plot,
     )
+    run_evaluation(asked, settings, call.terminal)
 
 
 @app.command(
@@ -393,6 +421,34 @@ def doctor(
     from minikv.cli.doctor import doctor as run_doctor
 
     run_doctor(call.terminal, offline=settings.offline, as_json=as_json)
+
+
+@app.command(
+    rich_help_panel=_MORE,
+    short_help="are a model's files what they should be, to the last bit?",
+    help="minikv verify -m meta-llama/Llama-3.1-8B-Instruct\n\n"
+    "Compare every file of a model that minikv reads with its checksum: weights, index, "
+    "configuration, tokenizer, chat template. A model from the hub is compared with the hub's own "
+    "checksums, without network. A directory is recorded at the first run, and compared from then "
+    "on. Loading a model does not do this, because it would take longer than the loading. Exit "
+    "code 1 if a file is not what it should be.",
+)
+@command
+def verify(
+    call: Call,
+    settings: Annotated[Settings, Only("model revision")],
+    interface: Annotated[Interface, Only("debug")],
+    record: Annotated[
+        bool,
+        typer.Option("--record", help="record a directory anew: its files are right as they are"),
+    ] = False,
+    as_json: Annotated[
+        bool, _json("the files as one JSON object: ok, and of each its state and checksums")
+    ] = False,
+) -> None:
+    from minikv.cli.verify_command import verify as run_verify
+
+    run_verify(settings.model, settings.revision, call.terminal, record=record, as_json=as_json)
 
 
 @config_app.command(help="Which files are read, the strongest first.")
@@ -467,7 +523,11 @@ def pull(
     models_command.pull(call.config.model(name) or name, settings.revision, call.terminal)
 
 
-@models_app.command("rm", help="Remove models from the Hugging Face cache.")
+@models_app.command(
+    "rm",
+    help="Remove models from the Hugging Face cache, and their packed weights. Of a model in a "
+    "folder of your own, the packed weights only.",
+)
 @command
 def remove_models(
     call: Call,
@@ -548,7 +608,10 @@ def policies(
     call.terminal.data(render.policies(as_json=as_json))
 
 
-@policies_app.command(help="minikv policies show adakv\n\nOne method: options, defaults, limits.")
+@policies_app.command(
+    help="minikv policies show adakv\n\nOne method: options, defaults, limits, and how it differs "
+    "from its paper and release."
+)
 @command
 def show(
     call: Call,
@@ -580,7 +643,21 @@ def run() -> None:
         Terminal().fail(f"cannot write the output: {error.strerror}")
         hush()
         code = 1
+    if "minikv.chat.stoppable" in sys.modules:
+        _leave_what_goes_on(int(code or 0))
     sys.exit(code or 0)
+
+
+def _leave_what_goes_on(code: int) -> None:
+    """End the process now, if work that Ctrl-C left is still going on in another thread."""
+    from minikv.chat.stoppable import left
+
+    if left():
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def _resume_alone(arguments: list[str]) -> list[str]:
@@ -599,7 +676,7 @@ def _resume_alone(arguments: list[str]) -> list[str]:
 
 _COMMANDS = (
     *("ask", "chat", "policies", "eval", "report", "plan", "doctor", "config", "bench"),
-    *("models", "chats", "demo"),
+    *("models", "chats", "demo", "verify"),
 )
 
 

@@ -1,12 +1,15 @@
-"""`minikv models`: the bundled model and those in the Hugging Face cache; pull and remove."""
+"""`minikv models`: the bundled model, those in the Hugging Face cache, and packed weights; pull and
+remove."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
+import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +21,20 @@ from minikv.cli.progress import Loading
 from minikv.cli.tables import grid
 from minikv.cli.terminal import Terminal, clean, columns
 from minikv.errors import UsageError
+from minikv.models import packed_files
+from minikv.models.packed_files import PackedFile
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model on this disk. `state`: "ready", or what keeps it from being loaded."""
+    """A model on this disk. `state`: "ready", or what keeps it from being loaded. `bytes`: of its
+    files, `packed`: of its packed weights."""
 
     name: str
     bytes: int
     state: str
     folder: str
+    packed: int = 0
 
 
 def models(terminal: Terminal, *, as_json: bool = False) -> None:
@@ -40,12 +47,16 @@ def models(terminal: Terminal, *, as_json: bool = False) -> None:
     found = [Model(BUNDLED, weights, "ready", str(FOLDER))]
     repos = sorted(_cached(), key=lambda repo: str(repo.repo_id).lower())
     found += [_model(repo) for repo in repos]
+    found = _with_packed(found)
     if as_json:
         terminal.data(json.dumps([asdict(one) for one in found]))
         return
-    lines = [("NAME", "SIZE", "STATE")]
-    lines += [(clean(one.name), size(one.bytes), clean(one.state)) for one in found]
-    table = grid(lines, "<><").split("\n")
+    some = any(one.packed for one in found)
+    lines = [("NAME", "SIZE", *(("PACKED",) if some else ()), "STATE")]
+    for one in found:
+        packed = (size(one.packed) if one.packed else "-",) if some else ()
+        lines.append((clean(one.name), size(one.bytes), *packed, clean(one.state)))
+    table = grid(lines, "<>><" if some else "<><").split("\n")
     if terminal.out.isatty():
         width = columns(terminal.out)
         table = [line if len(line) <= width else f"{line[: width - 1]}…" for line in table]
@@ -77,26 +88,41 @@ def pull(name: str, revision: str | None, terminal: Terminal) -> None:
 
 
 def remove(names: Sequence[str], terminal: Terminal, *, yes: bool = False) -> None:
-    """Remove models from the cache, all their revisions; none if one is not there."""
+    """Remove models from the cache, all their revisions, and their packed weights; none if one is
+    not there. Of a model elsewhere, a folder, the packed weights alone are removed."""
     names = list(dict.fromkeys(names))
     repos = {repo.repo_id: repo for repo in _cached()}
+    kept = {
+        name: [
+            one for one in packed_files.of_model(name) if name not in repos or one.model == name
+        ]  # not those of a directory that is called as a model of the cache is
+        for name in names
+    }
     for name in names:
         if name == BUNDLED:
             raise UsageError("the bundled model is a part of minikv and cannot be removed")
-        if name not in repos:
+        if name not in repos and not kept[name]:
             near = difflib.get_close_matches(name, repos, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "`minikv models` lists them"
             raise UsageError(f"no model {name!r} in the cache", hint)
-    total = size(sum(repos[name].size_on_disk for name in names))
+    total = sum(repos[name].size_on_disk for name in names if name in repos)
+    total += sum(one.bytes for files in kept.values() for one in files)
     what = names[0] if len(names) == 1 else f"{len(names):,} models"
-    if not confirmed(f"remove {what}, {total}?", terminal, yes=yes):
+    if not any(name in repos for name in names):
+        what = f"the packed weights of {what}"
+    if not confirmed(f"remove {what}, {size(total)}?", terminal, yes=yes):
         terminal.say("nothing was removed")
         return
     from huggingface_hub import scan_cache_dir
 
-    info = scan_cache_dir(_cache())
+    info = scan_cache_dir(_cache()) if repos else None
+    packed_files.clear()
     for name in names:
-        repo = repos[name]
+        _remove_packed(kept[name])
+        repo = repos.get(name)
+        if repo is None or info is None:
+            terminal.note(f"removed the packed weights of {name}")
+            continue
         if repo.revisions:
             info.delete_revisions(*(one.commit_hash for one in repo.revisions)).execute()
         else:  # parts of a download
@@ -104,6 +130,50 @@ def remove(names: Sequence[str], terminal: Terminal, *, yes: bool = False) -> No
         if repo.repo_path.exists():  # the library logs what fails
             raise UsageError(f"{name} could not be removed", f"remove {repo.repo_path} by hand")
         terminal.note(f"removed {name}")
+
+
+def _remove_packed(files: Sequence[PackedFile]) -> None:
+    """Raises UsageError."""
+    try:
+        packed_files.remove(files)
+    except OSError as error:
+        raise UsageError(f"packed weights could not be removed: {error.strerror}") from None
+
+
+def _with_packed(models: Sequence[Model]) -> list[Model]:
+    """The models with the size of their packed weights, and a line for each other model that has
+    some."""
+    kept: dict[str, list[PackedFile]] = {}
+    for one in packed_files.listed():
+        kept.setdefault(one.model or one.path.name, []).append(one)
+    found = []
+    for model in models:
+        own = kept.pop(model.name, [])
+        found.append(replace(model, packed=sum(one.bytes for one in own)))
+    for name, files in sorted(kept.items()):
+        folder = files[0].folder
+        bytes_, state = _elsewhere(folder)
+        packed = sum(one.bytes for one in files)
+        found.append(Model(name, bytes_, state, folder, packed))
+    return found
+
+
+def _elsewhere(folder: str) -> tuple[int, str]:
+    """Bytes of the weights in a folder that is not the cache's, and its state."""
+    try:
+        names = os.listdir(folder) if folder else None
+    except (FileNotFoundError, NotADirectoryError):
+        names = None
+    except OSError as error:
+        return 0, f"cannot be read: {error.strerror}"
+    if names is None:
+        return 0, "gone; packed weights only"
+    total = 0
+    for name in names:
+        if name.endswith(".safetensors"):
+            with contextlib.suppress(OSError):  # a link to nowhere
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total, "in a folder of its own"
 
 
 def _cache() -> str:

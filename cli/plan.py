@@ -11,11 +11,13 @@ from dataclasses import asdict, replace
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
+from minikv.checks import quoted
 from minikv.cli.forecast import Forecast, Row, config_folder, forecast
 from minikv.cli.suggestion import Suggestion, suggest
 from minikv.cli.terminal import Terminal, clean
 from minikv.cli.values import read_count
 from minikv.errors import UsageError
+from minikv.models import refuse_without_torch
 from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Settings
 
@@ -53,6 +55,7 @@ def plan(
     ("24GiB") plans for another machine than this one.
     Raises UsageError, and ModelError where the model's configuration cannot be had.
     """
+    refuse_without_torch()
     room = read_bytes(memory) if memory else None
     count = read_count(tokens) if tokens else _LENGTHS[0]
     names, cases = _cases(settings, _CASES if tokens else _OVERVIEW)
@@ -127,7 +130,9 @@ def read_bytes(text: str) -> int:
     except UsageError:
         budget = None
     if budget is None or budget.unit != "bytes":
-        raise UsageError(f"cannot read the memory size {text!r}", "for example --memory 24GiB")
+        raise UsageError(
+            f"cannot read the memory size {quoted(text)}", "for example --memory 24GiB"
+        )
     return int(budget.value)
 
 
@@ -152,6 +157,7 @@ def shown(
         ("memory", f"{free} ({one.memory})"),
         ("plan", f"read {lengths} tokens, write {one.answer:,}; budget {one.budget}"),
         *_tier(made),
+        *_scoring(made),
     ]
     lines = []
     for name, text in facts:
@@ -206,6 +212,24 @@ def _tier(made: Sequence[Forecast]) -> list[tuple[str, str]]:
         ("tier", f"in RAM {ram}, in int8 {half}; in a file about {file}"),
         ("later", f"a later question reads {reads}; without a tier, all tokens again"),
     ]
+
+
+def _scoring(made: Sequence[Forecast]) -> list[tuple[str, str]]:
+    """What policies cost that read everything twice."""
+    lines = []
+    for at, row in enumerate(made[0].rows):
+        each = [(one.tokens, one.rows[at]) for one in made if one.rows[at].again]
+        if not each:
+            continue
+        read = ", ".join(
+            f"{row.again:,} tokens more for {tokens:,} ({(tokens + row.again) / tokens:.1f} times)"
+            for tokens, row in each
+        )
+        held = ", ".join(size(row.ram) for _, row in each)
+        lines.append(
+            ("scoring", f"{row.label} reads {read}, and holds all keys and values in RAM: {held}")
+        )
+    return lines
 
 
 def _workspace(made: Sequence[Forecast]) -> str:

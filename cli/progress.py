@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from minikv.chat.report import size as size_of
 from minikv.cli.terminal import Terminal, columns
+from minikv.cli.wording import worded
 from minikv.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 FRAME = 0.1
 """Seconds between two frames."""
+SELDOM = 10.0
+"""Seconds between two lines where there is no terminal."""
+LARGE = 256 << 20
+"""Bytes that take long enough to say so before."""
 RECENT = 30.0
 """The rate is that of the last so many seconds: reading slows down as the prompt grows."""
 _WIDEST, _NARROWEST = 40, 6  # columns of the bar
@@ -104,6 +109,9 @@ def _bar(done: int, total: int, width: int, terminal: Terminal) -> str:
 class Loading:
     """Shows how far a model is downloaded and loaded: the `Progress` of `minikv.models.load`.
 
+    On a terminal that is a live line. Elsewhere it is a line when a large model begins to load, and
+    one about every ten seconds.
+
     After `cancel`, which a signal handler may call, the next report raises Interrupted. A download
     runs in threads, which an exception in the main thread would not stop.
     """
@@ -111,7 +119,9 @@ class Loading:
     def __init__(self, terminal: Terminal, *, clock: Callable[[], float] = monotonic) -> None:
         self._terminal = terminal
         self._live = Live(terminal, "", "B", clock=clock)
+        self._clock = clock
         self._phase = ""
+        self._told = 0.0  # when the last line was written, where there is no live line
         self._cancelled = False
 
     def planned(self, files: int, size: int, free: int | None) -> None:
@@ -123,6 +133,13 @@ class Loading:
 
     def weights(self, done: int, total: int) -> None:
         self._report("weights", done, total)
+
+    def packed_weights(self, done: int, total: int) -> None:
+        self._report("packed weights", done, total)
+
+    def say(self, line: str) -> None:
+        self._terminal.clear_status()
+        self._terminal.note(worded(line))
 
     def kernels(self) -> None:
         """The kernels are about to be compiled: nobody can say how far that is."""
@@ -139,10 +156,24 @@ class Loading:
         if self._cancelled:
             kept = "; finished files are kept" if phase == "download" else ""
             raise Interrupted(f"stopped at {amounts(done, total, 'B')} of the {phase}{kept}")
-        if phase != self._phase:
+        began = phase != self._phase
+        if began:
             self._phase = phase
             self._live.restart(phase)
         self._live(done, total)
+        if not self._terminal.live:
+            self._line(began, phase, done, total)
+
+    def _line(self, began: bool, phase: str, done: int, total: int) -> None:
+        """Where nobody sees a live line: in a file or a pipe."""
+        now = self._clock()
+        if began:
+            self._told = now
+            if phase == "weights" and total >= LARGE:  # the others were announced
+                self._terminal.note(f"loading {size_of(total)} of weights")
+        elif now - self._told >= SELDOM:
+            self._told = now
+            self._terminal.note(f"{phase}: {amounts(done, total, 'B')}")
 
 
 def amounts(done: int, total: int, unit: str) -> str:

@@ -244,7 +244,7 @@ def _policy_card(info: PolicyInfo) -> str:
     if info.stride:
         rows.insert(2, ("--stride", info.stride))
     text = f"{textwrap.fill(f'{info.name}: {info.summary}', 80)}\n\n{_columns(rows)}\n\n"
-    return text + _options(info.options)
+    return text + _options(info.options) + _differs(info.differences)
 
 
 def _part_card(part: Part) -> str:
@@ -255,7 +255,10 @@ def _part_card(part: Part) -> str:
         ("part of", ", ".join(used) or "no preset"),
         ("spelled", f"{part.name}(h2o)" if part.axis == "select" else _spelling(part)),
     ]
-    return f"{part.name}: {part.summary}\n\n{_columns(rows)}\n\n{_options(part.options)}"
+    return (
+        f"{part.name}: {part.summary}\n\n{_columns(rows)}\n\n{_options(part.options)}"
+        + _differs(part.differs)
+    )
 
 
 def _spelling(part: Part) -> str:
@@ -269,6 +272,7 @@ def _part_record(part: Part) -> dict[str, object]:
         "axis": part.axis,
         "summary": part.summary,
         "options": [_option_record(option) for option in part.options],
+        "differences": list(part.differs),
     }
 
 
@@ -282,6 +286,14 @@ def _options(options: Sequence[Option]) -> str:
             f"{option.help}{_limits(option)}", 80, initial_indent="    ", subsequent_indent="    "
         )
     return "\n".join(lines)
+
+
+def _differs(lines: Sequence[str]) -> str:
+    """What is done otherwise than in paper and release; nothing if there is nothing to say."""
+    if not lines:
+        return ""
+    items = [textwrap.fill(x, 80, initial_indent="- ", subsequent_indent="  ") for x in lines]
+    return "\n".join(["\n\ndifferences from paper and release", *items])
 
 
 def _policy_record(info: PolicyInfo) -> dict[str, object]:
@@ -299,6 +311,7 @@ def _policy_record(info: PolicyInfo) -> dict[str, object]:
         "stride": info.stride,
         "summary": info.summary,
         "options": [_option_record(option) for option in info.options],
+        "differences": list(info.differences),
     }
 
 

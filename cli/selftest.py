@@ -103,8 +103,9 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
             return "logits are not finite"
         most, token = kv.position if prompt is None and not stride else 0, int(logits.argmax())
         for fed in range(steps + 1):
-            bound = (max(most, rows) if budget else most) + (fed if step is None else 0)
-            wrong = _held(kv, bound)
+            # A step policy that evicts several rows at once lets heads grow until then.
+            grown = fed if step is None else min(fed, step.block - 1)
+            wrong = _held(kv, (max(most, rows) if budget else most) + grown)
             if wrong:
                 return f"{wrong} (turn {turn + 1}, {fed} tokens written)"
             if fed < steps:
@@ -122,7 +123,9 @@ def _held(kv: KVCache, bound: int) -> str:
             total += len(kept)
             if len(set(kept)) != len(kept) or not all(0 <= p < kv.position for p in kept):
                 return "positions are not unique"
-            if kv.position - 1 not in kept:
+            policy = kv.prompt_policy
+            protects = policy is None or policy.evidence.window > 0
+            if protects and kv.position - 1 not in kept:
                 return "the newest token is gone"
     if total > bound * shape.layers * shape.kv_heads:
         return f"{total} tokens held, over the budget of {bound * shape.layers * shape.kv_heads}"

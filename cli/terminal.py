@@ -75,6 +75,7 @@ class Terminal:
         """From here to `close`, what is typed while nothing asks waits unseen, for a chat."""
         editor = not self.plain and _is_tty(self.err)
         self.keyboard = Keyboard(sys.stdin, self.err, editor=editor)
+        self.keyboard.open()
 
     def close(self) -> None:
         """Leave the terminal as it was found: without a live line, and with its keys."""

@@ -68,6 +68,8 @@ def run_turn(
     def progress(done: int, total: int) -> None:
         if session.rereading:
             live.label = "reading all again (Ctrl-C: answer without)"
+        elif session.scoring:
+            live.label = "scoring what was read"
         live(done, total)
 
     def ask() -> Generator[str, None, None]:

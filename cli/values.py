@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from minikv.checks import quoted
 from minikv.errors import UsageError
 
 _SCALES = {"": 1, "k": 10**3, "ki": 1 << 10, "m": 10**6, "mi": 1 << 20}
@@ -41,12 +42,13 @@ def read_pairs(pairs: list[str]) -> dict[str, object]:
 
 def read_count(text: str) -> int:
     """ "100k", "32Ki", "1.5M" or "8192" as a number of tokens. Raises UsageError."""
-    found = re.fullmatch(r"([\d,_]*\d(?:\.\d+)?)\s*([kKmM]i?)?", text.strip())
+    found = re.fullmatch(r"([\d,_]{0,30}\d(?:\.\d{1,18})?)\s*([kKmM]i?)?", text.strip())
     if found:
         number = Fraction(found[1].replace(",", "").replace("_", ""))
         number *= _SCALES[(found[2] or "").lower()]
         if number.denominator == 1 and 1 <= number <= _MOST:
             return int(number)
     raise UsageError(
-        f"cannot read the number of tokens {text!r}", "for example --tokens 8192, 100k or 32Ki"
+        f"cannot read the number of tokens {quoted(text)}",
+        "for example --tokens 8192, 100k or 32Ki",
     )

@@ -14,7 +14,14 @@ from minikv.kernels.torch.attention import (
     total,
     visible_attention,
 )
-from minikv.kernels.torch.attention_mass import Part, add_attention_mass, below_uniform, observe
+from minikv.kernels.torch.attention_mass import (
+    Part,
+    add_attention_mass,
+    below_uniform,
+    head_attention,
+    observe,
+    peak_attention,
+)
 from minikv.kernels.torch.compaction import gather_column, gather_rows, survivors
 from minikv.kernels.torch.decode import Rows, lowest_step, ragged_attention
 from minikv.kernels.torch.int8 import from_codes, to_codes
@@ -31,10 +38,12 @@ __all__ = [
     "from_codes",
     "gather_column",
     "gather_rows",
+    "head_attention",
     "last_rows_attention",
     "lowest_step",
     "merge",
     "observe",
+    "peak_attention",
     "ragged_attention",
     "ragged_prefill",
     "rows_attention",

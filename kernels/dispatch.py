@@ -24,11 +24,16 @@
     silu_mul               triton/layer             cpu/layer         torch/layer
     int8_product           -                        cpu/product       torch/product
     row_product            -                        cpu/product       torch/product
+    pack_int8              -                        cpu/packing       models
+    pack_int4              -                        cpu/packing       models
+    unpack_int4            -                        cpu/packing       models
 
 A "-" means that the torch form is used there. "policies" means that the torch form is in the
-policy's own file in minikv/policies, and `Kernels` has None. On a CPU without C, `TorchOnCPU` takes
-ragged_attention from torch/decode_cpu. The choice is made once, for a device and a head size, and
-handed on as a `Kernels` object; nothing is remembered here.
+policy's own file in minikv/policies, "models" that it is in models/linear.py; `Kernels` has None
+for both. On a CPU without C, `TorchOnCPU` takes ragged_attention from torch/decode_cpu. The choice
+is made once, for a device and a head size, and handed on as a `Kernels` object; nothing is
+remembered here. On a CPU it also depends on the processor: cpu/choice.py says which operations are
+left to torch.
 """
 
 from __future__ import annotations
@@ -61,6 +66,8 @@ class Kernels:
     """Every operation in torch. `cpu.table` and `triton.table` replace those that they have."""
 
     name = "torch"
+    choices = ""
+    """On a CPU with C: the class of the processor, and who computes what for it, in words."""
     products = False
     """Whether int8_product and row_product are faster than torch's own products."""
     ragged_attention = staticmethod(decode.ragged_attention)
@@ -85,6 +92,9 @@ class Kernels:
     silu_mul = staticmethod(layer.silu_mul)
     int8_product = staticmethod(product.int8_product)
     row_product = staticmethod(product.row_product)
+    pack_int8: Callable[..., None] | None = None
+    pack_int4: Callable[..., None] | None = None
+    unpack_int4: Callable[..., None] | None = None
 
 
 class TorchOnCPU(Kernels):
@@ -95,19 +105,19 @@ class TorchOnCPU(Kernels):
 
 
 def choose(
-    device: torch.device, name: str, head_dim: int, dtype: torch.dtype
+    device: torch.device, name: str, head_dim: int, dtype: torch.dtype, processor: str = ""
 ) -> tuple[Kernels, str | None]:
     """The kernels for heads of `head_dim` numbers of `dtype`, and a line that says why they are
     not the ones that the device could be expected to have; None if they are.
 
     name: "auto" takes the device's kernels wherever they can run, "triton" expects Triton's,
     "torch" takes plain torch. The first time on a machine, this compiles the C kernels, which takes
-    seconds.
+    seconds. processor: a class of `cpu.choice` to choose for, in place of the one that is there.
     """
     if name == "torch":
         return (TorchOnCPU() if device.type == "cpu" else Kernels()), None
     if name == "auto" and device.type == "cpu":
-        return _native(head_dim, dtype)
+        return _native(head_dim, dtype, processor)
     reason = unfit(device, head_dim, dtype)
     if reason is not None:
         return Kernels(), f"the Triton kernels are not used: {reason}"
@@ -117,14 +127,14 @@ def choose(
     return found, None
 
 
-def _native(head_dim: int, dtype: torch.dtype) -> tuple[Kernels, str | None]:
+def _native(head_dim: int, dtype: torch.dtype, processor: str) -> tuple[Kernels, str | None]:
     """`choose` for a CPU."""
     build, heads = (import_module(f"minikv.kernels.cpu.{name}") for name in ("build", "decode"))
     why = heads.unfit(dtype, head_dim)
     if not why:
         found, why = build.library()
         if found is not None:
-            made = import_module("minikv.kernels.cpu.table").Native()
+            made = import_module("minikv.kernels.cpu.table").Native(processor)
             assert isinstance(made, Kernels)
             return made, None
         if build.switched_off():

@@ -12,7 +12,10 @@ _PATH = "read it first, as in path.read_text()"
 
 def quoted(value: object) -> str:
     """A value from outside, short and harmless."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        text = "a very large number"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -34,8 +37,8 @@ def _within(name: str, value: float, low: float, high: float) -> None:
     if low <= value <= high:  # NaN fails too
         return
     if high == math.inf:
-        raise UsageError(f"`{name}` must be at least {low:,}, got {value}")
-    raise UsageError(f"`{name}` must be between {low:,} and {high:,}, got {value}")
+        raise UsageError(f"`{name}` must be at least {low:,}, got {quoted(value)}")
+    raise UsageError(f"`{name}` must be between {low:,} and {high:,}, got {quoted(value)}")
 
 
 def text(what: str, value: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from minikv.cache.stats import Shape
     from minikv.chat.session import ChatSession
     from minikv.models.config import ModelConfig
+    from minikv.models.linear import Packing
     from minikv.models.llama import Llama
 
 
@@ -28,6 +30,8 @@ class LoadProgress(Protocol):
     def planned(self, files: int, size: int, free: int | None) -> None: ...
     def download(self, done: int, total: int) -> None: ...
     def weights(self, done: int, total: int) -> None: ...
+    def packed_weights(self, done: int, total: int) -> None: ...
+    def say(self, line: str) -> None: ...
     def kernels(self) -> None:
         """The C kernels are about to be compiled, which takes seconds."""
         ...
@@ -41,6 +45,9 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     """
     eviction = settings.eviction()
     threads.wait_briefly()
+    from minikv.models import refuse_without_torch
+
+    refuse_without_torch()
     # torch is imported here, so that commands without a model start fast.
     import torch
 
@@ -57,6 +64,14 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     if settings.threads is not None:
         threads.use(settings.threads)
     prompt, step, budget, stride = eviction.policies()
+    packing = None
+    if settings.packs() and settings.device != "cuda":
+
+        def first() -> None:
+            if progress is not None and compiles(torch.device("cpu"), settings.kernels):
+                progress.kernels()
+
+        packing = packing_of(settings.kernels, first)
     began = perf_counter()
     loaded = load(
         settings.model,
@@ -66,6 +81,8 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         dtype=settings.dtype,
         weights=settings.weights,
         progress=progress,
+        packing=packing,
+        keep_packed=settings.packed_bytes(),
     )
     load_s = perf_counter() - began
     config, network = loaded.config, loaded.network
@@ -117,6 +134,29 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             notes=config.notes,
         ),
     )
+
+
+def packing_of(kernels: str, first: Callable[[], None] = lambda: None) -> Packing:
+    """Who packs weights on a CPU, with this choice of `kernels`. That is known when the first
+    matrix is packed: C is compiled for it, after `first`, and not for a model that is not there."""
+    import torch
+
+    from minikv.kernels.dispatch import choose
+    from minikv.models.linear import TORCH, Packing, pack_int4
+
+    @cache
+    def chosen() -> Packing:
+        first()
+        ops, _ = choose(torch.device("cpu"), kernels, 64, torch.bfloat16)  # as for any head
+        return TORCH if ops.pack_int8 is None else Packing(ops.pack_int8, ops.pack_int4)
+
+    def int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
+        chosen().int8(weight, codes, scale)
+
+    def int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int | None) -> None:
+        (chosen().int4 or pack_int4)(weight, packed, scales, half)
+
+    return Packing(int8, int4)
 
 
 def check_names(named: Iterable[str], own: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ file, the `MINIKV_*` variables, the settings of `/set`, and what `minikv.load` c
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from minikv import checks
+from minikv.cache.budget import Budget
 from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig
 from minikv.chat.reuse import REREAD_LIMIT, REUSES, TIER_DTYPES, TIERS
 from minikv.chat.stop import stop_texts
@@ -113,6 +115,13 @@ def settings_of(*kinds: type) -> dict[str, Setting]:
     }
 
 
+PRESETS: Mapping[str, Mapping[str, Plain]] = {
+    # One cache for many questions: it is made once, before any of them.
+    "many-questions": {"policy": "kvzip", "reuse": "blind"},
+}
+"""Settings that go together, by the name that --preset takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """All that decides what a chat computes. Raises UsageError for what no machine could have.
@@ -150,6 +159,14 @@ class Settings:
         choices=WEIGHTS,
         common=True,
         takes="FORMAT",
+    )
+    keep_packed: str = setting(
+        "off",
+        "disk space for packed weights (of --weights int8 or int4), which later starts read in "
+        "place of packing again; the longest unused leave first; off: none are kept",
+        MODEL,
+        flag_default="20GiB",
+        takes="SIZE",
     )
     policy: str = setting(
         DEFAULT_PROMPT,
@@ -197,7 +214,8 @@ class Settings:
         "auto",
         "how a later question is answered: recall: from all that was read, which is kept beside "
         "(--tier); refresh: after reading all of it again; once: from what the first question left;"
-        " blind: from what was kept before any question; auto: recall where it fits, else refresh",
+        " blind: from what was kept before any question; auto: recall where it fits, else refresh "
+        "(kvzip: blind)",
         CACHE,
         commands=_CHAT,
         common=True,
@@ -216,7 +234,8 @@ class Settings:
     )
     tier_dtype: str = setting(
         "same",
-        "number format of what --tier keeps; same: that of the model; int8: about half of bfloat16",
+        "number format of what --tier keeps; same: that of the model; int8: about half of "
+        "bfloat16, rounded, so that a question that is asked again may be answered otherwise",
         CACHE,
         commands=_CHAT,
         takes="FORMAT",
@@ -296,6 +315,7 @@ class Settings:
             setting.check_choice(getattr(self, name), name)
             if name in ("refresh_every", "quality"):
                 checks.number(name, getattr(self, name), setting.low, setting.high)
+        self.packed_bytes()
         if self.threads is not None and not 0 <= self.threads <= _MOST_THREADS:
             raise UsageError(
                 f"`threads` must be from 0 to {_MOST_THREADS:,}, got {self.threads}",
@@ -305,6 +325,23 @@ class Settings:
             raise UsageError(f"unknown device {self.device!r}", "use auto, cpu, cuda or cuda:N")
         if self.kernels == "triton" and self.device == "cpu":
             raise no_cuda()
+
+    def packs(self) -> bool:
+        """Whether weights are kept in fewer bits than they are stored in."""
+        return self.weights not in ("auto", "plain")
+
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights that may be kept on disk. Raises UsageError."""
+        if self.keep_packed == "off":
+            return 0
+        with contextlib.suppress(UsageError):
+            found = Budget.parse(self.keep_packed)
+            if found.unit == "bytes":
+                return int(found.value)
+        raise UsageError(
+            f"`keep_packed` must be off or a size, got {quoted(self.keep_packed)}",
+            "give a size with its unit, such as 20GiB",
+        )
 
     def eviction(self) -> EvictionConfig:
         """The eviction settings, checked without torch. Raises UsageError."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from minikv.models.config import ModelConfig
     from minikv.models.hub import Progress
+    from minikv.models.linear import Packing
     from minikv.models.llama import Llama
     from minikv.models.templates import ChatTemplate
     from minikv.models.tokenizer import Tokenizer
@@ -45,6 +46,13 @@ def free_memory() -> int | None:
     return weights.free_memory(torch.device("cpu"))
 
 
+def refuse_without_torch() -> None:
+    """Raise ModelTooLarge where torch is still to be imported, and this process has no room."""
+    from minikv.models import limits
+
+    limits.refuse_without_torch()
+
+
 def load(
     model: str | Path | None,
     *,
@@ -54,6 +62,8 @@ def load(
     dtype: str = "auto",
     weights: str = "auto",
     progress: Progress | None = None,
+    packing: Packing | None = None,
+    keep_packed: int = 0,
 ) -> Loaded:
     """Load a directory or a hub id; None is the bundled model.
 
@@ -64,12 +74,18 @@ def load(
     config.notes say. `weights`: "auto" and "plain" (as they are stored), "int8" or "int4" (layers
     only, CPU only, with bfloat16 beside them, which "auto" then is), "int8+head" or "int4+head"
     (what makes logits in eight bits, too). `progress` is told of a download and of the weights as
-    they are read.
+    they are read. `packing` makes int8 and int4; None is torch. At most `keep_packed` bytes of
+    packed weights are kept on disk for later calls, which then need not pack.
     Raises ModelError: a setting that this machine cannot have (exit code 2), not found, gated or
     unsupported (3), too large (4), corrupt (6).
     """
+    from minikv.models import rendering
+
+    refuse_without_torch()
+    rendering.process().start()  # it is ready when the first template is rendered
     from minikv.models.config import ModelConfig
     from minikv.models.hub import Source, resolve
+    from minikv.models.linear import TORCH, packs
     from minikv.models.templates import ChatTemplate
     from minikv.models.tokenizer import Tokenizer
     from minikv.models.weights import Checkpoint, load_network
@@ -84,14 +100,29 @@ def load(
     # Cheap checks first: a bad tokenizer should not cost the reading of all weights.
     tokenizer = Tokenizer.from_folder(source.folder, stop_ids=config.stop_ids)
     template = ChatTemplate.from_folder(source.folder, tokenizer)
-    network = load_network(
-        checkpoint,
-        config,
-        device=where,
-        form=weights,
-        dtype=_dtype(dtype, checkpoint.dtype, where, weights),
-        progress=None if progress is None else progress.weights,
-    )
+    _refuse_unknown_ids(tokenizer, template, config.vocab)
+    packed = None
+    if keep_packed and packs(weights) and where.type == "cpu":
+        from minikv.models.packed import Origin, Packed
+
+        origin = Origin(source.name, source.folder, checkpoint, config, weights)
+        packed = Packed(origin, keep_packed, progress)
+    try:
+        network = load_network(
+            checkpoint,
+            config,
+            device=where,
+            form=weights,
+            dtype=_dtype(dtype, checkpoint.dtype, where, weights),
+            progress=None if progress is None else progress.weights,
+            packing=packing or TORCH,
+            packed=packed,
+        )
+        if packed is not None:
+            packed.keep(network)
+    finally:
+        if packed is not None:
+            packed.close()
     return Loaded(
         network=network,
         tokenizer=tokenizer,
@@ -101,6 +132,20 @@ def load(
         revision=source.revision,
         weight_bytes=network.weight_bytes,
     )
+
+
+def _refuse_unknown_ids(tokenizer: Tokenizer, template: ChatTemplate, rows: int) -> None:
+    """Raise CorruptModel where a text or a chat can have tokens that the embedding lacks."""
+    from minikv.models.errors import CorruptModel
+    from minikv.models.templates import Message
+
+    chat = template.opening([Message("user", "x")])
+    largest = max(tokenizer.largest, *chat)
+    if largest >= rows:
+        raise CorruptModel(
+            f"the tokenizer has a token {largest:,}, and the model's embedding has {rows:,} rows",
+            "the two are not of the same model",
+        )
 
 
 def _device(name: str) -> torch.device:

@@ -22,8 +22,6 @@ from minikv.models.errors import (
 from minikv.models.hub import read_json
 from minikv.models.rope import RopeConfig
 
-CONFIG_LIMIT = 4 * 2**20  # bytes
-
 MAX_LAYERS, MAX_HIDDEN, MAX_VOCAB = 512, 65_536, 2**20
 MAX_HEADS, MAX_HEAD_DIM, MAX_MLP, MAX_POSITIONS = 1024, 1024, 2**20, 2**26
 
@@ -66,9 +64,9 @@ class ModelConfig:
         """
         folder = Path(folder)
         if (folder / "config.json").exists():
-            config = _from_hf(read_json(folder / "config.json", CONFIG_LIMIT))
+            config = _from_hf(read_json(folder / "config.json"))
         elif (folder / "params.json").exists():
-            config = _from_original(read_json(folder / "params.json", CONFIG_LIMIT))
+            config = _from_original(read_json(folder / "params.json"))
         else:
             raise ModelUnavailable(
                 f"{folder} holds no model: config.json is missing",
@@ -385,6 +383,8 @@ def _rope(read: _Reader, max_context: int) -> RopeConfig:
         raise CorruptModel("config.json: rope_parameters and rope_scaling disagree")
     theta = next(iter(thetas.values()), 10_000.0)
     scaling = next(iter(scalings.values()), RopeConfig())
+    if scaling.kind == "yarn" and theta <= 1.0:
+        raise CorruptModel(f"{read.where}: yarn needs a rope_theta above 1, got {theta:g}")
     return replace(scaling, theta=theta)
 
 
@@ -467,7 +467,7 @@ def _with_generation(config: ModelConfig, path: Path) -> ModelConfig:
     if not path.exists():
         return config
     try:
-        ids: Iterable[int] = _ids(_Reader(read_json(path, CONFIG_LIMIT), path.name), "eos_token_id")
+        ids: Iterable[int] = _ids(_Reader(read_json(path), path.name), "eos_token_id")
     except ModelError as error:
         return replace(config, notes=(*config.notes, f"ignored: {error}"))
     return replace(config, stop_ids=tuple(sorted({*config.stop_ids, *ids})))

@@ -36,8 +36,18 @@ ORIGINAL = re.compile(r"consolidated[A-Za-z0-9._-]*\.safetensors")
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 """A bare file name. Not realpath containment: the hub's cache is made of links into blobs/."""
 
-JSON_LIMIT = 64 * 2**20
-"""Bytes; the largest real file of this kind (a tokenizer.json) stays under 40 MB."""
+JSON_LIMITS = {
+    "tokenizer.json": 64 << 20,
+    "model.safetensors.index.json": 16 << 20,
+    "consolidated.safetensors.index.json": 16 << 20,
+    "tokenizer_config.json": 8 << 20,
+    "added_tokens.json": 8 << 20,
+}
+"""Bytes of JSON files; of any other, 1 MiB. Real ones have about half of it at the most."""
+_JSON_LIMIT = 1 << 20
+_CONTAINERS, _ITEMS = 1_000_000, 3_000_000
+"""Lists and objects, and commas of one file: each takes some tens of bytes when it is parsed. The
+largest real vocabularies have half as many."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[\w][\w./+-]{0,254}", re.ASCII)
@@ -82,6 +92,11 @@ class Progress(Protocol):
 
     def download(self, done: int, total: int) -> None: ...
     def weights(self, done: int, total: int) -> None: ...
+    def packed_weights(self, done: int, total: int) -> None:
+        """How much of the packed weights was written to the disk."""
+
+    def say(self, line: str) -> None:
+        """What the user should know, in one line."""
 
 
 def resolve(
@@ -129,14 +144,29 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
         return Path(hub.hf_hub_download(found, wanted, revision=revision)).parent
 
 
+def on_disk(model: str | Path, *, revision: str | None = None) -> Source | None:
+    """As `resolve`, of what is on this disk, complete or not; None for a hub model of which nothing
+    is. Raises ModelUnavailable."""
+    found = _named(model, revision)
+    if isinstance(found, Path):
+        return Source(os.fspath(model), found, None)
+    folder = _cached(_hub(found, offline=True), found, revision)
+    return None if folder is None else Source(found, folder, folder.name)
+
+
 def _named(model: str | Path, revision: str | None) -> Path | str:
     """The existing directory or the hub id that `model` is. Raises ModelUnavailable."""
     text = os.fspath(model)
-    folder = Path(text).expanduser()
-    if text and folder.is_dir():
+    try:
+        folder = Path(text).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long; no home directory
+        why = getattr(error, "strerror", None) or str(error)
+        raise ModelUnavailable(f"model {quote(text)} not found: {why}") from None
+    if text and is_folder:
         _refuse_gguf(folder)
         return folder
-    if text and folder.exists():
+    if text and exists:
         if _is_gguf(folder.name):
             raise gguf(folder.name)
         raise ModelUnavailable(
@@ -514,25 +544,45 @@ def open_regular(path: Path) -> BinaryIO:
     return open(fd, "rb", buffering=0)
 
 
-def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
-    """A JSON object from a regular UTF-8 file of at most `limit` bytes.
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a regular UTF-8 file of at most so many bytes as `JSON_LIMITS` says.
 
     Raises CorruptModel naming the file; also on NaN, on a key given twice,
     and on a top level that is not an object.
     """
+    return parse_json(read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT)), path.name)
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """A regular file of at most `limit` bytes. Raises ModelUnavailable or CorruptModel."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise CorruptModel(f"{path.name}: {size} bytes; at most {limit} are read")
-        data = file.read(limit + 1) or b""
-    return parse_json(data, path.name)
+            raise CorruptModel(f"{path.name}: {size:,} bytes; at most {limit:,} are read")
+        try:
+            return file.read(limit + 1) or b""
+        except OSError as error:
+            raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: OSError) -> ModelUnavailable:
+    """What is raised where the system cannot read a file or a folder of a model."""
+    return ModelUnavailable(
+        f"{quote(path.name)[1:-1]} cannot be read: {error.strerror}",
+        "the disk or the network drive that it is on does not answer as it should",
+    )
 
 
 def parse_json(data: bytes, name: str) -> dict[str, Any]:
     """`read_json` of bytes that are already here; `name` is for messages."""
+    containers, items = data.count(b"{") + data.count(b"["), data.count(b",")
+    if containers > _CONTAINERS or items > _ITEMS:
+        raise CorruptModel(
+            f"{name}: {containers:,} lists and objects and {items:,} items: no model has so many"
+        )
     try:
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+            data.decode("utf-8-sig"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
         )
     except (ValueError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import platform
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
@@ -73,6 +74,35 @@ RowProduct = Callable[[Tensor, Tensor], Tensor]
 """(x bfloat16 [1, in], weight bfloat16 [out, in]) -> bfloat16 [1, out]."""
 
 
+PackInt8 = Callable[[Tensor, Tensor, Tensor], None]
+"""(weight bfloat16 [n, in], codes int8 [n, in], scale bfloat16 [n]): the first into the others."""
+
+PackInt4 = Callable[[Tensor, Tensor, Tensor, int | None], None]
+"""(weight bfloat16 [n, in], packed uint8 [N, in / 2], scales bfloat16 [in / group, N, 2], half):
+the first into the others. N is n, up to a whole tile; `half` is that of `half_tile`."""
+
+
+UnpackInt4 = Callable[[Tensor, Tensor, int, Tensor], None]
+"""(packed uint8 [n, in / 2], scales bfloat16 [in / group, n, 2], half, out bfloat16 [in, n]): whole
+tiles into the last."""
+
+
+class Scratch(threading.local):
+    """Memory to unpack weights in, for each thread that computes with them: asked for anew, it
+    would cost more time than the unpacking."""
+
+    def __init__(self) -> None:
+        self._held: dict[torch.dtype, Tensor] = {}
+
+    def room(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """[rows, columns], contiguous, until the next call for this dtype."""
+        held = self._held.get(dtype)
+        if held is None or held.numel() < rows * columns:
+            with torch.inference_mode(False):  # used inside of a forward and outside
+                held = self._held[dtype] = torch.empty(rows * columns, dtype=dtype)
+        return held[: rows * columns].view(rows, columns)
+
+
 def row_product(x: Tensor, weight: Tensor) -> Tensor:
     """torch's `RowProduct`: without oneDNN, which torch would ask for a single row too."""
     # torch has one switch for the whole process: two threads must not put back each other's.
@@ -90,17 +120,60 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     return torch._weight_int8pack_mm(x, codes, scale)
 
 
+def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """torch's `PackInt8`: a row's largest magnitude is 127 steps of its scale."""
+    for start, end in packed_blocks(weight.shape):
+        part = weight[start:end].float()
+        steps = (part.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+        scale[start:end] = steps.to(torch.bfloat16)
+        part.div_(scale[start:end].float()[:, None])
+        codes[start:end] = part.round_().clamp_(-127, 127)
+
+
+def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int | None) -> None:
+    """torch's `PackInt4`: a group's smallest and largest value are the first and the last of 16
+    steps. It packs in the layout of this processor, whatever `half` is."""
+    columns, groups = weight.shape[1], len(scales)
+    for start, end in packed_blocks(weight.shape):
+        part = weight[start:end].float().view(-1, groups, columns // groups)
+        least, most = part.amin(2), part.amax(2)
+        scale = ((most - least) / 15).clamp_(min=torch.finfo(torch.float32).tiny)
+        scale = scale.to(torch.bfloat16)
+        middle = (least + 8 * scale.float()).to(torch.bfloat16)
+        scales[:, start:end, 0] = scale.t()
+        scales[:, start:end, 1] = middle.t()
+        part = (part - middle.float()[..., None]).div_(scale.float()[..., None])
+        steps = part.round_().add_(8).clamp_(0, 15).view(-1, columns).to(torch.int32)
+        tiles = -(-end // _TILE) * _TILE
+        steps = F.pad(steps, (0, 0, 0, tiles - end))
+        packed[start:tiles] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Who packs bfloat16 weights on a CPU: torch, or kernels that make the same numbers faster."""
+
+    int8: PackInt8 = pack_int8
+    int4: PackInt4 | None = None
+    """None: torch. Asked only where the layout is known."""
+
+
+TORCH = Packing()
+
+
 class Plain:
     """The weights as a checkpoint has them: all that training, float32 and CUDA know.
 
-    `product` computes one row of bfloat16 on a CPU: torch's, until `Llama.use` names another.
+    `product` computes one row of bfloat16 on a CPU: torch's, until `Llama.use` names another and
+    gives a `scratch`.
     """
 
-    __slots__ = ("bias", "product", "weight")
+    __slots__ = ("bias", "product", "scratch", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self.product: RowProduct = row_product
+        self.scratch: Scratch | None = None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
@@ -123,8 +196,8 @@ class Plain:
         """[out, in]."""
         return self.weight.shape
 
-    def columns(self, start: int, end: int) -> Tensor:
-        """Rows start to end of the weights, transposed: [in, end - start]."""
+    def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
+        """See `_Blocked`."""
         return self.weight[start:end].t()
 
     @property
@@ -137,30 +210,32 @@ class Int8:
     """Eight bits a weight and one bfloat16 scale a row; activations are bfloat16. CPU only.
 
     A row's largest magnitude is 127 steps. `in` must be a multiple of 16: torch's kernel reads
-    whole vectors. `product` computes few rows: torch's kernel, until `Llama.use` names another.
-    Made of weights without memory (on torch's meta device) it is empty, and `pack` brings the rows.
+    whole vectors. `product` computes few rows: torch's kernel, until `Llama.use` names another and
+    gives a `scratch`. Made of weights without memory (on torch's meta device) it is empty, and
+    `pack` brings the rows.
     """
 
-    __slots__ = ("bias", "product", "quantised", "scale")
+    __slots__ = ("bias", "packing", "product", "quantised", "scale", "scratch")
 
-    def __init__(self, plain: Plain, room: Empty = empty) -> None:
+    def __init__(self, plain: Plain, room: Empty = empty, packing: Packing = TORCH) -> None:
         weight, self.bias = plain.weight, plain.bias
         self.product: Product = int8_product
+        self.scratch: Scratch | None = None
+        self.packing = packing
         assert fits_int8(weight.shape[1])
         self.quantised = room(weight.shape, torch.int8)
         self.scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
         if not weight.is_meta:
-            for start, end in packed_blocks(weight.shape):
-                self.pack(start, weight[start:end])
+            self.pack(0, weight)
 
     def pack(self, start: int, weight: Tensor) -> None:
         """Keep weight [n, in] as rows start to start + n."""
-        part = weight.float()
-        scale = (part.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-        scale = scale.to(torch.bfloat16)
-        self.scale[start : start + len(part)] = scale
-        steps = part.div(scale.float()[:, None]).round_().clamp_(-127, 127)
-        self.quantised[start : start + len(part)] = steps
+        end = start + len(weight)
+        self.packing.int8(_dense(weight), self.quantised[start:end], self.scale[start:end])
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that are kept, by name."""
+        return _named(quantised=self.quantised, scale=self.scale, bias=self.bias)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
@@ -173,9 +248,12 @@ class Int8:
         """[out, in]."""
         return self.quantised.shape
 
-    def columns(self, start: int, end: int) -> Tensor:
-        """Rows start to end of the weights, transposed: [in, end - start]."""
-        return torch.mul(self.quantised[start:end], self.scale[start:end, None]).t()
+    def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
+        """See `_Blocked`."""
+        room = None
+        if scratch is not None:
+            room = scratch.room(end - start, self.shape[1], torch.bfloat16)
+        return torch.mul(self.quantised[start:end], self.scale[start:end, None], out=room).t()
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ids [t] of the weights, bfloat16 [t, in]: an embedding's look-up."""
@@ -195,12 +273,14 @@ class Int4:
     """Four bits a weight, and a bfloat16 scale and offset for each group of a row. CPU only.
 
     A group's smallest and largest value are the first and the last of 16 steps; `group` columns
-    (128, or 64 or 32 where those divide a row) make one. Activations are bfloat16.
+    (128, or 64 or 32 where those divide a row) make one. Activations are bfloat16. Made of weights
+    without memory (on torch's meta device) it is empty, and `pack` brings the rows. `unpack` and
+    `scratch` are None, which stands for torch and its own memory, until `Llama.use` names others.
     """
 
-    __slots__ = ("bias", "group", "packed", "scales", "shape")
+    __slots__ = ("bias", "group", "packed", "packing", "scales", "scratch", "shape", "unpack")
 
-    def __init__(self, plain: Plain, room: Empty = empty) -> None:
+    def __init__(self, plain: Plain, room: Empty = empty, packing: Packing = TORCH) -> None:
         weight, self.bias = plain.weight, plain.bias
         self.shape = weight.shape
         rows, columns = weight.shape
@@ -208,21 +288,26 @@ class Int4:
         assert group is not None
         self.group = group
         padded = -(-rows // _TILE) * _TILE  # a short last tile would have a layout of its own
-        self.packed = room((padded, columns // 2), torch.uint8).zero_()
-        self.scales = room((columns // group, padded, 2), torch.bfloat16).zero_()
-        for start, end in packed_blocks(weight.shape):
-            part = weight[start:end].float().view(-1, columns // group, group)
-            least, most = part.amin(2), part.amax(2)
-            scale = ((most - least) / 15).clamp_(min=torch.finfo(torch.float32).tiny)
-            scale = scale.to(torch.bfloat16)
-            middle = (least + 8 * scale.float()).to(torch.bfloat16)
-            self.scales[:, start:end, 0] = scale.t()
-            self.scales[:, start:end, 1] = middle.t()
-            part = (part - middle.float()[..., None]).div_(scale.float()[..., None])
-            steps = part.round_().add_(8).clamp_(0, 15).view(-1, columns).to(torch.int32)
-            tiles = -(-end // _TILE) * _TILE
-            steps = F.pad(steps, (0, 0, 0, tiles - end))
-            self.packed[start:tiles] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps, 1)
+        self.packed = room((padded, columns // 2), torch.uint8)
+        self.scales = room((columns // group, padded, 2), torch.bfloat16)
+        self.packing = packing
+        self.unpack: UnpackInt4 | None = None
+        self.scratch: Scratch | None = None
+        if not weight.is_meta:
+            self.pack(0, weight)
+
+    def pack(self, start: int, weight: Tensor) -> None:
+        """Keep all rows, weight [out, in]; `start` is 0."""
+        assert start == 0
+        assert weight.shape == self.shape
+        self.scales[:, len(weight) :] = 0
+        half = half_tile()
+        pack = pack_int4 if self.packing.int4 is None or half is None else self.packing.int4
+        pack(_dense(weight), self.packed, self.scales, half)
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that are kept, by name."""
+        return _named(packed=self.packed, scales=self.scales, bias=self.bias)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
@@ -236,13 +321,18 @@ class Int4:
         )
         return made[:, : self.shape[0]]
 
-    def columns(self, start: int, end: int) -> Tensor:
-        """Rows start to end of the weights, transposed: [in, end - start]; start is a tile's."""
+    def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
+        """See `_Blocked`; start is a tile's."""
         half = half_tile()
         inside, size = self.shape[1], -(-(end - start) // _TILE) * _TILE
         if half is None:
             eye = torch.eye(inside, dtype=torch.bfloat16)
             return self._product(eye)[:, start:end]  # exact: nothing is summed
+        if self.unpack is not None:
+            room = (scratch or Scratch()).room(inside, size, torch.bfloat16)
+            tiles = slice(start, start + size)
+            self.unpack(self.packed[tiles], self.scales[:, tiles], half, room)
+            return room[:, : end - start]
         bytes_ = self.packed[start : start + size].view(size // (2 * half), inside, half)
         steps = torch.cat((bytes_ & 15, bytes_ >> 4), 2)  # [tiles, in, 2 * half]
         steps = steps.transpose(0, 1).reshape(inside // self.group, self.group, size)
@@ -272,14 +362,12 @@ def packs(form: str) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(split(form)) if name in ("int8", "int4"))
 
 
-def kept(plain: Plain, form: str, room: Empty = empty) -> Linear:
+def kept(plain: Plain, form: str, room: Empty = empty, packing: Packing = TORCH) -> Linear:
     """`plain` as int8 or int4, in memory from `room`; as it is where that does not suit its size,
     or is not asked for."""
-    if form == "int8" and fits_int8(plain.shape[1]):
-        return Int8(plain, room)
-    if form == "int4" and group_of(plain.shape[1]) is not None:
-        return Int4(plain, room)
-    return plain
+    if not suits(form, plain.shape[1]):
+        return plain
+    return (Int8 if form == "int8" else Int4)(plain, room, packing)
 
 
 def kept_bytes(rows: int, columns: int, form: str, itemsize: int) -> int:
@@ -289,6 +377,13 @@ def kept_bytes(rows: int, columns: int, form: str, itemsize: int) -> int:
     if form == "int4" and (group := group_of(columns)) is not None:
         return -(-rows // _TILE) * _TILE * (columns // 2 + 4 * (columns // group))
     return rows * columns * itemsize
+
+
+def suits(form: str, columns: int) -> bool:
+    """Is a row of so many columns packed in `form`?"""
+    if form == "int4":
+        return group_of(columns) is not None
+    return form == "int8" and fits_int8(columns)
 
 
 def fits_int8(columns: int) -> bool:
@@ -369,26 +464,43 @@ def half_tile() -> int | None:
 class _Blocked(Protocol):
     """Weights that can be had a few rows at a time."""
 
+    scratch: Scratch | None
+
     @property
     def shape(self) -> torch.Size: ...
 
-    def columns(self, start: int, end: int) -> Tensor: ...
+    def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
+        """Rows start to end of the weights, transposed: [in, end - start]. Those that have to be
+        unpacked are in `scratch`, if there is one."""
+        ...
 
 
 def _by_blocks(x: Tensor, matrix: _Blocked, out: Tensor | None) -> Tensor:
     """x [t, in] -> [t, out]: a matrix product in bfloat16, or in float32 where that is faster."""
     rows = matrix.shape[0]
     made = x.new_empty(x.shape[0], rows) if out is None else out[: x.shape[0]]
-    native = bf16_products()
+    scratch, native = matrix.scratch, bf16_products()
     if not native:
         x = x.float()
     for start, end in blocks(matrix.shape):
-        part = matrix.columns(start, end)
-        if native and end - start == rows:
-            torch.mm(x, part, out=made)
+        part = matrix.columns(start, end, scratch)
+        if native:
+            torch.mm(x, part, out=made[:, start:end])
+        elif scratch is None:
+            made[:, start:end] = x @ part.float()
         else:
-            made[:, start:end] = x @ part.to(x.dtype)
+            wide = scratch.room(end - start, matrix.shape[1], torch.float32)
+            made[:, start:end] = x @ wide.copy_(part.t()).t()
     return made
+
+
+def _dense(weight: Tensor) -> Tensor:
+    """As the packing kernels take it."""
+    return weight.to(torch.bfloat16).contiguous()
+
+
+def _named(**parts: Tensor | None) -> dict[str, Tensor]:
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _biased(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from minikv.cache.attend import Attend
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int8, Linear, Plain, int8_product, row_product
+from minikv.models.linear import (
+    Int4,
+    Int8,
+    Linear,
+    Plain,
+    Scratch,
+    UnpackInt4,
+    int8_product,
+    row_product,
+)
 from minikv.models.pages import Empty, Pages
 from minikv.models.rope import Rotary, rotate
 
@@ -72,6 +81,11 @@ class Ops(Protocol):
     @property
     def products(self) -> bool:
         """Whether these are quicker than torch's."""
+        ...
+
+    @property
+    def unpack_int4(self) -> UnpackInt4 | None:
+        """None: torch."""
         ...
 
     def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -146,6 +160,7 @@ class Llama:
         self.head: Linear = Plain(self.embedding if c.tied else new(c.vocab, c.hidden))
         self.rotary = Rotary(c.rope, c.head_dim, self.device)
         self.ops: Ops | None = None
+        self._scratch = Scratch()
 
     def use(self, ops: Ops | None) -> None:
         """Let `ops`, or with None torch, compute what they can, from now on."""
@@ -157,6 +172,10 @@ class Llama:
                 matrix.product = own.int8_product if own else int8_product
             elif isinstance(matrix, Plain):
                 matrix.product = own.row_product if own else row_product
+            elif isinstance(matrix, Int4):
+                matrix.unpack = None if ops is None else ops.unpack_int4
+            if isinstance(matrix, Plain | Int8 | Int4):
+                matrix.scratch = self._scratch
 
     def keep_head(self, made: Int8) -> None:
         """Make logits with `made` from now on; a tied embedding is looked up in it, too."""
@@ -298,6 +317,9 @@ class Llama:
             normed = _norm(x, layer.attention_norm, c.norm_eps)
         else:
             normed = ops.add_norm(x, None, layer.attention_norm, c.norm_eps)
+        watch = getattr(kv, "watch", None)
+        if watch is not None:
+            watch(normed)
         qkv = layer.qkv(normed).view(x.shape[0], c.heads + 2 * c.kv_heads, c.head_dim)
         turning = c.heads + c.kv_heads
         qk = (rotate if ops is None else ops.rotate)(qkv[:, :turning], cos, sin)

@@ -17,11 +17,15 @@ from typing import Any, Literal
 
 from minikv.models.builtin_templates import PLAIN, BuiltIn, recognise
 from minikv.models.errors import CorruptModel, UnsupportedModel
-from minikv.models.sandbox import SOURCE_LIMIT, Program, TemplateRefusal
+from minikv.models.hub import read_bytes, read_json
+from minikv.models.rendering import SOURCE_LIMIT, Program, TemplateRefusal
 from minikv.models.tokenizer import Tokenizer, well_formed
-from minikv.models.vocabulary import Place, read_bytes, read_object
+from minikv.models.vocabulary import Place
 
 Role = Literal["system", "user", "assistant"]
+
+_WHOLE = 512
+"""Messages of a conversation that a template is always shown, half of them at each end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class ChatTemplate:
         self._folds = self._loses_system()
         self._notes = tuple(notes)
         self._folded = False
+        self._looks_back = False  # what follows an answer depends on all that was said before
+        self._checked: list[Message] = []  # the conversation of which that is known not to be so
 
     @classmethod
     def from_folder(cls, path: Path | str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -104,10 +110,30 @@ class ChatTemplate:
         `messages` is the whole conversation: the last is the new user message, the one before it
         the answer. Templates that rewrite earlier turns cannot be followed exactly; what they
         would change in turns already fed is left as it was.
+
+        Of a conversation of more than 512 messages the template gets the beginning and the end.
+        That this changes nothing is checked with the whole conversation, at the first time and
+        whenever it is twice as long.
         """
         if len(messages) < 2 or messages[-2].role != "assistant":
             raise ValueError("the message before the last must be the assistant's answer")
-        return self._compose(messages, follow=True)
+        short = _shortened(messages)
+        if short is messages or self._looks_back:
+            return self._compose(messages, follow=True)
+        try:
+            ids = self._compose(short, follow=True)
+        except (CorruptModel, UnsupportedModel):
+            self._looks_back = True
+            return self._compose(messages, follow=True)
+        known = self._checked
+        if 2 * len(known) > len(messages) and list(messages[: len(known)]) == known:
+            return ids
+        whole = self._compose(messages, follow=True)
+        if whole == ids:
+            self._checked = list(messages)
+        else:
+            self._looks_back = True
+        return whole
 
     def lookalikes(self, text: str) -> int:
         """How often a text spells one of this model's control tokens; they become plain text."""
@@ -122,9 +148,9 @@ class ChatTemplate:
         clean = self._prepared(messages)
         shield = self._shields.new()
         end = shield.mark("") if follow else None
-        hidden = [replace(m, content=shield.hide(m.content)) for m in clean]
+        hidden = [Message(m.role, shield.hide(m.content)) for m in clean]
         # What branches on an empty message must branch the same way in the neutral chat.
-        neutral = [replace(m, content="x" if m.content.strip() else m.content) for m in clean]
+        neutral = [Message(m.role, "x" if m.content.strip() else m.content) for m in clean]
         if end is not None:
             hidden[-2] = neutral[-2] = replace(clean[-2], content=end)
         segments = self._segments(hidden, end)
@@ -144,7 +170,7 @@ class ChatTemplate:
         """Well-formed messages, system prompts put in front of a user message where they must."""
         if not messages or messages[-1].role != "user":
             raise ValueError("a conversation ends with a user message")
-        clean = [replace(m, content=well_formed(m.content)) for m in messages]
+        clean = [Message(m.role, well_formed(m.content)) for m in messages]
         if not self._folds:
             return clean
         folded: list[Message] = []
@@ -194,7 +220,8 @@ class ChatTemplate:
     def _loses_system(self) -> bool:
         """Whether a system message is refused or silently dropped. Also tries the template."""
         user, system = Message("user", "x"), Message("system", "minikv-probe")
-        self._render([user])
+        if not self._render([user]).strip():
+            raise CorruptModel(f"{self.name} writes nothing for a question")
         try:
             return system.content not in self._program.render(self._variables([system, user]))
         except TemplateRefusal:
@@ -268,6 +295,16 @@ class _Shield:
         return chr(self._FIRST + number)
 
 
+def _shortened(messages: Sequence[Message]) -> Sequence[Message]:
+    """What a template is shown of a conversation for what follows its last answer; the same object
+    if that is all of it. Questions and answers still alternate."""
+    left_out = len(messages) - 2 - _WHOLE
+    left_out -= left_out % 2
+    if left_out <= 0:
+        return messages
+    return [*messages[: _WHOLE // 2], *messages[_WHOLE // 2 + left_out :]]
+
+
 def _own_template(folder: Path) -> tuple[str, str] | None:
     """(source, file name) of the template that a folder brings along."""
     for name in ("chat_template.jinja", "additional_chat_templates/default.jinja"):
@@ -279,12 +316,14 @@ def _own_template(folder: Path) -> tuple[str, str] | None:
     for name in ("tokenizer_config.json", "chat_template.json"):
         if not (file := folder / name).exists():
             continue
-        found = read_object(file).get("chat_template")
+        found = read_json(file).get("chat_template")
         if isinstance(found, list):
             named = {
                 entry["name"]: entry["template"]
                 for entry in found
-                if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
+                if isinstance(entry, dict)
+                and {"name", "template"} <= entry.keys()
+                and isinstance(entry["name"], str)
             }
             found = named.get("default")
         if isinstance(found, str):

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel
+from minikv.models.hub import read_json
 from minikv.models.stream import TextStream
 from minikv.models.tokenizer_json import JsonVocabulary
 from minikv.models.tokenizer_sp import PieceVocabulary
-from minikv.models.vocabulary import LARGEST_ID, Place, Prefix, Vocabulary, is_marker, read_object
+from minikv.models.vocabulary import LARGEST_ID, Place, Prefix, Vocabulary, check_added, is_marker
 
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>")
 _NAMED = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -47,6 +48,7 @@ class Tokenizer:
     ) -> None:
         self._vocabulary = vocabulary
         control = {**(extra or {}), **vocabulary.control}
+        check_added(control, "the tokenizer")
         self.control: Mapping[str, int] = control
         self.vocab = max([vocabulary.size, *(id + 1 for id in control.values())])
         self.prefix: Prefix = vocabulary.prefix
@@ -69,7 +71,7 @@ class Tokenizer:
         """
         folder = Path(path)
         config, special = (
-            read_object(file) if (file := folder / name).exists() else {}
+            read_json(file) if (file := folder / name).exists() else {}
             for name in ("tokenizer_config.json", "special_tokens_map.json")
         )
         named = {
@@ -118,6 +120,12 @@ class Tokenizer:
             stop_ids=stop_ids,
             starts_with_bos=config.get("add_bos_token") is not False,
         )
+
+    @property
+    def largest(self) -> int:
+        """The largest id that a text can have."""
+        pieces = self._vocabulary.pieces
+        return next((id for id in range(len(pieces) - 1, -1, -1) if pieces[id]), 0)
 
     def encode(self, text: str, place: Place = "start") -> list[int]:
         """Ids of plain text: no BOS is added and no control id ever appears.
@@ -215,7 +223,7 @@ def _declared(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
     """Control tokens that `added_tokens.json` or `tokenizer_config.json` add to a vocabulary."""
     found: dict[str, Any] = {}
     if (file := folder / "added_tokens.json").exists():
-        found.update((text, id) for text, id in read_object(file).items() if is_marker(text))
+        found.update((text, id) for text, id in read_json(file).items() if is_marker(text))
     decoder = config.get("added_tokens_decoder")
     for id, entry in decoder.items() if isinstance(decoder, dict) else ():
         text = _content(entry)
@@ -224,9 +232,10 @@ def _declared(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
             found[text] = id
     ids = {}
     for text, id in found.items():
-        if not str(id).isdecimal() or int(id) >= LARGEST_ID:
-            raise CorruptModel(f"the added token {text!r} has the id {id!r}")
-        ids[text] = int(id)
+        number = int(id) if re.fullmatch(r"\d{1,9}", str(id), re.ASCII) else LARGEST_ID
+        if number >= LARGEST_ID:
+            raise CorruptModel(f"the added token {text[:40]!r} has the id {str(id)[:40]!r}")
+        ids[text] = number
     return ids
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import copy
 import json
 from collections.abc import Iterable, Iterator
@@ -11,16 +13,24 @@ from typing import Any
 import tokenizers
 
 from minikv.models.errors import CorruptModel, UnsupportedModel
+from minikv.models.hub import read_json
 from minikv.models.stream import byte_level_bytes, word_piece_bytes
 from minikv.models.vocabulary import (
     LARGEST_ID,
     Place,
     Prefix,
+    check_added,
     is_marker,
     library_errors,
-    read_object,
+    silent,
 )
 
+_PARTS = 64  # of a normalizer, pre-tokenizer or decoder; published ones have up to ten
+_WRITTEN = 1024  # characters that one of them writes at a time
+_GROWTH = 128  # times a text may grow in all of them
+_GROWS = {"ByteLevel": 4.0, "NFC": 3.0, "NFD": 4.0, "NFKC": 18.0, "NFKD": 18.0}
+"""How many times as many characters each makes at most: one for a byte, the others by Unicode."""
+_PROBES = ("A b\n", "\u00e9\ufb01 \u4e2d\u6587 \U0001f600", " " * 100 + "a" * 2000)
 _ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
@@ -32,14 +42,19 @@ class JsonVocabulary:
     ) -> None:
         self._name = name
         with library_errors(name, "unexpected structure"):
+            check_added([str(t["content"]) for t in data.get("added_tokens") or []], name)
+            _check_growth(data, name)
             data = _prepared(data, frozenset(named))
             added = {str(token["content"]): token for token in data["added_tokens"]}
             largest = max((int(token["id"]) for token in added.values()), default=-1)
         if largest >= LARGEST_ID:
-            raise CorruptModel(f"{name} has a token id of {largest}")
+            shown = str(largest) if largest < 10**18 else "19 digits or more"
+            raise CorruptModel(f"{name} has a token id of {shown}")
         self._backends: dict[Place, tokenizers.Tokenizer] = {}
-        with library_errors(name, "not a usable tokenizer"):
+        with silent(), library_errors(name, "not a usable tokenizer"):
             start = _backend(data)
+            for text in _PROBES:
+                start.encode_batch_fast([text], add_special_tokens=False)
             self._backends["start"] = start
             ids = start.get_vocab(with_added_tokens=True)
         if not ids or max(ids.values()) >= LARGEST_ID or min(ids.values()) < 0:
@@ -65,7 +80,7 @@ class JsonVocabulary:
     @classmethod
     def from_file(cls, path: Path, named: Iterable[str] = ()) -> JsonVocabulary:
         """Reads the file. Raises CorruptModel, UnsupportedModel or ModelUnavailable."""
-        return cls(read_object(path), path.name, named)
+        return cls(read_json(path), path.name, named)
 
     def encode(self, text: str, place: Place) -> list[int]:
         """Ids of a text in which no control token is recognised."""
@@ -171,6 +186,44 @@ def _components(part: Any) -> Iterator[dict[str, Any]]:
                 yield from _components(inner)
             return
     yield part
+
+
+def _check_growth(data: dict[str, Any], name: str) -> None:
+    """Raises CorruptModel where a short text would become a very long one: steps that each write
+    ten characters for one multiply."""
+    for key in ("normalizer", "pre_tokenizer", "decoder"):
+        growth = 1.0
+        for count, part in enumerate(_components(data.get(key)), 1):
+            written = str(part.get("content") or part.get("prepend") or "")
+            if count > _PARTS or len(written) > _WRITTEN:
+                raise CorruptModel(f"{name}: the {key} has too many parts, or too long ones")
+            if part["type"] == "Replace":
+                found = part.get("pattern")
+                text = found.get("String") if isinstance(found, dict) else found
+                if text == "":
+                    raise CorruptModel(f"{name}: the {key} replaces the empty text")
+                # A regular expression may match between any two characters.
+                growth *= max(1.0, len(written) / len(text)) if text else 1.0 + len(written)
+            elif part["type"] == "Prepend":
+                # In front of each piece between added tokens, which may be a character.
+                growth *= 1.0 + len(written)
+            elif part["type"] == "Precompiled":
+                growth *= _longest_target(part["precompiled_charsmap"])
+            else:
+                growth *= _GROWS.get(part["type"], 1.0)
+        if growth > _GROWTH:
+            raise CorruptModel(f"{name}: the {key} makes a text {growth:,.0f} times as long")
+
+
+def _longest_target(charsmap: str) -> float:
+    """The most characters that a map of sentencepiece writes for one: behind a table, whose length
+    comes first, stand all that it writes, each with a zero byte at its end."""
+    try:
+        data = base64.b64decode(charsmap, validate=True)
+    except binascii.Error:
+        return 1.0  # the library refuses it
+    texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+    return max(1.0, *(float(len(text.decode("utf-8", "replace"))) for text in texts))
 
 
 def _parts(data: dict[str, Any]) -> Iterator[dict[str, Any]]:

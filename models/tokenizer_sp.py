@@ -15,6 +15,7 @@ from pathlib import Path
 import sentencepiece
 
 from minikv.models.errors import CorruptModel, UnsupportedModel
+from minikv.models.hub import read_bytes
 from minikv.models.stream import word_piece_bytes
 from minikv.models.vocabulary import (
     LARGEST_ID,
@@ -22,7 +23,6 @@ from minikv.models.vocabulary import (
     Prefix,
     is_marker,
     library_errors,
-    read_bytes,
 )
 
 _USER_DEFINED, _CONTROL = 4, 3

@@ -1,15 +1,17 @@
-"""What the two tokenizer file formats have in common, and the reading of untrusted files."""
+"""What the two tokenizer file formats have in common."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
 import re
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from minikv.models.errors import CorruptModel, ModelError, ModelUnavailable
+from minikv.models.errors import CorruptModel, ModelError, quote
 
 Place = Literal["start", "after", "inside"]
 """Where a text stands: at the start of everything, after a control token, or inside a text.
@@ -22,6 +24,9 @@ Prefix = Literal["every", "first", "never"]
 """Texts that get a space in front: after every control token too, the very first one, none."""
 
 LARGEST_ID = 1 << 21
+ADDED_TOKENS, ADDED_LENGTH, ADDED_TEXT = 100_000, 512, 1 << 21
+"""Control and added tokens, characters of one, and of all. Models that speak have 65,000."""
+_STDERR = threading.Lock()
 _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
@@ -58,28 +63,35 @@ def is_marker(piece: str) -> bool:
     return _MARKER.fullmatch(piece) is not None
 
 
-def read_bytes(path: Path, limit: int) -> bytes:
-    """A regular file of at most `limit` bytes. Raises ModelUnavailable or CorruptModel."""
-    if not path.is_file():
-        raise ModelUnavailable(f"{path.name} is missing or not a regular file in {path.parent}")
-    try:
-        if path.stat().st_size > limit:
-            raise CorruptModel(f"{path.name} is larger than {limit >> 10} KiB")
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelUnavailable(f"{path.name} cannot be read: {error.strerror}") from error
+def check_added(texts: Collection[str], name: str) -> None:
+    """Raises CorruptModel for more or longer added tokens than can be told apart in good time."""
+    longest = max(map(len, texts), default=0)
+    if len(texts) > ADDED_TOKENS:
+        raise CorruptModel(f"{name} has {len(texts):,} added tokens; the most is {ADDED_TOKENS:,}")
+    if longest > ADDED_LENGTH:
+        raise CorruptModel(
+            f"{name} has an added token of {longest:,} characters; the most is {ADDED_LENGTH}"
+        )
+    if sum(map(len, texts)) > ADDED_TEXT:
+        raise CorruptModel(f"{name} has added tokens of more than {ADDED_TEXT:,} characters")
 
 
-def read_object(path: Path, limit: int = 128 << 20) -> dict[str, Any]:
-    """The JSON object in a file. Raises ModelUnavailable or CorruptModel."""
-    data = read_bytes(path, limit)
-    try:
-        found = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise CorruptModel(f"{path.name} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CorruptModel(f"{path.name} does not hold a JSON object")
-    return found
+@contextmanager
+def silent() -> Iterator[None]:
+    """Nothing is written to the process's standard error: the Rust library prints a backtrace there
+    before Python can catch its panic. For the loading of a file, while nothing else is shown. One
+    thread at a time: the second would find the first one's silence and leave it behind."""
+    with _STDERR, contextlib.ExitStack() as undo:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        with contextlib.suppress(OSError):  # there may be no standard error
+            kept = os.dup(2)
+            undo.callback(os.close, kept)
+            undo.callback(os.dup2, kept, 2)
+            null = os.open(os.devnull, os.O_WRONLY)
+            undo.callback(os.close, null)
+            os.dup2(null, 2)
+        yield
 
 
 @contextmanager
@@ -95,6 +107,6 @@ def library_errors(name: str, what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            detail = " ".join(str(error).split())[:200]
+            detail = quote(" ".join(str(error).split()), 200)[1:-1]  # with texts of the file
             raise CorruptModel(f"{name}: {what}: {detail}") from error
         raise

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -38,11 +38,17 @@ from minikv.models.hub import (
     no_weights,
     open_regular,
     parse_json,
+    unreadable,
     weight_map,
 )
+from minikv.models.limits import address_space
 from minikv.models.linear import (
     FORMS,
+    TORCH,
+    Int4,
     Int8,
+    Linear,
+    Packing,
     Plain,
     bf16_products,
     fits_int8,
@@ -53,6 +59,7 @@ from minikv.models.linear import (
     packing_bytes,
     packs,
     split,
+    suits,
 )
 from minikv.models.llama import Layer, Llama, Place
 from minikv.models.pages import Empty, Pages
@@ -118,17 +125,22 @@ def read_header(path: Path) -> dict[str, Entry]:
     The data must be covered exactly: no overlap, no hole, nothing before or after.
     """
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        first = _read_exactly(file, 8, path)
-        length = int.from_bytes(first, "little")
-        if length > HEADER_LIMIT:
-            raise CorruptModel(f"{path.name}: claims a header of {length} bytes: not safetensors?")
-        if not 2 <= length <= size - 8:
-            raise CorruptModel(
-                f"{path.name}: truncated, or not safetensors (header {length}, file {size} bytes)",
-                "download the file again",
-            )
-        raw = parse_json(_read_exactly(file, length, path), path.name)
+        return header_of(file, path)
+
+
+def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
+    """`read_header` of a file that is open, at its beginning."""
+    size = os.fstat(file.fileno()).st_size
+    first = _read_exactly(file, 8, path)
+    length = int.from_bytes(first, "little")
+    if length > HEADER_LIMIT:
+        raise CorruptModel(f"{path.name}: claims a header of {length} bytes: not safetensors?")
+    if not 2 <= length <= size - 8:
+        raise CorruptModel(
+            f"{path.name}: truncated, or not safetensors (header {length}, file {size} bytes)",
+            "download the file again",
+        )
+    raw = parse_json(_read_exactly(file, length, path), path.name)
     _check_metadata(raw.pop("__metadata__", None), path)
     if not raw:
         raise CorruptModel(f"{path.name}: holds no tensors")
@@ -201,7 +213,10 @@ def _read_into(
     """Fill `into`; `tell` gets the bytes of each read."""
     done = 0
     while done < len(into):
-        got = file.readinto(into[done : done + STAGING])  # type: ignore[attr-defined]
+        try:
+            got = file.readinto(into[done : done + STAGING])  # type: ignore[attr-defined]
+        except OSError as error:
+            raise unreadable(path, error) from None
         if not got:
             raise CorruptModel(f"{path.name} is truncated", "download the file again")
         done += got
@@ -225,7 +240,10 @@ class Checkpoint:
         Raises CorruptModel, UnsupportedModel or ModelUnavailable.
         """
         folder = Path(folder)
-        names = sorted(path.name for path in folder.iterdir())
+        try:
+            names = sorted(path.name for path in folder.iterdir())
+        except OSError as error:
+            raise unreadable(folder, error) from None
         original = False
         if INDEX in names:
             entries = _sharded(folder, folder / INDEX)
@@ -337,6 +355,14 @@ def _renamed(entries: dict[str, Entry]) -> dict[str, Entry]:
     return made
 
 
+class Kept(Protocol):
+    """Where packed matrices may be had without packing them: `packed.Packed`."""
+
+    def fill(self, name: str, matrix: Int8 | Int4) -> bool:
+        """Bring the numbers of an empty matrix, its bias too; False if they are not there."""
+        ...
+
+
 def load_network(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -345,6 +371,8 @@ def load_network(
     dtype: torch.dtype | None = None,
     form: str = "auto",
     progress: Callable[[int, int], None] | None = None,
+    packing: Packing = TORCH,
+    packed: Kept | None = None,
 ) -> Llama:
     """A network with the checkpoint's weights; `dtype` None keeps the storage dtype.
 
@@ -354,7 +382,8 @@ def load_network(
     same packed matrix. Where rows are too odd, the result's `config.notes` say what stays plain.
 
     `progress(done, total)` is called with the bytes read from the files, first with 0; what it
-    raises ends the loading.
+    raises ends the loading. `packing` makes int8 and int4 of what was read; what `packed` has is
+    neither read nor packed.
 
     The result's `config.tied` and `config.notes` tell how the head was resolved: tied only if the
     file asks for it and `lm_head` is absent or equal. Raises CorruptModel, UnsupportedModel, and
@@ -398,26 +427,66 @@ def load_network(
         if logits == "auto" or not fits_int8(config.hidden)
         else ("embedding" if config.tied else "head")
     )
+    at = {id(layer): f"layers.{i}" for i, layer in enumerate(network.layers)}
     with torch.inference_mode(False), torch.no_grad():
         # One for all: freed after each tensor, those of different sizes leave holes in the heap.
         staging = torch.empty(STAGING, dtype=torch.uint8)
-        for names in _together_read(entries, places):
-            owner, slot = places[names[0]].owner, places[names[0]].slot
-            if owner is network and slot == small:
-                network.keep_head(_packed(entries[names[0]], dtype, room, tell))
-                continue
-            # What is there only until it is packed leaves no hole among what stays.
-            short = isinstance(owner, Layer) and layers in packs(form)
-            _allocate(owner, slot, Pages(device).empty if short else room)
+        passing: Tensor | None = None  # where a matrix is until it is packed
+
+        def read(names: list[str]) -> None:
             for name in names:
                 with open_regular(entries[name].path) as file:
                     heads = _pairs(name, config) if checkpoint.original else 0
                     _fill(file, entries[name], places[name].tensor(), heads, staging, tell)
+
+        for names in _together_read(entries, places):
+            owner, slot = places[names[0]].owner, places[names[0]].slot
             if isinstance(owner, Layer):
-                _keep(owner, slot, layers, room)
+                part, where, kind = getattr(owner, slot), f"{at[id(owner)]}.{slot}", layers
+            else:
+                part, where, kind = network.head, "head", "int8" if slot == small else "plain"
+            made = _empty(part, kind, room, packing)
+            if made is None:
+                _allocate(owner, slot, room)
+                read(names)
+                continue
+            if packed is not None and packed.fill(where, made):
+                tell(sum(entries[name].end - entries[name].start for name in names))
+            elif where == "head":
+                _pack_head(made, entries[names[0]], dtype, tell)
+            else:
+                if passing is None:
+                    passing = _passing(config, dtype)
+                weight = passing[: made.shape.numel()].view(made.shape)
+                setattr(owner, slot, Plain(weight, made.bias))
+                read(names)
+                made.pack(0, weight)
+            if isinstance(owner, Layer):
+                setattr(owner, slot, made)
+            else:
+                assert isinstance(made, Int8)
+                network.keep_head(made)
         if config.tied and isinstance(network.embedding, Tensor):
             network.head = Plain(network.embedding)
     return network
+
+
+def _empty(part: Linear | Tensor, form: str, room: Empty, packing: Packing) -> Int8 | Int4 | None:
+    """The packed matrix that is to be made of a plain one without memory; None for what stays
+    plain."""
+    if not isinstance(part, Plain) or not suits(form, part.shape[1]):
+        return None
+    bias = None if part.bias is None else room(part.bias.shape, part.bias.dtype)
+    made = kept(Plain(part.weight, bias), form, room, packing)
+    assert isinstance(made, Int8 | Int4)
+    return made
+
+
+def _passing(config: ModelConfig, dtype: torch.dtype) -> Tensor:
+    """Room for the largest matrix of a layer: each is read to the same place before it is packed,
+    so that the system maps its memory once."""
+    largest = max(rows * columns for rows, columns in matrices(config).values())
+    return Pages(torch.device("cpu")).empty((largest,), dtype)
 
 
 def _together_read(entries: dict[str, Entry], places: dict[str, Place]) -> list[list[str]]:
@@ -584,22 +653,16 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _keep(owner: Layer, slot: str, form: str, room: Empty) -> None:
-    """Pack a matrix that was read. Nothing else may hold it, or it stays until the next is read."""
-    if isinstance(part := getattr(owner, slot), Plain):
-        setattr(owner, slot, kept(part, form, room))
-
-
-def _packed(entry: Entry, dtype: torch.dtype, room: Empty, tell: Callable[[int], None]) -> Int8:
+def _pack_head(
+    made: Int8 | Int4, entry: Entry, dtype: torch.dtype, tell: Callable[[int], None]
+) -> None:
     """Read a matrix into eight bits, a block of rows at a time: it is never there in `dtype`."""
-    made = Int8(Plain(torch.empty(entry.shape, device="meta")), room)
     with open_regular(entry.path) as file:
         file.seek(entry.start)
         for start, end in packed_blocks(made.shape):
             part = torch.empty(end - start, made.shape[1], dtype=DTYPES[entry.dtype])
             _read_into(file, _bytes(part), entry.path, tell)
             made.pack(start, part.to(dtype))
-    return made
 
 
 def _same(one: Entry, two: Entry) -> bool:
@@ -624,7 +687,6 @@ def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, f
     free = free_memory(device)
     if free is None or needs <= free:
         return
-    gib = 2**30
     options = [('dtype="bfloat16"', torch.bfloat16, "auto")] * (dtype == torch.float32)
     if device.type == "cpu":
         other = 'dtype="auto", ' if dtype == torch.float32 else ""  # packed weights are bfloat16's
@@ -634,7 +696,7 @@ def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, f
             name += "" if fits else "+head"
             options.append((f'{other}weights="{name}"', torch.bfloat16, name))
     fitting = [
-        f"`{arguments}` would need {size / gib:.1f} GiB"
+        f"`{arguments}` would need {_shown(size)}"
         for arguments, kind, name in options
         if (size := loading_bytes(config, kind, name)) < needs
         and size <= free
@@ -642,11 +704,15 @@ def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, f
     ]
     where = "GPU memory" if device.type == "cuda" else "memory"
     raise ModelTooLarge(
-        f"the weights need {needs / gib:.1f} GiB of {where}, {free / gib:.1f} GiB are free",
+        f"the weights need {_shown(needs)} of {where}, {_shown(free)} are free",
         "; ".join([*fitting, "or a smaller model"])
         if fitting
         else "use a smaller model, or free memory",
     )
+
+
+def _shown(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 // 10 else f"{size >> 20} MiB"
 
 
 def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
@@ -672,8 +738,8 @@ def free_memory(device: torch.device) -> int | None:
     except (OSError, KeyError, ValueError, IndexError):
         if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
             free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group = _cgroup_free(Path("/sys/fs/cgroup"))
-    return free if group is None else group if free is None else min(free, group)
+    known = (free, _cgroup_free(Path("/sys/fs/cgroup")), address_space())
+    return min((one for one in known if one is not None), default=None)
 
 
 def _cgroup_free(root: Path) -> int | None:

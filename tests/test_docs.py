@@ -165,3 +165,26 @@ def test_a_suggestion_is_a_command_that_parses(plan: Any) -> None:
     line = re.search(r"tokens fit: minikv (chat .*) FILE \(needs", text)
     assert line is not None
     test_the_commands_of_the_readme_are_ones(shlex.split(line[1]))
+
+
+# -- what was tried to break it -------------------------------------------------------------------
+
+RELIABILITY = (ROOT / "docs/reliability.md").read_text()
+
+
+def test_every_kind_of_attempt_has_its_row() -> None:
+    """Rows 1 to 17, each with six columns; one that did not run says so."""
+    rows = re.findall(r"^\| (\d+) \|(.*)\|$", RELIABILITY, re.MULTILINE)
+    assert sorted({int(number) for number, _ in rows}) == [*range(1, 18)]
+    for number, row in rows:
+        _, tried, failed, command, when = (cell.strip() for cell in re.split(r"(?<!`)\|", row))
+        assert tried, number
+        assert (tried == "not run for this page") == (failed == command == when == "-"), number
+        assert failed.startswith("0") or failed == "-", number
+    assert "`docs/reliability.md`" in README
+
+
+def test_the_files_that_it_names_are_there() -> None:
+    named = set(re.findall(r"\btests/[\w/]+\.py", RELIABILITY))
+    assert len(named) >= 15
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []

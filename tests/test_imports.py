@@ -28,6 +28,7 @@ PACKAGES = {
 EXCEPTIONS = {
     ("minikv/loader.py", "minikv.models"),
     ("minikv/loader.py", "minikv.models.config"),
+    ("minikv/loader.py", "minikv.models.linear"),
     ("minikv/loader.py", "minikv.models.llama"),
     ("cli/bench/kernels.py", "minikv.kernels"),  # what it measures
 }

@@ -27,6 +27,7 @@ from minikv.cli.bench.arguments import (
 )
 from minikv.cli.failures import guard
 from minikv.cli.terminal import Terminal
+from minikv.models import refuse_without_torch
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich", no_args_is_help=True)
 
@@ -42,6 +43,7 @@ def _ended(terminal: Terminal, debug: bool) -> AbstractContextManager[object]:
 def _measure(question: str, arguments: Arguments) -> None:
     terminal = Terminal(quiet=arguments.quiet)
     with _ended(terminal, arguments.debug):
+        refuse_without_torch()
         from minikv.cli.bench.command import measure
 
         measure(question, arguments, _command(), terminal)
@@ -140,6 +142,7 @@ def all_(
     arguments = Arguments(device=device, repeat=repeat, peer=peer, threads=threads, as_json=as_json)
     terminal = Terminal(quiet=quiet)
     with _ended(terminal, debug):
+        refuse_without_torch()
         from minikv.cli.bench.command import measure_all
 
         measure_all(arguments, minutes, part or (), _command(), terminal, full=full)

@@ -25,7 +25,8 @@ class Cell:
     full cache that is held at the end (1 less the share saved), mean over documents. `by_item` is
     each document's own mean (nats for ppl), so that policies can be compared in pairs. `reuse` is
     what later questions found; `same_by_question`, of chats, the share of answers that are the full
-    cache's.
+    cache's. `by_group` is (name, score, n) of the items' own groups; `answers` and their `scores`
+    are by document and question. `file`: whose records it is of.
     """
 
     task: str
@@ -44,12 +45,23 @@ class Cell:
     more: dict[str, float] = field(default_factory=dict)
     reuse: str = "once"
     same_by_question: list[float] = field(default_factory=list)
+    by_group: list[tuple[str, float, int]] = field(default_factory=list)
+    answers: list[list[str]] = field(default_factory=list)
+    scores: list[list[float]] = field(default_factory=list)
+    file: str = ""
+
+    @property
+    def title(self) -> str:
+        """The task, with the file whose records it is of."""
+        if self.task == "file":
+            return self.file
+        return f"{self.task} of {self.file}" if self.file else self.task
 
     def record(self) -> dict[str, object]:
         """As JSON has it, which knows no infinity."""
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
+            for name, value in (asdict(self) | {"task": self.title}).items()
         }
 
 
@@ -71,7 +83,17 @@ def answered(
             assert item.where is not None
             places.setdefault(item.where, []).extend(row)
     by_place = [(*where, mean(s), len(s)) for where, s in sorted(places.items())]
-    return replace(_of_questions(task, eviction, scores, held), by_place=by_place)
+    groups: dict[str, list[float]] = {}
+    for item, row in zip(items, scores, strict=True):
+        for group in item.groups:
+            groups.setdefault(group, []).extend(row)
+    return replace(
+        _of_questions(task, eviction, scores, held),
+        by_place=by_place,
+        by_group=[(name, mean(s), len(s)) for name, s in sorted(groups.items())],
+        answers=[list(row) for row in answers],
+        scores=scores,
+    )
 
 
 def agreeing(
@@ -87,7 +109,10 @@ def agreeing(
     if firsts := sorted(pair.first for pair in flat if pair.first is not None):
         more["median_first_difference"] = float(firsts[len(firsts) // 2])
     scores = [[float(pair.exact) for pair in row] for row in pairs]
-    return replace(_of_questions("agree", eviction, scores, held), more=more)
+    made = [list(row) for row in answers]
+    return replace(
+        _of_questions("agree", eviction, scores, held), more=more, answers=made, scores=scores
+    )
 
 
 def beside(cell: Cell, answers: Answers, full: Answers) -> Cell:

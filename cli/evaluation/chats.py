@@ -1,5 +1,5 @@
 """The tasks that are chats: several questions about one document, the first of which found the
-cache empty. What the later ones find is what `--reuse` says.
+cache empty. What the later ones find is what `--reuse` says. Also those with one long answer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from minikv.cli.evaluation.back import back
 from minikv.cli.evaluation.counting import count
 from minikv.cli.evaluation.digits import CODES, codes, digits
 from minikv.cli.evaluation.files import Item
+from minikv.cli.evaluation.interview import QUESTIONS, interview
+from minikv.cli.evaluation.long_answers import LEAST as LONG
+from minikv.cli.evaluation.long_answers import lists, passage
 from minikv.cli.evaluation.several import several
 from minikv.cli.evaluation.tasks import FOLLOWUPS, LEAST, Manner, followup
 from minikv.models.bundled.exam import Codec
@@ -42,4 +45,7 @@ CHATS: Mapping[str, ChatTask] = {
     "several": ChatTask(several, 5),
     "count": ChatTask(count, 3),
     "back": ChatTask(back, 7),
+    "interview": ChatTask(interview, QUESTIONS, LEAST * QUESTIONS),
+    "lists": ChatTask(lists, 1, LONG),
+    "passage": ChatTask(passage, 1, LONG),
 }

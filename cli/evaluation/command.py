@@ -4,61 +4,83 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import minikv
-from minikv.cli.evaluation import metrics, run, show, tasks
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.session import ChatSession
+from minikv.checks import quoted
+from minikv.cli.evaluation import fitting, metrics, plot, run, show, tasks
 from minikv.cli.evaluation.cells import Cell
 from minikv.cli.evaluation.chats import CHATS
-from minikv.cli.evaluation.files import Item, read_items, scored
-from minikv.cli.evaluation.names import ANSWERED, TASKS
+from minikv.cli.evaluation.files import Item, named, read_items, scored, together
+from minikv.cli.evaluation.fitting import TRUNCATIONS, fitted
+from minikv.cli.evaluation.names import ANSWERED, MEASURED, TASKS
+from minikv.cli.evaluation.passes import PASSES
 from minikv.cli.terminal import Terminal
 from minikv.cli.values import read_list
-from minikv.errors import UsageError
+from minikv.errors import ContextError, UsageError
 from minikv.loader import build
+from minikv.models.bundled.exam import Codec
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
 from minikv.settings import Settings
 
-Runs = Sequence[tuple[str, run.Run]]
-"""Each with the name of its tasks or its file."""
+_LONGEST = 10_000_000  # tokens of a made document
 
 
-def evaluate(
-    names: str,
-    files: Sequence[Path],
-    lengths: str,
-    count: int,
-    settings: Settings,
-    outputs: Sequence[Path],
-    terminal: Terminal,
-    reuse: str = "once",
-) -> None:
-    """Measure and print; `names`, `lengths`, `reuse` and the policies and budgets of `settings` are
-    lists with commas.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What `minikv eval` was asked for. Texts are lists with commas.
+
+    `tasks`: of `names.TASKS`. `files`: of records. `lengths`: tokens of documents. `count`:
+    questions of a task, so many of each document as `questions` says. `reuse`: what questions
+    find. `truncate`: what becomes of records that are too long. `outputs`: files for the results;
+    `plot`: one for a picture of them.
+    """
+
+    tasks: str = ""
+    files: Sequence[Path] = ()
+    lengths: str = "2000"
+    count: int = 40
+    questions: int = 1
+    reuse: str = "once"
+    truncate: str = "none"
+    outputs: Sequence[Path] = ()
+    plot: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Tasks over the same items. what: their names, or that of a file; file: that of the file.
+    cut, skipped: records of it that were too long."""
+
+    what: str
+    one: run.Run
+    file: str = ""
+    cut: int = 0
+    skipped: int = 0
+
+    def cells(self) -> list[Cell]:
+        """With the file's name."""
+        return [replace(cell, file=self.file) for cell in self.one.cells()]
+
+    def told(self) -> str:
+        """A line about records that were too long; empty where there are none."""
+        skipped = self.skipped + self.one.skipped
+        records = sum(len(item.questions) for item in self.one.items) + skipped
+        return fitting.told(self.what, self.cut, skipped, records)
+
+
+def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
+    """Measure and print; policies and budgets of `settings` are lists with commas.
 
     Raises UsageError for anything that is wrong with them before a model is loaded.
     """
-    wanted_tasks = read_list(names)
-    for name in wanted_tasks:
-        if name not in TASKS:
-            raise UsageError(f"unknown task {name!r}", f"tasks: {', '.join(TASKS)}")
-    if count < 1:
-        raise UsageError(f"-n must be at least 1, got {count}")
-    sizes = _numbers(lengths)
-    if set(wanted_tasks) - {"needle"} and sizes[0] < tasks.LEAST:
-        raise UsageError(
-            f"a document of {sizes[0]:,} tokens holds no fact to ask for",
-            f"--length must be {tasks.LEAST} or more; only needle takes less",
-        )
-    for name in wanted_tasks:
-        if name in CHATS and sizes[0] < CHATS[name].least:
-            raise UsageError(
-                f"a document of {sizes[0]:,} tokens is too short for the task {name}",
-                f"--length must be {CHATS[name].least} or more",
-            )
-    finds = run.reuses(read_list(reuse, "--reuse"))
+    wanted_tasks = read_list(asked.tasks)
+    sizes = _checked(asked, wanted_tasks)
+    finds = run.reuses(read_list(asked.reuse, "--reuse"))
     choices = run.choices(
         read_list(settings.policy, "--policy"),
         read_list(settings.budget, "--budget"),
@@ -67,8 +89,10 @@ def evaluate(
         settings.stride,
         settings.options,
     )
-    show.check(outputs, wanted_tasks)
-    read: dict[Path, list[Item]] = {path: list(read_items(path)) for path in files}
+    show.check(asked.outputs, wanted_tasks)
+    if asked.plot is not None:
+        plot.check(asked.plot)
+    read: dict[Path, list[Item]] = {path: list(read_items(path)) for path in asked.files}
     if any(item.metric is metrics.rouge_l for items in read.values() for item in items):
         metrics.rouge()
     terminal.status("loading the model")
@@ -83,28 +107,14 @@ def evaluate(
     )
     chat = build(plain)
     terminal.clear_status()
-    codec, seed = chat.tokenizer, 900_000_000 + 10_000_000 * settings.seed
-    how = tasks.manner(settings.model)
-    alike = Counter(path.name for path in read)
-    work = [
-        (path.name if alike[path.name] == 1 else str(path), ["file"], items)
-        for path, items in read.items()
-    ]
-    if "needle" in wanted_tasks:
-        made = list(tasks.needle(codec, sizes, count, seed, how=how))
-        work.append(("needle", ["needle"], made))
-    for name, task in CHATS.items():
-        if name in wanted_tasks:
-            made = list(task.items(codec, sizes[0], count, seed, how))
-            work.append((name, [name], made))
-    same = [name for name in wanted_tasks if name != "needle" and name not in CHATS]
-    if same:  # these look at the same documents, which are read once for all of them
-        made = list(tasks.facts(codec, sizes[0], count, seed, how))
-        work.append((", ".join(same), same, made))
     terminal.status("looking whether all documents fit")
-    runs = [(what, run.Run(chat, kinds, items, choices, finds)) for what, kinds, items in work]
-    for what, one in runs:
-        one.check(what)
+    measured = [name for name in wanted_tasks if name in MEASURED]
+    work = [_of_file(chat, asked, read, path, measured, choices, finds) for path in read]
+    made = [name for name in wanted_tasks if not read or name not in MEASURED]
+    how = tasks.manner(settings.model)
+    for what, kinds, items in _made(chat.tokenizer, made, sizes, asked, settings.seed, how):
+        work.append(_Work(what, run.Run(chat, kinds, items, choices, finds)))
+    _checked_work(work)
     terminal.clear_status()
 
     facts: dict[str, object] = {
@@ -113,57 +123,166 @@ def evaluate(
         "dtype": chat.facts.dtype,
         "device": chat.facts.device,
         "lengths": sizes,
-        "count": count,
+        "count": asked.count,
+        "questions": asked.questions,
         "seed": settings.seed,
         "options": dict(settings.options),
         "reuse": finds,
+        "truncate": asked.truncate,
         "tier_dtype": settings.tier_dtype,
         "metrics": {
-            what if kind == "file" else kind: scored(one.items)
-            for what, one in runs
-            for kind in one.tasks
+            each.what if kind == "file" else kind: scored(each.one.items)
+            for each in work
+            for kind in each.one.tasks
             if kind in ANSWERED
         },
     }
     try:
-        for what, one in runs:
-            began = time.perf_counter()
-
-            def progress(done: int, total: int, what: str = what, began: float = began) -> None:
-                terminal.status(show.bar(done, total, time.perf_counter() - began, what))
-
-            one.measure(progress)
-            terminal.clear_status()
-            terminal.data(show.table(_cells(what, one)) + "\n")
+        for each in work:
+            _measure(each, terminal)
     except BaseException:
-        _save(runs, facts, outputs, terminal)
+        _save(work, facts, asked.outputs, terminal)
         raise
-    show.write([cell for what, one in runs for cell in _cells(what, one)], facts, outputs)
+    found = [cell for each in work for cell in each.cells()]
+    show.write(found, facts | _too_long(work), asked.outputs, _items(work))
+    if asked.plot is not None:
+        plot.write(found, asked.plot)
 
 
-def _cells(what: str, one: run.Run) -> list[Cell]:
-    """With the file's name for a task."""
-    cells = one.cells()
-    return [replace(cell, task=what) for cell in cells] if one.tasks == ["file"] else cells
+def _checked(asked: Asked, wanted_tasks: Sequence[str]) -> list[int]:
+    """The lengths. Raises UsageError for what cannot be."""
+    for name in wanted_tasks:
+        if name not in TASKS:
+            raise UsageError(f"unknown task {name!r}", f"tasks: {', '.join(TASKS)}")
+    for flag, number in (("-n", asked.count), ("--questions", asked.questions)):
+        if number < 1:
+            raise UsageError(f"{flag} must be at least 1, got {number}")
+    if asked.truncate not in TRUNCATIONS:
+        raise UsageError(
+            f"unknown way to truncate {asked.truncate!r}",
+            f"--truncate takes: {', '.join(TRUNCATIONS)}",
+        )
+    sizes = _numbers(asked.lengths)
+    made = [name for name in wanted_tasks if not asked.files or name not in MEASURED]
+    if set(made) - {"needle"} and sizes[0] < tasks.LEAST:
+        raise UsageError(
+            f"a document of {sizes[0]:,} tokens holds no fact to ask for",
+            f"--length must be {tasks.LEAST} or more; only needle takes less",
+        )
+    for name in made:
+        if name in CHATS and sizes[0] < CHATS[name].least:
+            raise UsageError(
+                f"a document of {sizes[0]:,} tokens is too short for the task {name}",
+                f"--length must be {CHATS[name].least} or more",
+            )
+    return sizes
+
+
+def _of_file(
+    chat: ChatSession,
+    asked: Asked,
+    read: Mapping[Path, Sequence[Item]],
+    path: Path,
+    measured: Sequence[str],
+    choices: Sequence[EvictionConfig],
+    finds: Sequence[str],
+) -> _Work:
+    """The records of a file, and what else is to be measured of them."""
+    kinds = ["file", *measured]
+    passes = [PASSES[name] for name in run.passes(kinds)]
+    found = fitted(chat, read[path], passes, asked.truncate)
+    alike = Counter(map(named, read))
+    name = named(path) if alike[named(path)] == 1 else str(path)
+    one = run.Run(chat, kinds, together(found.items), choices, finds, skips=True)
+    return _Work(name, one, name, found.cut, found.skipped)
+
+
+def _made(
+    codec: Codec,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    asked: Asked,
+    settings_seed: int,
+    how: tasks.Manner,
+) -> Iterator[tuple[str, list[str], list[Item]]]:
+    """(what, tasks, items) of documents that are made here."""
+    seed, count = 900_000_000 + 10_000_000 * settings_seed, asked.count
+    if "needle" in names:
+        yield "needle", ["needle"], list(tasks.needle(codec, sizes, count, seed, how=how))
+    for name, task in CHATS.items():
+        if name in names:
+            yield name, [name], list(task.items(codec, sizes[0], count, seed, how))
+    same = [name for name in names if name != "needle" and name not in CHATS]
+    if same:  # these look at the same documents, which are read once for all of them
+        documents, each = -(-count // asked.questions), asked.questions
+        items = list(tasks.facts(codec, sizes[0], documents, seed, how, each))
+        yield ", ".join(same), same, items
+
+
+def _checked_work(work: Sequence[_Work]) -> None:
+    """Raise UsageError or ContextError for what cannot be measured, before anything is."""
+    for each in work:
+        if each.one.items:
+            each.one.check(each.what)
+    if work and not any(each.one.items for each in work):
+        raise ContextError(
+            "; ".join(each.told() for each in work),
+            "nothing was measured; --truncate middle cuts records to the model's context",
+        )
+
+
+def _measure(each: _Work, terminal: Terminal) -> None:
+    """Measure and print, with what was left out."""
+    began = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        terminal.status(show.bar(done, total, time.perf_counter() - began, each.what))
+
+    if each.one.items:
+        each.one.measure(progress)
+        terminal.clear_status()
+        terminal.data(show.table(each.cells()) + "\n")
+    if line := each.told():
+        terminal.say(line)
+
+
+def _too_long(work: Sequence[_Work]) -> dict[str, object]:
+    """Records that were skipped and cut, by file."""
+    return {
+        "skipped": {e.what: n for e in work if (n := e.skipped + e.one.skipped)},
+        "cut": {e.what: e.cut for e in work if e.cut},
+    }
+
+
+def _items(work: Sequence[_Work]) -> dict[str, object]:
+    """What was asked, by task or file, and what would be right."""
+    return {
+        each.what: [
+            {"source": item.source, "questions": item.questions, "right": item.right}
+            for item in each.one.items
+        ]
+        for each in work
+    }
 
 
 def _save(
-    runs: Runs, facts: dict[str, object], outputs: Sequence[Path], terminal: Terminal
+    work: Sequence[_Work], facts: dict[str, object], outputs: Sequence[Path], terminal: Terminal
 ) -> None:
     """Write what was measured before something went wrong, which stays the error to report."""
-    if not any(one.completed for _, one in runs):
+    if not any(each.one.completed for each in work):
         return
-    done = {what: f"{one.completed:,} of {len(one.items):,}" for what, one in runs}
+    done = {each.what: f"{each.one.completed:,} of {len(each.one.items):,}" for each in work}
     note = "stopped; documents measured: " + "; ".join(f"{w}: {n}" for w, n in done.items())
     try:
-        cells = [cell for what, one in runs for cell in _cells(what, one)]
+        cells = [cell for each in work for cell in each.cells()]
         paths = [p for p in outputs if not show.is_map(p) or any(c.by_place for c in cells)]
         if paths:
-            show.write(cells, {**facts, "stopped_after": done}, paths)
+            facts = facts | _too_long(work) | {"stopped_after": done}
+            show.write(cells, facts, paths, _items(work))
             note += f"; written to {', '.join(map(str, paths))}"
-        for what, one in runs:
-            if 0 < one.completed < len(one.items):
-                terminal.data(show.table(_cells(what, one)) + "\n")
+        for each in work:
+            if 0 < each.one.completed < len(each.one.items):
+                terminal.data(show.table(each.cells()) + "\n")
     except Exception as error:
         note += f"; not all was written: {error}"
     terminal.say(note)
@@ -174,6 +293,7 @@ def _numbers(text: str) -> list[int]:
         numbers = [int(part) for part in read_list(text)]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 64:
-        raise UsageError(f"cannot read the lengths {text!r}", "give tokens, as in 1000,2000,4000")
+    if not numbers or min(numbers) < 64 or max(numbers) > _LONGEST:
+        what = f"cannot read the lengths {quoted(text)}"
+        raise UsageError(what, "give tokens, as in 1000,2000,4000")
     return list(dict.fromkeys(numbers))

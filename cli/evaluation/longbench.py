@@ -1,115 +1,100 @@
-"""What LongBench's English datasets ask, how long an answer may be, and how it is scored.
+"""LongBench and LongBench v2: prompts, how long an answer may be, and how it is scored.
 
-Lengths and metrics are the official ones (arXiv 2308.14508 and its repository). The instructions
-are ours: they say what the official prompts say, in other words, and come after the document, where
-the official ones stand around it. So scores compare policies with each other on one model, and not
-with published tables.
+All of it is the official one (arXiv 2308.14508 and 2412.15204, and their repository): the prompts
+are in `prompts/`, under the licence beside them. LongBench-E has the same prompts for other records
+(`qasper_e`). The Chinese datasets are not supported.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from minikv.cli.evaluation import metrics
 from minikv.cli.evaluation.metrics import Metric
 
+_PROMPTS = Path(__file__).parent / "prompts"
+
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """`says` stands before a record's input, which is empty where `has_input` is not set.
+    """How a dataset is asked and scored.
 
-    `max_tokens` of an answer, of which only the first line counts if `first_line` is set.
+    `max_tokens` of an answer, of which only the first line counts if `first_line` is set. Without
+    `roles` the prompt is fed as it is, to be completed: the release does so with examples and code,
+    also to chat models.
     """
 
     metric: Metric
     max_tokens: int
-    says: str
-    has_input: bool = True
+    roles: bool = True
     first_line: bool = False
 
 
-_PASSAGES = "Reply to the question from the passages above. Write the answer alone."
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt around its document: `head`, then the document, then `tail`, which asks."""
+
+    head: str
+    tail: str
+
+    @property
+    def has_input(self) -> bool:
+        """Whether a record says something of its own after its document."""
+        return "{input}" in self.tail
+
+
+def prompt(dataset: str) -> Prompt:
+    """The official prompt of a dataset; `{input}` in its tail stands for the record's input."""
+    head, tail = _prompts()[dataset].split("{context}")
+    return Prompt(head, tail)
+
+
+@functools.cache
+def _prompts() -> Mapping[str, str]:
+    found: Mapping[str, str] = json.loads((_PROMPTS / "longbench.json").read_text("utf-8"))
+    return found
+
+
+def choice_prompt(question: str, choices: Mapping[str, str]) -> Prompt:
+    """LongBench v2's, for four choices by their letters."""
+    head, tail = (_PROMPTS / "longbench-v2.txt").read_text("utf-8").split("$DOC$")
+    said = {"$Q$": question, **{f"$C_{letter}$": text for letter, text in choices.items()}}
+    # In one go, so that nothing in a question is taken for a mark.
+    marks = "|".join(map(re.escape, said))
+    return Prompt(head, re.sub(marks, lambda found: said[found[0]].strip(), tail))
+
+
+CHOICES = Dataset(metrics.choice, 128)
+"""LongBench v2."""
+
+_QA, _SHORT_QA = Dataset(metrics.qa_f1, 128), Dataset(metrics.qa_f1, 32)
+_SUMMARY = Dataset(metrics.rouge_l, 512)
 
 DATASETS = {
-    "narrativeqa": Dataset(
-        metrics.qa_f1,
-        128,
-        "The text above is a novel or a screenplay. Reply to the question about it in as few words "
-        "as will do, without giving reasons.",
-    ),
-    "qasper": Dataset(
-        metrics.qa_f1,
-        128,
-        "The text above is a scientific paper. Reply to the question about it with a phrase or, if "
-        "need be, a sentence, without giving reasons. Where yes or no is asked for, write yes or "
-        "no. If the paper does not tell, write unanswerable.",
-    ),
-    "multifieldqa_en": Dataset(
-        metrics.qa_f1, 64, "Reply to the question from the text above. Write the answer alone."
-    ),
-    "hotpotqa": Dataset(metrics.qa_f1, 32, _PASSAGES),
-    "2wikimqa": Dataset(metrics.qa_f1, 32, _PASSAGES),
-    "musique": Dataset(metrics.qa_f1, 32, _PASSAGES),
-    "gov_report": Dataset(
-        metrics.rouge_l,
-        512,
-        "The text above is a report of a government agency. Summarise it on about one page.",
-        has_input=False,
-    ),
-    "qmsum": Dataset(
-        metrics.rouge_l,
-        512,
-        "The text above records what was said at a meeting. Reply to the following about it in one "
-        "sentence or several.",
-    ),
-    "multi_news": Dataset(
-        metrics.rouge_l,
-        512,
-        "The articles above report the same news. Summarise them all on about one page.",
-        has_input=False,
-    ),
-    "trec": Dataset(
-        metrics.classification,
-        64,
-        "The examples above give the type of each question. Give the type of the next one in the "
-        "same words.",
-        first_line=True,
-    ),
-    "triviaqa": Dataset(
-        metrics.qa_f1,
-        32,
-        "Reply to the question from its passage, as the examples above do. Write the answer alone.",
-        first_line=True,
-    ),
-    "samsum": Dataset(
-        metrics.rouge_l,
-        128,
-        "Summarise the dialogue in a few short sentences, as the examples above do.",
-        first_line=True,
-    ),
-    "passage_count": Dataset(
-        metrics.count,
-        32,
-        "Some of the paragraphs above may repeat others. How many are there if each is counted "
-        "once? Write the number alone.",
-        has_input=False,
-    ),
-    "passage_retrieval_en": Dataset(
-        metrics.retrieval,
-        32,
-        "Which of the numbered paragraphs above does the following abstract sum up? Write its "
-        "number alone, in the form: Paragraph 1",
-    ),
-    "lcc": Dataset(
-        metrics.code,
-        64,
-        "Write the line of code that comes next, without any other text.",
-        has_input=False,
-    ),
-    "repobench-p": Dataset(
-        metrics.code,
-        64,
-        "The files above belong to one project, as does the code below. Write the line of code "
-        "that comes next, without any other text.",
-    ),
+    "narrativeqa": _QA,
+    "qasper": _QA,
+    "multifieldqa_en": Dataset(metrics.qa_f1, 64),
+    "hotpotqa": _SHORT_QA,
+    "2wikimqa": _SHORT_QA,
+    "musique": _SHORT_QA,
+    "gov_report": _SUMMARY,
+    "qmsum": _SUMMARY,
+    "multi_news": _SUMMARY,
+    "trec": Dataset(metrics.classification, 64, roles=False, first_line=True),
+    "triviaqa": Dataset(metrics.qa_f1, 32, roles=False, first_line=True),
+    "samsum": Dataset(metrics.rouge_l, 128, roles=False, first_line=True),
+    "passage_count": Dataset(metrics.count, 32),
+    "passage_retrieval_en": Dataset(metrics.retrieval, 32),
+    "lcc": Dataset(metrics.code, 64, roles=False),
+    "repobench-p": Dataset(metrics.code, 64, roles=False),
 }
+
+
+def length_group(words: int) -> str:
+    """LongBench-E's scores are told apart by the length of the record's document in words."""
+    return "0-4k" if words < 4000 else "4-8k" if words < 8000 else "8k+"

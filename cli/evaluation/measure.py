@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,11 @@ class Shadow:
         self.lost: list[Tensor] = []
         self._keys: list[Tensor | None] = [k.float() for k in keys] or [None] * kv.shape.layers
         self._now = torch.zeros(kv.shape.layers)
+
+    @property
+    def watch(self) -> Callable[[Tensor], None] | None:
+        """See `minikv.cache.attend.Attend`."""
+        return self.kv.watch
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `minikv.cache.attend.Attend`."""

@@ -2,8 +2,8 @@
 
 All in 0 to 1.
 
-LongBench: arXiv 2308.14508, appendix B, and its metrics.py; RULER: arXiv 2404.06654, section 3. The
-Chinese tasks of LongBench are not supported.
+LongBench: arXiv 2308.14508, appendix B, and its metrics.py; LongBench v2: arXiv 2412.15204; RULER:
+arXiv 2404.06654, section 3. The Chinese tasks of LongBench are not supported.
 """
 
 from __future__ import annotations
@@ -165,6 +165,19 @@ def count(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> flo
     """Share of the numbers in the answer that are the right one, best over the right ones."""
     numbers = re.findall(r"\d+", answer)
     return max(numbers.count(r) for r in right) / len(numbers) if numbers else 0.0
+
+
+_CHOSEN = (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])")
+
+
+def choice(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
+    """LongBench v2's: 1 if the letter that the answer gives, in the words it was told to use, is
+    the right one. An answer without one is wrong."""
+    plain = answer.replace("*", "")
+    for pattern in _CHOSEN:
+        if found := re.search(pattern, plain):
+            return float(found[1] in right)
+    return 0.0
 
 
 def code(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-CHATS = ("followup", "digits", "codes", "several", "count", "back")
+CHATS = ("followup", "digits", "codes", "several", "count", "back", "interview", "lists", "passage")
 ANSWERED = ("needle", "facts", *CHATS, "file")
 MEASURED = ("agree", "ppl", "loss")
 TASKS = (*ANSWERED[:-1], *MEASURED)

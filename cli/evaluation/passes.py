@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from minikv.cache.attend import Attend
 from minikv.chat.session import ChatSession
-from minikv.chat.transcript import Document, Message
+from minikv.chat.transcript import Message
+from minikv.cli.evaluation import wording
 from minikv.cli.evaluation.files import Item
+from minikv.cli.evaluation.interview import written
 from minikv.cli.evaluation.measure import Shadow, negative_log_likelihood
 from minikv.cli.evaluation.rereading import Rereading
+from minikv.engine.engine import Engine, Network
 from minikv.errors import ContextError
 
 
@@ -20,37 +25,46 @@ from minikv.errors import ContextError
 class Pass:
     """run(chat, item): what is measured of a document, a list of answers or of numbers by token.
     needs: positions that it takes at most. reads: tokens of the first prompt, which a budget as a
-    share is of."""
+    share is of. asks: it depends on what a question finds, as `--reuse` says."""
 
     run: Callable[[ChatSession, Item], list[Any]]
     needs: Callable[[ChatSession, Item], int]
     reads: Callable[[ChatSession, Item], int]
+    asks: bool = True
 
 
 def answers(chat: ChatSession, item: Item) -> list[str]:
-    """To the questions of an item, in one chat."""
-    chat.attach(item.document, "report.txt")
+    """To the questions of an item, in one chat, or each in a chat of its own."""
+    if item.at_once:
+        chat.pending.append(wording.document(item))
+        return written(chat, item)
     made = []
-    for question in item.questions:
-        # Not stripped: the metrics know what white space means to them.
-        answer = "".join(chat.ask(question, max_tokens=item.max_tokens))
+    for number, question in enumerate(item.questions):
+        if item.apart and number:
+            chat.reset()
+        if item.apart or not number:
+            chat.pending.append(wording.document(item))
+        with wording.worded(chat, item, number):
+            # Not stripped: the metrics know what white space means to them.
+            answer = "".join(chat.ask(question, max_tokens=item.max_tokens))
         made.append(answer.lstrip("\n").split("\n")[0] if item.first_line else answer)
     return made
 
 
 def _needs_to_answer(chat: ChatSession, item: Item) -> int:
     """Positions of all questions, if every answer is as long as it may be."""
-    needed = len(_opening(chat, item)) + item.max_tokens
+    if item.apart:
+        return max(_needs_to_answer(chat, one) for one in item.single())
+    needed = len(wording.opening(chat, item, 0)) + item.max_tokens
     for question in item.questions[1:]:
         asked = [Message("user", "a"), Message("assistant", "a"), Message("user", question)]
         needed += len(chat.template.following(asked)) + item.max_tokens
     return needed
 
 
-def _opening(chat: ChatSession, item: Item) -> list[int]:
-    """The prompt with the document and its first question."""
-    content = Document(item.document, "report.txt").rendered() + item.questions[0]
-    return chat.template.opening([*chat.messages, Message("user", content)])
+def _opening(chat: ChatSession, item: Item) -> int:
+    """Tokens of the shortest first prompt: with a question, but where the chat is `blind`."""
+    return min(len(wording.parts(chat, one, 0)[0]) for one in item.single())
 
 
 def _perplexity(chat: ChatSession, item: Item) -> list[float]:
@@ -66,21 +80,65 @@ def _scored(chat: ChatSession, item: Item) -> tuple[list[int], int]:
 
 
 def _lost(chat: ChatSession, item: Item) -> list[float]:
-    """Attention lost at each token of the right answer, mean over layers."""
+    """Attention lost at each token of the right answer, mean over layers; of a chat's first
+    question, or of each that is asked apart."""
+    found = []
+    for one in item.single():
+        chat.reset()
+        found += _lost_by_answer(chat, one)
+    return found
+
+
+def _lost_by_answer(chat: ChatSession, item: Item) -> list[float]:
     kv, network = chat.engine.kv, chat.engine.network
-    prompt, answer = _opening(chat, item), _answer(chat, item)
-    if len(prompt) + len(answer) > chat.max_context:
+    prompts, answer = wording.parts(chat, item, 0), _answer(chat, item)
+    if sum(map(len, prompts)) + len(answer) > chat.max_context:
         raise ContextError("a document does not fit the model", "choose a smaller --length")
-    if isinstance(network, Rereading) and not kv.stride:
-        chat.engine.prompt(prompt)
-        shadow = Shadow(kv, network.keys())
-    else:
-        shadow = Shadow(kv)
-        kv.begin(len(prompt))
-        network.forward(torch.tensor(prompt, device=kv.device), shadow)
+    keys: list[Tensor] = []
+    for ids in prompts:
+        heard = _Heard(network)
+        Engine(heard, kv, capture=None).prompt(ids)
+        # A prompt that was read before is not computed again, so nothing was heard.
+        if not heard.keys and isinstance(network, Rereading):
+            new = network.keys()
+        else:
+            new = [torch.cat(layer, 1) for layer in heard.keys]
+        keys = [torch.cat(both, 1) for both in zip(keys, new, strict=True)] if keys else new
+    shadow = Shadow(kv, keys)
     for token in answer:
         network.forward(torch.tensor([token], device=kv.device), shadow)
     return [float(x.mean()) for x in shadow.lost]
+
+
+class _Heard:
+    """A `Network` that remembers the keys of the first forward, [H, T, D] a layer."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._done = False
+        self.keys: list[list[Tensor]] = []
+
+    def forward(self, ids: Tensor, kv: Attend) -> Tensor:
+        """See `Network`. A later forward of the same prompt only scores."""
+        if self._done:
+            return self._network.forward(ids, kv)
+        self._done = True
+        return self._network.forward(ids, _Hearing(kv, self.keys))
+
+
+class _Hearing:
+    """`Attend` that keeps the keys which pass."""
+
+    def __init__(self, kv: Attend, keys: list[list[Tensor]]) -> None:
+        self.position, self.advance = kv.position, kv.advance
+        self._kv, self._keys = kv, keys
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attend`."""
+        if layer == len(self._keys):
+            self._keys.append([])
+        self._keys[layer].append(k.to(torch.float32, copy=True).transpose(0, 1))
+        return self._kv.attend(layer, q, k, v)
 
 
 def _answer(chat: ChatSession, item: Item) -> list[int]:
@@ -88,16 +146,19 @@ def _answer(chat: ChatSession, item: Item) -> list[int]:
     return chat.tokenizer.encode(item.right[0][0])
 
 
+def _needs_to_lose(chat: ChatSession, item: Item) -> int:
+    return max(
+        len(wording.opening(chat, one, 0)) + len(_answer(chat, one)) for one in item.single()
+    )
+
+
 PASSES: Mapping[str, Pass] = {
-    "answers": Pass(answers, _needs_to_answer, lambda chat, item: len(_opening(chat, item))),
+    "answers": Pass(answers, _needs_to_answer, _opening),
     "ppl": Pass(
         _perplexity,
         lambda chat, item: len(_scored(chat, item)[0]),
         lambda chat, item: _scored(chat, item)[1],
+        asks=False,
     ),
-    "loss": Pass(
-        _lost,
-        lambda chat, item: len(_opening(chat, item)) + len(_answer(chat, item)),
-        lambda chat, item: len(_opening(chat, item)),
-    ),
+    "loss": Pass(_lost, _needs_to_lose, _opening),
 }

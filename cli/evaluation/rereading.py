@@ -1,4 +1,5 @@
-"""A document that many policies read is computed once.
+"""A document that many policies read is computed once, and one that many questions are asked about
+under one policy is evicted once.
 
 The states of a first prompt do not depend on the policy, because every layer attends before it
 evicts. So policies that look at the same queries get the same traces.
@@ -6,7 +7,9 @@ evicts. So policies that look at the same queries get the same traces.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +17,9 @@ from torch import Tensor
 from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.prefill import LayerTrace, Prefill
-from minikv.engine.engine import Network
+from minikv.cache.second_pass import SecondPassPrefill
+from minikv.cache.snapshot import CacheSnapshot
+from minikv.engine.engine import Engine, Network, Predicting
 
 
 class Rereading:
@@ -26,15 +31,19 @@ class Rereading:
     def __init__(self, network: Network, kv: KVCache) -> None:
         self.network, self.kv = network, kv
         self._ids: Tensor | None = None
-        self._known: dict[tuple[bool, int, int | None], tuple[list[LayerTrace], Tensor]] = {}
+        self._hidden: Tensor | None = None
+        self._known: dict[object, tuple[list[LayerTrace], Tensor]] = {}
+        self._scored: dict[object, tuple[SecondPassPrefill, Tensor]] = {}
 
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
         """See `Network`; `kv` stands for this object's cache."""
+        twice = self.kv.scored_twice
+        if twice is not None and not self.kv.position:
+            return self._twice(twice, ids, kv)
         reading = self.kv.first
         if reading is None or reading.plan.given:
             return self.network.forward(ids, kv)
-        if self._ids is None or not torch.equal(ids, self._ids):
-            self._ids, self._known = ids.clone(), {}
+        self._renew(ids)
         if reading.needs not in self._known:
             recorder = _Recorder(kv, self.kv)
             logits = self.network.forward(ids, recorder)
@@ -46,6 +55,42 @@ class Rereading:
             reading.finish(layer)
         kv.advance(len(ids))
         return logits.clone()
+
+    def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
+        """See `minikv.engine.engine.Predicting`."""
+        network = cast(Predicting, self.network)
+        if self.kv.first is None:
+            return network.hidden(ids, kv)
+        self._renew(ids)
+        if self._hidden is None:
+            self._hidden = network.hidden(ids, kv).clone()
+        return self._hidden
+
+    def _twice(self, reading: SecondPassPrefill, ids: Tensor, kv: Attend) -> Tensor:
+        """A forward of a first prompt that is read twice: of the prompt itself, or of a text."""
+        if reading.replayed:
+            return self._scored[reading.needs][1]
+        if reading.scoring:
+            return self.network.forward(ids, kv)
+        self._renew(ids)
+        known, logits = self._scored.get(reading.needs, (None, None))
+        if known is not None and known.scored and logits is not None:
+            reading.replay(known)
+            return logits.clone()
+        logits = self.network.forward(ids, kv)
+        if reading.needs is not None:
+            self._scored[reading.needs] = reading, logits.clone()
+        return logits
+
+    def _renew(self, ids: Tensor) -> None:
+        """Forget a prompt of other tokens."""
+        if self._ids is None or not torch.equal(ids, self._ids):
+            self._ids, self._known, self._hidden = ids.clone(), {}, None
+            self._scored = {}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `minikv.engine.engine.Predicting`."""
+        return cast(Predicting, self.network).logits(hidden)
 
     def keys(self) -> list[Tensor]:
         """Each layer's keys [H, T, D] of the remembered prompt."""
@@ -71,6 +116,11 @@ class _Recorder:
         self.traces: list[LayerTrace] = []
         self._kv, self._cache = kv, cache
 
+    @property
+    def watch(self) -> Callable[[Tensor], None] | None:
+        """See `Attend`."""
+        return self._cache.watch
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`."""
         out = self._kv.attend(layer, q, k, v)
@@ -79,3 +129,43 @@ class _Recorder:
         if reading.layer_complete:
             self.traces.append(reading.trace())
         return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Evicted:
+    """A cache after a first prompt: `key` says which one, under which policies."""
+
+    key: tuple[object, ...]
+    held: CacheSnapshot
+    logits: Tensor
+
+
+class Restoring(Engine):
+    """An `Engine` that, while `remembers` is set, has the last first prompt at hand: the same one
+    under the same policies is not read and evicted anew. All that follows is bit for bit the same.
+    """
+
+    remembers = False
+    _last: _Evicted | None = None
+
+    def prompt(
+        self,
+        ids: Sequence[int],
+        progress: Callable[[int, int], None] | None = None,
+        room: int = 256,
+        asks: bool = False,
+        turn_tokens: int | None = None,
+    ) -> Tensor:
+        """See `Engine`."""
+        kv = self.kv
+        if not self.remembers or kv.position:
+            return super().prompt(ids, progress, room, asks, turn_tokens)
+        policies = kv.prompt_policy, kv.step_policy, kv.budget, kv.stride
+        key = (*policies, kv.pinned, room, asks, turn_tokens, tuple(ids))
+        if self._last is not None and self._last.key == key:
+            kv.restore(self._last.held, *policies)
+            return self._last.logits.clone()
+        self._last = None
+        logits = super().prompt(ids, progress, room, asks, turn_tokens)
+        self._last = _Evicted(key, kv.snapshot(), logits.clone())
+        return logits

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 from minikv.chat.eviction_config import EvictionConfig
@@ -14,12 +15,11 @@ from minikv.cli.evaluation.cells import Cell
 from minikv.cli.evaluation.chats import CHATS
 from minikv.cli.evaluation.files import Item
 from minikv.cli.evaluation.passes import PASSES
-from minikv.cli.evaluation.rereading import Rereading
-from minikv.engine.engine import Engine
+from minikv.cli.evaluation.rereading import Rereading, Restoring
 from minikv.errors import ContextError, UsageError
 
 REUSES = ("once", "refresh", "blind", "recall")
-"""What later questions may find here; `auto` is one of them, and which would not be seen."""
+"""What questions may find here; `auto` is one of them, and which would not be seen."""
 
 Progress = Callable[[int, int], None]
 """(done, total): documents under a policy."""
@@ -88,13 +88,18 @@ class _Sheet:
         self.made: list[list[Any]] = []
         self.held: list[float] = []
 
+    def cut(self, documents: int) -> None:
+        """Forget what came after so many documents."""
+        del self.made[documents:], self.held[documents:]
+
 
 class Run:
     """Some tasks over the same items, under every choice. The first is what `agree` compares with.
 
-    Later questions find what each of `reuses` says. Without eviction that makes no difference, nor
-    where there are no questions: these are measured under the first one alone. `cells` are of the
-    items that `measure` has finished, also after it was stopped.
+    Questions find what each of `reuses` says. Without eviction that makes no difference, nor where
+    there are no questions: these are measured under the first one alone. `cells` are of the items
+    that `measure` has finished, also after it was stopped. `skips`: an item that turns out not to
+    fit is left out of `items` and counted in `skipped`.
     """
 
     def __init__(
@@ -104,19 +109,20 @@ class Run:
         items: Sequence[Item],
         wanted: Iterable[EvictionConfig],
         reuses: Sequence[str] = ("once",),
+        *,
+        skips: bool = False,
     ) -> None:
-        self.chat, self.tasks, self.items, self.wanted = chat, tasks, items, list(wanted)
-        names = dict.fromkeys(map(self._pass, tasks))
-        self._passes = sorted(names, key=list(PASSES).index)
+        self.chat, self.tasks, self.items, self.wanted = chat, tasks, list(items), list(wanted)
+        self.skips, self.skipped = skips, 0
         # All policies of one reuse are neighbours: they read the same first prompt.
         self._choices = {
             one: [
                 _Choice(eviction, reuse if eviction.evicts else "once")
-                for number, reuse in enumerate(reuses if one == "answers" else reuses[:1])
+                for number, reuse in enumerate(_distinct(one, reuses))
                 for eviction in self.wanted
                 if eviction.evicts or not number
             ]
-            for one in self._passes
+            for one in passes(tasks)
         }
         self._sheets = {
             (one, i): _Sheet() for one, these in self._choices.items() for i in range(len(these))
@@ -136,7 +142,7 @@ class Run:
             self._check_recall(choice)
         most = self.chat.max_context
         for number, item in enumerate(self.items, 1):
-            needed = max(PASSES[one].needs(self.chat, item) for one in self._passes)
+            needed = max(PASSES[one].needs(self.chat, item) for one in self._choices)
             if needed > most:
                 raise ContextError(
                     f"{_called(item, name, number)}: needs {needed:,} tokens "
@@ -162,11 +168,12 @@ class Run:
         shares = [c for c in self.wanted if c.evicts and c.budget.unit == "share"]
         if not shares or not self.items:
             return
-        tokens, number = min(
-            (PASSES[one].reads(self.chat, item), number)
-            for number, item in enumerate(self.items, 1)
-            for one in self._passes
-        )
+        with _reading(self.chat, blind=self._blind):
+            tokens, number = min(
+                (PASSES[one].reads(self.chat, item), number)
+                for number, item in enumerate(self.items, 1)
+                for one in self._choices
+            )
         for eviction in shares:
             each, least = eviction.budget.rows(tokens, 1, 1), eviction.least_rows()
             if each < least:
@@ -179,31 +186,72 @@ class Run:
                     "head" + (f", or {percent}%" if percent <= 100 else ""),
                 )
 
+    @property
+    def _blind(self) -> bool:
+        """Something is evicted before its question is seen."""
+        return any(c.reuse == "blind" for c in chain.from_iterable(self._choices.values()))
+
     def measure(self, progress: Progress) -> None:
         """Go through the items. A document is computed once for all policies that look at the same
-        queries (see `Rereading`). Raises ContextError if an item does not fit."""
+        queries, and evicted once for all questions that are asked apart and find it evicted (see
+        `rereading`). Raises ContextError if an item does not fit, unless such are skipped."""
         chat, engine = self.chat, self.chat.engine
         before = chat.reuse, chat.recall.kind
-        chat.engine = Engine(Rereading(engine.network, engine.kv), engine.kv)
-        done, total = 0, len(self.items) * len(self._sheets)
+        chat.engine = restoring = Restoring(Rereading(engine.network, engine.kv), engine.kv)
+        each = len(self._sheets)
         try:
-            for item in self.items:
-                for (one, i), sheet in self._sheets.items():
-                    progress(done, total)
-                    chat.reset()
-                    choice = self._choices[one][i]
-                    chat.configure(choice.eviction)
-                    chat.reuse = choice.reuse
-                    # By name, so that one that does not fit is an error.
-                    chat.recall.kind = "ram" if choice.reuse == "recall" else "none"
-                    sheet.made.append(PASSES[one].run(chat, item))
-                    sheet.held.append(1.0 - chat.engine.kv.stats().saved)
-                    done += 1
-            progress(done, total)
+            for item in list(self.items):
+                done = self.completed
+                total = len(self.items) * each
+
+                def tick(made: int, done: int = done, total: int = total) -> None:
+                    progress(done * each + made, total)
+
+                try:
+                    self._measure(item, restoring, tick)
+                except ContextError:
+                    if not self.skips:
+                        raise
+                    for sheet in self._sheets.values():
+                        sheet.cut(done)
+                    del self.items[done]
+                    self.skipped += 1
+            progress(len(self.items) * each, len(self.items) * each)
         finally:
             chat.engine = engine
             chat.reset()
             chat.reuse, chat.recall.kind = before
+
+    def _measure(self, item: Item, engine: Restoring, tick: Callable[[int], None]) -> None:
+        """One item, under every choice."""
+        chat, made = self.chat, 0
+        for one, these in self._choices.items():
+            for reuse, group in groupby(enumerate(these), key=lambda choice: choice[1].reuse):
+                choices, blind = list(group), reuse == "blind"
+                engine.remembers = blind and item.apart
+                # A document with its question is read once for all policies, question by question;
+                # one without is the same for all questions.
+                parts = [item] if blind or not PASSES[one].asks else list(item.single())
+                found: list[list[Any]] = [[] for _ in choices]
+                for number, part in enumerate(parts, 1):
+                    for mine, (i, choice) in zip(found, choices, strict=True):
+                        tick(made)
+                        self._prepare(choice)
+                        mine += PASSES[one].run(chat, part)
+                        if number == len(parts):
+                            sheet = self._sheets[one, i]
+                            sheet.made.append(mine)
+                            sheet.held.append(1.0 - chat.engine.kv.stats().saved)
+                            made += 1
+
+    def _prepare(self, choice: _Choice) -> None:
+        """An empty chat under this choice."""
+        chat = self.chat
+        chat.reset()
+        chat.configure(choice.eviction)
+        chat.reuse = choice.reuse
+        # By name, so that one that does not fit is an error.
+        chat.recall.kind = "ram" if choice.reuse == "recall" else "none"
 
     def answers(self) -> list[list[list[str]]]:
         """[choice][document][question], in the order of the cells of one task."""
@@ -219,15 +267,11 @@ class Run:
         return [
             self._cell(task, i)
             for task in self.tasks
-            for i in range(len(self._choices[self._pass(task)]))
+            for i in range(len(self._choices[_pass(task)]))
         ]
 
-    @staticmethod
-    def _pass(task: str) -> str:
-        return task if task in PASSES else "answers"
-
     def _cell(self, task: str, i: int) -> Cell:
-        one = self._pass(task)
+        one = _pass(task)
         done, choice, sheet = self.completed, self._choices[one][i], self._sheets[one, i]
         eviction, made, held = choice.eviction, sheet.made[:done], sheet.held[:done]
         if task in PASSES:
@@ -239,7 +283,42 @@ class Run:
             cell = cells.answered(task, eviction, self.items[:done], made, held)
             if task in CHATS:
                 cell = cells.beside(cell, made, full)
+        if any(item.apart for item in self.items[:done]):  # no question is the second one
+            cell = replace(cell, by_question=[])
         return replace(cell, reuse=choice.reuse)
+
+
+def _pass(task: str) -> str:
+    return task if task in PASSES else "answers"
+
+
+def passes(tasks: Iterable[str]) -> list[str]:
+    """The names of what has to be done for these tasks, each once."""
+    return sorted({_pass(task) for task in tasks}, key=list(PASSES).index)
+
+
+def _distinct(one: str, reuses: Sequence[str]) -> Sequence[str]:
+    """Those of the reuses that differ for a pass. The attention of a first question's answer is the
+    same under all that see the question; where nothing is asked, all are the same."""
+    if one == "answers":
+        return reuses
+    if not PASSES[one].asks:
+        return reuses[:1]
+    found: dict[bool, str] = {}
+    for reuse in reuses:
+        found.setdefault(reuse == "blind", reuse)
+    return list(found.values())
+
+
+@contextmanager
+def _reading(chat: ChatSession, *, blind: bool) -> Iterator[None]:
+    """The chat as it reads a document, before its question or with it."""
+    before = chat.reuse
+    chat.reuse = "blind" if blind else "once"
+    try:
+        yield
+    finally:
+        chat.reuse = before
 
 
 def _called(item: Item, name: str, number: int) -> str:

@@ -54,8 +54,9 @@ def names(cells: Sequence[Cell]) -> list[str]:
 def table(cells: Sequence[Cell]) -> str:
     """One block per task, the full cache's row first."""
     blocks = []
-    for task in dict.fromkeys(cell.task for cell in cells):
-        mine = [cell for cell in cells if cell.task == task]
+    for title in dict.fromkeys(cell.title for cell in cells):
+        mine = [cell for cell in cells if cell.title == title]
+        task = mine[0].task
         more = _MORE.get(task, {})
         reused = any(cell.reuse != "once" for cell in mine)
         texts = ["policy", "decode", "budget", *(["reuse"] if reused else [])]
@@ -79,12 +80,14 @@ def table(cells: Sequence[Cell]) -> str:
                 ]
             )
         blocks.append(
-            f"{task}\n{grid(lines, '<' * len(texts) + '>' * (len(head) + len(more) - len(texts)))}"
+            f"{title}\n{grid(lines, '<' * len(texts) + '>' * (len(head) + len(more) - len(texts)))}"
         )
         if any(c.by_question for c in mine):
             blocks.append(_by_question("by question", mine, [c.by_question for c in mine]))
         if any(len(c.same_by_question) > 1 for c in mine):
             blocks.append(_by_question("same as full", mine, [c.same_by_question for c in mine]))
+        if any(c.by_group for c in mine):
+            blocks.append(_by_group(mine))
     return "\n\n".join(blocks)
 
 
@@ -113,6 +116,16 @@ def _by_question(title: str, cells: Sequence[Cell], shares: Sequence[Sequence[fl
     return "\n".join(lines)
 
 
+def _by_group(cells: Sequence[Cell]) -> str:
+    """A column for each group that items belong to, with its number of questions."""
+    groups = dict.fromkeys((name, n) for c in cells for name, _, n in c.by_group)
+    lines = [["by group", *(f"{name} ({n:,})" for name, n in groups)]]
+    for called, c in zip(names(cells), cells, strict=True):
+        scores = {name: score for name, score, _ in c.by_group}
+        lines.append([called, *(f"{100 * scores[name]:.1f}%" for name, _ in groups)])
+    return grid(lines, "<" + ">" * len(groups))
+
+
 def as_csv(cells: Sequence[Cell]) -> str:
     """A line per cell."""
     out = io.StringIO()
@@ -123,7 +136,7 @@ def as_csv(cells: Sequence[Cell]) -> str:
     for c in cells:
         writer.writerow(
             [
-                c.task,
+                c.title,
                 c.policy,
                 c.decode,
                 c.budget,
@@ -140,13 +153,23 @@ def as_csv(cells: Sequence[Cell]) -> str:
     return out.getvalue()
 
 
-def write(cells: Sequence[Cell], facts: dict[str, object], paths: Sequence[Path]) -> None:
-    """To each path what its suffix says: .json, .csv, .png or .svg. Raises UsageError."""
+def write(
+    cells: Sequence[Cell],
+    facts: dict[str, object],
+    paths: Sequence[Path],
+    items: dict[str, object] | None = None,
+) -> None:
+    """To each path what its suffix says: .json, .csv, .png or .svg. `items`: what was asked, by
+    task, which JSON has beside the answers. Raises UsageError."""
     for path in paths:
         suffix = path.suffix.lower()
         try:
             if suffix == ".json":
-                record = {"facts": facts, "cells": [cell.record() for cell in cells]}
+                record = {
+                    "facts": facts,
+                    "cells": [cell.record() for cell in cells],
+                    "items": items or {},
+                }
                 path.write_text(json.dumps(record, indent=1) + "\n")
             elif suffix == ".csv":
                 path.write_text(as_csv(cells))

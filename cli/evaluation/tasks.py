@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minikv.cli.evaluation import metrics
@@ -55,14 +55,16 @@ def manner(model: str | None) -> Manner:
 
 
 def facts(
-    codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
+    codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED, questions: int = 1
 ) -> Iterator[Item]:
-    """`count` documents of `tokens` tokens with many facts, one question each, which comes with its
-    document. Only answers of `how.least` tokens and more, if there are any."""
+    """`count` documents of `tokens` tokens with many facts and so many questions, each of which is
+    asked apart, with its document. Only answers of `how.least` tokens and more, if there are any;
+    a document with fewer of them has fewer questions."""
     for i in range(count):
         doc = exam.fresh(codec, tokens, seed + i)
         chosen = [f for f in doc.facts if len(codec.encode(f.answer)) >= how.least]
-        yield _ask(doc.text, chosen or doc.facts, 1, seed + i, how)
+        item = _ask(doc.text, chosen or doc.facts, questions, seed + i, how)
+        yield replace(item, apart=questions > 1)
 
 
 def followup(

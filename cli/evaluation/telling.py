@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from minikv.errors import UsageError
 from minikv.models.bundled import exam, world
 from minikv.models.bundled.exam import Codec
 
@@ -48,7 +49,7 @@ def fresh(
     codec: Codec, tokens: int, seed: int, choose: Callable[[world.Names], Sequence[world.Fact]]
 ) -> Told:
     """A document of `tokens` tokens, give or take 16, the same for the same seed, with the facts
-    that `choose` makes."""
+    that `choose` makes. Raises UsageError where so few tokens have no room for them."""
     sentences = tokens // 12
     while True:
         rng = random.Random(seed)
@@ -56,10 +57,16 @@ def fresh(
         chosen = choose(names)
         usual = min(sentences, tokens // exam.FACT_EVERY, 110)
         others, entities = world.some_facts(rng, names, max(_OTHERS, usual - len(chosen)))
-        assert len(chosen) + len(others) <= sentences, "a fact would not be told"
+        told = len(chosen) + len(others)
+        if told > sentences:  # of a small vocabulary: a sentence has many tokens
+            raise UsageError(
+                f"a document of {tokens:,} tokens has about {sentences} sentences with this "
+                f"tokenizer, too few to tell {told} facts",
+                "give a larger --length, or another task",
+            )
         doc = world.written(rng, sentences, [*chosen, *others], entities)
         size = len(codec.encode(doc.text))
         if abs(size - tokens) <= 16:
             return Told(doc.text, tuple(chosen), tuple(others))
-        sentences += round((tokens - size) / 13) or (1 if size < tokens else -1)
+        sentences = exam.nearer(sentences, size, tokens)
         seed += 1 << 40

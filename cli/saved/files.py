@@ -13,12 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from minikv.cli.paths import chats_folder
+from minikv.cli.terminal import clean
 from minikv.errors import UsageError
 
 TRANSCRIPT = "chat.jsonl"
 REREAD = "--reread takes the conversation up without it: the next question reads it again"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PART = re.compile(r"(cache-[0-9a-f]{16}\.safetensors|document-[0-9a-f]{16}\.txt)")
+TRANSCRIPT_BYTES = 256 << 20
+"""The largest transcript: some 100,000 turns."""
+DAMAGE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+)
+"""What the reading of a file that is not as it was written may raise: it is checked for what was
+altered, not for what anyone could have put there with a fitting checksum."""
 _UNUSED = "nothing of it was used; --reread works if only the cache is damaged"
 
 
@@ -99,6 +113,21 @@ def _is_there(path: Path, length: int) -> bool:
     return stat.S_ISREG(facts.st_mode) and facts.st_size == length
 
 
+@contextlib.contextmanager
+def all_or_nothing(folder: Path) -> Iterator[None]:
+    """Parts that are written inside are removed again if the save fails: a full disk is not to be
+    filled with what no transcript names."""
+    before = set(os.listdir(folder))
+    try:
+        yield
+    except Exception:  # not Ctrl-C, which may come when the transcript is there and names them
+        with contextlib.suppress(OSError):
+            for name in set(os.listdir(folder)) - before:
+                if _PART.fullmatch(name):
+                    os.unlink(folder / name)
+        raise
+
+
 def prune(folder: Path, named: Collection[str]) -> None:
     """Remove files of earlier saves and of saves that were cut off, but those `named`."""
     with contextlib.suppress(OSError):
@@ -160,6 +189,7 @@ def damage(name: str) -> Iterator[None]:
         raise UsageError(f"chat {name} is damaged: {missing} is missing", _UNUSED) from None
     except OSError as error:
         raise UsageError(f"chat {name} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+    except DAMAGE as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        what = clean(" ".join(what.split()))
         raise UsageError(f"chat {name} is damaged: {what:.200}", _UNUSED) from None

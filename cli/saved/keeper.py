@@ -19,7 +19,15 @@ from minikv.cli.config import short
 from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.cache import read_cache, without_cache, write_cache
-from minikv.cli.saved.files import REREAD, TRANSCRIPT, check_name, damage, lock, new_folder
+from minikv.cli.saved.files import (
+    REREAD,
+    TRANSCRIPT,
+    all_or_nothing,
+    check_name,
+    damage,
+    lock,
+    new_folder,
+)
 from minikv.cli.saved.identity import (
     POLICY,
     differences,
@@ -31,7 +39,7 @@ from minikv.cli.saved.identity import (
 )
 from minikv.cli.saved.listing import listing
 from minikv.cli.saved.tier import TIER, find, place, settle
-from minikv.cli.saved.transcript import Saved, read, texts_of, write_chat
+from minikv.cli.saved.transcript import Saved, TurnLines, read, texts_of, write_chat
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 
@@ -58,6 +66,7 @@ class Keeper:
         self._model: tuple[str, dict[str, object]] | None = None
         self._warned: set[str] = set()
         self._told = False
+        self._lines = TurnLines()
         self.saved = False  # whether a save has succeeded in this run
 
     def attend(self, session: ChatSession) -> None:
@@ -153,10 +162,11 @@ class Keeper:
                 rows = self._tier(session, saved, given)
             own = session.recall.file
             kept = not reread and own is not None and own.is_at(saved.folder / TIER)
-            snapshot = self._snapshot(session, saved, stated, reread, tier=kept or rows is not None)
-            if "seed" in given:
-                snapshot = replace(snapshot, seed=session.seed)
+            tier = kept or rows is not None
             with damage(name):
+                snapshot = self._snapshot(session, saved, stated, reread, tier=tier)
+                if "seed" in given:
+                    snapshot = replace(snapshot, seed=session.seed)
                 session.restore(snapshot)
         except BaseException:
             if rows is not None:
@@ -195,7 +205,15 @@ class Keeper:
         if not (reread or (tier and differences(self._identity(session), saved.header, stated))):
             self._refuse(session, saved, stated)
             try:
-                return read_cache(saved)
+                snapshot = read_cache(saved)
+                prompt, step, *_ = snapshot.eviction.policies()
+                if snapshot.held is None or session.engine.kv.accepts(snapshot.held, prompt, step):
+                    return snapshot
+                raise UsageError(
+                    f"the cache of chat {saved.name} is of another version of minikv: "
+                    f"{snapshot.eviction.pair} stored other figures per token then",
+                    REREAD,
+                )
             except UsageError as error:
                 if not tier:
                     raise
@@ -214,7 +232,7 @@ class Keeper:
 
     def _tier(self, session: ChatSession, saved: Saved, given: Collection[str]) -> FileRows | None:
         """The chat's tier, if it has one that can be used; a line if it is damaged."""
-        from minikv.cache.tier import TierError
+        from minikv.cache.tier_rows import TierError
 
         recall = session.recall
         if recall.kind == "none":
@@ -238,12 +256,12 @@ class Keeper:
         return rows
 
     def _adopt(self, session: ChatSession, rows: FileRows) -> None:
-        from minikv.cache.tier import TierError
+        from minikv.cache.tier_rows import TierError
 
         try:
             session.recall.adopt(rows)
-        except TierError as error:
-            self._terminal.warn(f"the tier cannot be used: {error}")
+        except (TierError, MemoryError, RuntimeError) as error:
+            self._terminal.warn(f"the tier cannot be used: {_reason(error)}")
 
     def _identity(self, session: ChatSession) -> dict[str, object]:
         """The session's identity. The model's files are hashed once."""
@@ -276,6 +294,7 @@ class Keeper:
             session.eviction,
             session.seed,
             session.reuse,
+            session.rereads,
         )
 
     def _save(
@@ -313,13 +332,14 @@ class Keeper:
             "shaped_by": session.shaped_by,
         }
         self._settle(session, folder, whole, forked)
-        cache, why = write_cache(session, folder, facts)
-        write_chat(session, folder, texts, facts, cache, why)
+        with all_or_nothing(folder):
+            cache, why = write_cache(session, folder, facts)
+            write_chat(session, folder, texts, facts, cache, why, self._lines)
         self._last = self._state(session)
 
     def _settle(self, session: ChatSession, folder: Path, whole: bool, forked: bool) -> None:
         """Have the tier among the chat's files. A chat is saved without it, if need be."""
-        from minikv.cache.tier import TierError
+        from minikv.cache.tier_rows import TierError
 
         try:
             settle(session, folder, tier_identity(self._identity(session)), whole=whole)

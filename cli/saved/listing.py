@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import os
@@ -10,21 +9,25 @@ import time
 from dataclasses import dataclass
 
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved.files import TRANSCRIPT, is_name, opened
+from minikv.cli.saved.files import DAMAGE, TRANSCRIPT, is_name, opened
 from minikv.errors import UsageError
 
 _NAMED = 5  # chats that an error names
+_HEADER = 16 << 20  # bytes of a transcript's first line
+_TITLE = 200  # characters that are shown
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A saved chat in a list. `saved` is local time, `title` its first question, cut."""
+    """A saved chat in a list. `saved` is local time, `title` its first question, cut. One that is
+    damaged has its name and time alone, and says so in place of the title."""
 
     name: str
     saved: str
     turns: int
     title: str
     model: str
+    damaged: bool = False
 
 
 def listing() -> list[Entry]:
@@ -36,19 +39,19 @@ def listing() -> list[Entry]:
     except OSError:
         return []
     for name in names:
-        path = root / name / TRANSCRIPT
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            with opened(path) as file:
-                header = json.loads(file.readline(1 << 20))
+        path, at, saved = root / name / TRANSCRIPT, 0.0, "?"
+        try:
             at = path.stat().st_mtime
-            entry = Entry(
-                name,
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(at)),
-                int(header["turns"]),
-                str(header["title"]),
-                str(header["identity"]["model"]),
-            )
-            found.append((at, entry))
+            saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+            with opened(path) as file:
+                header = json.loads(file.readline(_HEADER))
+            model, title = str(header["identity"]["model"]), str(header["title"])
+            entry = Entry(name, saved, int(header["turns"]), title[:_TITLE], model[:_TITLE])
+        except OSError:
+            continue
+        except DAMAGE:
+            entry = Entry(name, saved, 0, "(damaged: its first line cannot be read)", "", True)
+        found.append((at, entry))
     return [entry for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
@@ -67,7 +70,7 @@ def unknown(name: str) -> UsageError:
 
 def newest() -> str:
     """The name of the chat that was saved last. Raises UsageError if there is none."""
-    chats = listing()
+    chats = [entry for entry in listing() if not entry.damaged]
     if not chats:
         raise UsageError(f"no saved chat in {chats_folder()}", "chats are saved after every turn")
     return chats[0].name

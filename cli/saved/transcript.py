@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from minikv.chat.reuse import REUSES
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.files import (
     TRANSCRIPT,
+    TRANSCRIPT_BYTES,
     check_name,
     damage,
     opened,
@@ -35,7 +38,6 @@ from minikv.errors import UsageError
 from minikv.settings import Settings
 
 if TYPE_CHECKING:
-    from minikv.chat.report import TurnReport
     from minikv.chat.session import ChatSession
     from minikv.chat.transcript import Document, Message, Turn
 
@@ -104,6 +106,7 @@ def resumed(settings: Settings, header: Mapping[str, Any], given: Collection[str
 def read(name: str) -> Saved:
     """A chat's transcript and documents. Raises UsageError for anything missing or altered."""
     from minikv.chat.transcript import Document, Source, Turn
+    from minikv.cli.records import report_of
 
     folder = chats_folder() / name
     lines = _lines(name)
@@ -123,7 +126,7 @@ def read(name: str) -> Saved:
                 str(line["question"]),
                 str(line["answer"]),
                 tuple(texts[i] for i in line["documents"]),
-                _report(line["record"]),
+                report_of(line["record"], known=True),
             )
             for line in lines
             if line["kind"] == "turn"
@@ -138,6 +141,7 @@ def read(name: str) -> Saved:
             raise ValueError("turns or documents are not those of the header")
         # What is used later is looked at now, so that damage shows before anything is changed.
         _ = saved.curve, str(top["system"]), int(top["seed"]), bool(top["pin_system"])
+        _ = saved.messages, top["cache"], top["no_cache"]
         if top.get("reuse", "once") not in REUSES:
             raise ValueError(f"reuse {top['reuse']!r:.20} is none")
     return saved
@@ -148,12 +152,14 @@ def _lines(name: str) -> list[dict[str, Any]]:
     check_name(name)
     try:
         with opened(chats_folder() / name / TRANSCRIPT) as file:
-            data = file.read()
+            data = file.read(TRANSCRIPT_BYTES + 1)
     except FileNotFoundError:
         raise unknown(name) from None
     except OSError as error:
         raise UsageError(f"chat {name} cannot be read: {error.strerror}") from None
     with damage(name):
+        if len(data) > TRANSCRIPT_BYTES:
+            raise ValueError(f"chat.jsonl is larger than {size(TRANSCRIPT_BYTES)}")
         body, newline, end = data.removesuffix(b"\n").rpartition(b"\n")
         if json.loads(end) != _end(body + newline):
             raise ValueError("the checksum of chat.jsonl does not fit: it was cut or edited")
@@ -163,23 +169,6 @@ def _lines(name: str) -> list[dict[str, Any]]:
         if lines[0]["identity"]["format"] != FORMAT:
             raise ValueError(f"format {lines[0]['identity']['format']!r:.20}, not {FORMAT}")
     return lines
-
-
-def _report(record: Mapping[str, Any]) -> TurnReport:
-    from minikv.cache.stats import Fidelity
-    from minikv.chat.report import DeviceMemory, KvBytes, Loss, Rates, Seconds, Tokens, TurnReport
-
-    parts = {
-        "tokens": Tokens(**record["tokens"]),
-        "kv_bytes": KvBytes(**record["kv_bytes"]),
-        "time_s": Seconds(**record["time_s"]),
-        "rate": Rates(**record["rate"]),
-        "loss": Loss(**record["loss"]),
-        "device_mem": DeviceMemory(**record["device_mem"]),
-        "fidelity": Fidelity(**record["fidelity"]) if record.get("fidelity") else None,
-        "warnings": tuple(record["warnings"]),
-    }
-    return TurnReport(**{**record, **parts})
 
 
 def _end(written: bytes) -> dict[str, str]:
@@ -203,6 +192,37 @@ def texts_of(session: ChatSession) -> list[Document]:
     return texts
 
 
+class TurnLines:
+    """The lines of the turns. Those of the last save are kept: a chat is saved after every turn,
+    and to write thousands of records anew takes seconds."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Turn, list[int], str]] = {}  # by the turn's id()
+
+    def of(self, turns: Sequence[Turn], texts: Sequence[Document]) -> Iterator[str]:
+        """A line of JSON for each turn, which names its documents by their place in `texts`."""
+        before, self._known = self._known, {}
+        for turn in turns:
+            documents = [texts.index(document) for document in turn.documents]
+            known = before.get(id(turn))
+            if known is None or known[1] != documents:
+                known = turn, documents, _turn_line(turn, documents)
+            self._known[id(turn)] = known
+            yield known[2]
+
+
+def _turn_line(turn: Turn, documents: list[int]) -> str:
+    return json.dumps(
+        {
+            "kind": "turn",
+            "question": turn.question,
+            "answer": turn.answer,
+            "documents": documents,
+            "record": turn.report.to_dict(),
+        }
+    )
+
+
 def write_chat(
     session: ChatSession,
     folder: Path,
@@ -210,11 +230,12 @@ def write_chat(
     identity: Mapping[str, object],
     cache: Mapping[str, object] | None,
     no_cache: str,
+    lines: TurnLines,
 ) -> None:
     """Write documents, then the transcript in one step; what it does not name is removed.
 
-    `cache` is the record of the file with the cache, None for the reason `no_cache`. Raises
-    OSError.
+    `cache` is the record of the file with the cache, None for the reason `no_cache`; `lines` are
+    those of the last save. Raises OSError.
     """
     body: list[dict[str, object]] = []
     for document in texts:
@@ -231,16 +252,6 @@ def write_chat(
     named = {str(line["file"]) for line in body} | ({str(cache["file"])} if cache else set())
     owed = [] if session.pending_token is None else [session.pending_token]
     body.append({"kind": "tokens", "ids": [*session.fed, *owed] or session.known})
-    body += [
-        {
-            "kind": "turn",
-            "question": turn.question,
-            "answer": turn.answer,
-            "documents": [texts.index(document) for document in turn.documents],
-            "record": turn.report.to_dict(),
-        }
-        for turn in session.turns
-    ]
     title = session.turns[0].question if session.turns else ""
     first = session.messages[0] if session.messages else None
     top = {
@@ -259,8 +270,12 @@ def write_chat(
         "curve": [list(point) for point in session.curve],
         "run": _run(session),
     }
-    written = "".join(json.dumps(line) + "\n" for line in (top, *body)).encode()
-    write(folder, TRANSCRIPT, written + json.dumps(_end(written)).encode() + b"\n")
+    first_lines = [json.dumps(line) for line in (top, *body)]
+    written = "".join(f"{line}\n" for line in (*first_lines, *lines.of(session.turns, texts)))
+    data = written.encode()
+    if len(data) > TRANSCRIPT_BYTES - 1000:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    write(folder, TRANSCRIPT, data + json.dumps(_end(data)).encode() + b"\n")
     prune(folder, named)
 
 

@@ -39,7 +39,8 @@ import torch
 
 import minikv
 from minikv.cache.stats import Shape
-from minikv.cache.tier import Tier, row_nbytes
+from minikv.cache.tier import Tier
+from minikv.cache.tier_rows import row_nbytes
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import machine, models, shapes
 from minikv.cli.bench.cached import Cached

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import unseen  # beside this file
+
 from minikv.cli.evaluation import intervals
 
 HERE = Path(__file__).parent
@@ -30,6 +32,7 @@ PROMPT = (
     "kvcrush,kvcrush(h2o),adakv+critical+turns"
 )
 STEP = "streaming,random,l2,hashevict,tova,scissorhands,h2o,roco"
+PAPER = "-o pool=1 -o lead=1"  # RoCo writes as in the paper; its default is newer (see `hand_over`)
 SMALL = "-o window=16 -o proxies=16"  # at a budget of 32, windows of 32 leave nothing
 BUDGETS = "64,128,256,512"
 RUNS = {
@@ -49,6 +52,11 @@ RUNS = {
     "ppl": f"--tasks ppl --policy '{PROMPT}' --budget {BUDGETS} -n 10",
     "ppl-32": f"--tasks ppl --policy '{PROMPT}' --budget 32 {SMALL} -n 10",
 }
+
+
+def arguments(name: str) -> str:
+    """What follows `minikv eval` in a run."""
+    return RUNS[name] if "--stride" in RUNS[name] else f"{RUNS[name]} {PAPER}"
 
 
 STRIDES, EVERY = "stride-32,stride,stride-more", ("32", "64", "128", "256", "512")
@@ -121,14 +129,24 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     model = ["-m", args.model] if args.model else []
     for name in args.only.split(","):
-        command = ["minikv", "eval", *shlex.split(RUNS[name]), *model, "--quiet"]
+        command = ["minikv", "eval", *shlex.split(arguments(name)), *model, "--quiet"]
         print(shlex.join(command), file=sys.stderr, flush=True)
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         path = FOLDER / f"{name}.json"
         subprocess.run(
             [*command, "--json", str(path)], check=True, env=environment, stdout=subprocess.DEVNULL
         )
-        path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":")) + "\n")
+        path.write_text(
+            json.dumps(kept(json.loads(path.read_text())), separators=(",", ":")) + "\n"
+        )
+
+
+def kept(written: dict[str, object]) -> dict[str, object]:
+    """What the tables are made of: without the questions and every answer."""
+    cells = written["cells"]
+    assert isinstance(cells, list)
+    plain = [{k: v for k, v in c.items() if k not in ("answers", "scores")} for c in cells]
+    return {"facts": written["facts"], "cells": plain}
 
 
 Cells = list[dict[str, object]]
@@ -304,10 +322,37 @@ def claims() -> list[str]:
     return [*lines, ""]
 
 
+def hand_over() -> list[str]:
+    """Decode policies beside `none`, from hand_over.json."""
+    path = HERE / "hand_over.json"
+    cells = json.loads(path.read_text()) if path.exists() else []
+    lines: list[str] = []
+    for name in dict.fromkeys(cell["run"] for cell in cells):
+        model, policy, task, length = name.split()
+        lines += [
+            f"`{task}`, {int(length):,} tokens, {policy}, {model} model:",
+            "",
+            "| decode policy | budget | documents | exact answers | minus `none`, points | "
+            "lost : won | p |",
+            "|---" * 7 + "|",
+        ]
+        mine = [cell for cell in cells if cell["run"] == name]
+        for label in dict.fromkeys(cell["decode"] for cell in mine):
+            for c in (cell for cell in mine if cell["decode"] == label):
+                apart = f"{c['minus_none']:+.1f} ({c['low']:+.1f} to {c['high']:+.1f})"
+                beside = f"{apart} | {c['lost']} : {c['won']} | {c['p']:.3f}"
+                lines.append(
+                    f"| {label} | {c['budget']} | {c['documents']} | {c['score']:.1f} % | "
+                    f"{' |  | ' if label == 'none' else beside} |"
+                )
+        lines.append("")
+    return lines or ["Not measured yet.", ""]
+
+
 def page() -> str:
     commands = [
-        f"minikv eval {text} --json docs/measurements/results/{name}.json"
-        for name, text in RUNS.items()
+        f"minikv eval {arguments(name)} --json docs/measurements/results/{name}.json"
+        for name in RUNS
         if (FOLDER / f"{name}.json").exists()
     ]
     lines = [
@@ -361,10 +406,19 @@ def page() -> str:
         "The last quarter of a document is written under the budget.",
         "",
         *table("ppl", ["decode-32", "decode"], decode=True),
+        *unseen.section(),
+        "## What a decode policy takes over from the prompt",
+        "",
+        (HERE / "hand_over-notes.md").read_text().strip(),
+        "",
+        *hand_over(),
         "## The commands",
         "",
         "```sh",
         *commands,
+        *unseen.commands(),
+        "python docs/measurements/hand_over.py run   # again until it says complete",
+        "python docs/measurements/hand_over.py write --json docs/measurements/hand_over.json",
         "python docs/measurements/results.py write   # this page",
         "```",
         "",

@@ -1,7 +1,8 @@
 """Compile the C sources of this folder with the machine's own compiler, once.
 
 The library is kept in the user's cache directory. Its name is a hash of the sources, the compiler
-and the processor. Where there is no compiler, `library` says why, and torch computes. Nothing here
+and the processor, and a hash of itself stands at its end: the loader of a file that was cut off can
+kill the process. Where there is no compiler, `library` says why, and torch computes. Nothing here
 imports torch.
 """
 
@@ -33,6 +34,7 @@ FLAG_SETS = (
 """With threads, with `omp simd` only, and as plain C; the first that the compiler takes is used.
 Not clang's threads: its OpenMP library and torch's do not work in one process."""
 TIMEOUT = 120.0  # seconds for the compiler
+_ANSWER = 5.0  # seconds for an empty file: a compiler that hangs is found out here
 EXPIRES = 30 * 86400.0  # seconds after which a library is removed when a newer one is made
 OFF = "MINIKV_NATIVE"
 """Environment variable: with 0, no library is compiled or loaded."""
@@ -49,8 +51,8 @@ def library() -> tuple[ctypes.CDLL | None, str]:
     try:
         folder = store()
         path = None if folder is None else folder / f"{key(compiler)}.so"
-        if path is not None and _ours(path):
-            with contextlib.suppress(OSError):  # a damaged one is compiled again
+        if path is not None and _usable(path):
+            with contextlib.suppress(OSError):  # what does not fit is compiled again
                 return ctypes.CDLL(str(path)), ""
         if folder is not None and not os.access(folder, os.W_OK):
             folder = path = None
@@ -60,6 +62,8 @@ def library() -> tuple[ctypes.CDLL | None, str]:
             if why:
                 return None, why
             if path is not None:
+                with found.open("ab") as file:
+                    file.write(_digest(found.read_bytes()))
                 found.chmod(0o700)  # for any umask: see `_ours`
                 os.replace(found, path)
                 _forget(path)
@@ -75,7 +79,7 @@ def compiles() -> bool:
         return False
     try:
         folder = store()
-        return folder is None or not _ours(folder / f"{key(compiler)}.so")
+        return folder is None or not _usable(folder / f"{key(compiler)}.so")
     except OSError:
         return False
 
@@ -100,6 +104,8 @@ def store() -> Path | None:
     None if it cannot be made, or if others may write to it: a library in it is loaded unchecked.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
+    if not base and os.environ.get("HOME") == "":
+        return None  # Path.home() would be the root directory
     try:
         root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
         folder = root / "minikv" / "kernels"
@@ -139,8 +145,11 @@ def _processor() -> str:
 
 def _compile(compiler: str, target: Path) -> str:
     """Compile all files to `target`, in parallel; why it failed, or ""."""
+    clang = _is_clang(compiler)
+    if clang is None:
+        return f"{Path(compiler).name} does not answer"
     said = ""
-    for flags in FLAG_SETS[1:] if _is_clang(compiler) else FLAG_SETS:
+    for flags in FLAG_SETS[1:] if clang else FLAG_SETS:
         with ThreadPoolExecutor() as pool:
             commands = [
                 [compiler, *FLAGS, *flags, "-c", str(path), "-o", str(target.with_name(path.stem))]
@@ -175,14 +184,20 @@ def _run(command: list[str]) -> str:
     return (said or f"status {done.returncode}") if done.returncode else ""
 
 
-def _is_clang(compiler: str) -> bool:
+def _is_clang(compiler: str) -> bool | None:
+    """By the macros that it defines, for which it must run as for a file. None: it hangs."""
     try:
         said = subprocess.run(
-            [compiler, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT
+            [compiler, "-dM", "-E", "-x", "c", os.devnull],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_ANSWER,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
+        return None
+    except OSError:
         return False
-    return b"clang" in said.stdout.lower()
+    return b"__clang__" in said.stdout
 
 
 def _forget(kept: Path) -> None:
@@ -191,6 +206,21 @@ def _forget(kept: Path) -> None:
         for path in kept.parent.glob("*.so"):
             if path.stat().st_mtime < time.time() - EXPIRES:
                 path.unlink()
+
+
+def _usable(path: Path) -> bool:
+    """Whether it is a library that was compiled here, to the last byte."""
+    if not _ours(path):
+        return False
+    data = path.read_bytes()
+    return data[-_DIGEST:] == _digest(data[:-_DIGEST])
+
+
+_DIGEST = 32
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def _ours(path: Path) -> bool:

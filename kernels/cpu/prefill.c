@@ -44,6 +44,11 @@ typedef struct {
     int64_t strips, blocks, threads, each;
 } Division;
 
+/* Whether the processor that this is compiled for has the instructions. */
+int minikv_rows_attention_available(void) { return AVAILABLE; }
+
+#if AVAILABLE
+
 /* How many keys a block has: with their values they stay in the first cache. */
 static int64_t block_keys(int64_t size) { return size <= 64 ? 128 : 64; }
 
@@ -69,11 +74,6 @@ static Division divide(const Shape *s) {
              4 * rows * s->size + 4 * 4 * rows;
     return c;
 }
-
-/* Whether the processor that this is compiled for has the instructions. */
-int minikv_rows_attention_available(void) { return AVAILABLE; }
-
-#if AVAILABLE
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")

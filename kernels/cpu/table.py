@@ -5,16 +5,23 @@ from __future__ import annotations
 import torch
 
 from minikv.kernels.cpu import append as append_row
-from minikv.kernels.cpu import decode, hash_append, layer, prefill, product, step
+from minikv.kernels.cpu import choice, decode, hash_append, layer, packing, prefill, product, step
 from minikv.kernels.dispatch import Kernels
 
 
 class Native(Kernels):
-    """Operations of `Kernels` in C."""
+    """Operations of `Kernels` in C, but for those that `choice` leaves to torch on a processor of
+    this class; "": of the class that this machine has."""
 
     name = "native"
 
-    def __init__(self) -> None:
+    def __init__(self, processor: str = "") -> None:
+        processor = processor or choice.processor()
+        self.choices = choice.describe(processor)
+        for operation, who in choice.CHOICES[processor].items():
+            if who == choice.TORCH:
+                for name in choice.OPERATIONS[operation]:
+                    setattr(self, name, getattr(Kernels, name))
         # Compiled without threads, the products would use only one of the processors.
         self.products = product.threads() > 1 or torch.get_num_threads() == 1
 
@@ -35,3 +42,6 @@ class Native(Kernels):
     silu_mul = staticmethod(layer.silu_mul)
     int8_product = staticmethod(product.int8_product)
     row_product = staticmethod(product.row_product)
+    pack_int8 = staticmethod(packing.pack_int8)
+    pack_int4 = staticmethod(packing.pack_int4)
+    unpack_int4 = staticmethod(packing.unpack_int4)

@@ -57,6 +57,28 @@ def below_uniform(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int |
     return bits
 
 
+def head_attention(
+    q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None, head: int
+) -> Tensor:
+    """What each of the last queries gives each row of one KV head: float32 [G, W, N].
+
+    Arguments as in `observe`; 0 for rows that a query does not see.
+    """
+    mine = [_one_head(part, head) for part in parts]
+    count = sum(part[1].shape[1] for part in mine)
+    found = torch.empty((q.shape[2], q.shape[0], count), device=q.device)
+    for _, begin, _, p in _probabilities(q[:, head : head + 1], q_pos, mine, window):
+        found[..., begin : begin + p.shape[-1]] = p
+    return found
+
+
+def _one_head(part: Part, head: int) -> Part:
+    """A part of which only one head is left."""
+    each = slice(head, head + 1)
+    at = part[1][each] if len(part[1]) > 1 else part[1]
+    return (part[0][each], at) if len(part) == 2 else (part[0], at, part[2][each])
+
+
 def _probabilities(
     q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
@@ -125,6 +147,65 @@ def add_attention_mass(
             p.masked_fill_(~visible(q_pos, at[None], window), 0.0)
             mass[h, :, lo:hi] += p.sum(1)
             squares[h, lo:hi] += p.mean(0).square_().sum(0)
+
+
+def peak_attention(
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[Part],
+    scored: int,
+    window: int | None,
+    scale: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """The most that any of T queries gives each row of one part, float32 [H, G, n].
+
+    q [H, G, T, D] at q_pos [T], not decreasing; the softmax is over the rows of all `parts` that a
+    query sees, one at least, and `scored` is the part that is asked for. scale [T]: what a query
+    gives is multiplied by it. lse float32 [H, G, T]: the log-sum-exp over all parts, where it is
+    known; the others are not looked at then. Rows that no query sees get 0.
+    """
+    if lse is not None:
+        parts, scored = [parts[scored]], 0
+    heads, group, rows, size = q.shape
+    counts = [part[1].shape[1] for part in parts]
+    begin, width = sum(counts[:scored]), sum(counts)
+    end = begin + counts[scored]
+    peak = torch.zeros((heads, group, end - begin), device=q.device)
+    step = max(1, _LOGITS // (group * width))
+    factor = None if scale is None else scale.float().log()
+    for h in range(heads):
+        mine = [_of_head(part, h) for part in parts]
+        keys = torch.cat([key.float() for key, _ in mine])
+        pos = torch.cat([at for _, at in mine])
+        # On a GPU it takes longer to ask whether all rows are seen than to mask.
+        seen = 0
+        if window is None and q.device.type == "cpu":
+            seen = _seen_by_all(mine, int(q_pos[0]))
+        for lo in range(0, rows, step):
+            at = q_pos[lo : lo + step]
+            query = q[h, :, lo : lo + step].float() * (1.0 / math.sqrt(size))
+            logits = torch.matmul(query, keys.T)
+            logits[..., seen:].masked_fill_(~visible(at, pos[None, seen:], window)[0], -math.inf)
+            if lse is None:
+                whole = torch.logsumexp(logits, -1)
+            else:
+                whole = lse[h, :, lo : lo + step]
+            if factor is not None:
+                whole = whole - factor[lo : lo + step]
+            found = logits[..., begin:end].sub_(whole[..., None]).amax(1).exp_()
+            torch.maximum(peak[h], found, out=peak[h])
+    return peak
+
+
+def _seen_by_all(parts: Sequence[tuple[Tensor, Tensor]], position: int) -> int:
+    """How many first rows of the parts a query at this position and every later one sees."""
+    count = 0
+    for _, at in parts:
+        if len(at) and not (int(at.min()) >= 0 and int(at.max()) <= position):
+            break
+        count += len(at)
+    return count
 
 
 def _of_head(part: Part, head: int) -> tuple[Tensor, Tensor]:

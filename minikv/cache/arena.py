@@ -13,7 +13,7 @@ complete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -120,10 +120,10 @@ class Arena:
             return rows
         return kernels.from_codes(rows, self.columns[f"{name}_scale"][index], self.dtype)
 
-    def declare(self, extra: Mapping[str, torch.dtype], *, anew: bool = False) -> None:
-        """Have exactly these policy columns; one that is new, or every one if `anew`, starts at
-        zero. Where there is no memory for one, nothing changes."""
-        stays = () if anew else extra
+    def declare(self, extra: Mapping[str, torch.dtype], *, anew: Collection[str] = ()) -> None:
+        """Have exactly these policy columns; one that is new, or among `anew`, starts at zero.
+        Where there is no memory for one, nothing changes."""
+        stays = [name for name in extra if name not in anew]
         columns = {name: c for name, c in self.columns.items() if name in _CORE or name in stays}
         for name, dtype in extra.items():
             if name not in columns:

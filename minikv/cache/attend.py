@@ -17,6 +17,9 @@ class Attend(Protocol):
     A forward of T tokens visits every layer once, in order. Inside a layer the network may hand
     over its T rows in several chunks, in order (t rows each, sum of t = T). Each chunk attends to
     everything seen before it and causally to itself. `advance(T)` ends the forward.
+
+    It may have `watch`, a function or None: what the layer's rows were made from, [t, hidden], is
+    shown to it before each `attend` of a prompt.
     """
 
     @property

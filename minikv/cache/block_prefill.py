@@ -169,11 +169,11 @@ class BlockPrefill:
         columns, end = self._columns, self._front + len(at)
         pos = columns["pos"][:, None, :end]
         logits = query.float() @ columns["k"][:, None, :end].float().transpose(2, 3)
-        p = (logits * (1.0 / math.sqrt(query.shape[-1])) - lse[..., None]).exp()
+        logits = (logits * (1.0 / math.sqrt(query.shape[-1]))).transpose(1, 2)  # [H, t, G, n]
         gone = (pos < 0) | (pos > at[:, None])
         if window is not None:
             gone |= pos <= at[:, None] - window
-        p = p.mean(1).masked_fill(gone, 0.0)  # [H, t, n]
+        p = self.step.attention(logits, lse.transpose(1, 2), ~gone)  # [H, t, n]
         for i in range(len(at)):
             part = slice(0, self._front + i + 1)
             counts = (~gone[:, i, part]).sum(1, keepdim=True).to(torch.float32)
@@ -213,7 +213,7 @@ class BlockPrefill:
                 attention,
                 None if query is None else query.flatten(1, 2),
                 key,
-                lambda: columns["k"],
+                lambda heads: columns["k"][heads],
                 layer,
             )
             scores, free = self.step.score(view, most)

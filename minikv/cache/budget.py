@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from minikv.checks import quoted
 from minikv.errors import UsageError
 
 _UNITS = {
@@ -35,7 +36,7 @@ class Budget:
     def parse(text: str | int) -> Budget:
         """Read "512", "20%" or "64MiB"; UsageError otherwise."""
         raw = str(text).strip()
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)", raw)
+        found = re.fullmatch(r"(\d{1,30}(?:\.\d{1,18})?)\s*(%|[A-Za-z]*)", raw)
         if found:
             number, unit = Fraction(found[1]), found[2].lower()
             if unit == "%" and 0 < number <= 100:
@@ -45,7 +46,7 @@ class Budget:
             if unit and unit in _UNITS and number > 0:
                 return Budget("bytes", number * _UNITS[unit])
         raise UsageError(
-            f"cannot read the budget {raw!r}",
+            f"cannot read the budget {quoted(raw)}",
             "give a number of tokens per head (512), a share of the prompt (20%) or bytes (64MiB)",
         )
 

@@ -82,6 +82,8 @@ class DecodeStep:
         self._layers: list[tuple[Tensor, ...]] = []  # views by layer: making them is not free
         self._rows: tuple[Tensor, Tensor, Tensor] | None = None  # see `_in_use`
         self.half_ended = False  # statistics and victims are final, the lengths are not
+        self.due = True  # the next `end` may find a head that has to give up rows; see `is_due`
+        self._phases: frozenset[int] | None = None
         self.key: tuple[object, ...] = ()
 
     # -- an answer begins and ends ------------------------------------------------------------
@@ -133,6 +135,7 @@ class DecodeStep:
         self.position.fill_(position)
         self.overwritten.zero_()
         self.half_ended, self._rows = False, None
+        self.due, self._phases = True, self._find_phases(arena, policy, position)
         whole = (arena.start, self.count, self.slot, self.oldest_seen)
         scratch = (logits, lse) if reads else ()
         self._layers = list(zip(*(t.unbind() for t in (*whole, *scratch)), strict=True))
@@ -149,6 +152,23 @@ class DecodeStep:
             *(t.data_ptr() for t in fixed if t is not None),
         )
         self.arena = arena  # last: what is not complete is not open
+
+    def _find_phases(
+        self, arena: Arena, policy: StepPolicy | None, position: int
+    ) -> frozenset[int] | None:
+        """Positions, modulo the policy's `block`, at which a head may have to give up rows: it does
+        so every `block` steps. None: at any. Rows that slide out of a window are not foreseen."""
+        if policy is None or policy.block == 1 or self._slides:
+            return None
+        steps = (arena.cap + policy.block - arena.held).flatten().tolist()
+        return frozenset((position + left) % policy.block for left in steps)
+
+    def is_due(self, position: int) -> bool:
+        """Whether a head may have to give up rows when the step ends after which so many tokens
+        are counted. Known without asking the device, so that other steps need not compute who
+        would: set `due` before `end_if_accepted` is called or captured."""
+        policy = self.policy
+        return policy is None or self._phases is None or position % policy.block in self._phases
 
     def _undo_rows(self, arena: Arena, policy: StepPolicy | None) -> dict[str, Tensor]:
         """Room for one row of every head, where a victim is overwritten before a step is final."""
@@ -215,10 +235,11 @@ class DecodeStep:
     def end(self) -> None:
         """The step's token is accepted: statistics, victims, and the step is final.
 
-        After an Exception nothing has changed, and the step may be dropped; after an interrupt
-        `half_ended` says whether it counts and `end_if_accepted` must be called again.
+        After an Exception nothing has changed, and the step may be dropped, unless `half_ended`
+        says that it counts, as after an interrupt: then `end_if_accepted` must be called again.
         """
         self.accepted.fill_(True)
+        self.due = not self._readable or self.is_due(int(self.position) + 1)
         self.end_if_accepted()
 
     def end_if_accepted(self) -> None:
@@ -227,19 +248,23 @@ class DecodeStep:
         assert arena is not None
         undo: list[Callable[[], object]] = []
         _undoable(arena.free_slot, undo)
+        final = False  # the statistics are changed, and nobody has those of before
         try:
             if not self.half_ended:
+                # Before statistics change, unless the rows are about to move.
+                moves = policy is not None and policy.block > 1
+                unseen = self._unseen_rows() if self._slides and not moves else None
                 if policy is None or policy.evict_first:
                     arena.free_slot.masked_fill_(self.accepted, -1)
                 else:
-                    self._update_and_evict(policy, undo)
+                    final = self._update_and_evict(policy, undo)
                 if self._slides:
-                    unseen = self._unseen_rows()
+                    unseen = unseen or self._unseen_rows()
                     torch.where(*unseen, arena.free_slot, out=arena.free_slot)
                 self.half_ended = True
             self._place(arena)
         except BaseException as error:
-            if not self.half_ended or isinstance(error, Exception):
+            if not self.half_ended or (isinstance(error, Exception) and not final):
                 for take_back in reversed(undo):
                     take_back()
                 self.half_ended = False
@@ -353,10 +378,11 @@ class DecodeStep:
 
     # -- after attention ----------------------------------------------------------------------
 
-    def _update_and_evict(self, policy: StepPolicy, undo: list[Callable[[], object]]) -> None:
+    def _update_and_evict(self, policy: StepPolicy, undo: list[Callable[[], object]]) -> bool:
         """Statistics of all rows, and who leaves: `arena.free_slot`, -1 for a head that is not over
         its cap. By the policy's own kernel where there is one, else by its torch form, which adds
-        how to take back what it is about to change to `undo`."""
+        how to take back what it is about to change to `undo`. Whether it was the kernel, and
+        changed statistics that nobody can take back."""
         arena = self.arena
         assert arena is not None
         rows = kernels.Rows(
@@ -369,7 +395,7 @@ class DecodeStep:
             policy.recent,
             self.pinned,
         )
-        columns = {name: arena.columns[name] for name in arena.extra}
+        columns = {name: arena.columns[name] for name in policy.columns}
         end = StepEnd(
             self.logits,
             self.lse,
@@ -381,11 +407,14 @@ class DecodeStep:
             self.window,
         )
         if self.leaves_last is None and policy.end_kernel(self.ops, end):
-            return
+            return bool(columns)
         index, live = self._in_use()
-        p = (self.logits - self.lse[..., None]).exp_().mean(2).flatten(0, 1)
-        p.masked_fill_(~live, 0.0)
+        logits, lse = self.logits.flatten(0, 1), self.lse.flatten(0, 1)
+        p = policy.attention(logits, lse, live)
         self._update(policy, columns, p, undo)
+        if not self.due:
+            arena.free_slot.masked_fill_(self.accepted, -1)
+            return False
         over = (self.count > arena.cap + (policy.block - 1)).flatten()
         live = live & over[:, None]  # the other heads give up nothing and are not looked at
         cap = arena.cap.flatten()
@@ -393,15 +422,16 @@ class DecodeStep:
         scores, allowed = policy.score(view, policy.block)
         if policy.block > 1:
             self._evict_block(policy, view, index, scores, allowed, undo)
-            return
+            return False
         if self.ops.lowest_step is not None:
             shape = self.logits.shape[:2]
             scores, allowed = scores.view(*shape, -1), allowed.view(*shape, -1)
             self.ops.lowest_step(scores, allowed, rows, self.accepted, arena.free_slot)
-            return
+            return False
         victim = index.gather(1, oldest_of_lowest(scores, view.pos, allowed)[:, None])[:, 0]
         victim = torch.where(over, victim, -1).view_as(arena.free_slot)
         torch.where(self.accepted, victim, arena.free_slot, out=arena.free_slot)
+        return False
 
     def _update(
         self,
@@ -523,11 +553,11 @@ class DecodeStep:
             cap,
             self._layer[part],
             self._head[part],
-            {name: at_rows(arena.columns[name]) for name in arena.extra},
+            {name: at_rows(arena.columns[name]) for name in policy.columns},
             attention,
             query,
             None if key is None else key[:, None],
-            lambda: arena.read("k", index),
+            lambda heads: arena.read("k", index[heads]),
             layer,
             self._readable,
         )

@@ -29,10 +29,22 @@ class GlobalPool:
             self._owner = torch.zeros(rows, dtype=torch.int64, device=device)  # layer x H + head
             self._share = torch.zeros(rows, dtype=torch.float32, device=device)
 
+    @staticmethod
+    def planned(target: Arena, size: int) -> int:
+        """`nbytes` of a pool that is not made yet."""
+        exact, share = torch.int64.itemsize, torch.float32.itemsize
+        return size * exact + target.rows * (exact + share)
+
     @property
     def nbytes(self) -> int:
         """Bytes beside the target."""
         return self._key.nbytes + self._owner.nbytes + self._share.nbytes
+
+    def entering_nbytes(self, rows: int, staged: Mapping[str, Tensor], *, earlier: bool) -> int:
+        """Bytes that `add` copies at once of a layer of so many rows: of those that may enter, one
+        column at a time; `earlier`: of a layer that has rows of before the prompt, three times."""
+        row = max(column[0, :1].nbytes for column in staged.values())
+        return min(self.size, rows) * row * (3 if earlier else 1)
 
     def add(
         self,

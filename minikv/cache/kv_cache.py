@@ -22,7 +22,7 @@ from minikv.cache.budget import Budget
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.fidelity import LastToken
 from minikv.cache.prefill import Plan, Prefill
-from minikv.cache.second_pass import SecondPassPrefill
+from minikv.cache.second_pass import SecondPassPrefill, full_rows_nbytes
 from minikv.cache.snapshot import CacheSnapshot, Outcome
 from minikv.cache.stats import (
     CacheStats,
@@ -33,11 +33,22 @@ from minikv.cache.stats import (
 )
 from minikv.cache.stopwatch import Stopwatch
 from minikv.cache.tier import Tier
-from minikv.errors import UsageError
+from minikv.errors import ContextError, UsageError
 from minikv.kernels.dispatch import Kernels, choose
-from minikv.policies.base import ALL, GlobalAllocator, PromptPolicy, StepPolicy, smallest_budget
+from minikv.policies.base import (
+    ALL,
+    GlobalAllocator,
+    PromptPolicy,
+    Repeat,
+    StepPolicy,
+    Wording,
+    policy_columns,
+    smallest_budget,
+)
 from minikv.policies.selection import fill
 
+Policies = tuple[PromptPolicy | None, StepPolicy | None, Budget | None, int]
+"""What `KVCache.configure` takes: prompt policy, step policy, budget, stride."""
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
 
 
@@ -54,6 +65,7 @@ class Mark:
     peak: int
     evict_s: float
     outcome: Outcome
+    tier: int  # rows of the tier
 
 
 class KVCache:
@@ -107,6 +119,7 @@ class KVCache:
         self.output, self.rotary = output, rotary
         self._poison = poison
         self.tier: Tier | None = None
+        self.words = Wording()  # for policies that read everything twice
         self.stride: int
         self._set(prompt, step, budget, stride)
         self.reset()
@@ -125,11 +138,7 @@ class KVCache:
         """
         assert self._reading is None
         self.check(prompt, step, budget, stride)
-        before, columns = self.step_policy, step.columns if step else {}
-        # What one policy noted means something else to another.
-        same = before is not None and step is not None and before.name == step.name
-        anew = not same or (before is not None and before.columns != columns)
-        self.arena.declare(columns, anew=anew)
+        _declare(self.arena, self.step_policy, prompt, step)
         self._set(prompt, step, budget, stride)  # cannot fail: it was checked
 
     def check(
@@ -167,7 +176,7 @@ class KVCache:
     def _count(self, budget: Budget, tokens: int) -> int:
         """Rows per head; UsageError when the policies need more."""
         prompt, step = self.prompt_policy, self.step_policy
-        state = sum(dtype.itemsize for dtype in step.columns.values()) if step else 0
+        state = sum(dtype.itemsize for dtype in policy_columns(prompt, step).values())
         row = 2 * self.shape.head_dim * self.kv.itemsize + torch.int32.itemsize + state
         row += 2 * torch.float32.itemsize if self.kv == torch.int8 else 0
         rows = budget.rows(tokens, row, self.shape.layers * self.shape.kv_heads)
@@ -183,8 +192,28 @@ class KVCache:
 
     def reset(self) -> None:
         """Forget the conversation and give its memory back."""
+        empty = self._empty(self.prompt_policy, self.step_policy)
         self.settle()
-        self._arena = self._empty(self.step_policy)
+        self._restart(empty)
+
+    def restart(
+        self,
+        prompt: PromptPolicy | None,
+        step: StepPolicy | None,
+        budget: Budget | None,
+        stride: int = 0,
+    ) -> None:
+        """`reset`, and be under these policies. Raises UsageError as `configure`; then, as when
+        there is no memory, nothing changes."""
+        self.check(prompt, step, budget, stride)
+        arena = self._empty(prompt, step)
+        self.settle()
+        # From here on nothing fails.
+        self._set(prompt, step, budget, stride)
+        self._restart(arena)
+
+    def _restart(self, empty: Arena) -> None:
+        self._arena = empty
         self.position = 0
         self._turns: list[tuple[int, int]] = []
         self._pinned = 0
@@ -192,6 +221,8 @@ class KVCache:
             self._open, self._rows = True, None
         self._reading: Prefill | BlockPrefill | SecondPassPrefill | None = None
         self._last = Outcome()
+        # By the position of its first token, how likely the network found the tokens of a prompt.
+        self._predicted: list[tuple[int, Tensor]] = []
         self._exact: list[tuple[Tensor, Tensor]] = []  # see `Prefill.exact`; until the first step
         self._peak = 0
         self._evict_s = 0.0
@@ -238,7 +269,7 @@ class KVCache:
     ) -> int:
         """As `begin`, for the whole conversation of `tokens` tokens, of which the tier gives what
         it has. Returns the position from which on they must be fed: that is what the tier does not
-        have, and at least the queries that the policies observe.
+        have, and at least the queries that the policies observe: of the last turn only.
 
         The rows that stay are chosen from all of it, as if the conversation were read anew. `rows`:
         under a smaller budget this once, in rows per head (see `budgets`). `begins`: the position
@@ -247,11 +278,11 @@ class KVCache:
         assert self.tier is not None
         assert self.recalls is None, self.recalls
         prompt, step = self.prompt_policy, self.step_policy
-        observe = max(prompt.evidence.observe if prompt else 0, step.observe if step else 0)
-        observe = max(observe, step.prompt_history if step else 0, 1)
-        given = min(self.tier.length, max(0, tokens - observe))
         if begins is None:
             begins = max((end for _, end in self._turns if end < tokens), default=0)
+        observe = max(prompt.evidence.observe if prompt else 0, step.observe if step else 0)
+        observe = max(min(observe, tokens - begins), step.prompt_history if step else 0, 1)
+        given = min(self.tier.length, max(0, tokens - observe))
         self._begin(tokens, room, given, rows, begins)
         return given
 
@@ -289,16 +320,27 @@ class KVCache:
                 return f"{name} needs the queries of all tokens"
             if evidence.second_pass:
                 return f"{name} reads everything twice"
+            if evidence.predicted:
+                return f"{name} needs the probabilities of all tokens"
         return None
 
-    def begin(self, tokens: int, room: int = _ROOM) -> None:
+    def begin(
+        self,
+        tokens: int,
+        room: int = _ROOM,
+        *,
+        asks: bool = False,
+        turn_tokens: int | None = None,
+    ) -> None:
         """The next forward is a prompt of `tokens` tokens (a single token may be a prompt, too).
 
-        `room`: answer rows to make place for when no step policy keeps the answer in bounds. Waits
-        for the device. Raises UsageError for a budget that is too small; then, as when there is no
-        memory, nothing has changed.
+        `room`: answer rows to make place for when no step policy keeps the answer in bounds. asks:
+        the prompt only asks about what was read before. turn_tokens: how many of the last tokens
+        are the last turn's; by default all are. Waits for the device. Raises UsageError for a
+        budget that is too small, ContextError where no position is left for a second pass; then,
+        as when there is no memory, nothing has changed.
         """
-        self._begin(tokens, room, None)
+        self._begin(tokens, room, None, asks=asks, turn_tokens=turn_tokens)
 
     def _begin(
         self,
@@ -307,6 +349,9 @@ class KVCache:
         given: int | None,
         smaller: int | None = None,
         begins: int | None = None,
+        *,
+        asks: bool = False,
+        turn_tokens: int | None = None,
     ) -> None:
         """`begin`; or `recall`, where the tier gives so many of the tokens, under a smaller budget
         if one is given, of a turn that begins where it says."""
@@ -314,6 +359,8 @@ class KVCache:
         assert self._reading is None, "a prompt is under way"
         arena, step, rows = self.arena, self.step_policy, self._rows
         position = self.position if given is None else 0
+        # Others are of turns that were taken back.
+        self._predicted = [one for one in self._predicted if one[0] < position]
         share = self.budget is not None and self.budget.unit == "share"
         if self.budget is not None and (self._open or (share and given is not None)):
             rows = self._count(self.budget, position + tokens)
@@ -325,12 +372,16 @@ class KVCache:
             self._refuse_pins(self._pinned, each)
         held, visible = self._read_tables(position, tokens)
         begins = position if begins is None else begins
+        if given is not None:
+            turn_tokens = max(1, tokens - begins)
+        repeats = self._repeats(range(tokens), position, each, asks=asks)
+        asks = asks and not repeats
         plan = self._plan(position, tokens, room, each, held, visible, given or 0, begins)
-        columns = step.columns if step is not None else {}
+        plan = replace(plan, asks=asks, turn_tokens=turn_tokens)
+        columns = policy_columns(self.prompt_policy, step)
         target = arena.sharing(columns) if plan.shares else arena.fresh(plan.needed, columns)
         reading: Prefill | BlockPrefill | SecondPassPrefill
         prompt = self.prompt_policy
-        evicts = any(plan.evicts(layer) for layer in range(self.shape.layers))
         tier = None
         if given is not None:
             assert self.tier is not None
@@ -340,9 +391,19 @@ class KVCache:
             reading = BlockPrefill(
                 self.shape, arena, held, target, step, plan, each, self.stride, self.dtype, self.ops
             )
-        elif prompt is not None and prompt.evidence.second_pass and evicts:
+        elif prompt is not None and repeats:
             reading = SecondPassPrefill(
-                self.shape, arena, held, target, prompt, step, plan, self.dtype, self.ops
+                self.shape,
+                arena,
+                held,
+                target,
+                prompt,
+                step,
+                plan,
+                repeats,
+                self._first_rows,
+                self.dtype,
+                self.ops,
             )
         else:
             reading = Prefill(
@@ -360,25 +421,103 @@ class KVCache:
         self._evicting = Stopwatch(self.device)
         self._rows, self._reading = rows, reading
 
-    def second_pass(self, ids: Sequence[int]) -> Sequence[Sequence[int]]:
+    @property
+    def _first_rows(self) -> int:
+        """Positions below it never leave."""
+        prompt = self.prompt_policy
+        return max(self._pinned, prompt.evidence.sinks if prompt is not None else 0)
+
+    def _repeats(
+        self, ids: Sequence[int], position: int, each: int | None, *, asks: bool
+    ) -> Sequence[Repeat]:
+        """The texts of the second pass over a prompt of these ids at this position, under a budget
+        of so many rows per head. None where the policy makes none, for a question, unless it takes
+        more than half of the budget, and for a text that takes less with all before it: rows that
+        always have room need no score. Raises ContextError where no position is left for them."""
+        prompt, tokens = self.prompt_policy, len(ids)
+        if prompt is None or each is None or not prompt.evidence.second_pass:
+            return ()
+        first = max(0, self._first_rows - position)
+        if 2 * (tokens if asks else position + tokens) <= each or tokens <= first:
+            return ()
+        left = self.shape.max_context - position - tokens
+        repeats = prompt.scorer.second_pass(ids, first, self.words, left)
+        if not repeats:
+            raise ContextError(
+                f"{prompt.name} has the model repeat what it has read, and {left:,} of "
+                f"{self.shape.max_context:,} positions are left for that",
+                "take another policy, or shorten the text",
+            )
+        return repeats
+
+    def second_pass(self, ids: Sequence[int]) -> Sequence[Repeat]:
         """Texts to feed when the prompt of these ids has been through the network, before
         `advance`: each between `begin_pass` and `end_pass`."""
-        prompt = self.prompt_policy
-        if not isinstance(self._reading, SecondPassPrefill):
+        reading = self._reading
+        if not isinstance(reading, SecondPassPrefill):
             return ()
-        assert prompt is not None
-        return prompt.scorer.second_pass(ids)
+        first = max(0, self._first_rows - reading.plan.position)
+        left = self.shape.max_context - reading.end
+        return reading.prompt.scorer.second_pass(ids, first, self.words, left)
 
-    def begin_pass(self, tokens: int) -> int:
+    def scoring_tokens(self, tokens: int, position: int, *, asks: bool) -> int:
+        """Tokens that a prompt of so many at this position is to be scored with, beside its own.
+        Raises as `begin`."""
+        rows = self._rows
+        if self.budget is not None and self.budget.unit == "share":
+            rows = self._count(self.budget, position + tokens)
+        each = None if rows is None else min(rows, self.shape.max_context)
+        repeats = self._repeats(range(tokens), position, each, asks=asks)
+        return sum(len(repeat.ids) for repeat in repeats)
+
+    def scoring_nbytes(self, tokens: int) -> int:
+        """Bytes of host memory that scoring so many tokens takes for their keys and values."""
+        return full_rows_nbytes(self.shape, tokens, self.dtype.itemsize)
+
+    @property
+    def scoring(self) -> bool:
+        """What was read is being scored by a second pass."""
+        return isinstance(self._reading, SecondPassPrefill) and self._reading.scoring
+
+    def begin_pass(self, repeat: Repeat) -> int:
         """The next forward is one of those texts; the position at which it begins."""
         assert isinstance(self._reading, SecondPassPrefill)
-        self._reading.begin_pass(tokens)
+        self._reading.begin_pass(repeat)
         return self._reading.end
 
     def end_pass(self) -> None:
         """The text has been through the network."""
         assert isinstance(self._reading, SecondPassPrefill)
         self._reading.end_pass()
+
+    @property
+    def foresees(self) -> bool:
+        """The prompt that has begun is to be read once before, only to learn how likely the network
+        finds each of its tokens: between `begin_glance` and `end_glance`."""
+        return isinstance(self._reading, Prefill) and self._reading.foresees
+
+    def begin_glance(self) -> None:
+        """The next forward is that; it has no `advance`."""
+        assert isinstance(self._reading, Prefill)
+        self._reading.glancing = True
+
+    def end_glance(self, predicted: Tensor) -> None:
+        """The probabilities of the prompt's tokens, float32 [T]."""
+        assert isinstance(self._reading, Prefill)
+        begin = self._reading.plan.position
+        self._predicted.append((begin, predicted))
+        known = torch.zeros(begin + len(predicted), device=predicted.device)
+        for first, some in self._predicted:
+            known[first : first + len(some)] = some
+        self._reading.predict(known)
+
+    @property
+    def watch(self) -> Callable[[Tensor], None] | None:
+        """See `Attend`."""
+        reading = self._reading
+        if not isinstance(reading, Prefill | SecondPassPrefill) or not reading.watches:
+            return None
+        return reading.watch
 
     def _read_tables(self, position: int, tokens: int) -> tuple[Layout, list[int]]:
         """The tables of the arena's rows below `position` on the host, and how many rows of each
@@ -514,7 +653,9 @@ class KVCache:
             with self._evicting.running():
                 reading.finish(layer)
         if self.progress is not None:
-            self.progress(reading.done(layer), reading.plan.read)
+            twice = self.scored_twice
+            work = reading.plan.read if twice is None else twice.work
+            self.progress(reading.done(layer), work)
         return out
 
     def advance(self, tokens: int) -> None:
@@ -663,6 +804,7 @@ class KVCache:
             self._peak,
             self._evict_s,
             self._last,
+            0 if self.tier is None else self.tier.length,
         )
 
     def forget_mark(self) -> None:
@@ -677,6 +819,7 @@ class KVCache:
         self._reading, self._marked = None, False
         if self.tier is not None:
             self.tier.drop()
+            self.tier.truncate(mark.tier)  # of several prompts, some may have been read
         self.decode.close()
         self._arena, self.position, self._turns = mark.arena, mark.position, list(mark.turns)
         self._pinned, self._rows, self._open = mark.pinned, mark.rows, mark.open
@@ -708,32 +851,47 @@ class KVCache:
         step: StepPolicy | None,
         budget: Budget | None,
         stride: int = 0,
+        under: Policies | None = None,
     ) -> None:
         """Be again as `held` was taken, under these policies: what follows is bit-identical if they
-        are the ones of then. Between turns only.
+        are the ones of then. Between turns only. under: other ones, to be under from then on, as
+        `configure` would do after it.
 
         Raises UsageError as `configure`, ValueError if the rows are not those of such a network
         and step policy; then, as when there is no memory, nothing changes.
         """
         assert self._reading is None
         self.check(prompt, step, budget, stride)
-        arena = self._empty(step)
-        kinds = [
-            {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
-            for columns in (arena.columns, held.columns)
-        ]
-        if kinds[0] != kinds[1] or held.layout.start.shape != arena.start.shape:
+        if under is not None:
+            self.check(*under)
+        if not self.accepts(held, prompt, step):
             raise ValueError("the cache is not one of this network and policy")
-        arena = arena.unpack(held.layout, held.region, held.columns)
+        arena = self._empty(prompt, step).unpack(held.layout, held.region, held.columns)
+        if under is not None:
+            _declare(arena, step, *under[:2])
         self.settle()
         # From here on nothing fails.
         self._set(prompt, step, budget, stride)
         self._arena, self.position, self._turns = arena, held.position, list(held.turns)
         self._pinned, self._rows, self._open = held.pinned, held.rows, held.open
         self._peak, self._evict_s, self._last = held.peak, held.evict_s, held.outcome
+        self._predicted = []
+        if under is not None:
+            self._set(*under)
 
-    def _empty(self, step: StepPolicy | None) -> Arena:
-        """An arena without rows, with the columns that `step` needs."""
+    def accepts(
+        self, held: CacheSnapshot, prompt: PromptPolicy | None, step: StepPolicy | None
+    ) -> bool:
+        """Whether `held` has what such a network and these policies store of every row."""
+        arena = self._empty(prompt, step)
+        kinds = [
+            {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
+            for columns in (arena.columns, held.columns)
+        ]
+        return kinds[0] == kinds[1] and held.layout.start.shape == arena.start.shape
+
+    def _empty(self, prompt: PromptPolicy | None, step: StepPolicy | None) -> Arena:
+        """An arena without rows, with the columns that these policies need."""
         shape = self.shape
         return Arena(
             shape.layers,
@@ -741,7 +899,7 @@ class KVCache:
             shape.head_dim,
             self.dtype,
             self.device,
-            step.columns if step else {},
+            policy_columns(prompt, step),
             kv=self.kv,
             poison=self._poison,
         )
@@ -798,6 +956,12 @@ class KVCache:
         return reading if isinstance(reading, Prefill) and not self.position else None
 
     @property
+    def scored_twice(self) -> SecondPassPrefill | None:
+        """The prompt under way, if it is read twice."""
+        reading = self._reading
+        return reading if isinstance(reading, SecondPassPrefill) else None
+
+    @property
     def target(self) -> Arena | None:
         """What the prompt under way is written to."""
         return self._reading.target if self._reading is not None else None
@@ -844,3 +1008,16 @@ class KVCache:
             shaped=last.shaped,
             gaps=rows < full_cache_rows(shape, self.position),
         )
+
+
+def _declare(
+    arena: Arena, before: StepPolicy | None, prompt: PromptPolicy | None, step: StepPolicy | None
+) -> None:
+    """Have the columns of these policies in the arena, in which those of the step policy `before`
+    are. Where there is no memory for one, nothing changes."""
+    columns = step.columns if step else {}
+    # What one policy noted means something else to another.
+    same = before is not None and step is not None and before.name == step.name
+    anew = not same or (before is not None and before.columns != columns)
+    mine = {} if prompt is None else prompt.scorer.columns
+    arena.declare({**mine, **columns}, anew=columns if anew else ())

@@ -8,8 +8,9 @@ so that a prompt is undone by forgetting its target.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +22,16 @@ from minikv.cache.earlier import EarlierRows
 from minikv.cache.global_pool import GlobalPool
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
-from minikv.cache.tier import Tier
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import ALL, Moments, PromptPolicy, PromptView, StepPolicy
-from minikv.policies.selection import fill
+from minikv.policies.base import (
+    ALL,
+    Moments,
+    PromptPolicy,
+    PromptView,
+    StepPolicy,
+    policy_columns,
+)
+from minikv.policies.selection import fill, order_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +45,10 @@ class Plan:
     rows stay and have room where they are. turns, output(layer) and rotary: as `PromptView` has
     them; pinned: positions below it never leave. pool: rows that all layers and heads may keep
     together, where they share one budget. given: how many first tokens of the prompt the tier has
-    (or would have; `position` is then 0); they are not read, but their rows compete with the
-    others.
+    (or would have); they are not read, but their rows compete with the others. asks: the prompt
+    only asks about what was read before. turn_tokens: how many of the last tokens are the last
+    turn's: no earlier queries are observed, as those of the answer before would choose what that
+    answer needed (None: all tokens).
     """
 
     position: int
@@ -56,11 +65,20 @@ class Plan:
     pinned: int = 0
     pool: int | None = None
     given: int = 0
+    asks: bool = False
+    turn_tokens: int | None = None
+    predicted: Tensor | None = None
 
     @property
     def read(self) -> int:
         """Tokens that go through the network."""
         return self.tokens - self.given
+
+    def observes(self, queries: int) -> int:
+        """How many last queries are observed, where so many are wanted."""
+        return min(
+            self.read, queries, self.tokens if self.turn_tokens is None else self.turn_tokens
+        )
 
     def evicts(self, layer: int) -> bool:
         """The prompt policy may evict rows of the layer."""
@@ -73,8 +91,8 @@ class Plan:
 class LayerTrace:
     """What a layer of a first prompt told, whatever the policy: all that `finish` judges by.
 
-    key and value [H, T, D]; tail [t, H * G, D]: the last queries; mass, squares and moments as in
-    `PromptView`, where every query was asked for.
+    key and value [H, T, D]; tail [t, H * G, D]: the last queries, lengths [t]: of the input at
+    them; mass, squares and moments as in `PromptView`, where every query was asked for.
     """
 
     key: Tensor
@@ -83,6 +101,29 @@ class LayerTrace:
     mass: Tensor | None
     squares: Tensor | None
     moments: Moments | None
+    lengths: Tensor | None
+
+
+class Staging(Protocol):
+    """Where a prompt's keys and values come from and go to: a `Tier`, or what is like one."""
+
+    @property
+    def length(self) -> int:
+        """First rows of the prompt that are there, and stay as they are."""
+        ...
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes on the device, beside what is counted apart."""
+        ...
+
+    def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, rows, D], to be written from `length` on."""
+        ...
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """A layer was read: keep what `stage` gave and the prompt has filled in."""
+        ...
 
 
 class Prefill:
@@ -99,7 +140,7 @@ class Prefill:
         plan: Plan,
         dtype: torch.dtype,
         ops: Kernels | None = None,
-        tier: Tier | None = None,
+        tier: Staging | None = None,
     ) -> None:
         """arena and held: the rows before the prompt, and its tables on the host. target: where
         the rows go that stay; with `plan.shares` it shares its memory with `arena`. `ops`: who
@@ -119,14 +160,18 @@ class Prefill:
             observe = 0  # summed as chunks are mixed, not from a copy of the last queries
         self.tier = tier
         assert not plan.given or not self._all, "queries of tokens that are not read are not known"
-        self._observed = min(plan.read, observe)
+        self._observed = plan.observes(observe)
         last = min(plan.read, max(observe, step.prompt_history if step else 0))
         self._from = evidence.queries_from if evidence else None
+        self._each = evidence is not None and evidence.each_query
+        self._foresees = evidence is not None and evidence.predicted
+        self.glancing = False
+        """The tokens are read only to learn how likely the network finds them."""
         self._moments: Moments | None = None
         self._mass: Tensor | None = None
         self._squares: Tensor | None = None
         self._queries = plan.tokens if self._all else 0  # that mass and squares are sums of
-        self._rescoring = False
+        self._peak: Tensor | None = None  # see `PromptView.peak`
         wide = (shape.kv_heads, plan.tokens, shape.head_dim)
         tail = (last, shape.heads, shape.head_dim)
         if tier is not None:
@@ -135,6 +180,10 @@ class Prefill:
             self._key = torch.empty(wide, dtype=dtype, device=arena.device)
             self._value = torch.empty(wide, dtype=dtype, device=arena.device)
         self._tail = torch.empty(tail, dtype=dtype, device=arena.device)
+        self._lengths: Tensor | None = None
+        if evidence is not None and evidence.lengths:
+            self._lengths = torch.ones(last, device=arena.device)
+        self._coming: Tensor | None = None  # lengths of the rows that are attended to next
         self._old: EarlierRows | None = None
         # Of each layer, the last token's query and the output of its attention, [H * G, D] each.
         self.exact: list[tuple[Tensor, Tensor]] = []
@@ -177,21 +226,44 @@ class Prefill:
         self.target.region = [0, *region[:-1], self.target.rows]
 
     @property
-    def needs(self) -> tuple[bool, int, int | None]:
+    def needs(self) -> tuple[bool, int, int | None, bool]:
         """What is taken note of: prompts of the same tokens and needs have the same traces."""
-        return self._all, len(self._tail), self._from
+        return self._all, len(self._tail), self._from, self._lengths is not None
 
     def trace(self) -> LayerTrace:
         """What was noted of the layer that was just completed. Of a first prompt only."""
         assert self._old is None
         key, value, tail = (t.clone() for t in (self._key, self._value, self._tail))
-        return LayerTrace(key, value, tail, self._mass, self._squares, self._moments)
+        lengths = None if self._lengths is None else self._lengths.clone()
+        return LayerTrace(key, value, tail, self._mass, self._squares, self._moments, lengths)
 
     def replay(self, trace: LayerTrace) -> None:
         """In place of staging a layer of a first prompt: what another one of equal needs noted."""
         assert not self.plan.position
         self._key, self._value, self._tail = trace.key, trace.value, trace.tail
         self._mass, self._squares, self._moments = trace.mass, trace.squares, trace.moments
+        self._lengths = trace.lengths
+
+    @property
+    def foresees(self) -> bool:
+        """The policy needs `Plan.predicted`, as rows must leave."""
+        return self._foresees and any(map(self.plan.evicts, range(self.shape.layers)))
+
+    def predict(self, predicted: Tensor) -> None:
+        """The glance is over: what it told of every position, float32 [P]."""
+        self.glancing = False
+        self.plan = replace(self.plan, predicted=predicted)
+        self._held_bytes += predicted.nbytes
+        self._note_peak()
+
+    @property
+    def watches(self) -> bool:
+        """`watch` is wanted."""
+        return self._lengths is not None and not self.glancing
+
+    def watch(self, states: Tensor) -> None:
+        """The layer's input [t, hidden], after its norm, of the chunk that is staged next."""
+        self._coming = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
 
     def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Take in a chunk of rows and attend: shapes as in `Attend.attend`."""
@@ -216,6 +288,8 @@ class Prefill:
         if hi > first:
             begin = max(lo, first)
             self._tail[begin - first : hi - first] = q[begin - lo :]
+            if self._lengths is not None and self._coming is not None:
+                self._lengths[begin - first : hi - first] = self._coming[begin - lo :]
         self._done = hi
         return self._mix(layer, q, lo, hi)
 
@@ -225,8 +299,11 @@ class Prefill:
         return self._done == self.plan.tokens
 
     def done(self, layer: int) -> int:
-        """Tokens read so far, in whole-prompt terms."""
-        return (layer * self.plan.read + self._done - self.plan.given) // self.shape.layers
+        """Tokens read so far, in whole-prompt terms. A glance is half of the way."""
+        done = (layer * self.plan.read + self._done - self.plan.given) // self.shape.layers
+        if self.glancing:
+            return done // 2
+        return done if self.plan.predicted is None else (self.plan.read + done) // 2
 
     def _mix(self, layer: int, q: Tensor, lo: int, hi: int) -> Tensor:
         """Exact attention of staged rows lo..hi over old rows, earlier new rows and themselves."""
@@ -302,22 +379,13 @@ class Prefill:
 
     def finish(self, layer: int) -> None:
         """The layer is complete: choose which rows stay and write them to the target."""
+        if self.glancing:
+            return
         plan, prompt = self.plan, self.prompt
         if self.tier is not None:
             self.tier.store(layer, self._key, self._value)
-        heads, end = self.shape.kv_heads, plan.position + plan.tokens
-        window = self.shape.windows[layer]
-        new = torch.arange(plan.position, end, device=self._key.device)
-        pos = new.expand(heads, plan.tokens)
-        if self._old is not None:
-            pos = torch.cat((self._old.pos, pos), 1)
-        if window is not None:  # what the next token will no longer see is dead
-            pos = pos.masked_fill(pos <= end - window, -1)
-        view = self._view(layer, pos, new, self._carried(pos))
-        keep = view.live
-        extra = dict(view.carried)
-        if self.step is not None and not self._rescoring:
-            extra |= self.step.prompt(view, view.carried)
+        view = self._judged(layer)
+        pos, keep, extra = view.pos, view.live, self._state(view)
         if self._pool is not None:
             self._add(self._pool, view, extra)
             return
@@ -331,36 +399,43 @@ class Prefill:
                 self._stayed[layer] = ((mass * keep).sum(1) / mass.sum(1)).mean()
         self._store(layer, pos, keep, extra)
 
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Of the layer that was just completed, where every query is observed: what they gave the
-        rows of before the prompt, mass [H, G, N] and squares [H, N]."""
-        assert self._old is not None
-        assert self._mass is not None
-        assert self._squares is not None
-        count = self._old.pos.shape[1]
-        return self._mass[..., :count], self._squares[..., :count]
+    def _judged(self, layer: int) -> PromptView:
+        """The layer that was just completed, as the policies see it."""
+        plan, heads, window = self.plan, self.shape.kv_heads, self.shape.windows[layer]
+        end = plan.position + plan.tokens
+        new = torch.arange(plan.position, end, device=self._key.device)
+        pos = new.expand(heads, plan.tokens)
+        if self._old is not None:
+            pos = torch.cat((self._old.pos, pos), 1)
+        if window is not None:  # what the next token will no longer see is dead
+            pos = pos.masked_fill(pos <= end - window, -1)
+        return self._view(layer, pos, new, self._carried(pos))
 
-    def rescore(self, layer: int, mass: Tensor, squares: Tensor, queries: int) -> None:
-        """In place of staging and finishing a layer, in a prompt of no tokens: choose among the
-        rows that are there, by what `queries` further queries gave them."""
-        assert self.plan.tokens == 0
-        self._rescoring, self._queries = True, queries
-        self._mass, self._squares = mass, squares
-        self._old = EarlierRows.of(self.arena, self._held, layer)
-        self.finish(layer)
+    def _state(self, view: PromptView) -> dict[str, Tensor]:
+        """The policies' columns [H, N] after the prompt."""
+        extra = dict(view.carried)
+        if self.step is not None:
+            extra |= self.step.prompt(view, view.carried)
+        if self.prompt is not None:
+            extra |= self.prompt.scorer.state(view)
+        return extra
 
     def _add(self, pool: GlobalPool, view: PromptView, extra: dict[str, Tensor]) -> None:
         """Let the layer's rows compete with those of all layers before it."""
         assert self.prompt is not None
-        key = self.prompt.global_key(view, self.plan.pinned, self._least)
         evicts = self.plan.evicts(view.layer)
+        if evicts:
+            key = self.prompt.global_key(view, self.plan.pinned, self._least)
+        else:  # all rows stay, and nothing may have been observed
+            key = order_key(torch.zeros_like(view.pos, dtype=torch.float32), view.pos, view.live)
         self._shaped = self._shaped or (evicts and self.prompt.evidence.asks)
         share = None
         if evicts and self.prompt.evidence.observe and view.mass is not None:
             mass = view.mass.mean(1) * view.live
             share = mass / mass.sum(1, keepdim=True) / len(mass)
         staged = self.target.stored(self._key, self._value)
-        self._note_peak(self._key, self._value)  # what enters is a copy
+        copies = pool.entering_nbytes(view.pos.numel(), staged, earlier=self._old is not None)
+        self._note_peak(*(staged.values() if self.target.coded else ()), more=copies)
         old = None if self._old is None else (self.arena, self._old.index)
         pool.add(view.layer, key, view.pos, staged, extra, share, old)
 
@@ -408,6 +483,14 @@ class Prefill:
             queries, at = tail[len(tail) - last :], new[len(new) - last :]
             return kernels.below_uniform(queries, at, sources, window)
 
+        def attention(head: int) -> Tensor:
+            at = new[-observed:] if self._causal else new[-1:].expand(observed)
+            found = kernels.head_attention(tail[len(tail) - observed :], at, sources, window, head)
+            assert mass is not None
+            assert squares is not None
+            self._note_peak(mass, squares, *carried.values(), found)
+            return found
+
         def key() -> Tensor:
             return self._key if old is None else torch.cat((old.keys(), self._key), 1)
 
@@ -415,13 +498,14 @@ class Prefill:
             return self._value if old is None else torch.cat((old.values(), self._value), 1)
 
         end = self.plan.position + self.plan.tokens
-        totals, pool, each = self.plan.totals, self.plan.pool, 0
+        plan = self.plan
+        totals, pool, each = plan.totals, plan.pool, 0
         if evicts and pool is not None:
             each = pool // (self.shape.layers * self.shape.kv_heads)
         elif evicts and totals is not None:
             each = totals[layer] // self.shape.kv_heads
-        budget = max(0, each - self.plan.pinned)
-        known = self.plan.output
+        budget = max(0, each - plan.pinned)
+        known = plan.output
         return PromptView(
             layer,
             end,
@@ -433,28 +517,31 @@ class Prefill:
             value,
             carried,
             None if known is None else lambda: known(layer),
-            self.plan.turns,
+            plan.turns,
             self._moments,
-            self.plan.rotary,
+            plan.rotary,
             budget,
             self._causal,
             below,
+            attention if self._each and observed and not self._queries else None,
+            None if self._lengths is None else self._lengths[len(self._lengths) - observed :],
+            plan.predicted,
+            peak=self._peak,
+            asks=self.plan.asks,
         )
 
     def _carried(self, pos: Tensor) -> dict[str, Tensor]:
-        """The step policy's columns [H, N] from before the prompt, zero for new rows."""
-        if self.step is None:
-            return {}
+        """The policies' columns [H, N] from before the prompt, zero for new rows."""
         before = pos.shape[1] - self.plan.tokens
         carried: dict[str, Tensor] = {}
-        for name, dtype in self.step.columns.items():
+        for name, dtype in policy_columns(self.prompt, self.step).items():
             carried[name] = torch.zeros(pos.shape, dtype=dtype, device=pos.device)
             if self._old is not None:
                 rows = self.arena.columns[name][self._old.index]
                 carried[name][:, :before] = rows.masked_fill(~self._old.live, 0)
         return carried
 
-    def _note_peak(self, *scratch: Tensor) -> None:
+    def _note_peak(self, *scratch: Tensor, more: int = 0) -> None:
         if self.tier is not None:  # its rows may be the staging buffer, and are counted apart
             staging = self.tier.staging_nbytes
         else:
@@ -463,7 +550,7 @@ class Prefill:
         held += self._old.copied if self._old is not None else 0
         held += sum(t.nbytes for t in (self._mass, self._squares) if t is not None)
         held += sum(t.nbytes for pair in self.exact for t in pair)
-        self.peak = max(self.peak, held + sum(t.nbytes for t in scratch))
+        self.peak = max(self.peak, held + sum(t.nbytes for t in scratch) + more)
 
 
 def check_places(target: Arena, shares: Sequence[Tensor]) -> list[float]:

@@ -1,33 +1,203 @@
 """A prompt that is read twice before anything leaves: once to be read, and again to be scored.
 
-First every row of every layer is kept, in an arena of its own. Then further texts are fed behind
-the prompt, each on its own; none of their rows is stored, but what their queries look at scores the
-rows of the prompt and of earlier turns. At the end all layers are compacted at once.
+First the keys and values of all layers are kept on the host, beside the cache. Then further texts
+are fed behind the prompt, each on its own, over one layer's rows at a time. None of their rows is
+stored, but what their queries look at scores the rows of the prompt. At the end the rows that stay
+are chosen, layer by layer.
+
+What exists at once: the rows of all layers (on the host), one layer's rows with those of a further
+text (on the device), the scores, and the cache before and after.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from minikv import kernels
 from minikv.cache.arena import Arena, Layout
+from minikv.cache.earlier import EarlierRows
+from minikv.cache.global_pool import GlobalPool
 from minikv.cache.prefill import Plan, Prefill
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import ALL, Evidence, PromptPolicy, PromptView, Scorer, StepPolicy
+from minikv.policies.base import PromptPolicy, PromptView, Repeat, RepeatView, StepPolicy
+
+T = TypeVar("T", bound=Prefill)
 
 
-@dataclass(frozen=True, slots=True)
-class _EveryQuery(Scorer):
-    """All queries of a pass are observed; nothing is chosen by them alone."""
+class FullRows:
+    """Keys and values of all layers on the host, and a staging buffer of one layer on the device.
 
-    evidence = Evidence(observe=ALL)
+    As `minikv.cache.prefill.Staging`. While `length` is 0, a layer that was read is kept. Of a
+    layer with a sliding window only those rows are kept that the next token can still see.
+    """
 
-    def score(self, view: PromptView) -> Tensor:
-        raise AssertionError("a pass chooses nothing")
+    def __init__(
+        self, shape: Shape, tokens: int, longest: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """tokens: of the prompt; longest: of the longest further text."""
+        gpu = device.type == "cuda"
+        host = torch.device("cpu") if gpu else device
+        wide = (2, shape.kv_heads, tokens + longest, shape.head_dim)
+        self._rows = [
+            torch.empty(
+                (2, shape.kv_heads, _kept(tokens, window), shape.head_dim),
+                dtype=dtype,
+                device=host,
+                pin_memory=gpu,
+            )
+            for window in shape.windows
+        ]
+        self._staging = torch.zeros(wide, dtype=dtype, device=device)
+        self._tokens, self._counted = tokens, not gpu
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows of all layers, wherever they are."""
+        return sum(rows.nbytes for rows in self._rows)
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes on the device; where it is the host, with those of all layers."""
+        return self._staging.nbytes + (self.nbytes if self._counted else 0)
+
+    def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
+        """See `Staging`. Rows that were not kept hold anything finite."""
+        if self.length:
+            kept = self._rows[layer]
+            begin = self._tokens - kept.shape[2]
+            self._staging[:, :, begin : self._tokens].copy_(kept, non_blocking=True)
+        return self._staging[0, :, :rows], self._staging[1, :, :rows]
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """See `Staging`. Waits for the device: the next layer uses the same buffer."""
+        if not self.length:
+            kept = self._rows[layer]
+            begin = self._tokens - kept.shape[2]
+            kept[0].copy_(key[:, begin:])
+            kept[1].copy_(value[:, begin:])
+
+
+def _kept(tokens: int, window: int | None) -> int:
+    """Rows that the next token sees."""
+    return tokens if window is None else max(1, min(tokens, window - 1))
+
+
+def full_rows_nbytes(shape: Shape, tokens: int, itemsize: int) -> int:
+    """Bytes of host memory that a second pass over so many tokens takes for their rows."""
+    rows = sum(_kept(tokens, window) for window in shape.windows)
+    return 2 * rows * shape.kv_heads * shape.head_dim * itemsize
+
+
+class _Reading(Prefill):
+    """The prompt itself: every row stays, and what the step policy noted."""
+
+    noted: list[dict[str, Tensor]]
+
+    def finish(self, layer: int) -> None:
+        assert self.tier is not None
+        self.tier.store(layer, self._key, self._value)
+        view = self._judged(layer)
+        self.noted.append(self.step.prompt(view, view.carried) if self.step is not None else {})
+
+
+class _Pass(Prefill):
+    """A further text behind the prompt: what its queries give the rows that it scores."""
+
+    prompt_policy: PromptPolicy
+    repeat: Repeat
+    peaks: Sequence[Tensor]
+    first: int
+    lengths: Tensor | None = None
+
+    def watch(self, states: Tensor) -> None:
+        """See `Attend`: of the rows that are attended to next."""
+        self.lengths = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
+
+    def finish(self, layer: int) -> None:
+        """Nothing of the text stays."""
+
+    def _mix(self, layer: int, q: Tensor, lo: int, hi: int) -> Tensor:
+        plan, repeat, shape = self.plan, self.repeat, self.shape
+        query = q.view(len(q), shape.kv_heads, -1, shape.head_dim).permute(1, 2, 0, 3)
+        lse: Tensor | None = None
+        if self._old is None and shape.windows[layer] is None:
+            out, lse = self._mix_apart(query, hi)
+        else:
+            out = super()._mix(layer, q, lo, hi)
+        at = torch.arange(plan.position, plan.position + hi, device=q.device)
+        begin, end = repeat.begin, repeat.end
+        # Of the conversation's first rows those that are not among the scored ones.
+        first: list[kernels.Part] = []
+        if self._old is not None and self.first:
+            pos = self._old.pos
+            first.append((self._old.keys(), pos.masked_fill(pos >= self.first, -1)))
+        count = min(max(0, self.first - plan.position), begin)
+        if count:
+            first.append((self._key[:, :count], at[None, :count]))
+        known = plan.output
+        view = RepeatView(
+            layer,
+            query,
+            at[lo:hi],
+            first,
+            (self._key[:, begin:end], at[None, begin:end]),
+            (self._key[:, plan.given : hi], at[None, plan.given : hi]),
+            shape.windows[layer],
+            lambda: self._value[:, begin:end],
+            None if known is None else lambda: known(layer),
+            self.lengths,
+            lse,
+        )
+        mine = self.peaks[layer][:, begin:end]
+        torch.maximum(mine, self.prompt_policy.scorer.peak(view), out=mine)
+        return out
+
+    def _mix_apart(self, query: Tensor, hi: int) -> tuple[Tensor, Tensor]:
+        """Exact attention of the text's rows up to `hi`, and the log-sum-exp [H, G, T] over the
+        rows that are compared alone: these are attended to apart from the rest of the prompt."""
+        plan, begin, end = self.plan, self.repeat.begin, self.repeat.end
+        first = min(max(0, self.first - plan.position), begin)
+
+        def rows(spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+            return [
+                self._ops.rows_attention(query, self._key[:, a:b], self._value[:, a:b])
+                for a, b in spans
+                if a < b
+            ]
+
+        own = self._key[:, plan.given : hi], self._value[:, plan.given : hi]
+        compared = [*rows([(0, first), (begin, end)]), self._ops.last_rows_attention(query, *own)]
+        rest = rows([(first, begin), (end, plan.given)])
+        out = kernels.merge([*compared, *rest]).permute(2, 0, 1, 3)
+        return out.reshape(query.shape[2], self.shape.heads, -1), kernels.total(compared)
+
+
+class _Choice(Prefill):
+    """A prompt of which every row is there: which of them stay."""
+
+    noted: dict[str, Tensor]
+
+    def choose(self, layer: int, peak: Tensor, noted: dict[str, Tensor]) -> None:
+        """peak [H, N]: the scores of the layer's rows; noted: the step policy's columns."""
+        assert self.tier is not None
+        self._key, self._value = self.tier.stage(layer, self.plan.tokens)
+        self._old = EarlierRows.of(self.arena, self._held, layer)
+        before = 0 if self._old is None else self._old.pos.shape[1]
+        self._peak = torch.cat((peak.new_zeros((len(peak), before)), peak), 1)
+        self.noted = noted
+        self.finish(layer)
+
+    def _state(self, view: PromptView) -> dict[str, Tensor]:
+        assert self.prompt is not None
+        return {**view.carried, **self.noted, **self.prompt.scorer.state(view)}
 
 
 class SecondPassPrefill:
@@ -43,24 +213,75 @@ class SecondPassPrefill:
         prompt: PromptPolicy,
         step: StepPolicy | None,
         plan: Plan,
+        repeats: Sequence[Repeat],
+        first: int,
         dtype: torch.dtype,
         ops: Kernels,
     ) -> None:
-        """As `Prefill`. Everything is kept until `complete`, so this takes the memory of a cache
-        without eviction."""
+        """As `Prefill`. repeats: the texts, of which the lengths count; first: positions below it
+        are the conversation's first rows."""
         self.shape, self.arena, self.target = shape, arena, target
         self.prompt, self.step, self.plan = prompt, step, plan
-        self._dtype, self._ops = dtype, ops
-        self._all = arena.fresh(plan.visible, step.columns if step is not None else {})
-        whole = replace(
-            plan, totals=None, floor=0, spare=0, needed=plan.visible, shares=False, pool=None
+        self.repeats, self._first = repeats, first
+        self._dtype, self._ops, self._held = dtype, ops, held
+        self._nothing = arena.fresh([0] * shape.layers, {})
+        longest = max(len(repeat.ids) for repeat in repeats)
+        self.rows = FullRows(shape, plan.tokens, longest, dtype, arena.device)
+        self._peaks = [
+            torch.zeros((shape.kv_heads, plan.tokens), device=arena.device)
+            for _ in range(shape.layers)
+        ]
+        self.replayed = False
+        """The forwards are those of another prompt."""
+        self._passed = 0  # tokens of the texts that are over
+        self._in_pass = False
+        self._noted: list[dict[str, Tensor]] = []
+        whole = replace(plan, totals=None, floor=0, spare=0, shares=False, pool=None)
+        reading = self._made(_Reading, None, step, whole)
+        reading.noted = self._noted
+        self._reading: Prefill = reading
+        self.peak = reading.peak + self._beside
+
+    def _made(
+        self, kind: type[T], prompt: PromptPolicy | None, step: StepPolicy | None, plan: Plan
+    ) -> T:
+        """One of the parts, over the same rows."""
+        return kind(
+            self.shape,
+            self.arena,
+            self._held,
+            self.target if prompt is not None else self._nothing,
+            prompt,
+            step,
+            plan,
+            self._dtype,
+            self._ops,
+            self.rows,
         )
-        self._reading = Prefill(shape, arena, held, self._all, None, step, whole, dtype, ops)
-        self._held: Layout | None = None  # of `_all`, when it is complete
-        self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # mass and squares by layer
-        self._queries = 0
-        self._beside = target.nbytes
-        self.peak = self._reading.peak + self._beside
+
+    @property
+    def _beside(self) -> int:
+        """Bytes that `Prefill` does not know of, while the target waits to be written."""
+        noted = sum(column.nbytes for columns in self._noted for column in columns.values())
+        return self.target.nbytes + noted + sum(peak.nbytes for peak in self._peaks)
+
+    @property
+    def planned(self) -> int:
+        """The most bytes of a first prompt that will exist at once, known before it is read."""
+        shape, tokens, target = self.shape, self.plan.tokens, self.target
+        layer = shape.kv_heads * tokens  # rows
+        noted = scratch = 0
+        if self.step is not None:
+            state = sum(dtype.itemsize for dtype in self.step.columns.values())
+            noted = shape.layers * layer * state
+            if self.step.observe:  # mass and squares, float32, and the columns of before
+                scratch = layer * (4 * (shape.heads // shape.kv_heads + 1) + state)
+        pool = 0
+        if self.plan.pool is not None:
+            pool = GlobalPool.planned(target, self.plan.pool)
+        column = max(column.nbytes for column in target.columns.values())
+        copied = max(2 * layer * shape.head_dim * self._dtype.itemsize, column)
+        return self.peak + noted + scratch + pool + copied
 
     @property
     def end(self) -> int:
@@ -68,71 +289,95 @@ class SecondPassPrefill:
         return self.plan.position + self.plan.tokens
 
     @property
+    def work(self) -> int:
+        """Tokens that go through the network, the prompt's and those of all texts."""
+        return self.plan.tokens + sum(len(repeat.ids) for repeat in self.repeats)
+
+    @property
+    def scoring(self) -> bool:
+        """A further text is under way, or over."""
+        return self.rows.length > 0
+
+    @property
+    def watches(self) -> bool:
+        """`watch` is wanted."""
+        return self._in_pass and self.prompt.evidence.lengths
+
+    def watch(self, states: Tensor) -> None:
+        """See `Attend`."""
+        assert isinstance(self._reading, _Pass)
+        self._reading.watch(states)
+
+    @property
+    def needs(self) -> object:
+        """First prompts of the same tokens and needs are scored alike; None: only this one is."""
+        return None if self.step is not None else (self.prompt.scorer, *self.repeats)
+
+    @property
+    def scored(self) -> bool:
+        """All further texts are over."""
+        return self._passed == self.work - self.plan.tokens
+
+    def replay(self, other: SecondPassPrefill) -> None:
+        """In place of all forwards: what another one of equal needs read and scored."""
+        assert other.scored
+        self.rows, self._peaks = other.rows, other._peaks
+        self._noted[:] = other._noted
+        self.replayed = True
+
+    @property
     def layer_complete(self) -> bool:
         """Every row of the layer has been staged and attended to."""
         return self._reading.layer_complete
 
     def done(self, layer: int) -> int:
-        """Tokens of the prompt read so far, in whole-prompt terms."""
-        return self.plan.tokens if self._held is not None else self._reading.done(layer)
+        """Tokens read so far, of `work`."""
+        before = self.plan.tokens if self.scoring else 0
+        return before + self._passed + self._reading.done(layer)
 
     def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Take in a chunk of rows and attend: shapes as in `Attend.attend`."""
         return self._reading.stage(layer, q, k, v)
 
     def finish(self, layer: int) -> None:
-        """The layer is complete: keep its rows, or, of a pass, what its queries looked at."""
-        if self._held is None:
-            self._reading.finish(layer)
-            return
-        mass, squares = self._reading.sums()
-        known = self._sums.get(layer)
-        if known is None:
-            self._sums[layer] = mass.clone(), squares.clone()
-            self._beside += mass.nbytes + squares.nbytes
-        else:
-            known[0].add_(mass)
-            known[1].add_(squares)
+        """The layer is complete: keep its rows, or, of a pass, nothing."""
+        self._reading.finish(layer)
 
-    def begin_pass(self, tokens: int) -> None:
+    def begin_pass(self, repeat: Repeat) -> None:
         """The next forward is a further text, whose first position is `end`."""
-        if self._held is None:
-            self._note_peak(0)
-            self._reading.complete()
-            self._held = self._all.layout()
-        plan = Plan(self.end, tokens, None, 0, 0, [], [], rotary=self.plan.rotary)
-        nothing = self._all.fresh([0] * self.shape.layers, {})
-        every = PromptPolicy(name="pass", scorer=_EveryQuery())
-        self._reading = Prefill(
-            self.shape, self._all, self._held, nothing, every, None, plan, self._dtype, self._ops
+        self._note_peak()
+        self.rows.length = self.plan.tokens
+        plan = replace(
+            self.plan,
+            tokens=self.plan.tokens + len(repeat.ids),
+            given=self.plan.tokens,
+            totals=None,
+            shares=False,
+            pool=None,
         )
-        self._queries += tokens
+        reading = self._made(_Pass, None, None, plan)
+        reading.prompt_policy, reading.repeat = self.prompt, repeat
+        reading.peaks, reading.first = self._peaks, self._first
+        self._reading, self._in_pass = reading, True
 
     def end_pass(self) -> None:
         """The forward is over: its own rows are forgotten."""
-        self._note_peak(self.arena.nbytes)
+        self._note_peak()
+        self._passed += self._reading.plan.read
+        self._in_pass = False
 
     def complete(self) -> Outcome:
         """Compact all layers. Waits for the device."""
-        assert self._held is not None, "no pass scored the rows"
-        plan = replace(self.plan, position=self.end, tokens=0)
-        last = self._reading = Prefill(
-            self.shape,
-            self._all,
-            self._held,
-            self.target,
-            self.prompt,
-            self.step,
-            plan,
-            self._dtype,
-            self._ops,
-        )
-        self._beside -= self.target.nbytes
-        for layer, (mass, squares) in self._sums.items():
-            last.rescore(layer, mass, squares, self._queries)
+        assert self.scoring, "no pass scored the rows"
+        plan = replace(self.plan, given=self.plan.tokens)
+        beside = self._beside - self.target.nbytes
+        last = self._made(_Choice, self.prompt, self.step, plan)
+        self._reading = last
+        for layer, peak in enumerate(self._peaks):
+            last.choose(layer, peak, self._noted[layer])
         outcome = last.complete()
-        self._note_peak(self.arena.nbytes)
+        self.peak = max(self.peak, last.peak + beside)
         return outcome
 
-    def _note_peak(self, more: int) -> None:
-        self.peak = max(self.peak, self._reading.peak + self._beside + more)
+    def _note_peak(self) -> None:
+        self.peak = max(self.peak, self._reading.peak + self._beside)

@@ -14,6 +14,7 @@ from torch import Tensor
 from minikv.cache.arena import Layout
 
 _TABLES = ("start", "length", "capacity", "cap", "free_slot")
+_MOST = 1 << 40  # rows
 _KEYS = {"free_slot": "hole"}  # in JSON, as the first files have it
 
 
@@ -72,7 +73,10 @@ class CacheSnapshot:
     def read(record: Mapping[str, object], columns: Mapping[str, Tensor]) -> CacheSnapshot:
         """The reverse of `record`. Raises ValueError, TypeError or KeyError for what no cache would
         have written."""
-        tables = [torch.tensor(record[_KEYS.get(n, n)], dtype=torch.int64) for n in _TABLES]
+        try:
+            tables = [torch.tensor(record[_KEYS.get(n, n)], dtype=torch.int64) for n in _TABLES]
+        except RuntimeError as error:  # a number of more than 64 bits
+            raise ValueError(f"the layout is none: {error}") from None
         region = tuple(_count(n) for n in _list(record["region"]))
         rows, lost = record["rows"], _list(record["lost"])
         held = CacheSnapshot(
@@ -103,6 +107,9 @@ class CacheSnapshot:
             raise ValueError("the layout's tables differ in size")
         if sorted(region) != list(region):
             raise ValueError("the layers' regions overlap")
+        tables = [getattr(layout, name) for name in _TABLES]
+        if region[-1] > _MOST or any(((t < -1) | (t > _MOST)).any() for t in tables):
+            raise ValueError("the layout has numbers that no cache has")  # sums of them could wrap
         first, end = torch.tensor(region[:-1]), torch.tensor(region[1:])
         after = torch.cat((start[:, 1:], end[:, None]), 1)
         apart = (start[:, 0] >= first).all() and (start + capacity <= after).all()
@@ -114,6 +121,10 @@ class CacheSnapshot:
             raise ValueError("a free slot lies outside of its segment")
         if any(len(column) != int(length.sum()) for column in self.columns.values()):
             raise ValueError("a column has not a value for every row")
+        if "pos" in self.columns:
+            pos = self.columns["pos"]
+            if not ((pos >= 0) & (pos < self.position)).all():
+                raise ValueError("a row has a position that was not read")
 
 
 def _list(value: object) -> list[object]:

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minikv.cache.tier import Columns, TierError
+from minikv.cache.tier_rows import Columns, TierError
 
 PAGE = 4096
 _FIRST = 3 * PAGE  # where segments begin
@@ -120,6 +120,7 @@ class FileRows:
     """
 
     kind = "file"
+    apart = False
 
     def __init__(self, handle: int, path: Path, header: Header, *, pinned: bool = False) -> None:
         """See `create` and `open`."""
@@ -549,6 +550,7 @@ def is_open(path: Path) -> bool:
 
 # -- bytes ------------------------------------------------------------------------------------
 
+_LARGEST = 1 << 20  # layers, heads, or numbers of a row that a file may claim
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -584,8 +586,11 @@ def _header(handle: int, path: Path) -> Header:
         columns = {
             name: (_KINDS[kind], tuple(size)) for name, (kind, size) in made["columns"].items()
         }
+        sizes = [made["layers"], made["heads"], *(n for _, size in columns.values() for n in size)]
+        if not columns or not all(type(n) is int and 0 < n < _LARGEST for n in sizes):
+            raise ValueError(sizes)
         return Header(made["layers"], made["heads"], columns, made["identity"])
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise TierError(f"{path.name} does not say what it is") from None
 
 

@@ -77,8 +77,8 @@ class Answer:
 
     def push(self, token: int) -> str:
         """The text that is certain with this token."""
-        self.generated += 1
         piece = self._stream.push(token)
+        self.generated += 1
         self._before = self._length
         self._length += len(piece)
         return self._give(self._stop.push(piece) if piece else "")

@@ -24,8 +24,9 @@ class PromptPlan:
 
     parts: the prompts, in order. anew: they are read into an empty cache. reuse: what the turn
     record says. pinned: with `anew`, how many first positions never leave. recalled: the one part
-    is the whole conversation, of which the tier gives the first `given` tokens, and the last turn
-    begins at position `begins`.
+    is the whole conversation, of which the tier gives the first `given` tokens. begins: the
+    position at which the last turn begins, where the one part is the whole conversation. asks: the
+    last part only asks about what was read before it.
     """
 
     reuse: str
@@ -35,6 +36,7 @@ class PromptPlan:
     recalled: bool = False
     given: int = 0
     begins: int = 0
+    asks: bool = False
 
     @property
     def ids(self) -> list[int]:
@@ -80,17 +82,22 @@ def read(
     """Feed the prompts of the plan. room: expected tokens of the answer. measuring: of a prompt
     that is recalled.
 
-    Between chunks, `progress(done, total)` is called, and Interrupted is raised if `stopped()`.
+    Between chunks, `progress(done, total)` is called, where what a policy reads twice counts twice,
+    and Interrupted is raised if `stopped()`.
     After any error, the cache is as it was before.
     """
     began = perf_counter()
-    kv, total, done, evict_s, peak, blind = engine.kv, plan.tokens, 0, 0.0, 0, False
+    kv, done, evict_s, peak, blind = engine.kv, 0, 0.0, 0, False
+    coming, work = sum(map(len, plan.parts)), 0  # tokens of the parts to come, and of this one
     replaces = plan.anew and kv.position > 0
     fidelity, fidelity_s = None, 0.0
 
     def between_chunks(so_far: int, of: int) -> None:
-        # A recalled question is fed with the tokens before it that score it.
-        whole = of if plan.recalled else total
+        nonlocal work
+        # A recalled question is fed with the tokens before it that score it, and some prompts are
+        # read twice.
+        work = of
+        whole = done + of + coming
         if stopped():
             raise Interrupted(
                 f"stopped reading at {done + so_far:,} of {whole:,} tokens",
@@ -108,19 +115,22 @@ def read(
             kv.pin(plan.pinned)
         for part in plan.parts:
             last = part is plan.parts[-1]
+            coming -= len(part)
             gaps = gaps or (done > 0 and kv.stats().gaps)
             if plan.recalled:
                 found = recall(engine, part, between_chunks, room, measuring, plan.begins)
                 logits, figures = found.logits, found.figures
                 fidelity, fidelity_s = found.fidelity, found.seconds
             else:
-                logits = engine.prompt(part, between_chunks, room if last else 1)
+                asks = plan.asks and last
+                turn = max(1, len(part) - plan.begins) if plan.begins else None
+                logits = engine.prompt(part, between_chunks, room if last else 1, asks, turn)
                 figures = kv.last_prompt
             # What an error goes back to is kept until the last prompt was read.
             anew = replaces and not plan.recalled  # which counts the old rows itself
             tries = fidelity is not None and (fidelity.tried or 1) > 1
             kept = before.arena.nbytes if anew or done or tries else 0
-            done += len(part)
+            done += max(work, len(part))
             evict_s, peak = evict_s + figures.evict_s, max(peak, figures.peak_bytes + kept)
             blind = blind or (figures.shaped and not last)
     except BaseException:

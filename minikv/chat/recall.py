@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.tier import Columns, RamRows, Tier, TierError, columns_of, copy_rows, row_nbytes
+from minikv.cache.tier import Tier
 from minikv.cache.tier_file import FileRows
+from minikv.cache.tier_rows import Columns, RamRows, TierError, columns_of, copy_rows, row_nbytes
 from minikv.chat.report import size
 from minikv.chat.reuse import shared
 from minikv.errors import UsageError
@@ -129,6 +130,11 @@ class Recall:
     def _bytes(self, tokens: int) -> int:
         return row_nbytes(self._kv.shape, self._kv.dtype, self._coded) * tokens
 
+    @property
+    def free(self) -> int | None:
+        """Bytes of host memory that are free; None if that is not known."""
+        return self._free()
+
     def _no_ram(self, tokens: int) -> str:
         """Why the memory does not hold so many tokens; "" if it does."""
         have = self.nbytes
@@ -236,17 +242,17 @@ class Recall:
 
     def adopt(self, rows: FileRows) -> None:
         """Go on with the tier in this file, which is of this network; in memory if `kind` is ram.
-        Raises TierError."""
+        Raises TierError, and what torch raises without memory; then there is no tier."""
         self._coded = "k_scale" in rows.header.columns
         if self.kind != "ram":
             self._take(rows, rows.ids)
             self._told = True
             return
-        self._take(None)
-        assert self.tier is not None
         try:
+            self._take(None)
+            assert self.tier is not None
             copy_rows(rows, self.tier.rows, self._kv.shape.layers, rows.rows)
-        except TierError:
+        except BaseException:
             self.leave()
             raise
         finally:

@@ -5,8 +5,8 @@ gaps (FasterDecoding/SnapKV#18: "compress individually for different turns"). `r
 whole conversation again with each question. `once` continues with the cache of the first question.
 `blind` evicts a document before it sees a question about it, as kvpress measures. `recall` answers
 each question from the tier (`minikv.cache.tier`), as the first one was, without reading again.
-`auto` is `recall` where there is a tier; else `refresh` if the policy scores with the question,
-else `once`.
+`auto` is `blind` if the policy reads everything twice, so that one cache serves all questions; else
+`recall` where there is a tier; else `refresh` if the policy scores with the question, else `once`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ TIERS = ("auto", "ram", "file", "none")
 TIER_DTYPES = ("same", "int8")
 REREAD_LIMIT = 32_768
 """Tokens to read again above which a chat on a terminal asks first."""
+_BLOCK = 4096  # tokens
 _PROBES = ("a", "7?")  # two questions without a common first character
 
 
@@ -85,5 +86,11 @@ def parts(
 
 def shared(*runs: Sequence[int]) -> int:
     """The length of the common beginning."""
-    columns = enumerate(zip(*runs, strict=False))
-    return next((i for i, column in columns if len(set(column)) > 1), min(map(len, runs)))
+    least, at = min(map(len, runs)), 0
+    while at < least:  # whole blocks at once: conversations have up to a million tokens
+        first, *others = (list(run[at : min(at + _BLOCK, least)]) for run in runs)
+        if any(other != first for other in others):
+            columns = enumerate(zip(first, *others, strict=True))
+            return at + next(i for i, column in columns if len(set(column)) > 1)
+        at += _BLOCK
+    return least

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from minikv import checks
 from minikv.cache.stats import CacheStats, Fidelity
-from minikv.cache.tier import TierError
-from minikv.chat import prompt_plan, reuse, shown
+from minikv.cache.tier_rows import TierError
+from minikv.chat import prompt_plan, repeating, reuse, shown
 from minikv.chat.answer import Anew, Answer
 from minikv.chat.background import in_background
 from minikv.chat.continuation import continued, refusal
@@ -44,14 +44,20 @@ from minikv.chat.report import (
 from minikv.chat.reuse import Decision
 from minikv.chat.snapshot import ChatSnapshot
 from minikv.chat.stop import stop_texts
+from minikv.chat.stoppable import stoppable
 from minikv.chat.transcript import Document, Message, Source, Turn, user_message
 from minikv.chat.undo import UNDO_BYTES, UndoHistory
 from minikv.chat.verify import Verification, rewritten
 from minikv.chat.warnings import check_text, marker_lines
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling, pick
-from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.errors import ContextError, Interrupted, MemoryShortError, UsageError
 from minikv.policies import DEFAULT_BUDGET
+
+_LONG = 256 << 10
+"""Bytes of new text from which on tokenizing takes a noticeable time, and memory."""
+_TOKENIZING = 100
+"""Bytes of memory that tokenizing takes for each byte of text (measured: 45 to 110)."""
 
 
 class ChatSession:
@@ -121,6 +127,7 @@ class ChatSession:
         self.words: Callable[[str], str] = str
         self._longest: float | None = None  # bytes per token at the most, once it was needed
         self.conversation = 0
+        self._cancels = self._handled = 0  # calls of `cancel`, and those that are over
         self.reset()
 
     @changes
@@ -147,7 +154,8 @@ class ChatSession:
         self.verified: Verification | None = None
         self.rereads = self.keeps_cache = False
         self._told: object = None  # the last line about what `auto` does
-        self._cancelled = self._skips = self.rereading = False
+        self._forget_cancels()
+        self.rereading = False
         self.conversation += 1
 
     @property
@@ -250,14 +258,17 @@ class ChatSession:
         UsageError if this chat cannot have those policies, ValueError if the cache is not from this
         network. On these errors, and if memory runs out, nothing changes.
         """
-        held, policies = snapshot.held, snapshot.eviction.policies()
+        self._restore(snapshot, snapshot.eviction)
+
+    def _restore(self, snapshot: ChatSnapshot, eviction: EvictionConfig) -> None:
+        """`restore`, and use this policy and budget from then on."""
+        held, kv = snapshot.held, self.engine.kv
+        under = None if eviction == snapshot.eviction else eviction.policies()
         if held is None:
-            self.engine.kv.check(*policies)
-            self.engine.reset()
-            self.engine.kv.configure(*policies)
+            kv.restart(*(under or snapshot.eviction.policies()))
         else:
-            self.engine.kv.restore(held, *policies)
-        self.eviction, self.seed = snapshot.eviction, snapshot.seed
+            kv.restore(held, *snapshot.eviction.policies(), under)
+        self.eviction, self.seed = eviction, snapshot.seed
         self.messages, self.documents = list(snapshot.messages), list(snapshot.documents)
         self.pending, self.fed = list(snapshot.pending), list(snapshot.fed)
         self.known = list(snapshot.known)
@@ -268,7 +279,7 @@ class ChatSession:
         self.undone, self.baseline_tok_s = [], None
         self.history = self.history.emptied()
         self.rereads = snapshot.rereads
-        self._cancelled = self._skips = False
+        self._forget_cancels()
 
     @changes
     def undo(self, turns: int = 1) -> list[Turn]:
@@ -282,17 +293,16 @@ class ChatSession:
         """
         self._undoable(turns)
         finished = len(self.turns) - turns
-        eviction, seed, pending, history = self.eviction, self.seed, self.pending, self.history
+        seed, pending, history = self.seed, self.pending, self.history
         taken, baseline = self.turns[finished:], self.baseline_tok_s
         rereads = self.rereads or taken[0].report.reuse == "refresh"
-        self.restore(history.before.get(finished) or self._without_cache(finished))
+        before = history.before.get(finished) or self._without_cache(finished)
+        self._restore(before, self.eviction)
         self.rereads = (self.rereads or rereads) and bool(self.fed)
         self.undone, self.seed, self.baseline_tok_s = taken, seed, baseline
         self.pending += [d for d in pending if d not in self.pending]
         history.forget_from(finished)
         self.history = history
-        if eviction != self.eviction:
-            self.configure(eviction)
         return taken
 
     def _undoable(self, turns: int) -> None:
@@ -341,13 +351,36 @@ class ChatSession:
         While the prompt is read, `ask` raises Interrupted and nothing was added. While the answer
         is written, the answer ends there and stays in the conversation.
         """
-        self._cancelled = True
+        self._cancels += 1
 
     def skip(self) -> None:
         """As `cancel`; but while `auto` reads the conversation again, only that is stopped, and the
         answer comes from the cache as it is. Safe to call from a signal handler."""
         self._skips = self.rereading
-        self._cancelled = True
+        self._cancels += 1
+
+    @property
+    def _cancelled(self) -> bool:
+        return self._cancels > self._handled
+
+    def _forget_cancels(self, before: int | None = None) -> None:
+        """What was cancelled so far is over; or the first calls, as many as `before`."""
+        self._handled = max(self._handled, self._cancels if before is None else before)
+        self._skips = False
+
+    def _cancellable(self, pieces: Generator[str, None, None]) -> Generator[str, None, None]:
+        """`pieces`, for which every `cancel` from now until they end is meant, also one that comes
+        before the first of them is asked for."""
+        before = self._cancels
+
+        def yielded() -> Generator[str, None, None]:
+            self._forget_cancels(before)
+            try:
+                yield from pieces
+            finally:
+                self._forget_cancels()
+
+        return yielded()
 
     def finish(self) -> None:
         """End an answer whose iterator is open, as closing the iterator does. Raises UsageError
@@ -398,6 +431,11 @@ class ChatSession:
         ]
 
     @property
+    def scoring(self) -> bool:
+        """What was read is being scored by a second pass."""
+        return self.engine.kv.scoring
+
+    @property
     def reads_again(self) -> int:
         """Tokens that `auto` would read again with the next question."""
         if not self.fed or self.rereads or self.reuse != "auto":
@@ -444,7 +482,10 @@ class ChatSession:
         check_text(question, "the question")
         if not question.strip():
             raise UsageError("the question is empty", "ask something in words")
-        return self._turn(question, max_tokens, sampling, stop_texts(stop), progress, notice)
+        texts = stop_texts(stop)
+        return self._cancellable(
+            self._turn(question, max_tokens, sampling, texts, progress, notice)
+        )
 
     ask_async = in_background(ask)
 
@@ -471,7 +512,7 @@ class ChatSession:
         checks.function("notice", notice)
         texts = stop_texts(stop)
         self.continuable()
-        return self._longer(max_tokens, sampling, texts, notice)
+        return self._cancellable(self._longer(max_tokens, sampling, texts, notice))
 
     @answers
     def verify(
@@ -485,7 +526,9 @@ class ChatSession:
         answer, or no tier that has its question.
         """
         checks.function("progress", progress)
-        self._cancelled = self._skips = False
+        return self._cancellable(self._verify(progress))
+
+    def _verify(self, progress: Callable[[int, int], None] | None) -> Generator[str, None, None]:
         self.verified = None
 
         def stopped() -> bool:
@@ -526,7 +569,6 @@ class ChatSession:
     ) -> Generator[str, None, None]:
         began = perf_counter()
         self.guard.question = question
-        self._cancelled = self._skips = False
         warnings: list[str] = []
 
         def warn(line: str) -> None:
@@ -544,6 +586,7 @@ class ChatSession:
             raise self._does_not_fit(len(feed.ids), "needs", reused)
         self._refuse_without_tier(feed.recalled, len(feed.ids) + max_tokens)
         self._warn_before(question, feed, decision, warn)
+        self._tell_scoring(feed, warn)
         for line in self._new_notices():
             warn(line)
 
@@ -576,7 +619,7 @@ class ChatSession:
         self.pending, self.undone = [], []
 
         try:
-            known = self.engine.kv.stats()
+            known = self._measure(known)
             self._mark(known)
             self._warn_after(known, bool(attached), warn)
             lost = read.fidelity
@@ -659,9 +702,10 @@ class ChatSession:
                 raise
         else:
             if self._skips:  # it came when all was read
-                self._cancelled = self._skips = False
+                self._forget_cancels()
             return feed, read
-        self._cancelled = self._skips = self.rereading = False
+        self._forget_cancels()
+        self.rereading = False
         warn("stopped reading again: this answer comes from the cache as it is")
         return instead, prompt_plan.read(self.engine, instead, room, progress, stopped, measuring)
 
@@ -708,7 +752,10 @@ class ChatSession:
                     answer.reason = "user"
                     break
                 if logits is None:  # the tier failed
+                    answer.passes_s += perf_counter() - started
+                    started, recalls = perf_counter(), False
                     token = self._next(self.pending_token, sampling, ahead=False)
+                    answer.steps += 1
                 else:
                     token = pick(logits, vocab, sampling, self.seed, len(self.fed))
                     answer.passes += 1
@@ -726,8 +773,8 @@ class ChatSession:
             if token in self.tokenizer.stop_ids:
                 answer.reason = "eos"
                 break
-            self.pending_token = token
             piece = answer.push(token)
+            self.pending_token = token  # only now: a token without a text is in no transcript
             if answer.stopped:
                 answer.reason = "stop"
                 if answer.overshot:  # as a stop token, it is not fed
@@ -754,7 +801,7 @@ class ChatSession:
         notice: Callable[[str], None] | None,
     ) -> Generator[str, None, None]:
         began = perf_counter()
-        self._cancelled = self._skips = False
+        self.continuable()  # something may have happened since it was asked for
         turn, known = self.turns[-1], self.engine.kv.stats()
         assert self.pending_token is not None
         if self.refresh_every:
@@ -812,23 +859,49 @@ class ChatSession:
     def _mark(self, stats: CacheStats) -> None:
         self.curve.append((stats.seen, stats.held_bytes, stats.full_bytes))
 
+    def _ids(
+        self, compose: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message]
+    ) -> list[int]:
+        """`compose` of the messages; of long ones so that `cancel` stops it. Raises Interrupted,
+        and MemoryShortError where the tokenizer's library would end the process."""
+        follows = compose == self.template.following
+        new = messages[-1:] if follows else messages
+        size = sum(len(message.content.encode("utf-8", "surrogatepass")) for message in new)
+        if size < _LONG:
+            return compose(messages)
+        free = self.recall.free
+        if free is not None and free < size * _TOKENIZING:
+            raise MemoryShortError(
+                f"tokenizing {size >> 10:,} KiB of text takes about {size * _TOKENIZING >> 20:,} "
+                f"MiB of memory, and {free >> 20:,} MiB are free",
+                "ask about a shorter document, or free memory",
+            )
+        return stoppable(lambda: compose(messages), lambda: self._cancelled)
+
     def _feed(self, messages: list[Message]) -> tuple[PromptPlan, Decision | None]:
         """What to feed so that the cache has seen `messages` up to where the answer begins, and the
         decision of `--reuse auto`, if there was one."""
         pinned = len(self.start()) if self.pin_system and self.system else 0
         recalls = self._recalls()
         if not self.fed:
-            ids = self.template.opening(messages)
+            ids = self._ids(self.template.opening, messages)
             if recalls and self.recall.ready(len(ids)):
                 if self.known:
-                    ids = self.known + self.template.following(messages)
+                    ids = self.known + self._ids(self.template.following, messages)
                 given = self.recall.given(ids)
                 mode = "recall" if given else "refresh" if self.turns else "once"
-                return PromptPlan(mode, (ids,), True, pinned, True, given, len(self.known)), None
-            if self.reuse != "blind":
-                return PromptPlan("refresh" if self.turns else "once", (ids,), True, pinned), None
-            cut = reuse.parts(ids, self._asked(), _with(self.template.opening, messages))
-            return PromptPlan("blind" if len(cut) > 1 else "once", cut, True, pinned), None
+                begins = self._last_turn(ids)
+                return PromptPlan(mode, (ids,), True, pinned, True, given, begins), None
+            asked = self._asked()
+            if not self._blind:
+                mode, begins = "refresh" if self.turns else "once", self._last_turn(ids)
+                plan = PromptPlan(mode, (ids,), True, pinned, begins=begins, asks=not asked)
+                return plan, None
+            cut = reuse.parts(
+                ids, asked, _with(lambda m: self._ids(self.template.opening, m), messages)
+            )
+            mode = "blind" if len(cut) > 1 else "once"
+            return PromptPlan(mode, cut, True, pinned, asks=True), None
         decision = None
         feed = self._continued(messages)
         whole = self.fed + feed.ids
@@ -842,16 +915,23 @@ class ChatSession:
             decision = self._decide()
             mode = decision.reuse
         if mode == "refresh":
-            whole = self.template.opening(messages)
+            whole = self._ids(self.template.opening, messages)
             if decision is None or len(whole) < self.max_context:
-                return PromptPlan("refresh", (whole,), True, pinned), decision
+                begins = self._last_turn(whole)
+                return PromptPlan("refresh", (whole,), True, pinned, begins=begins), decision
             decision = None
-        if mode == "blind" and self.pending:
+        if self._blind and self.pending:
             owed = [] if self.pending_token is None else [self.pending_token]
-            again = _with(lambda m: owed + self.template.following(m), messages)
+            again = _with(lambda m: owed + self._ids(self.template.following, m), messages)
             cut = reuse.parts(feed.ids, self._asked()[-1:], again)
-            return PromptPlan("blind", cut, False), None
+            return PromptPlan("blind", cut, False, asks=True), None
         return feed, decision
+
+    def _last_turn(self, ids: Sequence[int]) -> int:
+        """Where the last turn begins in the whole conversation: what it has of earlier turns, as
+        far as it is what they were read and written as."""
+        seen = self.turns[-1].report.tokens.seen_total if self.turns else 0
+        return reuse.shared((self.fed or self.known)[:seen], ids)
 
     @property
     def recalls(self) -> bool:
@@ -876,7 +956,19 @@ class ChatSession:
     def _continued(self, messages: list[Message]) -> PromptPlan:
         """Only what is new, behind what the cache has seen."""
         owed = [] if self.pending_token is None else [self.pending_token]
-        return PromptPlan("once", (owed + self.template.following(messages),), False)
+        ids = owed + self._ids(self.template.following, messages)
+        return PromptPlan("once", (ids,), False, asks=not self.pending)
+
+    @property
+    def _scores_twice(self) -> bool:
+        """The policy reads what it scores a second time."""
+        prompt = self.engine.kv.prompt_policy
+        return prompt is not None and prompt.evidence.second_pass
+
+    @property
+    def _blind(self) -> bool:
+        """Documents are evicted before a question about them is seen."""
+        return self.reuse == "blind" or (self.reuse == "auto" and self._scores_twice)
 
     def _asked(self) -> list[tuple[int, str]]:
         """(index in the messages, text of its documents) of each message with documents, the next
@@ -1008,6 +1100,28 @@ class ChatSession:
         if line and about != self._told:
             self._told = about
             warn(line)
+
+    def _tell_scoring(self, feed: PromptPlan, warn: Callable[[str], None]) -> None:
+        """Say what a second pass over what is to be read takes. Raises MemoryShortError where it
+        cannot be had."""
+        if feed.recalled or not self._scores_twice:
+            return
+        kv = self.engine.kv
+        if not any((kv.words.first, kv.words.later, kv.words.answer)):
+            kv.words = repeating.wording(self.tokenizer, self.template)
+        position = 0 if feed.anew else kv.position
+        cost = repeating.scoring(self.engine, feed.parts, position, feed.asks)
+        if not cost.tokens:
+            return
+        policy = self.eviction.policy
+        repeating.refuse_without_memory(policy, cost.nbytes, self.recall.free)
+        line = f"{policy} scores what is read by having it repeated: {cost.line}"
+        if self._blind and self.reuse == "auto":
+            line = (
+                f'`reuse="auto"` evicts before the question is seen, so that one cache serves all '
+                f"questions; {policy}: {cost.line}"
+            )
+        warn(line)
 
     def _warn_after(
         self, stats: CacheStats, had_documents: bool, warn: Callable[[str], None]

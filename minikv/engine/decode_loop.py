@@ -150,8 +150,9 @@ class DecodeLoop:
         self._guess = -1  # the token that it was given
         self._failed: Exception | None = None
         self._key: tuple[object, ...] = ()  # what the captured step depends on
-        self._warmed = 0
-        self._replay: Callable[[], None] | None = None
+        # By `DecodeStep.due`: runs uncaptured so far, and the captured step.
+        self._warmed = {False: 0, True: 0}
+        self._replays: dict[bool, Callable[[], None]] = {}
 
     def feed(self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool) -> int:
         """Feed one token and return the next, one of the first `vocab`.
@@ -195,7 +196,7 @@ class DecodeLoop:
     @property
     def captured(self) -> bool:
         """Whether steps already run as a CUDA graph."""
-        return self._replay is not None and isinstance(self._capture, CudaGraphs)
+        return bool(self._replays) and isinstance(self._capture, CudaGraphs)
 
     def stop(self) -> None:
         """End the loop. The cache is as of the last token that was fed and counted."""
@@ -210,6 +211,7 @@ class DecodeLoop:
             return
         decode = self._kv.decode
         if int(decode.position) < self._kv.position:
+            decode.due = decode.is_due(self._kv.position)
             decode.end_if_accepted()
         else:
             decode.drop()
@@ -230,8 +232,8 @@ class DecodeLoop:
         if key != self._key:
             same = 5  # vocabulary, sampling, policy, pinned and width; addresses follow
             if key[:same] != self._key[:same]:  # else nothing has to be compiled anew
-                self._warmed = 0
-            self._key, self._replay = key, None
+                self._warmed = {False: 0, True: 0}
+            self._key, self._replays = key, {}
 
     def _launch(self) -> Callable[[], list[int]]:
         """Launch the step of the token on the device; returns a function that waits for it."""
@@ -246,14 +248,16 @@ class DecodeLoop:
             assert loop is not None
             loop._step(vocab, sampling)
 
-        if self._replay is not None:
-            self._replay()
-        elif self._warmed < _WARM:
+        decode = self._kv.decode
+        decode.due = due = decode.is_due(self._at)  # of the last step, which this launch ends
+        if due in self._replays:
+            self._replays[due]()
+        elif self._warmed[due] < _WARM:
             self._capture.warm(body)
-            self._warmed += 1
+            self._warmed[due] += 1
         else:
-            self._replay = self._capture.record(body)
-            self._replay()
+            self._replays[due] = self._capture.record(body)
+            self._replays[due]()
         self._at += 1
         return self._capture.post(self._found)
 

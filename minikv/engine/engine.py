@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,21 @@ class Network(Protocol):
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
         """ids int64 [T] -> logits of the last token, float32 [V]."""
         ...
+
+
+class Predicting(Network, Protocol):
+    """A network that also tells how likely every token of a prompt is."""
+
+    def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
+        """ids int64 [T] -> what `logits` takes, [T, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[t, hidden] -> float32 [t, V]."""
+        ...
+
+
+_LOGITS = 1 << 23  # that are made at once for `predicted`: 32 MiB
 
 
 class Engine:
@@ -59,21 +74,31 @@ class Engine:
         ids: Sequence[int],
         progress: Callable[[int, int], None] | None = None,
         room: int = 256,
+        asks: bool = False,
+        turn_tokens: int | None = None,
     ) -> Tensor:
         """Feed a prompt; return the logits of its last token, float32 [V].
 
-        `progress(done, total)` is called between chunks and may raise. On any error, the cache is
-        as it was before. room: expected tokens of the answer. Raises ContextError if too few
+        `progress(done, total)` is called between chunks and may raise; a second pass counts, too.
+        On any error, the cache is as it was before. room: expected tokens of the answer. asks: the
+        prompt only asks about what was read before. turn_tokens: how many of the last tokens are
+        the last turn's, where earlier turns are read again with it. Raises ContextError if too few
         positions are left, NumericsError if the logits are not finite.
         """
         kv = self.kv
         left = self._fitting(len(ids), kv.position)
         with self._reading(progress):
-            kv.begin(len(ids), min(room, max(1, left - len(ids))))
+            space = min(room, max(1, left - len(ids)))
+            kv.begin(len(ids), space, asks=asks, turn_tokens=turn_tokens)
+            if kv.foresees:
+                kv.begin_glance()
+                kv.end_glance(self._predicted(ids))
             logits = self.network.forward(self._tensor(ids), _Withheld(kv))
             _check(logits, "reading the prompt")
-            for text in kv.second_pass(ids):
-                self._pass(text, left - len(ids))
+            for repeat in kv.second_pass(ids):
+                position = kv.begin_pass(repeat)
+                self.network.forward(self._tensor(repeat.ids), _Withheld(kv, position))
+                kv.end_pass()
             kv.advance(len(ids))
         return logits
 
@@ -100,17 +125,14 @@ class Engine:
     def fidelity(self, token: int, logits: Tensor, vocab: int) -> Fidelity:
         """What the rows that stayed lose of the prompt that `recall` has just read: its last token
         and the logits that it returned, of which the first `vocab` count. Costs a step. Changes
-        nothing; where there is no memory for it, nothing is measured."""
-        try:
-            found = self.kv.last_token()
-            if found is None:  # nothing was lost
-                return Fidelity() if self.kv.evicted else Fidelity(0.0, 0.0, 0.0)
-            last, errors = found
-            hot = self.network.forward(self._tensor([token]), last)
-            lost = divergence(logits[:vocab], hot[:vocab])
-            kl, *each = torch.cat((lost[None], errors.double())).tolist()
-        except (MemoryError, RuntimeError):
-            return Fidelity()
+        nothing. Raises what torch raises where there is no memory for it."""
+        found = self.kv.last_token()
+        if found is None:  # nothing was lost
+            return Fidelity() if self.kv.evicted else Fidelity(0.0, 0.0, 0.0)
+        last, errors = found
+        hot = self.network.forward(self._tensor([token]), last)
+        lost = divergence(logits[:vocab], hot[:vocab])
+        kl, *each = torch.cat((lost[None], errors.double())).tolist()
         if not all(map(math.isfinite, (kl, *each))):
             return Fidelity()
         worst = max(range(len(each)), key=each.__getitem__)
@@ -143,16 +165,21 @@ class Engine:
             if not done:
                 kv.rollback()
 
-    def _pass(self, ids: Sequence[int], left: int) -> None:
-        """Feed a text that only scores what was read (see `Scorer.second_pass`)."""
-        if len(ids) > left:
-            raise ContextError(
-                f"scoring what was read takes {len(ids):,} positions more, and {left:,} are left",
-                "take another policy, or shorten the text",
-            )
-        position = self.kv.begin_pass(len(ids))
-        self.network.forward(self._tensor(ids), _Withheld(self.kv, position))
-        self.kv.end_pass()
+    @torch.inference_mode()
+    def _predicted(self, ids: Sequence[int]) -> Tensor:
+        """The probability that the network gives each token of a prompt, float32 [T]; 0 for the
+        first one, as nothing of the prompt comes before it."""
+        network, fed = cast(Predicting, self.network), self._tensor(ids)
+        hidden, lo = network.hidden(fed, _Withheld(self.kv)), 0
+        found, rows = torch.zeros(len(ids), device=fed.device), 1
+        while lo < len(ids) - 1:
+            hi = min(lo + rows, len(ids) - 1)
+            logits = network.logits(hidden[lo:hi])
+            right = logits.gather(1, fed[lo + 1 : hi + 1, None])[:, 0]
+            found[lo + 1 : hi + 1] = (right - logits.logsumexp(1)).exp()
+            lo, rows = hi, max(1, _LOGITS // logits.shape[1])
+        _check(found, "reading the prompt")
+        return found
 
     def step(self, token: int) -> Tensor:
         """Feed one token of an answer; return the next logits, float32 [V].
@@ -227,6 +254,12 @@ class _Withheld:
     def __init__(self, kv: KVCache, position: int | None = None) -> None:
         self.position = kv.position if position is None else position
         self.attend = kv.attend
+        self._kv = kv
+
+    @property
+    def watch(self) -> Callable[[Tensor], None] | None:
+        """See `Attend`."""
+        return self._kv.watch
 
     def advance(self, tokens: int) -> None:
         """The engine does it."""

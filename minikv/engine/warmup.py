@@ -15,11 +15,12 @@ from minikv.engine.sampling import Sampling
 from minikv.errors import NumericsError, UsageError
 from minikv.kernels.cpu import build
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import smallest_budget
+from minikv.policies.base import ALL, smallest_budget
 
 _ROWS = 4  # per head; no kernel is compiled for a number of rows
 _LATER = (72, 24, 8, 3)  # tokens of later prompts: tiles of 16, 32, 64 and more queries
 _LINES = (16, 32, 64, 128)  # queries of a KV head, all query heads counted: one number per tile
+_OBSERVED = (1, 32, 64)  # last queries of a prompt: one number per tile of 16, 32 and 64
 _FAR = 1 << 16  # rows of a head that several programs share
 _IDS = 16  # token ids below it are in every vocabulary
 
@@ -41,8 +42,9 @@ def warm(kv: KVCache, network: Network) -> None:
     try:
         _steps(kv)
         _talk(kv, network)
-        if kv.prompt_policy is not None or kv.step_policy is not None:
-            _tiles(kv)
+        slides = any(window is not None for window in kv.shape.windows)
+        if kv.prompt_policy is not None or kv.step_policy is not None or slides:
+            _tiles(kv)  # else heads are even, and their rows are a plain block
     except torch.OutOfMemoryError:
         raise
     except NumericsError:  # the first turn reports it
@@ -103,8 +105,8 @@ def _talk(kv: KVCache, network: Network) -> None:
 
 
 def _tiles(kv: KVCache) -> None:
-    """Kernels that attend to earlier rows: every tile size, with few rows and with many. Each head
-    has one row."""
+    """Kernels that attend to earlier rows, and that observe them: every tile size, with few rows
+    and with many, in segments and listed. Each head has one row."""
     shape, device = kv.shape, kv.device
     heads, group = shape.kv_heads, shape.heads // shape.kv_heads
     rows = torch.zeros((heads, shape.head_dim), dtype=kv.dtype, device=device)
@@ -124,6 +126,19 @@ def _tiles(kv: KVCache) -> None:
                     )
                 kv.ops.rows_lse(q, at, ((rows[:, None], seen),), window)
                 kv.ops.rows_lse(q, at, ((rows, seen, index),), window)
+            for count in _observed(kv):
+                q = rows.new_zeros((count, heads, group, shape.head_dim))
+                at = torch.ones(count, dtype=torch.int64, device=device)
+                kv.ops.observe(q, at, ((rows[:, None], seen),), window)
+                kv.ops.observe(q, at, ((rows, seen, index),), window)
+
+
+def _observed(kv: KVCache) -> list[int]:
+    """Numbers of last queries that the policies observe, one for each tile: of a short prompt they
+    observe fewer."""
+    evidence = kv.prompt_policy.evidence.observe if kv.prompt_policy is not None else 0
+    most = max(evidence, kv.step_policy.observe if kv.step_policy is not None else 0)
+    return [count for count in _OBSERVED if count // 2 < most] if evidence != ALL else []
 
 
 def _ids(count: int, device: torch.device) -> torch.Tensor:

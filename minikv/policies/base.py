@@ -63,6 +63,13 @@ class PromptView:
     budget: rows per head that the layer may keep beside pinned ones; causal: no observed query saw
     a row after it; below() int64 [H, N]: bit i is set if the i-th query from the end gave the row
     less than an even share (of the last queries that the step policy's `prompt_history` asks for).
+    attention(h) float32 [G, W, N]: what each of the `observed` queries gave each row of head h,
+    where the scorer's evidence says `each_query`; lengths [W]: the length of the layer's input
+    vector (after its norm) at these queries, where it says `lengths`; predicted [P]: the
+    probability that the network gave the token at a position, 0 where that is not known, where it
+    says `predicted`.
+    peak [H, N] float32: what `Scorer.peak` made of a second pass over the prompt, 0 for rows from
+    before it; None where there was none. asks: the prompt only asks about what was read before.
     """
 
     layer: int
@@ -81,6 +88,11 @@ class PromptView:
     budget: int = 0
     causal: bool = True
     below: Callable[[], Tensor] | None = None
+    attention: Callable[[int], Tensor] | None = None
+    lengths: Tensor | None = None
+    predicted: Tensor | None = None
+    peak: Tensor | None = None
+    asks: bool = False
 
     @property
     def live(self) -> Tensor:
@@ -97,8 +109,9 @@ class StepView:
     the policy's own, [F, N] each; layer and head [F]; attention [F, N]: what the current query gave
     each row, mean over G. A policy that evicts first has the current query [F, G, D] and the new
     row's key [F, 1, D] instead; of a block of t rows all queries [F, G * t, D] and keys [F, t, D].
-    keys() is [F, N, D]: the keys of all rows. layer_index: the layer, where all heads are of one.
-    readable: numbers may be read without waiting for a device.
+    keys(heads) is [f, N, D]: the keys of all rows of the heads int64 [f], indices below F.
+    layer_index: the layer, where all heads are of one. readable: numbers may be read without
+    waiting for a device.
     """
 
     position: int | Tensor
@@ -110,7 +123,7 @@ class StepView:
     attention: Tensor | None = None
     query: Tensor | None = None
     key: Tensor | None = None
-    keys: Callable[[], Tensor] | None = None
+    keys: Callable[[Tensor], Tensor] | None = None
     layer_index: int | None = None
     readable: bool = False
 
@@ -174,7 +187,9 @@ class Evidence:
     it. `queries_from`: it reads the moments of the prompt's queries from this position on.
     `second_pass`: it scores by the queries of further texts (`Scorer.second_pass`) in place of the
     prompt's own. `adds_up`: scores are at least 0 and can be added and multiplied, as attention
-    can; if not, only their order means something.
+    can; if not, only their order means something. `each_query`, `lengths`, `predicted`: it reads
+    what `PromptView` has under `attention`, `lengths` and `predicted`; with a second pass,
+    `RepeatView.lengths`. `whole_layers`: the first layers, which keep every row, above the budget.
     """
 
     observe: int = 0
@@ -185,6 +200,55 @@ class Evidence:
     queries_from: int | None = None
     second_pass: bool = False
     adds_up: bool = True
+    each_query: bool = False
+    lengths: bool = False
+    predicted: bool = False
+    whole_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How a network is asked to repeat what it has read, in tokens. first: to repeat all of it;
+    later: to repeat the part that begins behind the tokens that follow; answer: what its template
+    puts between a question and its answer."""
+
+    first: tuple[int, ...] = ()
+    later: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A further text, in tokens, and the rows begin .. end - 1 of the prompt that it scores."""
+
+    ids: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatView:
+    """T queries of a repeat in one layer, and the rows over which they are compared.
+
+    query [H, G, T, D]; at int64 [T]: their positions; first: the conversation's first rows, which
+    never leave; chunk: the rows that are scored; own: those of the repeat itself so far, each as
+    `kernels.Part`; value() [H, n, D]: of the chunk; output: as in `PromptView`; lengths float32
+    [T]: of the layer's input vector (after its norm) at the queries, if the scorer asked; lse
+    float32 [H, G, T]: the log-sum-exp of the queries' logits over all of these rows, where it is
+    known.
+    """
+
+    layer: int
+    query: Tensor
+    at: Tensor
+    first: Sequence[kernels.Part]
+    chunk: kernels.Part
+    own: kernels.Part
+    window: int | None
+    value: Callable[[], Tensor]
+    output: Callable[[], Tensor] | None = None
+    lengths: Tensor | None = None
+    lse: Tensor | None = None
 
 
 class Scorer(ABC):
@@ -203,12 +267,33 @@ class Scorer(ABC):
         """bool [H, N]: rows that stay whatever their score; the sinks and the window."""
         return ends(view, self.evidence.sinks, self.evidence.window)
 
-    def second_pass(self, ids: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Ids of further texts for a prompt of `ids`, one at least, if `evidence.second_pass`.
+    def free(self, view: PromptView) -> Tensor:
+        """bool [H, N]: the other rows, which stay or leave by their score."""
+        return view.live & ~self.protected(view)
 
-        Where rows must leave, each is fed behind the whole prompt before any does; what its queries
-        give the rows is in `PromptView.mass`, `squares` and `observed`. Nothing of it is stored.
+    @property
+    def columns(self) -> Mapping[str, torch.dtype]:
+        """What it knows of a row and needs again after a later prompt; 0 for rows of an answer."""
+        return {}
+
+    def state(self, view: PromptView) -> dict[str, Tensor]:
+        """These columns [H, N] after a prompt, from `view.carried`."""
+        return {}
+
+    def second_pass(
+        self, ids: Sequence[int], first: int, words: Wording, room: int
+    ) -> Sequence[Repeat]:
+        """Further texts for a prompt of `ids`, if `evidence.second_pass`; none if it cannot be had.
+
+        Each is fed behind the whole prompt before any row leaves. Nothing of it is stored. The
+        first `first` rows of the prompt need no score. A text has at most `room` tokens. How long
+        the texts are does not depend on the ids.
         """
+        raise NotImplementedError
+
+    def peak(self, view: RepeatView) -> Tensor:
+        """float32 [H, n]: what the queries of a repeat give the rows that it scores. Of several
+        answers about a row the largest counts."""
         raise NotImplementedError
 
 
@@ -316,6 +401,10 @@ class PromptPolicy:
                 f"{self.name}: one budget for all layers leaves nothing to share among heads",
                 "leave out the parts that do (ada, draw, kvcrush, critical)",
             )
+        if isinstance(self.layers, GlobalAllocator) and self.evidence.whole_layers:
+            raise UsageError(
+                f"{self.name}: one budget for all layers leaves no layer whole", "leave out `skip`"
+            )
 
     @property
     def evidence(self) -> Evidence:
@@ -326,7 +415,9 @@ class PromptPolicy:
         """See `LayerAllocator.rows`."""
         assert isinstance(self.layers, LayerAllocator)
         protected = self.evidence.sinks + self.evidence.window
-        return self.layers.rows(layers, budget, most, least, protected)
+        rows = self.layers.rows(layers, budget, most, least, protected)
+        whole = min(self.evidence.whole_layers, layers)
+        return [max(most, n) for n in rows[:whole]] + rows[whole:]
 
     def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
         """See `Selector.select`."""
@@ -418,10 +509,19 @@ class StepPolicy(ABC):
         """Columns [H] of the rows that an answer adds to a layer, whose keys are [H, D]."""
         return {}
 
+    def attention(self, logits: Tensor, lse: Tensor, live: Tensor) -> Tensor:
+        """float32 [..., N]: what a query gives each row of a head, its G query heads joined: the
+        `probabilities` of `update`. This one: their mean.
+
+        logits float32 [..., G, N], lse [..., G]; live bool [..., N]: rows that the query sees; the
+        logits of others may be anything.
+        """
+        return (logits - lse[..., None]).exp_().mean(-2).masked_fill_(~live, 0.0)
+
     def update(  # noqa: B027
         self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
     ) -> None:
-        """Add one query's attention in place. All [R], the mean over G; 0 where a row is unused.
+        """Add one query's `attention` in place. All [R]; 0 where a row is unused.
 
         visible() is float32 [R]: how many rows the query saw in a row's head.
         """
@@ -443,6 +543,12 @@ class StepPolicy(ABC):
         return False
 
 
+def policy_columns(prompt: PromptPolicy | None, step: StepPolicy | None) -> dict[str, torch.dtype]:
+    """The columns that a pair of policies keeps of a row."""
+    mine = prompt.scorer.columns if prompt is not None else {}
+    return {**mine, **(step.columns if step is not None else {})}
+
+
 def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride: int = 0) -> int:
     """Rows per head below which a pair of policies cannot work: sinks + window + 1. In blocks of
     `stride` rows those of a block are inside the cap when it attends, if `step` evicts before."""
@@ -452,11 +558,13 @@ def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride
     return sinks + window + 1 + block
 
 
-def unprotected(view: StepView, policy: StepPolicy) -> Tensor:
-    """bool [F, N]: rows that may leave; all but the newest where sinks and recent rows are all."""
+def unprotected(view: StepView, policy: StepPolicy, count: int = 1) -> Tensor:
+    """bool [F, N]: rows that may leave; all but the newest where `count` must leave and fewer are
+    neither sinks nor recent."""
     newest = view.position - 1
     free = (view.pos >= policy.sinks) & (view.pos <= newest - policy.recent)
-    return free | (~free.any(1, keepdim=True) & (view.pos >= 0) & (view.pos < newest))
+    few = free.sum(1, keepdim=True) < count
+    return free | (few & (view.pos >= 0) & (view.pos < newest))
 
 
 def oldest_of_lowest(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from minikv.checks import quoted
 from minikv.errors import UsageError
 from minikv.policies.options import Value, read_options
 from minikv.policies.registry import (
@@ -35,6 +36,9 @@ def default_step(prompt: str) -> str:
     if prompt == "full":
         return "none"
     base = _words(prompt)[0]
+    row = POLICIES.get(prompt) or POLICIES.get(base)
+    if row is not None and row.decode:
+        return row.decode
     return base if base in POLICIES and POLICIES[base].step else DEFAULT_STEP
 
 
@@ -60,11 +64,11 @@ def find(name: str, *, step: bool = False) -> PolicyInfo:
         return _composed(name, words)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     guess = f"did you mean {' or '.join(near)}? " if near else ""
-    raise UsageError(f"unknown policy {name!r}", f"{guess}{flag} takes: {', '.join(names)}")
+    raise UsageError(f"unknown policy {quoted(name)}", f"{guess}{flag} takes: {', '.join(names)}")
 
 
 def _words(name: str) -> list[str]:
-    """`a+b` and `b(a)` -> [a, b]; `c(a)+b` -> [a, c, b]."""
+    """`a+b` and `b(a)` -> [a, b]; `c(a)+b` -> [a, c, b]; `kvzip++b` -> [kvzip+, b]."""
     terms, depth = [""], 0
     for sign in name.replace(" ", ""):
         depth += (sign == "(") - (sign == ")")
@@ -72,6 +76,9 @@ def _words(name: str) -> list[str]:
             terms.append("")
         else:
             terms[-1] += sign
+    for at in range(len(terms) - 1, 0, -1):  # a name may end in a plus: kvzip+
+        if not terms[at] and terms[at - 1] + "+" in POLICIES:
+            terms[at - 1 : at + 1] = [terms[at - 1] + "+"]
     words: list[str] = []
     for term in terms:
         found = re.fullmatch(r"([\w-]+)\((.+)\)", term)
@@ -91,7 +98,9 @@ def _composed(name: str, words: list[str]) -> PolicyInfo:
             f"begin with one of {', '.join(scorers)}",
         )
     chosen = {PARTS[part].axis: part for part in base.parts}
-    fixed = set(chosen)
+    # One budget for all layers is a default that any other way to share one replaces.
+    shared = chosen.get("layers") == "global"
+    fixed = set(chosen) - ({"layers"} if shared else set())
     others = [p.name for p in PARTS.values() if p.axis != "scorer"]
     for word in words[1:]:
         row = POLICIES.get(word)
@@ -113,12 +122,23 @@ def _composed(name: str, words: list[str]) -> PolicyInfo:
                 )
             chosen[axis] = part
             fixed.add(axis)
+    if shared and "layers" not in fixed and fixed & {"heads", "select", "weigh"}:
+        del chosen["layers"]
+    parts = tuple(chosen[axis] for axis in _AXES if axis in chosen)
+    whole = [part for part in parts if PARTS[part].shares_all]
+    among = [part for part in parts if PARTS[part].axis in ("heads", "select", "weigh")]
+    if whole and among:
+        raise UsageError(
+            f"cannot compose {name!r}: {whole[0]} is one budget for all layers, which leaves "
+            f"{among[0]} nothing to share among heads",
+            "leave out one of the two",
+        )
     preset = {**base.preset}
     for word in words[1:]:
         preset |= POLICIES[word].preset if word in POLICIES else {}
-    parts = tuple(chosen[axis] for axis in _AXES if axis in chosen)
     spread = {"layers": "per layer", "heads": "per head"}
     shape = " and ".join(text for axis, text in spread.items() if axis in chosen) or "uniform"
+    shape = "one for all layers and heads" if whole else shape
     summary = "; ".join(PARTS[part].summary for part in parts)
     return replace(
         base,
@@ -136,6 +156,7 @@ def _composed(name: str, words: list[str]) -> PolicyInfo:
         cls="",
         own=(),
         stride="",
+        differs=(),
     )
 
 

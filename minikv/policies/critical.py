@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from minikv.policies import selection
-from minikv.policies.base import Candidates, PromptView, Reweighter, Selector
-
-_ROWS = 4096  # rows projected at once
+from minikv.policies.base import Candidates, Reweighter, Selector
+from minikv.policies.outputs import output_norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +33,6 @@ class CriticalKV(Reweighter):
         worth = rows.scores
         if not evidence.adds_up:
             worth = selection.ranked(worth, view.pos, free)
-        weighed = (worth + self.epsilon) * value_norms(view)
+        weighed = (worth + self.epsilon) * output_norms(view)
         rest = replace(rows, scores=weighed, free=free & ~first)
         return first | selector.select(rest, counts - sure, most)
-
-
-def value_norms(view: PromptView) -> Tensor:
-    """float32 [H, N]: the L1 length of every value behind W_O, mean over the group."""
-    assert view.output is not None, "the network's output projection is not known"
-    value, matrix = view.value(), view.output()
-    norms = torch.zeros(value.shape[:2], device=value.device)
-    for h in range(len(value)):
-        for lo in range(0, value.shape[1], _ROWS):
-            rows = value[h, lo : lo + _ROWS].float()
-            for one in matrix[h]:  # [D, hidden]
-                norms[h, lo : lo + _ROWS] += (rows @ one.float()).abs().sum(-1)
-    return norms / matrix.shape[1]

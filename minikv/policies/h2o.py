@@ -3,7 +3,8 @@
 A row's worth is the sum of all attention it ever got (mean over the query heads of its group),
 from every query of the prompt on. Half of a head's rows are the newest ones, as in the paper.
 What rows got before a later prompt counts there only if the step policy has a `sum` column (h2o,
-roco) and without `average`; under any other each prompt is judged by its own queries alone.
+or roco with `pool=1` and `lead=1`) and without `average`; under any other each prompt is judged by
+its own queries alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """KeyDiff (arXiv 2504.15364): rows whose key is unlike the others stay; no attention is needed.
 
 A row's worth is minus the cosine between its key and the mean of all unit-length keys of its head.
+With `block` rows are chosen as in the paper's prompts in blocks (section 4): after every block the
+best of what was left and of the block stay, under a mean of their own. Attention stays exact.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.selection import order_key
+
+_LEFT = 4.0  # taken off the worth of rows that left with a block, which is from -1 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDiff(Scorer):
-    """Distance from the mean direction."""
+    """Distance from the mean direction; block: rows of a block, 0: all rows at once."""
 
     sinks: int
     recent: int
+    block: int
 
     @property
     def evidence(self) -> Evidence:
@@ -29,6 +35,31 @@ class KeyDiff(Scorer):
         key, scores = view.key(), []
         for h in range(len(key)):
             unit = F.normalize(key[h].float(), dim=-1).masked_fill(~view.live[h, :, None], 0.0)
-            anchor = F.normalize(unit.sum(0), dim=0)
-            scores.append(-(unit @ anchor))
+            scores.append(self._in_blocks(view, h, unit) if self.block else distances(unit))
         return torch.stack(scores)
+
+    def _in_blocks(self, view: PromptView, head: int, unit: Tensor) -> Tensor:
+        """float32 [N]: rows that are left after the last block before those that left earlier."""
+        pos, live, keeps = view.pos[head], view.live[head], max(1, view.budget)
+        order = pos.masked_fill(~live, view.position).argsort(stable=True)
+        worth = torch.zeros(len(pos), device=pos.device)
+        left = order[:keeps]
+        for lo in range(keeps, max(len(order), keeps + 1), self.block):
+            rows = torch.cat((left, order[lo : lo + self.block]))
+            found = distances(unit[rows])
+            worth.index_copy_(0, rows, found - _LEFT)
+            key = order_key(found, pos[rows], live[rows])
+            key = torch.where(pos[rows] < self.sinks, key.clamp(min=_SINK), key)
+            best = key.masked_fill(~live[rows], -_SINK).argsort(descending=True, stable=True)
+            best = best[:keeps]
+            left = rows[best]
+            worth.index_copy_(0, left, found[best])
+        return worth
+
+
+def distances(unit: Tensor) -> Tensor:
+    """float32 [N]: minus the cosine between rows of length 1 (or 0) [N, D] and their mean."""
+    return -(unit @ F.normalize(unit.sum(0), dim=0))
+
+
+_SINK = 1 << 62  # above every order key

@@ -26,14 +26,15 @@ def norms(key: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class L2Scorer(Scorer):
-    """Minus the norm."""
+    """Minus the norm. The first `skip` layers keep all rows, above the budget."""
 
     sinks: int
     recent: int
+    skip: int
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(sinks=self.sinks, window=self.recent, adds_up=False)
+        return Evidence(sinks=self.sinks, window=self.recent, adds_up=False, whole_layers=self.skip)
 
     def score(self, view: PromptView) -> Tensor:
         return -norms(view.key())

@@ -5,7 +5,11 @@ group), and the number of queries that could see it. Rows whose attention varies
 scope; of the rest, the one with the lowest mean leaves, one per head and step.
 Departures from the release: each head has its own cap, the prompt's rows included; the first and
 the newest rows are protected by position; the variance is clamped at 0, where rounding would make
-a constant stream NaN; the scope never shrinks to nothing.
+a constant stream NaN; the scope never shrinks to nothing. The paper does not say what an answer
+takes over from a prompt policy. Here a prompt's statistics are pooled over neighbouring rows
+(`pool`), because those that a pooling prompt policy kept would leave first, and they count several
+times (`lead`), so that rows of the answer leave before those that the question chose. With
+`pool=1` and `lead=1` they are what the prompt's last queries gave, as if they were the answer's.
 """
 
 from __future__ import annotations
@@ -18,17 +22,22 @@ from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import PromptView, StepEnd, StepPolicy, StepView, unprotected
+from minikv.policies.snapkv import pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoCo(StepPolicy):
     """`scope`: the share of a head's cap that a high deviation saves from eviction; `scope_prompt`:
-    the same while a prompt is read in blocks."""
+    the same while a prompt is read in blocks. `pool`: of so many neighbours by position, a row of a
+    prompt starts with the largest statistics (odd; 1: with its own). `lead`: what a row gets from a
+    prompt's queries is worth so many times what it gets from an answer's."""
 
     sinks: int
     recent: int
     scope: float
     scope_prompt: float
+    pool: int
+    lead: float
     name: str = "roco"
     observe: int = 32
 
@@ -36,8 +45,14 @@ class RoCo(StepPolicy):
         return replace(self, scope=self.scope_prompt)
 
     @property
+    def total(self) -> str:
+        """The column of sums. As `sum`, H2O's scorer carries on from it, which it cannot where it
+        is no plain sum of attention."""
+        return "sum" if self.pool == 1 and self.lead == 1.0 else "weighed"
+
+    @property
     def columns(self) -> dict[str, torch.dtype]:
-        return {"sum": torch.float32, "squares": torch.float32, "count": torch.float32}
+        return {self.total: torch.float32, "squares": torch.float32, "count": torch.float32}
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Carry on from the observation queries that the prompt has already been scored with."""
@@ -45,24 +60,31 @@ class RoCo(StepPolicy):
         assert view.squares is not None
         first = view.position - view.observed
         able = (view.position - view.pos.clamp(min=first)).clamp(0, view.observed)
-        count = able if view.causal else view.live * view.observed
+        count = (able if view.causal else view.live * view.observed).to(torch.float32)
+        totals = torch.stack((view.mass.mean(1), view.squares))
+        if self.pool > 1:
+            # The last rows, those of the question as a rule, are not pooled, as in SnapKV.
+            before = view.position - min(view.observed, self.observe)
+            free = view.live & (view.pos < before)
+            means = pool(totals / count.clamp(min=1.0), view.pos, free, self.pool, "max")
+            totals = torch.where(free, means * count, totals)
         return {
-            "sum": old["sum"] + view.mass.mean(1),
-            "squares": old["squares"] + view.squares,
-            "count": old["count"] + count.to(torch.float32),
+            self.total: old[self.total] + self.lead * totals[0],
+            "squares": old["squares"] + self.lead**2 * totals[1],
+            "count": old["count"] + count,
         }
 
     def update(
         self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
     ) -> None:
-        columns["sum"].add_(probabilities)
+        columns[self.total].add_(probabilities)
         columns["squares"].add_(probabilities * probabilities)
         columns["count"].add_(1.0)
 
     def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         allowed = unprotected(view, self)
         seen = view.columns["count"].clamp(min=1.0)
-        mean = view.columns["sum"] / seen
+        mean = view.columns[self.total] / seen
         variance = (view.columns["squares"] / seen - mean.square()).clamp(min=0.0)
         # The `keep` steadiest rows are in scope; protected rows count as unsteady.
         keep = torch.minimum(self.quota(view.cap).clamp(min=count), allowed.sum(1)).clamp(min=1)
@@ -83,7 +105,7 @@ class RoCo(StepPolicy):
         if ops.roco_step is None:
             return False
         c = end.columns
-        ops.roco_step(*end.heads, c["sum"], c["squares"], c["count"], end.quota)
+        ops.roco_step(*end.heads, c[self.total], c["squares"], c["count"], end.quota)
         return True
 
 

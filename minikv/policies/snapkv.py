@@ -35,7 +35,7 @@ class SnapKV(Scorer):
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
         scores = join_group(view.mass / view.observed, self.group)
-        free = view.live & (view.pos < view.position - self.window) & (view.pos >= self.sinks)
+        free = self.free(view)
         return pool(scores, view.pos, free, self.kernel, self.pooling)
 
 
@@ -49,17 +49,19 @@ def join_group(mass: Tensor, how: str) -> Tensor:
 def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
     """Pool each head's free rows with their neighbours by position.
 
-    scores [H, N] float32, pos [H, N], free [H, N] -> [H, N]; rows that are not free count as 0
-    in an average, as the window's rows do in the release, and are -inf in the result.
+    scores [H, N] float32 (or several of them, [..., H, N]), pos [H, N], free [H, N] -> as scores;
+    rows that are not free count as 0 in an average, as the window's rows do in the release, and are
+    -inf in the result.
     """
     if kernel == 1:
         return scores.masked_fill(~free, -torch.inf)
     # Overwriting in place leaves old rows in any order; neighbours are meant in the text. Rows that
     # are not free come last, where they pool like what is beyond the end.
     order = pos.masked_fill(~free, torch.iinfo(pos.dtype).max).argsort(dim=1, stable=True)
-    line, real = scores.gather(1, order), free.gather(1, order)
+    real, order = free.gather(1, order), order.expand(scores.shape)
+    line = scores.gather(-1, order)
     if how == "max":
         line = F.max_pool1d(line.masked_fill(~real, -torch.inf), kernel, 1, kernel // 2)
     else:
         line = F.avg_pool1d(line.masked_fill(~real, 0.0), kernel, 1, kernel // 2)
-    return torch.empty_like(scores).scatter_(1, order, line).masked_fill(~free, -torch.inf)
+    return torch.empty_like(scores).scatter_(-1, order, line).masked_fill(~free, -torch.inf)

@@ -30,15 +30,24 @@ class Chat(Protocol):
 
 def fresh(tokenizer: Codec, tokens: int, seed: int) -> world.Document:
     """A document of `tokens` tokens, give or take 16, the same for the same seed."""
-    sentences = tokens // 12
-    facts = min(sentences, tokens // FACT_EVERY, 110)
+    sentences = max(1, tokens // 12)
     while True:
+        facts = min(sentences, tokens // FACT_EVERY, 110)
         doc = world.document(random.Random(seed), sentences, facts)
         size = len(tokenizer.encode(doc.text))
         if abs(size - tokens) <= 16:
             return doc
-        sentences += round((tokens - size) / 13) or (1 if size < tokens else -1)
+        sentences = nearer(sentences, size, tokens)
         seed += 1 << 40
+
+
+def nearer(sentences: int, size: int, tokens: int) -> int:
+    """How many sentences to try next, where so many had `size` tokens instead of `tokens`.
+
+    With the bundled tokenizer a sentence has 12 or 13 tokens; with a small vocabulary many more.
+    """
+    each = 13 if size < 20 * sentences else size / sentences
+    return max(1, sentences + (round((tokens - size) / each) or (1 if size < tokens else -1)))
 
 
 def exact(

@@ -481,7 +481,8 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:] + "."
 
 
-def _filler(rng: random.Random, entities: list[str]) -> str:
+def filler(rng: random.Random, entities: Sequence[str] = ()) -> str:
+    """A sentence that tells no fact. Some of them mention one of `entities`."""
     if entities and rng.random() < 0.15:
         pattern = rng.choice(MENTION)
     else:
@@ -541,7 +542,7 @@ def written(
     told = told[:sentences]
     rng.shuffle(told)
     slots = set(rng.sample(range(sentences), len(told)))
-    lines = [told.pop() if i in slots else _filler(rng, entities) for i in range(sentences)]
+    lines = [told.pop() if i in slots else filler(rng, entities) for i in range(sentences)]
     paragraphs: list[str] = []
     while lines:
         size = rng.randint(3, 7)

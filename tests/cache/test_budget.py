@@ -20,7 +20,38 @@ def test_a_budget_is_shown_as_it_was_written(text: str) -> None:
     assert str(Budget.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "0", "-3", "12.5", "120%", "0%", "64 apples", "nan", "1e3"])
+BAD = [
+    "",
+    "0",
+    "-3",
+    "12.5",
+    "120%",
+    "0%",
+    "64 apples",
+    "nan",
+    "1e3",
+    "9" * 5000,
+    "9" * 400 + "GiB",
+]
+
+
+@pytest.mark.parametrize("text", BAD)
 def test_bad_budget(text: str) -> None:
     with pytest.raises(UsageError, match="cannot read the budget"):
         Budget.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("share", "tokens", "rows"),
+    [
+        ("20%", 1003, 201),  # 200.6
+        ("20%", 1002, 200),  # 200.4
+        ("12.5%", 1001, 125),
+        ("50%", 7, 4),  # halves to the even number
+        ("50%", 5, 2),
+        ("0.1%", 10, 1),  # at least one
+        ("10%", 10, 1),  # a float's 10 * (1 - 0.9) is less than 1
+    ],
+)
+def test_a_share_is_rounded_to_the_nearest_row(share: str, tokens: int, rows: int) -> None:
+    assert Budget.parse(share).rows(tokens, row_bytes=128, heads=8) == rows

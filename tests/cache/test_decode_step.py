@@ -270,7 +270,7 @@ class Redundant(StepPolicy):
 
     def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         assert view.keys is not None
-        keys = view.keys().float()
+        keys = view.keys(torch.arange(len(view.pos))).float()
         keys = (keys / keys.norm(dim=-1, keepdim=True)).masked_fill(view.pos[..., None] < 0, 0.0)
         return -(keys @ keys.sum(1)[..., None])[..., 0], unprotected(view, self)
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from small import ids, network, over
+from spy import Spy
 from torch import Tensor
 
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
-from minikv.policies.base import Candidates, GlobalAllocator, PromptPolicy, PromptView, Scorer
+from minikv.policies.base import Candidates, GlobalAllocator, PromptPolicy, PromptView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,39 +26,26 @@ class Global(GlobalAllocator):
         return rows.scores * (1 + 0.1 * rows.view.layer)
 
 
-class Spy(Scorer):
-    """Another scorer, whose scores are written down, with the positions and what is protected."""
-
-    def __init__(self, of: Scorer) -> None:
-        self.of = of
-        self.seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    @property
-    def evidence(self) -> Any:
-        return self.of.evidence
-
-    def protected(self, view: PromptView) -> Tensor:
-        return self.of.protected(view)
-
-    def score(self, view: PromptView) -> Tensor:
-        scores = self.of.score(view)
-        self.seen[view.layer] = scores, view.pos, self.of.protected(view)
-        return scores
+Seen = dict[int, tuple[Tensor, Tensor, Tensor]]  # by layer: scores, positions, what is protected
 
 
-def policy(name: str, options: dict[str, object] | None = None) -> tuple[PromptPolicy, Spy]:
+def policy(name: str, options: dict[str, object] | None = None) -> tuple[PromptPolicy, Seen]:
     made = policies.prompt_policy(name, options)
     assert made is not None
-    spy = Spy(made.scorer)
-    return replace(made, scorer=spy, layers=Global()), spy
+    seen: Seen = {}
+
+    def note(view: PromptView, scores: Tensor) -> None:
+        seen[view.layer] = scores, view.pos, made.scorer.protected(view)
+
+    return replace(made, scorer=Spy(made.scorer, note), layers=Global()), seen
 
 
 def expected(
-    spy: Spy, total: int, pinned: int, least: int, edge: int, turns: Any
+    seen: Seen, total: int, pinned: int, least: int, edge: int, turns: Any
 ) -> list[list[list[int]]]:
     """The positions that stay: protected rows, each head's best, the ends of turns, the best."""
     rows = []
-    for layer, (scores, pos, protected) in spy.seen.items():
+    for layer, (scores, pos, protected) in seen.items():
         for h in range(len(pos)):
             live = [i for i in range(pos.shape[1]) if int(pos[h, i]) >= 0]
             at = {i: int(pos[h, i]) for i in live}
@@ -72,7 +60,7 @@ def expected(
                 )
                 rows.append((i not in sure, not ends, -worth[i], -at[i], layer, h))
     rows.sort()
-    kept: list[list[list[int]]] = [[[] for _ in range(3)] for _ in spy.seen]
+    kept: list[list[list[int]]] = [[[] for _ in range(3)] for _ in seen]
     for *_, at_, layer, h in rows[:total]:
         kept[layer][h].append(-at_)
     return [[sorted(head) for head in layer] for layer in kept]
@@ -98,7 +86,7 @@ def test_the_best_rows_of_all_layers_stay(
 ) -> None:
     """Three prompts and answers between them; the second time under the budget of many rows."""
     net = network(windows=windows)
-    prompt, spy = policy(name, options)
+    prompt, seen = policy(name, options)
     stepper = policies.step_policy(step)
     cache = over(net, prompt, stepper, Budget.parse(30), kv=kv)
     cache.pin(2)
@@ -109,7 +97,7 @@ def test_the_best_rows_of_all_layers_stay(
         turns.append((cache.position, cache.position + 50))
         run.prompt(ids(50, seed=turn))
         edge = int(str(options.get("edge", 0)))
-        want = expected(spy, 9 * 30, 2, least, edge, turns)
+        want = expected(seen, 9 * 30, 2, least, edge, turns)
         found = [[cache.kept(i, h).tolist() for h in range(3)] for i in range(3)]
         assert found == want
         sizes = [sum(map(len, layer)) for layer in found]

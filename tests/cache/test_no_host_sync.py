@@ -28,6 +28,7 @@ from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.models.llama import Llama
 from minikv.policies import PARTS, POLICIES, Option, Value
+from minikv.policies.base import GlobalAllocator, policy_columns
 
 FAR = torch.device("meta")
 LAYERS, HEADS, GROUP, SIZE, HIDDEN = 1, 3, 2, 8, 16
@@ -133,7 +134,7 @@ def others(option: Option) -> list[Value]:
         return [not option.default]
     if isinstance(option.default, int):
         return [option.low] if option.low not in (None, option.default) else []
-    return [0.123456789]  # more digits than are counted
+    return [0.123456789 + (option.low or 0)]  # more digits than are counted
 
 
 def case(name: str, options: Mapping[str, object]) -> Any:
@@ -164,10 +165,12 @@ MIXED = [
     "h2o+ada+kvcrush",
     "l2+ada+kvcrush+critical",
     "tova+pyramid+nacl",
+    "snapkv+global",
+    "snapkv+uniform",
 ]
 PROMPTS = walk([*policies.prompt_names(), *MIXED])
 STEPS = [
-    case(name, given)
+    case(name, given | ({"window": 1} if "buffer" in given else {}))
     for name in policies.step_names()
     for given in ({}, *({o.name: v} for o in POLICIES[name].own for v in others(o)))
 ]
@@ -184,7 +187,7 @@ def read(
     """A layer of a prompt; `before`: into a cache of uneven heads with free slots."""
     chosen = policies.prompt_policy(prompt, options)
     stepper = policies.step_policy(step, own)
-    columns = stepper.columns if stepper else {}
+    columns = policy_columns(chosen, stepper)
     arena = Arena(LAYERS, HEADS, SIZE, torch.float32, FAR, columns, rows=[400] * LAYERS)
     plan = Plan(
         30 * before,
@@ -197,6 +200,8 @@ def read(
         turns=[(0, 30), (30, 90)] if before else [(0, 60)],
         rotary=far(SIZE // 2),
         output=lambda layer: far(HEADS, GROUP, SIZE, HIDDEN),
+        predicted=far(30 * before + 60),
+        pool=120 if chosen is not None and isinstance(chosen.layers, GlobalAllocator) else None,
     )
     shape = Shape(LAYERS, HEADS, HEADS * GROUP, SIZE, (None,) * LAYERS, 4096)
     held = uneven(LAYERS, HEADS) if before else empty(LAYERS, HEADS)

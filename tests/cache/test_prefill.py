@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minikv import policies
 from minikv.cache.arena import Arena, Layout
+from minikv.cache.attend import DenseAttend
+from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.prefill import Plan, Prefill
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
+from minikv.policies.base import Evidence, PromptPolicy, PromptView, Scorer
 
 
 def contents(arena: Arena) -> list[object]:
@@ -156,3 +160,153 @@ def test_what_slides_out_of_a_window_is_not_kept_for_having_room() -> None:
     run.prompt(small.ids(20, seed=1), room=1)
     assert run.kv.kept(0, 1).tolist() == [*range(11, 80)]  # what the next token sees
     assert run.kv.kept(1, 1).tolist() == [*range(80)]
+
+
+# -- what a policy may ask for besides --------------------------------------------------------
+
+
+class Asks(Scorer):
+    """Reads everything that `PromptView` has on demand; keeps the last rows."""
+
+    evidence = Evidence(
+        observe=5, asks=True, window=2, each_query=True, lengths=True, predicted=True
+    )
+
+    def __init__(self) -> None:
+        self.seen: dict[int, PromptView] = {}
+        self.given: dict[int, list[Tensor]] = {}
+
+    def score(self, view: PromptView) -> Tensor:
+        assert view.attention is not None
+        assert view.lengths is not None
+        self.given[view.layer] = [view.attention(h) for h in range(len(view.pos))]
+        self.seen[view.layer] = replace(view, lengths=view.lengths.clone())
+        return view.pos.float()
+
+
+def asking(budget: int = 20, **given: Any) -> tuple[Engine, Asks, small.Llama]:
+    net, scorer = small.network(rows=16, **given), Asks()
+    policy = PromptPolicy(name="asks", scorer=scorer)
+    return Engine(net, small.over(net, policy, None, Budget.parse(budget))), scorer, net
+
+
+def told(net: small.Llama, tokens: list[int]) -> Tensor:
+    """The probability of each token but the first, by a cache without eviction."""
+    cache = DenseAttend(net.config.windows)
+    cache.begin(len(tokens))
+    with torch.inference_mode():
+        logits = net.logits(net.hidden(torch.tensor(tokens), cache))
+    return logits.softmax(-1)[:-1].gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("windows", [None, (30, None, None)])
+def test_the_probability_of_every_token_is_told(windows: tuple[int | None, ...] | None) -> None:
+    """In any number of chunks of logits; 0 for the first token, and for those of an answer. That
+    of an earlier prompt is remembered; a later prompt is read over the rows that are left."""
+    run, scorer, net = asking(windows=windows)
+    first, second = small.ids(50), small.ids(40, seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minikv.engine.engine._LOGITS", 7 * small.VOCAB)
+        run.prompt(first)
+    found = scorer.seen[0].predicted
+    assert found is not None
+    want = told(net, first)
+    torch.testing.assert_close(found, torch.cat((torch.zeros(1), want)))
+    assert float(want.max()) > 0.1
+    run.step(3)
+    run.prompt(second)
+    later = scorer.seen[2].predicted
+    assert later is not None
+    assert torch.equal(later[:50], found)
+    assert later[50:52].tolist() == [0.0, 0.0]
+    assert len(later) == 91
+    assert bool((later[52:] > 0).all())
+
+
+def test_what_was_taken_back_is_not_remembered() -> None:
+    """A prompt that was gone back on leaves nothing behind."""
+    run, scorer, _ = asking()
+    mark = run.kv.mark()
+    run.prompt(small.ids(50))
+    run.kv.go_back(mark)
+    run.kv.configure(run.kv.prompt_policy, None, Budget.parse(60))
+    run.prompt(small.ids(30, seed=4))  # nothing has to leave, so nothing is asked
+    run.kv.configure(run.kv.prompt_policy, None, Budget.parse(20))
+    run.prompt(small.ids(40, seed=1))
+    found = scorer.seen[0].predicted
+    assert found is not None
+    assert found[:31].tolist() == [0.0] * 31
+
+
+def test_nothing_is_read_twice_where_nothing_leaves() -> None:
+    run, scorer, net = asking(budget=60)
+    calls: list[int] = []
+    hidden = net.hidden
+
+    def count(tokens: Tensor, kv: Any) -> Tensor:
+        calls.append(len(tokens))
+        return hidden(tokens, kv)
+
+    net.hidden = count  # type: ignore[method-assign]
+    run.prompt(small.ids(50))
+    assert calls == []
+    run.prompt(small.ids(30))
+    assert calls == [30]
+    assert set(scorer.seen) == {0, 1, 2}
+
+
+def test_progress_goes_once_from_nothing_to_all() -> None:
+    run, _, _ = asking()
+    seen: list[tuple[int, int]] = []
+    run.prompt(small.ids(50), progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (50, 50)
+    assert any(done == 25 for done, _ in seen)
+
+
+def test_a_glance_that_fails_leaves_the_cache_as_it_was() -> None:
+    run, _, _ = asking()
+    run.prompt(small.ids(50))
+    before = [run.kv.kept(layer, h).tolist() for layer in range(3) for h in range(3)]
+
+    def stop(done: int, total: int) -> None:
+        if done > 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.prompt(small.ids(60, seed=1), progress=stop)
+    assert run.kv.position == 50
+    assert [run.kv.kept(layer, h).tolist() for layer in range(3) for h in range(3)] == before
+    assert bool(torch.isfinite(run.step(1)).all())
+
+
+def test_each_query_and_the_length_of_its_input_are_shown() -> None:
+    """The queries' attention sums to the mass; the lengths are those of the normed input."""
+    run, scorer, net = asking()
+    for i, layer in enumerate(net.layers):
+        layer.attention_norm.fill_(1.0 + i)
+    states: dict[int, list[Tensor]] = {}
+    watch = Prefill.watch
+
+    def listen(reading: Prefill, state: Tensor) -> None:
+        at = len(states) - (not reading.layer_complete)
+        states.setdefault(at, []).append(state.clone())
+        watch(reading, state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Prefill, "watch", listen)
+        run.prompt(small.ids(50))
+    assert {*scorer.seen} == {*states} == {0, 1, 2}
+    for at, view in scorer.seen.items():
+        assert view.mass is not None
+        given = torch.stack(scorer.given[at])
+        assert given.shape == (3, 2, 5, 50)
+        torch.testing.assert_close(given.sum(3), torch.ones(3, 2, 5))
+        torch.testing.assert_close(given.sum(2), view.mass)
+        want = torch.cat(states[at])[-5:].norm(dim=-1)
+        torch.testing.assert_close(view.lengths, want)
+
+
+def test_a_tier_does_not_serve_a_policy_that_asks_for_probabilities() -> None:
+    run, _, _ = asking()
+    assert run.kv.recalls == "asks needs the probabilities of all tokens"

@@ -1,161 +1,307 @@
-"""A policy that asks for a second pass over the text before anything leaves."""
+"""A prompt that is read twice before anything leaves, against a full softmax with all masks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from pairwise import pairwise
 from small import ids, network, over
-from test_global_pool import Global
+from spy import Spy
 from torch import Tensor
 
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.second_pass import FullRows, full_rows_nbytes
+from minikv.cache.stats import Shape, full_cache_bytes
 from minikv.engine.engine import Engine
 from minikv.errors import ContextError
 from minikv.models.llama import Llama
-from minikv.policies.base import ALL, Evidence, LayerAllocator, PromptPolicy, PromptView, Scorer
+from minikv.policies.base import PromptView, Wording
+
+WORDS = Wording((7, 8), (9, 7, 3), (5,))
 
 
-class Mass(Scorer):
-    """What the observed queries gave each row; what was seen is written down."""
+class Listening:
+    """A network's rows, and the lengths of each layer's input, as they pass by."""
 
-    def __init__(self, passes: bool) -> None:
-        self.passes = passes
-        self.seen: dict[int, PromptView] = {}
+    def __init__(self, net: Llama) -> None:
+        self.net, self.forward = net, net.forward
+        self.texts: list[list[int]] = []
+        self.rows: list[list[tuple[Tensor, Tensor, Tensor]]] = []  # by text and layer: q, k, v
+        self.inputs: list[list[Tensor]] = []
+        net.forward = self._heard  # type: ignore[method-assign]
 
-    @property
-    def evidence(self) -> Evidence:
-        return Evidence(observe=ALL, sinks=2, second_pass=self.passes)
+    def _heard(self, tokens: Tensor, kv: object) -> Tensor:
+        layers = self.net.config.layers
+        heard: list[list[tuple[Tensor, ...]]] = [[] for _ in range(layers)]
+        states: list[list[Tensor]] = [[] for _ in range(layers)]
+        outer, now = self, [0]
 
-    def second_pass(self, ids: Sequence[int]) -> Sequence[Sequence[int]]:
-        return repeat(ids)
+        class Between:
+            position = kv.position  # type: ignore[attr-defined]
+            advance = kv.advance  # type: ignore[attr-defined]
 
-    def score(self, view: PromptView) -> Tensor:
-        assert view.mass is not None
-        self.seen[view.layer] = replace(view, mass=view.mass.clone())
-        return view.mass.mean(1)
+            def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                heard[layer].append((q.clone(), k.clone(), v.clone()))
+                states[layer].append(now[0].clone())  # type: ignore[attr-defined]
+                return kv.attend(layer, q, k, v)  # type: ignore[attr-defined, no-any-return]
 
+            def watch(self, normed: Tensor) -> None:
+                now[0] = normed  # type: ignore[call-overload]
+                inner = kv.watch  # type: ignore[attr-defined]
+                if inner is not None:
+                    inner(normed)
 
-def repeat(text: Sequence[int]) -> list[list[int]]:
-    """The text in two parts, each after a word that asks for it."""
-    return [[7, *text[:25]], [7, 8, *text[25:]]]
+        out = self.forward(tokens, Between())  # type: ignore[arg-type]
+        outer.texts.append(tokens.tolist())
+        outer.rows.append([tuple(map(torch.cat, zip(*each, strict=True))) for each in heard])  # type: ignore[misc]
+        outer.inputs.append([torch.cat(each).double().norm(dim=-1) for each in states])
+        return out
 
 
 def made(
     net: Llama,
+    name: str,
     budget: int,
     step: str = "none",
     *,
     kv: torch.dtype | None = None,
-    layers: object = None,
-    passes: bool = True,
-) -> tuple[Engine, Mass]:
-    scorer = Mass(passes)
-    policy = PromptPolicy(
-        name="repeat",
-        scorer=scorer,
-        layers=layers or LayerAllocator(),  # type: ignore[arg-type]
-    )
+    words: Wording = WORDS,
+    **options: object,
+) -> tuple[Engine, dict[int, PromptView]]:
+    policy = policies.prompt_policy(name, options)
+    assert policy is not None
+    seen: dict[int, PromptView] = {}
+
+    def note(view: PromptView, scores: Tensor) -> None:
+        seen[view.layer] = replace(view, peak=None if view.peak is None else view.peak + 0)
+
+    policy = replace(policy, scorer=Spy(policy.scorer, note))
     cache = over(net, policy, policies.step_policy(step), Budget.parse(budget), kv=kv)
-    return Engine(net, cache), scorer
+    cache.words = words
+    return Engine(net, cache), seen
+
+
+def texts(prompt: list[int], first: int, chunk: int, overlap: int = 8) -> list[list[int]]:
+    """What is fed to score a prompt: written out."""
+    found = []
+    for begin in range(first, len(prompt), chunk):
+        if begin == first:
+            request = [7, 8]
+        else:
+            request = [9, 7, 3, *prompt[max(first, begin - overlap) : begin]]
+        found.append([*request, 5, *prompt[begin : begin + chunk]])
+    return found
+
+
+def oracle(
+    net: Llama, heard: Listening, tokens: int, first: int, chunk: int, plus: bool
+) -> list[Tensor]:
+    """By layer, float64 [H, N]: the scores of a first prompt, from all that was heard of it."""
+    config, found = net.config, []
+    for layer in range(config.layers):
+        window = config.windows[layer] or 10**9
+        worth = torch.zeros(config.kv_heads, tokens, dtype=torch.float64)
+        _, k, v = heard.rows[0][layer]
+        for i, begin in enumerate(range(first, tokens, chunk)):
+            end = min(tokens, begin + chunk)
+            q, own, _ = heard.rows[1 + i][layer]
+            many = len(q)
+            keys = torch.cat((k[:first], k[begin:end], own)).double()
+            key_at = torch.cat(
+                (torch.arange(first), torch.arange(begin, end), torch.arange(tokens, tokens + many))
+            )
+            at = torch.arange(tokens, tokens + many)
+            distance = at[:, None] - key_at
+            hidden = (distance < 0) | (distance >= window)
+            for head in range(config.heads):
+                h = head // (config.heads // config.kv_heads)
+                logits = q[:, head].double() @ keys[:, h].T / math.sqrt(config.head_dim)
+                p = logits.masked_fill(hidden, -math.inf).softmax(-1)[
+                    :, first : first + end - begin
+                ]
+                if plus:
+                    matrix = net.layers[layer].out.dense().double()  # [hidden, heads * D]
+                    part = matrix[:, head * config.head_dim : (head + 1) * config.head_dim]
+                    p = p * (v[begin:end, h].double() @ part.T).norm(dim=-1)
+                    p = p / heard.inputs[1 + i][layer][:, None]
+                worth[h, begin:end] = torch.maximum(worth[h, begin:end], p.amax(0))
+        found.append(worth)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk", "windows", "sinks", "kv", "heads"),
+    pairwise(
+        ["kvzip", "kvzip+"],
+        [16, 25, 200],
+        [None, (20, None, 60)],
+        [0, 2, 4],
+        [None, torch.int8],
+        [(6, 3), (4, 4), (6, 1)],
+    ),
+)
+def test_scores_are_those_of_a_full_softmax(
+    name: str,
+    chunk: int,
+    windows: tuple[int | None, ...] | None,
+    sinks: int,
+    kv: torch.dtype | None,
+    heads: tuple[int, int],
+) -> None:
+    """max over the group and the repeat of softmax over {first rows, chunk, repeat so far}."""
+    net = network(windows=windows, heads=heads[0], kv_heads=heads[1])
+    heard = Listening(net)
+    run, seen = made(net, name, 15, kv=kv, chunk=chunk, sinks=sinks)
+    run.prompt(ids(60))
+    assert heard.texts[1:] == texts(ids(60), sinks, chunk)
+    worth = oracle(net, heard, 60, sinks, chunk, name == "kvzip+")
+    for layer, view in seen.items():
+        assert view.peak is not None
+        window = net.config.windows[layer]
+        assert torch.equal(view.live, torch.arange(60).expand_as(view.pos) > 60 - (window or 99))
+        torch.testing.assert_close(view.peak.double(), worth[layer], rtol=2e-4, atol=1e-6)
+    assert run.kv.position == 60
+    assert len(seen) == 3
+    for token in ids(5):
+        assert bool(torch.isfinite(run.step(token)).all())
 
 
 def kept(kv: KVCache) -> list[list[int]]:
-    return [kv.kept(i, h).tolist() for i in range(3) for h in range(3)]
+    heads = kv.shape.kv_heads
+    return [kv.kept(i, h).tolist() for i in range(kv.shape.layers) for h in range(heads)]
 
 
-@pytest.mark.parametrize("kv", [None, torch.int8])
-@pytest.mark.parametrize("windows", [None, (20, None, 60)])
-def test_the_rows_are_scored_by_the_passes(
-    windows: tuple[int | None, ...] | None, kv: torch.dtype | None
-) -> None:
-    """Of a first prompt and of a second: the mass is that of each text, read as a next prompt of a
-    cache that has lost nothing; the rows of most mass stay, and nothing of the texts."""
-    net = network(windows=windows)
-    run, scorer = made(net, 15, "roco", kv=kv)
+def test_the_best_rows_of_all_layers_stay() -> None:
+    """One budget over all layers and heads, of which the first rows take their part."""
+    net = network()
+    run, seen = made(net, "kvzip", 15, sinks=2)
     run.prompt(ids(60))
-    for layer in range(3):
-        view = scorer.seen[layer]
-        total = torch.zeros(())
-        for text in repeat(ids(60)):
-            other, theirs = made(net, 1000, kv=kv, passes=False)
-            other.prompt(ids(60))
-            other.kv.configure(other.kv.prompt_policy, None, Budget.parse(15))
-            other.prompt(text)
-            at = theirs.seen[layer]
-            rows = at.pos.shape[1] - len(text)
-            mass = torch.zeros(3, 2, 60)
-            assert at.mass is not None
-            place = torch.arange(60 - rows, 60).expand(3, 2, -1)
-            mass.scatter_(2, place, at.mass[..., :rows])
-            total = total + mass
-        assert view.mass is not None
-        assert view.observed == 63
-        found = torch.zeros(3, 2, 60).scatter_(2, view.pos[:, None].expand(-1, 2, -1), view.mass)
-        torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-5)
+    rows = []
+    for layer, view in seen.items():
+        assert view.peak is not None
         for h in range(3):
-            live = view.pos[h].tolist()
-            best = sorted(live, key=lambda p: (p >= 2, -float(found[h, :, p].mean()), -p))
-            assert run.kv.kept(layer, h).tolist() == sorted(best[:15])
-    assert run.kv.position == 60
-    assert (run.kv.arena.cap == 15).all()
-    for token in ids(5):
-        assert bool(torch.isfinite(run.step(token)).all())
-    run.prompt(ids(50, seed=1))
-    assert all(len(rows) == 15 and rows[-1] < 115 for rows in kept(run.kv))
+            worth = view.peak[h].tolist()
+            rows += [(2 <= p < 59, -worth[p], -p, 3 * layer + h) for p in range(60)]
+    want: list[list[int]] = [[] for _ in range(9)]
+    for _, _, p, head in sorted(rows)[: 15 * 9]:
+        want[head].append(-p)
+    assert kept(run.kv) == [sorted(some) for some in want]
+    assert len({len(some) for some in want}) > 1
 
 
-def test_no_text_is_fed_where_nothing_leaves() -> None:
-    net = network()
-    run, scorer = made(net, 100)
+def test_every_head_keeps_the_same_where_that_is_asked_for() -> None:
+    run, _ = made(network(), "kvzip+uniform", 15)
     run.prompt(ids(60))
-    assert scorer.seen == {}
-    assert run.kv.stats().kept_min == 60
+    assert {len(rows) for rows in kept(run.kv)} == {15}
 
 
-def test_columns_come_from_the_prompt_itself() -> None:
-    """RoCo's sums are those of the prompt's last queries, whatever the passes looked at."""
+@pytest.mark.parametrize("step", ["roco", "scissorhands", "streaming", "none"])
+def test_columns_come_from_the_prompt_itself(step: str) -> None:
+    """The step policy's columns are those of the prompt's own queries, whatever is repeated."""
     net = network()
-    run, _ = made(net, 15, "roco")
+    run, _ = made(net, "kvzip", 15, step)
     run.prompt(ids(60))
-    full = Engine(net, over(net, None, policies.step_policy("roco"), Budget.parse(100)))
+    full = Engine(net, over(net, None, policies.step_policy(step), Budget.parse(100)))
     full.prompt(ids(60))
+    columns = policies.step_policy(step)
+    names = ["k", "v", *(columns.columns if columns is not None else ())]
     for layer in range(3):
         for h in range(3):
             at = run.kv.arena.segment("pos", layer, h).long()
-            for name in ("k", "v", "sum", "squares", "count"):
+            for name in names:
                 mine = run.kv.arena.segment(name, layer, h)
                 assert torch.equal(mine, full.kv.arena.segment(name, layer, h)[at]), name
 
 
-def test_one_budget_for_all_layers_after_a_second_pass() -> None:
-    """Both seams at once, as KVzip needs them."""
+def test_nothing_is_repeated_where_nothing_is_short() -> None:
+    """A text that takes half the budget at most has room, and its rows stay beside a later one."""
     net = network()
-    run, scorer = made(net, 15, "roco", layers=Global())
+    heard = Listening(net)
+    run, _ = made(net, "kvzip", 40)
+    run.prompt(ids(20))
+    assert len(heard.texts) == 1
+    run.prompt(ids(90, seed=1))
+    assert heard.texts[2:] == texts(ids(90, seed=1), 0, 2000)
+    assert all(set(range(20)) <= set(rows) for rows in kept(run.kv))
+    assert sum(map(len, kept(run.kv))) == 40 * 9
+
+
+def test_a_later_text_is_scored_beside_the_first() -> None:
+    """Scores are kept: those of the first text decide again when the second one comes."""
+    net = network()
+    run, seen = made(net, "kvzip", 15)
     run.prompt(ids(60))
+    first = {layer: view.peak for layer, view in seen.items()}
+    before = kept(run.kv)
+    run.prompt(ids(50, seed=1))
     rows = []
-    for layer, view in scorer.seen.items():
-        assert view.mass is not None
-        worth = view.mass.mean(1) * (1 + 0.1 * layer)
-        rows += [(p >= 2, -float(worth[h, p]), -p, layer, h) for h in range(3) for p in range(60)]
-    rows.sort()
+    for layer, view in seen.items():
+        mine = first[layer]
+        assert mine is not None
+        assert view.peak is not None
+        for h in range(3):
+            for p, new in zip(view.pos[h].tolist(), view.peak[h].tolist(), strict=True):
+                if p >= 0:
+                    worth = float(mine[h, p]) if p < 60 else new
+                    rows.append((4 <= p < 109, -max(worth, 1e-30), -p, 3 * layer + h))
     want: list[list[int]] = [[] for _ in range(9)]
-    for _, _, p, layer, h in rows[: 15 * 9]:
-        want[3 * layer + h].append(-p)
+    for _, _, p, head in sorted(rows)[: 15 * 9]:
+        want[head].append(-p)
     assert kept(run.kv) == [sorted(some) for some in want]
-    assert len({*map(len, want)}) > 1
+    assert any(p < 60 and p >= 4 for some in want for p in some)
+    assert all(
+        {p for p in some if p < 60} <= set(old) for some, old in zip(want, before, strict=True)
+    )
+
+
+def test_one_cache_answers_many_questions() -> None:
+    """Questions leave before the document: after ten of them it has lost no more than the largest
+    one took, and the last one is there."""
+    net = network()
+    heard = Listening(net)
+    run, _ = made(net, "kvzip", 40)
+    run.prompt(ids(200))
+    document = kept(run.kv)
+    counts = []
+    for turn in range(10):
+        long = 6 + turn % 3
+        begin = run.kv.position
+        run.prompt(ids(long, seed=turn), asks=True)
+        assert all(set(range(begin, begin + long)) <= set(rows) for rows in kept(run.kv))
+        for token in ids(5, seed=90 + turn):
+            run.step(token)
+        now = kept(run.kv)
+        stay = [{p for p in rows if p < 200} for rows in now]
+        assert all(a <= set(b) for a, b in zip(stay, document, strict=True))
+        counts.append(sum(map(len, stay)))
+    assert len(heard.texts) == 2 + 10 + 50  # one repeat of the document, none of a question
+    assert counts[-1] >= 9 * (40 - 10)  # a quarter of the budget is for what was said
+    assert counts[3:] == [counts[3]] * 7
+
+
+def test_a_long_question_is_a_text() -> None:
+    """More than half of the budget would leave no room for the document."""
+    net = network()
+    heard = Listening(net)
+    run, _ = made(net, "kvzip", 40)
+    run.prompt(ids(200))
+    run.prompt(ids(20, seed=1), asks=True)
+    assert len(heard.texts) == 3
+    run.prompt(ids(21, seed=1), asks=True)
+    assert heard.texts[4:] == texts(ids(21, seed=1), 0, 2000)
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_pass_that_fails_leaves_the_cache_as_it_was(call: int) -> None:
-    """Stopped in the prompt, in the first pass and in the second."""
+    """Stopped in the prompt, in the first repeat and in the second."""
     net = network()
-    run, _ = made(net, 15, "roco")
-    twin, _ = made(net, 15, "roco")
+    run, _ = made(net, "kvzip", 15, "roco", chunk=25)
+    twin, _ = made(net, "kvzip", 15, "roco", chunk=25)
     for each in (run, twin):
         each.prompt(ids(60))
         each.step(3)
@@ -172,15 +318,75 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(call: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         run.prompt(ids(50, seed=1))
     net.forward = forward  # type: ignore[method-assign]
-    assert calls == [50, 26, 27][:call]
+    assert calls == [50, 28, 37][:call]
     assert kept(run.kv) == before
     assert run.kv.position == 61
     assert torch.equal(run.prompt(ids(50, seed=1)), twin.prompt(ids(50, seed=1)))
     assert kept(run.kv) == kept(twin.kv)
 
 
-def test_texts_must_fit_the_context() -> None:
-    run, _ = made(network(max_context=80), 15)
-    with pytest.raises(ContextError, match="takes 26 positions more, and 20 are left"):
+def test_progress_counts_what_is_read_twice() -> None:
+    run, _ = made(network(), "kvzip", 15, chunk=25)
+    seen: list[tuple[int, int]] = []
+    run.prompt(ids(60), lambda done, total: seen.append((done, total)))
+    whole = 60 + sum(map(len, texts(ids(60), 4, 25)))
+    assert {total for _, total in seen} == {whole}
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (whole, whole)
+
+
+def test_a_shorter_chunk_where_few_positions_are_left() -> None:
+    """The repeats stay in the trained context; where not even a short one fits, it is said before
+    anything is read."""
+    net = network(max_context=95)
+    heard = Listening(net)
+    run, _ = made(net, "kvzip", 15)
+    run.prompt(ids(60))
+    asked = len(WORDS.later) + 8 + len(WORDS.answer)
+    assert heard.texts[1:] == texts(ids(60), 4, 35 - asked)
+    assert max(map(len, heard.texts[1:])) <= 35
+    run, _ = made(network(max_context=87), "kvzip", 15)
+    with pytest.raises(ContextError, match="27 of 87 positions are left for that"):
         run.prompt(ids(60))
     assert run.kv.position == 0
+
+
+def test_what_is_held_at_once() -> None:
+    """No more than a full cache, one layer with its repeat, the scores and the cache itself."""
+    windows = (20, None, 60)
+    net = network(windows=windows)
+    run, _ = made(net, "kvzip", 15, chunk=25)
+    run.prompt(ids(200), room=1)
+    shape, row = run.kv.shape, 2 * 8 * 4
+    longest = max(len(text) for text in texts(ids(200), 4, 25))
+    full = full_rows_nbytes(shape, 200, 4)
+    assert full == 3 * (19 + 200 + 59) * row
+    assert full <= full_cache_bytes(shape, 200, 4)
+    layer = 3 * (200 + longest) * row
+    scores = 3 * 3 * 200 * 4
+    target = run.kv.arena.nbytes
+    one_copy = 3 * 200 * row  # of a layer, while its rows enter the pool
+    pool = 15 * 9 * 8 + run.kv.arena.rows * 12
+    assert run.kv.last_prompt.peak_bytes <= full + layer + scores + target + one_copy + pool
+    assert run.kv.last_prompt.peak_bytes > full + layer + scores + target
+
+
+def test_rows_are_kept_layer_by_layer() -> None:
+    """Of a layer with a window those that the next token sees; what comes back is what was kept."""
+    shape = Shape(2, 3, 6, 4, (5, None), 100)
+    rows = FullRows(shape, 12, 3, torch.float32, torch.device("cpu"))
+    given = torch.randn(2, 2, 3, 12, 4)
+    for layer in range(2):
+        key, value = rows.stage(layer, 12)
+        key.copy_(given[layer, 0])
+        value.copy_(given[layer, 1])
+        rows.store(layer, key, value)
+    rows.length = 12
+    for layer, first in ((0, 8), (1, 0)):
+        key, value = rows.stage(layer, 15)
+        assert key.shape == (3, 15, 4)
+        assert torch.equal(key[:, first:12], given[layer, 0, :, first:])
+        assert torch.equal(value[:, first:12], given[layer, 1, :, first:])
+        rows.store(layer, key.fill_(7.0), value.fill_(7.0))  # nothing of a repeat is kept
+    assert torch.equal(rows.stage(1, 15)[0][:, :12], given[1, 0])
+    assert rows.nbytes == 2 * 3 * (4 + 12) * 4 * 4 == full_rows_nbytes(shape, 12, 4)

@@ -140,6 +140,27 @@ def test_no_memory_for_the_old_cache_changes_nothing(monkeypatch: pytest.MonkeyP
     assert same(go_on(run, 5), go_on(twin, 5))
 
 
+def test_a_restart_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last step can not be finished: the policies are still those of the rows."""
+    run = engine(network(), "adakv", "roco", 40)
+    run.prompt(ids(50))
+    kv = run.kv
+    before = (kv.prompt_policy, kv.step_policy, kv.budget, kv.position)
+
+    def fails() -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr(kv, "settle", fails)
+        with pytest.raises(MemoryError):
+            kv.restart(None, None, None)
+        with pytest.raises(MemoryError):
+            kv.reset()
+    assert (kv.prompt_policy, kv.step_policy, kv.budget, kv.position) == before
+    kv.restart(None, None, None)
+    assert (kv.prompt_policy, kv.position) == (None, 0)
+
+
 def test_a_check_is_what_configure_says_and_changes_nothing() -> None:
     net = network()
     run, twin = (engine(net, "adakv", "roco", 48) for _ in range(2))
@@ -228,6 +249,9 @@ def spoil(record: dict[str, Any], key: str, value: object) -> None:
         ("length.0.1", 10**6),
         ("length.0.1", 1),
         ("capacity.0.0", 10**6),
+        ("capacity.0.0", 2**63),  # more than 64 bits
+        ("capacity.1.0", 2**63 - 5),  # added to the start, it is negative
+        ("cap.0.0", 2**41),
         ("capacity", [[1]]),
         ("cap.0.0", -1),
         ("hole.0.0", 10**6),
@@ -248,6 +272,17 @@ def test_a_record_that_no_cache_wrote_is_refused(key: str, value: object) -> Non
     with pytest.raises((ValueError, TypeError)):
         CacheSnapshot.read(record, held.columns)
     assert run.kv.stats().seen == 90
+
+
+def test_a_row_at_a_position_that_was_not_read_is_refused() -> None:
+    run = engine(network(), "adakv", "roco", 48)
+    run.prompt(ids(90))
+    held = run.kv.snapshot()
+    for wrong in (-1, 90, 2**40):
+        columns = {**held.columns, "pos": held.columns["pos"].clone()}
+        columns["pos"][7] = wrong if wrong < 2**31 else 2**31 - 1
+        with pytest.raises(ValueError, match="was not read"):
+            CacheSnapshot.read(held.record(), columns)
 
 
 def test_a_record_without_a_key_or_with_a_short_column_is_refused() -> None:

@@ -9,24 +9,18 @@ import pytest
 import small
 import torch
 from test_prefill import Fails, contents
+from tiers import tiered
 
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.tier import RamRows, Tier, columns_of, row_nbytes
+from minikv.cache.tier import Tier
+from minikv.cache.tier_rows import RamRows, columns_of, row_nbytes
 from minikv.engine.engine import Engine
 
-UNSERVED = {"h2o", "expected"}  # they need the queries of all tokens
+# They need the queries of all tokens, or read everything twice.
+UNSERVED = {"h2o", "expected", "ada-expected", "queryspan", "kvzip", "kvzip+"}
 SERVED = sorted({*policies.prompt_names()} - {"full", *UNSERVED})
-
-
-def tiered(run: Engine, *, coded: bool = False, staged: bool = False) -> Engine:
-    """The engine with a tier; `staged`: as on a GPU, where the tier is not the staging buffer."""
-    kv = run.kv
-    kv.tier = Tier(kv.shape, kv.dtype, kv.device, coded=coded)
-    if staged:
-        kv.tier._direct = False
-    return run
 
 
 def talk(run: Engine, turns: int, ids: list[int]) -> list[torch.Tensor]:
@@ -51,7 +45,7 @@ def test_recall_is_reading_anew(policy: str, windows: tuple[int | None, ...] | N
     ids = small.ids(150)
     logits = talk(run, 3, ids)[-1]
     anew = small.engine(net, policy, "roco", 60)
-    torch.testing.assert_close(logits, anew.prompt(ids), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, anew.prompt(ids, turn_tokens=14), atol=1e-4, rtol=1e-4)
     layers, heads = range(net.config.layers), range(net.config.kv_heads)
     for at in itertools.product(layers, heads):
         assert run.kv.kept(*at).tolist() == anew.kv.kept(*at).tolist()
@@ -99,6 +93,26 @@ def test_the_rows_of_an_answer_are_not_exact_and_never_kept() -> None:
     assert (once.prompt(small.ids(9)) - exact).abs().max() > 0.01
     assert (run.recall([*ids, *answer, *small.ids(9)]) - exact).abs().max() < 1e-3
     assert tier.length == 164
+
+
+def test_only_the_queries_of_the_last_turn_choose() -> None:
+    """A question shorter than the window: what the answer before it needed has no say, and the
+    tokens before the question are not read once more."""
+    net = small.network(layers=2)
+    ids, answer, question = small.ids(150), small.ids(40, seed=1), small.ids(9, seed=2)
+    run = tiered(small.engine(net, "adakv", "roco", 60))
+    run.recall([*ids, *answer], begins=0)
+    whole = [*ids, *answer, *question]
+    kv, fed = run.kv, []
+    begin, kv.recall = kv.recall, lambda *how: fed.append(begin(*how)) or fed[-1]  # type: ignore
+    run.recall(whole, begins=len(whole) - len(question))
+    assert fed == [len(whole) - len(question)]
+    anew, wide = (small.engine(net, "adakv", "roco", 60) for _ in range(2))
+    anew.prompt(whole, turn_tokens=len(question))
+    wide.prompt(whole)
+    heads = list(itertools.product(range(2), range(kv.shape.kv_heads)))
+    assert [kv.kept(*at).tolist() for at in heads] == [anew.kv.kept(*at).tolist() for at in heads]
+    assert [kv.kept(*at).tolist() for at in heads] != [wide.kv.kept(*at).tolist() for at in heads]
 
 
 @pytest.mark.parametrize("coded", [False, True])

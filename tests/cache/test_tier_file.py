@@ -18,8 +18,9 @@ from torch import Tensor
 
 from minikv.cache import tier_file
 from minikv.cache.stats import Shape
-from minikv.cache.tier import Columns, RamRows, Rows, Tier, TierError, columns_of, copy_rows
+from minikv.cache.tier import Tier
 from minikv.cache.tier_file import PAGE, FileRows, header_of, is_open
+from minikv.cache.tier_rows import Columns, RamRows, Rows, TierError, columns_of, copy_rows
 from minikv.engine.engine import Engine
 
 LAYERS, HEADS = 3, 2

@@ -101,7 +101,8 @@ def at_budget(budget: int, turn: int, session: ChatSession) -> float:
     other = recalling(budget=budget)
     other.recall.ready(read)
     ids = session.fed[:read]
-    logits = other.engine.recall(ids)
+    begins = session.reports[turn - 1].tokens.seen_total if turn else 0
+    logits = other.engine.recall(ids, begins=begins)
     found = other.engine.fidelity(ids[-1], logits, session.tokenizer.vocab)
     assert found.kl_first_token is not None
     return found.kl_first_token
@@ -189,4 +190,41 @@ def test_a_stop_in_a_later_try_leaves_all_as_it_was() -> None:
     with pytest.raises(Interrupted):
         list(session.ask("Never?", progress=progress))
     assert held_of(session) == held_of(plain)
+    assert say(session, "Why not?") == say(plain, "Why not?")
+
+
+def test_a_stop_in_a_later_try_leaves_the_tier_as_it_was() -> None:
+    """What the first try read is in no conversation."""
+    session = quality(1e-9, budget=100)
+    session.reset()
+    session.attach(RIVER)
+
+    def progress(done: int, total: int) -> None:
+        if done == total:
+            session.cancel()
+
+    with pytest.raises(Interrupted):
+        list(session.ask("Never?", progress=progress))
+    assert session.recall.tokens == 0
+    assert session.engine.kv.tier is not None
+    assert session.engine.kv.tier.length == 0
+
+
+def test_without_memory_to_measure_no_budget_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next one would be, and the answer would be another one without an error."""
+    session, plain = quality(0.2, budget=400), quality(0.2, budget=400)
+    before, measure, calls = held_of(session), session.engine.kv.last_token, 0
+
+    def full() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise MemoryError
+        return measure()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.engine.kv, "last_token", full)
+        with pytest.raises(MemoryError):
+            list(session.ask("Why not?"))
+    assert held_of(session) == before
     assert say(session, "Why not?") == say(plain, "Why not?")

@@ -10,7 +10,7 @@ import torch
 from small_chat import chat, held_of, say
 
 import minikv
-from minikv.cache.tier import TierError
+from minikv.cache.tier_rows import TierError
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Place, Recall
 from minikv.chat.report import size
@@ -39,7 +39,7 @@ def test_recall_answers_as_reading_all_of_it_anew_does(monkeypatch: pytest.Monke
 
     def recorded(ids: list[int], *how: Any) -> torch.Tensor:
         logits = recall(ids, *how)
-        prompts.append((list(ids), logits, held_of(session)))
+        prompts.append((list(ids), len(ids) - how[-1], logits, held_of(session)))
         return logits
 
     monkeypatch.setattr(engine, "recall", recorded)
@@ -49,9 +49,10 @@ def test_recall_answers_as_reading_all_of_it_anew_does(monkeypatch: pytest.Monke
             session.attach(RIVER, "river.txt")
         say(session, question)
     assert len(prompts) == 4
-    for ids, logits, held in prompts:
+    for ids, asked, logits, held in prompts:
         anew = chat()
-        torch.testing.assert_close(logits, anew.engine.prompt(ids), atol=1e-4, rtol=1e-4)
+        want = anew.engine.prompt(ids, turn_tokens=asked)
+        torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
         assert held_of(anew) == held
     assert modes(session) == ["once", "recall", "recall", "recall"]
     assert all(report.misses == 0 for report in session.reports)
@@ -121,7 +122,8 @@ def test_undo_and_another_policy_use_what_the_conversation_shares() -> None:
     assert (report.policy, report.reuse, report.misses) == ("snapkv", "recall", 0)
     asked = report.tokens.prompt_reused + report.tokens.prompt_new
     plain = chat("snapkv", 64)
-    plain.engine.prompt(session.fed[:asked])
+    begins = session.reports[-2].tokens.seen_total
+    plain.engine.prompt(session.fed[:asked], turn_tokens=asked - begins)
     for token in session.fed[asked:]:
         plain.engine.step(token)
     assert held_of(session) == held_of(plain)

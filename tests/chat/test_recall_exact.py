@@ -10,23 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import PADDED, ByteTokenizer, ChatML
-from small import shape
+from fakes import PADDED
+from lettered import over
 from torch import Tensor
 
 from minikv import policies
 from minikv.cache.attend import DenseAttend
-from minikv.cache.kv_cache import KVCache
-from minikv.cache.tier import row_nbytes
+from minikv.cache.tier_rows import row_nbytes
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
-from minikv.engine.engine import Engine
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 
-UNSERVED = {"full", "h2o", "expected"}  # one evicts nothing, two need the queries of all tokens
+# One evicts nothing; the others need the queries of all tokens, or read everything twice.
+UNSERVED = {"full", "h2o", "expected", "ada-expected", "queryspan", "kvzip", "kvzip+"}
 TURNS = 20
 BOUND = 1e-5
 """Of the largest logit: what float32 may add up to in another order."""
@@ -65,29 +63,7 @@ def session(
 ) -> ChatSession:
     """A chat that recalls, over a cache that is born full of NaN."""
     eviction = EvictionConfig.read(policy, budget=budget)
-    prompt, step, rows, stride = eviction.policies()
-    c = net.config
-    cache = KVCache(
-        shape(net),
-        prompt,
-        step,
-        rows,
-        stride=stride,
-        kv=kv,
-        output=lambda i: net.layers[i].out.dense().T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
-        rotary=net.rotary.inverse,
-        poison=True,
-    )
-    tokenizer = ByteTokenizer()
-    return ChatSession(
-        Engine(net, cache),
-        tokenizer,
-        ChatML(tokenizer),  # type: ignore[arg-type]
-        max_context=c.max_context,
-        eviction=eviction,
-        reuse="recall",
-        recall=Recall(cache, "ram", tier_dtype),
-    )
+    return over(net, eviction, kv=kv, tier="ram", tier_dtype=tier_dtype, reuse="recall")
 
 
 @dataclass
@@ -171,6 +147,8 @@ def test_without_replaying_the_answer_the_claim_is_false() -> None:
     for _ in turns.say(TURNS):
         tier = kv.tier
         assert tier is not None
+        if not rows[0]:  # the answer ended with its first token
+            continue
         end = tier.length + len(rows[0])
         assert end == len(chat.fed)
         tier.open(end)

@@ -9,7 +9,7 @@ import torch
 from small_chat import chat, held_of, say
 from tiers import MILL, recalling
 
-from minikv.cache.tier import TierError
+from minikv.cache.tier_rows import TierError
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli import render
@@ -34,7 +34,8 @@ def test_the_rows_are_those_of_reading_everything_up_to_there() -> None:
     assert (report.refreshes, report.tokens.generated) == (3, 14)
     read = report.tokens.prompt_reused + report.tokens.prompt_new
     anew = chat()
-    logits = anew.engine.prompt(session.fed[: read + 12])
+    begins = session.reports[-2].tokens.seen_total
+    logits = anew.engine.prompt(session.fed[: read + 12], turn_tokens=read + 12 - begins)
     assert session.fed[read + 12] == int(logits[: session.tokenizer.vocab].argmax())
     for token in session.fed[read + 12 :]:
         anew.engine.step(token)
@@ -165,7 +166,7 @@ def test_with_quality_the_passes_take_the_budget_that_was_taken() -> None:
 def test_it_may_be_changed_between_turns() -> None:
     session = asked("Who?", every=0)
     session.refresh_every = 7
-    say(session, "Why?", 14)
+    say(session, "Why not?", 14)
     session.refresh_every = 0
     session.configure(EvictionConfig.read("snapkv", budget=64))
     say(session, "And?", 14)
@@ -239,6 +240,9 @@ def test_a_file_that_cannot_be_written_any_more_ends_the_passes_and_not_the_answ
     report = session.report
     assert report is not None
     assert (report.refreshes, report.tokens.generated, report.stop_reason) == (2, 14, "length")
+    rate = report.rate.decode_tok_s
+    assert rate is not None
+    assert round(rate * report.time_s.decode) == 14 - 1 - 2  # the third pass became a step
     assert "cannot be used any more" in report.warnings[0]
     with pytest.raises(UsageError, match="no space"):
         list(session.ask("More?", 14))

@@ -140,7 +140,8 @@ def test_the_report_counts_all_that_was_read_again_and_the_copy_beside_it() -> N
     session.refresh()
     say(session, "Why?")
     fresh = chat()
-    fresh.restore(replace(before, held=None, fed=(), pending_token=None))
+    known = (*before.fed, *([] if before.pending_token is None else [before.pending_token]))
+    fresh.restore(replace(before, held=None, fed=(), pending_token=None, known=known))
     say(fresh, "Why?")
     one, two = session.reports[1], fresh.reports[1]
     assert one.tokens == two.tokens
@@ -476,6 +477,13 @@ def test_what_runs_have_in_common() -> None:
     assert reuse.shared([1, 2, 3], [1, 2, 4], [1, 2]) == 2
     assert reuse.shared([1, 2], [1, 2]) == 2
     assert reuse.shared([5], [6]) == 0
+    assert reuse.shared([], [1]) == 0
+    long = list(range(10_000))
+    for at in (0, 1, 4095, 4096, 4097, 8191, 8192, 9999):
+        other = [*long]
+        other[at] = -1
+        assert reuse.shared(long, tuple(long), other) == at
+    assert reuse.shared(long, tuple(long[:8192])) == 8192
 
 
 # -- auto -----------------------------------------------------------------------------------
@@ -898,3 +906,24 @@ def test_a_fresh_question_is_no_refresh() -> None:
     say(session, "Who?")
     assert session.report is not None
     assert (session.report.reuse, session.report.shaped_by_turn) == ("once", 1)
+
+
+def test_reading_again_judges_by_the_last_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a recall does: the answer before it lies in the window of queries otherwise."""
+    session, asked = chat(reuse="refresh"), []
+    read = session.engine.prompt
+
+    def prompt(ids: list[int], progress: Any, room: int, asks: bool, last: int | None) -> Any:
+        asked.append(ids if last is None else ids[-last:])
+        return read(ids, progress, room, asks, last)
+
+    monkeypatch.setattr(session.engine, "prompt", prompt)
+    session.attach(MILL, "mill.txt")
+    say(session, "Who?", 1)
+    say(session, "Why?", 1)
+    first, second = asked
+    assert first == session.template.opening(session.messages[:1])
+    text = bytes(id for id in second if id < 256)
+    assert b"Why?" in text
+    assert b"Who?" not in text
+    assert second[-4:] == session.template.opening(session.messages[:3])[-4:]

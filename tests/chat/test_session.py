@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes import BOS, END, ROLES, ByteTokenizer, ChatML, FakeEngine
+import small_chat
+from fakes import BOS, END, ROLES, ByteStream, ByteTokenizer, ChatML, FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,6 +132,45 @@ def test_cancel_while_reading_rolls_back_and_the_documents_stay_pending() -> Non
     check(chat)
     assert "".join(chat.ask("what is x?")) == "".join(twin.ask("what is x?"))
     check(chat)
+
+
+def test_cancel_before_the_first_piece_stops_the_turn() -> None:
+    """Ctrl-C between the question and the first look at it is not lost."""
+    chat = make()
+    answer = chat.ask("q")
+    chat.cancel()
+    with pytest.raises(Interrupted):
+        list(answer)
+    assert chat.messages == []
+    assert len("".join(chat.ask("q"))) == 12
+
+
+def test_a_cancel_is_for_the_answer_under_way() -> None:
+    """Not for another one that was asked for before it, and not fewer after a reset."""
+    chat = make()
+    one, other = chat.ask("q"), chat.ask("q")
+    next(one)
+    chat.cancel()
+    list(one)
+    assert len("".join(other)) == 12
+    for _ in range(3):
+        chat.cancel()
+    late = chat.ask("q")
+    chat.reset()
+    next(late)
+    chat.cancel()
+    assert list(late) == []
+    assert chat.report is not None
+    assert chat.report.stop_reason == "user"
+
+
+def test_what_is_to_go_on_is_looked_at_when_it_begins() -> None:
+    chat = make()
+    list(chat.ask("q", 3))
+    more = chat.continue_answer(3)
+    chat.reset()
+    with pytest.raises(UsageError):
+        list(more)
 
 
 def test_cancel_outside_a_turn_does_nothing() -> None:
@@ -395,3 +435,44 @@ def test_a_turn_is_closed_before_the_caller_hears_of_it() -> None:
     assert session.turns[0].report.warnings == ("steps are slower now",)
     session.snapshot()
     assert "".join(session.ask("and then?", max_tokens=3))
+
+
+def test_a_token_whose_text_cannot_be_had_is_not_in_the_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = make()
+
+    class Broken(ByteStream):
+        def push(self, token: int) -> str:
+            if len(chat.fed) > 12:
+                raise RuntimeError("no text")
+            return super().push(token)
+
+    monkeypatch.setattr(chat.tokenizer, "stream", Broken)
+    with pytest.raises(RuntimeError, match="no text"):
+        list(chat.ask("q"))
+    report = chat.report
+    assert report is not None
+    assert report.tokens.generated > 0
+    assert chat.pending_token is None
+    assert len(chat.tokenizer.encode(chat.turns[0].answer)) == report.tokens.generated
+    check(chat)
+
+
+def test_a_turn_has_its_two_points_of_the_curve_without_memory_to_count_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = small_chat.chat()
+    list(chat.ask("one", 3))
+    stats, before = chat.engine.kv.stats, len(chat.fed)
+
+    def full() -> Any:
+        if len(chat.fed) > before:
+            raise MemoryError
+        return stats()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat.engine.kv, "stats", full)
+        list(chat.ask("two", 3))
+    assert len(chat.curve) == 4
+    assert [seen for seen, *_ in chat.curve] == sorted(seen for seen, *_ in chat.curve)

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_chat import chat, held_of, say
 
+from minikv.cache.arena import Arena
+from minikv.cache.kv_cache import KVCache
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Turn
@@ -176,3 +178,30 @@ def test_any_undoing_and_asking_is_the_chat_without_what_was_undone(steps: list[
     assert session.fed == straight.fed == engine.fed
     assert [turn.question for turn in session.turns] == asked
     assert all(isinstance(turn, Turn) for turn in session.turns)
+
+
+def test_an_undo_for_which_there_is_no_memory_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the policy is another one now, whose columns have to be made."""
+    for turns in (2, 16):  # without and with a copy of the cache
+        session = chat(undo_turns=turns)
+        for question in ("one", "two", "three"):
+            say(session, question)
+        session.configure(EvictionConfig.read("h2o", budget=40))
+        before, fed = held_of(session), list(session.fed)
+
+        def full(*args: object, **named: object) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Arena, "declare", full)
+            patch.setattr(KVCache, "_empty", full if turns == 2 else KVCache._empty)
+            with pytest.raises(MemoryError):
+                session.undo(3)
+        assert (held_of(session), session.fed, len(session.turns)) == (before, fed, 3)
+        assert session.eviction.policy == "h2o"
+        session.undo(3)
+        assert say(session, "one")[0]
+        assert session.report is not None
+        assert session.report.policy == "h2o"

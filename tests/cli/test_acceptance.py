@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,31 @@ class Program:
 @pytest.fixture
 def program(model: Path, folder: Path) -> Program:
     return Program(model, folder)
+
+
+def test_a_full_disk_costs_a_warning_and_leaves_no_orphan(program: Program) -> None:
+    """A real limit on the size of files, under which a chat's cache can no longer be written: the
+    chat goes on, and its folder has what it had after the last save that succeeded."""
+    home = program.folder / "home"
+    env = {**ONE_THREAD, "MINIKV_HOME": str(home)}
+    flags = ("chat", "story.txt", *program.flags("--budget", "64"))
+    small = run(*flags, env=env, folder=program.folder, stdin="Who?\n")
+    assert (small.code, small.err.count("not saved")) == (0, 0)
+    (saved,) = (home / "chats").iterdir()
+    before = sorted(path.name for path in saved.iterdir())
+    most = max(path.stat().st_size for path in saved.iterdir())
+    more = run(
+        *("chat", "--resume", saved.name, *program.flags()),
+        env=env,
+        folder=program.folder,
+        stdin="/save\nWhy?\nWhen?\n",
+        limits={resource.RLIMIT_FSIZE: most + 100},
+    )
+    assert more.code in (0, 2), more.err
+    assert len(more.out.splitlines()) >= 2
+    assert "File too large" in more.err
+    assert "bug" not in more.err
+    assert sorted(path.name for path in saved.iterdir()) == before
 
 
 def process(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, ChatML, FakeEngine
+from forked import Forked
 from terminals import Terminals
 from typer.testing import CliRunner, Result
 
@@ -108,11 +110,11 @@ def document(tmp_path: Path) -> str:
     return str(path)
 
 
-def answer_of(document: str, question: str) -> str:
-    """What the fake model says, worked out without the command line."""
+def answer_of(document: str, question: str, length: int = 12) -> str:
+    """What the fake model says about a text, worked out without the command line."""
     tokenizer = ByteTokenizer()
     chat = ChatSession(
-        FakeEngine(),
+        FakeEngine(length),
         tokenizer,
         ChatML(tokenizer),
         max_context=4096,  # type: ignore[arg-type]
@@ -296,6 +298,7 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
     )
     assert result.exit_code == 0, result.output
     assert world.settings == Settings(
+        keep_packed="20GiB",
         tier="none",  # there is no later question
         model="some/model",
         policy="snapkv",
@@ -375,6 +378,11 @@ def test_usage_errors_are_one_line_and_a_hint(
         (MemoryShortError("x"), 4),
         (MemoryError(), 4),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 4),
+        (RuntimeError("could not create a primitive"), 4),
+        (RuntimeError("can't start new thread"), 4),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 4),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), 4),
+        (OSError(errno.EIO, "Input/output error", "a.txt"), 1),
         (ContextError("x"), 5),
         (CorruptModel("x"), 6),
         (Interrupted("x"), 130),
@@ -413,6 +421,12 @@ def test_debug_shows_where_in_a_chat_too(world: World, document: str) -> None:
     assert re.search(
         r"Traceback(.|\n)+, in fail\n(.|\n)+error: ZeroDivisionError: inside", result.stderr
     )
+
+
+def test_what_the_system_refuses_is_no_bug() -> None:
+    failure = explain(OSError(errno.EIO, "Input/output error", "a\x1b.txt"))
+    assert failure.message == "the system refused: Input/output error: a.txt"
+    assert "bug in" not in failure.hint
 
 
 def test_an_error_text_of_many_lines_becomes_one() -> None:
@@ -762,7 +776,7 @@ def test_policies_come_from_the_registry() -> None:
     assert f" --policy takes {', '.join(prompt_names())} --decode" in words
     assert f" --decode takes {', '.join(step_names())} parts" in words
     for name, info in POLICIES.items():
-        assert re.search(rf"^{name} .*{info.paper}$", table, re.MULTILINE)
+        assert re.search(rf"^{re.escape(name)} .*{info.paper}$", table, re.MULTILINE)
         card = CliRunner().invoke(app, ["policies", "show", name])
         assert card.exit_code == 0
         for option in info.options:
@@ -826,14 +840,14 @@ def test_a_loop_over_lines_runs_for_every_line(document: str) -> None:
     done = subprocess.run(
         ["sh", "-c", script, "sh", *spawn("ask", "-q")],
         env={**os.environ, "FILE": document},
-        input="one?\ntwo?\nthree?\n",
+        input="one?\ntwo?\n",
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert len(set(done.stdout.splitlines())) == 3  # an answer of its own for each
+    assert len(set(done.stdout.splitlines())) == 2  # an answer of its own for each
 
 
 def test_an_open_pipe_does_not_make_it_wait(document: str) -> None:
@@ -877,8 +891,10 @@ def redirected(how: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("how", ["2>&-", "2>/dev/full", "<&-"])
 def test_an_answer_needs_neither_stderr_nor_stdin(document: str, how: str) -> None:
     done = redirected(how, "ask", "q", document, "--stats")
-    assert (done.returncode, done.stdout) == (0, redirected("", "ask", "q", document).stdout)
-    assert done.stdout.strip()
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"{answer_of(Path(document).read_text(), 'q', 40)}\n",
+    )
     assert redirected(how, "ask", "q", f"{document}.not").returncode == 2
 
 
@@ -1013,8 +1029,7 @@ ANSWER = "dbp"
 def talk(request: pytest.FixtureRequest, document: str) -> Iterator[Terminals]:
     """A chat on a terminal, with plain input and with the line editor."""
     env = {"TERM": request.param, "COLUMNS": "100", "LINES": "40"}
-    terminal = Terminals(spawn("chat", document, pace=0.04), env)
-    terminal.prompt = "> " if request.param == "dumb" else "\x1b[?25h"  # the cursor is shown again
+    terminal = Forked("chat", document, env=env, pace=0.04)
     terminal.until("Ctrl-D leaves.")
     terminal.ready()
     yield terminal
@@ -1107,7 +1122,8 @@ def test_what_was_typed_ahead_is_sent_and_ctrl_c_drops_it(talk: Terminals) -> No
     assert "fifth" not in talk.seen
 
 
-def test_sigterm_ends_a_question_with_143(document: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_ends_a_question_with_143(document: str, number: int) -> None:
     """Without a terminal, too: what was written stays, and one newline ends it."""
     done = subprocess.Popen(
         spawn("ask", "first?", document, pace=0.05),
@@ -1117,7 +1133,7 @@ def test_sigterm_ends_a_question_with_143(document: str) -> None:
     )
     assert done.stdout is not None
     first = done.stdout.read(3)
-    done.send_signal(signal.SIGTERM)
+    done.send_signal(number)
     out, err = done.communicate(timeout=60)
     assert done.returncode == 143
     assert re.fullmatch(rb"[a-z]{3,39}\n", first + out)
@@ -1125,9 +1141,12 @@ def test_sigterm_ends_a_question_with_143(document: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["prompt", "answer", "loading"])
-@pytest.mark.parametrize("term", ["dumb", "xterm"])
+@pytest.mark.parametrize(
+    ("term", "number"),
+    [("dumb", signal.SIGTERM), ("xterm", signal.SIGTERM), ("xterm", signal.SIGHUP)],
+)
 def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
-    document: str, tmp_path: Path, moment: str, term: str
+    document: str, tmp_path: Path, moment: str, term: str, number: int
 ) -> None:
     """143, no toolbar, the terminal's mode as before, and what was written of the answer kept."""
     import pyte
@@ -1150,7 +1169,7 @@ def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
         if moment == "answer":
             talk.type("first?\r")
             talk.until(ANSWER)
-        os.kill(talk.pid, signal.SIGTERM)
+        os.kill(talk.pid, number)
         with contextlib.suppress(AssertionError):
             talk.until("never", 2)  # read on to the end
         after = termios.tcgetattr(talk.fd)

@@ -23,6 +23,7 @@ from minikv.cli import selftest
 from minikv.cli.doctor import FAILED, OK, WARNING, Check, doctor, line, policies
 from minikv.cli.selftest import attempt, tiny
 from minikv.cli.terminal import Terminal
+from minikv.kernels.cpu import build, choice
 from minikv.policies.roco import RoCo
 
 SECRET = "hf_a_secret_that_must_not_be_seen"
@@ -212,6 +213,17 @@ def test_the_json_has_what_the_screen_has(quick: None) -> None:
     _, screen = run(offline=True)
     assert [row.split()[1] for row in screen.splitlines() if row[0] != " "] == names
     assert "\x1b" not in screen
+
+
+@pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
+def test_the_class_of_the_processor_and_the_choice_are_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choice, "processor", lambda: "amx")
+    (check,) = examination.kernels()
+    assert check.state == OK
+    assert "compiled on this machine; processor class amx: C for step attention, " in check.detail
+    assert check.detail.endswith("; torch for prompt attention")
 
 
 def test_a_check_that_breaks_is_a_failed_check(

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import sys
+import tempfile
 import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -248,10 +249,38 @@ def test_ctrl_c_clears_a_line_and_is_told_apart_from_one_without_text(start: Sta
     assert got(terminal) == "more"
 
 
+_ENDS = """
+import termios
+from minikv.cli.keyboard import Keyboard
+from minikv.cli.terminal import Terminal
+
+def signalled(self):
+    raise SystemExit(143)
+
+Keyboard._typed = signalled
+before, terminal = termios.tcgetattr(0), Terminal()
+try:
+    terminal.open_keyboard()
+except SystemExit:
+    pass
+finally:
+    terminal.close()
+print("same" if termios.tcgetattr(0) == before else "changed")
+"""
+
+
+def test_a_signal_while_the_terminal_is_switched_leaves_it_as_it_was() -> None:
+    terminal = Terminals([sys.executable, "-c", _ENDS], {"TERM": "xterm"})
+    try:
+        assert "changed" not in terminal.until("\r\n")
+    finally:
+        terminal.close()
+
+
 def test_ctrl_c_takes_an_unfinished_block_away_without_an_editor(start: Start) -> None:
     terminal = start(term="dumb")
     terminal.type('"""one\r')
-    terminal.until(". ")
+    terminal.ready(". ")
     terminal.type("\x03")
     terminal.until("interrupt")
     terminal.ready()
@@ -274,7 +303,12 @@ def test_the_editor_of_the_user(start: Start, tmp_path: Path, key: str) -> None:
     assert (tmp_path / "edit.sh.seen").read_text() == "from here"
 
 
-def test_tab_completes(start: Start, tmp_path: Path) -> None:
+def test_tab_completes(start: Start) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # a path that fits a line of 80 columns
+        _completes(start, Path(folder))
+
+
+def _completes(start: Start, tmp_path: Path) -> None:
     (tmp_path / "a file.txt").write_text("x")
     terminal = start()
     terminal.type("/po\t")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -19,9 +20,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 import minikv
+from minikv import loader
 from minikv.chat.session import ChatSession
 from minikv.cli.main import app
 from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.models.errors import ModelError
+from minikv.settings import Settings
 
 CONTROL = ["<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 VOCAB = 256 + len(CONTROL)
@@ -401,3 +405,35 @@ def test_ctrl_c_and_ctrl_d_on_a_terminal(tmp_path: Path, story: str) -> None:
         assert "Traceback" not in terminal.seen
     finally:
         terminal.close()
+
+
+def test_kernels_are_not_compiled_for_a_model_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    kernels = importlib.import_module("minikv.kernels.dispatch")
+    choose = kernels.choose
+
+    class Watcher:
+        def planned(self, files: int, size: int, free: int | None) -> None: ...
+        def download(self, done: int, total: int) -> None: ...
+        def weights(self, done: int, total: int) -> None: ...
+        def packed_weights(self, done: int, total: int) -> None: ...
+        def say(self, line: str) -> None: ...
+
+        def kernels(self) -> None:
+            told.append("compiles")
+
+    def chosen(*arguments: Any) -> Any:
+        told.append("chooses")
+        return choose(*arguments)
+
+    monkeypatch.setattr("minikv.engine.warmup.compiles", lambda *_: True)
+    monkeypatch.setattr(kernels, "choose", chosen)
+    with pytest.raises(ModelError):
+        loader.build(Settings(model=str(tmp_path / "no"), weights="int8"), Watcher())
+    assert told == []
+    chat = loader.build(Settings(weights="int8", keep_packed="off"), Watcher())
+    assert told[:2] == ["compiles", "chooses"]  # once, for the first matrix
+    assert told.count("compiles") == 2  # and before the cache is made
+    chat.close()

@@ -24,7 +24,7 @@ from rich.cells import cell_len  # noqa: E402
 from terminals import Terminals  # noqa: E402
 
 from minikv.cli.markdown import Answer  # noqa: E402
-from minikv.cli.terminal import Terminal  # noqa: E402
+from minikv.cli.terminal import Terminal, clean  # noqa: E402
 
 HERE = Path(__file__).parents[1]
 
@@ -673,3 +673,78 @@ def test_a_chat_on_a_poor_terminal(tmp_path: Path, kind: str) -> None:
     assert max(cell_len(line) for line in rows) <= 40
     # Sentences of ours are broken between words.
     assert "Ctrl-C stops" in " ".join(" ".join(rows).split())
+
+
+_HOSTILE = (
+    *(
+        "\x1b]0;owned\x07",
+        "\x1b]52;c;QUJD\x07",
+        "\x1b]8;;http://evil\x1b\\",
+        "\x1b[2J",
+        "\x1b[?1049h",
+    ),
+    *(
+        "\x1b[?25l",
+        "\x1bc",
+        "\x1b(0",
+        "\x9b31m",
+        "\x9d0;x\x9c",
+        "\x1bP",
+        "\x1b_",
+        "\x1b[6n",
+        "\x1b",
+    ),
+    *("\x07", "\x08", "\x0b", "\x0c", "\r", "\x00", "\x7f", "\x85", "\u202e", "\u2066", "\u200b"),
+    *("\U000e0041", "\u2028", "\ud800", "[31m", "]0;x", "0;1m", "\\x1b[31m", "&#27;[31m"),
+)
+_PLAIN = (
+    *("word", " ", "\n", "\n\n", "**bold**", "*it*", "`code`", "```sh\n", "\n```\n", "- item\n"),
+    *(
+        "| a | b |\n|---|---|\n| 1 | 2 |\n",
+        "# head\n",
+        "> quote\n",
+        "1. one\n",
+        "é",
+        "漢字",
+        "👩‍🚀",
+    ),
+    *(
+        "漢字",
+        "[x](http://a.b)",
+        "<http://a.b>",
+        "![i](http://c)",
+        "[bold red]",
+        ":smile:",
+        "&amp;",
+        "\t",
+    ),
+)
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_hostile_outputs_split_at_random_send_styles_and_text_only(count: int) -> None:
+    """No sequence but styles, up and erase; no control character; the emulator's title and modes
+    stay as they are."""
+    draw = random.Random(15)
+    for number in range(count):
+        parts = [
+            draw.choice(_HOSTILE if draw.random() < 0.4 else _PLAIN)
+            for _ in range(draw.randrange(1, 14))
+        ]
+        source, at = "".join(parts), 0
+        terminal = Terminal()
+        terminal.out, terminal.plain = Tty(), False
+        with terminal.answering():
+            while at < len(source):
+                step = draw.randrange(1, 9)
+                terminal.answer(source[at : at + step])
+                at += step
+            terminal.end_answer()
+        written = terminal.out.getvalue()
+        rest = re.sub(r"\r?\x1b\[[0-9;]*[mAJK]", "", written)
+        assert clean(rest) == rest, (number, source)
+        if number % 20 == 0:
+            window = Window()
+            modes = set(window.screen.mode)
+            window.feed(written)
+            assert (window.screen.title, window.screen.mode) == ("", modes), (number, source)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,3 +51,48 @@ def test_without_a_home_directory(
     with pytest.raises(UsageError, match="no home directory") as caught:
         where()
     assert "MINIKV_HOME" in caught.value.hint
+
+
+def program(*arguments: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """minikv in a folder that is removed before it starts."""
+    entry = "from minikv.cli.__main__ import run; run()"
+    script = (
+        "import os, sys; os.rmdir(os.getcwd()); "
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script, "-c", entry, *arguments],
+        cwd=folder,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("arguments", [("config", "path"), ("ask", "q", "a.txt"), ("plan",)])
+def test_a_current_directory_that_was_deleted(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """torch's library ended the process there, or it was called a bug."""
+    (tmp_path / "gone").mkdir()
+    done = program(*arguments, folder=tmp_path / "gone")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: the current directory cannot be read: No such file or directory",
+        "  it was deleted or moved; change to another one with cd",
+    ]
+
+
+def test_help_needs_no_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    assert program("--help", folder=tmp_path / "gone").returncode == 0
+
+
+def test_an_empty_home_is_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries took the root directory for it: models and kernels went to /.cache."""
+    from minikv.cli import __main__, main
+
+    monkeypatch.setenv("HOME", "")
+    seen: list[str | None] = []
+    monkeypatch.setattr(main, "run", lambda: seen.append(os.environ.get("HOME")))
+    __main__.run()
+    assert seen == [None]

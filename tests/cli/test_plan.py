@@ -60,13 +60,24 @@ CASES = [
     ("expected", "auto", 0),
     ("nacl", "h2o", 0),
     ("kvcrush", "l2", 0),
+    ("snapkv+global", "auto", 0),
+    ("h2o+global", "none", 0),
+    ("keydiff+global", "none", 0),
+    ("dropkv", "none", 0),
+    ("queryspan+global", "roco", 0),
     ("full", "roco", 0),
     ("roco", "auto", 32),
     ("streaming", "auto", 32),
     ("h2o", "auto", 8),
 ]
 
-SOME = [("full", "auto", 0), ("adakv", "auto", 0), ("keydiff", "none", 0), ("roco", "auto", 32)]
+SOME = [
+    ("full", "auto", 0),
+    ("adakv", "auto", 0),
+    ("keydiff", "none", 0),
+    ("defensive+global", "auto", 0),
+    ("roco", "auto", 32),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -288,6 +299,49 @@ def test_the_planned_bytes_are_those_of_a_real_run(
             assert measured[2] <= planned[2] <= 1.05 * measured[2]
             measured, planned = measured[:2] + measured[3:], planned[:2] + planned[3:]
         assert planned == measured
+
+
+@pytest.mark.parametrize("which", ["bundled", "deep", "sliding"])
+@pytest.mark.parametrize(
+    ("policy", "decode"), [("kvzip", "none"), ("kvzip+", "roco"), ("kvzip+uniform", "h2o")]
+)
+def test_what_is_read_twice_stays_below_its_plan(
+    which: str, policy: str, decode: str, request: pytest.FixtureRequest
+) -> None:
+    """The request is counted with more tokens than it has, and what is never there at the same
+    time is added up: at most a third above."""
+    session: ChatSession = request.getfixturevalue(which)
+    config = session.engine.network.config  # type: ignore[attr-defined]
+    text = "The mill on the river is run by Ada, who came from Velgate. " * 20
+    choice = EvictionConfig.read(policy, decode, "72")
+    session.recall.kind, session.reuse = "none", "once"
+    session.configure(choice)
+    session.reset()
+    session.attach(text)
+    for _ in session.ask("What is it?", max_tokens=5):
+        pass
+    assert session.report is not None
+    tokens, peak = session.report.tokens.prompt_new, session.report.kv_bytes.peak_prefill
+    kv = figures.begun(choice, config, torch.float32, tokens, 5)
+    assert kv.scored_twice is not None
+    assert peak <= figures.peak(kv, choice, tokens) <= 1.35 * peak
+    assert session.report.kv_bytes.allocated <= kv.target.nbytes
+
+
+def test_the_plan_tells_what_is_read_twice() -> None:
+    record = json.loads(run(None, "2k", policy="kvzip,keydiff", budget="64", as_json=True))
+    kvzip, keydiff = record["rows"]
+    assert 2000 < kvzip["again"] < 2100
+    assert kvzip["ram"] == 2000 * 4 * 3 * 2 * 64 * 4
+    assert kvzip["reading"] > kvzip["ram"] + keydiff["reading"]
+    assert (keydiff["again"], keydiff["ram"]) == (0, 0)
+    text = " ".join(run(None, "2k", policy="kvzip", budget="64").split())
+    assert "kvzip reads 2,060 tokens more for 2,000 (2.0 times)" in text
+    assert "holds all keys and values in RAM: 11.7 MiB" in text
+    assert "without a tier" not in text
+    assert "scoring" not in run(None, "2k", policy="keydiff", budget="64")
+    with pytest.raises(UsageError, match="has the model repeat what it has read"):
+        run(None, "8190", policy="kvzip", budget="64")
 
 
 def test_a_second_budget_of_bytes_or_percent_becomes_rows_as_in_a_run(bundled: ChatSession) -> None:

@@ -190,7 +190,7 @@ def test_work_after_other_work_has_a_rate_of_its_own(monkeypatch: pytest.MonkeyP
     assert "/s" not in screen.frames[5]
 
 
-def test_a_file_gets_nothing_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_gets_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     for variables in ({}, {"TERM": "dumb"}):
         screen, clock = Screen(tty=bool(variables)), Clock()
         made = terminal(monkeypatch, screen)
@@ -198,11 +198,27 @@ def test_a_file_gets_nothing_live(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv("TERM", "dumb")
             made = Terminal()
         loading = Loading(made, clock=clock)
-        for n in range(100):
-            clock.now += 1
+        for n in range(100):  # nothing for what takes less
+            clock.now += 0.09
             loading.weights(n, 100)
-        loading.finish()
         assert screen.text == ""
+        for n in range(16):
+            clock.now += 4
+            loading.packed_weights(n << 30, 15 << 30)
+        loading.finish()
+        assert screen.text.splitlines() == [
+            f"packed weights: {n}.0/15.0 GiB" for n in (3, 6, 9, 12, 15)
+        ]
+
+
+def test_a_file_is_told_before_a_large_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, clock = Screen(tty=False), Clock()
+    loading = Loading(terminal(monkeypatch, screen), clock=clock)
+    loading.weights(0, 15 << 30)
+    loading.weights(1 << 30, 15 << 30)
+    assert screen.text == "loading 15.0 GiB of weights\n"
+    loading.say('kept (`keep_packed="off"` keeps none)')
+    assert screen.text.endswith("kept (--keep-packed off keeps none)\n")
 
 
 def test_an_ascii_terminal_gets_an_ascii_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from minikv.cli.evaluation import run, show
 from minikv.cli.evaluation.files import Item
 from minikv.cli.export import figures, html, markdown
 from minikv.cli.export.facts import gather
+from minikv.policies import POLICIES
 
 SHORT = "Velgate exports mostly salt."
 LONG = SHORT + " The mill of Orlin is closed." * 40
@@ -80,3 +81,47 @@ def test_a_measurement_holds_no_more_than_all() -> None:
     cells = measured.cells()
     assert [cell.held for cell in cells] == [1.0, 1.0, 1.0]
     assert show.table(cells).count("100.0%") >= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("kvcrush", "bits=kv: a token has one bit per KV head; in the paper one per query head"),
+        ("nacl", "draw=score: a token is drawn in proportion to its score; the release draws by"),
+        ("draw", "draw=score"),
+        ("roco", "with --stride statistics begin with the first block; the release's begin with"),
+        ("keydiff", "the first 4 and the newest 10 tokens stay; paper and kvpress protect none"),
+        ("l2", "kvpress and KVCache-Factory protect none"),
+        ("tova", "the newest token stays; the release lets it go"),
+        ("streaming", "keys keep their positions"),
+        ("pyramidkv", "layers sum to the budget to the token"),
+        ("adakv", "alpha=0.2, as in the authors' scripts"),
+        ("h2o", "beside another prompt policy its sums begin with"),
+        ("scissorhands", "one token leaves at every step; in the paper half of the cache"),
+        ("hashevict", "the release compares the new key's (hash_with=key)"),
+        ("rkv", "the release leaves them out (softmax=past)"),
+        ("h2o+ada", "the authors' rounding drifts (rounding=official)"),
+    ],
+)
+def test_a_card_says_how_a_policy_differs_from_paper_and_release(name: str, words: str) -> None:
+    """Of all its parts; and JSON has the same lines."""
+    card = render.policy(name, as_json=False)
+    title, lines = card.split("\n\ndifferences from paper and release\n")
+    assert title
+    items = [" ".join(item.split()) for item in re.split(r"^- ", lines, flags=re.M)[1:]]
+    assert any(item.startswith(words) or words in item for item in items), lines
+    assert json.loads(render.policy(name, as_json=True))["differences"] == items
+    assert all(len(line) <= 80 for line in lines.splitlines())
+
+
+def test_every_published_method_says_how_it_differs_and_names_only_its_options() -> None:
+    for info in POLICIES.values():
+        published = info.paper not in ("baseline", "-")
+        assert bool(info.differences) == published, info.name
+        own = {option.name: option for option in info.options}
+        for line in info.differences:
+            assert set(re.findall(r"`(\w+)`", line)) <= {*own}, line
+            for option, value in re.findall(r"\b([a-z_]+)=([\w.]+\w)", line):
+                if option in own and own[option].choices:
+                    assert value in own[option].choices, line
+    assert "differences" not in render.policy("none", as_json=False)

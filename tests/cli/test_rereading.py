@@ -107,11 +107,11 @@ def test_ctrl_c_while_reading_again_answers_from_the_cache(
     engine: Any = session.engine
     prompt, pressed = engine.prompt, []
 
-    def pressing(ids: list[int], progress: Any, room: int) -> Any:
+    def pressing(ids: list[int], *how: Any) -> Any:
         if session.rereading and not pressed:
             pressed.append(len(ids))
             signal.raise_signal(signal.SIGINT)
-        return prompt(ids, progress, room)
+        return prompt(ids, *how)
 
     monkeypatch.setattr(engine, "prompt", pressing)
     lines = iter(["Who?", "Why?", "And?"])

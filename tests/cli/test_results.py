@@ -18,7 +18,11 @@ assert _SPEC is not None
 assert _SPEC.loader is not None
 results = importlib.util.module_from_spec(_SPEC)
 sys.modules[_SPEC.name] = results  # dataclasses look their module up
-_SPEC.loader.exec_module(results)
+sys.path.insert(0, str(HERE))  # it imports the script beside it
+try:
+    _SPEC.loader.exec_module(results)
+finally:
+    sys.path.remove(str(HERE))
 
 
 def paired(more: int, less: int, n: int) -> results.Difference:

@@ -357,9 +357,9 @@ def test_a_retry_that_is_stopped_while_reading_says_how_to_go_on(talk: Talk) -> 
     engine: Any = talk.session.engine
     prompt = engine.prompt
 
-    def stopped(ids: list[int], progress: Any, room: int) -> Any:
+    def stopped(ids: list[int], *how: Any) -> Any:
         talk.session.cancel()
-        return prompt(ids, progress, room)
+        return prompt(ids, *how)
 
     engine.prompt = stopped
     with pytest.raises(Interrupted):
@@ -368,7 +368,7 @@ def test_a_retry_that_is_stopped_while_reading_says_how_to_go_on(talk: Talk) -> 
     engine.prompt = prompt
     assert talk.run("retry")[0] == first
 
-    def too_long(ids: list[int], progress: Any, room: int) -> Any:
+    def too_long(ids: list[int], *how: Any) -> Any:
         raise ContextError("too long")
 
     engine.prompt = too_long

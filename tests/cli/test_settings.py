@@ -34,7 +34,7 @@ from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.policies import POLICIES
-from minikv.settings import Generation, Settings
+from minikv.settings import PRESETS, Generation, Settings
 
 
 @pytest.fixture
@@ -137,6 +137,10 @@ def test_files_have_the_types_of_toml(home: Path) -> None:
         ("dtype = 'int3'", "dtype must be one of auto, float32", ""),
         ("a = = 1", "./minikv.toml is not valid TOML", "for example"),
         ("seed = 1\nseed = 2", "is not valid TOML", ""),
+        ("seed = " + "9" * 5000, "is not valid TOML", ""),
+        ("seed = 0x" + "f" * 9000, "seed is too large a number", ""),
+        ("temperature = " + "9" * 400, "temperature is too large a number", ""),
+        ("budget = 0x" + "f" * 9000, "budget is too large a number", ""),
         ("aliases = 3", "./minikv.toml: [aliases] must be a table", ""),
         ("[aliases]\nx = 3", "[aliases]: 'x' must be a text", ""),
         ("[loaders]\nx = 'rm {path}'", "./minikv.toml: [loaders] names commands to run", ""),
@@ -206,6 +210,12 @@ def test_config_show_has_the_warnings_too(home: Path, monkeypatch: pytest.Monkey
     assert done.stderr.startswith("error: MINIKV_BUDGET: cannot read the budget 'abc'")
 
 
+def test_variables_that_are_no_settings_are_known(home: Path) -> None:
+    from minikv.kernels.cpu.build import OFF
+
+    assert read(home, **{OFF: "0", "MINIKV_HOME": str(home)}).notes == ()
+
+
 def test_a_variable_that_sets_nothing_is_told(home: Path) -> None:
     made = read(home, MINIKV_TEMPRATURE="1", MINIKV_HOME=str(home / "nowhere"))
     assert made.notes == (
@@ -265,6 +275,7 @@ def ask(
     for group in (settings, generation, interface):
         SEEN.update(vars_of(group))
     SEEN["origins"] = call.config.origins(call.given)
+    SEEN["given"] = set(call.given)
 
 
 @command
@@ -300,6 +311,7 @@ def test_flags_win_over_the_configuration_and_origins_are_known(home: Path) -> N
     done = invoke(made, "ask", "q", "--budget", "9")
     assert done.exit_code == 0, done.output
     origins = SEEN.pop("origins")
+    assert SEEN.pop("given") >= {"budget"}
     changed = {
         "budget": "9",
         "temperature": 0.5,
@@ -307,12 +319,37 @@ def test_flags_win_over_the_configuration_and_origins_are_known(home: Path) -> N
         "model": "b/c",
         "max_tokens": 7,
     }
-    plain = vars_of(Settings(reuse="auto", threads=0)) | vars_of(Generation())
+    plain = vars_of(Settings(reuse="auto", threads=0, keep_packed="20GiB")) | vars_of(Generation())
     assert plain | vars_of(Interface()) | changed == SEEN
     assert origins["budget"] == "--budget"
     assert origins["temperature"] == "~/.config/minikv/config.toml"
     assert origins["max_tokens"] == "MINIKV_MAX_TOKENS"
     assert origins["seed"] == "default"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_was_not_given(home: Path, name: str) -> None:
+    """It wins over files and variables, and a flag over it. A preset's settings count as given if
+    it was: they are not taken from a saved chat."""
+    sets = PRESETS[name]
+    policy = "h2o" if sets["policy"] != "h2o" else "l2"
+    made = read(home, f'policy = "{policy}"', MINIKV_REUSE="refresh")
+    done = invoke(made, "ask", "q", "--preset", name)
+    assert done.exit_code == 0, done.output
+    assert SEEN["preset"] == name
+    assert {key: SEEN[key] for key in sets} == sets
+    assert {SEEN["origins"][key] for key in sets} == {f"--preset {name}"}
+    assert set(sets) <= set(SEEN["given"])
+    Settings(**{key: SEEN[key] for key in sets}).eviction()  # they can be had
+    invoke(made, "ask", "q", "--preset", name, "--policy", policy)
+    assert SEEN["policy"] == policy
+    assert SEEN["reuse"] == sets["reuse"]
+    assert SEEN["origins"]["policy"] == "--policy"
+    invoke(read(home, f'preset = "{name}"'), "ask", "q")
+    assert {key: SEEN[key] for key in sets} == sets
+    assert not SEEN["given"] & set(sets)
+    refused = invoke(made, "ask", "q", "--preset", "nonsense")
+    assert refused.exit_code == 2
 
 
 def test_an_empty_text_leaves_the_flags_own_default(home: Path) -> None:

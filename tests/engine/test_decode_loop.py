@@ -445,7 +445,7 @@ def test_a_captured_step_writes_what_the_host_writes(step: str, kernels: str) ->
     writer = two._loop
     assert writer is not None
     assert isinstance(writer._capture, CudaGraphs)
-    assert writer._replay is not None
+    assert writer.captured
 
 
 @pytest.mark.gpu

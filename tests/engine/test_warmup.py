@@ -160,7 +160,12 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
     windows = (None, 40, None)
     shape = Shape(3, 2, 2 * group, 64, windows, 1000)
     kv = SimpleNamespace(
-        shape=shape, device=torch.device("cpu"), dtype=torch.bfloat16, ops=Counting()
+        shape=shape,
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        ops=Counting(),
+        prompt_policy=None,
+        step_policy=None,
     )
     _tiles(kv)  # type: ignore[arg-type]
     counts = range(1, 200)
@@ -182,6 +187,37 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
                 assert made == {columns._span_tile(dtype, size, n * group) for n in counts}
 
 
+@pytest.mark.parametrize("observe", [1, 16, 17, 32, 64])
+def test_every_tile_of_the_observed_queries_is_among_them(observe: int) -> None:
+    """A short prompt behind rows that lie in segments, or are listed, has fewer queries than the
+    policy observes."""
+    columns = pytest.importorskip("minikv.kernels.triton.attention_mass")
+    seen: set[tuple[int, int, int | None]] = set()
+
+    class Counting(Kernels):
+        @staticmethod
+        def observe(
+            q: torch.Tensor, at: torch.Tensor, parts: Sequence[mass.Part], window: int | None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.add((len(q), len(parts[0]), window))
+            return mass.observe(q, at, parts, window)
+
+    kv = SimpleNamespace(
+        shape=Shape(2, 2, 4, 64, (None, 40), 1000),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        ops=Counting(),
+        prompt_policy=None,
+        step_policy=SimpleNamespace(observe=observe),
+    )
+    _tiles(kv)  # type: ignore[arg-type]
+    for dtype, listed, window in itertools.product(
+        (torch.bfloat16, torch.float32), (2, 3), (None, 40)
+    ):
+        made = {columns._tile(dtype, 64, n) for n, *how in seen if how == [listed, window]}
+        assert made == {columns._tile(dtype, 64, n) for n in range(1, observe + 1)}
+
+
 def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:
     net = small.network(max_context=100)
     kv = small.scheduler(net, "snapkv", "none", 64)
@@ -189,7 +225,7 @@ def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:
     kv.use(recorder)
     warm(kv, net)
     assert kv.notice is None
-    assert "observe" not in {name for name, _ in recorder.calls}
+    assert "gather_rows" not in {name for name, _ in recorder.calls}  # no prompt ended
 
 
 def test_layers_with_and_without_a_window_and_rows_in_int8() -> None:
@@ -201,6 +237,20 @@ def test_layers_with_and_without_a_window_and_rows_in_int8() -> None:
     given = [keys for name, keys in recorder.calls if name == "ragged_attention"]
     assert all("k_scale" in keys for keys in given)
     assert {"oldest" in keys for keys in given} == {True, False}
+
+
+@pytest.mark.parametrize(("window", "wanted"), [(3, True), (None, False)])
+def test_a_full_cache_needs_the_tiles_where_rows_slide_out_of_a_window(
+    window: int | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then heads are uneven, as where a policy evicts."""
+    called: list[object] = []
+    monkeypatch.setattr(warming, "_tiles", called.append)
+    net = small.network(windows=(None, window, None))
+    kv = small.over(net, None, None, None)
+    kv.use(Recorder())
+    warm(kv, net)
+    assert (called == [kv]) == wanted
 
 
 @pytest.mark.parametrize("broken", ["ragged_attention", "observe"])

@@ -572,23 +572,23 @@ def test_params_of_meta_derive_the_width_of_the_mlp(tmp_path: Path) -> None:
     assert config.max_context == 8192
 
 
-@pytest.mark.parametrize(
-    ("changes", "absent", "code", "word"),
-    [
-        ({}, ("rope_theta",), 6, "rope_theta"),
-        ({}, ("dim",), 6, "dim"),
-        ({"vocab_size": -1}, (), 6, "vocab_size"),
-        ({"moe": {"num_experts": 8}}, (), 3, "moe"),
-        ({"quantization": {"qformat_weight": "fp8_e4m3"}}, (), 3, "fp8_e4m3"),
-        ({"vision_encoder": {}}, (), 3, "vision_encoder"),
-        ({"use_scaled_rope": True}, (), 3, "use_scaled_rope"),
-        ({"use_biases": True}, (), 3, "use_biases"),
-        ({"model_type": "mamba"}, (), 3, "mamba"),
-        ({"sliding_window": [None, 7, 7]}, (), 6, "sliding_window"),
-        ({"sliding_window": -1}, (), 6, "sliding_window"),
-        ({"n_kv_heads": 3}, (), 6, "KV heads"),
-    ],
-)
+BAD_PARAMS: list[tuple[dict[str, Any], tuple[str, ...], int, str]] = [
+    ({}, ("rope_theta",), 6, "rope_theta"),
+    ({}, ("dim",), 6, "dim"),
+    ({"vocab_size": -1}, (), 6, "vocab_size"),
+    ({"moe": {"num_experts": 8}}, (), 3, "moe"),
+    ({"quantization": {"qformat_weight": "fp8_e4m3"}}, (), 3, "fp8_e4m3"),
+    ({"vision_encoder": {}}, (), 3, "vision_encoder"),
+    ({"use_scaled_rope": True}, (), 3, "use_scaled_rope"),
+    ({"use_biases": True}, (), 3, "use_biases"),
+    ({"model_type": "mamba"}, (), 3, "mamba"),
+    ({"sliding_window": [None, 7, 7]}, (), 6, "sliding_window"),
+    ({"sliding_window": -1}, (), 6, "sliding_window"),
+    ({"n_kv_heads": 3}, (), 6, "KV heads"),
+]
+
+
+@pytest.mark.parametrize(("changes", "absent", "code", "word"), BAD_PARAMS)
 def test_bad_params(
     changes: dict[str, Any], absent: tuple[str, ...], code: int, word: str, tmp_path: Path
 ) -> None:

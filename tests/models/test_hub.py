@@ -366,5 +366,32 @@ def test_json_is_read_from_regular_files_only(tmp_path: Path) -> None:
     assert refused(lambda: hub.read_json(Path("/dev/zero"))).exit_code == 6
     assert refused(lambda: hub.read_json(tmp_path / "absent.json")).exit_code == 3
     (tmp_path / "long.json").write_text(json.dumps({"a": "x" * 100}))
-    assert refused(lambda: hub.read_json(tmp_path / "long.json", limit=50)).exit_code == 6
     assert hub.read_json(tmp_path / "long.json") == {"a": "x" * 100}
+    (tmp_path / "long.json").write_text(json.dumps({"a": "x" * (1 << 20)}))
+    assert refused(lambda: hub.read_json(tmp_path / "long.json")).exit_code == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "many", "end"),
+    [
+        ("tokenizer.json", b'{"a": [', b"{},", b"0]}"),
+        ("tokenizer.json", b'{"a": [', b"0,", b"0]}"),
+        (hub.INDEX, b'{"a": [', b"[],", b"0]}"),
+        ("tokenizer_config.json", b'{"a": [', b"[],", b"0]}"),
+    ],
+)
+def test_json_that_would_fill_the_memory_is_not_parsed(
+    tmp_path: Path, name: str, start: bytes, many: bytes, end: bytes
+) -> None:
+    """A file just small enough to be read, of nothing but lists: forty bytes of memory for each of
+    its own."""
+    room = hub.JSON_LIMITS[name] - len(start) - len(end)
+    (tmp_path / name).write_bytes(start + many * (room // len(many)) + end)
+    error = refused(lambda: hub.read_json(tmp_path / name))
+    assert error.exit_code == 6
+    assert "lists and objects" in str(error)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a/" + "b" * 5000, "~nobody-at-all/x", "\0"])
+def test_a_name_that_no_file_can_have_is_not_found(name: str) -> None:
+    assert refused(lambda: hub.resolve(name, offline=True)).exit_code == 3

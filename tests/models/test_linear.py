@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +94,30 @@ def test_small_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(list(linear.packed_blocks(torch.Size((200, 192))))) == 4
             assert torch.equal(matrix(200, 192, form).dense(), whole.dense())
             assert right(whole, x, whole(x))
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+def test_memory_that_is_used_again_gives_the_same(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several threads at once, over matrices of several sizes and blocks."""
+    monkeypatch.setattr(linear, "BLOCK", 64 * 192)
+    shared, cases = linear.Scratch(), []
+    with torch.no_grad():
+        for i, (rows, columns) in enumerate([(130, 192), (200, 384), (64, 32), (300, 192)]):
+            made = matrix(rows, columns, form)
+            x = torch.randn(40, columns, generator=torch.Generator().manual_seed(i)).bfloat16()
+            cases.append((made, x, made(x)))
+            made.scratch = shared  # type: ignore[attr-defined]
+
+    def same(number: int) -> bool:
+        with torch.inference_mode():
+            ours = cases[number:] + cases[:number]
+            return all(torch.equal(made(x), want) for made, x, want in ours)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(same, [*range(4)] * 5))
 
 
 @pytest.mark.parametrize(("form", "steps"), [("int8", 254), ("int4", 15)])
@@ -196,7 +221,7 @@ def test_packed_as_read_is_packed_afterwards(form: str, layout: str, tmp_path: P
     checkpoint, config = stored(tmp_path, replace(WIDE, layout=layout))
     plain = load_network(checkpoint, config)
     made = load_network(checkpoint, config, form=form)
-    assert made.config.notes == config.notes
+    assert made.config.notes == plain.config.notes
     for one, two in zip(plain.layers, made.layers, strict=True):
         for slot in ("qkv", "out", "gate_up", "down"):
             whole = getattr(one, slot)

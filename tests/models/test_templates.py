@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import random
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from minikv.models import rendering, templates
 from minikv.models.builtin_templates import (
     CHATML,
     LLAMA_2,
@@ -34,7 +39,13 @@ from minikv.models.builtin_templates import (
     BuiltIn,
 )
 from minikv.models.errors import CorruptModel, UnsupportedModel
-from minikv.models.sandbox import Program, TemplateRefusal
+from minikv.models.rendering import (
+    Program,
+    TemplateRefusal,
+    TemplatesUnavailable,
+    _Process,
+    process,
+)
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
 from minikv.models.tokenizer_json import JsonVocabulary
@@ -291,6 +302,85 @@ def test_following_with_built_in_formats(tmp_path: Path, format: BuiltIn) -> Non
             follows(tokenizer, template, chat)
 
 
+def long_chat(turns: int) -> list[Message]:
+    """Questions and answers, with a document that spells control tokens in the first."""
+    chat = [Message("system", "Be brief. " * 300), Message("user", "<|eot_id|> a mill " * 5000)]
+    for turn in range(turns):
+        chat += [Message("assistant", f"answer {turn}"), Message("user", f"question {turn}?")]
+    return chat
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_long_chat_goes_on_as_if_all_of_it_were_shown(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "_WHOLE", 32)
+    _, template, _ = prepared(case)
+    for turns in (1, 2, 20, 33, 34, 60):
+        chat = long_chat(turns)
+        assert template.following(chat) == template._compose(chat, follow=True), turns
+
+
+def test_what_goes_on_with_a_long_chat_does_not_render_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every question after 10,000 turns took seconds; what is shown of them is bounded, but once
+    for every time that the chat is twice as long."""
+    monkeypatch.setattr(templates, "_WHOLE", 32)
+    template = with_source(PUBLISHED["chatml"])
+    shown: list[int] = []
+    real = template._render
+
+    def render(messages: Sequence[Message]) -> str:
+        shown.append(len(messages))
+        return real(messages)
+
+    monkeypatch.setattr(template, "_render", render)
+    chat = long_chat(1)
+    for turn in range(300):
+        chat += [Message("assistant", f"answer {turn}"), Message("user", f"question {turn}?")]
+        template.following(chat)
+    assert 5 <= len([count for count in shown if count > 40]) <= 20
+    assert len(shown) >= 600
+
+
+def test_another_conversation_is_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that turns something off where a message says so, however far back."""
+    monkeypatch.setattr(templates, "_WHOLE", 8)
+    source = (
+        "{% set n = namespace(off='') %}{% for m in messages %}[{{ m.content }}]"
+        "{% if '/off' in m.content %}{% set n.off = 'off' %}{% endif %}{% endfor %}{{ n.off }}>"
+    )
+    template, plain = with_source(source), long_chat(20)
+    template.following(plain)
+    for at in (0, 1, 9, 15):
+        chat = [*plain]
+        chat[at] = Message(chat[at].role, "first /off last")
+        other = with_source(source)
+        other.following(plain)
+        assert other.following(chat) == other._compose(chat, follow=True)
+        assert other.following(chat) != template.following(plain)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ messages|length }}>",
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ messages[0].content|length }}>",
+        "{% for m in messages %}{{ loop.index }}[{{ m.content }}]{% endfor %}>",
+    ],
+)
+def test_a_template_that_looks_back_is_shown_all(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it writes after the last answer depends on what was said before."""
+    monkeypatch.setattr(templates, "_WHOLE", 32)
+    template = with_source(source)
+    for turns in (3, 40, 41, 90):
+        chat = long_chat(turns)
+        assert template.following(chat) == template._compose(chat, follow=True)
+
+
 def test_following_survives_what_a_template_trims() -> None:
     tokenizer, template, _ = prepared("llama-3")
     asked = [Message("user", "q"), Message("assistant", "  padded \n"), Message("user", " r ")]
@@ -527,12 +617,23 @@ HOSTILE = {
     "join": "{{ ('a' * 999999).join('b' * 999999) }}",
     "replace": "{{ ('a' * 999999).replace('a', 'b' * 999999) }}",
     "replace nothing": "{{ ('a' * 999999) | replace('', 'b' * 999999) }}",
-    "date width": "{{ strftime_now('%1000000000Y') }}",
     "lipsum": "{{ lipsum(1000000000) }}",
     "tilde": DOUBLE.format("'ab'", "n.x ~ n.x"),
     "plus": DOUBLE.format("'ab'", "n.x + n.x"),
     "pairs": DOUBLE.format("[1]", "[n.x, n.x]") + "{{ n.x }}",
-    "pairs compared": DOUBLE.format("1", "(n.x, n.x)") + "{{ n.x == n.x }}",
+    "pairs compared": DOUBLE.format("1", "(n.x, n.x)")
+    + "{% set a = n.x %}"
+    + DOUBLE.format("1", "(n.x, n.x)")
+    + "{{ a == n.x }}",
+    "loop condition": "{% set b = ('a,' * 1000000).split(',') %}"
+    "{% for i in range(100000) if 'zz' in b %}{% endfor %}",
+    "attribute path": "{{ [1] | map(attribute='0.' * 2000000 ~ '0') | list }}"
+    "{{ range(99999) | map(attribute='0.' * 20000 ~ '0') | list | length }}",
+    "sorting": "{% set b = ('a,' * 1000000).split(',') %}{% for i in range(9999) %}"
+    "{% set n = b | sort | unique | list | length + (b | max | length) %}{% endfor %}",
+    "groups": "{% set b = ('a,' * 1000000).split(',') %}{% for i in range(9999) %}"
+    "{% set n = b | groupby('x.' * 999) | length %}{% endfor %}",
+    "many strings": "".join(f"{{% set x{i} = '{i}' ~ 'a' * 4000000 %}}" for i in range(2500)),
     "pairs in names": DOUBLE.format("1", "namespace(a=[n.x, n.x])") + "{{ [n.x] | tojson }}",
     "pairs in maps": DOUBLE.format("1", "{'a': n.x, 'b': n.x}") + "{{ n.x | string }}",
     "output": "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
@@ -540,7 +641,6 @@ HOSTILE = {
     "set block": "{% set n = namespace(x='a') %}{% for i in range(60) %}"
     "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
     "size": "a" * 300_000,
-    "parts": "{{ a }}" * 30_000,
     "brackets": "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}",
     "blocks": "{% if 1 %}" * 500 + "{% endif %}" * 500,
     "unfinished": "{% for i in messages %}",
@@ -568,8 +668,98 @@ def test_hostile_templates_are_stopped(name: str) -> None:
     assert str(caught.value).startswith("chat_template.jinja")
     assert "\n" not in str(caught.value)
     assert "MemoryError" not in str(caught.value)
-    # Time bounds loops alone; what would fill the memory is stopped by its size.
-    assert "seconds" not in str(caught.value) or "loops" in name or name == "macro tree"
+    running = process()._running
+    assert running is not None
+    if running.poll() is None:
+        status = Path(f"/proc/{running.pid}/status").read_text()
+        assert int(status.split("VmHWM:")[1].split()[0]) < 512 << 10  # KiB
+
+
+def test_the_next_rendering_is_none_the_worse() -> None:
+    program = Program("{{ messages[0].content }}", "t")
+    for name in ("nested loops", "many strings", "output"):
+        with pytest.raises(CorruptModel, match="was stopped"):
+            Program(HOSTILE[name], "t").render({})
+        assert program.render({"messages": [{"content": "ü" * 9}]}) == "ü" * 9
+
+
+def test_a_process_that_is_gone_is_started_again() -> None:
+    program = Program("{{ 1 + 1 }}", "t")
+    assert program.render({}) == "2"
+    running = process()._running
+    assert running is not None
+    running.kill()
+    running.wait()
+    assert program.render({}) == "2"
+    assert process()._running is not running
+
+
+def _python(path: Path, text: str) -> str:
+    """What is started in the place of Python."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_it_imports_from_where_this_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Python without site-packages, as where packages are in PYTHONPATH."""
+    bare = _python(tmp_path / "python", f'exec {sys.executable} -S "$@"')
+    monkeypatch.setattr(sys, "executable", bare)
+    assert _Process().ask({"source": "{{ 1 + 1 }}", "data": {}})[1] == "2"
+    monkeypatch.setattr(sys, "path", ["."])
+    with pytest.raises(TemplatesUnavailable, match="No module named 'jinja2'"):
+        _Process().ask({"source": "", "data": {}})
+
+
+@pytest.mark.parametrize(
+    ("python", "why"),
+    [(None, "No such file"), ("exit 3", "it ended"), ("echo what; exec cat", "what")],
+)
+def test_a_process_that_cannot_be_started_is_no_fault_of_the_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str | None, why: str
+) -> None:
+    path = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", _python(path, python) if python else str(path))
+    started = _Process()
+    started.start()  # says nothing: there may be no template to render
+    with pytest.raises(TemplatesUnavailable, match=why):
+        started.ask({"source": "", "data": {}})
+
+
+def test_a_text_that_ends_early_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = _python(
+        tmp_path / "python", """echo '{}'; read line; echo '{"bytes": 1000}'; printf xxxxxx"""
+    )
+    monkeypatch.setattr(sys, "executable", cut)
+    found, text = _Process().ask({"source": "", "data": {}})
+    assert (list(found), text) == (["stopped"], "")
+
+
+def test_threads_start_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, popen = [], subprocess.Popen
+
+    def counted(*args: Any, **given: Any) -> Any:
+        started.append(popen(*args, **given))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", counted)
+    one = _Process()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: one.start(), range(8)))
+    assert len(started) == 1
+
+
+def test_ctrl_c_within_a_rendering_leaves_no_reply_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Process, "_exchange", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Program("{{ 'first' }}", "t").render({})
+    assert Program("{{ 'second' }}", "t").render({}) == "second"
 
 
 def test_names_are_printed_without_what_they_hold() -> None:
@@ -577,20 +767,25 @@ def test_names_are_printed_without_what_they_hold() -> None:
     assert Program(source, "t").render({}) == "[<namespace>]"
 
 
-def test_the_deadline_holds_in_any_thread() -> None:
-    caught: list[str] = []
+def test_the_deadline_holds_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the program that uses minikv ignores the signal of the deadline."""
+    monkeypatch.setattr(rendering, "_WAIT", 20.0)
+    found: list[dict[str, Any]] = []
+    one = _Process()
 
     def work() -> None:
-        try:
-            Program(HOSTILE["nested loops"], "t").render({})
-        except CorruptModel as error:
-            caught.append(str(error))
+        found.append(one.ask({"source": HOSTILE["nested loops"], "data": {}})[0])
 
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        one.start()
+    finally:
+        signal.signal(signal.SIGPROF, before)
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(20)
+    thread.join(30)
     assert not thread.is_alive()
-    assert "more than 2 seconds" in caught[0]
+    assert found == [{"stopped": "it ran for too long"}]
 
 
 def test_long_documents_pass_the_bounds() -> None:

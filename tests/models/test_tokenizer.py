@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import concurrent.futures
+import contextlib
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +56,25 @@ def test_byte_level_json_ids_are_those_of_tiktoken(tmp_path: Path, part: float) 
         return vendor.encode(text, bos=False, eos=False)
 
     assert mismatches(tokenizer, ids, 3, tuple(tokenizer.control)[:40], part) == []
+
+
+def vendor_of(version: str) -> tuple[Any, Any]:
+    """What `write_folder` takes for a real vocabulary, and the vendor's own text to ids."""
+    if version.startswith("tekken"):
+        vendor = Tekkenizer.from_file(v.vendor_file(version))
+        return v.tekken_json(version), lambda text: vendor.encode(text, bos=False, eos=False)
+    return version, v.vendor(version).encode
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("version", v.REAL)
+def test_all_real_vocabularies_give_the_vendors_ids(tmp_path: Path, version: str) -> None:
+    data, ids = vendor_of(version)
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    hostile = tuple(text for text in tokenizer.control if "REF" not in text)[:60]
+    assert [
+        text for text in texts(5, hostile, 100_000) if tokenizer.encode(text) != ids(text)
+    ] == []
 
 
 def test_the_two_formats_agree_on_control_tokens_and_places(tmp_path: Path) -> None:
@@ -279,62 +302,200 @@ def test_no_tokenizer_and_formats_that_are_refused_by_name(tmp_path: Path) -> No
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.model").unlink()
     (tmp_path / "tokenizer.json").mkdir()
-    with pytest.raises(ModelUnavailable, match="regular file"):
+    with pytest.raises(CorruptModel, match="regular file"):
         Tokenizer.from_folder(tmp_path)
+
+
+def _replaces(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+def _grows(times: int) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": [_replaces("a", "a" * 10)] * times}
+
+
+def _tokens(*texts: str) -> list[dict[str, Any]]:
+    return [{"id": 1000 + i, "content": text, "special": True} for i, text in enumerate(texts)]
+
+
+def _charsmap(*texts: str) -> str:
+    table = bytes(1024)
+    targets = b"".join(text.encode() + b"\0" for text in texts)
+    return base64.b64encode(len(table).to_bytes(4, "little") + table + targets).decode()
+
+
+def _sequence(step: dict[str, Any], times: int) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": [step] * times}
+
+
+TOO_MUCH = {
+    "steps that spell bytes": (
+        {"normalizer": _sequence({"type": "ByteLevel"}, 4)},
+        "256 times as long",
+    ),
+    "matches of no length": (
+        {
+            "normalizer": _sequence(
+                {"type": "Replace", "pattern": {"Regex": "(?=.)"}, "content": "x"}, 8
+            )
+        },
+        "256 times as long",
+    ),
+    "a prefix of each piece": (
+        {"normalizer": {"type": "Prepend", "prepend": "a" * 200}},
+        "201 times as long",
+    ),
+    "a map to long texts": (
+        {
+            "normalizer": _sequence(
+                {"type": "Precompiled", "precompiled_charsmap": _charsmap("a", "b" * 170)}, 1
+            )
+        },
+        "170 times as long",
+    ),
+    "compatible forms, twice": ({"normalizer": _sequence({"type": "NFKD"}, 2)}, "324 times"),
+    "nine steps that grow": ({"normalizer": _grows(9)}, "times as long"),
+    "a decoder that grows": (
+        {"decoder": {"type": "Sequence", "decoders": [_replaces("a", "a" * 10)] * 3}},
+        "times as long",
+    ),
+    "many steps": (
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}] * 65}},
+        "too many parts",
+    ),
+    "a long step": ({"normalizer": {"type": "Prepend", "prepend": "a" * 2000}}, "too many parts"),
+    "an empty pattern": ({"normalizer": _replaces("", "a")}, "replaces the empty text"),
+    "a long token": ({"added_tokens": _tokens("<|" + "a" * 60_000 + "|>")}, "60,004 characters"),
+    "many tokens": (
+        {"added_tokens": _tokens(*(f"<|{i}|>" for i in range(100_001)))},
+        "100,001 added tokens",
+    ),
+    "much text in tokens": (
+        {"added_tokens": _tokens(*(f"<|{i:0400}|>" for i in range(6000)))},
+        "more than 2,097,152 characters",
+    ),
+    "an id of many digits": (
+        {"added_tokens": [{"id": 10**4200, "content": "<|a|>"}]},
+        "19 digits or more",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_would_take_memory_or_time_is_refused_before_the_library_sees_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, message = TOO_MUCH[name]
+    folder = v.write_folder(tmp_path, {**v.byte_level_json(v.LLAMA_3, 1000), **changes})
+    monkeypatch.delattr("tokenizers.Tokenizer.from_str")
+    with pytest.raises(CorruptModel, match=message):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # What Llama-2, T5 and Gemma do, and steps that take something away.
+        {"normalizer": _sequence(_replaces("\u200b", ""), 5)},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}]}},
+        {"added_tokens": _tokens(*(f"<custom_token_{i}>" for i in range(28_672)))},
+    ],
+    ids=["deletions", "a space in front", "28,672 tokens"],
+)
+def test_what_published_models_have_is_read(tmp_path: Path, changes: dict[str, Any]) -> None:
+    Tokenizer.from_folder(
+        v.write_folder(tmp_path, {**v.byte_level_json(v.LLAMA_3, 1000), **changes})
+    )
+
+
+def test_two_threads_may_load(tmp_path: Path) -> None:
+    """Standard error is what it was when both have ended."""
+    before = os.fstat(2)
+    folder = v.write_folder(tmp_path, v.byte_level_json(v.LLAMA_3, 1000))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            list(pool.map(Tokenizer.from_folder, [folder] * 8))
+            assert os.path.samestat(os.fstat(2), before)
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        {"type": "Precompiled", "precompiled_charsmap": "////"},
+        {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+        {"type": "Replace", "pattern": {"Regex": "(" * 500}, "content": "a"},
+        {"type": "Replace", "pattern": {"Regex": "(a|b|ab)*c" * 2000}, "content": "a"},
+    ],
+)
+def test_a_panic_of_the_library_writes_nothing(
+    tmp_path: Path, normalizer: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = {**v.byte_level_json(v.LLAMA_3, 1000), "normalizer": normalizer}
+    with contextlib.suppress(CorruptModel):
+        Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("id", ["9" * 5000, "-1", "1e3", "²"])
+def test_the_ids_of_declared_tokens_are_small_numbers(tmp_path: Path, id: str) -> None:
+    config = {"added_tokens_decoder": {id: {"content": "<|new|>", "special": True}}}
+    folder = v.write_folder(tmp_path, v.byte_level_json(v.LLAMA_3, 1000), config)
+    with pytest.raises(CorruptModel, match="has the id"):
+        Tokenizer.from_folder(folder)
 
 
 def _broken(**changes: Any) -> dict[str, Any]:
     return {**v.legacy_json("v1"), **changes}
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("tokenizer.json", b""),
-        ("tokenizer.json", b"{"),
-        ("tokenizer.json", b"[]"),
-        ("tokenizer.json", b"{}"),
-        ("tokenizer.json", b"\xff\xfe{"),
-        ("tokenizer.json", b"[" * 100_000),
-        ("tokenizer.json", b'{"model": {"type": "BPE"}}'),
-        ("tokenizer.json", b'{"model": 3, "added_tokens": []}'),
-        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'),
-        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x"]]}}'),
-        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'),
-        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'),
-        (
-            "tokenizer.json",
-            b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
-            b'"added_tokens": [{"id": 99999999999, "content": "b"}]}',
-        ),
-        (
-            "tokenizer.json",
-            b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": [7]}',
-        ),
-        (
-            "tokenizer.json",
-            b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
-            b'"decoder": {"type": "Nonsense"}}',
-        ),
-        (
-            "tokenizer.json",
-            b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
-            b'"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, '
-            b'"behavior": "Isolated", "invert": false}}',
-        ),
-        ("tokenizer.model", b""),
-        ("tokenizer.model", b"not a model"),
-        ("tokenizer.model", b"\x00" * 4096),
-        ("tokenizer.model", b"\x0a\xff\xff\xff\xff\x0f"),
-        ("tokenizer.model", b"\x1a\x02\x18\x00"),
-        ("tokenizer_config.json", b"{"),
-        ("tokenizer_config.json", b"[]"),
-        ("special_tokens_map.json", b"7"),
-        ("added_tokens.json", b'{"<a>": "x"}'),
-        ("added_tokens.json", b'{"<a>": 99999999999}'),
-        ("tokenizer_config.json", b'{"added_tokens_decoder": {"-4": {"content": "<a>"}}}'),
-    ],
-)
+DAMAGED = [
+    ("tokenizer.json", b""),
+    ("tokenizer.json", b"{"),
+    ("tokenizer.json", b"[]"),
+    ("tokenizer.json", b"{}"),
+    ("tokenizer.json", b"\xff\xfe{"),
+    ("tokenizer.json", b"[" * 100_000),
+    ("tokenizer.json", b'{"model": {"type": "BPE"}}'),
+    ("tokenizer.json", b'{"model": 3, "added_tokens": []}'),
+    ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'),
+    ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x"]]}}'),
+    ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'),
+    ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'),
+    (
+        "tokenizer.json",
+        b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
+        b'"added_tokens": [{"id": 99999999999, "content": "b"}]}',
+    ),
+    (
+        "tokenizer.json",
+        b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": [7]}',
+    ),
+    (
+        "tokenizer.json",
+        b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
+        b'"decoder": {"type": "Nonsense"}}',
+    ),
+    (
+        "tokenizer.json",
+        b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
+        b'"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, '
+        b'"behavior": "Isolated", "invert": false}}',
+    ),
+    ("tokenizer.model", b""),
+    ("tokenizer.model", b"not a model"),
+    ("tokenizer.model", b"\x00" * 4096),
+    ("tokenizer.model", b"\x0a\xff\xff\xff\xff\x0f"),
+    ("tokenizer.model", b"\x1a\x02\x18\x00"),
+    ("tokenizer_config.json", b"{"),
+    ("tokenizer_config.json", b"[]"),
+    ("special_tokens_map.json", b"7"),
+    ("added_tokens.json", b'{"<a>": "x"}'),
+    ("added_tokens.json", b'{"<a>": 99999999999}'),
+    ("tokenizer_config.json", b'{"added_tokens_decoder": {"-4": {"content": "<a>"}}}'),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGED)
 def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes) -> None:
     if not name.startswith("tokenizer."):
         v.write_folder(tmp_path, "v1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -206,7 +207,7 @@ def test_every_truncation_is_seen_before_anything_is_loaded(layout: str, tmp_pat
     whole = shard.read_bytes()
     edge = 8 + int.from_bytes(whole[:8], "little")
     points = {*range(10), edge - 1, edge, edge + 1, len(whole) - 1, len(whole) // 2}
-    points |= {len(whole) * i // 64 for i in range(64)}
+    points |= {len(whole) * i // 256 for i in range(256)}
     for size in sorted(points):
         shard.write_bytes(whole[:size])
         assert refused(lambda: Checkpoint.open(tmp_path)).exit_code == 6, size
@@ -238,41 +239,41 @@ def set_map(folder: Path, tensor: str, shard: str | None) -> None:
 NORM = "model.norm.weight"
 
 
-@pytest.mark.parametrize(
-    "shard",
-    [
-        "../model.safetensors",
-        "/etc/passwd",
-        "a/b.safetensors",
-        "..",
-        ".hidden.safetensors",
-        "model.bin",
-        "x.safetensors\n",
-        "C:\\x.safetensors",
-        "",
-        "~/x.safetensors",
-        "\x1b.safetensors",
-    ],
-)
+SHARDS = [
+    "../model.safetensors",
+    "/etc/passwd",
+    "a/b.safetensors",
+    "..",
+    ".hidden.safetensors",
+    "model.bin",
+    "x.safetensors\n",
+    "C:\\x.safetensors",
+    "",
+    "~/x.safetensors",
+    "\x1b.safetensors",
+]
+
+
+@pytest.mark.parametrize("shard", SHARDS)
 def test_weight_map_takes_bare_file_names_only(shard: str, tmp_path: Path) -> None:
     write(Spec(layout="sharded"), tmp_path)
     set_map(tmp_path, NORM, shard)
     assert refused(lambda: Checkpoint.open(tmp_path)).exit_code == 6
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("", 6),
-        ("[]", 6),
-        ("{}", 6),
-        ('{"weight_map": {}}', 6),
-        ('{"weight_map": []}', 6),
-        ('{"weight_map": {"a": 3}}', 6),
-        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', 6),
-        ('{"weight_map": {"a": "absent.safetensors"}}', 3),
-    ],
-)
+INDEXES = [
+    ("", 6),
+    ("[]", 6),
+    ("{}", 6),
+    ('{"weight_map": {}}', 6),
+    ('{"weight_map": []}', 6),
+    ('{"weight_map": {"a": 3}}', 6),
+    ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', 6),
+    ('{"weight_map": {"a": "absent.safetensors"}}', 3),
+]
+
+
+@pytest.mark.parametrize(("text", "code"), INDEXES)
 def test_bad_index(text: str, code: int, tmp_path: Path) -> None:
     write(Spec(layout="sharded"), tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(text)
@@ -355,35 +356,35 @@ def drop(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "word"),
-    [
-        (drop(NORM), 6, "lack model.norm.weight"),
-        (drop("lm_head.weight"), 6, "lm_head"),
-        (drop("model.embed_tokens.weight"), 6, "embed_tokens"),
-        (lambda t: t | {"model.layers.2.mlp.up_proj.weight": torch.ones(2)}, 6, "unexpected"),
-        (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}, 6, "unexpected"),
-        (lambda t: t | {"model.layers.0.self_attn.q_norm.weight": torch.ones(12)}, 6, "q_norm"),
-        (lambda t: t | {"score.weight": torch.ones(2, 2)}, 6, "score"),
-        (lambda t: t | {NORM: torch.ones(47)}, 6, "shape"),
-        (lambda t: t | {NORM: torch.ones(48, 1)}, 6, "shape"),
-        (lambda t: t | {Q: t[Q][:, :-1]}, 6, "shape"),
-        (lambda t: t | {"lm_head.weight": t["lm_head.weight"][:-1]}, 6, "shape"),
-        (lambda t: t | {NORM: t[NORM].double()}, 3, "F64"),
-        (lambda t: t | {NORM: t[NORM].long()}, 3, "I64"),
-        (lambda t: t | {Q: t[Q].to(torch.float8_e4m3fn)}, 3, "f8_e4m3"),
-        (lambda t: t | {Q: t[Q].to(torch.int8)}, 3, "quantised"),
-        (lambda t: t | {Q: t[Q].to(torch.uint8)}, 3, "quantised"),
-        (lambda t: t | {Q + "_scale_inv": torch.ones(1)}, 3, "quantised"),
-        (lambda t: t | {Q.replace("weight", "qweight"): torch.ones(1)}, 3, "gptq"),
-        (lambda t: t | {Q.replace("weight", "g_idx"): torch.ones(1)}, 3, "gptq"),
-        (lambda t: t | {Q.replace("weight", "weight_packed"): torch.ones(1)}, 3, "compressed"),
-        (lambda t: t | {Q + ".absmax": torch.ones(1)}, 3, "bitsandbytes"),
-        (lambda t: t | {Q + ".quant_state.bitsandbytes__nf4": torch.ones(1)}, 3, "bitsandbytes"),
-        (lambda t: {k: v.to(torch.float8_e5m2) for k, v in t.items()}, 3, "f8_e5m2"),
-        (lambda t: {k: v.double() for k, v in t.items()}, 3, "F64"),
-    ],
-)
+ACCOUNTS: list[tuple[Any, int, str]] = [
+    (drop(NORM), 6, "lack model.norm.weight"),
+    (drop("lm_head.weight"), 6, "lm_head"),
+    (drop("model.embed_tokens.weight"), 6, "embed_tokens"),
+    (lambda t: t | {"model.layers.2.mlp.up_proj.weight": torch.ones(2)}, 6, "unexpected"),
+    (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}, 6, "unexpected"),
+    (lambda t: t | {"model.layers.0.self_attn.q_norm.weight": torch.ones(12)}, 6, "q_norm"),
+    (lambda t: t | {"score.weight": torch.ones(2, 2)}, 6, "score"),
+    (lambda t: t | {NORM: torch.ones(47)}, 6, "shape"),
+    (lambda t: t | {NORM: torch.ones(48, 1)}, 6, "shape"),
+    (lambda t: t | {Q: t[Q][:, :-1]}, 6, "shape"),
+    (lambda t: t | {"lm_head.weight": t["lm_head.weight"][:-1]}, 6, "shape"),
+    (lambda t: t | {NORM: t[NORM].double()}, 3, "F64"),
+    (lambda t: t | {NORM: t[NORM].long()}, 3, "I64"),
+    (lambda t: t | {Q: t[Q].to(torch.float8_e4m3fn)}, 3, "f8_e4m3"),
+    (lambda t: t | {Q: t[Q].to(torch.int8)}, 3, "quantised"),
+    (lambda t: t | {Q: t[Q].to(torch.uint8)}, 3, "quantised"),
+    (lambda t: t | {Q + "_scale_inv": torch.ones(1)}, 3, "quantised"),
+    (lambda t: t | {Q.replace("weight", "qweight"): torch.ones(1)}, 3, "gptq"),
+    (lambda t: t | {Q.replace("weight", "g_idx"): torch.ones(1)}, 3, "gptq"),
+    (lambda t: t | {Q.replace("weight", "weight_packed"): torch.ones(1)}, 3, "compressed"),
+    (lambda t: t | {Q + ".absmax": torch.ones(1)}, 3, "bitsandbytes"),
+    (lambda t: t | {Q + ".quant_state.bitsandbytes__nf4": torch.ones(1)}, 3, "bitsandbytes"),
+    (lambda t: {k: v.to(torch.float8_e5m2) for k, v in t.items()}, 3, "f8_e5m2"),
+    (lambda t: {k: v.double() for k, v in t.items()}, 3, "F64"),
+]
+
+
+@pytest.mark.parametrize(("change", "code", "word"), ACCOUNTS)
 def test_accounting(change: Any, code: int, word: str, tmp_path: Path) -> None:
     write(Spec(), tmp_path)
     edit_tensors(tmp_path / "model.safetensors", change)
@@ -406,20 +407,20 @@ def test_the_original_layout_is_accounted_for_too(tmp_path: Path) -> None:
         path.write_bytes(good)
 
 
-@pytest.mark.parametrize(
-    ("files", "code", "word"),
-    [
-        (["pytorch_model.bin"], 3, "pickled"),
-        (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], 3, "pickled"),
-        (["consolidated.00.pth"], 3, "pickled"),
-        (["model.pt"], 3, "pickled"),
-        (["model.ckpt"], 3, "pickled"),
-        (["model-q4.gguf"], 3, "GGUF"),
-        (["flax_model.msgpack"], 3, "Flax"),
-        (["training_args.bin"], 3, "no weights"),
-        ([], 3, "no weights"),
-    ],
-)
+FORMATS = [
+    (["pytorch_model.bin"], 3, "pickled"),
+    (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], 3, "pickled"),
+    (["consolidated.00.pth"], 3, "pickled"),
+    (["model.pt"], 3, "pickled"),
+    (["model.ckpt"], 3, "pickled"),
+    (["model-q4.gguf"], 3, "GGUF"),
+    (["flax_model.msgpack"], 3, "Flax"),
+    (["training_args.bin"], 3, "no weights"),
+    ([], 3, "no weights"),
+]
+
+
+@pytest.mark.parametrize(("files", "code", "word"), FORMATS)
 def test_other_formats_are_refused_by_name(
     files: list[str], code: int, word: str, tmp_path: Path
 ) -> None:
@@ -478,7 +479,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_allocated(
     monkeypatch.setattr(weights, "Llama", lambda *a, **k: pytest.fail("allocated"))
     error = refused(lambda: load_network(checkpoint, config))
     assert error.exit_code == 4
-    assert "GiB" in str(error)
+    assert "MiB of memory" in str(error)
     monkeypatch.undo()
     monkeypatch.setattr(weights, "free_memory", lambda device: needs)
     load_network(checkpoint, config)
@@ -652,3 +653,58 @@ def test_a_long_prompt_holds_the_residual_stream_and_one_chunk(dtype: str) -> No
     grown, stream, wide = map(int, done.stdout.split())
     assert grown >= stream  # the watch has seen the forward
     assert grown <= stream + wide + 10 * 2**20
+
+
+def test_a_file_that_the_disk_does_not_give_is_one_line(tmp_path: Path) -> None:
+    """/proc/self/mem is a regular file whose first byte gives EIO."""
+    write(Spec(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").symlink_to("/proc/self/mem")
+    with pytest.raises(ModelError, match=r"^model.safetensors cannot be read: Input/output") as one:
+        Checkpoint.open(tmp_path)
+    assert one.value.exit_code == 3
+
+
+def test_a_disk_that_fails_while_weights_are_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every read that there is, and in a folder that cannot be listed."""
+    write(Spec(layout="sharded"), tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    real, reads, allowed = weights.open_regular, 0, 1 << 30
+
+    class Broken:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def readinto(self, into: memoryview) -> Any:
+            nonlocal reads
+            reads += 1
+            if reads > allowed:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return self.file.readinto(into)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+    monkeypatch.setattr(weights, "open_regular", lambda path: Broken(real(path)))
+    load_network(Checkpoint.open(tmp_path), config)
+    assert reads > 30
+    for most in range(reads):
+        reads, allowed = 0, most
+        with pytest.raises(ModelError, match="cannot be read: Input/output error") as caught:
+            load_network(Checkpoint.open(tmp_path), config)
+        assert caught.value.exit_code == 3
+
+    def unlisted(folder: Path) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "iterdir", unlisted)
+    with pytest.raises(ModelError, match="cannot be read: Permission denied"):
+        Checkpoint.open(tmp_path)

@@ -24,11 +24,19 @@ from minikv.errors import UsageError
         ("kvcrush+critical", ("snapkv", "kvcrush", "critical")),
         ("kvcrush(adakv)", ("snapkv", "ada", "kvcrush")),
         ("l2+nacl", ("l2", "draw")),
+        ("kvzip+uniform", ("kvzip", "uniform")),
+        ("kvzip++uniform", ("kvzip", "uniform")),
+        ("kvcrush(kvzip+)", ("kvzip", "kvcrush")),
     ],
 )
 def test_names_compose(name: str, parts: tuple[str, ...]) -> None:
     assert policies.find(name).parts == parts
     assert build(name).name == name
+
+
+def test_a_plus_may_end_a_name() -> None:
+    for name, plus in (("kvzip+uniform", False), ("kvzip++uniform", True)):
+        assert build(name).scorer.plus is plus  # type: ignore[attr-defined]
 
 
 def test_preset_names_are_rows_of_the_same_table() -> None:
@@ -65,3 +73,14 @@ def test_unknown_policy_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="works only as `decode`") as refused:
         policies.find("roco")
     assert "`stride=32` makes roco" in refused.value.hint  # `minikv plan` suggests that
+
+
+def test_the_published_setting_of_expected_attention_has_a_name() -> None:
+    """kvpress' scores of ExpectedAttention: epsilon 0.01, 4 sinks, Ada-KV's budgets by its rule."""
+    made = build("ada-expected")
+    spelled = build(
+        "expected+ada", {"epsilon": 0.01, "recent": 0, "alloc": "floor", "alpha": 0.2, "sinks": 4}
+    )
+    assert (made.scorer, made.heads) == (spelled.scorer, spelled.heads)
+    changed = build("ada-expected", {"epsilon": 0.5}).scorer
+    assert getattr(changed, "epsilon", None) == 0.5

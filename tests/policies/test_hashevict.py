@@ -12,7 +12,7 @@ from minikv import policies
 from minikv.policies.base import (
     StepView,
 )
-from minikv.policies.hashevict import codes, ones, projection
+from minikv.policies.hashevict import HashEvict, codes, ones, projection
 
 
 def test_simhash_law() -> None:
@@ -32,7 +32,7 @@ def test_simhash_law() -> None:
     assert 0.8 < float(found.var()) / (bits * p * (1 - p)) < 1.25
 
 
-@pytest.mark.parametrize("bits", [4, 15, 16, 31, 32])
+@pytest.mark.parametrize("bits", [4, 15, 16, 31, 32, 33, 48, 64])
 def test_hashevict_evicts_the_antipode_and_spares_the_twin(bits: int) -> None:
     """L2: codes ignore scale; -q is the farthest a key can be, q the nearest."""
     step = policies.step_policy("hashevict", {"sinks": 0, "recent": 0, "bits": bits})
@@ -60,4 +60,20 @@ def test_hashevict_evicts_the_antipode_and_spares_the_twin(bits: int) -> None:
 
 def test_ones_counts_bits() -> None:
     numbers = [0, 1, 0xFFFFFFFF, 0x80000000, 0x12345678, 0xDEADBEEF]
+    numbers += [1 << 32, 1 << 62, (1 << 63) - 1, 0x123456789ABCDEF]
     assert ones(torch.tensor(numbers)).tolist() == [n.bit_count() for n in numbers]
+    negative = [-1, -(1 << 63), -2]  # the 64th bit is set
+    assert ones(torch.tensor(negative)).tolist() == [64, 1, 63]
+
+
+@pytest.mark.parametrize("bits", [4, 15, 16, 31, 32, 33, 47, 63, 64])
+def test_a_code_has_every_bit_where_it_is_stored(bits: int) -> None:
+    """Bit i is the sign of the i-th product, and the column is wide enough for all."""
+    step = policies.step_policy("hashevict", {"bits": bits})
+    assert isinstance(step, HashEvict)
+    keys = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
+    matrix = step.matrix(0, keys)
+    assert matrix.shape == (16, bits)
+    stored = step.init_state(0, keys)["code"].to(torch.int64)
+    signs = (keys @ matrix >= 0).tolist()
+    assert [[(n >> i) & 1 == 1 for i in range(bits)] for n in stored.tolist()] == signs

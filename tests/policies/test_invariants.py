@@ -289,7 +289,7 @@ def test_roco_without_its_scope_takes_h2os_victim(
     columns = {"sum": sums, "squares": squares, "count": torch.full_like(sums, float(age))}
     cap, zero = torch.full((3,), count - 1), torch.zeros(3, dtype=torch.int64)
     seen = StepView(count, order, cap, zero, torch.arange(3), columns)
-    roco = step("roco", {"sinks": sinks, "recent": recent, "scope": 0.0})
+    roco = step("roco", {"sinks": sinks, "recent": recent, "scope": 0.0, "pool": 1, "lead": 1})
     share = min(0.95, (recent + 0.5) / (count - 1))
     h2o = step("h2o", {"sinks": sinks, "recent_share": share})
     first = victims(roco, seen)
@@ -336,7 +336,8 @@ def test_kvcrush_without_representatives_is_its_base(base: str) -> None:
     prompts = [
         engine(net, name, "none", 50, prompt_options=given)
         for name, given in (
-            (base, {}),
+            # What a method shares over all layers is shared layer by layer here.
+            (base + "+uniform" * base.startswith("kvzip"), {}),
             (crushed, presets(base) | {"ratio": 0.0}),
         )
     ]

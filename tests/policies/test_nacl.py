@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 from small import engine, ids, network
+from spy import Spy
 from torch import Tensor
-from views import Spy, build, choose, random_mass, view
+from views import build, choose, random_mass, view
 
 
 def test_draws_repeat_with_the_seed_and_differ_between_layers() -> None:
@@ -63,7 +64,7 @@ def test_proxies_that_are_all_queries_are_h2o() -> None:
         seen: list[Tensor] = []
         policy = run.kv.prompt_policy
         assert policy is not None
-        scorer = Spy(policy.scorer, seen)
+        scorer = Spy(policy.scorer, lambda _, scores, seen=seen: seen.append(scores))
         run.kv.configure(replace(policy, scorer=scorer), None, run.kv.budget)
         run.prompt(ids(90))
         run.prompt(ids(9, seed=1))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 from small import victims
+from views import view
 
 from minikv import policies
 from minikv.policies.base import (
     StepView,
 )
+
+PAPER = {"pool": 1, "lead": 1}
 
 
 def roco_view(mean: list[float], spread: list[float], age: list[int], cap: int) -> StepView:
@@ -22,19 +25,19 @@ def roco_view(mean: list[float], spread: list[float], age: list[int], cap: int) 
 
 def test_roco_spares_the_unsteady() -> None:
     """Row 0 has the lowest mean but the highest deviation; of the steady ones row 2 is lowest."""
-    roco = policies.step_policy("roco", {"sinks": 1, "recent": 1, "scope": 0.25})
+    roco = policies.step_policy("roco", {"sinks": 1, "recent": 1, "scope": 0.25, **PAPER})
     assert roco is not None
     view = roco_view(
         [0.01, 0.30, 0.05, 0.20, 0.00], [0.9, 0.1, 0.1, 0.1, 0.0], [10, 20, 30, 40, 99], cap=4
     )
     assert victims(roco, view).tolist() == [2]
-    plain = policies.step_policy("roco", {"sinks": 1, "recent": 1, "scope": 0.0})
+    plain = policies.step_policy("roco", {"sinks": 1, "recent": 1, "scope": 0.0, **PAPER})
     assert plain is not None
     assert victims(plain, view).tolist() == [0]
 
 
 def test_roco_evicts_the_older_of_equals() -> None:
-    roco = policies.step_policy("roco", {"sinks": 0, "recent": 1})
+    roco = policies.step_policy("roco", {"sinks": 0, "recent": 1, **PAPER})
     assert roco is not None
     view = roco_view([0.1, 0.1, 0.1, 0.1], [0.0] * 4, [50, 20, 30, 99], cap=3)
     assert victims(roco, view).tolist() == [1]
@@ -42,7 +45,7 @@ def test_roco_evicts_the_older_of_equals() -> None:
 
 def test_roco_takes_a_constant_stream_for_steady() -> None:
     """Rounding makes some of their variances negative; none may pass for steadier than another."""
-    roco = policies.step_policy("roco", {"sinks": 0, "recent": 1, "scope": 0.8})
+    roco = policies.step_policy("roco", {"sinks": 0, "recent": 1, "scope": 0.8, **PAPER})
     assert roco is not None
     values = torch.linspace(0.02, 0.018, 40)  # the older, the more attention
     columns = {name: torch.zeros(40) for name in roco.columns}
@@ -62,7 +65,61 @@ def test_roco_takes_a_constant_stream_for_steady() -> None:
 
 def test_roco_never_evicts_the_newest_row() -> None:
     """Not even in a head whose cap is below sinks + recent, where nothing else protects it."""
-    roco = policies.step_policy("roco")
+    roco = policies.step_policy("roco", PAPER)
     assert roco is not None
     view = roco_view([0.3, 0.2, 0.4, 0.0], [0.0] * 4, [91, 93, 98, 99], cap=3)
     assert victims(roco, view).tolist() == [1]
+
+
+def started(mass: list[float], **options: float) -> dict[str, list[float]]:
+    """A head's columns after a first prompt, of whose queries the last two gave this attention."""
+    roco = policies.step_policy("roco", options)
+    assert roco is not None
+    seen = view(torch.tensor([[mass]]), 2)  # squares are those of the sum
+    none = {name: torch.zeros(1, len(mass)) for name in roco.columns}
+    return {name: c[0].tolist() for name, c in roco.prompt(seen, none).items()}
+
+
+MASS = [0.5, 0.25, 0.0, 0.0, 1.0, 0.0, 8.0, 9.0]
+
+
+def test_a_prompts_rows_start_with_the_largest_statistics_of_their_neighbours() -> None:
+    """By hand: all but the two observed rows, the last one of which was seen once, take the largest
+    mean and mean square of themselves and their neighbours; counts stay as they are."""
+    plain = started(MASS, pool=1, lead=1)
+    assert plain["sum"] == MASS
+    assert plain["squares"] == [m * m for m in MASS]
+    assert plain["count"] == [2.0] * 7 + [1.0]
+    pooled = started(MASS, pool=3, lead=1)
+    assert pooled["weighed"] == [0.5, 0.5, 0.25, 1.0, 1.0, 1.0, 8.0, 9.0]
+    assert pooled["squares"] == [0.25, 0.25, 0.0625, 1.0, 1.0, 1.0, 64.0, 81.0]
+    assert pooled["count"] == plain["count"]
+
+
+def test_what_a_prompt_gave_is_worth_more_than_what_an_answer_gives() -> None:
+    """Means are multiplied and deviations with them; a later prompt's come on top."""
+    plain, led = started(MASS, pool=1, lead=1), started(MASS, pool=1, lead=8)
+    assert led["weighed"] == [8 * m for m in MASS]
+    assert led["squares"] == [64 * m * m for m in MASS]
+    assert led["count"] == plain["count"]
+
+
+def leaves(**options: float) -> list[int]:
+    """Who leaves of 16 rows of a prompt, of which row 4 was attended to and its neighbours were
+    not, and four of the answer."""
+    mass = [0.02, 0.02, 0.02, 0.0, 1.0, 0.0] + [0.02] * 8 + [0.3, 0.3]
+    roco = policies.step_policy("roco", {"sinks": 0, "recent": 2, "scope": 0.3, **options})
+    assert roco is not None
+    made = started(mass, **options)
+    answer = {roco.total: 0.2, "squares": 0.02, "count": 4.0}
+    columns = {name: torch.tensor([[*c, *[answer[name]] * 4]]) for name, c in made.items()}
+    pos, zero = torch.arange(20)[None], torch.zeros(1, dtype=torch.int64)
+    return victims(roco, StepView(20, pos, torch.tensor([19]), zero, zero, columns)).tolist()
+
+
+def test_what_leaves_first_while_an_answer_is_written() -> None:
+    """Under the paper's statistics a neighbour of what was attended to, which pooling had kept at
+    the prompt; pooled, a row that has no neighbour to be kept for; by default one of the answer."""
+    assert leaves(**PAPER) == [3]
+    assert leaves(pool=3, lead=1) == [0]
+    assert leaves() == [16]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import Dense, engine, ids, network
+from small import Dense, engine, ids, network, victims
 from torch import Tensor
 
+from minikv.policies.base import StepView
 from minikv.policies.hashevict import ones
 from minikv.policies.scissorhands import ScissorHands
 
@@ -85,3 +86,16 @@ def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -
             assert found.tolist() == below[head, order].long().tolist()
             able = (tokens - order).clamp(max=last)
             assert arena.segment("queries", layer, head).long().tolist() == able.tolist()
+
+
+def test_scissorhands_counts_relative_to_a_rows_age() -> None:
+    """6 of 10 queries gave the first row little, 3 of 4 the second, 9 of 20 the third."""
+    step = ScissorHands(sinks=0, recent=1, history=32)
+    below = torch.tensor([[0b111111, 0b0111, 0b111111111, 0]])
+    queries = torch.tensor([[10.0, 4.0, 20.0, 1.0]])
+    pos, zero = torch.tensor([[3, 9, 1, 12]]), torch.zeros(1, dtype=torch.int64)
+    columns = {"below0": below, "queries": queries}
+    seen = StepView(13, pos, torch.tensor([3]), zero, zero, columns)
+    scores, _ = step.score(seen, 1)
+    torch.testing.assert_close(scores, torch.tensor([[-0.6, -0.75, -0.45, 0.0]]))
+    assert victims(step, seen).tolist() == [1]

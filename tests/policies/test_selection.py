@@ -22,7 +22,7 @@ from minikv.policies.base import (
     Scorer,
 )
 from minikv.policies.counter_rng import gumbel
-from minikv.policies.critical import value_norms
+from minikv.policies.outputs import output_norms
 from minikv.policies.selection import ranked
 
 few = st.integers(0, 9)
@@ -305,7 +305,7 @@ def expected(
         then = oracle.draw(pos, keys, float(values["random"]))
     weighed = rows_.scores
     if "critical" in parts:
-        weighed = (weights(rows_.scores) + values["epsilon"]) * value_norms(view)  # type: ignore[operator]
+        weighed = (weights(rows_.scores) + values["epsilon"]) * output_norms(view)  # type: ignore[operator]
 
     def goal(major: list[bool]) -> list[bool]:
         return kvcrush.anchor(str(values["anchor"]), torch.tensor(major), seed, view.layer).tolist()

@@ -7,19 +7,30 @@ from __future__ import annotations
 
 import sys
 import time
-
-from fakes import ByteTokenizer, ChatML, FakeEngine
+from typing import TYPE_CHECKING
 
 import minikv.cli.turn
-from minikv.chat.session import ChatSession
 from minikv.cli.main import run
 from minikv.settings import Settings
 
+if TYPE_CHECKING:
+    from minikv.chat.session import ChatSession
+
 
 def main() -> None:
-    pace = float(sys.argv.pop(1))
+    use_fake(float(sys.argv.pop(1)))
+    run()
+
+
+def use_fake(pace: float) -> None:
+    """From now on this process has the fake model in the place of any other."""
 
     def build(settings: Settings, progress: object = None) -> ChatSession:
+        # Most tests of the command line end before a model is needed, and torch takes a second.
+        from fakes import ByteTokenizer, ChatML, FakeEngine
+
+        from minikv.chat.session import ChatSession
+
         engine = FakeEngine(length=40)
         engine.hook = lambda fed: time.sleep(pace)
         tokenizer = ByteTokenizer()
@@ -34,7 +45,6 @@ def main() -> None:
         )  # type: ignore[arg-type]
 
     minikv.cli.turn.build = build
-    run()
 
 
 if __name__ == "__main__":

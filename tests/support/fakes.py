@@ -105,7 +105,8 @@ class FakeKv:
     budget_rows: int | None = 512
     fed: list[int] = field(default_factory=list)
     shape = SimpleNamespace(layers=1, kv_heads=1, windows=(None,))
-    tier = recalls = None
+    tier = recalls = prompt_policy = None
+    scoring = False
     lost = ()
 
     @property
@@ -121,6 +122,9 @@ class FakeKv:
             device=torch.device("cpu"),
             columns={"pos": torch.arange(count, dtype=torch.int32)},
         )
+
+    def accepts(self, held: object, *eviction: object) -> bool:
+        return True
 
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(
@@ -190,6 +194,12 @@ class FakeKv:
             {"ids": ids},
         )
 
+    def restart(self, *choice: Any) -> None:
+        self.check(*choice)
+        self.configured.append(choice)
+        self.position = 0
+        self.fed.clear()
+
     def restore(self, held: CacheSnapshot, *choice: Any) -> None:
         self.check(*choice)
         self.fed, self.position = held.columns["ids"].tolist(), held.position
@@ -216,7 +226,14 @@ class FakeEngine:
     def fed(self, ids: list[int]) -> None:
         self.kv.fed = ids
 
-    def prompt(self, ids: list[int], progress: Any = None, room: int = 256) -> Tensor:
+    def prompt(
+        self,
+        ids: list[int],
+        progress: Any = None,
+        room: int = 256,
+        asks: bool = False,
+        turn_tokens: int | None = None,
+    ) -> Tensor:
         before = list(self.fed)
         try:
             for start in range(0, len(ids), self.chunk):

@@ -12,6 +12,7 @@ import fcntl
 import multiprocessing
 import os
 import pty
+import resource
 import select
 import signal
 import struct
@@ -64,12 +65,16 @@ def run(
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
     presses: Presses | None = None,
+    limits: Mapping[int, int] | None = None,
 ) -> Done:
-    """minikv with files for its streams, until it ends. `stdin` is what it can read."""
+    """minikv with files for its streams, until it ends. `stdin` is what it can read. `limits`: of
+    the system's resources, as `resource.RLIMIT_FSIZE`."""
     with tempfile.TemporaryDirectory() as place:
         given, out, err = (Path(place, name) for name in ("in", "out", "err"))
         given.write_bytes(stdin.encode() if isinstance(stdin, str) else stdin)
-        process = _start(arguments, (str(given), str(out), str(err)), env, folder, presses)
+        process = _start(
+            arguments, (str(given), str(out), str(err)), env, folder, presses, limits=limits
+        )
         process.join(120)
         if process.is_alive():
             process.kill()
@@ -86,10 +91,12 @@ class Forked(Terminals):
         env: Mapping[str, str],
         folder: Path | None = None,
         columns: int = 100,
+        pace: float | None = None,
     ) -> None:
+        """pace: over a fake model, with so many seconds for each of its steps (`fake_main`)."""
         self.fd, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-        self.process = _start(arguments, (os.ttyname(theirs),) * 3, env, folder, None)
+        self.process = _start(arguments, (os.ttyname(theirs),) * 3, env, folder, None, pace=pace)
         os.close(theirs)
         self.seen = ""
         self.at = 0
@@ -120,6 +127,8 @@ def _start(
     env: Mapping[str, str] | None,
     folder: Path | None,
     presses: Presses | None,
+    pace: float | None = None,
+    limits: Mapping[int, int] | None = None,
 ) -> Any:
     """A process that has its streams open when this returns."""
     ready, told = _SERVER.Pipe(duplex=False)
@@ -131,6 +140,8 @@ def _start(
             {**os.environ, **(env or {})},
             str(folder or Path.cwd()),
             dict(presses or {}),
+            pace,
+            dict(limits or {}),
             told,
         ),
     )
@@ -145,6 +156,8 @@ def _enter(
     env: Mapping[str, str],
     folder: str,
     presses: Presses,
+    pace: float | None,
+    limits: Mapping[int, int],
     told: Any,
 ) -> None:
     os.setsid()
@@ -160,9 +173,15 @@ def _enter(
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
+    for kind, most in limits.items():
+        resource.setrlimit(kind, (most, most))
     sys.argv = ["minikv", *arguments]
     if presses:
         _press_at(presses)
+    if pace is not None:
+        from fake_main import use_fake
+
+        use_fake(pace)
     from minikv.cli.__main__ import run as command
 
     command()

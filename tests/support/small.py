@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from spy import Spy
 from torch import Tensor
 
 from minikv import policies
@@ -22,11 +23,10 @@ from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 from minikv.policies.base import (
-    Evidence,
+    GlobalAllocator,
     LayerAllocator,
     PromptPolicy,
     PromptView,
-    Scorer,
     StepPolicy,
     StepView,
     oldest_of_lowest,
@@ -35,6 +35,8 @@ from minikv.policies.base import (
 from minikv.policies.hashevict import codes, ones
 
 VOCAB = 97
+SOON: dict[str, dict[str, object]] = {"rkv": {"window": 3, "buffer": 4}}
+"""Options under which a step policy evicts within a few tokens, where its defaults wait longer."""
 # Every prompt policy alone and with its own step policy; every step policy alone and with adakv.
 PAIRS = list(
     dict.fromkeys(
@@ -98,7 +100,7 @@ def scheduler(
     return over(
         net,
         policies.prompt_policy(prompt, prompt_options),
-        policies.step_policy(step, step_options),
+        policies.step_policy(step, SOON.get(step) if step_options is None else step_options),
         Budget.parse(budget) if budget is not None else None,
         poison=poison,
     )
@@ -214,25 +216,6 @@ class _Layers(LayerAllocator):
         return self.walk.rows
 
 
-class _Scorer(Scorer):
-    """Another one; what it protects is written down."""
-
-    def __init__(self, of: Scorer, walk: Walk) -> None:
-        self.of, self.walk = of, walk
-
-    @property
-    def evidence(self) -> Evidence:
-        return self.of.evidence
-
-    def score(self, view: PromptView) -> Tensor:
-        return self.of.score(view)
-
-    def protected(self, view: PromptView) -> Tensor:
-        inside = self.of.protected(view)
-        self.walk.scopes[view.layer] = view.pos, inside & view.live
-        return inside
-
-
 class Walk:
     """A conversation, checked after every prompt and every token of an answer.
 
@@ -259,7 +242,8 @@ class Walk:
         attend = self.kv.attend
 
         def listen(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.fed[layer].append(torch.stack((k, v), 1))
+            if not (self.kv.scoring or getattr(self.kv._reading, "glancing", False)):
+                self.fed[layer].append(torch.stack((k, v), 1))
             return attend(layer, q, k, v)
 
         self.kv.attend = listen  # type: ignore[method-assign]
@@ -272,8 +256,14 @@ class Walk:
         self.scopes: dict[int, tuple[Tensor, Tensor]] = {}
         prompt, step, budget, stride = eviction.policies()
         if prompt is not None:
-            layers, scorer = _Layers(prompt.layers, self), _Scorer(prompt.scorer, self)
-            prompt = replace(prompt, layers=layers, scorer=scorer)
+            scorer = prompt.scorer
+
+            def note(view: PromptView, scores: Tensor) -> None:
+                self.scopes[view.layer] = view.pos, scorer.protected(view) & view.live
+
+            prompt = replace(prompt, scorer=Spy(scorer, note))
+            if isinstance(prompt.layers, LayerAllocator):
+                prompt = replace(prompt, layers=_Layers(prompt.layers, self))
             self.causal = self.causal and prompt.evidence.causal
         return prompt, step, budget, stride
 
@@ -317,16 +307,17 @@ class Walk:
             if policy is None:
                 assert not gone
                 continue
-            cap = int(caps[layer, head])
-            assert len(gone) <= 1
-            assert len(now) <= cap
-            assert len(now) == min(len(before) + 1, cap) or window is not None
+            cap, block = int(caps[layer, head]), policy.block
+            full = len(before) + 1 == cap + block
+            assert len(gone) in (0, block)
+            assert len(now) < cap + block
+            assert len(now) == len(before) + 1 - block * full or window is not None
             free = {
                 p
                 for p in before
                 if p >= max(policy.sinks, self.pinned) and p <= judged - policy.recent
             }
-            assert gone <= free or not free
+            assert gone <= free or free < gone  # all of them, and what is protected
             assert not any(p < self.pinned for p in gone)
 
     def _after_prompt(self, had: list[list[set[int]]]) -> None:
@@ -339,6 +330,13 @@ class Walk:
                     assert int(kv.arena.cap[layer, head]) == max(len(now), self.budget)
             return
         heads, layers = kv.shape.kv_heads, kv.shape.layers
+        if isinstance(prompt.layers, GlobalAllocator):
+            total = heads * layers * self.budget
+            assert int(kv.arena.held.sum()) == min(total, sum(live))
+            if step is not None:
+                assert int(kv.arena.cap.sum()) == total
+            self._after_choice(had, prompt)
+            return
         parts = policies.find(self.eviction.policy).parts
         if "layers" not in {policies.PARTS[part].axis for part in parts}:
             assert self.rows == [self.budget] * layers
@@ -348,6 +346,11 @@ class Walk:
             assert int(kv.arena.held[layer].sum()) == min(total, live[layer])
             if step is not None:
                 assert int(kv.arena.cap[layer].sum()) == total
+        self._after_choice(had, prompt)
+
+    def _after_choice(self, had: list[list[set[int]]], prompt: PromptPolicy) -> None:
+        """What is protected stayed, and nothing came from nowhere."""
+        kv = self.kv
         for layer, head, now in self._each():
             end = kv.position - prompt.evidence.window
             stays = {p for p in had[layer][head] if p >= end or p < prompt.evidence.sinks}
@@ -391,7 +394,7 @@ class Walk:
                 age = end - at if self.causal else torch.full_like(at, end)
                 self._check_state(layer, columns, age)
         if self.kv.step_policy is not None:
-            assert bool((arena.held <= arena.cap).all())
+            assert bool((arena.held < arena.cap + self.kv.step_policy.block).all())
 
     def _check_state(self, layer: int, columns: dict[str, Tensor], age: Tensor) -> None:
         """The step policy's own columns. age: queries that could see the row, at the most."""
@@ -429,8 +432,9 @@ def _attention_sums(policy: StepPolicy, layer: int, c: dict[str, Tensor], age: T
 
 def _moments(policy: StepPolicy, layer: int, c: dict[str, Tensor], age: Tensor) -> bool:
     """Shares lie between 0 and 1, and no row was counted for more queries than could see it."""
-    fine = (c["squares"] >= 0) & (c["squares"] <= c["sum"] + 1e-3)
-    fine &= (c["sum"] <= c["count"] + 1e-3) & (c["count"] >= 1) & (c["count"] <= age)
+    lead, total = policy.lead, c[policy.total]  # type: ignore[attr-defined]
+    fine = (c["squares"] >= 0) & (c["squares"] <= lead * (total + 1e-3))
+    fine &= (total <= lead * (c["count"] + 1e-3)) & (c["count"] >= 1) & (c["count"] <= age)
     return bool(fine.all())
 
 

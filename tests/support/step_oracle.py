@@ -129,7 +129,15 @@ def roco_step(
     count: Tensor,
     keep: Tensor,
 ) -> None:
-    policy = GivenRoCo(sinks=rows.sinks, recent=rows.recent, scope=0.3, scope_prompt=0.1, keep=keep)
+    policy = GivenRoCo(
+        sinks=rows.sinks,
+        recent=rows.recent,
+        scope=0.3,
+        scope_prompt=0.1,
+        pool=1,
+        lead=1.0,
+        keep=keep,
+    )
     columns = {"sum": sums, "squares": squares, "count": count}
     end_of_step(policy, logits, lse, rows, go, free_slot, columns)
 

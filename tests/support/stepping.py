@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from small import VOCAB, ids, network, shape
+from small import SOON, VOCAB, ids, network, shape
 from tape import Tape
 
 from minikv import policies
@@ -35,7 +35,7 @@ def engine(
     cache = KVCache(
         shape(net),
         policies.prompt_policy(prompt),
-        policies.step_policy(step, options),
+        policies.step_policy(step, SOON.get(step) if options is None else options),
         None if budget is None else Budget.parse(budget),
         dtype=net.dtype,
         kv=kv,

@@ -20,9 +20,10 @@ class Terminals:
         self.at = 0  # what lies before has been waited for
         self.prompt = ""
 
-    def ready(self) -> None:
-        """Wait for the prompt: keys typed before would meet a terminal in another mode."""
-        self.until(self.prompt)
+    def ready(self, prompt: str = "") -> None:
+        """Wait for the prompt and a little longer: keys typed before would meet a terminal in
+        another mode, and a Ctrl-C a Python that is not yet waiting, which then goes on to wait."""
+        self.until(prompt or self.prompt)
         time.sleep(0.2)
 
     def until(self, text: str, seconds: float = 60.0) -> str:

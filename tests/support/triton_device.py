@@ -31,14 +31,15 @@ __all__ = [
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-SEED = 5 if INTERPRETED else int.from_bytes(os.urandom(4))
+SEED = int(os.environ.get("GPU_TEST_SEED", "5"))
+"""Of random numbers: another one in each run on a GPU, see tests/conftest.py."""
 
 
 def interpret(files: list[Path]) -> None:
     """Run the tests of files in Triton's interpreter, which is chosen at the first import."""
     options = ["-q", "-p", "no:cacheprovider", "-n", "0"]
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore", "GPU_TEST_SEED": "5"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-6000:]
     assert " passed" in ran.stdout

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minikv import policies
-from minikv.policies.base import Evidence, PromptPolicy, PromptView, Scorer
+from minikv.policies.base import PromptPolicy, PromptView
 
 
 def build(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy:
@@ -26,27 +26,38 @@ def view(mass: Tensor, observed: int = 1, layer: int = 0) -> PromptView:
     return PromptView(layer, rows, pos, observed, mass, mass.mean(1) ** 2, lambda: key, lambda: key)
 
 
+def looked(
+    given: Tensor,
+    value: Tensor | None = None,
+    pos: Tensor | None = None,
+    output: Tensor | None = None,
+    budget: int = 0,
+) -> PromptView:
+    """A prompt of whose last W queries each is known: given [H, G, W, N]. value [H, N, D], output
+    [H, G, D, hidden]; pos [H, N], or those of a first prompt."""
+    heads, _, observed, rows = given.shape
+    if pos is None:
+        pos = torch.arange(rows).expand(heads, rows)
+    mass = given.sum(2)
+    fetched = torch.ones(heads, rows, 1) if value is None else value
+    return PromptView(
+        0,
+        int(pos.max()) + 1,
+        pos,
+        observed,
+        mass,
+        mass.mean(1) ** 2,
+        lambda: fetched,
+        lambda: fetched,
+        output=None if output is None else lambda: output,
+        budget=budget,
+        attention=lambda h: given[h],
+    )
+
+
 def choose(policy: PromptPolicy, seen: PromptView, total: int) -> Tensor:
     """bool [H, N] of the rows that stay, as a prompt asks for them."""
     return policy.keep(seen, total)
-
-
-class Spy(Scorer):
-    """Another scorer, whose scores are written down."""
-
-    def __init__(self, of: Scorer, seen: list[Tensor]) -> None:
-        self.of, self.seen = of, seen
-
-    @property
-    def evidence(self) -> Evidence:
-        return self.of.evidence
-
-    def protected(self, view: PromptView) -> Tensor:
-        return self.of.protected(view)
-
-    def score(self, view: PromptView) -> Tensor:
-        self.seen.append(self.of.score(view))
-        return self.seen[-1]
 
 
 def random_mass(heads: int = 3, group: int = 2, rows: int = 120, seed: int = 0) -> Tensor:

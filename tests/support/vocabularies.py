@@ -25,6 +25,17 @@ _FILES = {
     "v3": "mistral_instruct_tokenizer_240323.model.v3",
     "v7": "mistral_instruct_tokenizer_241114.model.v7",
 }
+TEKKEN = "tekken_240718.json"
+REAL = (
+    "tokenizer.model.v1",
+    "mistral_instruct_tokenizer_240216.model.v2",
+    "mistral_instruct_tokenizer_240323.model.v3",
+    "mistral_instruct_tokenizer_241114.model.v7",
+    "mistral_instruct_tokenizer_241114.model.v7m1",
+    TEKKEN,
+    "tekken_240911.json",
+)
+"""All seven that mistral_common ships."""
 LLAMA_3 = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -138,16 +149,16 @@ TEKKEN_SPECIALS = 1000
 
 
 @cache
-def _tekken() -> tuple[str, list[bytes]]:
-    data = json.loads(vendor_file("tekken_240718.json").read_text("utf-8"))
+def _tekken(version: str) -> tuple[str, list[bytes]]:
+    data = json.loads(vendor_file(version).read_text("utf-8"))
     count = data["config"]["default_vocab_size"] - TEKKEN_SPECIALS
     ranks = [base64.b64decode(entry["token_bytes"]) for entry in data["vocab"][:count]]
     return data["config"]["pattern"], ranks
 
 
 @cache
-def _byte_level(specials: tuple[str, ...], entries: int, count: int) -> str:
-    pattern, ranks = _tekken()
+def _byte_level(specials: tuple[str, ...], entries: int, count: int, version: str = TEKKEN) -> str:
+    pattern, ranks = _tekken(version)
     ranks = ranks[:entries]
     order = {token: rank for rank, token in enumerate(ranks)}
     letters = {byte: char for char, byte in byte_level_alphabet().items()}
@@ -229,10 +240,10 @@ def byte_level_json(
     return found
 
 
-def tekken_json() -> dict[str, Any]:
+def tekken_json(version: str = TEKKEN) -> dict[str, Any]:
     """All of tekken, with the ids that the vendor gives."""
     names = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
-    found: dict[str, Any] = json.loads(_byte_level(names, 1 << 20, TEKKEN_SPECIALS))
+    found: dict[str, Any] = json.loads(_byte_level(names, 1 << 20, TEKKEN_SPECIALS, version))
     return found
 
 

@@ -69,12 +69,15 @@ def test_a_small_run(tmp_path: Path) -> None:
         (["--budget", "12x"], "cannot read the budget"),
         (["--length", "none"], "cannot read the lengths"),
         (["--length", "3"], "cannot read the lengths"),
+        (["--length", "9" * 400], "cannot read the lengths"),
+        (["--length", "9" * 5000], "cannot read the lengths"),
         (["--length", "199"], "a document of 199 tokens holds no fact"),
         (["--length", "100,1000", "--tasks", "needle,ppl"], "a document of 100 tokens holds no"),
         (["--tasks", "codes", "--length", "300"], "300 tokens is too short for the task codes"),
         (["--reuse", "recall,always"], "unknown reuse 'always'"),
         (["--reuse", ","], "--reuse names nothing"),
         (["-n", "0"], "-n must be at least 1"),
+        (["--questions", "0"], "--questions must be at least 1"),
         (["-o", "windov=3"], "none of these policies has an option 'windov'"),
         (["--decode", ","], "--decode names nothing"),
         (["--policy", "snapkv", "--stride", "32"], "snapkv cannot read a prompt in blocks"),
@@ -281,3 +284,71 @@ def test_a_wrong_value_of_an_option_says_what_is_right(given: str, hint: str) ->
     with pytest.raises(UsageError) as refused:
         EvictionConfig.read("adakv", options={name: value})
     assert refused.value.hint == hint
+
+
+def test_the_answers_stand_beside_the_scores(tmp_path: Path) -> None:
+    """What was asked, what would be right, what each policy said and what it scored."""
+    out = tmp_path / "out.json"
+    arguments = "eval --policy adakv --budget 64 --length 1000 -n 4 --questions 2 --reuse blind"
+    result = CliRunner().invoke(app, [*arguments.split(), "--json", str(out)])
+    assert result.exit_code == 0, result.stderr
+    written = json.loads(out.read_text())
+    items = written["items"]["facts"]
+    assert [len(item["questions"]) for item in items] == [2, 2]
+    for c in written["cells"]:
+        for item, given, scores in zip(items, c["answers"], c["scores"], strict=True):
+            exact = [float(a.strip() in r) for a, r in zip(given, item["right"], strict=True)]
+            assert scores == exact
+        flat = [x for row in c["scores"] for x in row]
+        assert c["score"] == sum(flat) / len(flat)
+        assert c["n"] == 4
+    assert [c["reuse"] for c in written["cells"]] == ["once", "blind"]
+
+
+def test_agreement_perplexity_and_loss_of_records(tmp_path: Path) -> None:
+    """With FILEs these are of the files; what is made here needs a task of its own."""
+    line = {"input": "The key is 17.\n" * 20 + "What is the key?", "outputs": ["17"]}
+    for name in ("vt", "cwe"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "validation.jsonl").write_text(json.dumps(line))
+    out, sheet = tmp_path / "out.json", tmp_path / "out.csv"
+    files = [str(tmp_path / name / "validation.jsonl") for name in ("vt", "cwe")]
+    arguments = "--policy streaming --budget 32 --tasks agree,ppl,loss --length 100 --json".split()
+    result = CliRunner().invoke(app, ["eval", *files, *arguments, str(out), "--csv", str(sheet)])
+    assert result.exit_code == 0, result.stderr
+    cells = json.loads(out.read_text())["cells"]
+    kinds = ("", "agree of ", "ppl of ", "loss of ")
+    names = [f"{kind}{name}" for name in ("vt", "cwe") for kind in kinds]
+    assert [c["task"] for c in cells] == [n for name in names for n in (name, name)]
+    by = {(c["task"], c["policy"]): c for c in cells}
+    assert by["agree of vt", "full"]["score"] == 1.0
+    assert by["loss of vt", "full"]["score"] == pytest.approx(0.0, abs=1e-5)
+    assert by["loss of vt", "streaming"]["score"] > 0.0
+    assert by["ppl of vt", "full"]["score"] > 1.0
+    tasks = [row["task"] for row in csv.DictReader(io.StringIO(sheet.read_text()))]
+    assert tasks == [c["task"] for c in cells]
+    assert "ppl of cwe\npolicy" in result.stdout
+
+
+def test_scores_of_groups_are_shown_apart(tmp_path: Path) -> None:
+    path = tmp_path / "qasper_e.jsonl"
+    path.write_text(
+        "\n".join(
+            json.dumps(
+                {
+                    "context": f"The fox number {n}.",
+                    "input": "Who?",
+                    "answers": ["fox"],
+                    "dataset": "qasper",
+                    "length": n,
+                }
+            )
+            for n in (10, 20, 9000)
+        )
+    )
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(app, ["eval", str(path), "--policy", "full", "--json", str(out)])
+    assert result.exit_code == 0, result.stderr
+    assert "by group  0-4k (2)  8k+ (1)\n" in result.stdout
+    (cell,) = json.loads(out.read_text())["cells"]
+    assert [(name, n) for name, _, n in cell["by_group"]] == [("0-4k", 2), ("8k+", 1)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 import minikv
-from minikv.cli.evaluation import command, metrics, passes, run
-from minikv.cli.evaluation.files import Item, read_items
+from minikv.chat.transcript import Message
+from minikv.cli.evaluation import command, longbench, metrics, passes, wording
+from minikv.cli.evaluation.files import Item, read_items, together
 from minikv.cli.evaluation.longbench import DATASETS
 from minikv.cli.main import app
 from minikv.errors import UsageError
@@ -25,6 +28,18 @@ def record(**changes: object) -> str:
 
 def ruler(**changes: object) -> str:
     return json.dumps({"input": "A key is 17.\nWhat is the key?", "outputs": ["17"]} | changes)
+
+
+def choices(**changes: object) -> str:
+    good = {
+        "context": " The fox. ",
+        "question": "Which $C_A$ is it?",
+        **{f"choice_{x}": f"the {x.lower()} one " for x in "ABCD"},
+        "answer": "C",
+        "difficulty": "hard",
+        "length": "short",
+    }
+    return json.dumps({k: v for k, v in (good | changes).items() if v is not None})
 
 
 @pytest.mark.parametrize(
@@ -46,6 +61,10 @@ def ruler(**changes: object) -> str:
         (record(answers=[]), "line 2: answers is empty"),
         (record(input=""), "line 2: input is empty"),
         (record(dataset="vcsum"), "line 2: dataset 'vcsum' is not supported"),
+        (record(dataset="lsht_e"), "line 2: dataset 'lsht_e' is not supported"),
+        (choices(choice_D=None), "line 2: no choice_D"),
+        (choices(answer="E"), "line 2: answer is not A, B, C or D"),
+        (choices(question=" "), "line 2: question is empty"),
         (record(dataset="trec"), "line 2: no all_classes"),
         (
             record(dataset="trec")[:-1] + ', "all_classes": null}',
@@ -82,11 +101,11 @@ def test_longbench_and_ruler_records(tmp_path: Path) -> None:
     path = tmp_path / "niah_single_1.jsonl"
     path.write_text(record() + "\n\n" + ruler(input="Some words.\nA key is 17.\nWhich?") + "\n")
     first, second = read_items(path)
-    assert (first.document, first.right) == ("The fox.", (("fox",),))
-    assert first.questions == (f"{DATASETS['qasper'].says}\n\nWho?",)
+    assert first.document.endswith("\n\nArticle: The fox.")
+    assert first.right == (("fox",),)
     assert (first.metric, first.max_tokens) == (metrics.qa_f1, 128)
     assert first.source == f"{path}, line 1"
-    assert second.document == "Some words.\nA key is 17."
+    assert second.document == "Some words.\nA key is 17.\n"
     assert second.questions == ("Which?",)
     assert second.metric is metrics.contains
     assert second.source == f"{path}, line 3"
@@ -104,13 +123,24 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     line = json.dumps(json.loads(record(context=odd)), ensure_ascii=False)
     path.write_bytes("\r\n".join([line, record(), ""]).encode())
     first, second = read_items(path)
-    assert first.document == odd
-    assert second.document == "The fox."
+    assert first.document.endswith(f"Article: {odd}")
+    assert second.document.endswith("Article: The fox.")
     assert second.source.endswith("line 2")
 
 
-def test_every_dataset_is_asked_for_what_it_wants(tmp_path: Path) -> None:
-    """Lengths as LongBench's own; an input after the instruction, as it stands."""
+PROMPTS = Path(longbench.__file__).parent / "prompts"
+DIGESTS = {"longbench.json": "1e34c07872360e20", "longbench-v2.txt": "68a162252bc9ff71"}
+
+
+def test_the_prompts_are_the_published_ones() -> None:
+    """Nothing changes them by accident; their licence is beside them."""
+    digests = {name: sha256((PROMPTS / name).read_bytes()).hexdigest()[:16] for name in DIGESTS}
+    assert digests == DIGESTS
+    assert "Permission is hereby granted" in (PROMPTS / "LICENSE").read_text()
+
+
+def test_every_dataset_is_asked_as_it_is_published(tmp_path: Path) -> None:
+    """The official prompt to the letter, and the official lengths; also LongBench-E's records."""
     lengths = {
         **dict.fromkeys(("gov_report", "qmsum", "multi_news"), 512),
         **dict.fromkeys(("narrativeqa", "qasper", "samsum"), 128),
@@ -120,21 +150,115 @@ def test_every_dataset_is_asked_for_what_it_wants(tmp_path: Path) -> None:
     }
     assert {name: d.max_tokens for name, d in DATASETS.items()} == lengths
     assert {name for name, d in DATASETS.items() if d.first_line} == {"trec", "triviaqa", "samsum"}
+    completed = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+    assert {name for name, d in DATASETS.items() if not d.roles} == completed
     without = {"gov_report", "multi_news", "passage_count", "lcc"}
+    official = json.loads((PROMPTS / "longbench.json").read_text())
+    assert set(official) == set(DATASETS)
     for name, dataset in DATASETS.items():
         path = tmp_path / f"{name}.jsonl"
-        given = "" if name in without else "    if x:\n"
-        path.write_text(
-            record(dataset=name, input=given, answers=["Paragraph 1"], all_classes=["Paragraph 1"])
-        )
-        (item,) = read_items(path)
-        assert item.questions == (f"{dataset.says}\n\n{given}" if given else dataset.says,)
-        assert item.metric is dataset.metric
+        given = "" if name in without else "    if {context}:\n"
+        for called in (name, f"{name}_e"):
+            path.write_text(
+                record(
+                    dataset=called,
+                    context=" {input}\nThe fox. ",
+                    input=given,
+                    answers=["Paragraph 1"],
+                    all_classes=["Paragraph 1"],
+                )
+            )
+            (item,) = read_items(path)
+            said = official[name].replace("{input}", "INPUT").replace("{context}", "CONTEXT")
+            said = said.replace("INPUT", given).replace("CONTEXT", " {input}\nThe fox. ")
+            assert item.document + item.questions[0] == said
+            assert item.document.endswith(" {input}\nThe fox. ")
+            assert (item.metric, item.name) == (dataset.metric, None)
         path.write_text(record(dataset=name, input=" ", answers=["Paragraph 1"], all_classes=["x"]))
         if name not in without:
             with pytest.raises(UsageError, match="input is empty"):
                 list(read_items(path))
-    assert "Paragraph 1" in DATASETS["passage_retrieval_en"].says
+
+
+def test_examples_and_code_are_completed_and_not_asked_in_a_chat(tmp_path: Path) -> None:
+    """As LongBench's pred.py does: a BOS and the prompt, without roles."""
+    path = tmp_path / "x.jsonl"
+    path.write_text(record(dataset="lcc", input="") + "\n" + record())
+    code, question = read_items(path)
+    chat = minikv.load(policy="full")
+    plain = chat.tokenizer.encode(code.document + code.questions[0])
+    completed = [chat.start()[0], *plain]
+    assert wording.opening(chat, code, 0) == completed
+    asked = wording.opening(chat, question, 0)
+    whole = [Message("user", question.document + question.questions[0])]
+    assert asked == chat.template.opening(whole)
+    passes.answers(chat, code)
+    assert chat.fed[: len(completed)] == completed
+    assert chat.template.opening(whole) == asked, "the chat's own template is back"
+
+
+def test_longbench_v2_in_lines_and_in_one_list(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(f"[{choices()},\n {choices(answer='A')}]")
+    first, second = read_items(path)
+    prompt = (PROMPTS / "longbench-v2.txt").read_text()
+    said = prompt.replace("$DOC$", "The fox.").replace("$Q$", "Which QUESTION is it?")
+    for x in "ABCD":
+        said = said.replace(f"$C_{x}$", f"the {x.lower()} one")
+    assert first.document + first.questions[0] == said.replace("QUESTION", "$C_A$")
+    assert (first.right, second.right) == ((("C",),), (("A",),))
+    assert (first.max_tokens, first.metric) == (128, metrics.choice)
+    assert (first.groups, second.source) == (("hard", "short"), f"{path}, record 2")
+    path.write_text(f"{choices()}\n{choices()}\n")
+    assert len(list(read_items(path))) == 2
+    for text, says in (("[]", "is empty"), ('[{"a": 1}', "not JSON"), ("[7]", "record 1: not a")):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=says):
+            list(read_items(path))
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("The correct answer is (C).", 1.0),
+        ("**The correct answer is C**", 1.0),
+        ("The correct answer is (A), or C.", 0.0),
+        ("C", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_choice_is_read_as_longbench_does(answer: str, score: float) -> None:
+    assert metrics.choice(answer, ["C"]) == score
+
+
+def test_longbench_e_is_told_apart_by_length(tmp_path: Path) -> None:
+    path = tmp_path / "qasper_e.jsonl"
+    lines = [record(length=n) for n in (10, 3999, 4000, 7999, 8000)]
+    path.write_text("\n".join(lines))
+    groups = [item.groups for item in read_items(path)]
+    assert groups == [("0-4k",), ("0-4k",), ("4-8k",), ("4-8k",), ("8k+",)]
+    other = tmp_path / "qasper.jsonl"
+    other.write_text(record(length=10))
+    assert next(read_items(other)).groups == ()
+
+
+def test_records_about_one_document_become_one_item(tmp_path: Path) -> None:
+    """Questions are asked apart; another document or another kind of answer is another item."""
+    path = tmp_path / "x.jsonl"
+    lines = [
+        record(),
+        record(context="The owl."),
+        record(input="What?", answers=["a", "b"]),
+        record(dataset="hotpotqa"),
+    ]
+    path.write_text("\n".join(lines))
+    items = together(read_items(path))
+    assert [len(item.questions) for item in items] == [2, 1, 1]
+    assert [item.apart for item in items] == [True, False, False]
+    assert items[0].right == (("fox",), ("a", "b"))
+    assert items[0].source == f"{path}, line 1"
+    assert ["Who?" in one.questions[0] for one in items[0].single()] == [True, False]
+    assert [one.right for one in items[0].single()] == [(("fox",),), (("a", "b"),)]
 
 
 @pytest.mark.parametrize(
@@ -170,28 +294,20 @@ def test_answers_are_not_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    """RULER calls every task's file validation.jsonl."""
-    paths = [tmp_path / task / "validation.jsonl" for task in ("qa_1", "vt")]
+    """RULER calls every task's file validation.jsonl: the folder has the task's official name."""
+    paths = [
+        tmp_path / task / "validation.jsonl" for task in ("qa_1", "niah_single_1", "4096/qa_1")
+    ]
     for path in paths:
-        path.parent.mkdir()
+        path.parent.mkdir(parents=True)
         path.write_text(ruler())
     out = tmp_path / "out.json"
     result = CliRunner().invoke(
         app, ["eval", *map(str, paths), "--policy", "full", "--budget", "64", "--json", str(out)]
     )
     assert result.exit_code == 0, result.stderr
-    assert [c["task"] for c in json.loads(out.read_text())["cells"]] == [str(p) for p in paths]
-
-
-def test_one_item_too_long_is_said_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run.Run, "measure", lambda *_: pytest.fail("measured"))
-    path = tmp_path / "x.jsonl"
-    path.write_text(record() + "\n" + record(context="word " * 9000) + "\n")
-    result = CliRunner().invoke(app, ["eval", str(path)])
-    assert result.exit_code == 5
-    assert "x.jsonl, line 2: needs" in result.stderr.replace("\n", "")
+    tasks = [c["task"] for c in json.loads(out.read_text())["cells"]]
+    assert tasks == [str(paths[0]), "niah_single_1", str(paths[2])]
 
 
 class Scorer:
@@ -234,3 +350,13 @@ def test_rouge_is_asked_for_before_a_model(
     result = CliRunner().invoke(app, ["eval", str(path)])
     assert result.exit_code == 2
     assert "summaries are scored by the package rouge" in result.stderr
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    """A device would be read until there is no memory, a pipe waited for without end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path):
+        with pytest.raises(UsageError, match="not a regular file"):
+            list(read_items(path))
+    with pytest.raises(UsageError, match="missing"):
+        list(read_items(tmp_path / "none.jsonl"))

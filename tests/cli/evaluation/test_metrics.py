@@ -12,6 +12,11 @@ from minikv.cli.evaluation import metrics
     [
         (metrics.exact, " Velgate ", ["Velgate"], [], 1.0),
         (metrics.exact, "velgate", ["Velgate"], [], 0.0),
+        (metrics.exact, "Velgate.", ["Velgate"], [], 0.0),
+        (metrics.exact, "Velgate and Orlin", ["Velgate"], [], 0.0),
+        (metrics.exact, "Vel", ["Velgate"], [], 0.0),
+        (metrics.exact, "", ["Velgate"], [], 0.0),
+        (metrics.exact, "Orlin", ["Velgate", "Orlin"], [], 1.0),
         (metrics.contains, "It is 12 and 7.", ["12", "8"], [], 0.5),
         (metrics.contains_any, "It is 12 and 7.", ["12", "8"], [], 1.0),
         (metrics.qa_f1, "The red fox", ["a red wolf", "fox"], [], 2 / 3),

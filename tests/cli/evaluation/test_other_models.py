@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import cast
 
 import pytest
 from typer.testing import CliRunner
 
 import minikv
 from minikv.chat.session import ChatSession
-from minikv.cli.evaluation import command, metrics, passes, tasks
+from minikv.chat.transcript import Message
+from minikv.cli.evaluation import command, metrics, passes, tasks, wording
 from minikv.cli.evaluation.files import Item, read_items, scored
 from minikv.cli.main import app
 from minikv.errors import UsageError
 from minikv.models import BUNDLED
+from minikv.models.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(
@@ -172,7 +175,7 @@ def test_a_sentence_is_right_if_the_value_is(
             "eval",
             str(path),
             "--tasks",
-            "facts,followup,needle,agree",
+            "facts,followup,needle",
             "--policy",
             "full",
             "--length",
@@ -187,18 +190,17 @@ def test_a_sentence_is_right_if_the_value_is(
     assert result.exit_code == 0, result.stderr
     written = json.loads(out.read_text())
     assert written["facts"]["metrics"] == {
-        "ruler_qa_1.jsonl": "contains_any",
+        "ruler_qa_1": "contains_any",
         "needle": metric,
         "followup": metric,
         "facts": metric,
     }
     scores = {cell["task"]: cell["score"] for cell in written["cells"]}
     assert scores == {
-        "ruler_qa_1.jsonl": 1.0,
+        "ruler_qa_1": 1.0,
         "needle": score,
         "followup": score,
         "facts": score,
-        "agree": 1.0,
     }
     assert rooms[0] == 32
     assert set(rooms[1:]) == {room}
@@ -296,25 +298,31 @@ def test_another_name_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("asked", "prefix", "question"),
+    ("asked", "prefix"),
     [
-        ("Question: Who?", None, "Question: Who?"),
-        ("Question: Who?", "", "Question: Who?"),
-        ("Question: Who?", " Answer:", "Question: Who? Answer:"),
-        ("Question: Who? ", "Answer: they are: ", "Question: Who? Answer: they are:"),
-        ("Question: Who?", "\nAnswer:", "Question: Who?\nAnswer:"),
-        ("Question: Who?\n", "Answer:", "Question: Who?\nAnswer:"),
-        ("Question: Who? Answer:", None, "Question: Who? Answer:"),
+        ("Question: Who?", None),
+        ("Question: Who?", ""),
+        ("Question: Who?", " Answer: they are: "),
+        ("Question: Who?", "\nAnswer:"),
+        ("Question: Who?\n", "Answer:"),
+        ("Question: Who? Answer:", None),
     ],
 )
-def test_how_the_answer_begins_ends_the_prompt(
-    tmp_path: Path, asked: str, prefix: str | None, question: str
+def test_a_ruler_prompt_is_fed_to_the_letter(
+    tmp_path: Path, asked: str, prefix: str | None
 ) -> None:
-    """The document is not touched, wherever the line ends."""
-    path = ruler(tmp_path, "qa_1.jsonl", input=f"Some words.\nMore.\n{asked}", answer_prefix=prefix)
-    (item,) = read_items(path)
-    assert item.document == "Some words.\nMore."
-    assert item.questions == (question,)
+    """Without a header in front, in the user's turn; how the answer begins opens the model's."""
+    prompt = f"Some words.\nMore.\n{asked}"
+    (item,) = read_items(ruler(tmp_path, "qa_1.jsonl", input=prompt, answer_prefix=prefix))
+    assert (item.document, item.questions) == ("Some words.\nMore.\n", (asked,))
+    chat = minikv.load(policy="full")
+    before = chat.template.opening([Message("user", prompt)])
+    opens = cast(Tokenizer, chat.tokenizer).encode(prefix or "", "inside")
+    assert wording.opening(chat, item, 0) == before + opens
+    chat.reset()
+    (answer,) = passes.answers(chat, item)
+    assert chat.fed[: len(before) + len(opens)] == before + opens
+    assert prefix is None or not prefix.strip() or not answer.startswith(prefix)
 
 
 def test_an_answer_prefix_is_a_text(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from small import engine, ids, network
 from minikv.cache.attend import Attend
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.evaluation.measure import Shadow
-from minikv.cli.evaluation.rereading import Rereading
+from minikv.cli.evaluation.rereading import Rereading, Restoring
 from minikv.engine.engine import Engine
 from minikv.policies import default_step, prompt_names
 
@@ -27,9 +27,17 @@ def test_a_document_read_once_is_as_if_each_had_read_it(
             forwards += len(tokens) == 150
             return net.forward(tokens, kv)
 
+        def hidden(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+            glances.append(len(tokens))
+            return net.hidden(tokens, kv)
+
+        logits = staticmethod(net.logits)
+
+    glances: list[int] = []
     kv = engine(net).kv
     shared = Engine(Rereading(Counted(), kv), kv)
     names = [*prompt_names(), "h2o+ada+pyramid", "kvcrush(h2o)", "snapkv+critical+turns"]
+    names += ["queryspan+global"]
     for name in names:
         alone = engine(net, name, default_step(name), 40)
         shared.reset()
@@ -41,6 +49,7 @@ def test_a_document_read_once_is_as_if_each_had_read_it(
                     assert torch.equal(alone.kv.kept(layer, head), kv.kept(layer, head)), name
             assert torch.equal(alone.step(5), shared.step(5)), name
     assert 1 < forwards < len(names) // 2
+    assert glances == [150, 20, 20]
 
 
 def test_loss_is_the_same_however_the_document_was_read() -> None:
@@ -63,3 +72,76 @@ def test_loss_is_the_same_however_the_document_was_read() -> None:
         lost.append(torch.stack(shadow.lost))
     assert torch.equal(*lost)
     assert float(lost[0].min()) > 0.0
+
+
+@pytest.mark.parametrize("name", ["adakv", "keydiff", "streaming"])
+def test_a_document_that_was_evicted_once_is_as_if_it_had_been_each_time(name: str) -> None:
+    """Bit for bit: what is kept, a question behind it, and its answer's first step."""
+    net, forwards = network(), 0
+
+    class Counted:
+        def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+            nonlocal forwards
+            forwards += len(tokens) == 150
+            return net.forward(tokens, kv)
+
+    alone = engine(net, name, default_step(name), 40)
+    kv = engine(net, name, default_step(name), 40).kv
+    shared = Restoring(Counted(), kv)
+    shared.remembers = True
+    for seed in (1, 2, 3):
+        for one in (alone, shared):
+            one.reset()
+        for tokens in (ids(150), ids(20, seed=seed)):
+            assert torch.equal(alone.prompt(tokens), shared.prompt(tokens))
+            for layer in range(3):
+                assert torch.equal(alone.kv.kept(layer, 0), kv.kept(layer, 0))
+        assert torch.equal(alone.step(5), shared.step(5))
+    assert forwards == 1
+    # Another budget, another document and a prompt that is not remembered are read.
+    shared.reset()
+    kv.configure(*EvictionConfig.read(name, budget=48).policies())
+    shared.prompt(ids(150))
+    shared.reset()
+    shared.prompt(ids(150, seed=9))
+    shared.reset()
+    shared.remembers = False
+    shared.prompt(ids(150, seed=9))
+    assert forwards == 4
+
+
+@pytest.mark.parametrize("decode", ["none", "roco"])
+def test_a_document_is_repeated_once_for_all_budgets(decode: str) -> None:
+    """Bit for bit: what is kept under each budget, and the logits of the prompt and of a question;
+    other options, other tokens and a step policy's columns have a pass of their own."""
+    net = network(windows=(None, 40, None))
+    kv, texts = engine(net).kv, 0
+
+    class Counted:
+        def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+            nonlocal texts
+            texts += len(tokens) > 20
+            return net.forward(tokens, kv)
+
+    shared = Engine(Rereading(Counted(), kv), kv)  # type: ignore[arg-type]
+    for seed in (1, 2):
+        for name, budget, options in (
+            ("kvzip", 20, {}),
+            ("kvzip", 30, {}),
+            ("kvzip+uniform", 30, {}),
+            ("kvzip+", 30, {}),
+            ("kvzip", 30, {"chunk": 60}),
+            ("kvzip", 40, {}),
+        ):
+            alone = engine(net, name, decode, budget, prompt_options=options)
+            shared.reset()
+            kv.configure(*EvictionConfig.read(name, decode, budget, options).policies())
+            for tokens, asks in ((ids(150, seed=seed), False), (ids(9), True)):
+                got = shared.prompt(tokens, None, 256, asks)
+                assert torch.equal(alone.prompt(tokens, None, 256, asks), got), name
+                for layer in range(3):
+                    for head in range(kv.shape.kv_heads):
+                        assert torch.equal(alone.kv.kept(layer, head), kv.kept(layer, head)), name
+            assert torch.equal(alone.step(5), shared.step(5)), name
+    # Read and repeated for kvzip, for kvzip+, and in three chunks.
+    assert texts == (2 * (2 + 2 + 4) if decode == "none" else 2 * (5 * 2 + 4))

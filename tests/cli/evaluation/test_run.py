@@ -6,12 +6,15 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import torch
 
 import minikv
+from minikv.cache.attend import Attend
 from minikv.cache.budget import Budget
+from minikv.cache.prefill import Prefill
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli.evaluation import passes, run
+from minikv.cli.evaluation import passes, run, tasks
 from minikv.cli.evaluation.back import back
 from minikv.cli.evaluation.files import Item
 from minikv.errors import ContextError, UsageError
@@ -219,3 +222,97 @@ def test_what_reuse_may_be() -> None:
     assert run.reuses(["recall", "once", "recall"]) == ["recall", "once"]
     with pytest.raises(UsageError, match="unknown reuse 'auto'"):
         run.reuses(["auto"])
+
+
+@pytest.fixture(scope="module")
+def about() -> Item:
+    """A document of 1,000 tokens with three questions, each asked apart."""
+    (item,) = tasks.facts(minikv.load(policy="full").tokenizer, 1000, 1, 77, questions=3)
+    assert item.apart
+    assert len(item.questions) == 3
+    return item
+
+
+def test_questions_that_are_asked_apart_are_each_the_first(about: Item) -> None:
+    """Under each reuse, the answers are those of a chat of its own for each question."""
+    chat = minikv.load(policy="full")
+    seen = EvictionConfig.read("snapkv", budget="64")
+    wanted = [*full(), seen]
+    one = run.Run(chat, ["facts", "agree"], [about], wanted, ["once", "blind"])
+    one.check("facts")
+    one.measure(never)
+    made = one.answers()
+    for number, reuse in ((1, "once"), (2, "blind")):
+        for question, answer in zip(about.questions, made[number][0], strict=True):
+            chat.reset()
+            chat.configure(seen)
+            chat.reuse = reuse
+            chat.attach(about.document, "report.txt")
+            assert "".join(chat.ask(question, max_tokens=16)) == answer
+    assert made[1] != made[2], "seen and unseen answer alike: the test sees nothing"
+    cells = one.cells()
+    assert [c.n for c in cells] == [3] * 6
+    assert not any(c.by_question for c in cells)
+    assert cells[0].answers == made[0]
+    assert [len(row) for row in cells[0].scores] == [3]
+
+
+def test_a_document_is_read_once_for_all_questions_that_have_not_seen_it(
+    about: Item, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the question it is another prompt each time; without it, it is one for all policies and
+    evicted once for each."""
+    chat = minikv.load(policy="full")
+    read: list[tuple[str, int]] = []
+    forward, complete = chat.engine.network.forward, Prefill.complete
+
+    def counted(ids: torch.Tensor, kv: Attend) -> torch.Tensor:
+        read.append((chat.reuse, len(ids)))
+        return forward(ids, kv)
+
+    evicted: list[int] = []
+
+    def completed(self: Prefill) -> object:
+        evicted.append(self.plan.tokens)
+        return complete(self)
+
+    monkeypatch.setattr(chat.engine.network, "forward", counted)
+    monkeypatch.setattr(Prefill, "complete", completed)
+    wanted = run.choices(["streaming"], ["48", "96"], ["auto"], 0)
+    run.Run(chat, ["facts"], [about], wanted, ["once", "blind"]).measure(never)
+    assert sum(tokens > 300 and reuse == "once" for reuse, tokens in read) == 3
+    assert sum(tokens > 300 and reuse == "blind" for reuse, tokens in read) == 1
+    assert sum(tokens > 300 for tokens in evicted) == 3 * 3 + 2
+
+
+def test_attention_is_lost_to_a_cache_that_did_not_see_the_question(about: Item) -> None:
+    """More than to one that did; without eviction none, read in two parts or in one."""
+    chat = minikv.load(policy="full")
+    wanted = [*full(), EvictionConfig.read("snapkv", budget="64")]
+    one = run.Run(chat, ["loss"], [about], wanted, ["refresh", "blind", "once"])
+    one.measure(never)
+    cells = one.cells()
+    assert [(c.policy, c.reuse) for c in cells] == [
+        ("full", "once"),
+        ("snapkv", "refresh"),
+        ("snapkv", "blind"),
+    ]
+    assert cells[0].score == pytest.approx(0.0, abs=1e-5)
+    assert 0.0 < cells[1].score < cells[2].score < 1.0
+    assert len({c.n for c in cells}) == 1
+    chat.reset()
+    chat.configure(wanted[0])
+    chat.reuse = "blind"
+    assert max(passes.PASSES["loss"].run(chat, about)) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_the_least_share_is_of_what_is_evicted_before_the_question() -> None:
+    chat = minikv.load(policy="full")
+    item = Item("word " * 60, ("What is this long question of many words about?",), (("word",),))
+    tokens = passes.PASSES["answers"].reads(chat, item)
+    least = EvictionConfig.read("adakv").least_rows()
+    wanted = EvictionConfig.read("adakv", budget="50%")
+    wanted = replace(wanted, budget=Budget("share", Fraction(least, tokens)))
+    run.Run(chat, ["facts"], [item], [*full(), wanted], ["once"]).check("x")
+    with pytest.raises(UsageError, match="per head, too small for adakv"):
+        run.Run(chat, ["facts"], [item], [*full(), wanted], ["blind"]).check("x")

@@ -29,6 +29,7 @@ from minikv.cli.saved.listing import listing, newest
 from minikv.cli.saved.transcript import Saved, header, read, resumed
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
+from minikv.policies.roco import RoCo
 from minikv.settings import Settings
 
 
@@ -174,9 +175,10 @@ def test_names_lists_and_the_newest(home: Path) -> None:
     (home / "broken").mkdir()
     (home / "broken" / "chat.jsonl").write_text("{")
     (home / "stray").write_text("")
-    assert [entry.name for entry in listing()] == ["third", "second"]
+    assert [entry.name for entry in listing() if not entry.damaged] == ["third", "second"]
+    assert next(entry.name for entry in listing()) == "broken"
     assert newest() == "third"
-    entry = listing()[0]
+    entry = next(entry for entry in listing() if entry.name == "third")
     assert (entry.turns, entry.title) == (2, "Who owns the mill?")
     with pytest.raises(UsageError, match="there is a chat second already"):
         third.save(session, "second")
@@ -383,6 +385,21 @@ def test_damaged_files_are_refused_with_the_reason(home: Path, how: str) -> None
             before = state(fresh)
 
 
+def test_a_cache_with_other_figures_per_token_is_no_damage(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version whose policy stored something else saved it."""
+    with monkeypatch.context() as then:
+        then.setattr(RoCo, "total", "sum")
+        other_process(saved(talked(), "old"))
+    fresh = chat()
+    with pytest.raises(UsageError, match="another version of minikv: adakv with roco") as refused:
+        take_up(fresh, "old")
+    assert "--reread" in str(refused.value.hint)
+    take_up(fresh, "old", reread=True)
+    assert len(fresh.turns) == 2
+
+
 def rewrite(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
     """Edit a transcript and give it a checksum that fits."""
     import hashlib
@@ -409,7 +426,7 @@ def rewrite(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> Non
         (lambda lines: lines[0]["cache"].update(file="../../etc/passwd"), "not a file of a chat"),
         (lambda lines: lines[0]["cache"].update(bytes=1 << 60), "too large"),
         (lambda lines: lines[1].update(file="cache-0"), "not a file of a chat"),
-        (lambda lines: lines[-1]["record"].pop("tokens"), "no 'tokens'"),
+        (lambda lines: lines[-1]["record"].pop("tokens"), "no key record.tokens"),
         (lambda lines: lines[-1]["record"].update(extra=1), "extra"),
         (lambda lines: lines[-1].update(documents=[7]), "damaged"),
     ],
@@ -427,7 +444,7 @@ def test_edited_transcripts_are_refused_although_the_checksum_fits(
     assert state(fresh) == before
 
 
-@pytest.mark.parametrize("part", ["column.k", "column.pos", "fed", "column.sum"])
+@pytest.mark.parametrize("part", ["column.k", "column.pos", "fed", "column.weighed"])
 def test_a_cache_that_does_not_fit_the_transcript_is_refused(home: Path, part: str) -> None:
     """With checksums that fit, as an edit by a program would leave it."""
     import hashlib
@@ -458,7 +475,7 @@ def test_a_cache_that_does_not_fit_the_transcript_is_refused(home: Path, part: s
 
         rewrite(home / "one", fit)
         fresh = chat()
-        with pytest.raises(UsageError, match="damaged"):
+        with pytest.raises(UsageError, match=r"damaged|another version"):
             take_up(fresh, "one")
         assert fresh.fed == []
 
@@ -522,6 +539,52 @@ def test_a_first_save_that_fails_leaves_no_directory(
     assert one.name is None
     one.save(session, "x")
     assert len(read("x").turns) == 2
+
+
+def test_a_save_that_fails_at_the_transcript_leaves_nothing_behind(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache and its documents were written before: on a full disk they would stay for ever."""
+    session, one = talked(), keeper()
+    one.save(session, "one")
+    before = set(os.listdir(home / "one"))
+    say(session, "three")
+    real = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if target.name == "chat.jsonl":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        one.keep(session)
+    assert set(os.listdir(home / "one")) == before
+    assert len(read("one").turns) == 2
+    one.keep(session)
+    assert len(read("one").turns) == 3
+
+
+def test_the_records_of_earlier_turns_are_not_made_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a chat of 10,000 turns, that took seconds after each answer."""
+    session, one = talked(), keeper()
+    one.save(session, "one")
+    made: list[object] = []
+    real = transcript._turn_line
+    monkeypatch.setattr(
+        transcript, "_turn_line", lambda turn, at: made.append(turn) or real(turn, at)
+    )
+    say(session, "three")
+    one.keep(session)
+    assert made == [session.turns[-1]]
+    assert read("one").turns == tuple(session.turns)
+    session.undo(2)
+    say(session, "other")
+    one.keep(session)
+    assert len(made) == 2
+    assert read("one").turns == tuple(session.turns)
 
 
 def test_a_home_that_cannot_be_written_costs_one_warning(
@@ -654,3 +717,96 @@ def test_the_list_and_the_header_need_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
+
+
+# -- what anyone could have written, with a checksum that fits -------------------------------
+
+
+def forge(home: Path, name: str, change: Callable[[list[Any]], None]) -> None:
+    """Alter the lines of a saved transcript, and seal it again."""
+    path = home / name / "chat.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
+    change(lines)
+    body = "".join(json.dumps(line) + "\n" for line in lines)
+    end = transcript._end(body.encode())
+    path.write_text(body + json.dumps(end) + "\n")
+
+
+def taken_up(name: str) -> bool:
+    """Whether the chat can be taken up; if so, it can also be shown and go on."""
+    fresh = chat()
+    try:
+        keeper().load(fresh, name, reread=True)
+    except UsageError as error:
+        assert name in str(error)  # noqa: PT017
+        assert "\n" not in str(error)  # noqa: PT017
+        return False
+    for report in fresh.reports:
+        report.lines()
+    say(fresh, "And now?", 2)
+    return True
+
+
+HUGE = [float("inf"), float("nan"), -1, 10**4000, "9" * 5000, [], {}, None, True, "x", 1.5]
+TREES = ["turns", "title", "identity", "seed", "curve", "pending", "system", "run", "cache"]
+
+
+@pytest.mark.parametrize("key", TREES)
+def test_a_forged_header_harms_no_other_chat(home: Path, key: str) -> None:
+    session = talked()
+    for name in ("good", "bad"):
+        saved(session, name).close()
+    whole = (home / "bad" / "chat.jsonl").read_bytes()
+    for value in HUGE:
+        (home / "bad" / "chat.jsonl").write_bytes(whole)
+        forge(home, "bad", lambda lines, value=value: lines[0].__setitem__(key, value))  # type: ignore
+        names = {entry.name: entry for entry in listing()}
+        assert set(names) == {"good", "bad"}
+        assert not names["good"].damaged
+        assert newest() in ("good", "bad")
+        if names["bad"].damaged:
+            assert newest() == "good"
+        taken_up("bad")
+    fresh = chat()
+    keeper().load(fresh, "good", reread=True)
+    assert fresh.turns == session.turns
+
+
+def test_forged_lines_are_refused_as_damage(home: Path) -> None:
+    saved(talked(), "bad")
+    whole = (home / "bad" / "chat.jsonl").read_bytes()
+    count = len(whole.splitlines()) - 1
+    tried = refused = 0
+    for number in range(1, count):
+        keys = json.loads(whole.splitlines()[number]).keys()
+        for key in keys:
+            for value in HUGE:
+                (home / "bad" / "chat.jsonl").write_bytes(whole)
+                forge(
+                    home,
+                    "bad",
+                    lambda lines, n=number, k=key, v=value: lines[n].__setitem__(k, v),  # type: ignore
+                )
+                tried += 1
+                refused += not taken_up("bad")
+    assert refused > tried / 2
+
+
+def test_a_transcript_without_end_is_not_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(talked(), "bad")
+    monkeypatch.setattr(transcript, "TRANSCRIPT_BYTES", 1000)
+    with pytest.raises(UsageError, match="larger than"):
+        read("bad")
+    with pytest.raises(UsageError, match=r"cannot be written|too large"):
+        saved(talked(), "other")
+
+
+def test_that_all_is_to_be_read_again_is_something_to_save() -> None:
+    session = talked()
+    one = saved(session)
+    session.refresh()
+    one.keep(session)
+    other_process(one)
+    again = chat()
+    take_up(again)
+    assert again.rereads

@@ -18,6 +18,7 @@ import torch
 from small_chat import chat, held_of, say
 
 from minikv.cache.tier_file import FileRows, header_of, is_open
+from minikv.cache.tier_rows import RamRows
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
@@ -26,6 +27,7 @@ from minikv.cli.saved.tier import TIER
 from minikv.cli.saved.transcript import read
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
+from minikv.policies.roco import RoCo
 
 MILL = "A mill stands by the river and grinds. " * 8
 RIVER = "The river is slow and brown. " * 8
@@ -191,6 +193,19 @@ def test_a_cache_that_is_damaged_or_was_not_saved_is_not_missed(
     _, third = resumed("one")
     assert capsys.readouterr().err == ""
     assert unread(third, "Then?") == twin[1]
+
+
+def test_a_cache_of_another_version_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twin = talked_on("file", "same")
+    with monkeypatch.context() as then:
+        then.setattr(RoCo, "total", "sum")
+        talked()
+        end()
+    _, again = resumed("one")
+    assert "another version of minikv" in capsys.readouterr().err
+    assert unread(again, "And now?") == twin[0]
 
 
 def test_undo_and_another_policy_after_a_chat_was_taken_up() -> None:
@@ -543,19 +558,17 @@ def killed(home: Path, after: float) -> ChatSession:
     return resumed("one")[1]
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.soak)])
 def test_a_killed_chat_is_its_last_complete_turn(
     home: Path, count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whenever it was killed: the transcript is whole, the tier has no wrong row, and the next
     answer is that of a chat that reads all of it."""
-    import random
     import shutil
 
-    draw = random.Random(7)
     given = []
-    for _ in range(count):
-        session = killed(home, draw.random())
+    for i in range(count):
+        session = killed(home, i / (count - 1))  # seconds
         assert capsys.readouterr().err == ""  # nothing is damaged
         saved = read("one")
         assert session.turns == list(saved.turns)
@@ -578,3 +591,26 @@ def test_a_killed_chat_is_its_last_complete_turn(
         end()
         shutil.rmtree(home)
     assert max(given) > len(MILL)
+
+
+def test_a_tier_for_which_there_is_no_memory_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The chat is loaded, says so, and answers as one that reads all of it."""
+    talked("ram")
+    end()
+    keeper, session = start("ram")
+
+    def full(*given: object, **named: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RamRows, "reserve", full)
+        keeper.load(session, "one")
+    assert "the tier cannot be used: out of memory" in capsys.readouterr().err
+    assert keeper.name == "one"
+    assert len(session.turns) == 2
+    assert session.recall.tier is None
+    assert FileRows.open(read("one").folder / TIER).rows > 0  # nobody holds it
+    want = talked_on("ram", "same")
+    assert say(session, "And now?") == want[0]

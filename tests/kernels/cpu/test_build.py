@@ -8,6 +8,7 @@ import platform
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,6 +83,46 @@ def test_a_damaged_library_is_made_anew(kept: Path) -> None:
 
 
 @needs_compiler
+def test_a_library_that_was_cut_off_or_altered_is_made_anew(kept: Path) -> None:
+    """To load a file that is shorter than it says ends the process with SIGBUS."""
+    compiler = build.find()
+    assert compiler is not None
+    assert build.library()[0] is not None
+    path = kept / f"{build.key(compiler)}.so"
+    whole = path.read_bytes()
+    assert build._usable(path)
+    for data in (whole[: len(whole) // 2], whole[:-1], whole[:5000] + b"?" + whole[5001:]):
+        path.unlink()  # not written over: it is loaded here
+        path.write_bytes(data)
+        path.chmod(0o700)
+        build.library.cache_clear()
+        assert build.compiles()
+        code = (
+            "from pathlib import Path; from minikv.kernels.cpu import build; "
+            f"build.FOLDER = Path({str(build.FOLDER)!r}); print(build.library()[0].tiny())"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.stdout, done.stderr, done.returncode) == ("7\n", "", 0)
+        assert build._usable(path)
+
+
+@needs_compiler
+@pytest.mark.parametrize("answers", ["", 'if [ "$1" = --version ]; then echo cc; exit; fi\n'])
+def test_a_compiler_that_hangs_is_found_out_by_an_empty_file(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: str
+) -> None:
+    """Also one that says its name, as a wrapper does that waits for another machine."""
+    hangs = tmp_path / "cc"
+    hangs.write_text(f"#!/bin/sh\n{answers}exec sleep 60\n")
+    hangs.chmod(0o755)
+    monkeypatch.setenv("CC", str(hangs))
+    monkeypatch.setattr(build, "_ANSWER", 0.2)
+    began = time.monotonic()
+    assert build.library() == (None, "cc does not answer")
+    assert time.monotonic() - began < 20
+
+
+@needs_compiler
 def test_another_source_is_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = build.find()
     assert compiler is not None
@@ -120,7 +161,7 @@ def test_a_compiler_that_fails_is_one_line(
     tried = []
 
     def run(command: list[str], **more: object) -> SimpleNamespace:
-        if command[1:] == ["--version"]:
+        if "-dM" in command:
             return SimpleNamespace(returncode=0, stdout=b"cc 12", stderr=b"")
         tried.append(command)
         return SimpleNamespace(returncode=status, stderr=said.encode())
@@ -140,7 +181,7 @@ def test_clang_is_asked_for_no_threads(monkeypatch: pytest.MonkeyPatch, kept: Pa
 
     def run(command: list[str], **more: object) -> SimpleNamespace:
         tried.append(command)
-        return SimpleNamespace(returncode=1, stdout=b"Apple clang version 16", stderr=b"no")
+        return SimpleNamespace(returncode=1, stdout=b"#define __clang__ 1", stderr=b"no")
 
     monkeypatch.setattr(build, "find", lambda: "/usr/bin/env")
     monkeypatch.setattr(build.subprocess, "run", run)
@@ -211,3 +252,13 @@ def test_processors_with_shorter_vectors(processor: str, level: str, tmp_path: P
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
     assert list((tmp_path / "minikv" / "kernels").glob("*.so"))
+
+
+def test_an_empty_home_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes the root directory for it."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "")
+    made: list[Path] = []
+    monkeypatch.setattr(Path, "mkdir", lambda path, *how, **more: made.append(path))
+    assert build.store() is None
+    assert made == []

@@ -1,0 +1,100 @@
+"""How an item's document and question become a prompt: as a chat writes it, or to the letter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from minikv.chat import reuse
+from minikv.chat.protocols import Template
+from minikv.chat.session import ChatSession
+from minikv.chat.transcript import Document, Message
+from minikv.cli.evaluation.files import Item
+from minikv.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Bare(Document):
+    """A document that comes without its name and without anything behind it."""
+
+    def rendered(self) -> str:
+        return self.text
+
+
+def document(item: Item) -> Document:
+    """The item's document as it stands in front of a question."""
+    return _Bare(item.document) if item.name is None else Document(item.document, item.name)
+
+
+class _Completion:
+    """A `Template` without roles: the text, which the answer goes on with."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.notes: tuple[str, ...] = ()
+
+    def opening(self, messages: Sequence[Any]) -> list[int]:
+        start = [id for id, _ in self._tokenizer.split(self._tokenizer.start) if id is not None]
+        text = "".join(message.content for message in messages)
+        return start + self._tokenizer.encode(text, "after" if start else "start")
+
+    def following(self, messages: Sequence[Any]) -> list[int]:
+        return self._tokenizer.encode(messages[-1].content, "inside")
+
+    def lookalikes(self, text: str) -> int:
+        return 0
+
+    def markers(self, text: str) -> int:
+        return 0
+
+
+class _Begun:
+    """A `Template` after whose prompt a text stands: the answer's beginning."""
+
+    def __init__(self, template: Template, begins: list[int]) -> None:
+        self._template, self._begins = template, begins
+        self.notes = template.notes
+        self.lookalikes, self.markers = template.lookalikes, template.markers
+
+    def opening(self, messages: Sequence[Any]) -> list[int]:
+        return self._template.opening(messages) + self._begins
+
+    def following(self, messages: Sequence[Any]) -> list[int]:
+        return self._template.following(messages) + self._begins
+
+
+@contextmanager
+def worded(chat: ChatSession, item: Item, number: int) -> Iterator[None]:
+    """The chat writes its prompts as question `number` of the item wants them."""
+    before = chat.template
+    tokenizer = cast(Tokenizer, chat.tokenizer)
+    template = before if item.roles else _Completion(tokenizer)
+    if item.opens:
+        template = _Begun(template, tokenizer.encode(item.opens[number], "inside"))
+    chat.template = template
+    try:
+        yield
+    finally:
+        chat.template = before
+
+
+def opening(chat: ChatSession, item: Item, number: int) -> list[int]:
+    """The prompt with the document and a question, as the first of a chat."""
+    with worded(chat, item, number):
+        asked = item.questions[number] if number else item.opening
+        return _with(chat)(0, document(item).rendered() + asked)
+
+
+def parts(chat: ChatSession, item: Item, number: int) -> tuple[list[int], ...]:
+    """That prompt, cut where the chat evicts before it sees the question."""
+    ids = opening(chat, item, number)
+    if chat.reuse != "blind":
+        return (ids,)
+    with worded(chat, item, number):
+        return reuse.parts(ids, [(0, document(item).rendered())], _with(chat))
+
+
+def _with(chat: ChatSession) -> Callable[[int, str], list[int]]:
+    return lambda at, content: chat.template.opening([*chat.messages, Message("user", content)])

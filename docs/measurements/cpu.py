@@ -1,0 +1,260 @@
+"""What a CPU's kernels do beside plain torch: packing, a second start, attention of a prompt, and
+its products with packed weights.
+
+    GOMP_SPINCOUNT=2000 python docs/measurements/cpu.py --json docs/measurements/cpu.json
+
+(So does minikv itself wait for its threads.) With `--only PART,...` the file keeps its other parts.
+
+Everything is measured in turns within one run, so that a busy machine slows all alike: read the
+ratios. Seconds of the processor stand beside those of the clock, as the former do not depend on
+who else computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from minikv.cli.doctor import _cpu_facts
+from minikv.kernels.cpu import choice, packing, prefill
+from minikv.kernels.torch import attention
+from minikv.models.config import ModelConfig
+from minikv.models.linear import Int4, Int8, Linear, Packing, Plain, Scratch, kept
+from minikv.models.llama import Llama
+from minikv.models.packed import Origin, Packed
+from minikv.models.pages import Pages
+from minikv.models.weights import Checkpoint, load_network
+
+PARTS = ("packing", "loading", "prompts", "products")
+ROWS, COLUMNS = 28672, 4096  # gate and up of a layer of Llama-3-8B
+C = Packing(packing.pack_int8, packing.pack_int4)
+HEADS = {"S": (4, 3, 64), "M": (4, 8, 64), "8B": (8, 4, 128)}  # KV heads, group, head size
+LIKE_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the clock, and of this process on all processors."""
+    began, used = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - began, time.process_time() - used
+
+
+def packed(repeat: int) -> list[dict[str, Any]]:
+    """GB/s of bfloat16 weights, C and torch in turns, into memory that is there already."""
+    room = Pages(torch.device("cpu")).empty
+    weight = room((ROWS, COLUMNS), torch.bfloat16)
+    weight.copy_(torch.randn(COLUMNS, COLUMNS).mul_(0.02).repeat(7, 1))
+    rows = []
+    for form in ("int8", "int4"):
+        made = {name: kept(Plain(weight), form, room, by) for name, by in BY.items()}
+        took: dict[str, list[tuple[float, float]]] = {name: [] for name in (*BY, "read")}
+        for _ in range(repeat):
+            for name, matrix in made.items():
+                took[name].append(timed(lambda matrix=matrix: matrix.pack(0, weight)))
+            took["read"].append(timed(lambda: weight.view(torch.int64).sum()))
+        rate = {
+            name: {
+                "gb_s": weight.nbytes / 1e9 / median(clock for clock, _ in times),
+                "gb_cpu_s": weight.nbytes / 1e9 / median(used for _, used in times),
+            }
+            for name, times in took.items()
+        }
+        rows.append({"form": form, **rate})
+    return rows
+
+
+BY = {"C": C, "torch": Packing()}
+
+
+class Quiet:
+    """A `Progress` that remembers the lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def planned(self, files: int, size: int, free: int | None) -> None: ...
+    def download(self, done: int, total: int) -> None: ...
+    def weights(self, done: int, total: int) -> None: ...
+    def packed_weights(self, done: int, total: int) -> None: ...
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def loads(layers: int, repeat: int, folder: Path) -> list[dict[str, Any]]:
+    """Loading a random model in Llama-3-8B's shape but for its number of layers: plain, packed by
+    torch and by C, and packed weights that were kept. Files are in the system's memory."""
+    (folder / "config.json").write_text(json.dumps({**LIKE_8B, "num_hidden_layers": layers}))
+    config = ModelConfig.from_folder(folder)
+    net = Llama(config, dtype=torch.bfloat16)
+    block = torch.randn(1 << 20).mul_(0.02).bfloat16()
+    for _, tensor in net.tensors():
+        flat = tensor.view(-1)
+        for start in range(0, len(flat), len(block)):
+            part = flat[start : start + len(block)]
+            part.copy_(block[: len(part)])
+    save_file(dict(net.tensors()), folder / "model.safetensors")
+    size = (folder / "model.safetensors").stat().st_size
+    del net
+    rows = []
+    for form in ("auto", "int8", "int4"):
+        ways: dict[str, Callable[[], object]] = {}
+
+        def load(form: str = form, by: Packing = C, keep: int = 0) -> None:
+            checkpoint = Checkpoint.open(folder)
+            own = Packed(Origin("", folder, checkpoint, config, form), keep, Quiet())
+            made = load_network(
+                checkpoint, config, form=form, packing=by, packed=own if keep else None
+            )
+            if keep:
+                own.keep(made)
+
+        if form == "auto":
+            ways["plain"] = load
+        else:
+            load(keep=1 << 40)
+            ways = {
+                "packed by torch": lambda load=load: load(by=BY["torch"]),
+                "packed by C": load,
+                "kept": lambda load=load: load(keep=1 << 40),
+            }
+        took: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        for turn in range(repeat):
+            for name, work in ways.items():
+                if turn == 0 or name != "packed by torch":  # it is slow, and does not vary
+                    took[name].append(timed(work))
+        for name, times in took.items():
+            rows.append(
+                {
+                    "form": form,
+                    "how": name,
+                    "source_gb": size / 1e9,
+                    "seconds": median(clock for clock, _ in times),
+                    "cpu_seconds": median(used for _, used in times),
+                }
+            )
+    return rows
+
+
+def prompts(repeat: int) -> list[dict[str, Any]]:
+    """GFLOP/s of the last 1,024 queries over all rows, C and torch in turns."""
+    rows = []
+    for name, (heads, group, size) in HEADS.items():
+        for keys in (1024, 2048, 8192):
+            q = torch.randn(1024, heads, group, size).bfloat16().permute(1, 2, 0, 3)
+            k, v = torch.randn(2, heads, keys, size).bfloat16().unbind(0)
+            flops = 4 * heads * group * size * 1024 * (keys - 512)
+            ways = {"C": prefill.last_rows_attention, "torch": attention.last_rows_attention}
+            took: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+            for turn in range(repeat + 1):
+                for way, work in ways.items():
+                    seconds = timed(lambda work=work, q=q, k=k, v=v: work(q, k, v))
+                    if turn:
+                        took[way].append(seconds)
+            rate = {
+                way: {
+                    "gflop_s": flops / 1e9 / median(clock for clock, _ in times),
+                    "gflop_cpu_s": flops / 1e9 / median(used for _, used in times),
+                }
+                for way, times in took.items()
+            }
+            rows.append({"shape": name, "rows": keys, **rate})
+    return rows
+
+
+def products(repeat: int) -> list[dict[str, Any]]:
+    """A matrix [4096, 4096] times so many rows: as it is, and unpacked, into memory that is asked
+    for anew by torch ("new") and into kept memory by C where C does it ("kept")."""
+    made = []
+    weight = torch.randn(COLUMNS, COLUMNS).to(torch.bfloat16)
+    plain, scratch = Plain(weight), Scratch()
+    forms: dict[str, Linear] = {"bfloat16": plain}
+    for form in ("int8", "int4"):
+        for how in ("new", "kept"):
+            matrix = kept(Plain(weight), form)
+            assert isinstance(matrix, Int8 | Int4)
+            if how == "kept":
+                matrix.scratch = scratch
+                if isinstance(matrix, Int4):
+                    matrix.unpack = packing.unpack_int4
+            forms[f"{form}, {how}"] = matrix
+    for rows in (32, 128, 512, 1024):
+        x = torch.randn(rows, COLUMNS).to(torch.bfloat16)
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
+        for _ in range(repeat + 1):
+            for name, matrix in forms.items():
+                taken[name].append(timed(partial(matrix, x)))
+        row: dict[str, Any] = {"rows": rows, "load_average": os.getloadavg()[0]}
+        for name, each in taken.items():
+            clock, used = (median(part) for part in zip(*each[1:], strict=True))
+            row[name] = {"ms": 1e3 * clock, "processor_ms": 1e3 * used}
+        made.append(row)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--layers", type=int, default=4, help="of the model that is loaded")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    only = args.only.split(",")
+    found: dict[str, Any] = {
+        "facts": {
+            "processor": _cpu_facts()[0],
+            "class": choice.processor(),
+            "choices": choice.describe(choice.processor()),
+            "c_prompt_attention": prefill.available(),
+            "cores": len(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "load_average": os.getloadavg()[0],
+        }
+    }
+    print(json.dumps(found["facts"], indent=1))
+    with torch.inference_mode():
+        if "packing" in only:
+            found["packing"] = packed(args.repeat)
+        if "loading" in only:
+            with tempfile.TemporaryDirectory() as made:
+                os.environ["MINIKV_HOME"] = made
+                found["loading"] = loads(args.layers, args.repeat, Path(made))
+                shutil.rmtree(Path(made) / "cache", ignore_errors=True)
+        if "prompts" in only:
+            found["prompts"] = prompts(args.repeat)
+        if "products" in only:
+            found["products"] = products(args.repeat)
+    for name in PARTS:
+        for row in found.get(name, []):
+            print(name, json.dumps(row))
+    if args.json:
+        if len(only) < len(PARTS) and args.json.exists():
+            found = {**found, **json.loads(args.json.read_text()), **{n: found[n] for n in only}}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""ChunkKV (arXiv 2502.00299, algorithm 1): whole chunks of neighbouring tokens stay or leave.
+
+A chunk's worth is the mean of its rows' SnapKV scores, summed over the KV heads, so that all heads
+of a layer keep the same chunks. Chunks are counted by position. The last chunk that fits only in
+part keeps its youngest rows, so that the budget is used to the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.snapkv import join_group, pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkKV(Scorer):
+    """Of every row the worth of its chunk; the window's own rows all stay."""
+
+    chunk: int
+    window: int
+    kernel: int
+    pooling: str
+    group: str
+    sinks: int
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(observe=self.window, asks=True, sinks=self.sinks, window=self.window)
+
+    def score(self, view: PromptView) -> Tensor:
+        assert view.mass is not None
+        free = self.free(view)
+        scores = join_group(view.mass / view.observed, self.group)
+        scores = pool(scores, view.pos, free, self.kernel, self.pooling)
+        worth = chunk_means(scores, view.pos, free, self.chunk, view.position)
+        return worth.masked_fill(~free, -torch.inf)
+
+
+def chunk_means(scores: Tensor, pos: Tensor, free: Tensor, size: int, position: int) -> Tensor:
+    """float32 [H, N]: the mean score of the free rows of a row's chunk, summed over the heads.
+
+    scores, pos and free [H, N]; positions are below `position`. A head without a free row in a
+    chunk adds nothing.
+    """
+    at = pos.clamp(min=0) // size
+    sums = torch.zeros((len(pos), position // size + 1), device=scores.device)
+    counts = torch.zeros_like(sums)
+    sums.scatter_add_(1, at, scores.masked_fill(~free, 0.0))
+    counts.scatter_add_(1, at, free.to(torch.float32))
+    return (sums / counts.clamp(min=1.0)).sum(0)[at]

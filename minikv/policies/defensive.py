@@ -1,0 +1,106 @@
+"""DefensiveKV (arXiv 2510.13334, section 4): what a row may be worth in the worst case.
+
+Each query of the window is pooled over neighbouring rows on its own and keeps the sum that it had.
+A row's risk is the most that any query of any query head of the group gives it, and at least the
+mean risk of its head. Times the length of its value behind W_O it is what losing the row may cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.outputs import output_norms
+
+_QUERIES = 8  # pooled at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defensive(Scorer):
+    """Worst-case attention times the value's length; the window's own rows all stay.
+
+    sure: the rows of each head that hold this share of its attention come before all others, as in
+    the release, as far as an even share of the budget goes.
+    """
+
+    window: int
+    kernel: int
+    values: str
+    sure: float
+    sinks: int
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(
+            observe=self.window,
+            asks=True,
+            sinks=self.sinks,
+            window=self.window,
+            each_query=True,
+        )
+
+    def score(self, view: PromptView) -> Tensor:
+        assert view.mass is not None
+        assert view.attention is not None
+        free = self.free(view)
+        # Neighbours are meant in the text; rows that are not free come last.
+        order = view.pos.masked_fill(~free, torch.iinfo(view.pos.dtype).max)
+        order = order.argsort(dim=1, stable=True)
+        risk = torch.zeros(view.pos.shape, device=view.pos.device)
+        for h in range(len(risk)):
+            line = worst_case(view.attention(h), order[h], free[h], self.kernel)
+            risk[h].scatter_(0, order[h], line)
+        mean = risk.sum(1, keepdim=True) / free.sum(1, keepdim=True).clamp(min=1)
+        worth = risk.clamp(min=mean)
+        if self.values != "none":
+            norms = output_norms(view).masked_fill(~free, 0.0)
+            if self.values == "heads":
+                norms = over_heads(norms, view.pos, view.position)
+            worth = worth * norms
+        if self.sure:
+            each = max(0, view.budget - self.sinks - self.window)
+            worth = torch.where(
+                most_of(view.mass.mean(1) * free, self.sure, each), worth.max(), worth
+            )
+        return worth.masked_fill(~free, -torch.inf)
+
+
+def worst_case(p: Tensor, order: Tensor, free: Tensor, kernel: int) -> Tensor:
+    """float32 [N], in the order of `order` [N]: the most that a query gives the row there.
+
+    p [G, W, N]: the attention of one head; each query's is pooled with what its neighbours get and
+    scaled to the sum that it had before. free bool [N]: rows that are not count as 0.
+    """
+    real = free[order]
+    most = torch.zeros(p.shape[-1], device=p.device)
+    queries = p.flatten(0, 1)
+    for lo in range(0, len(queries), _QUERIES):
+        part = queries[lo : lo + _QUERIES]
+        line = part[:, order] * real
+        before = line.sum(1, keepdim=True)
+        line = F.avg_pool1d(line, kernel, 1, kernel // 2) * real
+        line = line * (before / line.sum(1, keepdim=True).clamp(min=1e-30))
+        most = torch.maximum(most, line.amax(0))
+    return most
+
+
+def over_heads(norms: Tensor, pos: Tensor, position: int) -> Tensor:
+    """Each norm [H, N] as a share of those of all heads at its position; 0 where there is none."""
+    at = pos.clamp(min=0)
+    total = torch.zeros(position, device=norms.device)
+    total.scatter_add_(0, at.flatten(), norms.flatten())
+    return norms / total[at].clamp(min=1e-30)
+
+
+def most_of(mass: Tensor, share: float, most: int) -> Tensor:
+    """bool [H, N]: each head's rows of most attention, without the one that brings their sum up to
+    `share` of the head's; at most `most`."""
+    found, order = mass.sort(dim=1, descending=True, stable=True)
+    reached = found.cumsum(1) >= share * found.sum(1, keepdim=True)
+    place = torch.arange(mass.shape[1], device=mass.device)
+    sure = ~reached & (place < most)
+    return torch.zeros_like(sure).scatter_(1, order, sure)

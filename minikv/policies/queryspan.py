@@ -1,0 +1,77 @@
+"""QuerySpan (kvpress #292): what the question looks at, and the unforeseen text that follows it.
+
+A row's worth is the most attention that a query of the window gives it, times the length of its
+value behind W_O, over the length of the layer's input at the query. A question looks at where an
+answer begins, and the answer is copied from there on token by token; so the worth is carried on
+along the text, less and less (`decay`), as far as the network could not have foreseen a token.
+
+The release reads once, holds every layer until the end and evicts then. Here a prompt is read
+twice: first only for the probability of each token, and again to choose. So the peak stays that of
+one layer, and the choice is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.outputs import output_lengths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuerySpan(Scorer):
+    """The own worth, or what was carried on times (1 - p)^gate, whichever is more."""
+
+    window: int
+    sinks: int
+    recent: int
+    decay: float
+    gate: float
+    near: int
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(
+            observe=self.window,
+            asks=True,
+            sinks=self.sinks,
+            window=self.recent,
+            each_query=True,
+            lengths=True,
+            predicted=True,
+        )
+
+    def score(self, view: PromptView) -> Tensor:
+        assert view.attention is not None
+        norms, worth = output_lengths(view), torch.zeros(view.pos.shape, device=view.pos.device)
+        for h in range(len(worth)):
+            p = view.attention(h)  # [G, W, N]
+            if view.lengths is not None:
+                p = p / view.lengths.clamp(min=1e-30)[:, None]
+            worth[h] = (p.amax(1) * norms[h]).amax(0)
+        worth = worth.masked_fill(~view.live, 0.0)
+        carried = carry(worth, view.pos, self.decay)
+        return torch.maximum(worth, carried * self._unforeseen(view) ** self.gate)
+
+    def _unforeseen(self, view: PromptView) -> Tensor:
+        """float32 [H, N]: 1 - p of each row's token, or of its neighbours in the text if more."""
+        if view.predicted is None:
+            return torch.ones(view.pos.shape, device=view.pos.device)
+        u = 1.0 - view.predicted
+        u = F.max_pool1d(u[None], self.near, 1, self.near // 2)[0]
+        return u.clamp(0.0, 1.0)[view.pos.clamp(min=0)]
+
+
+def carry(worth: Tensor, pos: Tensor, decay: float) -> Tensor:
+    """float32 [H, N]: the most of what rows at or before a row's position are worth, times `decay`
+    for every position between. worth >= 0 and pos [H, N]; rows with pos -1 are worth 0."""
+    order = pos.argsort(dim=1, stable=True)
+    line = worth.gather(1, order).to(torch.float64).clamp(min=1e-30).log()
+    fall = pos.gather(1, order).to(torch.float64) * math.log(decay)
+    line = ((line - fall).cummax(1).values + fall).exp().to(torch.float32)
+    return torch.empty_like(worth).scatter_(1, order, line)

@@ -1,0 +1,137 @@
+"""R-KV (arXiv 2505.24133, section 3): rows stay that are looked at and unlike the others.
+
+For models that write long and repeat themselves. A head takes in `buffer` new rows, then gives up
+as many at once. A row's worth is `mix` times the mean attention that the last `window` queries gave
+it, the best of `kernel` neighbours, minus 1 - `mix` times its redundancy: the mean cosine of the
+other keys to its own, in a softmax over the head's rows. Of the keys that are more alike than
+`threshold`, the newest is not redundant to the others. The window's rows always stay.
+
+Departures from the release (`rkv/compression/r1_kv.py`): the softmax of the attention counts the
+window's columns, and the query heads of a group are joined by the mean; `softmax=past` and
+`group=max` do as the release does. Neighbours and newest are meant by position; the release means
+the order of its cache, which its own choice shuffles. A key that is like no other excuses none; in
+the release it excuses the first row. Rows that are pinned are not compared.
+
+Keys are compared in blocks, so that no temporary has more than `BLOCK` numbers (or one head's keys,
+if they are more), however many rows a head holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minikv.errors import UsageError
+from minikv.policies.base import StepPolicy, StepView, unprotected
+from minikv.policies.snapkv import pool
+
+BLOCK = 1 << 20
+"""Cosines that are held at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RKV(StepPolicy):
+    """Columns are what each of the last `window` queries gave a row, the newest first."""
+
+    sinks: int
+    window: int
+    buffer: int
+    kernel: int
+    mix: float
+    threshold: float
+    softmax: str
+    group: str
+    name: str = "rkv"
+
+    def __post_init__(self) -> None:
+        if self.buffer < self.window:
+            raise UsageError(
+                f"rkv: a buffer of {self.buffer} is smaller than the window of {self.window}",
+                "the window's queries must all be newer than the last eviction; give more `buffer`",
+            )
+
+    @property
+    def recent(self) -> int:  # type: ignore[override]
+        return self.window
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        return self.buffer
+
+    @property
+    def columns(self) -> dict[str, torch.dtype]:
+        return {f"seen{i}": torch.float32 for i in range(self.window)}
+
+    def attention(self, logits: Tensor, lse: Tensor, live: Tensor) -> Tensor:
+        if self.group != "max":
+            mean = StepPolicy.attention(self, logits, lse, live)
+            return mean * logits.shape[-2] if self.group == "sum" else mean
+        best = logits.amax(-2).masked_fill(~live, -torch.inf)
+        return best.softmax(-1).masked_fill(~live, 0.0)  # a head without rows has NaN
+
+    def update(
+        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+    ) -> None:
+        for i in range(self.window - 1, 0, -1):
+            columns[f"seen{i}"].copy_(columns[f"seen{i - 1}"])
+        columns["seen0"].copy_(probabilities)
+
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        past = (view.pos >= 0) & (view.pos < view.position - self.window)
+        attention = torch.zeros_like(view.pos, dtype=torch.float32)
+        for seen in view.columns.values():
+            of_past = seen.masked_fill(~past, 0.0)
+            if self.softmax == "past":
+                of_past = of_past / of_past.sum(1, keepdim=True).clamp(min=1e-30)
+            attention += of_past
+        attention = pool(attention / self.window, view.pos, past, self.kernel, "max")
+        attention = attention.masked_fill(~past, 0.0)
+        score = self.mix * attention - (1 - self.mix) * redundancy(view, self.threshold)
+        # An adaptive budget may leave a head less than the window: that leaves after the others.
+        score = score.masked_fill(~unprotected(view, self), torch.finfo(torch.float32).max)
+        return score, unprotected(view, self, count)
+
+
+def redundancy(view: StepView, threshold: float) -> Tensor:
+    """float32 [F, N]: how much like a head's other keys each row's is; sums to 1 over its rows.
+
+    0 where the view shows no row, and in heads of which it shows none.
+    """
+    assert view.keys is not None
+    live, wide = view.pos >= 0, view.pos.shape[1]
+    means = torch.zeros(view.pos.shape, device=view.pos.device)
+    heads = torch.arange(len(live), device=live.device)
+    if view.readable:  # only those that may have to give up rows
+        heads = live.any(1).nonzero()[:, 0]
+    size = view.keys(heads[:0]).shape[-1]
+    for part in torch.split(heads, max(1, BLOCK // (wide * max(wide, size)))):
+        shown = live[part]
+        unit = F.normalize(view.keys(part).float(), dim=-1)
+        unit = unit.masked_fill(~shown[..., None], 0.0)  # of no row: whatever is there is NaN, too
+        total = sums(unit, view.pos[part].to(torch.int32), threshold)
+        mean = total / shown.sum(1, keepdim=True).clamp(min=1)
+        means[part] = mean.masked_fill(~shown, -torch.inf).softmax(1).masked_fill(~shown, 0.0)
+    return means
+
+
+def sums(unit: Tensor, pos: Tensor, threshold: float) -> Tensor:
+    """float32 [f, N]: of each row the sum of the other rows' cosines to it, but for those of which
+    it is the newest row whose cosine is above `threshold`.
+
+    unit float32 [f, N, D]: keys of length 1, or 0 for no row; pos int32 [f, N].
+    """
+    heads, wide = pos.shape
+    total = torch.zeros((heads, wide), device=unit.device)
+    rows = max(1, BLOCK // max(1, heads * wide))
+    for lo in range(0, wide, rows):
+        cosine = unit[:, lo : lo + rows] @ unit.transpose(1, 2)  # [f, rows, N]
+        cosine.diagonal(lo, 1, 2).zero_()
+        alike = torch.where(cosine > threshold, pos[:, None], -1)
+        newest, at = alike.max(-1, keepdim=True)
+        cosine.scatter_(-1, at, cosine.gather(-1, at).masked_fill_(newest >= 0, 0.0))
+        total += cosine.sum(1)
+    return total

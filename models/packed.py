@@ -1,0 +1,322 @@
+"""Packed weights are made once: what was packed is kept on disk, and the next start reads it.
+
+A file has the packed matrices of one model in one form, as safetensors; what stays plain is read
+from the model's own files. Its name is a hash of those files and of all that the packed numbers
+depend on, so that a changed model has another name. The last tensor holds a checksum of each of the
+others: a damaged file is found out when it is read, and made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from minikv.models import packed_files
+from minikv.models.config import ModelConfig
+from minikv.models.errors import ModelError
+from minikv.models.hub import Progress, open_regular
+from minikv.models.linear import Int4, Int8, half_tile
+from minikv.models.llama import Llama
+from minikv.models.packed_files import FORMAT
+from minikv.models.weights import Checkpoint, Entry, header_of
+
+LEAST = 64 << 20
+"""Bytes of packed weights that are worth a file: fewer are packed in less than a second."""
+SPARE = 1 << 30
+"""Bytes of the disk that are left free."""
+PIECE = 4 << 20
+"""Bytes that are read at a time, so that they are still in the cache for the checksum."""
+CHECKS = "checksums"
+
+_PAGE = 4096  # bytes
+_SAMPLES = 64  # of each file of the model
+_DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which model, under which name and from which folder; `form` is one of `linear.FORMS`."""
+
+    name: str
+    folder: Path
+    checkpoint: Checkpoint
+    config: ModelConfig
+    form: str
+
+    def key(self) -> str:
+        """A hash of all that the packed numbers depend on: of the model's files, names, sizes,
+        samples, both times, and which file of its disk it is. So one that was copied over has
+        another key, even with the old time of change. Raises OSError or ModelError."""
+        digest = hashlib.sha256(f"{FORMAT}\n{self.form}\n{_layout(self.form)}\n".encode())
+        facts = (self.checkpoint.original, self.config.heads, self.config.kv_heads)
+        digest.update(f"{facts} {self.config.tied}\n".encode())
+        for path in sorted({entry.path for entry in self.checkpoint.entries.values()}):
+            with open_regular(path) as file:
+                about = os.fstat(file.fileno())
+                times = f"{about.st_mtime_ns} {about.st_ctime_ns}"
+                # Not st_dev, which on some file systems is another one after every boot.
+                digest.update(f"{path.name} {about.st_size} {times} {about.st_ino}\n".encode())
+                for i in range(_SAMPLES):
+                    file.seek(max(0, about.st_size - _PAGE) * i // (_SAMPLES - 1))
+                    digest.update(file.read(_PAGE))
+        return digest.hexdigest()[:32]
+
+    def known_as(self) -> str:
+        """What tells the model from others: the name of one of the hub, the real path of a
+        directory, which may have been named "." or "./model"."""
+        place = os.path.realpath(self.folder)
+        return place if os.path.realpath(os.path.expanduser(self.name)) == place else self.name
+
+
+class Packed:
+    """What is kept of one model in one form: `fill` reads it, `keep` writes it after a loading that
+    had to pack. At most `limit` bytes of all models are kept.
+
+    What prevents either is one line to `progress.say`, and no error. What `progress` raises ends
+    the loading.
+    """
+
+    def __init__(self, origin: Origin, limit: int, progress: Progress | None) -> None:
+        self._origin, self._limit, self._progress = origin, limit, progress
+        self._entries: dict[str, Entry] = {}
+        self._checks: dict[str, int] = {}
+        self._file: BinaryIO | None = None
+        self._path: Path | None = None
+        self._packs = False  # whether something had to be packed
+        try:
+            folder = packed_files.store()
+            self._path = folder / f"{origin.key()}-{origin.form}.safetensors"
+        except (OSError, ModelError) as error:
+            self._say(f"packed weights are neither read nor kept: {_why(error)}")
+            return
+        packed_files.clear(folder)
+        try:
+            self._open(self._path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._say(f"the packed weights that were kept cannot be read: {_why(error)}")
+        except (ModelError, ValueError) as error:
+            self._damaged(error)
+
+    def _open(self, path: Path) -> None:
+        """Raises OSError, ModelError or ValueError."""
+        path.stat()  # FileNotFoundError where nothing is kept
+        file = open_regular(path)
+        try:
+            about = os.fstat(file.fileno())
+            if about.st_uid != os.getuid() or about.st_mode & 0o022:
+                raise ValueError("others may write to it")
+            entries = header_of(file, path)
+            last = entries.pop(CHECKS)
+            file.seek(last.start)
+            checks = memoryview(file.read(last.end - last.start)).cast("I")
+            self._entries = entries
+            self._checks = dict(zip(entries, checks, strict=True))
+            self._file = file
+        except (KeyError, TypeError):
+            file.close()
+            raise ValueError("it has no checksums") from None
+        except BaseException:
+            file.close()
+            raise
+
+    def fill(self, name: str, matrix: Int8 | Int4) -> bool:
+        """Read the numbers of an empty matrix; False if they are not there, and must be packed."""
+        if self._file is not None:
+            try:
+                for part, tensor in matrix.parts().items():
+                    self._read(f"{name}.{part}", tensor)
+                return True
+            except (OSError, KeyError, ValueError) as error:
+                self._damaged(error)
+        self._packs = True
+        return False
+
+    def _read(self, name: str, place: Tensor) -> None:
+        """Raises OSError, KeyError or ValueError."""
+        assert self._file is not None
+        entry = self._entries[name]
+        if entry.shape != tuple(place.shape) or entry.dtype != _DTYPES[place.dtype]:
+            raise ValueError(f"{name} has another shape")
+        self._file.seek(entry.start)
+        check = 0
+        for piece in _pieces(place):
+            done = 0
+            while done < len(piece):
+                got = self._file.readinto(piece[done:])  # type: ignore[attr-defined]
+                if not got:
+                    raise ValueError("it is cut off")
+                done += got
+            check = _checksum(piece, check)
+        if check != self._checks[name]:
+            raise ValueError(f"{name} has another checksum")
+
+    def _damaged(self, error: Exception) -> None:
+        self.close()
+        self._say(f"the packed weights that were kept are damaged ({_why(error)}): packing again")
+
+    def _say(self, line: str) -> None:
+        if self._progress is not None:
+            self._progress.say(line)
+
+    def _tell(self, done: int, total: int) -> None:
+        if self._progress is not None:
+            self._progress.packed_weights(done, total)
+
+    def close(self) -> None:
+        """Of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def keep(self, network: Llama) -> None:
+        """Write what was packed, if something was; else remember when it was last used."""
+        self.close()
+        if self._path is None:
+            return
+        if not self._packs:
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+            return
+        parts = dict(_parts(network))
+        needs = sum(part.nbytes for part in parts.values())
+        if needs < LEAST:
+            return
+        try:
+            why = self._write(self._path, parts, needs)
+        except OSError as error:
+            why = _why(error)
+        if why:
+            self._say(f"the packed weights are not kept, and the next start packs again: {why}")
+
+    def _write(self, path: Path, parts: Mapping[str, Tensor], needs: int) -> str:
+        """Why nothing was written, or "". Raises OSError."""
+        folder = path.parent
+        if needs > self._limit:
+            return f"they take {_gib(needs)}, and `keep_packed` allows {_gib(self._limit)}"
+        packed_files.make(folder)
+        leaving = packed_files.leaving(folder, needs, self._limit, path.name)
+        free = shutil.disk_usage(folder).free
+        if free + sum(one.bytes for one in leaving) < needs + SPARE:
+            return f"they take {_gib(needs)}, and {_gib(free)} of the disk are free ({folder})"
+        freed = packed_files.remove(leaving)
+        free = shutil.disk_usage(folder).free
+        gone = f"; {_gib(freed)} of other models made room" if freed else ""
+        self._say(
+            f"keeping the packed weights for the next start: {_gib(needs)} in {folder}, "
+            f'{_gib(free)} free{gone} (`keep_packed="off"` keeps none)'
+        )
+        about = {
+            "format": FORMAT,
+            "model": self._origin.known_as(),
+            "folder": os.path.realpath(self._origin.folder),
+        }
+        part = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.part")
+        try:
+            with packed_files.new_part(part) as file:
+                write(file, parts, about, self._tell)
+                os.replace(part, path)  # while it is locked
+        finally:
+            part.unlink(missing_ok=True)
+        return ""
+
+
+def write(
+    file: BinaryIO,
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, str],
+    tell: Callable[[int, int], None],
+) -> None:
+    """Make a safetensors file of a new one, with a checksum of each tensor in its last tensor.
+    `tell` gets the bytes that are written, and all. Raises OSError."""
+    header: dict[str, object] = {"__metadata__": dict(about)}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        kind = _DTYPES[tensor.dtype]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    header[CHECKS] = {
+        "dtype": "U32",
+        "shape": [len(tensors)],
+        "data_offsets": [end, end + 4 * len(tensors)],
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    checks, done = [], 0
+    tell(0, end)
+    _write_all(file, memoryview(len(text).to_bytes(8, "little") + text))
+    for tensor in tensors.values():
+        check = 0
+        for piece in _pieces(tensor):
+            check = _checksum(piece, check)
+            _write_all(file, piece)
+            done += len(piece)
+            tell(done, end)
+        checks.append(check)
+    _write_all(file, memoryview(b"".join(check.to_bytes(4, "little") for check in checks)))
+
+
+def _write_all(file: BinaryIO, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += file.write(data[done:]) or 0
+
+
+def _parts(network: Llama) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of all packed matrices, by the names that `fill` gets."""
+    inside = (
+        (f"layers.{i}.{slot}", getattr(layer, slot))
+        for i, layer in enumerate(network.layers)
+        for slot in layer.__slots__
+    )
+    for name, matrix in chain(inside, [("head", network.head)]):
+        if isinstance(matrix, Int8 | Int4):
+            for part, tensor in matrix.parts().items():
+                yield f"{name}.{part}", tensor
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The memory of a contiguous tensor, a few bytes after the other."""
+    data = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    for start in range(0, len(data), PIECE):
+        yield data[start : start + PIECE]
+
+
+def _checksum(data: memoryview, before: int) -> int:
+    """The CRC-32 of the bytes, after those that gave `before`. Any change within four bytes in a
+    row is found; of random changes, all but one in 2**32."""
+    return zlib.crc32(data, before)
+
+
+def _layout(form: str) -> str:
+    """What the packed numbers depend on beside the weights: the processor, in four bits."""
+    if not form.startswith("int4"):
+        return ""
+    half = half_tile()
+    if half is not None:
+        return f"tiles of {2 * half}"
+    return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _why(error: Exception) -> str:
+    """In a few words."""
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,182 @@
+"""Renders the chat template of a model in another process, within limits (`minikv.models.sandbox`).
+
+There is one such process. It is started with the first model, while weights are read, and ends with
+this one. A template that goes over a limit ends it; the next rendering starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from minikv.models.errors import CorruptModel, ModelError
+
+SOURCE_LIMIT = 256 << 10
+"""Bytes of a template's source."""
+_WORKER = Path(__file__).with_name("sandbox.py")
+_START = """
+import runpy, sys
+sys.path += sys.argv[2:]
+try:
+    serve = runpy.run_path(sys.argv[1])["main"]
+except Exception as error:
+    print(" ".join(f"{type(error).__name__}: {error}".split())[:200], flush=True)
+else:
+    print("{}", flush=True)
+    serve()
+"""
+"""With -I, Python does not look where the environment says, nor where it was started. So it gets
+the folders that this process imports from."""
+_WAIT = 60.0  # seconds for a process that uses none of its own time: the machine is busy
+
+
+class TemplateRefusal(Exception):
+    """The template called `raise_exception`: it does not accept this conversation."""
+
+
+class TemplatesUnavailable(ModelError):
+    """The process that renders cannot be started; the model has no part in it."""
+
+    exit_code = 1
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the process that renders chat templates cannot be started: {why}",
+            "it needs jinja2 and a second Python process beside this one",
+        )
+
+
+class Program:
+    """A template. `name` says where it came from, for messages."""
+
+    def __init__(self, source: str, name: str) -> None:
+        self._source, self._name = source, name
+        if len(source.encode("utf-8", "replace")) > SOURCE_LIMIT:
+            raise CorruptModel(f"{name} is larger than {SOURCE_LIMIT >> 10} KiB")
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The text for plain data (strings, numbers, lists, dicts).
+
+        Raises TemplateRefusal if the template calls `raise_exception`, CorruptModel if it fails or
+        goes over a limit of time, memory or size, TemplatesUnavailable.
+        """
+        found, text = process().ask({"source": self._source, "data": variables})
+        if "refused" in found:
+            raise TemplateRefusal(found["refused"])
+        if "syntax" in found:
+            raise CorruptModel(
+                f"{self._name}, line {found['line']}: {found['syntax']}",
+                "minikv runs chat templates with a limited set of Jinja's filters",
+            )
+        for what, words in (("stopped", "was stopped"), ("failed", "failed")):
+            if what in found:
+                raise CorruptModel(f"{self._name} {words}: {found[what]}")
+        return text
+
+
+@functools.cache
+def process() -> _Process:
+    """The process that renders."""
+    return _Process()
+
+
+class _Process:
+    """Runs `minikv.models.sandbox`. One request at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._end: Callable[[], object] = lambda: None
+
+    def start(self) -> None:
+        """Start it, if it does not run: it is ready a tenth of a second later. Where that cannot be
+        done, the first rendering says why."""
+        with self._lock, contextlib.suppress(OSError):
+            self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._running is not None and self._running.poll() is None:
+            return self._running
+        self._end()
+        self._ready = False
+        folders = [folder for folder in sys.path if os.path.isabs(folder)]
+        self._running = subprocess.Popen(
+            [sys.executable, "-I", "-c", _START, str(_WORKER), *folders],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        self._end = weakref.finalize(self, _end, self._running)
+        return self._running
+
+    def ask(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        """The reply's line, and its text. Raises TemplatesUnavailable."""
+        line = json.dumps(request).encode() + b"\n"
+        with self._lock:
+            try:
+                running = self._start()
+            except OSError as error:
+                raise TemplatesUnavailable(error.strerror or str(error)) from None
+            late = threading.Timer(_WAIT, running.kill)
+            late.daemon = True
+            late.start()
+            try:
+                return self._exchange(running, line)
+            except BaseException:  # also Ctrl-C: the reply of this request must not meet the next
+                running.kill()
+                running.wait()
+                raise
+            finally:
+                late.cancel()
+
+    def _exchange(
+        self, running: subprocess.Popen[bytes], line: bytes
+    ) -> tuple[dict[str, Any], str]:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        if not self._ready:
+            hello = running.stdout.readline()
+            if hello != b"{}\n":
+                raise TemplatesUnavailable(hello.decode("utf-8", "replace").strip() or "it ended")
+            self._ready = True
+        try:
+            running.stdin.write(line)
+            running.stdin.flush()
+            reply = running.stdout.readline()
+            found = json.loads(reply) if reply.endswith(b"\n") else {}
+            text = running.stdout.read(found["bytes"]) if found else b""
+        except BrokenPipeError:
+            found, text = {}, b""
+        if not found or len(text) < found["bytes"]:  # it ended, perhaps in the middle of a text
+            return {"stopped": _why(running.wait())}, ""
+        return found, text.decode("utf-8", "surrogatepass")
+
+
+def _why(status: int) -> str:
+    """Why the process ended."""
+    if status == -signal.SIGPROF:
+        return "it ran for too long"
+    if status == -signal.SIGKILL:
+        return "it did not end"
+    return "it brought down the process that renders it"
+
+
+def _end(running: subprocess.Popen[bytes]) -> None:
+    running.kill()
+    for pipe in (running.stdin, running.stdout):
+        with contextlib.suppress(OSError):
+            if pipe is not None:
+                pipe.close()
+    running.wait()

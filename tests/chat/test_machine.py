@@ -1,0 +1,715 @@
+"""Any operations of a chat in any order: after every one the chat is whole (`whole`), and it is
+what a fresh chat is that was given the same operations without those that were cancelled or taken
+back.
+
+`Machine` applies operations to a chat. Beside it is the list of those that count; a plain chat, the
+twin, is made of that list. Where a policy has a rule that can be said in one line (`full`,
+`streaming`), lists of positions say which rows stay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from lettered import lettered
+from small import SOON
+from whole import whole
+
+from minikv import policies
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.session import ChatSession
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.transcript import read as read_saved
+from minikv.cli.terminal import Terminal
+from minikv.errors import Interrupted, MinikvError, UsageError
+
+TEXTS = (
+    "A mill stands by the river and grinds. ",
+    "The river is slow and brown, and a crane looks for fish in it. " * 2,
+    "No name, no date. ",
+    "Nobody knows who built the mill, nor why it stands there. " * 3,
+)
+QUESTIONS = ("Who?", "Why was it so?", "And then, in the year of the flood?", "When")
+PAIRS = [
+    *((name, "auto") for name in policies.prompt_names()),
+    *(("full", step) for step in policies.step_names()),
+    ("adakv", "none"),
+    ("h2o+ada+pyramid", "h2o"),
+    ("snapkv+critical+turns", "tova"),
+]
+STRIDED = [name for name in policies.step_names() if name != "none"]
+BUDGETS = (40, 48, 64, 96, "35%", "60%")
+WINDOWS = 8
+"""Observed tokens, where a policy lets one choose: with its default a small budget is too small."""
+
+Op = tuple[Any, ...]
+
+
+def eviction(pair: tuple[str, str], budget: int | str, stride: int = 0) -> EvictionConfig:
+    """Settings under which the policies evict in texts as short as these."""
+    policy, decode = pair
+    if stride:
+        return EvictionConfig.read(policy, budget=budget, stride=stride)
+    step = policies.default_step(policy) if decode == "auto" else decode
+    options = dict(SOON.get(step, {}))
+    if "window" in {option.name for option in policies.find(policy).prompt_options}:
+        options["window"] = WINDOWS
+    return EvictionConfig.read(policy, decode, budget, options)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a chat has from its beginning to its end."""
+
+    eviction: EvictionConfig
+    tier: str = "none"
+    tier_dtype: str = "same"
+    reuse: str = "once"
+    system: str = ""
+    pin_system: bool = False
+    windows: tuple[int | None, ...] = (None, None)
+    kv: torch.dtype | None = None
+    undo_turns: int = 16
+    quality: float = 0.0
+
+    def chat(self, *, undo: bool = True) -> ChatSession:
+        return lettered(
+            self.eviction,
+            tier=self.tier,
+            tier_dtype=self.tier_dtype,
+            reuse=self.reuse,
+            system=self.system,
+            pin_system=self.pin_system,
+            windows=self.windows,
+            kv=self.kv,
+            undo_turns=self.undo_turns if undo else 0,
+            quality=self.quality,
+        )
+
+
+def held(session: ChatSession) -> list[list[int]]:
+    kv = session.engine.kv
+    return [
+        kv.kept(layer, head).tolist()
+        for layer in range(kv.shape.layers)
+        for head in range(kv.shape.kv_heads)
+    ]
+
+
+def facts(session: ChatSession) -> dict[str, Any]:
+    """What two chats that are the same have in common."""
+    last = None if session.report is None else session.report
+    return {
+        "fed": list(session.fed),
+        "pending_token": session.pending_token,
+        "turn": session.turn,
+        "messages": list(session.messages),
+        "documents": list(session.documents),
+        "pending": list(session.pending),
+        "eviction": session.eviction,
+        "seed": session.seed,
+        "rereads": session.rereads,
+        "position": session.engine.kv.position,
+        "generated": [report.tokens.generated for report in session.reports],
+        "seen": [report.tokens.seen_total for report in session.reports],
+        "evicted": last.tokens.evicted_total if last and session.fed else None,
+        "kept": held(session),
+    }
+
+
+def stopped_before_writing(session: ChatSession, question: str, temperature: float) -> None:
+    """Ask, and stop when all was read."""
+    write: Any = session._write
+
+    def stopped(*given: Any) -> Any:
+        session.cancel()
+        return write(*given)
+
+    session._write = stopped  # type: ignore[method-assign]
+    try:
+        assert "".join(session.ask(question, 3, temperature)) == ""
+    finally:
+        session._write = write  # type: ignore[method-assign]
+
+
+def apply(session: ChatSession, op: Op) -> None:
+    """One operation that counts."""
+    name, *given = op
+    if name == "attach":
+        session.attach(*given)
+    elif name == "ask":
+        question, tokens, temperature, refresh_every = given
+        session.refresh_every = refresh_every
+        if tokens:
+            "".join(session.ask(question, tokens, temperature))
+        else:
+            stopped_before_writing(session, question, temperature)
+    elif name == "skip":  # reading again was stopped
+        before, session.reuse = session.reuse, "once"
+        question, tokens, temperature = given
+        "".join(session.ask(question, tokens, temperature))
+        session.reuse = before
+    elif name == "continue":
+        *more, session.refresh_every = given
+        "".join(session.continue_answer(*more))
+    elif name == "configure":
+        session.configure(*given)
+    elif name == "seed":
+        (session.seed,) = given
+    elif name == "reuse":
+        (session.reuse,) = given
+    elif name == "refresh":
+        session.refresh(wanted=given[0])
+    elif name == "clear":
+        session.recall.clear()
+    elif name == "forget":  # the cache is gone, the conversation is not
+        snapshot = session.snapshot()
+        owed = () if snapshot.pending_token is None else (snapshot.pending_token,)
+        known = (*snapshot.fed, *owed) if session.fed else snapshot.known
+        session.restore(
+            replace(snapshot, held=None, fed=(), pending_token=None, known=known, shaped_by=None)
+        )
+    else:
+        raise AssertionError(name)
+
+
+class Machine:
+    """A chat and what it must be. `home`: where chats are saved."""
+
+    def __init__(self, setting: Setting, home: Path) -> None:
+        self.setting, self.home = setting, home
+        self.session = setting.chat()
+        self.keeper = Keeper(Terminal(quiet=True), active=True)
+        self.keeper.attend(self.session)
+        self.script: list[Op] = []
+        self.refresh_every = 0
+        self.saved: dict[str, tuple[list[Op], tuple[Any, ...]]] = {}
+        self.copies = 0  # turns that can be taken back with a copy of the cache
+        self.numbers = itertools.count(1)
+        self.counts: Counter[str] = Counter()
+        self._twin: tuple[list[Op], ChatSession] | None = None
+
+    # -- operations ---------------------------------------------------------------------------
+
+    def attach(self, text: str, name: str | None) -> None:
+        self.session.attach(text, name)
+        self.script.append(("attach", text, name))
+        self.check("attach")
+
+    def ask(self, question: str, tokens: int, temperature: float) -> None:
+        session, before = self.session, facts(self.session)
+        op = ("ask", question, tokens, temperature, self.refresh_every)
+        session.refresh_every = self.refresh_every
+        try:
+            "".join(session.ask(question, tokens, temperature))
+        except MinikvError as error:
+            self.refused(op, error, before)
+            return
+        self.script.append(op)
+        self.check("ask")
+        self._plain(before)
+
+    def stop_reading(self, question: str, after: int, how: str) -> None:
+        """Cancelled, or an exception in a callback, at the `after`-th call of progress."""
+        session, before, calls = self.session, facts(self.session), itertools.count(1)
+        session.refresh_every = self.refresh_every
+
+        def progress(done: int, total: int) -> None:
+            if next(calls) == after:
+                if how == "raise":
+                    raise KeyboardInterrupt
+                getattr(session, how)()
+
+        rereads = False
+        try:
+            answer = session.ask(question, 3, 0.8, progress=progress)
+            pieces = []
+            for piece in answer:
+                pieces.append(piece)
+        except (Interrupted, KeyboardInterrupt):
+            assert facts(session) == before
+            self.check("cancel")
+            return
+        except MinikvError as error:
+            self.refused(("ask", question, 3, 0.8, self.refresh_every), error, before)
+            return
+        assert session.report is not None
+        report = session.report
+        skipped = any("stopped reading again" in line for line in report.warnings)
+        if skipped:
+            self.script.append(("skip", question, 3, 0.8))
+        else:
+            tokens = 0 if report.stop_reason == "user" and not report.tokens.generated else 3
+            self.script.append(("ask", question, tokens, 0.8, self.refresh_every))
+        assert not rereads
+        self.check("skip" if skipped else "too late")
+
+    def stop_writing(self, question: str, after: int, how: str, temperature: float) -> None:
+        """Stopped when so many pieces were taken."""
+        session, before = self.session, facts(self.session)
+        session.refresh_every = self.refresh_every
+        op = ("ask", question, 9, temperature, self.refresh_every)
+        try:
+            answer = session.ask(question, 9, temperature)
+            for _ in range(after):
+                next(answer, None)
+            if how == "cancel":
+                session.cancel()
+                "".join(answer)
+            elif how == "finish":
+                session.finish()
+            answer.close()
+        except MinikvError as error:
+            self.refused(op, error, before)
+            return
+        assert session.report is not None
+        if session.report.stop_reason == "user":
+            op = ("ask", question, session.report.tokens.generated, *op[3:])
+        self.script.append(op)
+        self.check("stop")
+        self._plain(before)
+
+    def _plain(self, before: dict[str, Any]) -> None:
+        """Which rows stay, as lists of positions, where a rule of one line says so."""
+        session, kv = self.session, self.session.engine.kv
+        now, report = session.eviction, session.report
+        assert report is not None
+        bounded = (now.policy, now.decode) == ("streaming", "streaming")
+        if not bounded and (now.policy, now.decode) != ("full", "none"):
+            return
+        if any(self.setting.windows) or now.stride or report.refreshes or self.setting.quality:
+            return
+        owed = session.pending_token is not None
+        read = len(session.fed) - report.tokens.generated + owed
+        goes_on = bool(before["fed"]) and report.reuse in ("once", "blind")
+        begin = len(before["fed"]) if goes_on else 0
+        old = before["kept"] if goes_on else [[] for _ in before["kept"]]
+        if len({len(rows) for rows in old}) > 1 or (bounded and now.budget.unit != "rows"):
+            return  # another policy shared among heads
+        kept_always = max(int(now.policy_options.get("sinks", 0)), kv.pinned)
+        most = int(now.budget.value) if bounded else 1 << 60
+
+        def last(rows: list[int]) -> list[int]:
+            if len(rows) <= most:
+                return rows
+            stay = [at for at in rows if at < kept_always]
+            rest = [at for at in rows if at >= kept_always]
+            return [*stay, *rest[len(rest) - (most - len(stay)) :]]
+
+        for rows, found in zip(old, held(session), strict=True):
+            rows = last([*rows, *range(begin, read)])
+            for at in range(read, len(session.fed)):
+                rows = last([*rows, at])
+            assert found == rows
+        self.counts["plain"] += 1
+
+    def go_on(self, tokens: int, temperature: float) -> None:
+        session, before = self.session, facts(self.session)
+        session.refresh_every = self.refresh_every
+        op = ("continue", tokens, temperature, self.refresh_every)
+        try:
+            "".join(session.continue_answer(tokens, temperature))
+        except MinikvError as error:
+            self.refused(op, error, before, say=False)
+            return
+        last = self.script[-1]
+        if last[0] == "ask" and last[2] and last[3:] == (temperature, self.refresh_every):
+            self.script[-1] = ("ask", last[1], last[2] + tokens, *last[3:])
+        else:
+            self.script.append(op)
+        self.check("continue")
+
+    def undo(self, turns: int, *, retry: bool = False) -> None:
+        session, before = self.session, facts(self.session)
+        now, pending, seed = session.eviction, list(session.pending), session.seed
+        flag, count = session.rereads, len(session.turns)
+        copies = dict(session.history.before)
+        try:
+            taken = session.undo(turns)
+        except MinikvError:
+            assert not 1 <= turns <= count
+            assert facts(session) == before
+            return
+        at = [i for i, op in enumerate(self.script) if op[0] in ("ask", "skip")][count - turns]
+        kept = self.script[:at]
+        copied = count - turns in copies
+        if copied:
+            flag = flag or copies[count - turns].rereads
+        elif count > turns:
+            kept.append(("forget",))
+        flag = (flag or taken[0].report.reuse == "refresh") and bool(session.fed)
+        self.script = kept
+        twin = self.twin()
+        for document in pending:
+            if document not in twin.pending:
+                self.script.append(("attach", document.text, document.name))
+        if twin.eviction != now:
+            self.script.append(("configure", now))
+        if twin.rereads != flag:
+            self.script.append(("refresh", flag))
+        if twin.reuse != session.reuse:
+            self.script.append(("reuse", session.reuse))
+        if twin.seed != seed:
+            self.script.append(("seed", seed))
+        self._rounded()
+        self.check("undo" if copied else "undo without a copy")
+        if retry:
+            self.ask(taken[0].question, 4, 0.8)
+
+    def reset(self, *, keep: bool) -> None:
+        session = self.session
+        documents = [*session.documents, *session.pending] if keep else []
+        session.reset(keep_documents=keep)
+        self.setting = replace(self.setting, eviction=session.eviction, reuse=session.reuse)
+        self.script = [("seed", session.seed)] if session.seed else []
+        self.script += [("attach", document.text, document.name) for document in documents]
+        self.check("reset")
+
+    def configure(self, wanted: EvictionConfig) -> None:
+        before = facts(self.session)
+        try:
+            self.session.configure(wanted)
+        except MinikvError:
+            assert facts(self.session) == before
+            return
+        self.script.append(("configure", wanted))
+        self.check("configure")
+
+    def seed(self, seed: int) -> None:
+        self.session.seed = seed
+        self.script.append(("seed", seed))
+
+    def reuse(self, reuse: str) -> None:
+        self.session.reuse = reuse
+        self.script.append(("reuse", reuse))
+
+    def refresh(self, *, wanted: bool) -> None:
+        try:
+            self.session.refresh(wanted=wanted)
+        except MinikvError:
+            assert wanted
+            assert not self.session.fed
+            return
+        self.script.append(("refresh", wanted))
+
+    def save(self) -> None:
+        """Under a new name; the chat goes on there."""
+        name = f"chat-{next(self.numbers)}"
+        self.keeper.save(self.session, name)
+        self._noted(name)
+        self.check("save")
+
+    def _noted(self, name: str) -> None:
+        session = self.session
+        self.saved = {n: each for n, each in self.saved.items() if (self.folder / n).is_dir()}
+        self.saved[name] = [*self.script], (self.setting, session.seed)
+
+    @property
+    def folder(self) -> Path:
+        return self.home / "chats"
+
+    def fork(self) -> None:
+        """The chat goes on under another name, and the old one stays."""
+        keeper, session = self.keeper, self.session
+        if keeper.name in self.saved and keeper._conversation == session.conversation:
+            self.saved[keeper.name] = [*self.script], (self.setting, session.seed)
+        name = f"fork-{next(self.numbers)}"
+        keeper.fork(session, name)
+        self._noted(name)
+        self.check("fork")
+
+    def load(self, pick: int, *, fresh: bool) -> None:
+        """One of the saved chats, in this session or in that of another process."""
+        names = sorted(n for n in self.saved if (self.folder / n).is_dir())
+        if not names:
+            self.save()
+            return
+        name = names[pick % len(names)]
+        script, (setting, seed) = self.saved[name]
+        if fresh:
+            self.close()
+            self.session = self.setting.chat()
+            self.keeper = Keeper(Terminal(quiet=True), active=True)
+            self.keeper.attend(self.session)
+        before = facts(self.session)
+        try:
+            self.keeper.load(self.session, name)
+        except MinikvError:
+            assert not read_saved(name).header["cache"], "it was saved before a question"
+            assert facts(self.session) == before
+            self.keeper.load(self.session, name, reread=True)
+        self.setting, self.script = setting, [*script]
+        if not self.session.fed and self.session.turns:
+            self.script.append(("forget",))
+        assert self.session.seed == seed
+        self._rounded()
+        self.check("load")
+
+    def _rounded(self) -> None:
+        """A tier of int8 may have more of the conversation than the twin's, which reads that anew
+        and without rounding: it is emptied."""
+        if self.setting.tier_dtype == "int8":
+            self.session.recall.clear()
+            self.script.append(("clear",))
+
+    def close(self) -> None:
+        """The process ends."""
+        self.session.recall.leave()
+        self.keeper.close()
+
+    # -- what must be true ----------------------------------------------------------------------
+
+    def twin(self) -> ChatSession:
+        """A chat that was given the operations that count, and nothing else."""
+        done, made = self._twin or ([], None)
+        if made is None or self.script[: len(done)] != done or done == []:
+            if made is not None:
+                made.recall.leave()
+            done, made = [], self.setting.chat(undo=False)
+        assert made is not None
+        for op in self.script[len(done) :]:
+            apply(made, op)
+        self._twin = [*self.script], made
+        return made
+
+    def refused(
+        self, op: Op, error: MinikvError, before: dict[str, Any], *, say: bool = True
+    ) -> None:
+        """Nothing changed, and the twin says the same."""
+        assert facts(self.session) == before
+        twin = self.twin()
+        if say:
+            with pytest.raises(type(error)) as raised:
+                apply(twin, op)
+            assert str(raised.value) == str(error)
+            self._twin = None  # an error in the middle of it is what is tested
+        self.check("refused")
+
+    def check(self, name: str) -> None:
+        self.counts[name] += 1
+        whole(self.session)
+        mine, want = facts(self.session), facts(self.twin())
+        for fact, value in want.items():
+            assert mine[fact] == value, fact
+
+    def end(self) -> None:
+        self.close()
+        if self._twin is not None:
+            self._twin[1].recall.leave()
+
+
+# -- what hypothesis draws ------------------------------------------------------------------------
+
+TEMPERATURE = st.sampled_from([0.0, 0.8])
+QUESTION = st.sampled_from(QUESTIONS)
+
+
+@st.composite
+def evictions(draw: st.DrawFn) -> EvictionConfig:
+    """Any policies and budget; in one of ten cases a step policy that also reads, in blocks."""
+    if draw(st.integers(0, 9)) == 0:
+        step = draw(st.sampled_from(STRIDED))
+        return EvictionConfig.read(step, budget=96, options=SOON.get(step), stride=16)
+    return eviction(draw(st.sampled_from(PAIRS)), draw(st.sampled_from(BUDGETS)))
+
+
+@st.composite
+def machine_settings(draw: st.DrawFn) -> Setting:
+    tier = draw(st.sampled_from(["none", "none", "ram", "file"]))
+    reuses = ["once", "auto", "refresh", "blind"] if tier == "none" else ["auto", "auto", "once"]
+    system, pinned = draw(st.sampled_from([("", False), ("Be brief.", False), ("Be brief.", True)]))
+    return Setting(
+        draw(evictions()),
+        tier,
+        draw(st.sampled_from(["same", "same", "int8"])),
+        draw(st.sampled_from(reuses)),
+        system,
+        pinned,
+        draw(st.sampled_from([(None, None), (None, None), (None, 48)])),
+        draw(st.sampled_from([None, None, torch.int8])),
+        draw(st.sampled_from([2, 16])),
+        draw(st.sampled_from([0.0, 0.0, 0.0, 0.5])) if tier == "ram" else 0.0,
+    )
+
+
+class Chats(RuleBasedStateMachine):
+    """Any operation in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = Path(tempfile.mkdtemp(dir=os.environ["MINIKV_HOME"]))
+        self.before = os.environ["MINIKV_HOME"]
+        os.environ["MINIKV_HOME"] = str(self.home)
+        self.machine: Machine | None = None
+
+    @initialize(setting=machine_settings())
+    def begin(self, setting: Setting) -> None:
+        try:
+            self.machine = Machine(setting, self.home)
+        except UsageError:  # a budget below what these policies need
+            small = eviction(("adakv", "auto"), 48)
+            self.machine = Machine(replace(setting, eviction=small), self.home)
+
+    @property
+    def m(self) -> Machine:
+        assert self.machine is not None
+        STEPS["steps"] += 1
+        return self.machine
+
+    def roomy(self) -> bool:
+        """A full context refuses all that follows: some of that is enough."""
+        machine = self.machine
+        return machine is None or machine.session.room > 200 or machine.counts["refused"] < 2
+
+    @rule(text=st.sampled_from(TEXTS), name=st.sampled_from([None, "a.txt"]))
+    def attach(self, text: str, name: str | None) -> None:
+        self.m.attach(text, name)
+
+    @precondition(roomy)
+    @rule(question=QUESTION, tokens=st.integers(1, 6), temperature=TEMPERATURE)
+    def ask(self, question: str, tokens: int, temperature: float) -> None:
+        self.m.ask(question, tokens, temperature)
+
+    @precondition(roomy)
+    @rule(question=QUESTION, tokens=st.integers(1, 6), text=st.sampled_from(TEXTS))
+    def ask_about(self, question: str, tokens: int, text: str) -> None:
+        self.m.attach(text, "b.txt")
+        self.m.ask(question, tokens, 0.0)
+
+    @precondition(roomy)
+    @rule(
+        question=QUESTION,
+        after=st.integers(1, 12),
+        how=st.sampled_from(["cancel", "cancel", "skip", "raise"]),
+    )
+    def stop_reading(self, question: str, after: int, how: str) -> None:
+        self.m.stop_reading(question, after, how)
+
+    @precondition(roomy)
+    @rule(
+        after=st.integers(1, 24),
+        how=st.sampled_from(["cancel", "cancel", "skip", "raise"]),
+        text=st.sampled_from(TEXTS),
+    )
+    def stop_reading_about(self, after: int, how: str, text: str) -> None:
+        self.m.attach(text, "c.txt")
+        self.m.stop_reading("Who?", after, how)
+
+    @precondition(roomy)
+    @rule(
+        question=QUESTION,
+        after=st.integers(1, 4),
+        how=st.sampled_from(["cancel", "close", "finish"]),
+        temperature=TEMPERATURE,
+    )
+    def stop_writing(self, question: str, after: int, how: str, temperature: float) -> None:
+        self.m.stop_writing(question, after, how, temperature)
+
+    @rule(tokens=st.integers(1, 4), temperature=TEMPERATURE)
+    def go_on(self, tokens: int, temperature: float) -> None:
+        self.m.go_on(tokens, temperature)
+
+    @rule(turns=st.sampled_from([0, 1, 1, 2, 3]), retry=st.booleans())
+    def undo(self, turns: int, retry: bool) -> None:
+        self.m.undo(turns, retry=retry)
+
+    @rule(keep=st.sampled_from([None, None, True, False]))
+    def reset(self, keep: bool | None) -> None:
+        if keep is None:  # what would follow is worth more
+            self.m.ask("Who?", 3, 0.0)
+        else:
+            self.m.reset(keep=keep)
+
+    @rule(wanted=evictions(), budget=st.booleans())
+    def policy(self, wanted: EvictionConfig, budget: bool) -> None:
+        """Another policy, or only another budget."""
+        now = self.m.session.eviction
+        self.m.configure(replace(now, budget=wanted.budget) if budget else wanted)
+
+    @rule(
+        seed=st.sampled_from([None, 0, 1, 2]),
+        wanted=st.sampled_from([None, True, True, False]),
+        every=st.sampled_from([None, 0, 0, 2, 3]),
+    )
+    def adjust(self, seed: int | None, wanted: bool | None, every: int | None) -> None:
+        machine = self.m
+        if seed is not None:
+            machine.seed(seed)
+        if wanted is not None:
+            machine.refresh(wanted=wanted)
+        if every is not None and (not every or machine.setting.tier != "none"):
+            machine.refresh_every = every
+
+    @rule(fork=st.booleans())
+    def save(self, fork: bool) -> None:
+        if fork:
+            self.m.fork()
+        else:
+            self.m.save()
+
+    @rule(pick=st.integers(0, 7), fresh=st.booleans())
+    def load(self, pick: int, fresh: bool) -> None:
+        self.m.load(pick, fresh=fresh)
+
+    def teardown(self) -> None:
+        os.environ["MINIKV_HOME"] = self.before
+        if self.machine is not None:
+            self.machine.end()
+            for name, count in self.machine.counts.items():
+                STEPS[name] += count
+        shutil.rmtree(self.home)
+
+
+STEPS: Counter[str] = Counter()
+"""What the machines of a test did."""
+
+
+def run(runs: int, steps: int, seed: int) -> Counter[str]:
+    """So many runs of so many steps, the same ones for a seed."""
+    STEPS.clear()
+    how = settings(
+        max_examples=runs,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        suppress_health_check=[*HealthCheck],
+        phases=[Phase.generate],  # the steps are told; making them fewer takes minutes
+    )
+    kind = type("Chats", (Chats,), {})
+    hypothesis.seed(seed)(kind)
+    run_state_machine_as_test(kind, settings=how)
+    return STEPS
+
+
+def test_any_order_of_operations() -> None:
+    done = run(40, 20, 3)
+    assert done["steps"] > 600
+    assert min(done[name] for name in ("ask", "cancel", "stop", "undo", "load", "refused")) > 5
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_a_hundred_thousand_operations(seed: int) -> None:
+    done = run(100, 50, seed)
+    sys.stderr.write(f"{dict(done)}\n")
+    assert done["steps"] > 4000

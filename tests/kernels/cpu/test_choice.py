@@ -1,0 +1,114 @@
+"""Who computes what on a CPU is a table of instructions: every class of it, imitated."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from drawing import randoms
+
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.stats import Shape
+from minikv.kernels import dispatch
+from minikv.kernels.cpu import build, choice, prefill, table
+from minikv.kernels.torch import attention, ragged_prefill
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
+
+
+def chosen(processor: str) -> dispatch.Kernels:
+    ops, why = dispatch.choose(CPU, "auto", 64, torch.bfloat16, processor)
+    assert why is None
+    return ops
+
+
+def test_every_class_says_of_every_operation_who_computes_it() -> None:
+    own = {name for name, value in vars(table.Native).items() if isinstance(value, staticmethod)}
+    assert own == {name for names in choice.OPERATIONS.values() for name in names}
+    for row in choice.CHOICES.values():
+        assert row.keys() == choice.OPERATIONS.keys()
+        assert set(row.values()) <= {choice.C, choice.TORCH}
+    assert choice.processor() in choice.CHOICES
+
+
+def test_nothing_is_timed() -> None:
+    for module in (choice, table, dispatch):
+        names = {
+            node.name
+            for line in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
+            if isinstance(line, ast.Import | ast.ImportFrom)
+            for node in line.names
+        }
+        assert not names & {"time", "perf_counter", "timeit", "random"}
+
+
+@needs_compiler
+@pytest.mark.parametrize("processor", choice.CHOICES)
+def test_the_table_is_what_runs(processor: str) -> None:
+    ops = chosen(processor)
+    assert ops.choices.startswith(f"{processor}: C for ")
+    for operation, names in choice.OPERATIONS.items():
+        who = choice.CHOICES[processor][operation]
+        source = dispatch.Kernels if who == choice.TORCH else table.Native
+        for name in names:
+            assert getattr(ops, name) == getattr(source, name), (operation, name)
+        assert operation in ops.choices
+
+
+@needs_compiler
+def test_with_tiles_of_bfloat16_prompts_are_torchs() -> None:
+    """The rule for AMX, where torch's attention of a prompt is three times as fast as C."""
+    ops = chosen("amx")
+    assert ops.rows_attention is attention.rows_attention
+    assert ops.last_rows_attention is attention.last_rows_attention
+    assert ops.ragged_prefill is ragged_prefill.ragged_prefill
+    assert ops.ragged_attention is table.Native.ragged_attention
+    assert "torch for prompt attention" in ops.choices
+    assert chosen("avx512-bf16").rows_attention is prefill.rows_attention
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 33, 70])
+def test_an_imitated_class_computes_the_same(rows: int) -> None:
+    q = randoms(1, 2, 2, rows, 64, dtype=torch.bfloat16)
+    k, v = randoms(2, 2, 70, 64, dtype=torch.bfloat16), randoms(3, 2, 70, 64, dtype=torch.bfloat16)
+    want, sums = attention.last_rows_attention(q.float(), k.float(), v.float())
+    for processor in ("amx", "avx512-bf16"):
+        out, lse = chosen(processor).last_rows_attention(q, k, v)
+        torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, sums, rtol=2e-2, atol=2e-2)
+
+
+@needs_compiler
+def test_a_cache_takes_the_class_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for processor in choice.CHOICES:
+        monkeypatch.setattr(choice, "processor", lambda processor=processor: processor)
+        made = KVCache(
+            Shape(1, 1, 1, 64, (None,), 64), None, None, None, dtype=torch.bfloat16, device="cpu"
+        )
+        assert made.ops.choices == choice.describe(processor)
+
+
+@pytest.mark.parametrize(
+    ("machine", "level", "tiles", "bf16", "found"),
+    [
+        ("x86_64", "AVX512", True, True, "amx"),
+        ("x86_64", "AVX512", False, True, "avx512-bf16"),
+        ("AMD64", "AVX512", False, False, "avx512"),
+        ("x86_64", "AVX2", True, True, "avx2"),  # torch was told to use no more
+        ("x86_64", "DEFAULT", False, False, "other"),
+        ("aarch64", "DEFAULT", False, False, "arm"),
+        ("riscv64", "DEFAULT", False, False, "other"),
+    ],
+)
+def test_the_class_is_what_torch_may_use(
+    machine: str, level: str, tiles: bool, bf16: bool, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: level)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    assert choice.processor.__wrapped__() == found

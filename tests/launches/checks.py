@@ -1,0 +1,134 @@
+"""That the counting is right. Run by test_launches.py in a process of its own, which then launches
+on the stub and takes `stand_in.GPU` for a device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import counting
+import torch
+from counting import CHUNK, VOCAB, Bench, Case, ids, prompt_rows, step_row
+from stand_in import GPU, Counts, StandIn, near
+
+from minikv.cache.kv_cache import KVCache
+from minikv.engine.decode_loop import Eager
+from minikv.engine.engine import Engine
+from minikv.engine.sampling import Sampling
+from minikv.kernels.triton import compaction
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    made = Bench(tmp_path_factory.mktemp("stub"))
+    with made.torch:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("work", "operators", "sent", "fetched"),
+    [
+        (lambda x: x[1:, ::2].t()[None], {}, 0, 0),
+        (lambda x: x.new_empty(3), {}, 0, 0),
+        (lambda x: x @ x.T + 1, {"mm": 1, "add": 1}, 0, 0),
+        (lambda x: x[1].add_(x[0]), {"add_": 1}, 0, 0),
+        (lambda x: x.__setitem__(0, 5.0), {"fill_": 1}, 0, 0),
+        (lambda x: x.__setitem__(0, torch.ones(8)), {}, 1, 0),
+        (lambda x: x.sum().item(), {"sum": 1}, 0, 1),
+        (lambda x: x.tolist(), {}, 0, 1),
+        (lambda x: bool((x > 0).any()), {"gt": 1, "any": 1}, 0, 1),
+        (lambda x: x.copy_(torch.ones(4, 8)), {}, 1, 0),
+        (lambda x: torch.zeros(4, device=x.device), {"zeros": 1}, 0, 0),
+        (lambda x: torch.tensor([1, 2], device=x.device), {}, 1, 0),
+        (lambda x: x.double(), {"_to_copy": 1}, 0, 0),
+        (lambda x: x.view(2, 2, 8) @ x.T, {"mm": 1}, 0, 0),
+        (lambda x: x.T.reshape(-1), {"clone": 1}, 0, 0),
+        (lambda x: x.reshape(-1).contiguous().float(), {}, 0, 0),
+        (lambda x: torch.ones(4) + 1, {}, 0, 0),
+    ],
+)
+def test_what_counts(
+    bench: Bench,
+    work: Callable[[torch.Tensor], object],
+    operators: dict[str, int],
+    sent: int,
+    fetched: int,
+) -> None:
+    x = torch.ones(4, 8, device=GPU)
+    with Counts() as counts, torch.inference_mode():
+        work(x)
+    assert (dict(counts.operators), counts.sent, counts.fetched) == (operators, sent, fetched)
+
+
+def test_memory_is_shared_with_views_and_kinds_do_not_mix(bench: Bench) -> None:
+    x = torch.zeros(4, 8, device=GPU)
+    part = x[1:, 4:]
+    part += 2
+    assert isinstance(part, StandIn)
+    assert part.device == x.device == GPU
+    assert part.data_ptr() == x.data_ptr() + 4 * (8 + 4)
+    assert near(x).sum() == 24
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.ones(4, 8)
+    assert near(x + torch.tensor(1.0)).sum() == 56
+
+
+@pytest.mark.parametrize("case", [Case("adakv", "roco"), Case("h2o", "hashevict", "windows")])
+def test_the_answer_is_that_of_a_cpu(bench: Bench, case: Case) -> None:
+    """Two turns in which rows leave, on the stand-in and with torch alone. In float32: rounded to
+    bfloat16, the means of two rows may be equal in one and not in the other."""
+    far = bench.engine(case, 2, torch.float32)
+    kv = far.kv
+    here = KVCache(
+        kv.shape,
+        kv.prompt_policy,
+        kv.step_policy,
+        kv.budget,
+        dtype=kv.dtype,
+        output=None,
+        kernels="torch",
+    )
+    net = bench.network(2, kv.shape.windows[0], torch.device("cpu"), kv.dtype)
+    answers = []
+    for engine in (far, Engine(net, here, Eager())):
+        found = []
+        for turn in range(2):
+            token = counting.token_of(engine.prompt(ids(CHUNK + 20, turn)))
+            for _ in range(8):
+                token = engine.next(token, VOCAB, Sampling(), 0)
+                found.append(token)
+        answers.append(found)
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) > 4
+
+
+def test_a_layer_more_adds_the_same(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("adakv", "roco")
+    rows = [step_row(bench, case, Sampling()), *prompt_rows(bench, case)]
+    monkeypatch.setattr(counting, "LAYERS", (2, 3))
+    deep = [step_row(bench, case, Sampling()), *prompt_rows(bench, case)]
+    for row, more in zip(rows, deep, strict=True):
+        for part, count in row.items():
+            assert more[part] == count, part
+
+
+def test_launches_arrive_with_their_grid(bench: Bench) -> None:
+    """The driver refuses what a GPU would refuse."""
+    count = torch.ones(8, dtype=torch.int64, device=GPU)
+    index, values, out = count[:, None], count[:, None].float(), torch.zeros(8, device=GPU)
+    with bench.counted() as found:
+        compaction.gather_column(index, count, count - 1, values, out, 1)
+    assert found["triton", "column"] == 1
+    with pytest.raises(RuntimeError, match="a launch that no GPU takes"):
+        compaction._column[(1, 70000)](index, count, count, values, out, 1, 1, BN=1024, num_warps=4)
+
+
+def test_arguments_that_do_not_fit_are_an_error(bench: Bench) -> None:
+    count = torch.ones(8, dtype=torch.int64, device=GPU)
+    with pytest.raises(Exception, match=r"(?i)pointer|type|float|load"):
+        compaction._column[(1, 8)](1.5, count, count, count, count, 1, 1, BN=64, num_warps=4)

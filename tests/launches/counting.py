@@ -1,0 +1,469 @@
+"""What a prompt and a step launch on a GPU, counted without one.
+
+    python tests/launches/counting.py [steps] [prompts] [--all] [--names] [--json FILE]
+    python tests/launches/counting.py --write      the table that tests/launches/ compares with
+    python tests/launches/counting.py --against FILE [--json FILE]
+                                     launches of an 8B model, by an older table and the present one
+    python tests/launches/counting.py --late [CASE]  kernels that a turn compiles after the warm-up
+
+The whole program runs as on a GPU, on a small network of random weights in bfloat16: the engine,
+the cache, the policies, the host side of every Triton kernel, and Triton's own launcher. Launched
+kernels do nothing (`stub_driver`); then the torch form of the kernel computes the result, so that
+what follows is as it would be. Counted are, in this order,
+
+    triton   launches of Triton kernels that arrive at the driver
+    torch    operators of torch on tensors of the GPU, other than views and allocations. Each
+             launches at least one kernel; some (sort, cumsum, logsumexp, index_put) launch more,
+             which is not seen here. Flash attention is one
+    sent     copies from the host to the GPU
+    fetched  copies or values from the GPU; all but that of a step's token make the host wait
+
+A row is a straight line through runs of different sizes. Of a step, `layer` is what one layer more
+adds, and `beside` is the rest. Of a prompt, `layer` is what one layer more adds with one chunk, of
+which `finish` chooses and moves the rows that stay; `chunk` is what one chunk more adds in a layer,
+`beside` the rest of the first chunk and `beside_chunk` of each further one. The rest may be
+negative: of the last layer only the last token is needed. `first` is a prompt into an empty cache,
+`later` one behind an answer. There are 8 KV heads, which matters where code loops over heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import stand_in
+import step_oracle
+import stub_driver
+import torch
+from stand_in import GPU, Counts, near, uncounted
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from minikv import policies
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.prefill import Prefill
+from minikv.cache.stats import Shape
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.decode_loop import Eager
+from minikv.engine.engine import Engine
+from minikv.engine.sampling import Sampling
+from minikv.engine.warmup import warm
+from minikv.kernels.dispatch import Kernels
+from minikv.kernels.triton.table import Triton
+from minikv.models.config import ModelConfig
+from minikv.models.llama import Llama
+from minikv.models.rope import RopeConfig
+
+Count = Counter[tuple[str, str]]
+
+LAYERS = (1, 2)
+HEADS, KV_HEADS, HEAD_DIM, VOCAB = 32, 8, 16, 128
+CHUNK = 64
+WINDOW = 48
+BUDGET = 40
+KINDS = ("triton", "torch", "sent", "fetched")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is counted. kept: "int8" keys and values, or "windows": layers with a sliding window;
+    options: of the policies; stride: with it, the step policy also reads the prompt."""
+
+    policy: str
+    decode: str
+    kept: str = ""
+    options: tuple[tuple[str, object], ...] = ()
+    stride: int = 0
+
+    @property
+    def name(self) -> str:
+        """In the table."""
+        pair = f"{self.policy} blocks" if self.stride else f"{self.policy}/{self.decode}"
+        options = (f"{name}={value}" for name, value in self.options)
+        return " ".join((pair, *options, *filter(None, (self.kept,))))
+
+
+class _Kernels(Triton):
+    """Triton's operations, of which each launches, and then is computed by its torch form."""
+
+
+def _both(name: str) -> Callable[..., Any]:
+    launch = getattr(Triton, name)
+    compute = getattr(Kernels, name) or getattr(step_oracle, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out = launch(*args, **kwargs)
+        with uncounted():
+            found = compute(*near(args), **near(kwargs))
+            for there, value in zip(tree_leaves(out), tree_leaves(found), strict=True):
+                if isinstance(there, Tensor):
+                    near(there).copy_(value)
+        return out
+
+    return run
+
+
+for _name in vars(Triton):
+    if isinstance(vars(Triton)[_name], staticmethod):
+        setattr(_Kernels, _name, staticmethod(_both(_name)))
+
+
+class Bench:
+    """Makes engines and counts what they launch. One a process, which then launches on the stub.
+
+    A count is by kind and name: ("triton", "split"), ("torch", "mm").
+    """
+
+    def __init__(self, folder: Path, *, machine_code: bool = False) -> None:
+        self.launches = stub_driver.install(folder, machine_code=machine_code)
+        stand_in.install()
+        self.torch = Counts()
+        self.finished: Count = Counter()
+        self._nets: dict[tuple[int, int | None, torch.dtype], Llama] = {}
+        finish = Prefill.finish
+
+        def counted(prefill: Prefill, layer: int) -> None:
+            with self.counted() as found:
+                finish(prefill, layer)
+            self.finished += found
+
+        Prefill.finish = counted  # type: ignore[method-assign]
+
+    @contextmanager
+    def counted(self) -> Iterator[Count]:
+        """The counter is complete when this ends."""
+        found: Count = Counter()
+        before = self._total()
+        yield found
+        found.update(self._total() - before)
+
+    def _total(self) -> Count:
+        found: Count = Counter()
+        found.update({("triton", name): n for name, n in self.launches.total().items()})
+        found.update({("torch", name): n for name, n in self.torch.operators.items()})
+        found.update({("sent", ""): self.torch.sent, ("fetched", ""): self.torch.fetched})
+        return found
+
+    def engine(self, case: Case, layers: int, dtype: torch.dtype = torch.bfloat16) -> Engine:
+        """An engine on the stand-in of a GPU."""
+        net = self._net(layers, WINDOW if case.kept == "windows" else None, dtype)
+        shape = Shape(layers, KV_HEADS, HEADS, HEAD_DIM, net.config.windows, net.config.max_context)
+        decode = "auto" if case.stride else case.decode
+        eviction = EvictionConfig.read(
+            case.policy, decode, BUDGET, dict(case.options), 0, case.stride
+        )
+        prompt, step, budget, stride = eviction.policies()
+        kv = KVCache(
+            shape,
+            prompt,
+            step,
+            budget,
+            dtype=net.dtype,
+            device=GPU,
+            stride=stride,
+            kv=torch.int8 if case.kept == "int8" else None,
+            output=lambda i: net.layers[i].out.dense().T.unflatten(0, (KV_HEADS, -1, HEAD_DIM)),
+            rotary=net.rotary.inverse,
+            kernels="torch",
+        )
+        kv.use(_Kernels())
+        net.use(kv.ops)
+        return Engine(net, kv, Eager())
+
+    def _net(self, layers: int, window: int | None, dtype: torch.dtype) -> Llama:
+        if (layers, window, dtype) not in self._nets:
+            here, net = (self.network(layers, window, d, dtype) for d in (torch.device("cpu"), GPU))
+            for (_, mine), (_, theirs) in zip(net.tensors(), here.tensors(), strict=True):
+                mine.copy_(theirs)
+            self._nets[layers, window, dtype] = net
+        return self._nets[layers, window, dtype]
+
+    @staticmethod
+    def network(layers: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Llama:
+        """A network; on a CPU its weights are random."""
+        config = ModelConfig(
+            family="llama",
+            layers=layers,
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            hidden=HEADS * HEAD_DIM,
+            mlp=512,
+            vocab=VOCAB,
+            norm_eps=1e-5,
+            rope=RopeConfig(theta=1e4),
+            max_context=4096,
+            windows=(window,) * layers,
+        )
+        net = Llama(config, rows=CHUNK, dtype=dtype, device=device)
+        return net.randomise(0, std=0.1) if device.type == "cpu" else net
+
+
+def ids(count: int, seed: int) -> list[int]:
+    """Random token ids."""
+    made = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (count,), generator=made).tolist()
+
+
+def step_row(bench: Bench, case: Case, sampling: Sampling) -> dict[str, Count]:
+    """What a step of an answer launches, after others like it."""
+    found = []
+    for layers in LAYERS:
+        engine = bench.engine(case, layers)
+        token = token_of(engine.prompt(ids(CHUNK - 9, 0)))
+        token = engine.next(token, VOCAB, sampling, 0)  # this step, and the next one ahead
+        with bench.counted() as counted:
+            engine.next(token, VOCAB, sampling, 0)
+        assert not engine.notices, engine.notices
+        found.append(counted)
+    layer = _less(found[1], found[0])
+    return {"layer": layer, "beside": _less(found[0], layer, LAYERS[0])}
+
+
+def prompt_rows(bench: Bench, case: Case) -> list[dict[str, Count]]:
+    """What a first prompt launches, and one behind it and a step."""
+    runs: dict[tuple[int, int], list[Count]] = {}
+    ends: dict[tuple[int, int], list[Count]] = {}
+    for layers in LAYERS:
+        for chunks in (1, 2):
+            engine = bench.engine(case, layers)
+            runs[layers, chunks], ends[layers, chunks] = [], []
+            for turn in range(2):
+                bench.finished.clear()
+                with bench.counted() as counted:
+                    logits = engine.prompt(ids(chunks * CHUNK - 9, turn))
+                runs[layers, chunks].append(counted)
+                ends[layers, chunks].append(bench.finished.copy())
+                engine.next(token_of(logits), VOCAB, Sampling(), 0, ahead=False)
+            assert not engine.notices, engine.notices
+    rows = []
+    few, more = LAYERS
+    for turn in range(2):
+        n = {key: each[turn] for key, each in runs.items()}
+        layer = _less(n[more, 1], n[few, 1])
+        chunk = _less(_less(n[more, 2], n[more, 1]), _less(n[few, 2], n[few, 1]))
+        rows.append(
+            {
+                "layer": layer,
+                "finish": _less(ends[more, 1][turn], ends[few, 1][turn]),
+                "chunk": chunk,
+                "beside": _less(n[few, 1], layer, few),
+                "beside_chunk": _less(_less(n[few, 2], n[few, 1]), chunk, few),
+            }
+        )
+    return rows
+
+
+def token_of(logits: Tensor) -> int:
+    """The token of the largest logit."""
+    with uncounted():
+        return int(near(logits).argmax())
+
+
+def _less(a: Count, b: Count, times: int = 1) -> Count:
+    """a - times * b; a number may be negative."""
+    return Counter({key: a[key] - times * b[key] for key in a | b if a[key] != times * b[key]})
+
+
+# -- the table --------------------------------------------------------------------------------
+
+TABLE = Path(__file__).with_name("table.json")
+KEPT = ("", "int8", "windows")
+SAMPLINGS = {
+    "temperature": Sampling(temperature=0.8),
+    "top_p": Sampling(temperature=0.8, top_p=0.9),
+    "top_k top_p min_p": Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05),
+}
+_BY_DAY = ("full", "snapkv")
+"""Prompt policies that are counted in every way of keeping rows by day; the others at night."""
+_NOTED_BY_DAY = ("roco",)
+"""Of the step policies that note what a prompt's queries see."""
+
+Row = dict[str, list[int]]
+Rows = dict[str, Row]
+
+
+def step_cases() -> list[Case]:
+    """Every step policy behind a prompt policy. A full cache is without both."""
+    pairs = [("full" if name == "none" else "snapkv", name) for name in policies.step_names()]
+    more = [Case("snapkv", "tova", options=(("per_head", True),))]
+    more += [Case("snapkv+turns", name) for name in ("h2o", "roco")]  # some rows leave last
+    return [*(Case(*pair, kept) for kept in KEPT for pair in pairs), *more]
+
+
+def prompt_cases(*, whole: bool) -> list[Case]:
+    """Every prompt policy; the step policies that note what a prompt's queries see; and two that
+    read it in blocks."""
+    names, steps = policies.prompt_names(), [n for n in policies.step_names() if n != "none"]
+    found = [Case(name, "none") for name in names]
+    for name in names if whole else _BY_DAY:
+        found += [Case(name, "none", kept) for kept in KEPT if kept]
+    found += [Case("snapkv", name) for name in (steps if whole else _NOTED_BY_DAY)]
+    return [*found, *(Case(name, name, stride=CHUNK // 4) for name in ("h2o", "roco"))]
+
+
+def steps(bench: Bench, whole: bool) -> Rows:
+    """The table's part about steps, and about steps that sample. It is always whole."""
+    found = {case.name: _kinds(step_row(bench, case, Sampling())) for case in step_cases()}
+    for name, sampling in SAMPLINGS.items():
+        full = step_row(bench, Case("full", "none"), sampling)
+        found[f"full/none {name}"] = _kinds(full)
+    return found
+
+
+def prompts(bench: Bench, whole: bool) -> Rows:
+    """The table's part about prompts."""
+    found = {}
+    for case in prompt_cases(whole=whole):
+        first, later = prompt_rows(bench, case)
+        found |= {f"{case.name} first": _kinds(first), f"{case.name} later": _kinds(later)}
+    return found
+
+
+def _kinds(row: dict[str, Count]) -> Row:
+    def sums(part: Count) -> list[int]:
+        return [sum(n for (kind, _), n in part.items() if kind == wanted) for wanted in KINDS]
+
+    return {name: sums(part) for name, part in row.items()}
+
+
+def _names(row: dict[str, Count]) -> dict[str, dict[str, int]]:
+    return {part: {" ".join(key): n for key, n in count.items()} for part, count in row.items()}
+
+
+def text(table: Mapping[str, object]) -> str:
+    """The table as JSON, a row on a line."""
+    parts = []
+    for name, value in table.items():
+        if isinstance(value, dict):
+            rows = (f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in value.items())
+            parts.append(f"{json.dumps(name)}: {{\n" + ",\n".join(rows) + "\n}")
+        else:
+            parts.append(f"{json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+MODEL, CHUNKS = 32, 4
+"""Layers of an 8B model, and chunks of 2,048 tokens in a prompt of 8,192."""
+
+
+def step_launches(row: Row) -> int:
+    """Of a step of such a model, each operator of torch counted as one."""
+    return sum(MODEL * n + m for n, m in zip(row["layer"][:2], row["beside"][:2], strict=True))
+
+
+def prompt_launches(row: Row) -> int:
+    """Of such a prompt."""
+    more = CHUNKS - 1
+    return sum(
+        MODEL * (row["layer"][kind] + more * row["chunk"][kind])
+        + row["beside"][kind]
+        + more * row["beside_chunk"][kind]
+        for kind in (0, 1)
+    )
+
+
+Line = dict[str, object]
+
+
+def compared(old: Mapping[str, Rows], new: Mapping[str, Rows]) -> dict[str, dict[str, Line]]:
+    """Launches of a step and of a prompt, before and after, and as a multiple of a full cache's."""
+    found: dict[str, dict[str, Line]] = {}
+    for part, launches, turns in (
+        ("steps", step_launches, ("",)),
+        ("prompts", prompt_launches, (" first", " later")),
+    ):
+        full = {turn: launches(new[part]["full/none" + turn]) for turn in turns}
+        found[part] = {}
+        for name, row in new[part].items():
+            turn = next(turn for turn in turns if name.endswith(turn))
+            before = launches(old[part][name]) if name in old[part] else None
+            now = launches(row)
+            line = {"before": before, "after": now, "of_full": round(now / full[turn], 2)}
+            found[part][name] = line | {"layer": row["layer"], "beside": row["beside"]}
+    return found
+
+
+# -- kernels that are compiled in the middle of a turn ------------------------------------------
+
+
+def late(bench: Bench, case: Case) -> dict[str, int]:
+    """How many builds of which kernels are made by two turns after the warm-up. Prompts have one
+    token, few, a chunk, and more than one."""
+    bench.launches.forget()
+    engine = bench.engine(case, LAYERS[-1])
+    warm(engine.kv, engine.network)
+    assert engine.kv.notice is None, engine.kv.notice
+    before = bench.launches.builds.copy()
+    for turn, tokens in enumerate((2 * CHUNK + 5, 1, 7, CHUNK, 3 * CHUNK - 1)):
+        token = token_of(engine.prompt(ids(tokens, turn)))
+        for _ in range(2):
+            token = engine.next(token, VOCAB, Sampling(), 0)
+    return dict(bench.launches.builds - before)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Plain)
+    parser.add_argument("what", nargs="*", help="steps, prompts, or with --late cases: POLICY/STEP")
+    parser.add_argument("--all", action="store_true", help="what is counted at night only, too")
+    parser.add_argument("--names", action="store_true", help="which kernels and operators they are")
+    parser.add_argument("--machine-code", action="store_true", help="compile as for a GPU")
+    parser.add_argument("--json", type=Path, help="write here, too")
+    parser.add_argument("--write", action="store_true", help="write the table anew")
+    parser.add_argument("--against", type=Path, help="an older table")
+    parser.add_argument("--late", action="store_true", help="what is compiled after the warm-up")
+    asked = parser.parse_args()
+    if asked.against is not None:
+        old, new = (json.loads(path.read_text()) for path in (asked.against, TABLE))
+        shown = text({"columns": new["columns"], "layers": MODEL, **compared(old, new)})
+        print(shown, end="")
+        if asked.json is not None:
+            asked.json.write_text(shown)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), machine_code=asked.machine_code)
+        with bench.torch:
+            found = _found(bench, asked)
+    print(text(found), end="")
+    if asked.json is not None:
+        asked.json.write_text(text(found))
+    if asked.write:
+        TABLE.write_text(text(found))
+    return 0
+
+
+def _found(bench: Bench, asked: argparse.Namespace) -> dict[str, object]:
+    what = asked.what or ([] if asked.late else ["steps", "prompts"])
+    if asked.late:
+        cases = [Case(*name.split("/")) for name in what] or step_cases()
+        return {"late": {case.name: late(bench, case) for case in cases}}
+    if asked.names:
+        return {case.name: _names(step_row(bench, case, Sampling())) for case in step_cases()}
+    found: dict[str, object] = {"columns": list(KINDS)}
+    kernels: dict[str, list[str]] = {}
+    for part, count in (("steps", steps), ("prompts", prompts)):
+        if part in what:
+            bench.launches.builds.clear()
+            bench.launches.forget()
+            found[part] = count(bench, asked.all or asked.write)
+            kernels[part] = sorted(name.strip("_") for name in bench.launches.builds)
+    found["kernels"] = kernels
+    return found
+
+
+class _Plain(argparse.RawDescriptionHelpFormatter):
+    """Help as it is written."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

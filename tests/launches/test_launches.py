@@ -1,0 +1,147 @@
+"""What a step and a prompt launch on a GPU is what `table.json` says, for every policy, counted
+without a GPU; and every Triton kernel passes Triton's own JIT and launcher on the way.
+
+A difference is either a mistake or the point of a change; then write the table anew:
+
+    git show HEAD:tests/launches/table.json > before.json
+    python tests/launches/counting.py --write
+    python tests/launches/counting.py --against before.json --json docs/measurements/launches.json
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no Triton on this system")
+
+from minikv import policies
+from minikv.kernels import triton as kernels
+
+HERE = Path(__file__).parent
+TABLE: dict[str, Any] = json.loads((HERE / "table.json").read_text())
+ENV = os.environ | {"PYTHONWARNINGS": "ignore", "TRITON_INTERPRET": "0"}
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and its driver"),
+    pytest.mark.skipif(not any(map(shutil.which, ("gcc", "clang", "cc"))), reason="no C compiler"),
+]
+
+
+def counted(tmp_path: Path, *options: str) -> dict[str, Any]:
+    """In a process of its own: it launches on the stub from then on."""
+    file = tmp_path / "found.json"
+    command = [sys.executable, HERE / "counting.py", *options, "--json", file]
+    ran = subprocess.run(command, env=ENV, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def differences(found: dict[str, Any]) -> list[str]:
+    """Lines that say what is not as in the table."""
+    lines = []
+    for name, row in found.items():
+        was = TABLE["steps"].get(name) or TABLE["prompts"].get(name)
+        if was is None:
+            lines.append(f"{name}: not in the table")
+            continue
+        lines += [
+            f"{name}, {part}: {was[part]} -> {row[part]}" for part in row if was[part] != row[part]
+        ]
+    return lines
+
+
+def test_steps_launch_what_the_table_says(tmp_path: Path) -> None:
+    found = counted(tmp_path, "steps")
+    assert found["columns"] == TABLE["columns"]
+    assert differences(found["steps"]) == []
+    assert [*found["steps"]] == [*TABLE["steps"]]
+    assert found["kernels"]["steps"] == TABLE["kernels"]["steps"]
+
+
+def test_prompts_launch_what_the_table_says(tmp_path: Path) -> None:
+    found = counted(tmp_path, "prompts")
+    assert differences(found["prompts"]) == []
+    assert {*found["kernels"]["prompts"]} <= {*TABLE["kernels"]["prompts"]}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("what", ["steps", "prompts"])
+def test_all_of_the_table_with_machine_code(tmp_path: Path, what: str) -> None:
+    found = counted(tmp_path, what, "--all", "--machine-code")
+    assert differences(found[what]) == []
+    assert [*found[what]] == [*TABLE[what]]
+    assert found["kernels"][what] == TABLE["kernels"][what]
+
+
+def test_no_kernel_is_compiled_in_the_middle_of_a_turn(tmp_path: Path) -> None:
+    """What prompts and steps launch was compiled while the model was loaded."""
+    found = counted(tmp_path, "--late", "snapkv/hashevict")
+    assert found["late"] == {"snapkv/hashevict": {}}
+
+
+@pytest.mark.soak
+def test_no_kernel_is_compiled_in_the_middle_of_a_turn_under_any_policy(tmp_path: Path) -> None:
+    found = counted(tmp_path, "--late")
+    assert {name: late for name, late in found["late"].items() if late} == {}
+
+
+def test_the_counting_is_right() -> None:
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, HERE / "checks.py"]
+    ran = subprocess.run(command, env=ENV, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-6000:]
+
+
+def test_a_launch_more_is_a_difference() -> None:
+    row = {part: [*counts] for part, counts in TABLE["steps"]["full/none"].items()}
+    assert differences({"full/none": row}) == []
+    row["beside"][1] += 1
+    was = TABLE["steps"]["full/none"]["beside"]
+    assert differences({"full/none": row, "new/none": row}) == [
+        f"full/none, beside: {was} -> {row['beside']}",
+        "new/none: not in the table",
+    ]
+
+
+def test_the_documented_figures_are_those_of_the_table() -> None:
+    """docs/measurements/launches.json is made of the table; what it was before stays as it is."""
+    documented = json.loads((HERE.parents[1] / "docs/measurements/launches.json").read_text())
+    for part in ("steps", "prompts"):
+        assert [*documented[part]] == [*TABLE[part]]
+    for name, row in TABLE["steps"].items():
+        line = documented["steps"][name]
+        assert (line["layer"], line["beside"]) == (row["layer"], row["beside"]), name
+        triton, own = (32 * row["layer"][kind] + row["beside"][kind] for kind in (0, 1))
+        assert line["after"] == triton + own
+
+
+def test_the_table_has_every_policy() -> None:
+    steps, prompts = ({name.split()[0] for name in TABLE[part]} for part in ("steps", "prompts"))
+    assert {name.partition("/")[2] for name in steps} >= {*policies.step_names()}
+    assert {name.partition("/")[0] for name in prompts} >= {*policies.prompt_names()}
+    for name in policies.prompt_names():
+        for kept in ("", " int8", " windows"):
+            for turn in ("first", "later"):
+                assert f"{name}/none{kept} {turn}" in TABLE["prompts"]
+
+
+def test_every_kernel_is_launched() -> None:
+    """The compile gate's list of kernels is the one of what the table's runs launch."""
+    names = set()
+    for module in pkgutil.iter_modules(kernels.__path__):
+        made = importlib.import_module(f"{kernels.__name__}.{module.name}")
+        if "variants" in vars(made):
+            names |= {variant.fn.__name__.strip("_") for variant in made.variants()}
+    assert names == {*TABLE["kernels"]["steps"], *TABLE["kernels"]["prompts"]}

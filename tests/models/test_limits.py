@@ -1,0 +1,57 @@
+"""A limit on the address space of the process."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minikv.models import limits, weights
+from minikv.models.errors import ModelTooLarge
+
+
+def test_without_a_limit_nobody_says() -> None:
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    assert limits.address_space() is None
+
+
+def test_what_is_left_counts_as_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (used + (64 << 20), -1))
+    found = limits.address_space()
+    assert found is not None
+    assert 0 < found <= 64 << 20
+    free = weights.free_memory(torch.device("cpu"))
+    assert free is not None
+    assert free <= 64 << 20
+
+
+def test_torch_that_is_there_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "address_space", lambda: 1 << 20)
+    limits.refuse_without_torch()
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(ModelTooLarge, match="1 MiB more of address space") as caught:
+        limits.refuse_without_torch()
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "words"),
+    [(200, ["ask", "a", "-"]), (500, ["ask", "a", "-"]), (400, ["plan"]), (400, ["doctor"])],
+)
+def test_a_process_without_room_for_torch_is_refused(megabytes: int, words: list[str]) -> None:
+    """At 400 MiB torch's libraries ended the process, at 500 they never came back."""
+    code = (
+        f"import resource, sys; resource.setrlimit(resource.RLIMIT_AS, ({megabytes} << 20,) * 2); "
+        f"from minikv.cli.__main__ import run; sys.argv = ['minikv', *{words}]; run()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=b"text", capture_output=True, timeout=60
+    )
+    assert done.returncode == 4, done.stderr
+    assert b"address space" in done.stderr
+    assert len(done.stderr.splitlines()) == 2

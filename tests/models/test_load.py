@@ -1,0 +1,87 @@
+"""What only the loading of a whole folder shows: files that do not fit each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from minikv import models
+from minikv.models.errors import ModelError
+
+
+def altered(path: Path, **changes: Any) -> None:
+    data = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**data, **changes}))
+
+
+def refused(folder: Path) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        models.load(folder)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 6
+    return caught.value
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_token_that_the_embedding_lacks(tmp_path: Path, special: bool) -> None:
+    """A control token that no chat has is no harm; a word that a text may have is."""
+    folder = tiny.write(tmp_path)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["added_tokens"].append(
+        {**data["added_tokens"][0], "id": 5000, "content": "hello", "special": special}
+    )
+    if special:
+        data["added_tokens"][-1]["content"] = "<|more|>"
+        data["model"]["vocab"]["<|more|>"] = 5000
+    else:
+        data["model"]["vocab"]["hello"] = 5000
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    if special:
+        assert models.load(folder).tokenizer.vocab == 5001
+        (folder / "chat_template.jinja").write_text("<|more|>" + tiny.TEMPLATE)
+    error = refused(folder)
+    assert "a token 5,000, and the model's embedding has 260 rows" in str(error)
+
+
+@pytest.mark.parametrize("template", ["", "{% if false %}{{ messages }}{% endif %}", " \n"])
+def test_a_template_that_writes_nothing(tmp_path: Path, template: str) -> None:
+    folder = tiny.write(tmp_path)
+    (folder / "chat_template.jinja").write_text(template)
+    assert "writes nothing" in str(refused(folder))
+
+
+@pytest.mark.parametrize(
+    "named", [{"name": {}}, {"name": {}, "template": "x"}, {"name": [], "template": {}}, {}, 3]
+)
+def test_templates_without_usable_names_are_none(tmp_path: Path, named: Any) -> None:
+    folder = tiny.write(tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    altered(folder / "tokenizer_config.json", chat_template=[named])
+    assert models.load(folder).template.name != "tokenizer_config.json"
+
+
+def test_yarn_needs_a_base_above_one(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    altered(folder / "config.json", rope_theta=1.0, rope_scaling=scaling)
+    assert "yarn needs a rope_theta above 1" in str(refused(folder))
+
+
+@pytest.mark.parametrize("value", [{}, [], 3, {"content": {}}, {"content": 3}, None, True])
+@pytest.mark.parametrize(
+    "key",
+    ["bos_token", "additional_special_tokens", "added_tokens_decoder", "legacy", "add_bos_token"],
+)
+def test_odd_values_in_a_tokenizer_configuration(tmp_path: Path, key: str, value: Any) -> None:
+    """Read or refused; never another error."""
+    folder = tiny.write(tmp_path)
+    for given in (value, [value], {"5": value}):
+        altered(folder / "tokenizer_config.json", **{key: given})
+        try:
+            models.load(folder)
+        except ModelError as error:
+            assert "\n" not in str(error)  # noqa: PT017

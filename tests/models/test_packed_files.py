@@ -1,0 +1,149 @@
+"""Where packed weights are, whose they are, and that a listing survives whatever lies there."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from minikv.models import packed_files
+from minikv.models.packed_files import clear, leaving, listed, new_part, of_model, remove, store
+
+
+def put(number: int, model: str, folder: str = "/nowhere", size: int = 1000) -> Path:
+    """A file as `packed.write` makes it, but for its numbers; the higher, the later it was used."""
+    about = {"format": packed_files.FORMAT, "model": model, "folder": folder}
+    text = json.dumps({"__metadata__": about}).encode()
+    path = store() / f"{number:032x}-int8.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes((len(text).to_bytes(8, "little") + text).ljust(size, b"x"))
+    os.utime(path, (number, number))
+    return path
+
+
+def test_they_are_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
+    assert store() == tmp_path / "home" / "cache" / "packed"
+    monkeypatch.delenv("MINIKV_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert store() == tmp_path / "xdg" / "minikv" / "packed"
+    assert listed() == []
+
+
+def test_the_listing_names_models_and_passes_over_what_is_odd(tmp_path: Path) -> None:
+    put(2, "owner/two")
+    put(1, "owner/one", str(tmp_path))
+    odd = put(3, "x")
+    odd.write_bytes(b"\xff" * 8)
+    (store() / "note.txt").write_text("mine")
+    (store() / f"{9:032x}-int8.safetensors").symlink_to("/nowhere/at/all")
+    assert [(one.model, one.bytes) for one in listed()] == [
+        ("owner/one", 1000),
+        ("owner/two", 1000),
+        ("", 8),
+    ]
+    assert [one.model for one in of_model("owner/two")] == ["owner/two"]
+    assert [one.model for one in of_model(str(tmp_path / "x" / ".."))] == ["owner/one"]
+    assert [one.path for one in of_model(odd.name)] == [odd]
+    assert remove(of_model("owner/two")) == 1000
+    assert remove([*listed(), *listed()]) == 1008  # what is gone already counts once
+    assert os.listdir(store()).count("note.txt") == 1
+
+
+def test_room_is_made_by_the_longest_unused() -> None:
+    paths = [put(number, "m") for number in (1, 2, 3)]
+
+    def go(needs: int, limit: int, but: str = "") -> list[Path]:
+        return [one.path for one in leaving(store(), needs, limit, but)]
+
+    assert go(1000, 4000) == []
+    assert go(1000, 3500) == paths[:1]
+    assert go(2000, 4000, paths[1].name) == []  # it will be replaced
+    assert go(3000, 4000, paths[1].name) == paths[:1]
+    assert go(4000, 4000, paths[1].name) == [paths[0], paths[2]]
+    assert all(path.exists() for path in paths)
+
+
+def test_what_a_killed_process_left_goes_and_what_is_written_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put(1, "m")
+    left, live, pipe, old = (store() / f".{n:032x}-int4+head.0a1b2c3d.part" for n in range(4))
+    code = (
+        "import os, signal, sys; from pathlib import Path; from minikv.models import packed_files\n"
+        "part = packed_files.new_part(Path(sys.argv[1])); part.write(b'x')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, left], check=False).returncode < 0
+    assert left.stat().st_size == 1
+    assert left.stat().st_mode & 0o777 == 0o600
+    os.mkfifo(pipe)
+    with new_part(live):
+        clear()
+        assert (left.exists(), live.exists()) == (False, True)
+    clear()
+    assert not live.exists()
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refused)  # a disk without locks: the time tells
+    with new_part(live):
+        old.write_text("")
+        os.utime(old, (time.time() - 2 * 86400,) * 2)
+        clear()
+        assert (old.exists(), live.exists()) == (False, True)
+
+
+def test_a_part_that_was_removed_before_it_was_locked_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put(1, "m")
+    path = store() / f".{1:032x}-int8.0a1b2c3d.part"
+    taken = iter([True, False])
+
+    def removed(handle: int, how: int) -> None:
+        if next(taken):
+            path.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", removed)
+    with new_part(path) as file:
+        file.write(b"x")
+    assert path.read_bytes() == b"x"
+
+
+def test_a_directory_is_found_by_its_path_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here := tmp_path / "one" / "model").mkdir(parents=True)
+    (there := tmp_path / "two" / "owner" / "name").mkdir(parents=True)
+    own, other = put(1, str(here), str(here)), put(2, str(there), str(there))
+    hub = put(3, "owner/name", "/cache/of/the/hub")
+    monkeypatch.chdir(tmp_path / "one")
+    assert [one.path for one in of_model("./model")] == [own]
+    monkeypatch.chdir(tmp_path)
+    assert of_model(".") == of_model("./model") == []
+    monkeypatch.chdir(there)
+    assert [one.path for one in of_model(".")] == [other]
+    assert of_model("") == []
+    monkeypatch.chdir(tmp_path / "two")
+    assert [one.path for one in of_model("owner/name")] == [hub]
+    assert [one.path for one in of_model("./owner/name")] == [other]
+
+
+def test_a_pipe_in_the_folder_is_not_listed() -> None:
+    put(1, "m")
+    os.mkfifo(store() / f"{2:032x}-int8.safetensors")
+    assert [one.model for one in listed()] == ["m"]
+
+
+def test_listing_needs_no_torch() -> None:
+    code = "import sys, minikv.models.packed_files; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,83 @@
+"""DefensiveKV: the worst case of each row, worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from views import build, looked
+
+from minikv.policies.defensive import most_of, over_heads, worst_case
+
+
+def test_a_query_is_pooled_and_keeps_its_sum() -> None:
+    """kernel 3 over [0, 0, 6, 0, 3]: thirds of [0, 6, 6, 9, 3], which sum to 8, scaled to 9."""
+    line = worst_case(
+        torch.tensor([[[0.0, 0.0, 6.0, 0.0, 3.0]]]), torch.arange(5), torch.ones(5).bool(), 3
+    )
+    torch.testing.assert_close(line, torch.tensor([0.0, 2.0, 2.0, 3.0, 1.0]) * 9 / 8)
+
+
+def test_the_worst_query_of_the_group_counts() -> None:
+    """One query of one query head looks at a row: the mean would lose it, the most does not."""
+    given = torch.full((1, 2, 3, 6), 0.1)
+    given[0, 1, 2, 3] = 0.9
+    made = build("defensive", {"window": 1, "kernel": 1, "values": "none"})
+    scores = made.scorer.score(looked(given))[0]
+    # Rows of 0.1 are lifted to the mean of the five that are free: (4 x 0.1 + 0.9) / 5.
+    want = torch.tensor([0.26, 0.26, 0.26, 0.9, 0.26, -torch.inf])
+    torch.testing.assert_close(scores, want)
+
+
+def test_values_weigh_by_their_length_behind_the_output() -> None:
+    """|v W|_1, the mean over the group's two heads: of v = 2 and W = [1, -1] and [0, 3], 5."""
+    given = torch.full((1, 2, 2, 4), 0.25)
+    value = torch.tensor([[[2.0], [1.0], [4.0], [1.0]]])
+    output = torch.tensor([[[[1.0, -1.0]], [[0.0, 3.0]]]])
+    made = build("defensive", {"window": 1, "kernel": 1})
+    scores = made.scorer.score(looked(given, value, output=output))[0]
+    torch.testing.assert_close(scores[:3], 0.25 * torch.tensor([5.0, 2.5, 10.0]))
+
+
+def test_the_release_weighs_values_by_their_share_of_all_heads() -> None:
+    """Two heads that hold other positions: a position that one head has is all that head's."""
+    norms = torch.tensor([[1.0, 3.0, 2.0], [4.0, 1.0, 0.0]])
+    pos = torch.tensor([[0, 1, 4], [2, 1, -1]])
+    want = torch.tensor([[1.0, 0.75, 1.0], [1.0, 0.25, 0.0]])
+    torch.testing.assert_close(over_heads(norms, pos, 5), want)
+
+
+def test_the_release_takes_most_of_the_attention_first() -> None:
+    """Of 5, 3, 1 and 1 in 10: the rows before the one with which the share is reached."""
+    mass = torch.tensor([[1.0, 5.0, 1.0, 3.0]])
+    assert most_of(mass, 0.9, 9).tolist() == [[False, True, False, True]]
+    assert most_of(mass, 0.8, 9).tolist() == [[False, True, False, False]]
+    assert most_of(mass, 0.9, 1).tolist() == [[False, True, False, False]]
+    given = (mass / 10)[:, None, None].expand(1, 1, 1, 4).clone()
+    given = torch.cat((given, torch.zeros(1, 1, 1, 1)), -1)
+    value = torch.tensor([[[9.0], [0.1], [5.0], [0.1], [1.0]]])
+    output = torch.ones(1, 1, 1, 1)
+    plain, sure = (
+        build("defensive", {"window": 1, "kernel": 1, "sure": share}).scorer.score(
+            looked(given, value, output=output, budget=3)
+        )
+        for share in (0.0, 0.9)
+    )
+    assert plain[0].argsort(descending=True).tolist()[:2] == [0, 2]
+    assert set(sure[0].topk(3).indices.tolist()) == {0, 1, 3}
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_rows_of_later_turns_are_pooled_by_position(sinks: int) -> None:
+    """The same rows in another order, with padding between, have the same scores."""
+    generator = torch.Generator().manual_seed(1)
+    given = torch.rand(2, 2, 4, 12, generator=generator)
+    made = build("defensive", {"window": 2, "kernel": 3, "values": "none", "sinks": sinks})
+    want = made.scorer.score(looked(given))
+    order = torch.randperm(12, generator=generator)
+    padded = torch.cat((given[..., order], torch.zeros(2, 2, 4, 1)), -1)
+    pos = torch.cat((order, torch.tensor([-1]))).expand(2, 13)
+    found = made.scorer.score(replace(looked(padded, pos=pos), position=12))
+    torch.testing.assert_close(found[:, :-1], want[:, order])
+    assert bool((found[:, -1] == -torch.inf).all())

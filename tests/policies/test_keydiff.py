@@ -1,0 +1,49 @@
+"""KeyDiff: in the paper's blocks, against the paper's loop. All at once: see `test_fixtures`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from views import build, choose, view
+
+
+def loop(key: Tensor, keeps: int, block: int, sinks: int) -> list[int]:
+    """The rows of one head that are left, block after block; key [N, D]."""
+    left = [*range(keeps)]
+    for lo in range(keeps, len(key), block):
+        rows = [*left, *range(lo, min(lo + block, len(key)))]
+        unit = torch.nn.functional.normalize(key[rows], dim=-1)
+        near = torch.nn.functional.cosine_similarity(unit, unit.mean(0, keepdim=True), dim=-1)
+        worth = {row: (row >= sinks, float(n), -row) for row, n in zip(rows, near, strict=True)}
+        left = sorted(sorted(rows, key=worth.__getitem__)[:keeps])
+    return left
+
+
+@pytest.mark.parametrize(("block", "sinks"), [(1, 0), (7, 0), (7, 3), (1000, 2)])
+def test_blocks_are_the_papers_loop(block: int, sinks: int) -> None:
+    generator = torch.Generator().manual_seed(block)
+    key = torch.randn(3, 90, 8, generator=generator) + 1.0
+    seen = replace(view(torch.zeros(3, 1, 90)), key=lambda: key, budget=20)
+    options = {"sinks": sinks, "recent": 0, "block": block}
+    kept = choose(build("keydiff", options), seen, 3 * 20)
+    for h in range(3):
+        assert kept[h].nonzero().flatten().tolist() == loop(key[h], 20, block, sinks)
+    if block == 7:
+        once = choose(build("keydiff", options | {"block": 0}), seen, 3 * 20)
+        assert not torch.equal(kept, once)
+
+
+def test_blocks_follow_positions_and_pass_over_padding() -> None:
+    """Rows of earlier turns lie in any order, and one of them is none."""
+    generator = torch.Generator().manual_seed(5)
+    key = torch.randn(1, 41, 8, generator=generator) + 1.0
+    order = torch.randperm(40, generator=generator)
+    mixed = torch.cat((key[:, order], torch.full((1, 1, 8), torch.nan)), 1)
+    pos = torch.cat((order, torch.tensor([-1])))[None]
+    seen = replace(view(torch.zeros(1, 1, 41)), key=lambda: mixed, budget=10, pos=pos, position=40)
+    made = build("keydiff", {"sinks": 0, "recent": 0, "block": 6})
+    kept = choose(made, seen, 10)
+    assert sorted(pos[kept].tolist()) == loop(key[0, :40], 10, 6, 0)

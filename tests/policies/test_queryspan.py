@@ -1,0 +1,61 @@
+"""QuerySpan: what is carried on along the text, and how far a foreseen token lets it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from views import build, looked
+
+from minikv.policies.queryspan import carry
+
+
+def test_worth_is_carried_on_with_decay() -> None:
+    """1, 0, .6, 0 with decay 1/2: at position 2 the own .6 is more than a quarter."""
+    worth = torch.tensor([[1.0, 0.0, 0.6, 0.0]])
+    found = carry(worth, torch.arange(4)[None], 0.5)
+    torch.testing.assert_close(found, torch.tensor([[1.0, 0.5, 0.6, 0.3]]))
+
+
+def test_rows_that_left_do_not_shorten_the_way() -> None:
+    """Positions 8, 2, 5 in that order, and padding: from 2 to 5 it falls three times, not once."""
+    found = carry(torch.tensor([[0.0, 1.0, 0.0, 0.0]]), torch.tensor([[8, 2, 5, -1]]), 0.5)
+    torch.testing.assert_close(found[0, :3], torch.tensor([0.5**6, 1.0, 0.5**3]))
+
+
+def test_a_long_text_keeps_its_precision() -> None:
+    """Far into a text a decay of one token is still that decay."""
+    worth = torch.zeros(1, 200_000)
+    worth[0, 199_000] = 1.0
+    found = carry(worth, torch.arange(200_000)[None], 0.95)
+    torch.testing.assert_close(found[0, 199_001:199_004], 0.95 ** torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_scores_by_hand() -> None:
+    """Two query heads whose values count 1 and 3 times; the queries' inputs have lengths 1 and 2.
+
+    Row 0: the most of .4 x 1 / 1 and .4 x 3 / 2 is .6. It is carried on with decay 1/2 times the
+    root of 1 - p: row 1 has the surprise .64 of its neighbour, so .3 x .8."""
+    given = torch.zeros(1, 2, 2, 4)
+    given[0, :, 0] = torch.tensor([[0.4, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.01]])
+    given[0, :, 1] = torch.tensor([[0.0, 0.0, 0.1, 0.0], [0.4, 0.0, 0.0, 0.0]])
+    seen = replace(
+        looked(given, output=torch.tensor([[[[1.0]], [[3.0]]]])),
+        lengths=torch.tensor([1.0, 2.0]),
+        predicted=torch.tensor([1.0, 1.0, 0.36, 1.0]),
+    )
+    options = {"window": 2, "sinks": 0, "recent": 0, "decay": 0.5}
+    scores = build("queryspan", options).scorer.score(seen)[0]
+    torch.testing.assert_close(scores, torch.tensor([0.6, 0.24, 0.15 * 0.8, 0.06]))
+    alone = build("queryspan", options | {"near": 1}).scorer.score(seen)[0]
+    torch.testing.assert_close(alone, torch.tensor([0.6, 0.0, 0.15 * 0.8, 0.03]))
+    open_ = build("queryspan", options | {"gate": 0.0}).scorer.score(seen)[0]
+    torch.testing.assert_close(open_, torch.tensor([0.6, 0.3, 0.15, 0.075]))
+
+
+def test_a_token_whose_probability_is_not_known_was_not_foreseen() -> None:
+    given = torch.zeros(1, 1, 1, 3)
+    given[0, 0, 0, 0] = 1.0
+    seen = looked(given, output=torch.ones(1, 1, 1, 1))
+    scores = build("queryspan", {"decay": 0.5}).scorer.score(seen)[0]
+    torch.testing.assert_close(scores, torch.tensor([1.0, 0.5, 0.25]))

@@ -1,0 +1,416 @@
+"""R-KV: what a row is worth, which rows leave, and how much memory it takes to find out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small import SOON, VOCAB, Walk, engine, ids, network
+from stepping import GREEDY, pair
+from tape import Tape
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minikv import kernels, policies
+from minikv.cache.budget import Budget
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.stats import Shape
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.engine import Engine
+from minikv.errors import UsageError
+from minikv.kernels.dispatch import Kernels
+from minikv.policies import rkv
+from minikv.policies.base import StepView, leaving
+from minikv.policies.rkv import RKV, redundancy, sums
+
+
+def made(**options: object) -> RKV:
+    policy = policies.step_policy("rkv", options)
+    assert isinstance(policy, RKV)
+    return policy
+
+
+def view(keys: Tensor, pos: Tensor, position: int, **columns: Tensor) -> StepView:
+    """Heads of one layer with these keys [F, N, D] at these positions [F, N]."""
+    zero = torch.zeros(len(pos), dtype=torch.int64)
+    cap = torch.full_like(zero, pos.shape[1])
+    return StepView(
+        position, pos, cap, zero, torch.arange(len(pos)), columns, keys=lambda heads: keys[heads]
+    )
+
+
+# -- by hand --------------------------------------------------------------------------------------
+
+ANGLES = (0.0, 60.0, 0.0, 90.0)
+"""Of four keys in a plane. Cosines: .5 .5 and 1 between the first three, which are of one another;
+0, sqrt(3)/2 and 0 between them and the last."""
+
+
+def plane(angles: tuple[float, ...], length: float = 2.0) -> Tensor:
+    at = torch.tensor(angles).deg2rad()
+    return length * torch.stack((at.cos(), at.sin()), -1)
+
+
+def test_the_newest_of_the_keys_that_are_alike_is_excused() -> None:
+    """Above .4: rows 0, 1 and 2 are alike, and 1 and 3. Row 0 excuses 2, row 1 excuses 3, row 2
+    excuses 1, row 3 excuses 1. What is left: 0 has cosines of 1 and 2, 1 that of 0, 2 that of 1."""
+    unit = plane(ANGLES, 1.0)[None]
+    pos = torch.tensor([[10, 11, 12, 13]], dtype=torch.int32)
+    got = sums(unit, pos, 0.4)
+    torch.testing.assert_close(got, torch.tensor([[1.5, 0.5, 0.5, 0.0]]), atol=1e-6, rtol=0)
+    # Nobody is excused where no two keys are alike; the first row least of all.
+    half = math.sqrt(3) / 2
+    got = sums(unit, pos, 1.0)
+    want = torch.tensor([[1.5, 1.0 + half, 1.5, half]])
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    # By position, not by slot: row 0 is now the newest, so 1 and 2 excuse it, and it excuses 2.
+    pos = torch.tensor([[20, 11, 12, 13]], dtype=torch.int32)
+    got = sums(unit, pos, 0.4)
+    want = torch.tensor([[0.0, 0.5, 0.5, half]])
+    want[0, 1] = 0.5 + 0.5  # of 0, which excuses 2, and of 2, which excuses 0
+    want[0, 3] = half  # of 1, which excuses 0
+    want[0, 2] = 0.5  # of 1
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+
+
+def test_redundancy_is_a_softmax_over_the_rows_that_are_shown() -> None:
+    """Means over four rows, whatever their length; rows that are not shown are not compared."""
+    keys = torch.cat((plane(ANGLES), torch.full((1, 2), float("nan"))))[None]
+    got = redundancy(view(keys, torch.tensor([[10, 11, 12, 13, -1]]), 14), 0.4)
+    want = torch.tensor([1.5, 0.5, 0.5, 0.0]).div(4).softmax(0)
+    torch.testing.assert_close(got[0, :4], want)
+    assert got[0, 4] == 0
+    assert (redundancy(view(keys, torch.full((1, 5), -1), 14), 0.4) == 0).all()
+
+
+def test_a_row_is_worth_its_attention_less_its_redundancy() -> None:
+    """Two past rows and a window of two: the attention of both queries, the larger of neighbours
+    with kernel=3, and the redundancy of all four keys. The window has no attention and stays."""
+    policy = made(window=2, buffer=2, kernel=3, mix=0.25, threshold=0.4)
+    pos = torch.tensor([[10, 11, 12, 13]])
+    seen = {
+        "seen0": torch.tensor([[0.1, 0.3, 0.5, 0.1]]),
+        "seen1": torch.tensor([[0.3, 0.2, 0.5, 0.0]]),
+    }
+    red = torch.tensor([1.5, 0.5, 0.5, 0.0]).div(4).softmax(0)
+    keys = plane(ANGLES)[None]
+    scores, allowed = policy.score(view(keys, pos, 14, **seen), 2)
+    want = 0.25 * torch.tensor([0.25, 0.25, 0.0, 0.0]) - 0.75 * red
+    torch.testing.assert_close(scores[0, :2], want[:2])
+    assert allowed.tolist() == [[True, True, False, False]]
+    # The release's softmax: of .1 and .3 the first row has 1/4, of .3 and .2 three fifths.
+    policy = made(window=2, buffer=2, kernel=1, mix=0.25, threshold=0.4, softmax="past")
+    scores, _ = policy.score(view(keys, pos, 14, **seen), 2)
+    past = torch.tensor([(0.25 + 0.6) / 2, (0.75 + 0.4) / 2, 0.0, 0.0])
+    torch.testing.assert_close(scores[0, :2], (0.25 * past - 0.75 * red)[:2])
+
+
+def test_the_heads_of_a_group_are_joined() -> None:
+    """Two query heads with logits (0, log 3) and (log 9, 0): shares 1/4 3/4 and 9/10 1/10; the
+    larger of both is (log 9, log 3), shares 3/4 and 1/4."""
+    logits = torch.tensor([[[0.0, math.log(3), 50.0], [math.log(9), 0.0, 50.0]]])
+    live = torch.tensor([[True, True, False]])
+    lse = logits[..., :2].logsumexp(-1)
+    for group, want in (("mean", (0.575, 0.425)), ("sum", (1.15, 0.85)), ("max", (0.75, 0.25))):
+        got = made(group=group).attention(logits, lse, live)
+        torch.testing.assert_close(got, torch.tensor([[*want, 0.0]]))
+
+
+def test_columns_are_the_last_queries() -> None:
+    policy = made(window=3, buffer=3)
+    columns = {name: torch.zeros(2) for name in policy.columns}
+    for i in range(1, 6):
+        policy.update(columns, torch.tensor([i, 10.0 * i]), lambda: torch.ones(2))
+    assert [c.tolist() for c in columns.values()] == [[5, 50], [4, 40], [3, 30]]
+
+
+def test_a_buffer_is_not_smaller_than_the_window() -> None:
+    made(window=16, buffer=16)
+    with pytest.raises(UsageError, match="rkv: a buffer of 15 is smaller than the window of 16"):
+        made(window=16, buffer=15)
+
+
+# -- whole answers --------------------------------------------------------------------------------
+
+
+def rows(seed: int, tokens: int, layers: int, heads: int, group: int) -> tuple[Tensor, Tensor]:
+    """Queries [L, N, H * G, D] and keys [L, N, H, D]; many keys are alike."""
+    g = torch.Generator().manual_seed(seed)
+    base = torch.randn(6, 8, generator=g)
+    key = base[torch.randint(6, (layers, tokens, heads), generator=g)]
+    key = key + 0.4 * torch.randn(layers, tokens, heads, 8, generator=g)
+    return 2 * torch.randn(layers, tokens, heads * group, 8, generator=g), key
+
+
+class Slow:
+    """One head, in plain Python: what `RKV` says in its docstring, row by row."""
+
+    def __init__(self, policy: RKV, cap: int, window: int | None, held: list[int]) -> None:
+        self.policy, self.cap, self.window, self.held = policy, cap, window, held
+        self.seen: list[dict[int, float]] = []
+
+    def step(self, at: int, query: Tensor, key: Tensor) -> None:
+        """query [G, D]; key [N, D], of all positions."""
+        self.held.append(at)
+        if self.window is not None:
+            self.held = [p for p in self.held if p > at - self.window]
+        logits = query.double() @ key[self.held].double().T / math.sqrt(key.shape[1])
+        p = logits.amax(0).softmax(0) if self.policy.group == "max" else logits.softmax(1).mean(0)
+        if self.policy.group == "sum":
+            p = p * len(query)
+        self.seen = [dict(zip(self.held, p.tolist(), strict=True)), *self.seen]
+        self.seen = self.seen[: self.policy.window]
+        if len(self.held) == self.cap + self.policy.buffer:
+            worth = self._worth(key.double())
+            past = [p for p in self.held[: -self.policy.window] if p >= self.policy.sinks]
+            gone = sorted(past, key=lambda p: worth[p])[: self.policy.buffer]
+            self.held = [p for p in self.held if p not in gone]
+
+    def _worth(self, key: Tensor) -> dict[int, float]:
+        policy, held = self.policy, self.held
+        red = dict.fromkeys(held, 0.0)
+        for i in held:
+            cosines = {j: float(key[i] @ key[j] / key[i].norm() / key[j].norm()) for j in held}
+            del cosines[i]
+            alike = [j for j, cosine in cosines.items() if cosine > policy.threshold]
+            for j, cosine in cosines.items():
+                if not alike or j != max(alike):
+                    red[j] += cosine / len(held)
+        total = sum(math.exp(r) for r in red.values())
+        past = held[: -policy.window]
+        attention = dict.fromkeys(past, 0.0)
+        for seen in self.seen:
+            mass = sum(seen.get(p, 0.0) for p in past) if policy.softmax == "past" else 1.0
+            for p in past:
+                attention[p] += seen.get(p, 0.0) / mass / policy.window
+        half = policy.kernel // 2
+        pooled = {
+            p: max(attention[q] for q in past[max(0, i - half) : i + half + 1])
+            for i, p in enumerate(past)
+        }
+        return {
+            p: policy.mix * pooled[p] - (1 - policy.mix) * math.exp(red[p]) / total for p in past
+        }
+
+
+@pytest.mark.parametrize(
+    ("options", "windows", "kv"),
+    [
+        ({}, (None, None), None),
+        ({"group": "max", "softmax": "past"}, (None, None), None),
+        ({"group": "sum", "sinks": 3, "kernel": 3, "threshold": 0.9}, (None, None), None),
+        ({"mix": 0.9}, (None, 12), None),  # a layer whose rows slide out of sight
+        ({"mix": 0.9}, (None, None), torch.int8),
+    ],
+)
+def test_the_rows_that_stay_are_those_of_plain_python(
+    options: dict[str, object], windows: tuple[int | None, ...], kv: torch.dtype | None
+) -> None:
+    """Heads at their cap give up a buffer at once and grow again, for two query heads a head."""
+    policy, budget, read, tokens = made(**{"window": 4, "buffer": 6, **options}), 16, 14, 60
+    query, key = rows(1, tokens, len(windows), 3, 2)
+    form = Shape(len(windows), 3, 6, 8, windows, 1 << 20)
+    cache = KVCache(form, None, policy, Budget.parse(budget), kv=kv, poison=True)
+    stored = key if kv is None else kernels.from_codes(*kernels.to_codes(key), torch.float32)
+    cache.begin(read)
+    for layer in range(len(windows)):
+        cache.attend(layer, query[layer, :read], key[layer, :read], key[layer, :read])
+    cache.advance(read)
+    slow = [
+        [Slow(policy, budget, window, list(range(read))) for _ in range(3)] for window in windows
+    ]
+    evictions = 0
+    for at in range(read, tokens):
+        one = slice(at, at + 1)
+        for layer in range(len(windows)):
+            cache.attend(layer, query[layer, one], key[layer, one], key[layer, one])
+        cache.advance(1)
+        for layer, window in enumerate(windows):
+            for head in range(3):
+                twin = slow[layer][head]
+                groups = query[layer, at].view(3, 2, 8)
+                twin.step(at, groups[head], stored[layer, :, head])
+                seen = at + 1 - window if window is not None else -1
+                kept = cache.kept(layer, head).tolist()
+                assert [p for p in kept if p > seen] == [p for p in twin.held if p > seen]
+                evictions += len(kept) == budget
+    assert evictions >= 12
+
+
+RELEASE = {
+    0: [
+        [0, 2, 3, 4, 5, 9, 10, 11, 13, 16, 17, 19, 25, 26, 27, 28, 30, 31, 32, 33],
+        [1, 3, 5, 8, 11, 12, 13, 14, 15, 16, 17, 18, 20, 23, 25, 29, 30, 32, 34, 35],
+    ],
+    1: [
+        [0, 1, 2, 3, 4, 6, 11, 12, 14, 15, 17, 18, 25, 29, 30, 31, 32, 33, 34, 35],
+        [0, 3, 4, 7, 9, 10, 11, 12, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35],
+    ],
+}
+"""What the release keeps before the window of 4, of 40 rows with a budget of 24, by seed and head:
+its arithmetic, run outside of the project. Every key has one like it."""
+
+
+@pytest.mark.parametrize("seed", RELEASE)
+def test_the_release_keeps_the_same_rows(seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    base = torch.randn(6, 8, generator=g)
+    key = base[torch.randint(6, (40, 2), generator=g)] + 0.25 * torch.randn(40, 2, 8, generator=g)
+    query = 2 * torch.randn(40, 4, 8, generator=g)
+    policy = made(window=4, buffer=16, group="max", softmax="past")
+    cache = KVCache(Shape(1, 2, 4, 8, (None,), 1 << 20), None, policy, Budget.parse(24))
+    cache.begin(24)
+    cache.attend(0, query[:24], key[:24], key[:24])
+    cache.advance(24)
+    for at in range(24, 40):
+        assert len(cache.kept(0, 0)) == at
+        cache.attend(0, query[at : at + 1], key[at : at + 1], key[at : at + 1])
+        cache.advance(1)
+    window = [36, 37, 38, 39]
+    for head in range(2):
+        assert cache.kept(0, head).tolist() == RELEASE[seed][head] + window
+
+
+@pytest.mark.parametrize("prompt", [p for p in policies.prompt_names() if p != "full"])
+def test_walks_beside_every_prompt_policy(prompt: str) -> None:
+    """Windows that slide, pins, two prompts, and answers that are longer than the buffer."""
+    config = EvictionConfig.read(prompt, "rkv", 44)
+    config = replace(config, decode_options={**config.decode_options, **SOON["rkv"]})
+    walk = Walk(config, windows=(46, None), pinned=3)
+    for turn in range(2):
+        walk.prompt(ids(50, seed=turn))
+        for token in ids(5, seed=9 + turn):
+            walk.step(token)
+
+
+# -- what it costs --------------------------------------------------------------------------------
+
+
+def test_steps_that_evict_nothing_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of two phases: every five steps one of them is full, from the 29th or the 31st token
+    on; that the second is not yet at the 26th is not worth knowing."""
+    called: list[int] = []
+    compare = redundancy
+
+    def listen(view: StepView, threshold: float) -> Tensor:
+        called.append(int(view.position))
+        return compare(view, threshold)
+
+    monkeypatch.setattr(rkv, "redundancy", listen)
+    run = engine(network(layers=1), "full", "rkv", 24, step_options={"window": 3, "buffer": 5})
+    run.prompt(ids(24))
+    run.kv.arena.cap[:, 1] = 26
+    for token in ids(20):
+        run.step(token)
+    assert called == [26, 29, 31, 34, 36, 39, 41, 44]
+
+
+def test_steps_that_are_launched_ahead_are_recorded_with_an_eviction_and_without() -> None:
+    """Both ways agree on every row, whenever the heads are full."""
+    tape = Tape()
+    run = pair(tape, "full", "rkv", 24, options={"window": 3, "buffer": 5})
+    run.prompt(ids(24))
+    for made in (run.here, run.there):
+        made.kv.arena.cap[:, 1] = 26
+    for _ in range(5):
+        run.write(6)
+        run.agree()
+    assert (tape.warmed, tape.recorded) == (4, 2)
+    assert tape.replayed > 15
+    for _ in range(11):  # a step that nothing was launched behind evicts when it is settled
+        run.write(1, ahead=False)
+        run.agree()
+        most = run.there.kv.arena.cap + 4
+        assert bool((run.there.kv.arena.held <= most).all())
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of a tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.most = max([self.most, *(t.numel() for t in tree_leaves(out) if _is_tensor(t))])
+        return out
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+@pytest.mark.parametrize(("heads", "wide", "block"), [(2, 300, 4000), (7, 40, 4000), (1, 9, 10)])
+def test_no_temporary_outgrows_the_block(
+    heads: int, wide: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All cosines of a head, or of all heads, are more; and blocks change nothing."""
+    g = torch.Generator().manual_seed(0)
+    keys = torch.randn(heads, wide, 8, generator=g)
+    seen = view(keys, torch.stack([torch.randperm(wide, generator=g) for _ in range(heads)]), wide)
+    want = redundancy(seen, 0.3)
+    monkeypatch.setattr(rkv, "BLOCK", block)
+    assert heads * wide * wide > block
+    with Largest() as largest:
+        got = redundancy(seen, 0.3)
+    torch.testing.assert_close(got, want)
+    assert largest.most <= max(block, wide * 8, heads * wide)
+
+
+def test_all_heads_of_a_wide_cache_stay_below_the_block() -> None:
+    """As it is: 2,000 rows of 3 heads have 12 million cosines."""
+    policy, wide = made(), 2000
+    g = torch.Generator().manual_seed(0)
+    keys = torch.randn(3, wide, 16, generator=g)
+    seen = view(keys, torch.arange(wide).expand(3, wide), wide)
+    seen = StepView(
+        wide,
+        seen.pos,
+        seen.cap,
+        seen.layer,
+        seen.head,
+        {name: torch.rand(3, wide, generator=g) for name in policy.columns},
+        keys=seen.keys,
+    )
+    with Largest() as largest:
+        scores, allowed = policy.score(seen, 128)
+    assert largest.most <= rkv.BLOCK < wide * wide
+    gone = leaving(scores, seen.pos, allowed, torch.full((3,), 128))
+    assert gone.sum(1).tolist() == [128] * 3
+    assert not gone[:, -8:].any()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_head_of_less_than_the_window_keeps_its_newest_rows(ahead: bool) -> None:
+    """An adaptive budget leaves some heads one row: they still give up a whole buffer, the window's
+    rows last, so that no head outgrows its memory."""
+    config = EvictionConfig.read("l2+ada", "rkv", 8, {"alpha": 0.0, "sinks": 0, "recent": 0})
+    config = replace(config, decode_options={**config.decode_options, "window": 5, "buffer": 6})
+    walk = Walk(config)
+    walk.prompt(ids(90))
+    caps = walk.kv.arena.cap
+    assert int(caps.min()) < 5
+    if ahead:
+        walk.engine = Engine(walk.net, walk.kv, Tape())
+        walk.kv.use(Kernels())
+    token, evicted = 1, 0
+    for at in range(1, 21):
+        if ahead:
+            token = walk.engine.next(token, VOCAB, GREEDY, 0)
+        else:
+            walk.step(token)
+        for layer in range(2):
+            for head in range(3):
+                kept = walk.kv.kept(layer, head).tolist()
+                cap = int(caps[layer, head])
+                assert len(kept) < cap + 6
+                if at >= 6 and len(kept) == cap:
+                    newest = range(walk.kv.position - min(cap, 5), walk.kv.position)
+                    assert kept[-len(newest) :] == list(newest)
+                    evicted += 1
+    assert evicted == 18

@@ -1,0 +1,167 @@
+"""Faults put into a chat: the n-th allocation, kernel call, read, write, tokenisation or rendering
+fails, once or from then on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minikv.chat.session import ChatSession
+from minikv.cli.saved import files
+from minikv.kernels.dispatch import Kernels
+
+KINDS = ("allocation", "kernel", "read", "write", "tokenise", "render")
+_READS = ("preadv",)
+_WRITES = ("pwritev", "posix_fallocate", "fdatasync", "fsync", "replace", "rename", "mkdir")
+
+
+class Fault:
+    """The `at`-th call of this kind fails, and with `lasting` every one after it."""
+
+    def __init__(self, kind: str, at: int, *, lasting: bool = False) -> None:
+        assert kind in KINDS
+        self.kind, self.at, self.lasting, self.count = kind, at, lasting, 0
+
+    @property
+    def fired(self) -> bool:
+        return self.count >= self.at
+
+    def hit(self) -> None:
+        """One more call."""
+        self.count += 1
+        if self.count == self.at or (self.lasting and self.fired):
+            raise self._error()
+
+    def _error(self) -> Exception:
+        if self.kind == "allocation":  # as torch says it, on this device and on another
+            return (
+                MemoryError("no memory") if self.at % 2 else RuntimeError("can't allocate memory")
+            )
+        if self.kind == "read":
+            return OSError(errno.EIO, os.strerror(errno.EIO))
+        if self.kind == "write":
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return RuntimeError(f"the {self.kind} failed")
+
+    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, of which this is the fault."""
+
+        def failing(*given: Any, **named: Any) -> Any:
+            self.hit()
+            return call(*given, **named)
+
+        return failing
+
+
+class _Allocations(TorchDispatchMode):
+    """Every new tensor is an allocation."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(found) if isinstance(t, Tensor)]
+        if made:
+            given = {
+                t.untyped_storage().data_ptr()
+                for t in tree_leaves((args, kwargs))
+                if isinstance(t, Tensor)
+            }
+            if any(t.untyped_storage().data_ptr() not in given for t in made):
+                self.fault.hit()
+        return found
+
+
+class _File(io.BufferedIOBase):
+    """An open file of a saved chat."""
+
+    def __init__(self, file: Any, fault: Fault) -> None:
+        self.file, self.fault = file, fault
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.fault.kind == "read":
+            self.fault.hit()
+        found: bytes = self.file.read(size)
+        return found
+
+    def write(self, data: Any) -> int:
+        if self.fault.kind == "write":
+            self.fault.hit()
+        count: int = self.file.write(data)
+        return count
+
+    def flush(self) -> None:
+        if not self.file.closed:
+            self.file.flush()
+
+    def fileno(self) -> int:
+        found: int = self.file.fileno()
+        return found
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _opened(fault: Fault, *given: Any) -> _File:
+    return _File(open(*given), fault)
+
+
+class _Stream:
+    def __init__(self, stream: Any, fault: Fault) -> None:
+        self.push, self.flush = fault.before(stream.push), stream.flush
+
+
+@contextlib.contextmanager
+def failing(session: ChatSession, fault: Fault) -> Iterator[None]:
+    """Inside, the fault can come."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault.kind == "allocation":
+            with _Allocations(fault):
+                yield
+            return
+        if fault.kind == "kernel":
+            kv = session.engine.kv
+            ops = _failing_ops(kv.ops, fault)
+            patch.setattr(kv, "ops", ops)
+            patch.setattr(kv.decode, "ops", ops)
+        elif fault.kind in ("read", "write"):
+            for name in _READS if fault.kind == "read" else _WRITES:
+                patch.setattr(os, name, fault.before(getattr(os, name)))
+            patch.setattr(files, "open", partial(_opened, fault), raising=False)
+        elif fault.kind == "tokenise":
+            tokenizer: Any = session.tokenizer
+            stream = tokenizer.stream
+            patch.setattr(tokenizer, "encode", fault.before(tokenizer.encode))
+            patch.setattr(tokenizer, "stream", lambda: _Stream(stream(), fault))
+        else:
+            for name in ("opening", "following"):
+                patch.setattr(session.template, name, fault.before(getattr(session.template, name)))
+        yield
+
+
+def _failing_ops(ops: Kernels, fault: Fault) -> Kernels:
+    """The same kernels, each call of which can fail."""
+    made: Any = type("Failing", (type(ops),), {})()
+    for name in dir(ops):
+        call = getattr(ops, name)
+        if not name.startswith("_") and callable(call):
+            setattr(made, name, fault.before(call))
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,620 @@
+"""Mutated files for every reader, in one process and without a model.
+
+A `Target` has good files and a reader. A mutation changes bytes, or a value of the parsed JSON; a
+checksum that guards a file is made to fit again, because anyone can do that. The reader may take
+what it gets or refuse it by the errors that it documents. Anything else is a finding, as is more
+than two seconds of processor time.
+
+    python tests/support/fuzzing.py --count 1000000 --seed 1      # all targets, for hours
+    python tests/support/fuzzing.py --target config --count 20000
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import copy
+import json
+import random
+import resource
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SECONDS = 2.0
+GROWTH = 512 << 20  # bytes by which the peak of this process may grow with one input
+
+Write = Callable[[bytes], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of file. `seeds`: good ones. `read(data)` writes and reads one. `refusals`: what it
+    may raise. `share`: how much of a run it gets. `tree`: the seeds are JSON."""
+
+    name: str
+    seeds: tuple[bytes, ...]
+    read: Callable[[bytes], object]
+    refusals: tuple[type[BaseException], ...]
+    share: float = 1.0
+    tree: bool = True
+    lines: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a run found. `findings`: a line, and the input in base64."""
+
+    tried: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    findings: list[tuple[str, str]] = field(default_factory=list)
+
+
+# -- mutations ------------------------------------------------------------------------------------
+
+_ODD: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    3.5,
+    -0.0,
+    1e308,
+    2**31,
+    2**53 + 1,
+    2**63,
+    10**30,
+    -(10**25),
+    "",
+    "a",
+    "\u0000",
+    "\ud800",
+    "\x1b[31m",
+    "../x",
+    "/etc/passwd",
+    "NaN",
+    "é" * 300,
+    "x" * 5000,
+    [],
+    {},
+    [[]],
+    [None],
+    [1, "a"],
+    {"": None},
+    {"a": {"b": []}},
+    [[[[[[]]]]]],
+    [0] * 300,
+)
+_TEXTS = (
+    b"1e999",
+    b"-1e999",
+    b"NaN",
+    b"Infinity",
+    b"9" * 400,
+    b"9" * 5000,
+    b"1e-400",
+    b"null",
+    b"{}",
+    b"[]",
+    b'""',
+    b"[" * 2000,
+    b"[" * 1500 + b"]" * 1500,
+    b'{"a":' * 1200,
+    b"\\ud800",
+    b"\\u0000",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf",
+    b"\x00",
+    b"\n",
+    b"\r\n",
+    b"\xe2\x80\xa8",
+    b",",
+    b":",
+    b"}",
+    b'"',
+    b"true",
+    b"18446744073709551616",
+    b"#",
+    b"=",
+    b"[[x]]",
+    b"'''",
+)
+
+
+def mutated(draw: random.Random, target: Target) -> bytes:
+    """A seed with one to four changes."""
+    data = draw.choice(target.seeds)
+    if target.tree and draw.random() < 0.6:
+        return _tree(draw, data, target.lines)
+    for _ in range(draw.choice((1, 1, 1, 2, 4))):
+        data = _bytes(draw, data)
+    return data
+
+
+def _bytes(draw: random.Random, data: bytes) -> bytes:
+    at = draw.randrange(len(data) + 1)
+    end = min(len(data), at + draw.choice((1, 2, 4, 16, 200)))
+    kind = draw.randrange(9)
+    if kind == 0 and data:
+        at = min(at, len(data) - 1)
+        return data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
+    if kind == 1:
+        return data[:at] + draw.randbytes(end - at) + data[end:]
+    if kind == 2:
+        return data[:at] + data[end:]
+    if kind == 3:
+        return data[:at] + data[at:end] * draw.choice((2, 3, 50)) + data[end:]
+    if kind == 4:
+        return data[:at]
+    if kind == 5:
+        return data[:at] + draw.choice(_TEXTS) + data[at:]
+    if kind == 6:
+        return data[:at] + draw.choice(_TEXTS) + data[end:]
+    if kind == 7:
+        other = draw.randrange(len(data) + 1)
+        return data[:at] + data[other : other + end - at] + data[end:]
+    return data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :]
+
+
+def _tree(draw: random.Random, data: bytes, lines: bool) -> bytes:
+    if lines:
+        rows = data.splitlines(keepends=True)
+        at = draw.randrange(len(rows))
+        rows[at] = _tree(draw, rows[at], False) + b"\n"
+        if draw.random() < 0.1:
+            rows.insert(draw.randrange(len(rows)), draw.choice(rows))
+        return b"".join(rows)
+    top = [json.loads(data)]
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        places = list(_places(top))
+        if not places:
+            break
+        holder, key = draw.choice(places)
+        kind = draw.randrange(6)
+        if kind <= 2:
+            holder[key] = copy.deepcopy(draw.choice(_ODD))
+        elif kind == 3 and isinstance(holder, dict):
+            holder[draw.choice(("", "type", "x" * 90, "\ud800", "a b"))] = holder.pop(key)
+        elif kind == 4 and len(top) > 0 and holder is not top:
+            del holder[key]
+        else:
+            other, name = draw.choice(places)
+            holder[key] = json.loads(json.dumps(other[name]))
+    # allow_nan: what Python's own writer would let through.
+    return json.dumps(top[0]).encode("utf-8", "surrogatepass")
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (list or object, index or key) in a value."""
+    stack, count = [value], 0
+    while stack and count < 3000:
+        holder = stack.pop()
+        for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
+            count += 1
+            yield holder, key
+            if isinstance(holder[key], dict | list):
+                stack.append(holder[key])
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+def run(targets: list[Target], count: int, seed: int) -> Outcome:
+    """`count` inputs over all targets, by their shares. The same seed makes the same inputs."""
+    found = Outcome()
+    whole = sum(target.share for target in targets)
+    for target in targets:
+        draw = random.Random(f"{seed} {target.name}")
+        target.read(target.seeds[0])  # it is read: what is refused is what was changed
+        for _ in range(max(1, round(count * target.share / whole))):
+            _one(target, mutated(draw, target), found)
+    return found
+
+
+def _one(target: Target, data: bytes, found: Outcome) -> None:
+    found.tried[target.name] += 1
+    peak, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    line = ""
+    try:
+        target.read(data)
+    except target.refusals as error:
+        found.refused[target.name] += 1
+        if "\n" in str(error) or not str(error).isprintable():
+            line = f"a line that is none: {str(error)!r:.200}"
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        line = f"{type(error).__name__}: {str(error)!r:.120} ({place})"
+    took = time.process_time() - began
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10
+    if took > SECONDS:
+        line = f"{took:.1f} seconds"
+    if grown > GROWTH:
+        line = f"{grown >> 20} MiB"
+    if line:
+        found.findings.append((f"{target.name}: {line}", base64.b64encode(data).decode()))
+
+
+# -- the readers ----------------------------------------------------------------------------------
+
+
+def targets(folder: Path) -> list[Target]:
+    """All of them; they write below `folder`, which must also be MINIKV_HOME."""
+    return [
+        *_models(folder / "model"),
+        *_tokenizers(folder / "tokenizer"),
+        *_chats(folder),
+        *_texts(folder / "texts"),
+    ]
+
+
+def _putting(path: Path, read: Callable[[], object]) -> Callable[[bytes], object]:
+    def one(data: bytes) -> object:
+        path.write_bytes(data)
+        return read()
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return one
+
+
+def _models(folder: Path) -> list[Target]:
+    import test_config
+
+    from minikv.models.config import ModelConfig
+    from minikv.models.errors import ModelError
+    from minikv.models.hub import weight_map
+    from minikv.models.weights import read_header
+
+    refusals = (ModelError,)
+
+    def entry(start: int, end: int, shape: list[int]) -> dict[str, Any]:
+        return {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+
+    header = {"__metadata__": {"format": "pt"}, "a.weight": entry(0, 8, [2])}
+    header |= {"b.weight": entry(8, 24, [2, 2]), "c": entry(24, 24, [0])}
+
+    def framed(data: bytes) -> bytes:
+        return len(data).to_bytes(8, "little") + data + bytes(24)
+
+    shards = {f"layer.{i}": f"model-0000{i % 3}-of-00003.safetensors" for i in range(9)}
+    index = {"metadata": {"total_size": 123}, "weight_map": shards}
+    configs = (
+        test_config.LLAMA,
+        test_config.MISTRAL,
+        test_config.QWEN,
+        test_config.LLAMA | {"rope_scaling": test_config.LLAMA3},
+        test_config.LLAMA
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 512},
+        test_config.LLAMA | {"quantization_config": {"quant_method": "gptq"}, "auto_map": {}},
+    )
+    plain = json.dumps(test_config.LLAMA).encode()
+    (folder / "generation").mkdir(parents=True)
+    (folder / "generation" / "config.json").write_bytes(plain)
+    shard = _putting(
+        folder / "model.safetensors", lambda: read_header(folder / "model.safetensors")
+    )
+    return [
+        Target("header", (json.dumps(header).encode(),), lambda d: shard(framed(d)), refusals),
+        Target("header's bytes", (framed(json.dumps(header).encode()),), shard, refusals, 1, False),
+        Target(
+            "index",
+            (json.dumps(index).encode(),),
+            _putting(folder / "i.json", lambda: weight_map(folder / "i.json")),
+            refusals,
+        ),
+        Target(
+            "config",
+            tuple(json.dumps(one).encode() for one in configs),
+            _putting(folder / "hf/config.json", lambda: ModelConfig.from_folder(folder / "hf")),
+            refusals,
+            3,
+        ),
+        Target(
+            "params",
+            (json.dumps(test_config.PARAMS).encode(),),
+            _putting(folder / "own/params.json", lambda: ModelConfig.from_folder(folder / "own")),
+            refusals,
+        ),
+        Target(
+            "generation_config",
+            (b'{"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": true}',),
+            _putting(
+                folder / "generation/generation_config.json",
+                lambda: ModelConfig.from_folder(folder / "generation"),
+            ),
+            refusals,
+        ),
+    ]
+
+
+def _tokenizers(folder: Path) -> list[Target]:
+    import vocabularies as v
+
+    from minikv.models.errors import ModelError
+    from minikv.models.templates import _own_template
+    from minikv.models.tokenizer import Tokenizer
+
+    refusals = (ModelError,)
+    small = v.byte_level_json(entries=270, count=8)
+    pieces = v.vendor_file("v1").read_bytes()
+    starts = [0]
+    while pieces[starts[-1]] == 0x0A:  # a tag byte, a length byte and that many bytes
+        starts.append(starts[-1] + 2 + pieces[starts[-1] + 1])
+    short = pieces[: starts[700]] + pieces[starts[-1] :]
+
+    def spoken(place: Path) -> object:
+        tokenizer = Tokenizer.from_folder(place)
+        ids = tokenizer.encode("Hello [INST] wörld <|eot_id|>")
+        _own_template(place)
+        return tokenizer.decode(ids), tokenizer.split("<s>[INST] a</s>"), tokenizer.largest
+
+    config = {
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": {"content": "<|eot_id|>", "lstrip": False},
+        "additional_special_tokens": ["<|eom_id|>", {"content": "<|x|>"}],
+        "added_tokens_decoder": {"300": {"content": "<|y|>", "special": True}},
+        "add_bos_token": True,
+        "legacy": False,
+        "chat_template": [{"name": "default", "template": "{{ messages }}"}],
+    }
+    marks = {"bos_token": {"content": "<s>"}, "additional_special_tokens": ["<|eom_id|>"]}
+    made = []
+    for name, seed, share in (
+        ("tokenizer.json", json.dumps(small).encode(), 1.0),
+        ("tokenizer_config.json", json.dumps(config).encode(), 1.0),
+        ("special_tokens_map.json", json.dumps(marks).encode(), 0.5),
+        ("added_tokens.json", b'{"<|y|>": 300, "<|z|>": 301}', 0.5),
+        ("chat_template.json", b'{"chat_template": "{{ messages }}"}', 0.5),
+        ("tokenizer.model", short, 0.3),
+    ):
+        place = folder / name
+        if name == "tokenizer.model":
+            place.mkdir(parents=True)
+        elif name != "tokenizer.json":
+            v.write_folder(place, small)
+        read = _putting(place / name, lambda place=place: spoken(place))
+        made.append(Target(name, (seed,), read, refusals, share, name != "tokenizer.model"))
+    return made
+
+
+def _chats(folder: Path) -> list[Target]:
+    from small_chat import chat, say
+
+    from minikv.cache.tier_file import _MAGIC, _TOP, PAGE, FileRows, TierError, _sealed, header_of
+    from minikv.cli import verify_command
+    from minikv.cli.chats_command import _facts
+    from minikv.cli.kept import held
+    from minikv.cli.paths import chats_folder
+    from minikv.cli.saved.cache import read_cache
+    from minikv.cli.saved.files import TRANSCRIPT, damage, write_part
+    from minikv.cli.saved.keeper import Keeper
+    from minikv.cli.saved.listing import listing
+    from minikv.cli.saved.transcript import Saved, _end, header, read, resumed
+    from minikv.cli.terminal import Terminal
+    from minikv.errors import UsageError
+    from minikv.settings import Settings
+
+    session, keeper = chat(system="be brief", seed=4), Keeper(Terminal())
+    session.attach("A mill stands by the river. " * 8, "mill.txt")
+    say(session, "Who owns it?")
+    say(session, "Why?")
+    session.attach("waiting", "w.txt")
+    place = keeper.save(session, "one")
+    keeper.close()
+    whole = (place / TRANSCRIPT).read_bytes()
+    body = whole[: whole.rstrip(b"\n").rfind(b"\n") + 1]
+    saved = read("one")
+    cache = (place / str(saved.header["cache"]["file"])).read_bytes()
+
+    def fitting(data: bytes) -> None:
+        end = json.dumps(_end(data)).encode() + b"\n"
+        (chats_folder() / "one" / TRANSCRIPT).write_bytes(data + end)
+
+    def restored(found: Saved) -> None:
+        """As `Keeper.load`."""
+        with damage("one"):
+            session.restore(read_cache(found))
+        held(session)
+        for turn in found.turns:
+            turn.report.lines()
+            turn.report.to_dict()
+
+    def transcript(data: bytes) -> None:
+        fitting(data)
+        (entry,) = listing()
+        _facts(entry)
+        resumed(Settings(), header("one"), ())
+        restored(read("one"))
+
+    def record(data: bytes) -> None:
+        part = write_part(place, "cache", "safetensors", data)
+        lines = body.splitlines(keepends=True)
+        top = json.loads(lines[0])
+        top["cache"] = part
+        try:
+            fitting(json.dumps(top).encode() + b"\n" + b"".join(lines[1:]))
+            restored(read("one"))
+        finally:
+            (place / str(part["file"])).unlink()
+
+    def state(data: bytes) -> None:
+        """The cache's own header, in a file that is whole."""
+        record(len(data).to_bytes(8, "little") + data + cache[8 + length :])
+
+    length = int.from_bytes(cache[:8], "little")
+    top = json.loads(cache[8 : 8 + length])
+    inner = json.loads(top["__metadata__"]["state"])
+
+    def inside(data: bytes) -> None:
+        text = data.decode("utf-8", "replace")
+        state(json.dumps(top | {"__metadata__": {**top["__metadata__"], "state": text}}).encode())
+
+    tier = folder / "tier.kv"
+    import torch
+
+    made = FileRows.create(tier, 2, 2, {"k": (torch.float32, (8,))}, {"model": "x"})
+    made.kept = True
+    made.reserve(8, 0)
+    for layer in range(2):
+        rows = {"k": made.read(layer, 8)["k"][:, :8]}
+        made.write(layer, 0, rows)
+    made.commit(8, list(range(8)))
+    made.close()
+    tier_bytes = tier.read_bytes()
+
+    def tier_text(data: bytes) -> object:
+        page = _sealed((_TOP.pack(_MAGIC, len(data)) + data)[: PAGE - 4], PAGE)
+        tier.write_bytes(page + tier_bytes[PAGE:])
+        return opened()
+
+    def opened() -> object:
+        found = header_of(tier)
+        FileRows.open(tier).close()
+        return found
+
+    about = {
+        "layers": 2,
+        "heads": 2,
+        "columns": {"k": ["float32", [8]]},
+        "identity": {"model": "x"},
+    }
+    mine = folder / "mine"
+    mine.mkdir()
+    noted = verify_command._record_file(mine)
+    stated = {"format": 1, "files": {"a": {"bytes": 3, "sha256": "a" * 64}}}
+    return [
+        Target("chat.jsonl", (body,), transcript, (UsageError,), 1, True, True),
+        Target("a chat's cache", (cache,), record, (UsageError,), 0.3, False),
+        Target("its header", (cache[8 : 8 + length],), state, (UsageError,), 0.5),
+        Target("its state", (json.dumps(inner).encode(),), inside, (UsageError,), 0.5),
+        Target("a tier's header", (json.dumps(about).encode(),), tier_text, (TierError,), 0.3),
+        Target(
+            "record of verify",
+            (json.dumps(stated).encode(),),
+            _putting(noted, lambda: verify_command._recorded(mine)),
+            (UsageError,),
+        ),
+    ]
+
+
+def _texts(folder: Path) -> list[Target]:
+    from exports import chat
+
+    from minikv.cli import config
+    from minikv.cli.evaluation.files import read_items
+    from minikv.cli.export import html, markdown
+    from minikv.cli.export.facts import gather
+    from minikv.cli.export.read import read_file
+    from minikv.cli.history import HistoryFile
+    from minikv.errors import UsageError
+
+    refusals = (UsageError,)
+    session = chat("be brief")
+    session.attach("A mill stands by the river.", "mill.txt")
+    list(session.ask("Who?", 4))
+    exported = json.dumps(gather(session).to_dict()).encode()
+    toml = (
+        b'budget = "20%"\ntemperature = 0.7\nseed = 7\npolicy = "adakv"\nquiet = true\n'
+        b'stop = ["a", "b"]\nmodel = "fast"\nthreads = 2\n'
+        b'[aliases]\nfast = "owner/model"\n'
+    )
+    longbench = {
+        "context": "The fox.",
+        "input": "Who?",
+        "answers": ["fox"],
+        "dataset": "trec",
+        "all_classes": ["fox", "dog"],
+        "length": 3,
+        "language": "en",
+        "_id": "1",
+    }
+    choice = {"context": "The fox.", "question": "Which?", "answer": "C", "difficulty": "hard"}
+    choice |= {f"choice_{x}": f"the {x}" for x in "ABCD"} | {"length": "short"}
+    ruler = {"input": "A key is 17.\nWhat is it?", "outputs": ["17"]}
+    rows = [json.dumps(one).encode() + b"\n" for one in (longbench, choice)]
+
+    def report() -> object:
+        facts = read_file(str(folder / "chat.json"))
+        return html.render(facts), markdown.render(facts), json.dumps(facts.to_dict())
+
+    def typed(data: bytes) -> object:
+        path = folder / "history"
+        path.write_bytes(data)
+        return list(HistoryFile(path).load_history_strings())
+
+    return [
+        Target(
+            "minikv.toml",
+            (toml,),
+            _putting(folder / "minikv.toml", lambda: config.load({}, folder)),
+            refusals,
+            2,
+            False,
+        ),
+        Target(
+            "LongBench records",
+            (b"".join(rows),),
+            _putting(folder / "x.jsonl", lambda: list(read_items(folder / "x.jsonl"))),
+            refusals,
+            1,
+            True,
+            True,
+        ),
+        Target(
+            "RULER records",
+            (json.dumps(ruler).encode() + b"\n",),
+            _putting(
+                folder / "niah_single_1.jsonl",
+                lambda: list(read_items(folder / "niah_single_1.jsonl")),
+            ),
+            refusals,
+            1,
+            True,
+            True,
+        ),
+        Target("report", (exported,), _putting(folder / "chat.json", report), refusals, 0.5),
+        Target("history", (b'"a"\n"b c"\n"\\u00e9"\n',), typed, (), 0.3, False),
+    ]
+
+
+def main() -> int:
+    """A run by hand."""
+    import os
+
+    given = argparse.ArgumentParser(description="mutated files for every reader")
+    given.add_argument("--count", type=int, default=100_000)
+    given.add_argument("--seed", type=int, default=0)
+    given.add_argument("--target", action="append", help="only these")
+    options = given.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        os.environ["MINIKV_HOME"] = place
+        every = targets(Path(place))
+        chosen = [one for one in every if not options.target or one.name in options.target]
+        began = time.monotonic()
+        found = run(chosen, options.count, options.seed)
+    for name, tried in found.tried.items():
+        print(f"{name:<24} {tried:>9,} tried  {found.refused[name]:>9,} refused")
+    total = found.tried.total()
+    seconds = time.monotonic() - began
+    print(f"{total:,} inputs, {len(found.findings):,} findings, {seconds:,.0f} s")
+    for line, count in Counter(line for line, _ in found.findings).most_common(40):
+        print(f"{count:>6} x {line}")
+    kept = dict(reversed(found.findings))
+    for line, data in list(kept.items())[:10]:
+        print(f"{line}\n    {data:.2000}")
+    return 1 if found.findings else 0
+
+
+if __name__ == "__main__":
+    tests = Path(__file__).resolve().parent.parent
+    sys.path[:0] = [str(tests / part) for part in ("models", "support")]
+    raise SystemExit(main())
