@@ -42,9 +42,15 @@ class UnusableSetting(ModelError):
 
 
 def quote(value: object, limit: int = 80) -> str:
-    """`value` from an untrusted file, safe to show: ASCII only, escaped, at most `limit` long."""
+    """`value` from outside, safe to show: ASCII only, escaped, at most `limit` long.
+
+    What is too long is cut in the middle: the end of a path says more than what leads there.
+    """
     try:
         text = ascii(value)
     except RecursionError:  # a list nested almost as deeply as the parser allows
         text = f"a deeply nested {type(value).__name__}"
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    if len(text) <= limit:
+        return text
+    start = (limit - 3) // 2
+    return f"{text[:start]}...{text[start + 3 - limit :]}"
