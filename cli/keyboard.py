@@ -170,13 +170,16 @@ def unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGCONT) if main else None
 
+    echoed = echoes()
+
     def resumed(signum: int, frame: Any) -> None:
+        nonlocal echoed
         if callable(before):
             before(signum, frame)
+        echoed = echoed or echoes()  # one that began in the background saw the shell's own mode
         echo(False)
         moved()
 
-    echoed = echoes()
     try:  # a signal may end the program at any moment
         if main:
             signal.signal(signal.SIGCONT, resumed)

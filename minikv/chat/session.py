@@ -356,8 +356,10 @@ class ChatSession:
     def skip(self) -> None:
         """As `cancel`; but while `auto` reads the conversation again, only that is stopped, and the
         answer comes from the cache as it is. Safe to call from a signal handler."""
-        self._skips = self.rereading
-        self._cancels += 1
+        if self.rereading:
+            self._skips = True
+        else:
+            self.cancel()
 
     @property
     def _cancelled(self) -> bool:
@@ -681,7 +683,7 @@ class ChatSession:
         damaged, what it no longer has, too. Returns what was read."""
 
         def stopped() -> bool:
-            return self._cancelled
+            return self._cancelled or self._skips
 
         bound = self.quality if self.eviction.evicts else 0.0
         measuring = Measuring(self.tokenizer.vocab, self.fidelity, bound)
@@ -695,17 +697,16 @@ class ChatSession:
             self.rereading = self._again(feed, decision)
             return self._read(feed, messages, room, progress, warn)
         except Interrupted:
-            if not self._skips:
+            if self._cancelled:
                 raise
             instead = self._continued(messages)
             if not self._fits(instead):
                 raise
         else:
-            if self._skips:  # it came when all was read
-                self._forget_cancels()
+            self._skips = False  # it came when all was read
             return feed, read
-        self._forget_cancels()
-        self.rereading = False
+        self.rereading = False  # first: from here on `skip` is `cancel`
+        self._skips = False
         warn("stopped reading again: this answer comes from the cache as it is")
         return instead, prompt_plan.read(self.engine, instead, room, progress, stopped, measuring)
 

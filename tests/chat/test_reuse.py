@@ -570,6 +570,46 @@ def test_skipped_reading_answers_from_the_cache_as_it_is() -> None:
     assert session.reports[-1].reuse == "refresh"
 
 
+@pytest.mark.parametrize("order", [("skip", "cancel"), ("cancel", "skip"), ("skip", "skip")])
+def test_a_cancel_beside_a_skip_is_not_lost(order: tuple[str, str]) -> None:
+    session = chat(reuse="auto")
+    session.attach(MILL)
+    say(session, "Who?")
+    before = cache(session)
+
+    def both(done: int, total: int) -> None:
+        if session.rereading and done > total // 2:
+            for name in order:
+                getattr(session, name)()
+
+    asking = session.ask("Why?", 8, progress=both)
+    if "cancel" in order:
+        with pytest.raises(Interrupted):
+            list(asking)
+        assert cache(session) == before
+    else:
+        assert list(asking)
+
+
+def test_a_cancel_as_soon_as_a_skip_is_told_ends_the_question() -> None:
+    session = chat(reuse="auto")
+    session.attach(MILL)
+    say(session, "Who?")
+    before = cache(session)
+
+    def skip(done: int, total: int) -> None:
+        if session.rereading:
+            session.skip()
+
+    def end(line: str) -> None:
+        if line.startswith("stopped reading again"):
+            session.cancel()
+
+    with pytest.raises(Interrupted):
+        list(session.ask("Why?", 8, progress=skip, notice=end))
+    assert cache(session) == before
+
+
 def test_skip_after_the_last_chunk_does_not_stop_the_answer() -> None:
     session, plain = chat(reuse="auto"), chat(reuse="auto")
     for each in (session, plain):

@@ -622,6 +622,34 @@ def test_keys_are_not_echoed_into_an_answer(resumed: str) -> None:
     assert window.text().startswith(f"{first}\n\nnext\nTrue")
 
 
+BACKGROUND = """
+import os, signal, sys, termios
+from minikv.cli.keyboard import unechoed
+def echo(on=None):
+    mode = termios.tcgetattr(1)
+    if on is not None:
+        mode[3] = mode[3] | termios.ECHO if on else mode[3] & ~termios.ECHO
+        termios.tcsetattr(1, termios.TCSANOW, mode)
+    return bool(mode[3] & termios.ECHO)
+echo(False)
+with unechoed(sys.stdout, lambda: None):
+    echo(True)
+    os.kill(os.getpid(), signal.SIGCONT)
+    inside = echo()
+print(inside, echo(), "done")
+"""
+
+
+def test_echo_that_a_shell_switched_on_is_left_on() -> None:
+    """A chat that began in the background of a line editor saw echo off; the shell switches it on
+    before the chat comes to the front."""
+    child = Terminals([sys.executable, "-c", BACKGROUND], {"TERM": "xterm"})
+    try:
+        child.until("False True done")
+    finally:
+        child.close()
+
+
 POOR = {
     "dumb": {"TERM": "dumb"},
     "colourless": {"TERM": "xterm", "NO_COLOR": "1"},
