@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in child processes
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each child compiles every module anew
 MOST_WORKERS = 8
 """Each needs about a gigabyte."""
 

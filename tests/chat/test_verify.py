@@ -125,7 +125,7 @@ def test_a_stop_in_the_middle_and_an_error_leave_the_chat_as_it_was(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(ops), "rows_attention", staticmethod(fails))
+        patch.setattr(ops, "rows_attention", fails)
         with pytest.raises(MemoryError):
             list(session.verify())
     assert state(session) == before

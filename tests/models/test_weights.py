@@ -25,6 +25,7 @@ from minikv.cli.bench import device as devices
 from minikv.cli.selftest import one_thread
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
+from minikv.models.linear import bf16_products
 from minikv.models.llama import Llama
 from minikv.models.weights import Checkpoint, load_network, read_header
 
@@ -646,13 +647,16 @@ print(peak - before, stream, wide)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_long_prompt_holds_the_residual_stream_and_one_chunk(dtype: str) -> None:
     """8192 tokens through a network without a cache; 10 MiB for a chunk on the way and the
-    holes that it leaves in the heap: a second tensor of full length, 8 or 16 MiB, would show."""
+    holes that it leaves in the heap: a second tensor of full length, 8 or 16 MiB, would show. A
+    processor that does not multiply bfloat16 also has a chunk, a block and its product in float32.
+    """
     done = subprocess.run(
         [sys.executable, "-c", READING, dtype], capture_output=True, text=True, check=True
     )
     grown, stream, wide = map(int, done.stdout.split())
     assert grown >= stream  # the watch has seen the forward
-    assert grown <= stream + wide + 10 * 2**20
+    converted = dtype == "bfloat16" and not bf16_products()
+    assert grown <= stream + wide * (5 if converted else 1) + 10 * 2**20
 
 
 def test_a_file_that_the_disk_does_not_give_is_one_line(tmp_path: Path) -> None:
