@@ -22,7 +22,9 @@
     add_norm               triton/layer             cpu/layer         torch/layer
     rotate                 triton/layer             cpu/layer         torch/layer
     silu_mul               triton/layer             cpu/layer         torch/layer
-    int8_product           -                        cpu/product       torch/product
+    int8_product           triton/packed_product    cpu/product       torch/product
+    int4_product           triton/packed_product    -                 models
+    unpack_int4_rows       triton/packed_product    -                 models
     row_product            -                        cpu/product       torch/product
     pack_int8              -                        cpu/packing       models
     pack_int4              -                        cpu/packing       models
@@ -95,6 +97,8 @@ class Kernels:
     pack_int8: Callable[..., None] | None = None
     pack_int4: Callable[..., None] | None = None
     unpack_int4: Callable[..., None] | None = None
+    int4_product: Callable[..., torch.Tensor] | None = None
+    unpack_int4_rows: Callable[..., None] | None = None
 
 
 class TorchOnCPU(Kernels):

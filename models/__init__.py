@@ -72,7 +72,7 @@ def load(
     float32 on a CPU, which computes in it no faster and overflows earlier. bfloat16 stays: a CPU
     that does not multiply it reads prompts in float32, a block of the weights at a time, which
     config.notes say. `weights`: "auto" and "plain" (as they are stored), "int8" or "int4" (layers
-    only, CPU only, with bfloat16 beside them, which "auto" then is), "int8+head" or "int4+head"
+    only, with bfloat16 beside them, which "auto" then is), "int8+head" or "int4+head"
     (what makes logits in eight bits, too). `progress` is told of a download and of the weights as
     they are read. `packing` makes int8 and int4; None is torch. At most `keep_packed` bytes of
     packed weights are kept on disk for later calls, which then need not pack.

@@ -8,7 +8,7 @@ rows. The residual stream [T, hidden] is the only tensor of full length; keys an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -29,6 +29,7 @@ from minikv.models.linear import (
     int8_product,
     row_product,
 )
+from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu
 from minikv.models.pages import Empty, Pages
 from minikv.models.rope import Rotary, rotate
 
@@ -104,6 +105,16 @@ class Ops(Protocol):
         """As `linear.Product`."""
         ...
 
+    @property
+    def int4_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """See `linear_gpu.Products`."""
+        ...
+
+    @property
+    def unpack_int4_rows(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+        """See `linear_gpu.Products`."""
+        ...
+
     def row_product(self, x: Tensor, weight: Tensor) -> Tensor:
         """As `linear.RowProduct`."""
         ...
@@ -144,7 +155,7 @@ class Llama:
 
         c = config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        self.embedding: Tensor | Int8 = new(c.vocab, c.hidden)
+        self.embedding: Tensor | Int8 | Int8OnGpu = new(c.vocab, c.hidden)
         self.layers = [
             Layer(
                 attention_norm=new(c.hidden),
@@ -174,10 +185,12 @@ class Llama:
                 matrix.product = own.row_product if own else row_product
             elif isinstance(matrix, Int4):
                 matrix.unpack = None if ops is None else ops.unpack_int4
+            elif isinstance(matrix, Int8OnGpu | Int4OnGpu):
+                matrix.ops = ops
             if isinstance(matrix, Plain | Int8 | Int4):
                 matrix.scratch = self._scratch
 
-    def keep_head(self, made: Int8) -> None:
+    def keep_head(self, made: Int8 | Int8OnGpu) -> None:
         """Make logits with `made` from now on; a tied embedding is looked up in it, too."""
         assert made.shape == (self.config.vocab, self.config.hidden)
         self.head = made
@@ -303,7 +316,7 @@ class Llama:
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Token ids [T] -> rows [T, hidden]."""
-        if isinstance(self.embedding, Int8):
+        if isinstance(self.embedding, Int8 | Int8OnGpu):
             return self.embedding.rows(ids)
         return F.embedding(ids, self.embedding)
 

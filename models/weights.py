@@ -61,6 +61,7 @@ from minikv.models.linear import (
     split,
     suits,
 )
+from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu
 from minikv.models.llama import Layer, Llama, Place
 from minikv.models.pages import Empty, Pages
 
@@ -355,6 +356,9 @@ def _renamed(entries: dict[str, Entry]) -> dict[str, Entry]:
     return made
 
 
+_PackedMatrix = Int8 | Int4 | Int8OnGpu | Int4OnGpu
+
+
 class Kept(Protocol):
     """Where packed matrices may be had without packing them: `packed.Packed`."""
 
@@ -377,7 +381,7 @@ def load_network(
     """A network with the checkpoint's weights; `dtype` None keeps the storage dtype.
 
     `form`, one of `linear.FORMS`, is how the matrices of the layers are kept; int8 and int4 need
-    bfloat16 and a CPU. Embedding and head stay as they are, unless the form ends in "+head": then
+    bfloat16. Embedding and head stay as they are, unless the form ends in "+head": then
     the head is packed a block at a time as it is read, and where it is tied the embedding is the
     same packed matrix. Where rows are too odd, the result's `config.notes` say what stays plain.
 
@@ -445,12 +449,12 @@ def load_network(
                 part, where, kind = getattr(owner, slot), f"{at[id(owner)]}.{slot}", layers
             else:
                 part, where, kind = network.head, "head", "int8" if slot == small else "plain"
-            made = _empty(part, kind, room, packing)
+            made = _empty(part, kind, room, packing, device)
             if made is None:
                 _allocate(owner, slot, room)
                 read(names)
                 continue
-            if packed is not None and packed.fill(where, made):
+            if packed is not None and isinstance(made, Int8 | Int4) and packed.fill(where, made):
                 tell(sum(entries[name].end - entries[name].start for name in names))
             elif where == "head":
                 _pack_head(made, entries[names[0]], dtype, tell)
@@ -464,20 +468,25 @@ def load_network(
             if isinstance(owner, Layer):
                 setattr(owner, slot, made)
             else:
-                assert isinstance(made, Int8)
+                assert isinstance(made, Int8 | Int8OnGpu)
                 network.keep_head(made)
         if config.tied and isinstance(network.embedding, Tensor):
             network.head = Plain(network.embedding)
     return network
 
 
-def _empty(part: Linear | Tensor, form: str, room: Empty, packing: Packing) -> Int8 | Int4 | None:
+def _empty(
+    part: Linear | Tensor, form: str, room: Empty, packing: Packing, device: torch.device
+) -> _PackedMatrix | None:
     """The packed matrix that is to be made of a plain one without memory; None for what stays
     plain."""
     if not isinstance(part, Plain) or not suits(form, part.shape[1]):
         return None
     bias = None if part.bias is None else room(part.bias.shape, part.bias.dtype)
-    made = kept(Plain(part.weight, bias), form, room, packing)
+    plain = Plain(part.weight, bias)
+    if device.type != "cpu":
+        return (Int8OnGpu if form == "int8" else Int4OnGpu)(plain, room)
+    made = kept(plain, form, room, packing)
     assert isinstance(made, Int8 | Int4)
     return made
 
@@ -519,18 +528,14 @@ def check_form(form: str, device: torch.device, dtype: torch.dtype) -> None:
         raise UnusableSetting(f"unknown weights {form!r}", f"use {', '.join(FORMS)}")
     if not packs(form):
         return
-    if device.type != "cpu":
-        raise UnusableSetting(
-            f'`weights="{form}"` runs on a CPU only',
-            'use `weights="auto"`, or `device="cpu"`',
-        )
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise UnusableSetting(
             f'`weights="{form}"` needs bfloat16 beside it, not {name}',
             'use `dtype="auto"`, or `weights="auto"`',
         )
-    if missing := next(filter(None, map(lacks, packs(form))), ""):
+    missing = next(filter(None, map(lacks, packs(form))), "") if device.type == "cpu" else ""
+    if missing:
         raise UnusableSetting(f'`weights="{form}"`: {missing}', 'use `weights="auto"`')
 
 
@@ -654,7 +659,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _pack_head(
-    made: Int8 | Int4, entry: Entry, dtype: torch.dtype, tell: Callable[[int], None]
+    made: _PackedMatrix, entry: Entry, dtype: torch.dtype, tell: Callable[[int], None]
 ) -> None:
     """Read a matrix into eight bits, a block of rows at a time: it is never there in `dtype`."""
     with open_regular(entry.path) as file:
@@ -688,19 +693,18 @@ def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, f
     if free is None or needs <= free:
         return
     options = [('dtype="bfloat16"', torch.bfloat16, "auto")] * (dtype == torch.float32)
-    if device.type == "cpu":
-        other = 'dtype="auto", ' if dtype == torch.float32 else ""  # packed weights are bfloat16's
-        for name in ("int8", "int4"):
-            # The head loses its bits too only where nothing else fits.
-            fits = loading_bytes(config, torch.bfloat16, name) <= min(free, needs - 1)
-            name += "" if fits else "+head"
-            options.append((f'{other}weights="{name}"', torch.bfloat16, name))
+    other = "" if dtype == torch.bfloat16 else 'dtype="auto", '  # packed weights are bfloat16's
+    for name in ("int8", "int4"):
+        # The head loses its bits too only where nothing else fits.
+        fits = loading_bytes(config, torch.bfloat16, name) <= min(free, needs - 1)
+        name += "" if fits else "+head"
+        options.append((f'{other}weights="{name}"', torch.bfloat16, name))
     fitting = [
         f"`{arguments}` would need {_shown(size)}"
         for arguments, kind, name in options
         if (size := loading_bytes(config, kind, name)) < needs
         and size <= free
-        and not any(map(lacks, packs(name)))
+        and not (device.type == "cpu" and any(map(lacks, packs(name))))
     ]
     where = "GPU memory" if device.type == "cuda" else "memory"
     raise ModelTooLarge(

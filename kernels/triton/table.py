@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.triton import append as append_row
-from minikv.kernels.triton import attention_mass, compaction, decode, hash_append, layer, step
+from minikv.kernels.triton import (
+    attention_mass,
+    compaction,
+    decode,
+    hash_append,
+    layer,
+    packed_product,
+    step,
+)
 from minikv.kernels.triton import ragged_prefill as ragged
 
 
@@ -30,3 +38,6 @@ class Triton(Kernels):
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     silu_mul = staticmethod(layer.silu_mul)
+    int8_product = staticmethod(packed_product.int8_product)
+    int4_product = staticmethod(packed_product.int4_product)
+    unpack_int4_rows = staticmethod(packed_product.unpack_int4_rows)

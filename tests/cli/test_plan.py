@@ -137,7 +137,8 @@ def test_packed_weights_are_counted_to_the_byte(form: str, words: str) -> None:
 
 @pytest.mark.parametrize("form", ["int8+head", "int4+head"])
 def test_packed_weights_are_planned_where_they_run(form: str) -> None:
-    for named in ({"device": "cuda", "memory": "24GiB"}, {"dtype": "float32", "device": "cpu"}):
+    for device in ("cuda", "cpu"):
+        named = {"dtype": "float32", "device": device, "memory": "24GiB"}
         with pytest.raises(ModelError, match=f'`weights="{re.escape(form)}"`') as caught:
             run(None, "1000", weights=form, **named)
         assert caught.value.exit_code == 2
@@ -481,15 +482,21 @@ def test_what_cannot_be_helped_is_said(llama: str) -> None:
     text = " ".join(run(llama, "100k", memory="4GiB", device="cpu").split())
     assert "100,000 tokens do not fit: --device cpu --weights int4+head --policy roco" in text
     assert "still needs " in text
-    # Weights that a GPU cannot have, or that the user did not ask for, are not suggested.
-    text = " ".join(run(llama, "4k", memory="12GiB", device="cuda").split())
-    assert "4,000 tokens do not fit: --device cuda --policy" in text
+    # Weights that the user did not ask for are not suggested.
     hint = json.loads(run(llama, "4k", memory="6GiB", weights="int8", as_json=True))["suggestion"]
     assert hint["fits"] is False
     assert "--weights int8 --policy" in hint["flags"]
     # Nor anything for a document that the model cannot read at all.
     assert json.loads(run(llama, "200k", memory="4GiB", as_json=True))["suggestion"] is None
     assert "tokens fit" not in run(llama, "200k", memory="80GiB")
+
+
+def test_eight_billion_parameters_fit_a_small_gpu_when_packed(llama: str) -> None:
+    text = " ".join(run(llama, "4k", memory="12GiB", device="cuda").split())
+    assert "--weights int8" in text
+    assert "do not fit" not in text
+    text = " ".join(run(llama, "4k", memory="8GiB", device="cuda").split())
+    assert "--weights int4" in text
 
 
 def test_a_model_whose_name_has_blanks_is_quoted(llama: str, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from minikv.engine.decode_loop import Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.kernels.triton import compaction
+from minikv.models.linear import Plain
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,25 @@ def test_the_answer_is_that_of_a_cpu(bench: Bench, case: Case) -> None:
         answers.append(found)
     assert answers[0] == answers[1]
     assert len(set(answers[0])) > 4
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_packed_weights_are_those_that_they_stand_for(bench: Bench, form: str) -> None:
+    """A prompt of many rows, one of few, and steps: as a CPU with the unpacked weights."""
+    case = Case("full", "none", weights=form)
+    far = bench.engine(case, 2)
+    net = bench.network(2, None, torch.device("cpu"), far.kv.dtype)
+    for mine, theirs in zip(net.layers, far.network.layers, strict=True):
+        for name in ("qkv", "out", "gate_up", "down"):
+            matrix = getattr(theirs, name)
+            assert matrix.nbytes < 0.6 * getattr(mine, name).nbytes
+            setattr(mine, name, Plain(near(matrix.dense()).clone()))
+    here = KVCache(far.kv.shape, None, None, None, dtype=far.kv.dtype, kernels="torch")
+    plain = Engine(net, here, Eager())
+    for count in (CHUNK + 20, 7):
+        ours, theirs = far.prompt(ids(count, count)), plain.prompt(ids(count, count))
+        error = (near(ours).float() - theirs.float()).norm() / theirs.float().norm()
+        assert error < 0.03, (count, float(error))
 
 
 def test_a_layer_more_adds_the_same(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,11 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -61,6 +62,8 @@ from minikv.engine.warmup import warm
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.triton.table import Triton
 from minikv.models.config import ModelConfig
+from minikv.models.linear import Plain
+from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, unpack_int4_rows
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 
@@ -77,29 +80,42 @@ KINDS = ("triton", "torch", "sent", "fetched")
 @dataclass(frozen=True, slots=True)
 class Case:
     """What is counted. kept: "int8" keys and values, or "windows": layers with a sliding window;
-    options: of the policies; stride: with it, the step policy also reads the prompt."""
+    options: of the policies; stride: with it, the step policy also reads the prompt; weights: how
+    the matrices of the layers are kept, one of `linear.FORMS`."""
 
     policy: str
     decode: str
     kept: str = ""
     options: tuple[tuple[str, object], ...] = ()
     stride: int = 0
+    weights: str = "auto"
 
     @property
     def name(self) -> str:
         """In the table."""
         pair = f"{self.policy} blocks" if self.stride else f"{self.policy}/{self.decode}"
         options = (f"{name}={value}" for name, value in self.options)
-        return " ".join((pair, *options, *filter(None, (self.kept,))))
+        weights = "" if self.weights == "auto" else f"{self.weights} weights"
+        return " ".join((pair, *options, *filter(None, (self.kept, weights))))
 
 
 class _Kernels(Triton):
     """Triton's operations, of which each launches, and then is computed by its torch form."""
 
 
+def _int4_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+    weight = x.new_empty((len(packed), x.shape[1]))
+    unpack_int4_rows(packed, scales, weight)
+    return x @ weight.T
+
+
+_PACKED = SimpleNamespace(int4_product=_int4_product, unpack_int4_rows=unpack_int4_rows)
+
+
 def _both(name: str) -> Callable[..., Any]:
     launch = getattr(Triton, name)
-    compute = getattr(Kernels, name) or getattr(step_oracle, name)
+    sources = (Kernels, step_oracle, _PACKED)
+    compute = next(filter(None, (getattr(source, name, None) for source in sources)))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         out = launch(*args, **kwargs)
@@ -129,7 +145,7 @@ class Bench:
         stand_in.install()
         self.torch = Counts()
         self.finished: Count = Counter()
-        self._nets: dict[tuple[int, int | None, torch.dtype], Llama] = {}
+        self._nets: dict[tuple[int, int | None, torch.dtype, str], Llama] = {}
         finish = Prefill.finish
 
         def counted(prefill: Prefill, layer: int) -> None:
@@ -156,7 +172,7 @@ class Bench:
 
     def engine(self, case: Case, layers: int, dtype: torch.dtype = torch.bfloat16) -> Engine:
         """An engine on the stand-in of a GPU."""
-        net = self._net(layers, WINDOW if case.kept == "windows" else None, dtype)
+        net = self._net(layers, WINDOW if case.kept == "windows" else None, dtype, case.weights)
         shape = Shape(layers, KV_HEADS, HEADS, HEAD_DIM, net.config.windows, net.config.max_context)
         decode = "auto" if case.stride else case.decode
         eviction = EvictionConfig.read(
@@ -180,13 +196,16 @@ class Bench:
         net.use(kv.ops)
         return Engine(net, kv, Eager())
 
-    def _net(self, layers: int, window: int | None, dtype: torch.dtype) -> Llama:
-        if (layers, window, dtype) not in self._nets:
+    def _net(
+        self, layers: int, window: int | None, dtype: torch.dtype, weights: str = "auto"
+    ) -> Llama:
+        key = (layers, window, dtype, weights)
+        if key not in self._nets:
             here, net = (self.network(layers, window, d, dtype) for d in (torch.device("cpu"), GPU))
             for (_, mine), (_, theirs) in zip(net.tensors(), here.tensors(), strict=True):
                 mine.copy_(theirs)
-            self._nets[layers, window, dtype] = net
-        return self._nets[layers, window, dtype]
+            self._nets[key] = net if weights == "auto" else packed(net, weights)
+        return self._nets[key]
 
     @staticmethod
     def network(layers: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Llama:
@@ -207,6 +226,21 @@ class Bench:
         )
         net = Llama(config, rows=CHUNK, dtype=dtype, device=device)
         return net.randomise(0, std=0.1) if device.type == "cpu" else net
+
+
+def packed(net: Llama, form: str) -> Llama:
+    """The network, with the matrices of its layers packed as on a GPU."""
+
+    def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=GPU)
+
+    kind = Int8OnGpu if form == "int8" else Int4OnGpu
+    for layer in net.layers:
+        for name in ("qkv", "out", "gate_up", "down"):
+            plain = getattr(layer, name)
+            assert isinstance(plain, Plain)
+            setattr(layer, name, kind(plain, room))
+    return net
 
 
 def ids(count: int, seed: int) -> list[int]:
@@ -298,6 +332,7 @@ def step_cases() -> list[Case]:
     pairs = [("full" if name == "none" else "snapkv", name) for name in policies.step_names()]
     more = [Case("snapkv", "tova", options=(("per_head", True),))]
     more += [Case("snapkv+turns", name) for name in ("h2o", "roco")]  # some rows leave last
+    more += [Case("full", "none", weights=form) for form in ("int8", "int4")]
     return [*(Case(*pair, kept) for kept in KEPT for pair in pairs), *more]
 
 
@@ -309,6 +344,7 @@ def prompt_cases(*, whole: bool) -> list[Case]:
     for name in names if whole else _BY_DAY:
         found += [Case(name, "none", kept) for kept in KEPT if kept]
     found += [Case("snapkv", name) for name in (steps if whole else _NOTED_BY_DAY)]
+    found += [Case("full", "none", weights=form) for form in ("int8", "int4")]
     return [*found, *(Case(name, name, stride=CHUNK // 4) for name in ("h2o", "roco"))]
 
 

@@ -86,6 +86,9 @@ class StandIn(Tensor):
             torch.ops.aten.copy_.default(self, other, non_blocking)
         return self
 
+    def contiguous(self, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        return self if self.is_contiguous() else self.clone(memory_format=memory_format)
+
     def __invert__(self) -> Tensor:
         return torch.bitwise_not(self)
 

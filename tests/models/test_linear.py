@@ -400,9 +400,9 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         ("int2", cpu, bf16),
         ("auto+head", cpu, bf16),
         ("int8+", cpu, bf16),
-        ("int8", cuda, bf16),
+        ("int8", cuda, fp32),
         ("int4", cpu, fp32),
-        ("int4+head", cuda, bf16),
+        ("int4+head", cuda, torch.float16),
         ("int8+head", cpu, fp32),
         ("int4+head", cpu, fp32),
     ]
@@ -419,6 +419,7 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     for form in ("int4", "int4+head"):
         with pytest.raises(ModelError, match="no kernel"):
             weights.check_form(form, cpu, bf16)
+        weights.check_form(form, cuda, bf16)  # there torch's operators can unpack
     monkeypatch.setattr(weights, "lacks", lambda form: "no kernel" if form == "int8" else "")
     weights.check_form("int4", cpu, bf16)
     with pytest.raises(ModelError, match=r'"int4\+head"`: no kernel'):  # the head is in eight bits

@@ -1,0 +1,172 @@
+"""Packed matrices on a GPU: `Int8OnGpu` and `Int4OnGpu` keep the numbers of `linear.Int8` and
+`linear.Int4`, in one layout for every GPU.
+
+Few rows are multiplied by kernels that unpack in registers. For many rows the matrix is unpacked
+for the product, so a chunk of a prompt should be long. Without those kernels torch unpacks for
+every product: it saves memory, and no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minikv.models.linear import Plain, fits_int8, group_of, pack_int8, packed_blocks
+from minikv.models.pages import Empty
+
+FEW = 16
+"""Rows of one tile of a matrix instruction: they are multiplied without unpacking."""
+
+
+class Products(Protocol):
+    """Kernels for packed weights on a GPU."""
+
+    def int8_product(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        """x [t, in], codes int8 [out, in], scale bfloat16 [out] -> [t, out] in x's dtype."""
+        ...
+
+    @property
+    def int4_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """x [t, in], packed uint8 [out, in / 2], scales bfloat16 [in / group, out, 2] -> [t, out]
+        in x's dtype. None: torch unpacks first."""
+        ...
+
+    @property
+    def unpack_int4_rows(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+        """As the function of that name below; None: that one."""
+        ...
+
+
+class Int8OnGpu:
+    """Eight bits a weight and one bfloat16 scale a row. Made of weights without memory it is empty,
+    and `pack` brings the rows."""
+
+    __slots__ = ("bias", "ops", "quantised", "scale")
+    ops: Products | None
+
+    def __init__(self, plain: Plain, room: Empty) -> None:
+        rows, columns = plain.shape
+        assert fits_int8(columns)
+        self.bias, self.ops = plain.bias, None
+        self.quantised = room((rows, columns), torch.int8)
+        self.scale = room((rows,), torch.bfloat16)
+        if not plain.weight.is_meta:
+            self.pack(0, plain.weight)
+
+    def pack(self, start: int, weight: Tensor) -> None:
+        """Keep weight [n, in], wherever it is, as rows start to start + n."""
+        for begin, end in packed_blocks(weight.shape):
+            there = slice(start + begin, start + end)
+            part = weight[begin:end].to(self.quantised.device)
+            pack_int8(part, self.quantised[there], self.scale[there])
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `linear.Linear`."""
+        if self.ops is not None and len(x) <= FEW:
+            made = self.ops.int8_product(x, self.quantised, self.scale)
+            return made if self.bias is None else made.add_(self.bias)
+        return _product(x, self.dense(), self.bias, out)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[out, in]."""
+        return self.quantised.shape
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ids [t] of the weights, bfloat16 [t, in]: an embedding's look-up."""
+        return torch.mul(self.quantised[ids], self.scale[ids, None])
+
+    def dense(self) -> Tensor:
+        """See `linear.Linear`; unpacked anew."""
+        return torch.mul(self.quantised, self.scale[:, None])
+
+    @property
+    def nbytes(self) -> int:
+        """See `linear.Linear`."""
+        return self.quantised.nbytes + self.scale.nbytes + _bytes(self.bias)
+
+
+class Int4OnGpu:
+    """Four bits a weight, and a bfloat16 scale and offset for each group of a row. Made of weights
+    without memory it is empty, and `pack` brings the rows."""
+
+    __slots__ = ("bias", "ops", "packed", "scales", "shape")
+    ops: Products | None
+
+    def __init__(self, plain: Plain, room: Empty) -> None:
+        self.shape = plain.shape
+        rows, columns = plain.shape
+        group = group_of(columns)
+        assert group is not None
+        self.bias, self.ops = plain.bias, None
+        self.packed = room((rows, columns // 2), torch.uint8)
+        self.scales = room((columns // group, rows, 2), torch.bfloat16)
+        if not plain.weight.is_meta:
+            self.pack(0, plain.weight)
+
+    def pack(self, start: int, weight: Tensor) -> None:
+        """Keep weight [n, in], wherever it is, as rows start to start + n."""
+        for begin, end in packed_blocks(weight.shape):
+            there = slice(start + begin, start + end)
+            part = weight[begin:end].to(self.packed.device)
+            pack_int4_rows(part, self.packed[there], self.scales[:, there])
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `linear.Linear`."""
+        ops = self.ops
+        if ops is not None and ops.int4_product is not None and len(x) <= FEW:
+            made = ops.int4_product(x, self.packed, self.scales)
+            return made if self.bias is None else made.add_(self.bias)
+        return _product(x, self.dense(), self.bias, out)
+
+    def dense(self) -> Tensor:
+        """See `linear.Linear`; unpacked anew."""
+        made = torch.empty(self.shape, dtype=torch.bfloat16, device=self.packed.device)
+        unpack = None if self.ops is None else self.ops.unpack_int4_rows
+        (unpack or unpack_int4_rows)(self.packed, self.scales, made)
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """See `linear.Linear`."""
+        return self.packed.nbytes + self.scales.nbytes + _bytes(self.bias)
+
+
+def pack_int4_rows(weight: Tensor, packed: Tensor, scales: Tensor) -> None:
+    """weight [m, n] -> packed uint8 [m, n / 2], scales bfloat16 [n / group, m, 2]: scale, offset.
+
+    Byte i of a row's group has column i in its lower four bits, and column group / 2 + i in the
+    upper ones. Step s stands for scale * (s - 8) + offset, rounded once to bfloat16. A group's
+    smallest and largest value are the first and the last of 16 steps.
+    """
+    part = weight.float().view(len(weight), len(scales), -1)
+    least, most = part.amin(2), part.amax(2)
+    scale = ((most - least) / 15).clamp_(min=torch.finfo(torch.float32).tiny).to(torch.bfloat16)
+    middle = (least + 8 * scale.float()).to(torch.bfloat16)
+    scales[..., 0], scales[..., 1] = scale.t(), middle.t()
+    part = (part - middle.float()[..., None]).div_(scale.float()[..., None])
+    low, high = part.round_().add_(8).clamp_(0, 15).to(torch.uint8).chunk(2, 2)
+    packed.copy_((low | (high << 4)).flatten(1))
+
+
+def unpack_int4_rows(packed: Tensor, scales: Tensor, out: Tensor) -> None:
+    """The inverse of `pack_int4_rows`; out [m, n]."""
+    both = packed.view(len(packed), len(scales), -1)
+    steps = torch.cat((both & 15, both >> 4), 2).float().sub_(8)  # [m, groups, group]
+    by, middle = scales.float().transpose(0, 1)[..., None].unbind(2)
+    out.copy_(steps.mul_(by).add_(middle).flatten(1).to(torch.bfloat16))
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    if out is None:
+        return F.linear(x, weight, bias)
+    made = torch.mm(x, weight.t(), out=out[: len(x)])
+    return made if bias is None else made.add_(bias)
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes
