@@ -15,7 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.models.linear import Plain, fits_int8, group_of, pack_int8, packed_blocks
+from minikv.models.linear import (
+    TORCH,
+    Linear,
+    Packing,
+    Plain,
+    fits_int8,
+    group_of,
+    kept,
+    pack_int8,
+    packed_blocks,
+    suits,
+)
 from minikv.models.pages import Empty
 
 FEW = 16
@@ -134,6 +145,17 @@ class Int4OnGpu:
     def nbytes(self) -> int:
         """See `linear.Linear`."""
         return self.packed.nbytes + self.scales.nbytes + _bytes(self.bias)
+
+
+def kept_on(
+    device: torch.device, plain: Plain, form: str, room: Empty, packing: Packing = TORCH
+) -> Linear:
+    """As `linear.kept`, on a CPU, where `packing` is asked, or on a GPU."""
+    if device.type == "cpu":
+        return kept(plain, form, room, packing)
+    if not suits(form, plain.shape[1]):
+        return plain
+    return (Int8OnGpu if form == "int8" else Int4OnGpu)(plain, room)
 
 
 def pack_int4_rows(weight: Tensor, packed: Tensor, scales: Tensor) -> None:

@@ -52,7 +52,6 @@ from minikv.models.linear import (
     Plain,
     bf16_products,
     fits_int8,
-    kept,
     kept_bytes,
     lacks,
     packed_blocks,
@@ -61,7 +60,7 @@ from minikv.models.linear import (
     split,
     suits,
 )
-from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu
+from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, kept_on
 from minikv.models.llama import Layer, Llama, Place
 from minikv.models.pages import Empty, Pages
 
@@ -483,11 +482,8 @@ def _empty(
     if not isinstance(part, Plain) or not suits(form, part.shape[1]):
         return None
     bias = None if part.bias is None else room(part.bias.shape, part.bias.dtype)
-    plain = Plain(part.weight, bias)
-    if device.type != "cpu":
-        return (Int8OnGpu if form == "int8" else Int4OnGpu)(plain, room)
-    made = kept(plain, form, room, packing)
-    assert isinstance(made, Int8 | Int4)
+    made = kept_on(device, Plain(part.weight, bias), form, room, packing)
+    assert isinstance(made, _PackedMatrix)
     return made
 
 

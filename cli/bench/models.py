@@ -19,7 +19,8 @@ from minikv.cli.bench import machine
 from minikv.cli.bench.shapes import Sizes
 from minikv.errors import MemoryShortError
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int8, Plain, kept, packs, split
+from minikv.models.linear import Int8, Plain, packs, split
+from minikv.models.linear_gpu import Int8OnGpu, kept_on
 from minikv.models.llama import Llama
 from minikv.models.pages import Pages
 from minikv.models.rope import RopeConfig
@@ -103,9 +104,11 @@ def _kept(net: Llama, form: str) -> Llama:
         for name in _MATRICES:
             matrix = getattr(layer, name)
             if isinstance(matrix, Plain):
-                setattr(layer, name, kept(matrix, layers, room))
-    if isinstance(net.head, Plain) and isinstance(made := kept(net.head, logits, room), Int8):
-        net.keep_head(made)
+                setattr(layer, name, kept_on(net.device, matrix, layers, room))
+    if isinstance(net.head, Plain):
+        made = kept_on(net.device, net.head, logits, room)
+        if isinstance(made, Int8 | Int8OnGpu):
+            net.keep_head(made)
     return net
 
 
@@ -161,7 +164,7 @@ def reading_rate(net: Llama) -> float:
         part.weight
         if isinstance(part, Plain)
         else part.quantised
-        if isinstance(part, Int8)
+        if isinstance(part, Int8 | Int8OnGpu)
         else part.packed
         for part in (*matrices, net.head)
     ]

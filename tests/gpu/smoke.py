@@ -39,6 +39,9 @@ import step_oracle
 from minikv.kernels import Rows, dispatch, last_rows_attention, to_codes
 from minikv.kernels.torch import attention_mass, decode
 from minikv.kernels.triton.table import Triton
+from minikv.models.linear import Plain
+from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu
+from minikv.models.pages import Pages
 
 SEED = int(os.environ.get("GPU_TEST_SEED") or int.from_bytes(os.urandom(3)))
 
@@ -404,6 +407,21 @@ def between(s: Sizes) -> str:
     return said[-1]
 
 
+def packed(s: Sizes, form: str) -> str:
+    """Packed weights of the sizes of a layer: one row, some, and many, which unpack."""
+    said = []
+    for rows, columns in ((s.hidden + s.hidden // 2, s.hidden), (s.hidden, s.mlp)):
+        plain = Plain(s.normal(rows, columns) / columns**0.5)
+        kind = Int8OnGpu if form == "int8" else Int4OnGpu
+        matrix = kind(plain, Pages(s.device).empty)
+        dense = matrix.dense()
+        matrix.ops = Triton()
+        for t in (1, 5, 16, 40):
+            x = s.normal(t, columns)
+            said.append(near(2e-2, product=(matrix(x), x.double() @ dense.double().T)))
+    return said[-1]
+
+
 def library(s: Sizes) -> str:
     """torch's own attention, called beneath its front door: results and log-sum-exps."""
     t, n = (256, 1024) if s.rows > 100 else (8, 24)
@@ -438,14 +456,22 @@ def far_rows(s: Sizes) -> str:
 QUESTIONS = ("What does Halhart Works make?", "Who runs it?", "What does Halhart Works make?")
 
 
-def chats(device: str, dtype: str, policy: str, decode: str, document: str) -> str:
+def chats(
+    device: str, dtype: str, policy: str, decode: str, document: str, weights: str = "auto"
+) -> str:
     """Three turns: with the kernels and the graph, without the graph, and with torch alone."""
     import minikv
 
     answers = {}
     for name, kernels in (("graph", "auto"), ("steps", "auto"), ("torch", "torch")):
         chat = minikv.load(
-            policy=policy, decode=decode, budget=128, device=device, dtype=dtype, kernels=kernels
+            policy=policy,
+            decode=decode,
+            budget=128,
+            device=device,
+            dtype=dtype,
+            kernels=kernels,
+            weights=weights,
         )
         if name == "steps":
             chat.engine._loop = None
@@ -524,6 +550,8 @@ def main() -> int:
         check(f"ragged_prefill, {new} new", partial(segments, s, new))
     check("gather_rows, gather_column", partial(gathered, s))
     check("add_norm, rotate, silu_mul", partial(between, s))
+    for form in ("int8", "int4"):
+        check(f"{form} weights", partial(packed, s, form))
     check("torch's attention", partial(library, s))
     check("beyond 2^31 numbers", partial(far_rows, s))
     if not asked.small:
@@ -535,6 +563,10 @@ def main() -> int:
         check(
             "chat float32 full",
             partial(chats, asked.device, "float32", "full", "none", document[:9000]),
+        )
+        check(
+            "chat bfloat16 int4 weights",
+            partial(chats, asked.device, "bfloat16", "adakv", "roco", document, "int4"),
         )
         check(
             "chat float32 snapkv+hashevict",

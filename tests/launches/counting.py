@@ -63,7 +63,7 @@ from minikv.kernels.dispatch import Kernels
 from minikv.kernels.triton.table import Triton
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Plain
-from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, unpack_int4_rows
+from minikv.models.linear_gpu import kept_on, unpack_int4_rows
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 
@@ -234,12 +234,11 @@ def packed(net: Llama, form: str) -> Llama:
     def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=GPU)
 
-    kind = Int8OnGpu if form == "int8" else Int4OnGpu
     for layer in net.layers:
         for name in ("qkv", "out", "gate_up", "down"):
             plain = getattr(layer, name)
             assert isinstance(plain, Plain)
-            setattr(layer, name, kind(plain, room))
+            setattr(layer, name, kept_on(GPU, plain, form, room))
     return net
 
 
