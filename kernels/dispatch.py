@@ -7,6 +7,11 @@
     append                 triton/append            cpu/append        torch/append
     hash_append            triton/hash_append       cpu/hash_append   policies
     lowest_step            triton/step              cpu/step          torch/decode
+    overwrite_step         triton/overwrite         -                 torch/decode
+    shown_positions        triton/overwrite         -                 torch/decode
+    streaming_step         triton/overwrite         -                 policies
+    l2_step                triton/overwrite         -                 policies
+    random_step            triton/overwrite         -                 policies
     h2o_step               triton/step              cpu/step          policies
     tova_step              triton/step              cpu/step          policies
     roco_step              triton/step              cpu/step          policies
@@ -74,7 +79,14 @@ class Kernels:
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
     hash_append: Callable[..., None] | None = None
+    appends_any = False
+    """Whether hash_append takes int8, further columns, and rows that leave last."""
     lowest_step: Callable[..., None] | None = staticmethod(decode.lowest_step)
+    overwrite_step = staticmethod(decode.overwrite_step)
+    shown_positions = staticmethod(decode.shown_positions)
+    streaming_step: Callable[..., None] | None = None
+    l2_step: Callable[..., None] | None = None
+    random_step: Callable[..., None] | None = None
     h2o_step: Callable[..., None] | None = None
     tova_step: Callable[..., None] | None = None
     roco_step: Callable[..., None] | None = None

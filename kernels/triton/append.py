@@ -16,7 +16,7 @@ from minikv.kernels.triton.variants import Variant
 
 
 @triton.jit
-def _quantize(x):
+def quantized(x):
     """A row as int8, and its scale: `torch.int8.to_codes`."""
     x = x.to(tl.float32)
     most = tl.max(tl.abs(x), 0)
@@ -53,9 +53,9 @@ def _append(
     new_key = tl.load(key + head * key_row + d, mask=d < D, other=0.0)
     new_value = tl.load(value + head * value_row + d, mask=d < D, other=0.0)
     if CODED:
-        new_key, scale = _quantize(new_key)
+        new_key, scale = quantized(new_key)
         tl.store(k_scale + at, scale)
-        new_value, scale = _quantize(new_value)
+        new_value, scale = quantized(new_value)
         tl.store(v_scale + at, scale)
         new_key = new_key.to(tl.int8)
         new_value = new_value.to(tl.int8)

@@ -72,7 +72,7 @@ def may_leave(at, unpinned, newest, sinks, recent, strict):
 
 
 @triton.jit
-def _signed_key(score, at):
+def signed_key(score, at):
     """int64, ordered by score, then by position; of a NaN NONE, the key of no row."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
     # The bits of negative floats have the reverse order.
@@ -98,7 +98,7 @@ def _lowest(scores, allowed, start, length, cap, pos, accepted, free_slot, width
                 score = tl.load(scores + here, mask=ok, other=0.0)
                 may = ok & (tl.load(allowed + here, mask=ok, other=0) != 0)
                 at = tl.load(pos + begin + j, mask=ok, other=0)
-                best, row = lower(best, row, _signed_key(score, at), j, may)
+                best, row = lower(best, row, signed_key(score, at), j, may)
             victim = begin + lowest(best, row)[1]
         tl.store(free_slot + head, victim)
 

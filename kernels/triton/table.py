@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.triton import append as append_row
-from minikv.kernels.triton import attention_mass, compaction, decode, hash_append, layer, step
+from minikv.kernels.triton import (
+    attention_mass,
+    compaction,
+    decode,
+    hash_append,
+    layer,
+    overwrite,
+    step,
+)
 from minikv.kernels.triton import ragged_prefill as ragged
 
 
@@ -15,8 +23,14 @@ class Triton(Kernels):
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
+    appends_any = True
     hash_append = staticmethod(hash_append.hash_append)
     lowest_step = staticmethod(step.lowest_step)
+    overwrite_step = staticmethod(overwrite.overwrite_step)
+    shown_positions = staticmethod(overwrite.shown_positions)
+    streaming_step = staticmethod(overwrite.streaming_step)
+    l2_step = staticmethod(overwrite.l2_step)
+    random_step = staticmethod(overwrite.random_step)
     h2o_step = staticmethod(step.h2o_step)
     tova_step = staticmethod(step.tova_step)
     roco_step = staticmethod(step.roco_step)

@@ -10,11 +10,12 @@ The step is the same on every device. In order:
     evict      the row that leaves each head over its cap               (all heads at once)
 
 `attend` does the second and the third, `end` the last two, and then the first of the next step. A
-policy that evicts before attention chooses between `place` and `append`. What differs between
-devices is the kernels (`ops`) and who calls: on a CPU the engine calls `end` as soon as the logits
-are known to be finite; on CUDA one graph holds [`end` of the last step, the next step], because the
-next step is launched before the host knows whether its token belongs to the answer. So every change
-in `end` depends on the flag `accepted`, on the device, and shapes never depend on values.
+policy that evicts before attention chooses between `place` and `append`: for all heads at once
+before the first layer, or layer by layer if it needs the query. What differs between devices is the
+kernels (`ops`) and who calls: on a CPU the engine calls `end` as soon as the logits are known to be
+finite; on CUDA one graph holds [`end` of the last step, the next step], because the next step is
+launched before the host knows whether its token belongs to the answer. So every change in `end`
+depends on the flag `accepted`, on the device, and shapes never depend on values.
 
 Until `end` a step has written only to rows that no head holds or that it keeps a copy of, so `drop`
 undoes it.
@@ -23,6 +24,7 @@ undoes it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -36,12 +38,14 @@ from minikv.policies.base import (
     StepAppend,
     StepEnd,
     StepPolicy,
+    StepRoom,
     StepView,
     leaving,
     oldest_of_lowest,
 )
 
 _ENDLESS = 1 << 40  # a window that never slides
+_AT_ONCE = 1 << 20  # rows, with padding, that torch compares at once
 _MULTIPLE = 256  # of the scratch's width under a graph, so that it outlives small changes of caps
 
 
@@ -78,6 +82,7 @@ class DecodeStep:
         self.width = self.pinned = 0
         self.logits = self.lse = self._nothing
         self.leaves_last: Tensor | None = None
+        self.shown: Tensor | None = None  # with leaves_last: positions as the policy sees them
         self.undo_rows: dict[str, Tensor] = {}
         self._layers: list[tuple[Tensor, ...]] = []  # views by layer: making them is not free
         self._rows: tuple[Tensor, Tensor, Tensor] | None = None  # see `_in_use`
@@ -122,16 +127,18 @@ class DecodeStep:
             elif logits.shape != (*sides, width):
                 logits = torch.empty((*sides, width), dtype=exact, device=self.device)
                 lse = torch.empty(sides, dtype=exact, device=self.device)
-            undo_rows = self._undo_rows(arena, policy)
             quota = None if policy is None else policy.quota(arena.cap)
             # A graph holds addresses: what it reads stays where it is.
             leaves_last = _in_place(self.leaves_last, leaves_last)
+            undo_rows = self._undo_rows(_written(arena, leaves_last), policy, arena.length.numel())
+            shown = None if leaves_last is None else torch.zeros_like(arena.columns["pos"])
+            shown = _in_place(self.shown, shown)
             quota = _in_place(self.quota, quota)
         # From here on nothing fails.
         self.policy, self.pinned = policy, pinned
         self.speculative, self.width = speculative, width
         self.logits, self.lse, self.undo_rows = logits, lse, undo_rows
-        self.leaves_last, self.quota = leaves_last, quota
+        self.leaves_last, self.shown, self.quota = leaves_last, shown, quota
         self.position.fill_(position)
         self.overwritten.zero_()
         self.half_ended, self._rows = False, None
@@ -142,7 +149,7 @@ class DecodeStep:
         self.accepted.zero_()
         self._place(arena)
         tables = (arena.start, arena.length, arena.cap, arena.free_slot)
-        work = (logits, lse, *undo_rows.values(), leaves_last, quota)
+        work = (logits, lse, *undo_rows.values(), leaves_last, shown, quota)
         fixed = (*arena.columns.values(), *tables, *work)
         self.key = (
             policy,
@@ -170,12 +177,13 @@ class DecodeStep:
         policy = self.policy
         return policy is None or self._phases is None or position % policy.block in self._phases
 
-    def _undo_rows(self, arena: Arena, policy: StepPolicy | None) -> dict[str, Tensor]:
+    def _undo_rows(
+        self, columns: dict[str, Tensor], policy: StepPolicy | None, heads: int
+    ) -> dict[str, Tensor]:
         """Room for one row of every head, where a victim is overwritten before a step is final."""
         if policy is None or not policy.evict_first:
             return {}
-        heads = arena.length.numel()
-        wanted = {n: (c.dtype, (heads, *c.shape[1:])) for n, c in arena.columns.items()}
+        wanted = {n: (c.dtype, (heads, *c.shape[1:])) for n, c in columns.items()}
         if wanted == {n: (c.dtype, tuple(c.shape)) for n, c in self.undo_rows.items()}:
             return self.undo_rows
         return {
@@ -193,12 +201,13 @@ class DecodeStep:
         self.arena, self._rows = None, None
         if not self.speculative:
             self.logits = self.lse = self._nothing
-            self.leaves_last, self.undo_rows, self._layers = None, {}, []
+            self.leaves_last = self.shown = None
+            self.undo_rows, self._layers = {}, []
 
     @property
     def nbytes(self) -> int:
         """Bytes held beside the arena."""
-        held = (self.logits, self.lse, *self.undo_rows.values(), self.leaves_last)
+        held = (self.logits, self.lse, *self.undo_rows.values(), self.leaves_last, self.shown)
         return sum(t.nbytes for t in (*held, *(self._rows or ())) if t is not None)
 
     # -- a step -------------------------------------------------------------------------------
@@ -208,6 +217,8 @@ class DecodeStep:
         assert len(q) == 1, "a prompt must be announced with begin()"
         assert self.arena is not None
         columns = self.arena.columns
+        if layer == 0:
+            self._make_room()
         start, count, slot, oldest, *scratch = self._layers[layer]
         query = q[0].view(self.shape.kv_heads, -1, self.shape.head_dim)
         self._append(layer, query, k[0], v[0], slot)
@@ -297,44 +308,82 @@ class DecodeStep:
         self.accepted.zero_()
         if not self.undo_rows:
             return
-        # In a layer that the step did not reach, no row was overwritten yet.
+        columns = _written(arena, self.leaves_last)
+        # In a layer for which no victim was chosen yet, no row was overwritten.
         tables = zip(
             self.overwritten.flatten().tolist(), arena.free_slot.flatten().tolist(), strict=True
         )
         for i, (overwritten, row) in enumerate(tables):
             if overwritten and row >= 0:
                 for name, saved in self.undo_rows.items():
-                    arena.columns[name][row].copy_(saved[i])
+                    columns[name][row].copy_(saved[i])
                 arena.free_slot.view(-1)[i].fill_(-1)
 
     # -- before attention ---------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Before the first layer: what is known of the step without its query. Of a policy that
+        evicts first, the row that leaves each full head: it is copied to `undo_rows`, and is the
+        place of the new one."""
+        arena, policy = self.arena, self.policy
+        assert arena is not None
+        if policy is None or not policy.evict_first:
+            return
+        if self._readable and not bool(((arena.free_slot < 0) & (arena.length >= arena.cap)).any()):
+            return
+        self._show(policy, arena.length)
+        if policy.needs_query:
+            return
+        columns = _written(arena, self.leaves_last)
+        rows = self._rows_of(policy, arena.length)
+        room = StepRoom(rows, arena.free_slot, self.slot, columns, self.undo_rows)
+        if policy.room_kernel(self.ops, room):
+            return
+        heads = arena.length.numel()
+        many = max(1, _AT_ONCE // max(1, self.width))
+        for lo in range(0, heads, many):
+            part = slice(lo, min(lo + many, heads))
+            start, length = arena.start.flatten()[part], arena.length.flatten()[part]
+            cap = arena.cap.flatten()[part]
+            index, live = self._index(start, length)
+            view = self._view(policy, self.position, index, live, cap, part)
+            scores, allowed = policy.score(view, 1)
+            self.ops.overwrite_step(
+                scores,
+                allowed,
+                replace(rows, start=start, length=length, cap=cap),
+                arena.free_slot.view(-1)[part],
+                self.slot.view(-1)[part],
+                columns,
+                {name: saved[part] for name, saved in self.undo_rows.items()},
+            )
 
     def _append(self, layer: int, query: Tensor, key: Tensor, value: Tensor, slot: Tensor) -> None:
         """Write the new row of each head in every column. query [H, G, D]; key, value [H, D]."""
         arena, policy = self.arena, self.policy
         assert arena is not None
         columns = arena.columns
-        if policy is not None and policy.evict_first:
-            if self.leaves_last is None and not arena.coded:
-                heads = slice(layer * len(key), (layer + 1) * len(key))
-                append = StepAppend(
-                    layer,
-                    query,
-                    key,
-                    value,
-                    arena.start[layer],
-                    arena.length[layer],
-                    arena.cap[layer],
-                    arena.free_slot[layer],
-                    self.position,
-                    columns,
-                    {name: saved[heads] for name, saved in self.undo_rows.items()},
-                    self.width,
-                    self.pinned,
-                )
-                if policy.append_kernel(self.ops, append):
-                    return
-            slot = self._evict_before_attention(policy, layer, query, key)
+        if policy is not None and policy.evict_first and policy.needs_query:
+            heads = slice(layer * len(key), (layer + 1) * len(key))
+            append = StepAppend(
+                layer,
+                query,
+                key,
+                value,
+                arena.start[layer],
+                arena.length[layer],
+                arena.cap[layer],
+                arena.free_slot[layer],
+                self.position,
+                _written(arena, self.leaves_last),
+                {name: saved[heads] for name, saved in self.undo_rows.items()},
+                self.width,
+                self.pinned,
+                self._positions,
+            )
+            if policy.append_kernel(self.ops, append):
+                return
+            slot = self._evict_in_layer(policy, layer, query, key)
         extra = [columns[name] for name in arena.extra]
         self.ops.append(
             key,
@@ -352,29 +401,31 @@ class DecodeStep:
             for name, values in policy.init_state(layer, key).items():
                 columns[name].index_copy_(0, slot, values)
 
-    def _evict_before_attention(
-        self, policy: StepPolicy, layer: int, query: Tensor, key: Tensor
-    ) -> Tensor:
-        """Choose a victim in each full head of a layer; int64 [H], where the new rows go."""
-        arena = self.arena
+    def _evict_in_layer(self, policy: StepPolicy, layer: int, query: Tensor, key: Tensor) -> Tensor:
+        """Choose a victim in each full head of a layer by its query; int64 [H], where the new rows
+        go."""
+        arena, slot = self.arena, self.slot[layer]
         assert arena is not None
-        start, length = arena.start[layer], arena.length[layer]
-        free_slot, cap = arena.free_slot[layer], arena.cap[layer]
-        full = (free_slot < 0) & (length >= cap)
-        if self._readable and not bool(full.any()):
-            return self.slot[layer]
+        start, length, cap = arena.start[layer], arena.length[layer], arena.cap[layer]
+        free_slot = arena.free_slot[layer]
+        if self._readable and not bool(((free_slot < 0) & (length >= cap)).any()):
+            return slot
         index, live = self._index(start, length)
-        view = self._view(policy, self.position, index, live, cap, layer, query=query, key=key)
+        heads = slice(layer * len(key), (layer + 1) * len(key))
+        view = self._view(
+            policy, self.position, index, live, cap, heads, layer=layer, query=query, key=key
+        )
         scores, allowed = policy.score(view, 1)
-        victim = index.gather(1, oldest_of_lowest(scores, view.pos, allowed)[:, None])[:, 0]
-        row = torch.where(full, victim, start)
-        for name, saved in self.undo_rows.items():
-            column = arena.columns[name]
-            mine = saved.view(self.shape.layers, -1, *saved.shape[1:])[layer]
-            mask = full.view(-1, *[1] * (mine.dim() - 1))
-            mine.copy_(torch.where(mask, column[row], mine))
-        free_slot.copy_(torch.where(full, victim, free_slot))
-        return torch.where(free_slot >= 0, free_slot, start + length)
+        self.ops.overwrite_step(
+            scores,
+            allowed,
+            replace(self._rows_of(policy, length), start=start, cap=cap),
+            free_slot,
+            slot,
+            _written(arena, self.leaves_last),
+            {name: saved[heads] for name, saved in self.undo_rows.items()},
+        )
+        return slot
 
     # -- after attention ----------------------------------------------------------------------
 
@@ -385,16 +436,9 @@ class DecodeStep:
         changed statistics that nobody can take back."""
         arena = self.arena
         assert arena is not None
-        rows = kernels.Rows(
-            arena.start,
-            self.count,
-            arena.cap,
-            arena.columns["pos"],
-            self.position,
-            policy.sinks,
-            policy.recent,
-            self.pinned,
-        )
+        if self.due:
+            self._show(policy, self.count)
+        rows = self._rows_of(policy, self.count)
         columns = {name: arena.columns[name] for name in policy.columns}
         end = StepEnd(
             self.logits,
@@ -406,7 +450,7 @@ class DecodeStep:
             self.quota,
             self.window,
         )
-        if self.leaves_last is None and policy.end_kernel(self.ops, end):
+        if policy.end_kernel(self.ops, end):
             return bool(columns)
         index, live = self._in_use()
         logits, lse = self.logits.flatten(0, 1), self.lse.flatten(0, 1)
@@ -418,7 +462,8 @@ class DecodeStep:
         over = (self.count > arena.cap + (policy.block - 1)).flatten()
         live = live & over[:, None]  # the other heads give up nothing and are not looked at
         cap = arena.cap.flatten()
-        view = self._view(policy, self.position + 1, index, live, cap, None, attention=p)
+        every = slice(None)
+        view = self._view(policy, self.position + 1, index, live, cap, every, attention=p)
         scores, allowed = policy.score(view, policy.block)
         if policy.block > 1:
             self._evict_block(policy, view, index, scores, allowed, undo)
@@ -516,6 +561,45 @@ class DecodeStep:
 
     # -- what a policy is shown ---------------------------------------------------------------
 
+    def _show(self, policy: StepPolicy, length: Tensor) -> None:
+        """Before a policy judges rows: see to it that those that leave last are not among them,
+        while there are enough others. length int64 [L, H]: the rows in use."""
+        arena = self.arena
+        assert arena is not None
+        if self.leaves_last is None or self.shown is None:
+            return
+        self.ops.shown_positions(
+            arena.start,
+            length,
+            arena.columns["pos"],
+            self.leaves_last,
+            self.shown,
+            width=self.width,
+            pinned=self.pinned,
+            least=policy.sinks + policy.recent + policy.block,
+        )
+
+    @property
+    def _positions(self) -> Tensor:
+        """int32 [R]: the position of each row, as the policy is shown it."""
+        assert self.arena is not None
+        return self.arena.columns["pos"] if self.shown is None else self.shown
+
+    def _rows_of(self, policy: StepPolicy, length: Tensor) -> kernels.Rows:
+        """What a kernel is told of all heads, which have so many rows in use."""
+        arena = self.arena
+        assert arena is not None
+        return kernels.Rows(
+            arena.start,
+            length,
+            arena.cap,
+            self._positions,
+            self.position,
+            policy.sinks,
+            policy.recent,
+            self.pinned,
+        )
+
     def _view(
         self,
         policy: StepPolicy,
@@ -523,14 +607,15 @@ class DecodeStep:
         index: Tensor,
         live: Tensor,
         cap: Tensor,
-        layer: int | None,
+        heads: slice,
         *,
+        layer: int | None = None,
         attention: Tensor | None = None,
         query: Tensor | None = None,
         key: Tensor | None = None,
     ) -> StepView:
-        """The rows `index` [F, N] of a layer's heads, or of all. Pinned rows are not shown, nor,
-        while there are enough others, those that leave last."""
+        """The rows `index` [F, N] of some of all L * H heads. Pinned rows are not shown, nor, while
+        there are enough others, those that leave last (after `_show`)."""
         arena = self.arena
         assert arena is not None
         flat = index.flatten()
@@ -538,21 +623,13 @@ class DecodeStep:
         def at_rows(column: Tensor) -> Tensor:
             return column.index_select(0, flat).view(index.shape)
 
-        pos = at_rows(arena.columns["pos"]).to(torch.int64)
-        pos = pos.masked_fill(~live | (pos < self.pinned), -1)
-        if self.leaves_last is not None:
-            shown = pos.masked_fill(self.leaves_last[index], -1)
-            least = policy.sinks + policy.recent + policy.block
-            enough = (shown >= 0).sum(1, keepdim=True) >= least
-            pos = torch.where(enough, shown, pos)
-        heads = self.shape.kv_heads
-        part = slice(None) if layer is None else slice(layer * heads, (layer + 1) * heads)
+        pos = at_rows(self._positions).to(torch.int64)
         return StepView(
             position,
-            pos,
+            pos.masked_fill(~live | (pos < self.pinned), -1),
             cap,
-            self._layer[part],
-            self._head[part],
+            self._layer[heads],
+            self._head[heads],
             {name: at_rows(arena.columns[name]) for name in policy.columns},
             attention,
             query,
@@ -593,6 +670,11 @@ class DecodeStep:
     def _arena_rows(self) -> int:
         assert self.arena is not None
         return len(self.arena.columns["pos"])
+
+
+def _written(arena: Arena, leaves_last: Tensor | None) -> dict[str, Tensor]:
+    """Every column that a new row is written to."""
+    return arena.columns if leaves_last is None else arena.columns | {"leaves_last": leaves_last}
 
 
 def _undoable(tensor: Tensor, undo: list[Callable[[], object]]) -> Tensor:

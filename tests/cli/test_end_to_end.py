@@ -316,7 +316,9 @@ def test_a_bad_model_is_refused_in_one_line(
 def test_a_missing_model_is_named(tmp_path: Path, story: str) -> None:
     result = ask(tmp_path / ("deep" * 40) / "nothing", "q", story)
     assert result.exit_code == 3
-    assert "nothing' not found: no such directory" in result.stderr  # a long path is cut before its end
+    assert (
+        "nothing' not found: no such directory" in result.stderr
+    )  # a long path is cut before its end
 
 
 def test_as_a_process_away_from_the_repository(folder: Path, story: str, tmp_path: Path) -> None:

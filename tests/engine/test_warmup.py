@@ -22,6 +22,9 @@ from minikv.kernels.torch import ragged_prefill as ragged
 class Recorder(Kernels):
     """Notes what is called, and what keywords it was given."""
 
+    streaming_step = staticmethod(step_oracle.streaming_step)
+    l2_step = staticmethod(step_oracle.l2_step)
+    random_step = staticmethod(step_oracle.random_step)
     h2o_step = staticmethod(step_oracle.h2o_step)
     tova_step = staticmethod(step_oracle.tova_step)
     roco_step = staticmethod(step_oracle.roco_step)
@@ -50,7 +53,9 @@ class Recorder(Kernels):
     ("step", "expected"),
     [
         ("none", {"append"}),
-        ("streaming", {"append"}),
+        ("streaming", {"append", "streaming_step"}),
+        ("l2", {"append", "l2_step"}),
+        ("random", {"append", "random_step"}),
         ("h2o", {"append", "h2o_step"}),
         ("roco", {"append", "roco_step"}),
         ("tova", {"append", "tova_step"}),
