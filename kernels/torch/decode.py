@@ -173,6 +173,31 @@ def shown_positions(
     out.copy_(out.new_zeros(len(pos) + 1).scatter_(0, place, shown.flatten())[:-1])
 
 
+def unseen_rows(
+    start: Tensor,
+    length: Tensor,
+    pos: Tensor,
+    newest: Tensor,
+    window: Tensor,
+    accepted: Tensor,
+    out: Tensor,
+    *,
+    width: int,
+) -> None:
+    """Rows that a layer's window does not show to the next token.
+
+    start, length int64 [L, H]; pos int32 [R]; newest int64 []: the position of the last token;
+    window int64 [L]: how many positions a query of the layer sees; no length exceeds `width`. In
+    place, out int64 [L, H]: the oldest of a head's rows that the token after `newest` does not see,
+    of equal positions the first; -1 if it sees all, and where `accepted` bool [] is false.
+    """
+    index, live = in_use(start, length, width, len(pos))
+    at = pos[index].to(torch.int64).masked_fill(~live, 1 << 40)
+    oldest, j = at.min(-1)
+    unseen = accepted & (oldest <= newest + 1 - window[:, None])
+    out.copy_(torch.where(unseen, start + j, -1))
+
+
 def in_use(start: Tensor, length: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
     """Rows of heads with start, length [...]: (index [..., width], live bool [..., width]).
 

@@ -1,4 +1,5 @@
-"""Rows that leave before attention, in Triton, for all layers in one launch.
+"""Rows that leave before attention, in Triton, for all layers in one launch; rows that a policy is
+not shown, and rows that no query sees any more.
 
 A program has one KV head. In a full head it finds the row that leaves, notes it as the place of the
 new row, and copies it to `undo_rows`. Who leaves: the row with the lowest of given scores
@@ -22,6 +23,7 @@ from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import Variant
 
 _BLOCK, _WARPS = 1024, 4
+FAR = tl.constexpr((1 << 31) - 1)
 _ROWS = ("k", "v")  # columns with more than one number a row
 _MIX = tuple(
     tl.constexpr(number - (1 << 64))
@@ -282,6 +284,45 @@ def shown_positions(
     _shown[(length.numel(),)](*given, pinned, least, BN=block, num_warps=_WARPS)
 
 
+@triton.jit
+def _unseen(start, length, pos, newest, window, accepted, out, H: tl.constexpr, BN: tl.constexpr):
+    head = tl.program_id(0)
+    count = tl.load(length + head).to(tl.int32)
+    begin = tl.load(start + head)
+    n = tl.arange(0, BN)
+    oldest = tl.full((BN,), FAR, tl.int32)
+    row = tl.zeros((BN,), tl.int32)
+    for s in tl.range(0, count, BN):
+        j = s + n
+        at = tl.load(pos + begin + j, mask=j < count, other=FAR)
+        row = tl.where(at < oldest, j, row)
+        oldest = tl.minimum(at, oldest)
+    least = tl.min(oldest, 0)
+    first = tl.min(tl.where(oldest == least, row, FAR), 0)
+    edge = tl.load(newest) + 1 - tl.load(window + head // H)
+    unseen = tl.load(accepted) & (count > 0) & (least <= edge)
+    tl.store(out + head, tl.where(unseen, begin + first, -1))
+
+
+def unseen_rows(
+    start: Tensor,
+    length: Tensor,
+    pos: Tensor,
+    newest: Tensor,
+    window: Tensor,
+    accepted: Tensor,
+    out: Tensor,
+    *,
+    width: int,
+    block: int = _BLOCK,
+) -> None:
+    """See `torch.decode.unseen_rows`. `width` is not needed; `block`: rows that a program reads at
+    once."""
+    given = (start, length, pos, newest, window, accepted, out)
+    assert all(t.is_contiguous() for t in given)
+    _unseen[(length.numel(),)](*given, H=length.shape[1], BN=block, num_warps=_WARPS)
+
+
 def variants() -> list[Variant]:
     """Builds for the compile gate: each rule, with the columns of policies, and in int8."""
     found = []
@@ -310,5 +351,8 @@ def variants() -> list[Variant]:
         signature = typed(_overwrite, own | wide | {"columns": columns, "undo": columns}, constants)
         found.append(Variant(f"overwrite-{rule}", _overwrite, signature, constants, _WARPS))
     fixed: dict[str, object] = {"BN": _BLOCK}
+    slid: dict[str, object] = {"BN": _BLOCK, "H": 8}
+    signature = typed(_unseen, kinds | {"window": "*i64", "accepted": "*i1", "out": "*i64"}, slid)
+    found.append(Variant("unseen", _unseen, signature, slid, _WARPS))
     found.append(Variant("shown", _shown, typed(_shown, kinds, fixed), fixed, _WARPS))
     return found

@@ -11,6 +11,7 @@ from minikv.kernels.triton import (
     hash_append,
     layer,
     overwrite,
+    sampling,
     step,
 )
 from minikv.kernels.triton import ragged_prefill as ragged
@@ -23,11 +24,13 @@ class Triton(Kernels):
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
+    rotate_append = staticmethod(append_row.rotate_append)
     appends_any = True
     hash_append = staticmethod(hash_append.hash_append)
     lowest_step = staticmethod(step.lowest_step)
     overwrite_step = staticmethod(overwrite.overwrite_step)
     shown_positions = staticmethod(overwrite.shown_positions)
+    unseen_rows = staticmethod(overwrite.unseen_rows)
     streaming_step = staticmethod(overwrite.streaming_step)
     l2_step = staticmethod(overwrite.l2_step)
     random_step = staticmethod(overwrite.random_step)
@@ -35,6 +38,7 @@ class Triton(Kernels):
     tova_step = staticmethod(step.tova_step)
     roco_step = staticmethod(step.roco_step)
     scissorhands_step = staticmethod(step.scissorhands_step)
+    shift_step = staticmethod(step.shift_step)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     observe = staticmethod(attention_mass.observe)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
@@ -43,4 +47,6 @@ class Triton(Kernels):
     gather_column = staticmethod(compaction.gather_column)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
+    rotary_table = staticmethod(layer.rotary_table)
     silu_mul = staticmethod(layer.silu_mul)
+    greedy = staticmethod(sampling.greedy)

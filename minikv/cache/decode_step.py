@@ -65,6 +65,7 @@ class DecodeStep:
         with torch.inference_mode(False):  # written inside of a forward and outside
             self.count = torch.zeros(sides, dtype=torch.int64, device=device)
             self.slot = torch.zeros_like(self.count)
+            self.unseen = torch.zeros_like(self.count)  # see `_find_unseen`
             self.quota: Tensor | None = None
             self.overwritten = torch.zeros(sides, dtype=torch.bool, device=device)
             self.accepted = torch.zeros((), dtype=torch.bool, device=device)
@@ -89,6 +90,7 @@ class DecodeStep:
         self.half_ended = False  # statistics and victims are final, the lengths are not
         self.due = True  # the next `end` may find a head that has to give up rows; see `is_due`
         self._phases: frozenset[int] | None = None
+        self._known: tuple[int, int] | None = None  # see `note_left`
         self.key: tuple[object, ...] = ()
 
     # -- an answer begins and ends ------------------------------------------------------------
@@ -142,7 +144,8 @@ class DecodeStep:
         self.position.fill_(position)
         self.overwritten.zero_()
         self.half_ended, self._rows = False, None
-        self.due, self._phases = True, self._find_phases(arena, policy, position)
+        self.due = True
+        self._phases, self._known = self._foresee(arena, policy, position)
         whole = (arena.start, self.count, self.slot, self.oldest_seen)
         scratch = (logits, lse) if reads else ()
         self._layers = list(zip(*(t.unbind() for t in (*whole, *scratch)), strict=True))
@@ -160,22 +163,50 @@ class DecodeStep:
         )
         self.arena = arena  # last: what is not complete is not open
 
-    def _find_phases(
+    def _foresee(
         self, arena: Arena, policy: StepPolicy | None, position: int
-    ) -> frozenset[int] | None:
-        """Positions, modulo the policy's `block`, at which a head may have to give up rows: it does
-        so every `block` steps. None: at any. Rows that slide out of a window are not foreseen."""
-        if policy is None or policy.block == 1 or self._slides:
-            return None
+    ) -> tuple[frozenset[int] | None, tuple[int, int] | None]:
+        """Of a policy that evicts `block` rows at once: the positions, modulo `block`, at which a
+        head may have to give up rows, as it does so every `block` steps. Not where rows slide out
+        of windows, which slows a head down: there, what `note_left` would be told."""
+        if policy is None or policy.block == 1:
+            return None, None
         steps = (arena.cap + policy.block - arena.held).flatten().tolist()
-        return frozenset((position + left) % policy.block for left in steps)
+        if self._slides:
+            return None, (position, min(steps) - 1)
+        return frozenset((position + left) % policy.block for left in steps), None
+
+    @property
+    def drifts(self) -> bool:
+        """Whether it depends on the rows when a head has to give up some. Then `left` is worth
+        noting."""
+        return self.policy is not None and self.policy.block > 1 and self._slides
+
+    @property
+    def left(self) -> Tensor:
+        """int64 []: the steps until a head has to give up rows, at least: 0 if one must at the end
+        of the step under way."""
+        assert self.arena is not None
+        assert self.policy is not None
+        return (self.arena.cap + self.policy.block - self.count).min()
+
+    def note_left(self, position: int, left: int) -> None:
+        """`left` was so much in the step of the token at `position`."""
+        self._known = position, left
 
     def is_due(self, position: int) -> bool:
         """Whether a head may have to give up rows when the step ends after which so many tokens
         are counted. Known without asking the device, so that other steps need not compute who
         would: set `due` before `end_if_accepted` is called or captured."""
         policy = self.policy
-        return policy is None or self._phases is None or position % policy.block in self._phases
+        if policy is None or policy.block == 1:
+            return True
+        if self._phases is not None:
+            return position % policy.block in self._phases
+        if self._known is None or position <= self._known[0]:
+            return True
+        at, left = self._known
+        return left <= position - 1 - at  # a head grows by one row a step, or not at all
 
     def _undo_rows(
         self, columns: dict[str, Tensor], policy: StepPolicy | None, heads: int
@@ -215,13 +246,47 @@ class DecodeStep:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`; one token. Writes the new row of each head, then attends."""
         assert len(q) == 1, "a prompt must be announced with begin()"
-        assert self.arena is not None
-        columns = self.arena.columns
         if layer == 0:
             self._make_room()
-        start, count, slot, oldest, *scratch = self._layers[layer]
         query = q[0].view(self.shape.kv_heads, -1, self.shape.head_dim)
-        self._append(layer, query, k[0], v[0], slot)
+        self._append(layer, query, k[0], v[0])
+        return self._attention(layer, query)
+
+    def attend_unrotated(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`attend` for rows of one token that were not rotated: qkv [H * G + 2 * H, D], queries,
+        keys, values; cos and sin as `Rotary.table` makes them, [1, 1, D]."""
+        arena, policy, heads = self.arena, self.policy, self.shape.kv_heads
+        assert arena is not None
+        if policy is not None and policy.evict_first and policy.needs_query:
+            turned = self.ops.rotate(qkv[None, :-heads], cos, sin)
+            return self.attend(layer, turned[:, :-heads], turned[:, -heads:], qkv[None, -heads:])
+        if layer == 0:
+            self._make_room()
+        columns, norm = arena.columns, policy.norm_column if policy is not None else ""
+        slot = self._layers[layer][2]
+        query, key = self.ops.rotate_append(
+            qkv,
+            cos,
+            sin,
+            slot,
+            self.position,
+            columns["k"],
+            columns["v"],
+            columns["pos"],
+            self._blank(norm),
+            columns.get("k_scale"),
+            columns.get("v_scale"),
+            columns.get(norm),
+        )
+        if policy is not None and not norm:
+            self._init_state(policy, layer, key, slot)
+        return self._attention(layer, query)
+
+    def _attention(self, layer: int, query: Tensor) -> Tensor:
+        """Of the layer's query [H, G, D] to the rows of each head; mixed values [1, H * G, D]."""
+        assert self.arena is not None
+        columns = self.arena.columns
+        start, count, _, oldest, *scratch = self._layers[layer]
         window = self.shape.windows[layer]
         mixed, _ = self.ops.ragged_attention(
             query,
@@ -250,7 +315,9 @@ class DecodeStep:
         says that it counts, as after an interrupt: then `end_if_accepted` must be called again.
         """
         self.accepted.fill_(True)
-        self.due = not self._readable or self.is_due(int(self.position) + 1)
+        self.due = True
+        if self._readable and self.policy is not None and self.policy.block > 1:
+            self.due = int(self.left) <= 0
         self.end_if_accepted()
 
     def end_if_accepted(self) -> None:
@@ -264,14 +331,17 @@ class DecodeStep:
             if not self.half_ended:
                 # Before statistics change, unless the rows are about to move.
                 moves = policy is not None and policy.block > 1
-                unseen = self._unseen_rows() if self._slides and not moves else None
+                if self._slides and not moves:
+                    self._find_unseen(arena)
                 if policy is None or policy.evict_first:
                     arena.free_slot.masked_fill_(self.accepted, -1)
                 else:
                     final = self._update_and_evict(policy, undo)
                 if self._slides:
-                    unseen = unseen or self._unseen_rows()
-                    torch.where(*unseen, arena.free_slot, out=arena.free_slot)
+                    if moves:
+                        self._find_unseen(arena)
+                    slid = self.unseen >= 0
+                    torch.where(slid, self.unseen, arena.free_slot, out=arena.free_slot)
                 self.half_ended = True
             self._place(arena)
         except BaseException as error:
@@ -358,9 +428,9 @@ class DecodeStep:
                 {name: saved[part] for name, saved in self.undo_rows.items()},
             )
 
-    def _append(self, layer: int, query: Tensor, key: Tensor, value: Tensor, slot: Tensor) -> None:
+    def _append(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Write the new row of each head in every column. query [H, G, D]; key, value [H, D]."""
-        arena, policy = self.arena, self.policy
+        arena, policy, slot = self.arena, self.policy, self.slot[layer]
         assert arena is not None
         columns = arena.columns
         if policy is not None and policy.evict_first and policy.needs_query:
@@ -383,8 +453,7 @@ class DecodeStep:
             )
             if policy.append_kernel(self.ops, append):
                 return
-            slot = self._evict_in_layer(policy, layer, query, key)
-        extra = [columns[name] for name in arena.extra]
+            self._evict_in_layer(policy, layer, query, key)
         self.ops.append(
             key,
             value,
@@ -393,23 +462,34 @@ class DecodeStep:
             columns["k"],
             columns["v"],
             columns["pos"],
-            extra if self.leaves_last is None else [*extra, self.leaves_last],
+            self._blank(),
             columns.get("k_scale"),
             columns.get("v_scale"),
         )
         if policy is not None:
-            for name, values in policy.init_state(layer, key).items():
-                columns[name].index_copy_(0, slot, values)
+            self._init_state(policy, layer, key, slot)
 
-    def _evict_in_layer(self, policy: StepPolicy, layer: int, query: Tensor, key: Tensor) -> Tensor:
-        """Choose a victim in each full head of a layer by its query; int64 [H], where the new rows
-        go."""
-        arena, slot = self.arena, self.slot[layer]
+    def _blank(self, without: str = "") -> list[Tensor]:
+        """The columns in which a new row is 0 at first."""
+        assert self.arena is not None
+        columns = self.arena.columns
+        extra = [columns[name] for name in self.arena.extra if name != without]
+        return extra if self.leaves_last is None else [*extra, self.leaves_last]
+
+    def _init_state(self, policy: StepPolicy, layer: int, key: Tensor, slot: Tensor) -> None:
+        """What a policy keeps of a new row from its key [H, D]."""
+        assert self.arena is not None
+        for name, values in policy.init_state(layer, key).items():
+            self.arena.columns[name].index_copy_(0, slot, values)
+
+    def _evict_in_layer(self, policy: StepPolicy, layer: int, query: Tensor, key: Tensor) -> None:
+        """Choose a victim in each full head of a layer by its query."""
+        arena = self.arena
         assert arena is not None
         start, length, cap = arena.start[layer], arena.length[layer], arena.cap[layer]
         free_slot = arena.free_slot[layer]
         if self._readable and not bool(((free_slot < 0) & (length >= cap)).any()):
-            return slot
+            return
         index, live = self._index(start, length)
         heads = slice(layer * len(key), (layer + 1) * len(key))
         view = self._view(
@@ -421,11 +501,10 @@ class DecodeStep:
             allowed,
             replace(self._rows_of(policy, length), start=start, cap=cap),
             free_slot,
-            slot,
+            self.slot[layer],
             _written(arena, self.leaves_last),
             {name: saved[heads] for name, saved in self.undo_rows.items()},
         )
-        return slot
 
     # -- after attention ----------------------------------------------------------------------
 
@@ -452,6 +531,9 @@ class DecodeStep:
         )
         if policy.end_kernel(self.ops, end):
             return bool(columns)
+        if not self.due and policy.update_kernel(self.ops, end):
+            arena.free_slot.masked_fill_(self.accepted, -1)
+            return True
         index, live = self._in_use()
         logits, lse = self.logits.flatten(0, 1), self.lse.flatten(0, 1)
         p = policy.attention(logits, lse, live)
@@ -548,16 +630,19 @@ class DecodeStep:
         self.count.copy_(left)
         self._rows = None
 
-    def _unseen_rows(self) -> tuple[Tensor, Tensor]:
-        """(bool, int64) [L, H]: heads with a row that their window does not show to the next token,
-        and the oldest one. It leaves before all others."""
-        arena = self.arena
-        assert arena is not None
-        index, live = self._index(arena.start, self.count)
-        pos = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, _ENDLESS)
-        oldest, at = pos.min(-1)
-        unseen = self.accepted & (oldest <= self.position + 1 - self.window[:, None])
-        return unseen, arena.start + at
+    def _find_unseen(self, arena: Arena) -> None:
+        """In `unseen`: the row of each head that its window does not show to the next token, or -1.
+        It leaves before all others."""
+        self.ops.unseen_rows(
+            arena.start,
+            self.count,
+            arena.columns["pos"],
+            self.position,
+            self.window,
+            self.accepted,
+            self.unseen,
+            width=self.width,
+        )
 
     # -- what a policy is shown ---------------------------------------------------------------
 

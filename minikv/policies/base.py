@@ -501,8 +501,8 @@ class StepPolicy(ABC):
     """A method that evicts while an answer is written, once a head is at its cap.
 
     `score` and `update` are the rule in torch: its specification, and what runs where there is no
-    kernel. `end_kernel`, `room_kernel` and `append_kernel` name the kernel that does the same
-    faster.
+    kernel. `end_kernel`, `update_kernel`, `room_kernel` and `append_kernel` name the kernel that
+    does the same faster.
 
     evict_first: the victim leaves before attention and the current query does not see it (the head
     then needs exactly cap rows); otherwise it is chosen by this step's attention. needs_query: one
@@ -511,7 +511,9 @@ class StepPolicy(ABC):
     rows at either end that never leave. block: a head gives up so many rows at once, when it is so
     many over its cap. observe: queries of a prompt from which the columns start (0: they start
     without). prompt_history: last queries of a prompt, at most 32, that are shown one by one
-    (`PromptView.below`). needs_attention: `score` reads `StepView.attention`.
+    (`PromptView.below`). needs_attention: `score` reads `StepView.attention`. norm_column: the
+    only column that `init_state` sets, to the Euclidean norm of the key, if there is one; a kernel
+    that writes the row then writes it, too.
     """
 
     name: str
@@ -523,6 +525,7 @@ class StepPolicy(ABC):
     observe: int = 0
     prompt_history: int = 0
     needs_attention: bool = False
+    norm_column: str = ""
 
     def for_prefill(self) -> StepPolicy:
         """The policy that reads a prompt in blocks in this one's place (`BlockPrefill`)."""
@@ -568,6 +571,11 @@ class StepPolicy(ABC):
 
     def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
         """`update`, `score` and the choice of victims by a kernel. False if `ops` has none."""
+        return False
+
+    def update_kernel(self, ops: Kernels, end: StepEnd) -> bool:
+        """`update` by a kernel, at the end of a step that evicts nothing (see `block`). False if
+        `ops` has none."""
         return False
 
     def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:

@@ -51,6 +51,7 @@ class L2(StepPolicy):
     name: str = "l2"
     evict_first: bool = True
     needs_query: bool = False
+    norm_column: str = "norm"
 
     @property
     def columns(self) -> dict[str, torch.dtype]:

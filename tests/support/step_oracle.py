@@ -21,6 +21,7 @@ from minikv.policies.h2o import H2O
 from minikv.policies.hashevict import HashEvict
 from minikv.policies.l2 import L2
 from minikv.policies.random import Random
+from minikv.policies.rkv import RKV
 from minikv.policies.roco import RoCo
 from minikv.policies.scissorhands import ScissorHands
 from minikv.policies.streaming import Streaming
@@ -77,6 +78,8 @@ def end_of_step(
     free_slot: Tensor,
     columns: dict[str, Tensor],
     window: Tensor | None = None,
+    *,
+    due: bool = True,
 ) -> None:
     """Statistics and victims by the policy's torch form, in place."""
     layers, heads, group, width = logits.shape
@@ -93,7 +96,7 @@ def end_of_step(
     )
     step.logits, step.lse, step.width = logits, lse, width
     step.count, step.position, step.accepted = rows.length, rows.newest, go
-    step.pinned, step.speculative = rows.pinned, True
+    step.pinned, step.speculative, step.due = rows.pinned, True, due
     if window is not None:
         step.window = window
     step._update_and_evict(policy, [])
@@ -121,7 +124,7 @@ def _make_room(
     step.policy, step.position, step.slot = policy, rows.newest, slot
     step.shown = rows.pos
     step.pinned, step.speculative, step.undo_rows = rows.pinned, True, dict(undo_rows)
-    step.width = int(rows.length.max())
+    step.width = max(1, int(rows.length.max()))
     step._make_room()
 
 
@@ -209,6 +212,28 @@ def scissorhands_step(
     end_of_step(policy, logits, lse, rows, go, free_slot, columns, window)
 
 
+def shift_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    go: Tensor,
+    seen: Sequence[Tensor],
+    group: str,
+) -> None:
+    policy = RKV(
+        sinks=0,
+        window=len(seen),
+        buffer=10**6,  # nobody leaves
+        kernel=1,
+        mix=0.1,
+        threshold=0.5,
+        softmax="all",
+        group=group,
+    )
+    columns = {f"seen{i}": column for i, column in enumerate(seen)}
+    end_of_step(policy, logits, lse, rows, go, torch.zeros_like(rows.length), columns, due=False)
+
+
 def hash_append(
     probe: Tensor,
     key: Tensor,
@@ -264,6 +289,5 @@ def hash_append(
     step.undo_rows = dict(zip(columns, (*undo_rows, *undo_others), strict=True))
     if shown is not None:
         step.shown = shown
-    slot = torch.where(free_slot >= 0, free_slot, start + length)
-    step.slot = slot[None]
-    step._append(0, probe, key, value, slot)
+    step.slot = torch.where(free_slot >= 0, free_slot, start + length)[None]
+    step._append(0, probe, key, value)

@@ -167,3 +167,21 @@ def test_the_positions_that_a_policy_is_shown(least: int, pinned: int) -> None:
         assert bool((outcomes[1][late] >= 0).all())
     if least == 1:
         assert bool((outcomes[1][late] < 0).any())
+
+
+@on_device
+@pytest.mark.parametrize("accepted", [False, True])
+@pytest.mark.parametrize("window", [(1, 1), (30, 10**12), (44, 7)])
+def test_rows_that_no_query_sees_any_more(window: tuple[int, int], accepted: bool) -> None:
+    rows, _, _ = full_heads(HEADS[0], hidden=False)
+    rows.length[1, 1] = 0
+    given = (rows.start, rows.length, rows.pos, rows.newest, torch.tensor(window))
+    outcomes = []
+    for module, more in ((plain_torch, {}), (kernel("triton.overwrite"), {"block": 16})):
+        out = guarded(torch.full(rows.length.shape, 5))
+        there = map(guarded, (*given, torch.tensor(accepted)))
+        module.unseen_rows(*there, out, width=21, **more)
+        assert untouched(out)
+        outcomes.append(out.cpu())
+    assert torch.equal(*outcomes)
+    assert bool((outcomes[1][0] >= 0).any()) == (accepted and window[0] < 44)
