@@ -32,6 +32,7 @@
     rotary_table           triton/layer             -                 torch/layer
     silu_mul               triton/layer             cpu/layer         torch/layer
     greedy                 triton/sampling          -                 torch/sampling
+    sample                 triton/sampling          -                 torch/sampling
     int8_product           -                        cpu/product       torch/product
     row_product            -                        cpu/product       torch/product
     pack_int8              -                        cpu/packing       models
@@ -113,6 +114,7 @@ class Kernels:
     rotary_table = staticmethod(layer.rotary_table)
     silu_mul = staticmethod(layer.silu_mul)
     greedy = staticmethod(sampling.greedy)
+    sample = staticmethod(sampling.sample)
     int8_product = staticmethod(product.int8_product)
     row_product = staticmethod(product.row_product)
     pack_int8: Callable[..., None] | None = None

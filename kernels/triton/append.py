@@ -68,7 +68,7 @@ def _append(
 
 
 @triton.jit
-def _turned(x, cos, sin, at, d, D: tl.constexpr, ok):
+def turned_rows(x, cos, sin, at, d, D: tl.constexpr, ok):
     """Rows x + at [..., DP] after rotation, float32, rounded where torch's operators round."""
     other = tl.where(d < D // 2, d + D // 2, d - D // 2)
     c = tl.load(cos + d, mask=d < D, other=0.0).to(tl.float32)
@@ -110,9 +110,9 @@ def _rotate_append(
     real = d < D
     g = head * G + tl.arange(0, GP)[:, None]
     mine = (tl.arange(0, GP) < G)[:, None] & real[None, :]
-    turned = _turned(qkv, cos, sin, g * D, d[None, :], D, mine)
+    turned = turned_rows(qkv, cos, sin, g * D, d[None, :], D, mine)
     tl.store(query + g * D + d[None, :], turned, mask=mine)
-    new_key = _turned(qkv, cos, sin, (H * G + head) * D, d, D, real)
+    new_key = turned_rows(qkv, cos, sin, (H * G + head) * D, d, D, real)
     tl.store(key + head * D + d, new_key, mask=real)
     new_value = tl.load(qkv + (H * G + H + head) * D + d, mask=real, other=0.0)
     for i in tl.static_range(len(blank)):

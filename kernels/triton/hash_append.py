@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.triton.append import quantized
+from minikv.kernels.triton.append import quantized, turned_rows
 from minikv.kernels.triton.step import NONE, lower, lowest, may_leave, popcount
 from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import Variant
@@ -82,6 +82,9 @@ def _hash_append(
     v_scale,
     others,
     undo_others,
+    cos,
+    sin,
+    turned,
     probe_head,
     probe_row,
     key_row,
@@ -97,21 +100,36 @@ def _hash_append(
     DP: tl.constexpr,
     BN: tl.constexpr,
     CODED: tl.constexpr,
+    G: tl.constexpr,
+    KEYED: tl.constexpr,
 ):
+    """With G > 0 the G queries of a head, in `probe`, and its key must be rotated first."""
     head = tl.program_id(0)
     d = tl.arange(0, DP)
     count = tl.load(length + head).to(tl.int32)
     begin = tl.load(start + head)
     now = tl.load(position)
     slot = tl.load(free_slot + head)
-    new_key = tl.load(key + head * key_row + d, mask=d < D, other=0.0)
+    if G > 0:
+        new_key = turned_rows(key, cos, sin, head * key_row, d, D, d < D)
+        for g in tl.static_range(G):
+            x = turned_rows(probe, cos, sin, head * probe_head + g * probe_row, d, D, d < D)
+            tl.store(turned + (head * G + g) * D + d, x, mask=d < D)
+    else:
+        new_key = tl.load(key + head * key_row + d, mask=d < D, other=0.0)
     if slot < 0:
         slot = begin + count
         if count >= tl.load(cap + head):
             probes = tl.arange(0, PP)
             codes = tl.zeros((PP,), tl.int64)
             for p in tl.static_range(P):
-                x = tl.load(probe + head * probe_head + p * probe_row + d, mask=d < D, other=0.0)
+                here = head * probe_head + p * probe_row
+                if KEYED:
+                    x = new_key
+                elif G > 0:
+                    x = turned_rows(probe, cos, sin, here, d, D, d < D)
+                else:
+                    x = tl.load(probe + here + d, mask=d < D, other=0.0)
                 codes = tl.where(probes == p, _code(x, matrix, d, B, BP, D), codes)
             n = tl.arange(0, BN)
             best = tl.full((BN,), NONE, tl.int64)
@@ -194,6 +212,8 @@ def hash_append(
     v_scale: Tensor | None = None,
     others: Sequence[Tensor] = (),
     undo_others: Sequence[Tensor] = (),
+    turn: tuple[Tensor, Tensor, Tensor] | None = None,
+    keyed: bool = False,
     block: int = _BLOCK,
 ) -> None:
     """Write the new row, in a full head over the row whose code is least like the probes.
@@ -206,8 +226,13 @@ def hash_append(
     shown int32 [R]: the positions by which a row is judged, if they are not `pos`. With k_scale and
     v_scale float32 [R], k and v are int8 (`torch.int8.to_codes`). others: further columns [R],
     which are copied to undo_others [H] and become 0 in the new row; the scales are the first two.
+    turn: cosine, sine [1, 1, D] and turned [H, G, D]: `probe` has the queries, and they and the
+    keys are rotated first; the queries are written to `turned`. keyed: then the key is the probe.
     """
-    heads, probes, size = probe.shape
+    heads, group, size = probe.shape
+    assert not keyed or turn is not None
+    probes = 1 if keyed else group
+    cos, sin, turned = turn or (None, None, None)
     bits = matrix.shape[1]
     assert probe.stride(2) == key.stride(1) == value.stride(1) == 1
     assert all(t.is_contiguous() for t in (matrix, start, length, cap, free_slot, k, v, *undo_rows))
@@ -232,6 +257,9 @@ def hash_append(
         v_scale,
         tuple(others),
         tuple(undo_others),
+        cos,
+        sin,
+        turned,
         probe.stride(0),
         probe.stride(1),
         key.stride(0),
@@ -247,6 +275,8 @@ def hash_append(
         DP=power(size),
         BN=block,
         CODED=k_scale is not None,
+        G=0 if turn is None else group,
+        KEYED=keyed,
         num_warps=_WARPS,
     )
 
@@ -255,7 +285,8 @@ def variants() -> list[Variant]:
     """Builds for the compile gate."""
     found = []
     kinds: dict[str, str | tuple[str, ...]]
-    kinds = dict.fromkeys(("probe", "key", "value", "k", "v", "undo_k", "undo_v"), "*bf16")
+    kinds = dict.fromkeys(("cos", "sin", "turned"), "*bf16")
+    kinds |= dict.fromkeys(("probe", "key", "value", "k", "v", "undo_k", "undo_v"), "*bf16")
     kinds |= dict.fromkeys(("start", "length", "cap", "free_slot", "position"), "*i64")
     kinds |= {"matrix": "*fp32", "pos": "*i32", "shown": "*i32", "undo_pos": "*i32"}
     for size, bits, probes, coded in ((80, 8, 4, False), (128, 24, 1, True), (256, 64, 4, False)):
@@ -269,6 +300,8 @@ def variants() -> list[Variant]:
             "DP": power(size),
             "BN": _BLOCK,
             "CODED": coded,
+            "G": 0 if size == 80 else 4,
+            "KEYED": probes == 1,
         }
         scales = ("k_scale", "v_scale")
         own: dict[str, str | tuple[str, ...]] = {"code": code, "undo_code": code}
@@ -278,11 +311,17 @@ def variants() -> list[Variant]:
             own |= dict.fromkeys(("k", "v", "undo_k", "undo_v"), "*i8")
         else:
             constants |= dict.fromkeys(scales)
+        if size == 80:
+            constants |= dict.fromkeys(("cos", "sin", "turned"))
         found.append(
             Variant(
                 f"hash-append-{size}-{bits}x{probes}",
                 _hash_append,
-                typed(_hash_append, kinds | own, constants),
+                typed(
+                    _hash_append,
+                    {n: k for n, k in (kinds | own).items() if n not in constants},
+                    constants,
+                ),
                 constants,
                 _WARPS,
             )

@@ -50,3 +50,4 @@ class Triton(Kernels):
     rotary_table = staticmethod(layer.rotary_table)
     silu_mul = staticmethod(layer.silu_mul)
     greedy = staticmethod(sampling.greedy)
+    sample = staticmethod(sampling.sample)

@@ -257,11 +257,17 @@ class DecodeStep:
         keys, values; cos and sin as `Rotary.table` makes them, [1, 1, D]."""
         arena, policy, heads = self.arena, self.policy, self.shape.kv_heads
         assert arena is not None
-        if policy is not None and policy.evict_first and policy.needs_query:
-            turned = self.ops.rotate(qkv[None, :-heads], cos, sin)
-            return self.attend(layer, turned[:, :-heads], turned[:, -heads:], qkv[None, -heads:])
         if layer == 0:
             self._make_room()
+        if policy is not None and policy.evict_first and policy.needs_query:
+            query = qkv[: -2 * heads].view(heads, -1, self.shape.head_dim)
+            turned = torch.empty_like(query)
+            rows = qkv[-2 * heads : -heads], qkv[-heads:]
+            if not self._append_kernel(policy, layer, query, *rows, (cos, sin, turned)):
+                both = self.ops.rotate(qkv[None, :-heads], cos, sin)[0]
+                turned = both[:-heads].view_as(query)
+                self._append(layer, turned, both[-heads:], qkv[-heads:])
+            return self._attention(layer, turned)
         columns, norm = arena.columns, policy.norm_column if policy is not None else ""
         slot = self._layers[layer][2]
         query, key = self.ops.rotate_append(
@@ -434,24 +440,7 @@ class DecodeStep:
         assert arena is not None
         columns = arena.columns
         if policy is not None and policy.evict_first and policy.needs_query:
-            heads = slice(layer * len(key), (layer + 1) * len(key))
-            append = StepAppend(
-                layer,
-                query,
-                key,
-                value,
-                arena.start[layer],
-                arena.length[layer],
-                arena.cap[layer],
-                arena.free_slot[layer],
-                self.position,
-                _written(arena, self.leaves_last),
-                {name: saved[heads] for name, saved in self.undo_rows.items()},
-                self.width,
-                self.pinned,
-                self._positions,
-            )
-            if policy.append_kernel(self.ops, append):
+            if self._append_kernel(policy, layer, query, key, value):
                 return
             self._evict_in_layer(policy, layer, query, key)
         self.ops.append(
@@ -468,6 +457,39 @@ class DecodeStep:
         )
         if policy is not None:
             self._init_state(policy, layer, key, slot)
+
+    def _append_kernel(
+        self,
+        policy: StepPolicy,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        turn: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> bool:
+        """Let a kernel choose who leaves by the query and write the new rows; False: there is
+        none."""
+        arena = self.arena
+        assert arena is not None
+        heads = slice(layer * len(key), (layer + 1) * len(key))
+        append = StepAppend(
+            layer,
+            query,
+            key,
+            value,
+            arena.start[layer],
+            arena.length[layer],
+            arena.cap[layer],
+            arena.free_slot[layer],
+            self.position,
+            _written(arena, self.leaves_last),
+            {name: saved[heads] for name, saved in self.undo_rows.items()},
+            self.width,
+            self.pinned,
+            self._positions,
+            turn,
+        )
+        return policy.append_kernel(self.ops, append)
 
     def _blank(self, without: str = "") -> list[Tensor]:
         """The columns in which a new row is 0 at first."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
-from minikv.engine.sampling import Sampling, choose, draw
+from minikv.engine.sampling import Sampling, draw
 from minikv.errors import NumericsError
 
 _WARM = 2  # steps that run uncaptured before one is captured
@@ -271,15 +271,21 @@ class DecodeLoop:
         logits = self._network.forward(self._token, decode)[:vocab]
         if decode.drifts:
             self._found[2].copy_(decode.left)
+        written = self._token, self._found[:2], decode.accepted
         if sampling.temperature == 0.0:
-            decode.ops.greedy(logits, self._token, self._found[:2], decode.accepted)
+            decode.ops.greedy(logits, *written)
             return
-        place = (decode.position + 1 - self._first_draw).clamp(0, _DRAWS - 1)
-        found = choose(logits, sampling, self._draws.gather(0, place[None])[0])
-        good = torch.isfinite(logits).all()
-        decode.accepted.copy_(good)
-        self._token.copy_(found)
-        self._found[:2].copy_(torch.stack((found, good)))
+        decode.ops.sample(
+            logits,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            self._draws,
+            self._first_draw,
+            decode.position,
+            *written,
+        )
 
     def _draw(self, sampling: Sampling, seed: int) -> None:
         """Send the random numbers to the device, if that of the next draw is not there yet."""

@@ -100,8 +100,8 @@ def _talk(kv: KVCache, network: Network) -> None:
             small, rows = None, 2 * rows
     found = network.forward(_ids(tokens, kv.device), small)
     loop = DecodeLoop(network, small, Eager())
-    for token in range(3):
-        loop.feed(token, len(found), Sampling(), 0, ahead=False)
+    for token, sampling in enumerate((Sampling(), Sampling(), Sampling(1.0))):
+        loop.feed(token, len(found), sampling, 0, ahead=False)
     loop.stop()
     for tokens in _LATER:
         small.begin(tokens)

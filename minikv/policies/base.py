@@ -137,7 +137,9 @@ class StepAppend:
     the new row's; columns: those of the arena [R, ...], and bool "leaves_last" [R] where some rows
     leave after all others; undo_rows: where overwritten rows are kept, [H, ...] by column; no
     length exceeds `width`; positions below `pinned` never leave; shown int32 [R]: the positions
-    that the policy is shown, which are columns["pos"] where no row leaves last.
+    that the policy is shown, which are columns["pos"] where no row leaves last. turn: cosine and
+    sine [1, 1, D], and where the rotated queries go [H, G, D], if queries and keys must be rotated
+    first.
     """
 
     layer: int
@@ -154,6 +156,7 @@ class StepAppend:
     width: int
     pinned: int
     shown: Tensor
+    turn: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class HashEvict(StepPolicy):
     def append_kernel(self, ops: Kernels, append: StepAppend) -> bool:
         key, columns, undo = append.key, append.columns, append.undo_rows
         others = [name for name in columns if name not in _OWN]
-        plain = not others and append.shown is columns["pos"]
+        plain = not others and append.shown is columns["pos"] and append.turn is None
         if ops.hash_append is None or not (plain or ops.appends_any):
             return False
         more: dict[str, Any] = {}
@@ -99,9 +99,12 @@ class HashEvict(StepPolicy):
             more = {name: columns[name] for name in ("k_scale", "v_scale") if name in columns}
             more["others"] = [columns[name] for name in others]
             more["undo_others"] = [undo[name] for name in others]
-            more["shown"] = append.shown
+            more |= {"shown": append.shown, "turn": append.turn}
+        by_key = self.hash_with == "key"
+        if append.turn is not None:
+            more["keyed"] = by_key
         ops.hash_append(
-            key[:, None] if self.hash_with == "key" else append.query,
+            key[:, None] if by_key and append.turn is None else append.query,
             key,
             append.value,
             self.matrix(append.layer, key),

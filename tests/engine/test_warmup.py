@@ -80,7 +80,12 @@ def test_what_a_policy_launches(
     names = {name for name, _ in recorder.calls}
     names -= {"advance", "observe", "add_attention_mass", "rows_attention", "last_rows_attention"}
     names -= {"gather_rows", "gather_column", "ragged_prefill"}
-    assert names == expected | {"ragged_attention", "greedy", *TURNED[step == "hashevict"]}
+    assert names == expected | {
+        "ragged_attention",
+        "greedy",
+        "sample",
+        *TURNED[step == "hashevict"],
+    }
     assert kv.position == 0
     assert kv.arena.rows == 0
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.stats import Shape
 from minikv.kernels import Rows
+from minikv.kernels.torch.layer import rotate
 from minikv.policies.h2o import H2O
 from minikv.policies.hashevict import HashEvict
 from minikv.policies.l2 import L2
@@ -259,14 +260,20 @@ def hash_append(
     v_scale: Tensor | None = None,
     others: Sequence[Tensor] = (),
     undo_others: Sequence[Tensor] = (),
+    turn: tuple[Tensor, Tensor, Tensor] | None = None,
+    keyed: bool = False,
 ) -> None:
+    if turn is not None:
+        cos, sin, turned = turn
+        turned.copy_(rotate(probe.flatten(0, 1)[None], cos, sin)[0].view_as(probe))
+        probe, key = turned, rotate(key[None], cos, sin)[0]
     heads, _, size = probe.shape
     policy = GivenHashEvict(
         code=code.dtype,
         sinks=sinks,
         recent=recent,
         bits=matrix.shape[1],
-        hash_with="query",
+        hash_with="key" if keyed else "query",
         seed=0,
         matrices={0: matrix},
     )
