@@ -5,12 +5,20 @@
     ragged_attention       triton/decode            cpu/decode        torch/decode
     advance                triton/append            cpu/append        torch/append
     append                 triton/append            cpu/append        torch/append
+    rotate_append          triton/append            -                 torch/append
     hash_append            triton/hash_append       cpu/hash_append   policies
     lowest_step            triton/step              cpu/step          torch/decode
+    overwrite_step         triton/overwrite         -                 torch/decode
+    shown_positions        triton/overwrite         -                 torch/decode
+    unseen_rows            triton/overwrite         -                 torch/decode
+    streaming_step         triton/overwrite         -                 policies
+    l2_step                triton/overwrite         -                 policies
+    random_step            triton/overwrite         -                 policies
     h2o_step               triton/step              cpu/step          policies
     tova_step              triton/step              cpu/step          policies
     roco_step              triton/step              cpu/step          policies
     scissorhands_step      triton/step              cpu/step          policies
+    shift_step             triton/step              -                 policies
     rows_attention         -                        cpu/prefill       torch/attention
     last_rows_attention    -                        cpu/prefill       torch/attention
     ragged_prefill         triton/ragged_prefill    cpu/prefill       torch/ragged_prefill
@@ -21,10 +29,13 @@
     gather_column          triton/compaction        -                 torch/compaction
     add_norm               triton/layer             cpu/layer         torch/layer
     rotate                 triton/layer             cpu/layer         torch/layer
+    rotary_table           triton/layer             -                 torch/layer
     silu_mul               triton/layer             cpu/layer         torch/layer
     int8_product           triton/packed_product    cpu/product       torch/product
     int4_product           triton/packed_product    -                 models
     unpack_int4_rows       triton/packed_product    -                 models
+    greedy                 triton/sampling          -                 torch/sampling
+    sample                 triton/sampling          -                 torch/sampling
     row_product            -                        cpu/product       torch/product
     pack_int8              -                        cpu/packing       models
     pack_int4              -                        cpu/packing       models
@@ -55,6 +66,7 @@ from minikv.kernels.torch import (
     decode_cpu,
     layer,
     product,
+    sampling,
 )
 from minikv.kernels.torch import ragged_prefill as ragged
 
@@ -75,12 +87,22 @@ class Kernels:
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
+    rotate_append = staticmethod(append_row.rotate_append)
     hash_append: Callable[..., None] | None = None
+    appends_any = False
+    """Whether hash_append takes int8, further columns, and rows that leave last."""
     lowest_step: Callable[..., None] | None = staticmethod(decode.lowest_step)
+    overwrite_step = staticmethod(decode.overwrite_step)
+    shown_positions = staticmethod(decode.shown_positions)
+    unseen_rows = staticmethod(decode.unseen_rows)
+    streaming_step: Callable[..., None] | None = None
+    l2_step: Callable[..., None] | None = None
+    random_step: Callable[..., None] | None = None
     h2o_step: Callable[..., None] | None = None
     tova_step: Callable[..., None] | None = None
     roco_step: Callable[..., None] | None = None
     scissorhands_step: Callable[..., None] | None = None
+    shift_step: Callable[..., None] | None = None
     rows_attention = staticmethod(attention.rows_attention)
     last_rows_attention = staticmethod(attention.last_rows_attention)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
@@ -91,7 +113,10 @@ class Kernels:
     gather_column = staticmethod(compaction.gather_column)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
+    rotary_table = staticmethod(layer.rotary_table)
     silu_mul = staticmethod(layer.silu_mul)
+    greedy = staticmethod(sampling.greedy)
+    sample = staticmethod(sampling.sample)
     int8_product = staticmethod(product.int8_product)
     row_product = staticmethod(product.row_product)
     pack_int8: Callable[..., None] | None = None

@@ -97,6 +97,12 @@ class Ops(Protocol):
         """As `rope.rotate`."""
         ...
 
+    def rotary_table(
+        self, position: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """As `Rotary.table`, of one position int64 [] that is on the device."""
+        ...
+
     def silu_mul(self, both: Tensor) -> Tensor:
         """silu(gate) * up of [t, 2 * mlp], gate first: [t, mlp], which may lie in it."""
         ...
@@ -282,25 +288,27 @@ class Llama:
         starts = range(0, count, rows)
         table = None
         if len(starts) == 1:  # one table serves all layers; otherwise one per chunk, to save memory
-            table = self.rotary.table(kv.position, count, self.dtype)
+            table = self._table(kv.position, count)
         x = self._embed(ids.to(self.device))
         # One buffer for the widest intermediate: freed and asked for again per chunk, it would
         # leave holes in the heap that count as resident memory.
         wide = None if grad else x.new_empty(min(rows, count), 2 * self.config.mlp)
+        owed: Tensor | None = None  # what the last layer adds to x, which the next norm does
         for index, layer in enumerate(self.layers):
             closing = last and index == len(self.layers) - 1
             for start in starts:
                 part = x[start : start + rows]
-                cos, sin = table or self.rotary.table(
-                    kv.position + start, part.shape[0], self.dtype
-                )
-                mixed = self._attend(index, layer, part, cos, sin, kv)
+                cos, sin = table or self._table(kv.position + start, part.shape[0])
+                mixed = self._attend(index, layer, part, owed, cos, sin, kv)
+                owed = None
                 if closing:  # the keys of every row are needed, the output of one
                     if start + rows < count:
                         continue
                     mixed, part = mixed[-1:], part[-1:]
                 if self.ops is not None and wide is not None:
-                    part = self._fused(self.ops, layer, part, mixed, wide)
+                    owed = self._fused(self.ops, layer, part, mixed, wide)
+                    if len(starts) > 1:
+                        part, owed = part.add_(owed), None
                 else:
                     part = _add(part, mixed, layer.out, grad)
                     part = self._mlp(layer, part, wide)
@@ -308,11 +316,25 @@ class Llama:
                     x = part
         kv.advance(count)
         if grad or last:
-            return _norm(x, self.norm, self.config.norm_eps)
+            return self._norm(x, owed, self.norm)
         for start in starts:
             part = x[start : start + rows]
-            part.copy_(_norm(part, self.norm, self.config.norm_eps))
+            part.copy_(self._norm(part, owed, self.norm))
         return x
+
+    def _table(self, start: int | Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `Rotary.table`."""
+        rotary, ops = self.rotary, None if torch.is_grad_enabled() else self.ops
+        if ops is not None and isinstance(start, Tensor):
+            return ops.rotary_table(start, rotary.inverse, rotary.scale, self.dtype)
+        return rotary.table(start, count, self.dtype)
+
+    def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor) -> Tensor:
+        """RMSNorm of x [t, hidden], after y was added to it in place."""
+        if torch.is_grad_enabled() or self.ops is None:
+            assert y is None
+            return _norm(x, weight, self.config.norm_eps)
+        return self.ops.add_norm(x, y, weight, self.config.norm_eps)
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Token ids [T] -> rows [T, hidden]."""
@@ -321,28 +343,36 @@ class Llama:
         return F.embedding(ids, self.embedding)
 
     def _attend(
-        self, index: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, kv: Attend
+        self,
+        index: int,
+        layer: Layer,
+        x: Tensor,
+        owed: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Attend,
     ) -> Tensor:
-        """Rows x [t, hidden] -> mixed values [t, heads * D]."""
+        """Rows x [t, hidden], to which `owed` is added in place -> mixed values [t, heads * D]."""
         c = self.config
         ops = None if torch.is_grad_enabled() else self.ops
-        if ops is None:
-            normed = _norm(x, layer.attention_norm, c.norm_eps)
-        else:
-            normed = ops.add_norm(x, None, layer.attention_norm, c.norm_eps)
+        normed = self._norm(x, owed, layer.attention_norm)
         watch = getattr(kv, "watch", None)
         if watch is not None:
             watch(normed)
         qkv = layer.qkv(normed).view(x.shape[0], c.heads + 2 * c.kv_heads, c.head_dim)
-        turning = c.heads + c.kv_heads
-        qk = (rotate if ops is None else ops.rotate)(qkv[:, :turning], cos, sin)
-        mixed = kv.attend(index, qk[:, : c.heads], qk[:, c.heads :], qkv[:, turning:])
+        unrotated = getattr(kv, "attend_unrotated", None)
+        if ops is not None and unrotated is not None:
+            mixed: Tensor = unrotated(index, qkv[0], cos, sin)
+        else:
+            turning = c.heads + c.kv_heads
+            qk = (rotate if ops is None else ops.rotate)(qkv[:, :turning], cos, sin)
+            mixed = kv.attend(index, qk[:, : c.heads], qk[:, c.heads :], qkv[:, turning:])
         return mixed.reshape(x.shape[0], c.heads * c.head_dim)
 
     def _fused(self, ops: Ops, layer: Layer, x: Tensor, mixed: Tensor, wide: Tensor) -> Tensor:
-        """`_add` of the attention's output and `_mlp` by `ops`."""
+        """`_add` of the attention's output by `ops`, and what `_mlp` adds to x."""
         normed = ops.add_norm(x, layer.out(mixed), layer.mlp_norm, self.config.norm_eps)
-        return _add(x, ops.silu_mul(layer.gate_up(normed, wide)), layer.down, False)
+        return layer.down(ops.silu_mul(layer.gate_up(normed, wide)))
 
     def _mlp(self, layer: Layer, x: Tensor, wide: Tensor | None) -> Tensor:
         """x + down(silu(gate) * up) of the normed rows x [t, hidden].

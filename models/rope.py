@@ -89,13 +89,13 @@ def _yarn_attention(rope: RopeConfig) -> float:
 
 
 class Rotary:
-    """Rotates queries and keys by their position. `inverse` [D/2] is the angle per position; there
-    is no table of positions."""
+    """Rotates queries and keys by their position. `inverse` [D/2] is the angle per position,
+    `scale` is on cosine and sine; there is no table of positions."""
 
-    __slots__ = ("_scale", "_sign", "_twice", "inverse")
+    __slots__ = ("_sign", "_twice", "inverse", "scale")
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu") -> None:
-        inverse, self._scale = frequencies(rope, head_dim)
+        inverse, self.scale = frequencies(rope, head_dim)
         self.inverse = inverse.to(device)
         self._twice = torch.cat((self.inverse, self.inverse))[None, None]
         self._sign = torch.ones_like(self._twice)
@@ -110,14 +110,14 @@ class Rotary:
             assert count == 1
             angle = start.to(torch.float32) * self._twice
             cos, sin = angle.cos(), angle.sin().mul_(self._sign)
-            if self._scale != 1.0:
-                cos, sin = cos * self._scale, sin * self._scale
+            if self.scale != 1.0:
+                cos, sin = cos * self.scale, sin * self.scale
             return cos.to(dtype), sin.to(dtype)
         position = torch.arange(
             start, start + count, dtype=torch.float32, device=self.inverse.device
         )
         angle = position[:, None, None] * self.inverse
-        cos, sin = angle.cos() * self._scale, angle.sin() * self._scale
+        cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         # The first half of a rotated vector takes minus the second one: the sign sits in the table.
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 

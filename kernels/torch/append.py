@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from minikv.kernels.torch.int8 import to_codes
+from minikv.kernels.torch.layer import rotate
 
 
 def append(
@@ -38,6 +39,36 @@ def append(
     pos.index_copy_(0, slot, position.to(pos.dtype).expand(len(slot)))
     for column in blank:
         column.index_fill_(0, slot, 0)
+
+
+def rotate_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    blank: Sequence[Tensor],
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate the queries and keys of one token by `layer.rotate`, then `append` its rows.
+
+    qkv [H * G + 2 * H, D]: queries, keys, values of H heads; cos, sin [1, 1, D]; slot [H] and what
+    follows as in `append`. norm float32 [R]: its row becomes the Euclidean norm of the key. Returns
+    the rotated queries [H, G, D] and keys [H, D].
+    """
+    heads, size = len(slot), qkv.shape[1]
+    turned = rotate(qkv[None, :-heads], cos, sin)[0]
+    query, key = turned[:-heads].view(heads, -1, size), turned[-heads:]
+    append(key, qkv[-heads:], slot, position, k, v, pos, blank, k_scale, v_scale)
+    if norm is not None:
+        length = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
+        norm.index_copy_(0, slot, length)
+    return query, key
 
 
 def advance(

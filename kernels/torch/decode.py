@@ -7,6 +7,7 @@ values. Indices are int64. Rows that are not in use may hold anything, also NaN.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +111,91 @@ def lowest_step(
     leaves = rows.start + lowest_row(scores, rows.pos[index].to(torch.int64), allowed)
     leaves = torch.where(rows.length > rows.cap, leaves, -1)
     free_slot.copy_(torch.where(accepted, leaves, free_slot))
+
+
+def overwrite_step(
+    scores: Tensor,
+    allowed: Tensor,
+    rows: Rows,
+    free_slot: Tensor,
+    slot: Tensor,
+    columns: Mapping[str, Tensor],
+    undo_rows: Mapping[str, Tensor],
+) -> None:
+    """The row with the lowest score makes room for the new one, before attention.
+
+    scores and allowed [F, C] of heads [F], or of [L, H] in one dimension, as in `lowest_step`. rows
+    is as it is before the new row; a head is full if it has no free slot and length >= cap.
+
+    In place, for full heads only: free_slot and slot int64, the row (index into the columns) that
+    leaves, chosen as by `lowest_step`; undo_rows [F, ...] by name: what columns [R, ...] hold of
+    it.
+    """
+    wide = (*free_slot.shape, scores.shape[-1])
+    scores, allowed = scores.view(wide), allowed.view(wide)
+    index, live = in_use(rows.start, rows.length, wide[-1], len(rows.pos))
+    allowed = allowed & live & ~scores.isnan()
+    victim = rows.start + lowest_row(scores, rows.pos[index].to(torch.int64), allowed)
+    full = (free_slot < 0) & (rows.length >= rows.cap)
+    row = torch.where(full, victim, index[..., 0]).flatten()
+    for name, saved in undo_rows.items():
+        mask = full.view(-1, *[1] * (saved.dim() - 1))
+        saved.copy_(torch.where(mask, columns[name][row], saved))
+    slot.copy_(torch.where(full, victim, slot))
+    free_slot.copy_(torch.where(full, victim, free_slot))
+
+
+def shown_positions(
+    start: Tensor,
+    length: Tensor,
+    pos: Tensor,
+    leaves_last: Tensor,
+    out: Tensor,
+    *,
+    width: int,
+    pinned: int,
+    least: int,
+) -> None:
+    """Positions as a policy is shown them that some rows leave after all others.
+
+    start, length int64 [L, H]; pos int32 [R]; leaves_last bool [R]; no length exceeds `width`. In
+    place, out int32 [R]: the position of each row in use, -1 for rows below `pinned`, and, in heads
+    that have `least` others or more, for those of leaves_last. Other rows mean nothing.
+    """
+    index, live = in_use(start, length, width, len(pos))
+    at = pos[index]
+    may = live & (at >= pinned)
+    others = may & ~leaves_last[index]
+    enough = others.sum(-1, keepdim=True) >= least
+    shown = at.masked_fill(~torch.where(enough, others, may), -1)
+    # Padding is written to a row of its own behind the last one.
+    place = torch.where(live, index, len(pos)).flatten()
+    out.copy_(out.new_zeros(len(pos) + 1).scatter_(0, place, shown.flatten())[:-1])
+
+
+def unseen_rows(
+    start: Tensor,
+    length: Tensor,
+    pos: Tensor,
+    newest: Tensor,
+    window: Tensor,
+    accepted: Tensor,
+    out: Tensor,
+    *,
+    width: int,
+) -> None:
+    """Rows that a layer's window does not show to the next token.
+
+    start, length int64 [L, H]; pos int32 [R]; newest int64 []: the position of the last token;
+    window int64 [L]: how many positions a query of the layer sees; no length exceeds `width`. In
+    place, out int64 [L, H]: the oldest of a head's rows that the token after `newest` does not see,
+    of equal positions the first; -1 if it sees all, and where `accepted` bool [] is false.
+    """
+    index, live = in_use(start, length, width, len(pos))
+    at = pos[index].to(torch.int64).masked_fill(~live, 1 << 40)
+    oldest, j = at.min(-1)
+    unseen = accepted & (oldest <= newest + 1 - window[:, None])
+    out.copy_(torch.where(unseen, start + j, -1))
 
 
 def in_use(start: Tensor, length: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+def rotary_table(
+    position: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of one position for `rotate`, [1, 1, D] each.
+
+    position int64 []; inverse float32 [D / 2]: the angle per position; both are multiplied by
+    `scale`. float32 up to the last cast.
+    """
+    angle = position.to(torch.float32) * inverse
+    cos, sin = angle.cos() * scale, angle.sin() * scale
+    cos, sin = torch.cat((cos, cos)), torch.cat((-sin, sin))
+    return cos.to(dtype)[None, None], sin.to(dtype)[None, None]
+
+
 def silu_mul(both: Tensor) -> Tensor:
     """silu(gate) * up of both [t, 2 * n], the gate first. Written over the gate: a view [t, n]."""
     size = both.shape[1] // 2

@@ -1,5 +1,6 @@
-"""The row of a new token, in Triton: writing it in one launch for a layer (`append`), and where it
-goes, in one launch for all layers (`advance`). Specification: `torch/append.py`."""
+"""The row of a new token, in Triton: writing it in one launch for a layer (`append`), rotated first
+(`rotate_append`), and where it goes, in one launch for all layers (`advance`). Specification:
+`torch/append.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -16,7 +17,7 @@ from minikv.kernels.triton.variants import Variant
 
 
 @triton.jit
-def _quantize(x):
+def quantized(x):
     """A row as int8, and its scale: `torch.int8.to_codes`."""
     x = x.to(tl.float32)
     most = tl.max(tl.abs(x), 0)
@@ -53,9 +54,9 @@ def _append(
     new_key = tl.load(key + head * key_row + d, mask=d < D, other=0.0)
     new_value = tl.load(value + head * value_row + d, mask=d < D, other=0.0)
     if CODED:
-        new_key, scale = _quantize(new_key)
+        new_key, scale = quantized(new_key)
         tl.store(k_scale + at, scale)
-        new_value, scale = _quantize(new_value)
+        new_value, scale = quantized(new_value)
         tl.store(v_scale + at, scale)
         new_key = new_key.to(tl.int8)
         new_value = new_value.to(tl.int8)
@@ -64,6 +65,71 @@ def _append(
     tl.store(pos + at, tl.load(position).to(tl.int32))
     for i in tl.static_range(len(blank)):
         tl.store(blank[i] + at, tl.zeros((), tl.int32).to(blank[i].dtype.element_ty))
+
+
+@triton.jit
+def turned_rows(x, cos, sin, at, d, D: tl.constexpr, ok):
+    """Rows x + at [..., DP] after rotation, float32, rounded where torch's operators round."""
+    other = tl.where(d < D // 2, d + D // 2, d - D // 2)
+    c = tl.load(cos + d, mask=d < D, other=0.0).to(tl.float32)
+    s = tl.load(sin + d, mask=d < D, other=0.0).to(tl.float32)
+    kind = x.dtype.element_ty
+    one = tl.load(x + at + d, mask=ok, other=0.0).to(tl.float32) * c
+    two = tl.load(x + at + other, mask=ok, other=0.0).to(tl.float32) * s
+    return (one.to(kind).to(tl.float32) + two).to(kind)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot", "position"])
+def _rotate_append(
+    qkv,
+    cos,
+    sin,
+    slot,
+    position,
+    k,
+    v,
+    pos,
+    blank,
+    k_scale,
+    v_scale,
+    norm,
+    query,
+    key,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    CODED: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Grid (H,): a program has a KV head, and the queries of its group."""
+    head = tl.program_id(0)
+    at = tl.load(slot + head)
+    d = tl.arange(0, DP)
+    real = d < D
+    g = head * G + tl.arange(0, GP)[:, None]
+    mine = (tl.arange(0, GP) < G)[:, None] & real[None, :]
+    turned = turned_rows(qkv, cos, sin, g * D, d[None, :], D, mine)
+    tl.store(query + g * D + d[None, :], turned, mask=mine)
+    new_key = turned_rows(qkv, cos, sin, (H * G + head) * D, d, D, real)
+    tl.store(key + head * D + d, new_key, mask=real)
+    new_value = tl.load(qkv + (H * G + H + head) * D + d, mask=real, other=0.0)
+    for i in tl.static_range(len(blank)):
+        tl.store(blank[i] + at, tl.zeros((), tl.int32).to(blank[i].dtype.element_ty))
+    if NORM:
+        wide = new_key.to(tl.float32)
+        tl.store(norm + at, tl.sqrt_rn(tl.sum(wide * wide, 0)))
+    if CODED:
+        new_key, scale = quantized(new_key)
+        tl.store(k_scale + at, scale)
+        new_value, scale = quantized(new_value)
+        tl.store(v_scale + at, scale)
+        new_key = new_key.to(tl.int8)
+        new_value = new_value.to(tl.int8)
+    tl.store(k + at * D + d, new_key, mask=real)
+    tl.store(v + at * D + d, new_value, mask=real)
+    tl.store(pos + at, tl.load(position).to(tl.int32))
 
 
 @triton.jit
@@ -139,6 +205,52 @@ def append(
     )
 
 
+def rotate_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    blank: Sequence[Tensor],
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `torch.append.rotate_append`."""
+    assert all(t.is_contiguous() for t in (qkv, cos, sin, slot, k, v))
+    heads, size = len(slot), qkv.shape[1]
+    group = len(qkv) // heads - 2
+    query, key = qkv.new_empty((heads, group, size)), qkv.new_empty((heads, size))
+    _rotate_append[(heads,)](
+        qkv,
+        cos,
+        sin,
+        slot,
+        position,
+        k,
+        v,
+        pos,
+        tuple(blank),
+        k_scale,
+        v_scale,
+        norm,
+        query,
+        key,
+        H=heads,
+        G=group,
+        GP=power(group),
+        D=size,
+        DP=power(size),
+        CODED=k_scale is not None,
+        NORM=norm is not None,
+        num_warps=2,
+    )
+    return query, key
+
+
 def advance(
     accepted: Tensor,
     start: Tensor,
@@ -212,6 +324,15 @@ def variants() -> list[Variant]:
             own = {n: t for n, t in scales.items() if n not in constants} | {"blank": blanks[name]}
             signature = typed(_append, kinds | own, constants)
             found.append(Variant(f"append-{name}-{size}", _append, signature, constants, 1))
+            normed = name == "h2o"
+            constants = constants | {"H": 8, "G": 4, "GP": 4, "NORM": normed}
+            turned = dict.fromkeys(("qkv", "cos", "sin", "query"), "*bf16")
+            if normed:
+                own |= {"norm": "*fp32"}
+            else:
+                constants |= {"norm": None}
+            signature = typed(_rotate_append, kinds | turned | own, constants)
+            found.append(Variant(f"turn-{name}-{size}", _rotate_append, signature, constants, 2))
     return found
 
 

@@ -9,10 +9,13 @@ new row over it. Source: arXiv 2412.16187, section 3.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from minikv.kernels.triton.append import quantized, turned_rows
 from minikv.kernels.triton.step import NONE, lower, lowest, may_leave, popcount
 from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import Variant
@@ -70,10 +73,18 @@ def _hash_append(
     v,
     pos,
     code,
+    shown,
     undo_k,
     undo_v,
     undo_pos,
     undo_code,
+    k_scale,
+    v_scale,
+    others,
+    undo_others,
+    cos,
+    sin,
+    turned,
     probe_head,
     probe_row,
     key_row,
@@ -88,21 +99,37 @@ def _hash_append(
     D: tl.constexpr,
     DP: tl.constexpr,
     BN: tl.constexpr,
+    CODED: tl.constexpr,
+    G: tl.constexpr,
+    KEYED: tl.constexpr,
 ):
+    """With G > 0 the G queries of a head, in `probe`, and its key must be rotated first."""
     head = tl.program_id(0)
     d = tl.arange(0, DP)
     count = tl.load(length + head).to(tl.int32)
     begin = tl.load(start + head)
     now = tl.load(position)
     slot = tl.load(free_slot + head)
-    new_key = tl.load(key + head * key_row + d, mask=d < D, other=0.0)
+    if G > 0:
+        new_key = turned_rows(key, cos, sin, head * key_row, d, D, d < D)
+        for g in tl.static_range(G):
+            x = turned_rows(probe, cos, sin, head * probe_head + g * probe_row, d, D, d < D)
+            tl.store(turned + (head * G + g) * D + d, x, mask=d < D)
+    else:
+        new_key = tl.load(key + head * key_row + d, mask=d < D, other=0.0)
     if slot < 0:
         slot = begin + count
         if count >= tl.load(cap + head):
             probes = tl.arange(0, PP)
             codes = tl.zeros((PP,), tl.int64)
             for p in tl.static_range(P):
-                x = tl.load(probe + head * probe_head + p * probe_row + d, mask=d < D, other=0.0)
+                here = head * probe_head + p * probe_row
+                if KEYED:
+                    x = new_key
+                elif G > 0:
+                    x = turned_rows(probe, cos, sin, here, d, D, d < D)
+                else:
+                    x = tl.load(probe + here + d, mask=d < D, other=0.0)
                 codes = tl.where(probes == p, _code(x, matrix, d, B, BP, D), codes)
             n = tl.arange(0, BN)
             best = tl.full((BN,), NONE, tl.int64)
@@ -119,7 +146,7 @@ def _hash_append(
                     distance += popcount(differ.to(tl.uint32)).to(tl.int32)
                     if B > 32:
                         distance += popcount((differ >> 32).to(tl.uint32)).to(tl.int32)
-                at = tl.load(pos + begin + j, mask=ok, other=-1)
+                at = tl.load(shown + begin + j, mask=ok, other=-1)
                 unpinned = ok & (at >= pinned)
                 # The largest distance leaves, of equal popcount the oldest row.
                 rank = ((P * B - distance).to(tl.int64) << 32) | at.to(tl.int64)
@@ -139,13 +166,25 @@ def _hash_append(
             tl.store(undo_v + head * D + d, old_v, mask=d < D)
             tl.store(undo_pos + head, tl.load(pos + slot))
             tl.store(undo_code + head, tl.load(code + slot))
+            for i in tl.static_range(len(others)):
+                tl.store(undo_others[i] + head, tl.load(others[i] + slot))
             tl.store(free_slot + head, slot)
             tl.debug_barrier()  # every thread has read the row before any overwrites it
-    tl.store(k + slot * D + d, new_key, mask=d < D)
-    tl.store(v + slot * D + d, tl.load(value + head * value_row + d, mask=d < D), mask=d < D)
-    tl.store(pos + slot, now.to(tl.int32))
     new_code = _code(new_key, matrix, d, B, BP, D)
     tl.store(code + slot, new_code.to(code.dtype.element_ty))
+    new_value = tl.load(value + head * value_row + d, mask=d < D, other=0.0)
+    for i in tl.static_range(2 if CODED else 0, len(others)):
+        tl.store(others[i] + slot, tl.zeros((), tl.int32).to(others[i].dtype.element_ty))
+    if CODED:
+        new_key, scale = quantized(new_key)
+        tl.store(k_scale + slot, scale)
+        new_value, scale = quantized(new_value)
+        tl.store(v_scale + slot, scale)
+        new_key = new_key.to(tl.int8)
+        new_value = new_value.to(tl.int8)
+    tl.store(k + slot * D + d, new_key, mask=d < D)
+    tl.store(v + slot * D + d, new_value, mask=d < D)
+    tl.store(pos + slot, now.to(tl.int32))
 
 
 def hash_append(
@@ -168,6 +207,13 @@ def hash_append(
     sinks: int,
     recent: int,
     pinned: int,
+    shown: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    others: Sequence[Tensor] = (),
+    undo_others: Sequence[Tensor] = (),
+    turn: tuple[Tensor, Tensor, Tensor] | None = None,
+    keyed: bool = False,
     block: int = _BLOCK,
 ) -> None:
     """Write the new row, in a full head over the row whose code is least like the probes.
@@ -176,11 +222,21 @@ def hash_append(
     int64 [H], position int64 []; k, v [R, D], pos int32 [R], code [R]. undo_rows (k, v, pos and
     code of each head) gets the row that is overwritten, free_slot its index. `width` is not needed;
     `block`: rows that a program reads at once.
+
+    shown int32 [R]: the positions by which a row is judged, if they are not `pos`. With k_scale and
+    v_scale float32 [R], k and v are int8 (`torch.int8.to_codes`). others: further columns [R],
+    which are copied to undo_others [H] and become 0 in the new row; the scales are the first two.
+    turn: cosine, sine [1, 1, D] and turned [H, G, D]: `probe` has the queries, and they and the
+    keys are rotated first; the queries are written to `turned`. keyed: then the key is the probe.
     """
-    heads, probes, size = probe.shape
+    heads, group, size = probe.shape
+    assert not keyed or turn is not None
+    probes = 1 if keyed else group
+    cos, sin, turned = turn or (None, None, None)
     bits = matrix.shape[1]
     assert probe.stride(2) == key.stride(1) == value.stride(1) == 1
     assert all(t.is_contiguous() for t in (matrix, start, length, cap, free_slot, k, v, *undo_rows))
+    assert all(t.is_contiguous() for t in (*others, *undo_others))
     _hash_append[(heads,)](
         probe,
         key,
@@ -195,7 +251,15 @@ def hash_append(
         v,
         pos,
         code,
+        pos if shown is None else shown,
         *undo_rows,
+        k_scale,
+        v_scale,
+        tuple(others),
+        tuple(undo_others),
+        cos,
+        sin,
+        turned,
         probe.stride(0),
         probe.stride(1),
         key.stride(0),
@@ -210,6 +274,9 @@ def hash_append(
         D=size,
         DP=power(size),
         BN=block,
+        CODED=k_scale is not None,
+        G=0 if turn is None else group,
+        KEYED=keyed,
         num_warps=_WARPS,
     )
 
@@ -217,10 +284,12 @@ def hash_append(
 def variants() -> list[Variant]:
     """Builds for the compile gate."""
     found = []
-    kinds = dict.fromkeys(("probe", "key", "value", "k", "v", "undo_k", "undo_v"), "*bf16")
+    kinds: dict[str, str | tuple[str, ...]]
+    kinds = dict.fromkeys(("cos", "sin", "turned"), "*bf16")
+    kinds |= dict.fromkeys(("probe", "key", "value", "k", "v", "undo_k", "undo_v"), "*bf16")
     kinds |= dict.fromkeys(("start", "length", "cap", "free_slot", "position"), "*i64")
-    kinds |= {"matrix": "*fp32", "pos": "*i32", "undo_pos": "*i32"}
-    for size, bits, probes in ((80, 8, 4), (128, 24, 1), (256, 64, 4)):
+    kinds |= {"matrix": "*fp32", "pos": "*i32", "shown": "*i32", "undo_pos": "*i32"}
+    for size, bits, probes, coded in ((80, 8, 4, False), (128, 24, 1, True), (256, 64, 4, False)):
         code = "*i16" if bits < 16 else "*i32" if bits < 32 else "*i64"
         constants: dict[str, object] = {
             "P": probes,
@@ -230,12 +299,29 @@ def variants() -> list[Variant]:
             "D": size,
             "DP": power(size),
             "BN": _BLOCK,
+            "CODED": coded,
+            "G": 0 if size == 80 else 4,
+            "KEYED": probes == 1,
         }
+        scales = ("k_scale", "v_scale")
+        own: dict[str, str | tuple[str, ...]] = {"code": code, "undo_code": code}
+        own |= dict.fromkeys(("others", "undo_others"), ("*fp32",) * (2 * coded))
+        if coded:
+            own |= dict.fromkeys(scales, "*fp32")
+            own |= dict.fromkeys(("k", "v", "undo_k", "undo_v"), "*i8")
+        else:
+            constants |= dict.fromkeys(scales)
+        if size == 80:
+            constants |= dict.fromkeys(("cos", "sin", "turned"))
         found.append(
             Variant(
                 f"hash-append-{size}-{bits}x{probes}",
                 _hash_append,
-                typed(_hash_append, kinds | {"code": code, "undo_code": code}, constants),
+                typed(
+                    _hash_append,
+                    {n: k for n, k in (kinds | own).items() if n not in constants},
+                    constants,
+                ),
                 constants,
                 _WARPS,
             )

@@ -83,6 +83,19 @@ def _rotate(
 
 
 @triton.jit
+def _rotary_table(position, inverse, cos, sin, scale, HALF: tl.constexpr, HP: tl.constexpr):
+    d = tl.arange(0, HP)
+    ok = d < HALF
+    angle = tl.load(position).to(tl.float32) * tl.load(inverse + d, mask=ok, other=0.0)
+    c = (tl.cos(angle) * scale).to(cos.dtype.element_ty)
+    s = tl.sin(angle) * scale
+    tl.store(cos + d, c, mask=ok)
+    tl.store(cos + HALF + d, c, mask=ok)
+    tl.store(sin + d, (-s).to(sin.dtype.element_ty), mask=ok)
+    tl.store(sin + HALF + d, s.to(sin.dtype.element_ty), mask=ok)
+
+
+@triton.jit
 def _silu_mul(both, N: tl.constexpr, BN: tl.constexpr):
     j = tl.program_id(1) * BN + tl.arange(0, BN)
     ok = j < N
@@ -140,6 +153,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+def rotary_table(
+    position: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `torch.layer.rotary_table`."""
+    half = len(inverse)
+    cos, sin = (torch.empty((1, 1, 2 * half), dtype=dtype, device=inverse.device) for _ in range(2))
+    _rotary_table[(1,)](position, inverse, cos, sin, scale, HALF=half, HP=power(half), num_warps=2)
+    return cos, sin
+
+
 def silu_mul(both: Tensor) -> Tensor:
     """See `torch.layer.silu_mul`."""
     assert both.is_contiguous()
@@ -156,11 +179,13 @@ def variants() -> list[Variant]:
     """Builds for the compile gate."""
     found = []
     read = {"add-norm": ("x", "y", "weight"), "rotate": ("x",), "silu-mul": ("both",)}
+    fixed_kinds = {"position": "*i64", "inverse": "*fp32"}
     for name, fn, kind, fixed, warps in (
         ("add-norm", _add_norm, "bf16", {"N": 4096, "NP": 4096, "ADD": True}, _warps(4096)),
         ("add-norm", _add_norm, "fp32", {"N": 960, "NP": 1024, "ADD": True}, _warps(960)),
         ("rotate", _rotate, "bf16", {"D": 128, "HALF": 64, "HP": 64, "BH": _HEADS}, 2),
         ("rotate", _rotate, "fp16", {"D": 80, "HALF": 40, "HP": 64, "BH": _HEADS}, 2),
+        ("table", _rotary_table, "bf16", {"HALF": 64, "HP": 64}, 2),
         ("silu-mul", _silu_mul, "bf16", {"N": 14336, "BN": _PART}, 4),
     ):
         kinds = dict.fromkeys(("x", "y", "weight", "out", "cos", "sin", "both"), f"*{kind}")
@@ -169,10 +194,10 @@ def variants() -> list[Variant]:
             Variant(
                 f"{name}-{kind}",
                 fn,
-                typed(fn, kinds, constants),
+                typed(fn, kinds | fixed_kinds, constants),
                 constants,
                 warps,
-                reads=dict.fromkeys(read[name], WIDE),
+                reads=dict.fromkeys(read.get(name, ()), WIDE),
             )
         )
     return found

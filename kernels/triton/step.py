@@ -72,7 +72,7 @@ def may_leave(at, unpinned, newest, sinks, recent, strict):
 
 
 @triton.jit
-def _signed_key(score, at):
+def signed_key(score, at):
     """int64, ordered by score, then by position; of a NaN NONE, the key of no row."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
     # The bits of negative floats have the reverse order.
@@ -98,7 +98,7 @@ def _lowest(scores, allowed, start, length, cap, pos, accepted, free_slot, width
                 score = tl.load(scores + here, mask=ok, other=0.0)
                 may = ok & (tl.load(allowed + here, mask=ok, other=0) != 0)
                 at = tl.load(pos + begin + j, mask=ok, other=0)
-                best, row = lower(best, row, _signed_key(score, at), j, may)
+                best, row = lower(best, row, signed_key(score, at), j, may)
             victim = begin + lowest(best, row)[1]
         tl.store(free_slot + head, victim)
 
@@ -526,6 +526,61 @@ def _scissorhands(
         tl.store(free_slot + head, victim)
 
 
+@triton.jit
+def _joined(logits, lse, head, width, j, ok, G: tl.constexpr, GROUP: tl.constexpr):
+    """What a head's queries give rows j: their mean or their sum; of "max" the largest logit."""
+    if GROUP == "max":
+        most = tl.full(j.shape, -float("inf"), tl.float32)
+        for g in tl.static_range(G):
+            x = tl.load(logits + (head * G + g) * width + j, mask=ok, other=-float("inf"))
+            most = tl.maximum(most, x)
+        return most
+    p = _mean_prob(logits, lse, head, width, j, ok, G)
+    return p * G if GROUP == "sum" else p
+
+
+@triton.jit(do_not_specialize=["width"])
+def _shift(
+    logits,
+    lse,
+    start,
+    length,
+    accepted,
+    seen,
+    width,
+    G: tl.constexpr,
+    BN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    if tl.load(accepted):
+        count = tl.load(length + head).to(tl.int32)
+        begin = tl.load(start + head)
+        n = tl.arange(0, BN)
+        top = tl.full((), 0.0, tl.float32)
+        total = tl.full((), 1.0, tl.float32)
+        if GROUP == "max":  # a softmax of its own
+            most = tl.full((BN,), -float("inf"), tl.float32)
+            weight = tl.zeros((BN,), tl.float32)
+            for s in tl.range(0, count, BN):
+                x = _joined(logits, lse, head, width, s + n, s + n < count, G, GROUP)
+                higher = tl.maximum(tl.maximum(most, x), -1e30)
+                weight = weight * tl.exp(most - higher) + tl.exp(x - higher)
+                most = higher
+            top = tl.max(most, 0)
+            total = tl.sum(weight * tl.exp(most - top), 0)
+        for s in tl.range(0, count, BN):
+            j = s + n
+            ok = j < count
+            carry = _joined(logits, lse, head, width, j, ok, G, GROUP)
+            if GROUP == "max":
+                carry = tl.div_rn(tl.exp(carry - top), total)
+            for i in tl.static_range(len(seen)):
+                old = tl.load(seen[i] + begin + j, mask=ok, other=0.0)
+                tl.store(seen[i] + begin + j, carry, mask=ok)
+                carry = old
+
+
 def _head_args(
     logits: Tensor, lse: Tensor, rows: Rows, accepted: Tensor, free_slot: Tensor
 ) -> tuple[Tensor, ...]:
@@ -715,6 +770,35 @@ def scissorhands_step(
     )
 
 
+def shift_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    accepted: Tensor,
+    seen: Sequence[Tensor],
+    group: str,
+    *,
+    block: int = _BLOCK,
+) -> None:
+    """R-KV: note what this step's queries gave each row; nobody leaves.
+
+    seen float32 [R] each: what the last queries gave, the newest first; the oldest is forgotten.
+    group: how the queries of a head are joined, "mean", "sum", or "max" of their logits. `block`:
+    rows that a program reads at once.
+    """
+    given = (logits, lse, rows.start, rows.length, accepted)
+    assert all(t.is_contiguous() for t in (*given, *seen))
+    _shift[(rows.length.numel(),)](
+        *given,
+        tuple(seen),
+        width=logits.shape[-1],
+        G=logits.shape[2],
+        BN=block,
+        GROUP=group,
+        num_warps=_WARPS,
+    )
+
+
 def variants(heads: int = 8, group: int = 4, history: int = 400) -> list[Variant]:
     """Builds for the compile gate, for a model of H KV heads of G queries."""
     common: dict[str, str | tuple[str, ...]] = {
@@ -755,4 +839,8 @@ def variants(heads: int = 8, group: int = 4, history: int = 400) -> list[Variant
             constants |= {"BN": _LAYER_TILE[0], "BK": _LAYER_TILE[1]}
         signature = typed(fn, common, constants)
         found.append(Variant(name, fn, signature, constants, warps=_WARPS))
+    for joined in ("mean", "max"):
+        constants = {"G": group, "BN": _BLOCK, "GROUP": joined}
+        signature = typed(_shift, common | {"seen": ("*fp32",) * 8}, constants)
+        found.append(Variant(f"shift-{joined}", _shift, signature, constants, warps=_WARPS))
     return found

@@ -11,6 +11,8 @@ from minikv.kernels.triton import (
     hash_append,
     layer,
     packed_product,
+    overwrite,
+    sampling,
     step,
 )
 from minikv.kernels.triton import ragged_prefill as ragged
@@ -23,12 +25,21 @@ class Triton(Kernels):
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
+    rotate_append = staticmethod(append_row.rotate_append)
+    appends_any = True
     hash_append = staticmethod(hash_append.hash_append)
     lowest_step = staticmethod(step.lowest_step)
+    overwrite_step = staticmethod(overwrite.overwrite_step)
+    shown_positions = staticmethod(overwrite.shown_positions)
+    unseen_rows = staticmethod(overwrite.unseen_rows)
+    streaming_step = staticmethod(overwrite.streaming_step)
+    l2_step = staticmethod(overwrite.l2_step)
+    random_step = staticmethod(overwrite.random_step)
     h2o_step = staticmethod(step.h2o_step)
     tova_step = staticmethod(step.tova_step)
     roco_step = staticmethod(step.roco_step)
     scissorhands_step = staticmethod(step.scissorhands_step)
+    shift_step = staticmethod(step.shift_step)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     observe = staticmethod(attention_mass.observe)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
@@ -37,7 +48,10 @@ class Triton(Kernels):
     gather_column = staticmethod(compaction.gather_column)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
+    rotary_table = staticmethod(layer.rotary_table)
     silu_mul = staticmethod(layer.silu_mul)
     int8_product = staticmethod(packed_product.int8_product)
     int4_product = staticmethod(packed_product.int4_product)
     unpack_int4_rows = staticmethod(packed_product.unpack_int4_rows)
+    greedy = staticmethod(sampling.greedy)
+    sample = staticmethod(sampling.sample)

@@ -19,7 +19,8 @@ class Attend(Protocol):
     everything seen before it and causally to itself. `advance(T)` ends the forward.
 
     It may have `watch`, a function or None: what the layer's rows were made from, [t, hidden], is
-    shown to it before each `attend` of a prompt.
+    shown to it before each `attend` of a prompt. One that takes single tokens only may have
+    `attend_unrotated`, which rotates them itself.
     """
 
     @property

@@ -10,11 +10,12 @@ The step is the same on every device. In order:
     evict      the row that leaves each head over its cap               (all heads at once)
 
 `attend` does the second and the third, `end` the last two, and then the first of the next step. A
-policy that evicts before attention chooses between `place` and `append`. What differs between
-devices is the kernels (`ops`) and who calls: on a CPU the engine calls `end` as soon as the logits
-are known to be finite; on CUDA one graph holds [`end` of the last step, the next step], because the
-next step is launched before the host knows whether its token belongs to the answer. So every change
-in `end` depends on the flag `accepted`, on the device, and shapes never depend on values.
+policy that evicts before attention chooses between `place` and `append`: for all heads at once
+before the first layer, or layer by layer if it needs the query. What differs between devices is the
+kernels (`ops`) and who calls: on a CPU the engine calls `end` as soon as the logits are known to be
+finite; on CUDA one graph holds [`end` of the last step, the next step], because the next step is
+launched before the host knows whether its token belongs to the answer. So every change in `end`
+depends on the flag `accepted`, on the device, and shapes never depend on values.
 
 Until `end` a step has written only to rows that no head holds or that it keeps a copy of, so `drop`
 undoes it.
@@ -23,6 +24,7 @@ undoes it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -36,12 +38,14 @@ from minikv.policies.base import (
     StepAppend,
     StepEnd,
     StepPolicy,
+    StepRoom,
     StepView,
     leaving,
     oldest_of_lowest,
 )
 
 _ENDLESS = 1 << 40  # a window that never slides
+_AT_ONCE = 1 << 20  # rows, with padding, that torch compares at once
 _MULTIPLE = 256  # of the scratch's width under a graph, so that it outlives small changes of caps
 
 
@@ -61,6 +65,7 @@ class DecodeStep:
         with torch.inference_mode(False):  # written inside of a forward and outside
             self.count = torch.zeros(sides, dtype=torch.int64, device=device)
             self.slot = torch.zeros_like(self.count)
+            self.unseen = torch.zeros_like(self.count)  # see `_find_unseen`
             self.quota: Tensor | None = None
             self.overwritten = torch.zeros(sides, dtype=torch.bool, device=device)
             self.accepted = torch.zeros((), dtype=torch.bool, device=device)
@@ -78,12 +83,14 @@ class DecodeStep:
         self.width = self.pinned = 0
         self.logits = self.lse = self._nothing
         self.leaves_last: Tensor | None = None
+        self.shown: Tensor | None = None  # with leaves_last: positions as the policy sees them
         self.undo_rows: dict[str, Tensor] = {}
         self._layers: list[tuple[Tensor, ...]] = []  # views by layer: making them is not free
         self._rows: tuple[Tensor, Tensor, Tensor] | None = None  # see `_in_use`
         self.half_ended = False  # statistics and victims are final, the lengths are not
         self.due = True  # the next `end` may find a head that has to give up rows; see `is_due`
         self._phases: frozenset[int] | None = None
+        self._known: tuple[int, int] | None = None  # see `note_left`
         self.key: tuple[object, ...] = ()
 
     # -- an answer begins and ends ------------------------------------------------------------
@@ -122,27 +129,30 @@ class DecodeStep:
             elif logits.shape != (*sides, width):
                 logits = torch.empty((*sides, width), dtype=exact, device=self.device)
                 lse = torch.empty(sides, dtype=exact, device=self.device)
-            undo_rows = self._undo_rows(arena, policy)
             quota = None if policy is None else policy.quota(arena.cap)
             # A graph holds addresses: what it reads stays where it is.
             leaves_last = _in_place(self.leaves_last, leaves_last)
+            undo_rows = self._undo_rows(_written(arena, leaves_last), policy, arena.length.numel())
+            shown = None if leaves_last is None else torch.zeros_like(arena.columns["pos"])
+            shown = _in_place(self.shown, shown)
             quota = _in_place(self.quota, quota)
         # From here on nothing fails.
         self.policy, self.pinned = policy, pinned
         self.speculative, self.width = speculative, width
         self.logits, self.lse, self.undo_rows = logits, lse, undo_rows
-        self.leaves_last, self.quota = leaves_last, quota
+        self.leaves_last, self.shown, self.quota = leaves_last, shown, quota
         self.position.fill_(position)
         self.overwritten.zero_()
         self.half_ended, self._rows = False, None
-        self.due, self._phases = True, self._find_phases(arena, policy, position)
+        self.due = True
+        self._phases, self._known = self._foresee(arena, policy, position)
         whole = (arena.start, self.count, self.slot, self.oldest_seen)
         scratch = (logits, lse) if reads else ()
         self._layers = list(zip(*(t.unbind() for t in (*whole, *scratch)), strict=True))
         self.accepted.zero_()
         self._place(arena)
         tables = (arena.start, arena.length, arena.cap, arena.free_slot)
-        work = (logits, lse, *undo_rows.values(), leaves_last, quota)
+        work = (logits, lse, *undo_rows.values(), leaves_last, shown, quota)
         fixed = (*arena.columns.values(), *tables, *work)
         self.key = (
             policy,
@@ -153,29 +163,58 @@ class DecodeStep:
         )
         self.arena = arena  # last: what is not complete is not open
 
-    def _find_phases(
+    def _foresee(
         self, arena: Arena, policy: StepPolicy | None, position: int
-    ) -> frozenset[int] | None:
-        """Positions, modulo the policy's `block`, at which a head may have to give up rows: it does
-        so every `block` steps. None: at any. Rows that slide out of a window are not foreseen."""
-        if policy is None or policy.block == 1 or self._slides:
-            return None
+    ) -> tuple[frozenset[int] | None, tuple[int, int] | None]:
+        """Of a policy that evicts `block` rows at once: the positions, modulo `block`, at which a
+        head may have to give up rows, as it does so every `block` steps. Not where rows slide out
+        of windows, which slows a head down: there, what `note_left` would be told."""
+        if policy is None or policy.block == 1:
+            return None, None
         steps = (arena.cap + policy.block - arena.held).flatten().tolist()
-        return frozenset((position + left) % policy.block for left in steps)
+        if self._slides:
+            return None, (position, min(steps) - 1)
+        return frozenset((position + left) % policy.block for left in steps), None
+
+    @property
+    def drifts(self) -> bool:
+        """Whether it depends on the rows when a head has to give up some. Then `left` is worth
+        noting."""
+        return self.policy is not None and self.policy.block > 1 and self._slides
+
+    @property
+    def left(self) -> Tensor:
+        """int64 []: the steps until a head has to give up rows, at least: 0 if one must at the end
+        of the step under way."""
+        assert self.arena is not None
+        assert self.policy is not None
+        return (self.arena.cap + self.policy.block - self.count).min()
+
+    def note_left(self, position: int, left: int) -> None:
+        """`left` was so much in the step of the token at `position`."""
+        self._known = position, left
 
     def is_due(self, position: int) -> bool:
         """Whether a head may have to give up rows when the step ends after which so many tokens
         are counted. Known without asking the device, so that other steps need not compute who
         would: set `due` before `end_if_accepted` is called or captured."""
         policy = self.policy
-        return policy is None or self._phases is None or position % policy.block in self._phases
+        if policy is None or policy.block == 1:
+            return True
+        if self._phases is not None:
+            return position % policy.block in self._phases
+        if self._known is None or position <= self._known[0]:
+            return True
+        at, left = self._known
+        return left <= position - 1 - at  # a head grows by one row a step, or not at all
 
-    def _undo_rows(self, arena: Arena, policy: StepPolicy | None) -> dict[str, Tensor]:
+    def _undo_rows(
+        self, columns: dict[str, Tensor], policy: StepPolicy | None, heads: int
+    ) -> dict[str, Tensor]:
         """Room for one row of every head, where a victim is overwritten before a step is final."""
         if policy is None or not policy.evict_first:
             return {}
-        heads = arena.length.numel()
-        wanted = {n: (c.dtype, (heads, *c.shape[1:])) for n, c in arena.columns.items()}
+        wanted = {n: (c.dtype, (heads, *c.shape[1:])) for n, c in columns.items()}
         if wanted == {n: (c.dtype, tuple(c.shape)) for n, c in self.undo_rows.items()}:
             return self.undo_rows
         return {
@@ -193,12 +232,13 @@ class DecodeStep:
         self.arena, self._rows = None, None
         if not self.speculative:
             self.logits = self.lse = self._nothing
-            self.leaves_last, self.undo_rows, self._layers = None, {}, []
+            self.leaves_last = self.shown = None
+            self.undo_rows, self._layers = {}, []
 
     @property
     def nbytes(self) -> int:
         """Bytes held beside the arena."""
-        held = (self.logits, self.lse, *self.undo_rows.values(), self.leaves_last)
+        held = (self.logits, self.lse, *self.undo_rows.values(), self.leaves_last, self.shown)
         return sum(t.nbytes for t in (*held, *(self._rows or ())) if t is not None)
 
     # -- a step -------------------------------------------------------------------------------
@@ -206,11 +246,53 @@ class DecodeStep:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`; one token. Writes the new row of each head, then attends."""
         assert len(q) == 1, "a prompt must be announced with begin()"
+        if layer == 0:
+            self._make_room()
+        query = q[0].view(self.shape.kv_heads, -1, self.shape.head_dim)
+        self._append(layer, query, k[0], v[0])
+        return self._attention(layer, query)
+
+    def attend_unrotated(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`attend` for rows of one token that were not rotated: qkv [H * G + 2 * H, D], queries,
+        keys, values; cos and sin as `Rotary.table` makes them, [1, 1, D]."""
+        arena, policy, heads = self.arena, self.policy, self.shape.kv_heads
+        assert arena is not None
+        if layer == 0:
+            self._make_room()
+        if policy is not None and policy.evict_first and policy.needs_query:
+            query = qkv[: -2 * heads].view(heads, -1, self.shape.head_dim)
+            turned = torch.empty_like(query)
+            rows = qkv[-2 * heads : -heads], qkv[-heads:]
+            if not self._append_kernel(policy, layer, query, *rows, (cos, sin, turned)):
+                both = self.ops.rotate(qkv[None, :-heads], cos, sin)[0]
+                turned = both[:-heads].view_as(query)
+                self._append(layer, turned, both[-heads:], qkv[-heads:])
+            return self._attention(layer, turned)
+        columns, norm = arena.columns, policy.norm_column if policy is not None else ""
+        slot = self._layers[layer][2]
+        query, key = self.ops.rotate_append(
+            qkv,
+            cos,
+            sin,
+            slot,
+            self.position,
+            columns["k"],
+            columns["v"],
+            columns["pos"],
+            self._blank(norm),
+            columns.get("k_scale"),
+            columns.get("v_scale"),
+            columns.get(norm),
+        )
+        if policy is not None and not norm:
+            self._init_state(policy, layer, key, slot)
+        return self._attention(layer, query)
+
+    def _attention(self, layer: int, query: Tensor) -> Tensor:
+        """Of the layer's query [H, G, D] to the rows of each head; mixed values [1, H * G, D]."""
         assert self.arena is not None
         columns = self.arena.columns
-        start, count, slot, oldest, *scratch = self._layers[layer]
-        query = q[0].view(self.shape.kv_heads, -1, self.shape.head_dim)
-        self._append(layer, query, k[0], v[0], slot)
+        start, count, _, oldest, *scratch = self._layers[layer]
         window = self.shape.windows[layer]
         mixed, _ = self.ops.ragged_attention(
             query,
@@ -239,7 +321,9 @@ class DecodeStep:
         says that it counts, as after an interrupt: then `end_if_accepted` must be called again.
         """
         self.accepted.fill_(True)
-        self.due = not self._readable or self.is_due(int(self.position) + 1)
+        self.due = True
+        if self._readable and self.policy is not None and self.policy.block > 1:
+            self.due = int(self.left) <= 0
         self.end_if_accepted()
 
     def end_if_accepted(self) -> None:
@@ -253,14 +337,17 @@ class DecodeStep:
             if not self.half_ended:
                 # Before statistics change, unless the rows are about to move.
                 moves = policy is not None and policy.block > 1
-                unseen = self._unseen_rows() if self._slides and not moves else None
+                if self._slides and not moves:
+                    self._find_unseen(arena)
                 if policy is None or policy.evict_first:
                     arena.free_slot.masked_fill_(self.accepted, -1)
                 else:
                     final = self._update_and_evict(policy, undo)
                 if self._slides:
-                    unseen = unseen or self._unseen_rows()
-                    torch.where(*unseen, arena.free_slot, out=arena.free_slot)
+                    if moves:
+                        self._find_unseen(arena)
+                    slid = self.unseen >= 0
+                    torch.where(slid, self.unseen, arena.free_slot, out=arena.free_slot)
                 self.half_ended = True
             self._place(arena)
         except BaseException as error:
@@ -297,45 +384,65 @@ class DecodeStep:
         self.accepted.zero_()
         if not self.undo_rows:
             return
-        # In a layer that the step did not reach, no row was overwritten yet.
+        columns = _written(arena, self.leaves_last)
+        # In a layer for which no victim was chosen yet, no row was overwritten.
         tables = zip(
             self.overwritten.flatten().tolist(), arena.free_slot.flatten().tolist(), strict=True
         )
         for i, (overwritten, row) in enumerate(tables):
             if overwritten and row >= 0:
                 for name, saved in self.undo_rows.items():
-                    arena.columns[name][row].copy_(saved[i])
+                    columns[name][row].copy_(saved[i])
                 arena.free_slot.view(-1)[i].fill_(-1)
 
     # -- before attention ---------------------------------------------------------------------
 
-    def _append(self, layer: int, query: Tensor, key: Tensor, value: Tensor, slot: Tensor) -> None:
-        """Write the new row of each head in every column. query [H, G, D]; key, value [H, D]."""
+    def _make_room(self) -> None:
+        """Before the first layer: what is known of the step without its query. Of a policy that
+        evicts first, the row that leaves each full head: it is copied to `undo_rows`, and is the
+        place of the new one."""
         arena, policy = self.arena, self.policy
         assert arena is not None
+        if policy is None or not policy.evict_first:
+            return
+        if self._readable and not bool(((arena.free_slot < 0) & (arena.length >= arena.cap)).any()):
+            return
+        self._show(policy, arena.length)
+        if policy.needs_query:
+            return
+        columns = _written(arena, self.leaves_last)
+        rows = self._rows_of(policy, arena.length)
+        room = StepRoom(rows, arena.free_slot, self.slot, columns, self.undo_rows)
+        if policy.room_kernel(self.ops, room):
+            return
+        heads = arena.length.numel()
+        many = max(1, _AT_ONCE // max(1, self.width))
+        for lo in range(0, heads, many):
+            part = slice(lo, min(lo + many, heads))
+            start, length = arena.start.flatten()[part], arena.length.flatten()[part]
+            cap = arena.cap.flatten()[part]
+            index, live = self._index(start, length)
+            view = self._view(policy, self.position, index, live, cap, part)
+            scores, allowed = policy.score(view, 1)
+            self.ops.overwrite_step(
+                scores,
+                allowed,
+                replace(rows, start=start, length=length, cap=cap),
+                arena.free_slot.view(-1)[part],
+                self.slot.view(-1)[part],
+                columns,
+                {name: saved[part] for name, saved in self.undo_rows.items()},
+            )
+
+    def _append(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write the new row of each head in every column. query [H, G, D]; key, value [H, D]."""
+        arena, policy, slot = self.arena, self.policy, self.slot[layer]
+        assert arena is not None
         columns = arena.columns
-        if policy is not None and policy.evict_first:
-            if self.leaves_last is None and not arena.coded:
-                heads = slice(layer * len(key), (layer + 1) * len(key))
-                append = StepAppend(
-                    layer,
-                    query,
-                    key,
-                    value,
-                    arena.start[layer],
-                    arena.length[layer],
-                    arena.cap[layer],
-                    arena.free_slot[layer],
-                    self.position,
-                    columns,
-                    {name: saved[heads] for name, saved in self.undo_rows.items()},
-                    self.width,
-                    self.pinned,
-                )
-                if policy.append_kernel(self.ops, append):
-                    return
-            slot = self._evict_before_attention(policy, layer, query, key)
-        extra = [columns[name] for name in arena.extra]
+        if policy is not None and policy.evict_first and policy.needs_query:
+            if self._append_kernel(policy, layer, query, key, value):
+                return
+            self._evict_in_layer(policy, layer, query, key)
         self.ops.append(
             key,
             value,
@@ -344,37 +451,82 @@ class DecodeStep:
             columns["k"],
             columns["v"],
             columns["pos"],
-            extra if self.leaves_last is None else [*extra, self.leaves_last],
+            self._blank(),
             columns.get("k_scale"),
             columns.get("v_scale"),
         )
         if policy is not None:
-            for name, values in policy.init_state(layer, key).items():
-                columns[name].index_copy_(0, slot, values)
+            self._init_state(policy, layer, key, slot)
 
-    def _evict_before_attention(
-        self, policy: StepPolicy, layer: int, query: Tensor, key: Tensor
-    ) -> Tensor:
-        """Choose a victim in each full head of a layer; int64 [H], where the new rows go."""
+    def _append_kernel(
+        self,
+        policy: StepPolicy,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        turn: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> bool:
+        """Let a kernel choose who leaves by the query and write the new rows; False: there is
+        none."""
         arena = self.arena
         assert arena is not None
-        start, length = arena.start[layer], arena.length[layer]
-        free_slot, cap = arena.free_slot[layer], arena.cap[layer]
-        full = (free_slot < 0) & (length >= cap)
-        if self._readable and not bool(full.any()):
-            return self.slot[layer]
+        heads = slice(layer * len(key), (layer + 1) * len(key))
+        append = StepAppend(
+            layer,
+            query,
+            key,
+            value,
+            arena.start[layer],
+            arena.length[layer],
+            arena.cap[layer],
+            arena.free_slot[layer],
+            self.position,
+            _written(arena, self.leaves_last),
+            {name: saved[heads] for name, saved in self.undo_rows.items()},
+            self.width,
+            self.pinned,
+            self._positions,
+            turn,
+        )
+        return policy.append_kernel(self.ops, append)
+
+    def _blank(self, without: str = "") -> list[Tensor]:
+        """The columns in which a new row is 0 at first."""
+        assert self.arena is not None
+        columns = self.arena.columns
+        extra = [columns[name] for name in self.arena.extra if name != without]
+        return extra if self.leaves_last is None else [*extra, self.leaves_last]
+
+    def _init_state(self, policy: StepPolicy, layer: int, key: Tensor, slot: Tensor) -> None:
+        """What a policy keeps of a new row from its key [H, D]."""
+        assert self.arena is not None
+        for name, values in policy.init_state(layer, key).items():
+            self.arena.columns[name].index_copy_(0, slot, values)
+
+    def _evict_in_layer(self, policy: StepPolicy, layer: int, query: Tensor, key: Tensor) -> None:
+        """Choose a victim in each full head of a layer by its query."""
+        arena = self.arena
+        assert arena is not None
+        start, length, cap = arena.start[layer], arena.length[layer], arena.cap[layer]
+        free_slot = arena.free_slot[layer]
+        if self._readable and not bool(((free_slot < 0) & (length >= cap)).any()):
+            return
         index, live = self._index(start, length)
-        view = self._view(policy, self.position, index, live, cap, layer, query=query, key=key)
+        heads = slice(layer * len(key), (layer + 1) * len(key))
+        view = self._view(
+            policy, self.position, index, live, cap, heads, layer=layer, query=query, key=key
+        )
         scores, allowed = policy.score(view, 1)
-        victim = index.gather(1, oldest_of_lowest(scores, view.pos, allowed)[:, None])[:, 0]
-        row = torch.where(full, victim, start)
-        for name, saved in self.undo_rows.items():
-            column = arena.columns[name]
-            mine = saved.view(self.shape.layers, -1, *saved.shape[1:])[layer]
-            mask = full.view(-1, *[1] * (mine.dim() - 1))
-            mine.copy_(torch.where(mask, column[row], mine))
-        free_slot.copy_(torch.where(full, victim, free_slot))
-        return torch.where(free_slot >= 0, free_slot, start + length)
+        self.ops.overwrite_step(
+            scores,
+            allowed,
+            replace(self._rows_of(policy, length), start=start, cap=cap),
+            free_slot,
+            self.slot[layer],
+            _written(arena, self.leaves_last),
+            {name: saved[heads] for name, saved in self.undo_rows.items()},
+        )
 
     # -- after attention ----------------------------------------------------------------------
 
@@ -385,16 +537,9 @@ class DecodeStep:
         changed statistics that nobody can take back."""
         arena = self.arena
         assert arena is not None
-        rows = kernels.Rows(
-            arena.start,
-            self.count,
-            arena.cap,
-            arena.columns["pos"],
-            self.position,
-            policy.sinks,
-            policy.recent,
-            self.pinned,
-        )
+        if self.due:
+            self._show(policy, self.count)
+        rows = self._rows_of(policy, self.count)
         columns = {name: arena.columns[name] for name in policy.columns}
         end = StepEnd(
             self.logits,
@@ -406,8 +551,11 @@ class DecodeStep:
             self.quota,
             self.window,
         )
-        if self.leaves_last is None and policy.end_kernel(self.ops, end):
+        if policy.end_kernel(self.ops, end):
             return bool(columns)
+        if not self.due and policy.update_kernel(self.ops, end):
+            arena.free_slot.masked_fill_(self.accepted, -1)
+            return True
         index, live = self._in_use()
         logits, lse = self.logits.flatten(0, 1), self.lse.flatten(0, 1)
         p = policy.attention(logits, lse, live)
@@ -418,7 +566,8 @@ class DecodeStep:
         over = (self.count > arena.cap + (policy.block - 1)).flatten()
         live = live & over[:, None]  # the other heads give up nothing and are not looked at
         cap = arena.cap.flatten()
-        view = self._view(policy, self.position + 1, index, live, cap, None, attention=p)
+        every = slice(None)
+        view = self._view(policy, self.position + 1, index, live, cap, every, attention=p)
         scores, allowed = policy.score(view, policy.block)
         if policy.block > 1:
             self._evict_block(policy, view, index, scores, allowed, undo)
@@ -503,18 +652,60 @@ class DecodeStep:
         self.count.copy_(left)
         self._rows = None
 
-    def _unseen_rows(self) -> tuple[Tensor, Tensor]:
-        """(bool, int64) [L, H]: heads with a row that their window does not show to the next token,
-        and the oldest one. It leaves before all others."""
-        arena = self.arena
-        assert arena is not None
-        index, live = self._index(arena.start, self.count)
-        pos = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, _ENDLESS)
-        oldest, at = pos.min(-1)
-        unseen = self.accepted & (oldest <= self.position + 1 - self.window[:, None])
-        return unseen, arena.start + at
+    def _find_unseen(self, arena: Arena) -> None:
+        """In `unseen`: the row of each head that its window does not show to the next token, or -1.
+        It leaves before all others."""
+        self.ops.unseen_rows(
+            arena.start,
+            self.count,
+            arena.columns["pos"],
+            self.position,
+            self.window,
+            self.accepted,
+            self.unseen,
+            width=self.width,
+        )
 
     # -- what a policy is shown ---------------------------------------------------------------
+
+    def _show(self, policy: StepPolicy, length: Tensor) -> None:
+        """Before a policy judges rows: see to it that those that leave last are not among them,
+        while there are enough others. length int64 [L, H]: the rows in use."""
+        arena = self.arena
+        assert arena is not None
+        if self.leaves_last is None or self.shown is None:
+            return
+        self.ops.shown_positions(
+            arena.start,
+            length,
+            arena.columns["pos"],
+            self.leaves_last,
+            self.shown,
+            width=self.width,
+            pinned=self.pinned,
+            least=policy.sinks + policy.recent + policy.block,
+        )
+
+    @property
+    def _positions(self) -> Tensor:
+        """int32 [R]: the position of each row, as the policy is shown it."""
+        assert self.arena is not None
+        return self.arena.columns["pos"] if self.shown is None else self.shown
+
+    def _rows_of(self, policy: StepPolicy, length: Tensor) -> kernels.Rows:
+        """What a kernel is told of all heads, which have so many rows in use."""
+        arena = self.arena
+        assert arena is not None
+        return kernels.Rows(
+            arena.start,
+            length,
+            arena.cap,
+            self._positions,
+            self.position,
+            policy.sinks,
+            policy.recent,
+            self.pinned,
+        )
 
     def _view(
         self,
@@ -523,14 +714,15 @@ class DecodeStep:
         index: Tensor,
         live: Tensor,
         cap: Tensor,
-        layer: int | None,
+        heads: slice,
         *,
+        layer: int | None = None,
         attention: Tensor | None = None,
         query: Tensor | None = None,
         key: Tensor | None = None,
     ) -> StepView:
-        """The rows `index` [F, N] of a layer's heads, or of all. Pinned rows are not shown, nor,
-        while there are enough others, those that leave last."""
+        """The rows `index` [F, N] of some of all L * H heads. Pinned rows are not shown, nor, while
+        there are enough others, those that leave last (after `_show`)."""
         arena = self.arena
         assert arena is not None
         flat = index.flatten()
@@ -538,21 +730,13 @@ class DecodeStep:
         def at_rows(column: Tensor) -> Tensor:
             return column.index_select(0, flat).view(index.shape)
 
-        pos = at_rows(arena.columns["pos"]).to(torch.int64)
-        pos = pos.masked_fill(~live | (pos < self.pinned), -1)
-        if self.leaves_last is not None:
-            shown = pos.masked_fill(self.leaves_last[index], -1)
-            least = policy.sinks + policy.recent + policy.block
-            enough = (shown >= 0).sum(1, keepdim=True) >= least
-            pos = torch.where(enough, shown, pos)
-        heads = self.shape.kv_heads
-        part = slice(None) if layer is None else slice(layer * heads, (layer + 1) * heads)
+        pos = at_rows(self._positions).to(torch.int64)
         return StepView(
             position,
-            pos,
+            pos.masked_fill(~live | (pos < self.pinned), -1),
             cap,
-            self._layer[part],
-            self._head[part],
+            self._layer[heads],
+            self._head[heads],
             {name: at_rows(arena.columns[name]) for name in policy.columns},
             attention,
             query,
@@ -593,6 +777,11 @@ class DecodeStep:
     def _arena_rows(self) -> int:
         assert self.arena is not None
         return len(self.arena.columns["pos"])
+
+
+def _written(arena: Arena, leaves_last: Tensor | None) -> dict[str, Tensor]:
+    """Every column that a new row is written to."""
+    return arena.columns if leaves_last is None else arena.columns | {"leaves_last": leaves_last}
 
 
 def _undoable(tensor: Tensor, undo: list[Callable[[], object]]) -> Tensor:

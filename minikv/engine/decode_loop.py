@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
-from minikv.engine.sampling import Sampling, choose, draw
+from minikv.engine.sampling import Sampling, draw
 from minikv.errors import NumericsError
 
 _WARM = 2  # steps that run uncaptured before one is captured
@@ -71,7 +71,7 @@ class CudaGraphs:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # At most two steps are under way, and each is read before a third is launched.
-        self._host = [torch.zeros(2, dtype=torch.int64, pin_memory=True) for _ in range(3)]
+        self._host = [torch.zeros(3, dtype=torch.int64, pin_memory=True) for _ in range(3)]
         self._sent = 0
 
     def warm(self, body: Callable[[], None]) -> None:
@@ -139,7 +139,8 @@ class DecodeLoop:
         self._network, self._kv, self._capture = network, kv, capture
         with torch.inference_mode(False):
             self._token = torch.zeros(1, dtype=torch.int64, device=kv.device)
-            self._found = torch.zeros(2, dtype=torch.int64, device=kv.device)
+            # The token; whether all logits are finite; and see `DecodeStep.note_left`.
+            self._found = torch.zeros(3, dtype=torch.int64, device=kv.device)
             self._draws = torch.zeros(_DRAWS, dtype=torch.float64, device=kv.device)
             self._first_draw = torch.zeros((), dtype=torch.int64, device=kv.device)
         self._running = False  # steps may be running on the device
@@ -177,7 +178,7 @@ class DecodeLoop:
                     self._early = self._launch()
                 except Exception as error:  # the step of `token` is already running
                     self._failed = error
-            found, good = asked()
+            found, good, left = asked()
         except BaseException:
             if self._running:  # the step launched ahead may have ended that of `token`
                 kv.position = max(kv.position, int(kv.decode.position))
@@ -189,6 +190,7 @@ class DecodeLoop:
                 f"the network produced NaN or infinite logits at position {kv.position + 1:,}",
                 'the turn was stopped; try `dtype="float32"`',
             )
+        kv.decode.note_left(kv.position, left)
         kv.position += 1
         self._guess = found
         return found
@@ -266,13 +268,24 @@ class DecodeLoop:
         """The captured body: end the last step, run one token, draw the next."""
         decode = self._kv.decode
         decode.end_if_accepted()
-        logits = self._network.forward(self._token, decode)
-        place = (decode.position + 1 - self._first_draw).clamp(0, _DRAWS - 1)
-        found = choose(logits[:vocab], sampling, self._draws.gather(0, place[None])[0])
-        good = torch.isfinite(logits).all()
-        decode.accepted.copy_(good)
-        self._token.copy_(found)
-        self._found.copy_(torch.stack((found, good)))
+        logits = self._network.forward(self._token, decode)[:vocab]
+        if decode.drifts:
+            self._found[2].copy_(decode.left)
+        written = self._token, self._found[:2], decode.accepted
+        if sampling.temperature == 0.0:
+            decode.ops.greedy(logits, *written)
+            return
+        decode.ops.sample(
+            logits,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            self._draws,
+            self._first_draw,
+            decode.position,
+            *written,
+        )
 
     def _draw(self, sampling: Sampling, seed: int) -> None:
         """Send the random numbers to the device, if that of the next draw is not there yet."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv import checks
+from minikv import checks, kernels
 from minikv.errors import NumericsError
 
 _MASK = (1 << 64) - 1
@@ -51,40 +51,14 @@ def pick(logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: in
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     point = torch.tensor(draw(seed, position), dtype=torch.float64)
-    return int(choose(logits.cpu(), sampling, point))
+    s = sampling
+    return int(kernels.drawn(logits.cpu(), s.temperature, s.top_k, s.top_p, s.min_p, point))
 
 
 def draw(seed: int, position: int) -> float:
     """A random number in [0, 1), keyed by (seed, position), for the token at that position."""
     generator = torch.Generator("cpu").manual_seed(_mix(seed, position))
     return float(torch.rand((), generator=generator, dtype=torch.float64))
-
-
-def choose(logits: Tensor, sampling: Sampling, point: Tensor) -> Tensor:
-    """int64 []: a token from finite float32 logits [V]. Reads no value back from the device.
-
-    point float64 []: a random number in [0, 1). The token is the one at this point of the
-    cumulative probabilities, the most likely token first. If a logit is not finite, it is any
-    token.
-    """
-    if sampling.temperature == 0.0:
-        return logits.argmax()
-    # Without subtracting the maximum first, a tiny temperature would give inf - inf.
-    ranked, ids = torch.sort(logits, descending=True, stable=True)
-    ranked = (ranked.double() - ranked[0].double()) / sampling.temperature
-    if sampling.top_k:
-        ranked = ranked[: sampling.top_k]
-    chances = torch.softmax(ranked, 0)
-    before = chances.cumsum(0) - chances
-    # The best token always stays, also with top_p 0.
-    first = torch.arange(len(chances), device=chances.device)
-    keep = (before < sampling.top_p) & (chances >= sampling.min_p * chances[0]) | (first == 0)
-    chances = torch.where(keep, chances, 0.0)
-    edges = chances.cumsum(0)
-    # right=True: a token of probability 0 has an empty interval and cannot be drawn.
-    rank = torch.searchsorted(edges, (point * edges[-1])[None], right=True)
-    rank = torch.minimum(rank, (first * keep).max())
-    return ids.gather(0, rank)[0]
 
 
 def _mix(seed: int, position: int) -> int:

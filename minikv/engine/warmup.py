@@ -34,10 +34,10 @@ def compiles(device: torch.device, kernels: str) -> bool:
 def warm(kv: KVCache, network: Network) -> None:
     """Run steps and prompts on tiny caches with the same network, policy and kernels.
 
-    Two steps, so that heads also evict a row. A prompt that evicts, and shorter ones after it,
-    because the tiles depend on the number of queries. `kv` is not changed, except: if the kernels
-    cannot be compiled (Triton needs a C compiler), it uses the torch kernels, and `kv.notice` says
-    why.
+    Two steps of each kind, so that heads also evict a row. A prompt that evicts, and shorter ones
+    after it, because the tiles depend on the number of queries. `kv` is not changed, except: if the
+    kernels cannot be compiled (Triton needs a C compiler), it uses the torch kernels, and
+    `kv.notice` says why.
     """
     try:
         _steps(kv)
@@ -74,9 +74,14 @@ def _steps(kv: KVCache) -> None:
         decode.open(arena, step, 0, speculative=True)
         heads = torch.zeros((1, shape.heads, shape.head_dim), dtype=kv.dtype, device=kv.device)
         rows = heads[:, : shape.kv_heads]
-        for _ in range(2):
+        both = torch.cat((heads, rows, rows), 1)[0]
+        still = torch.zeros((1, 1, shape.head_dim), dtype=kv.dtype, device=kv.device)
+        for unrotated in (False, True) * 2:
             for layer in range(shape.layers):
-                decode.attend(layer, heads, rows, rows)
+                if unrotated:
+                    decode.attend_unrotated(layer, both, still, still)
+                else:
+                    decode.attend(layer, heads, rows, rows)
             decode.end()
 
 
@@ -95,8 +100,8 @@ def _talk(kv: KVCache, network: Network) -> None:
             small, rows = None, 2 * rows
     found = network.forward(_ids(tokens, kv.device), small)
     loop = DecodeLoop(network, small, Eager())
-    for token in range(3):
-        loop.feed(token, len(found), Sampling(), 0, ahead=False)
+    for token, sampling in enumerate((Sampling(), Sampling(), Sampling(1.0))):
+        loop.feed(token, len(found), sampling, 0, ahead=False)
     loop.stop()
     for tokens in _LATER:
         small.begin(tokens)

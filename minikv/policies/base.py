@@ -107,8 +107,9 @@ class StepView:
     pos [F, N] int64, -1 for padding and for rows that may not be judged; cap [F]: rows a head
     keeps; position: tokens seen, the newest row included unless the policy evicts first; columns:
     the policy's own, [F, N] each; layer and head [F]; attention [F, N]: what the current query gave
-    each row, mean over G. A policy that evicts first has the current query [F, G, D] and the new
-    row's key [F, 1, D] instead; of a block of t rows all queries [F, G * t, D] and keys [F, t, D].
+    each row, mean over G. A policy that evicts first and needs the query has that [F, G, D] and the
+    new row's key [F, 1, D] instead; of a block of t rows all queries [F, G * t, D] and keys
+    [F, t, D].
     keys(heads) is [f, N, D]: the keys of all rows of the heads int64 [f], indices below F.
     layer_index: the layer, where all heads are of one. readable: numbers may be read without
     waiting for a device.
@@ -133,8 +134,12 @@ class StepAppend:
     """What a kernel reads that evicts and then writes a new row, in one layer before attention.
 
     query [H, G, D]; key, value [H, D]; start, length, cap, free_slot int64 [H]; position int64 []:
-    the new row's; columns: those of the arena [R, ...]; undo_rows: where overwritten rows are kept,
-    [H, ...] by column; no length exceeds `width`; positions below `pinned` never leave.
+    the new row's; columns: those of the arena [R, ...], and bool "leaves_last" [R] where some rows
+    leave after all others; undo_rows: where overwritten rows are kept, [H, ...] by column; no
+    length exceeds `width`; positions below `pinned` never leave; shown int32 [R]: the positions
+    that the policy is shown, which are columns["pos"] where no row leaves last. turn: cosine and
+    sine [1, 1, D], and where the rotated queries go [H, G, D], if queries and keys must be rotated
+    first.
     """
 
     layer: int
@@ -150,6 +155,32 @@ class StepAppend:
     undo_rows: Mapping[str, Tensor]
     width: int
     pinned: int
+    shown: Tensor
+    turn: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRoom:
+    """What a kernel reads that makes room in full heads of all layers, before attention.
+
+    rows: `kernels.Rows` before the new row, `newest` being the position that it will have; slot and
+    free_slot int64 [L, H], in place: where the new row goes, and the row that it overwrites;
+    columns: all of the arena [R, ...] by name; undo_rows: where overwritten rows are kept, [L * H,
+    ...] by name.
+    """
+
+    rows: kernels.Rows
+    free_slot: Tensor
+    slot: Tensor
+    columns: Mapping[str, Tensor]
+    undo_rows: Mapping[str, Tensor]
+
+    @property
+    def heads(
+        self,
+    ) -> tuple[kernels.Rows, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """What every kernel's arguments begin with."""
+        return self.rows, self.free_slot, self.slot, self.columns, self.undo_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,24 +504,31 @@ class StepPolicy(ABC):
     """A method that evicts while an answer is written, once a head is at its cap.
 
     `score` and `update` are the rule in torch: its specification, and what runs where there is no
-    kernel. `end_kernel` and `append_kernel` name the kernel that does the same faster.
+    kernel. `end_kernel`, `update_kernel`, `room_kernel` and `append_kernel` name the kernel that
+    does the same faster.
 
     evict_first: the victim leaves before attention and the current query does not see it (the head
-    then needs exactly cap rows); otherwise it is chosen by this step's attention. sinks and recent:
+    then needs exactly cap rows); otherwise it is chosen by this step's attention. needs_query: one
+    that evicts first reads the current query or key, so that it chooses layer by layer; without it
+    the victims of all layers are chosen at once, before the first one. sinks and recent:
     rows at either end that never leave. block: a head gives up so many rows at once, when it is so
     many over its cap. observe: queries of a prompt from which the columns start (0: they start
     without). prompt_history: last queries of a prompt, at most 32, that are shown one by one
-    (`PromptView.below`). needs_attention: `score` reads `StepView.attention`.
+    (`PromptView.below`). needs_attention: `score` reads `StepView.attention`. norm_column: the
+    only column that `init_state` sets, to the Euclidean norm of the key, if there is one; a kernel
+    that writes the row then writes it, too.
     """
 
     name: str
     evict_first: bool = False
+    needs_query: bool = True
     sinks: int = 0
     recent: int = 1
     block: int = 1
     observe: int = 0
     prompt_history: int = 0
     needs_attention: bool = False
+    norm_column: str = ""
 
     def for_prefill(self) -> StepPolicy:
         """The policy that reads a prompt in blocks in this one's place (`BlockPrefill`)."""
@@ -538,8 +576,19 @@ class StepPolicy(ABC):
         """`update`, `score` and the choice of victims by a kernel. False if `ops` has none."""
         return False
 
+    def update_kernel(self, ops: Kernels, end: StepEnd) -> bool:
+        """`update` by a kernel, at the end of a step that evicts nothing (see `block`). False if
+        `ops` has none."""
+        return False
+
+    def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
+        """For `evict_first` without `needs_query`: `score` and the choice of victims by a kernel,
+        for all layers. False if `ops` has none."""
+        return False
+
     def append_kernel(self, ops: Kernels, append: StepAppend) -> bool:
-        """For `evict_first`: `score`, the choice of victims and the new row, in one layer."""
+        """For `evict_first` that needs the query: `score`, the choice of victims and the new row,
+        in one layer."""
         return False
 
 

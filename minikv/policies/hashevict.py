@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import PromptView, StepAppend, StepPolicy, StepView, unprotected
+
+_OWN = ("k", "v", "pos", "code")
 
 
 def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:
@@ -86,11 +89,22 @@ class HashEvict(StepPolicy):
         return -distance.to(torch.float32), unprotected(view, self)
 
     def append_kernel(self, ops: Kernels, append: StepAppend) -> bool:
-        if ops.hash_append is None:
-            return False
         key, columns, undo = append.key, append.columns, append.undo_rows
+        others = [name for name in columns if name not in _OWN]
+        plain = not others and append.shown is columns["pos"] and append.turn is None
+        if ops.hash_append is None or not (plain or ops.appends_any):
+            return False
+        more: dict[str, Any] = {}
+        if not plain:
+            more = {name: columns[name] for name in ("k_scale", "v_scale") if name in columns}
+            more["others"] = [columns[name] for name in others]
+            more["undo_others"] = [undo[name] for name in others]
+            more |= {"shown": append.shown, "turn": append.turn}
+        by_key = self.hash_with == "key"
+        if append.turn is not None:
+            more["keyed"] = by_key
         ops.hash_append(
-            key[:, None] if self.hash_with == "key" else append.query,
+            key[:, None] if by_key and append.turn is None else append.query,
             key,
             append.value,
             self.matrix(append.layer, key),
@@ -108,5 +122,6 @@ class HashEvict(StepPolicy):
             sinks=self.sinks,
             recent=self.recent,
             pinned=append.pinned,
+            **more,
         )
         return True

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
     Evidence,
     PromptView,
     Scorer,
     StepPolicy,
+    StepRoom,
     StepView,
     unprotected,
 )
@@ -48,6 +50,8 @@ class L2(StepPolicy):
     recent: int
     name: str = "l2"
     evict_first: bool = True
+    needs_query: bool = False
+    norm_column: str = "norm"
 
     @property
     def columns(self) -> dict[str, torch.dtype]:
@@ -61,3 +65,9 @@ class L2(StepPolicy):
 
     def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         return -view.columns["norm"], unprotected(view, self)
+
+    def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
+        if ops.l2_step is None:
+            return False
+        ops.l2_step(*room.heads, room.columns["norm"])
+        return True

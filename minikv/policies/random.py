@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
     Evidence,
     PromptView,
     Scorer,
     StepPolicy,
+    StepRoom,
     StepView,
     unprotected,
 )
@@ -48,7 +50,14 @@ class Random(StepPolicy):
     seed: int
     name: str = "random"
     evict_first: bool = True
+    needs_query: bool = False
 
     def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         drawn = uniform(self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos)
         return drawn, unprotected(view, self)
+
+    def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
+        if ops.random_step is None:
+            return False
+        ops.random_step(*room.heads, self.seed)
+        return True

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.errors import UsageError
-from minikv.policies.base import StepPolicy, StepView, unprotected
+from minikv.kernels.dispatch import Kernels
+from minikv.policies.base import StepEnd, StepPolicy, StepView, unprotected
 from minikv.policies.snapkv import pool
 
 BLOCK = 1 << 20
@@ -79,6 +80,12 @@ class RKV(StepPolicy):
         for i in range(self.window - 1, 0, -1):
             columns[f"seen{i}"].copy_(columns[f"seen{i - 1}"])
         columns["seen0"].copy_(probabilities)
+
+    def update_kernel(self, ops: Kernels, end: StepEnd) -> bool:
+        if ops.shift_step is None:
+            return False
+        ops.shift_step(*end.heads[:4], [*end.columns.values()], self.group)
+        return True
 
     def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         past = (view.pos >= 0) & (view.pos < view.position - self.window)

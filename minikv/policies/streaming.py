@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, unprotected
+from minikv.kernels.dispatch import Kernels
+from minikv.policies.base import (
+    Evidence,
+    PromptView,
+    Scorer,
+    StepPolicy,
+    StepRoom,
+    StepView,
+    unprotected,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +44,15 @@ class Streaming(StepPolicy):
     sinks: int
     name: str = "streaming"
     evict_first: bool = True
+    needs_query: bool = False
     recent: int = 0
 
     def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         age = view.pos.float()
         return age.where(view.pos >= self.sinks, -age), unprotected(view, self)
+
+    def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
+        if ops.streaming_step is None:
+            return False
+        ops.streaming_step(*room.heads)
+        return True

@@ -22,6 +22,9 @@ from minikv.kernels.torch import ragged_prefill as ragged
 class Recorder(Kernels):
     """Notes what is called, and what keywords it was given."""
 
+    streaming_step = staticmethod(step_oracle.streaming_step)
+    l2_step = staticmethod(step_oracle.l2_step)
+    random_step = staticmethod(step_oracle.random_step)
     h2o_step = staticmethod(step_oracle.h2o_step)
     tova_step = staticmethod(step_oracle.tova_step)
     roco_step = staticmethod(step_oracle.roco_step)
@@ -46,11 +49,17 @@ class Recorder(Kernels):
         return call
 
 
+TURNED = ({"rotate_append"}, {"rotate"})
+"""What rows of a step are rotated by: with the row that is written, or before HashEvict."""
+
+
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
         ("none", {"append"}),
-        ("streaming", {"append"}),
+        ("streaming", {"append", "streaming_step"}),
+        ("l2", {"append", "l2_step"}),
+        ("random", {"append", "random_step"}),
         ("h2o", {"append", "h2o_step"}),
         ("roco", {"append", "roco_step"}),
         ("tova", {"append", "tova_step"}),
@@ -71,7 +80,12 @@ def test_what_a_policy_launches(
     names = {name for name, _ in recorder.calls}
     names -= {"advance", "observe", "add_attention_mass", "rows_attention", "last_rows_attention"}
     names -= {"gather_rows", "gather_column", "ragged_prefill"}
-    assert names == expected | {"ragged_attention"}
+    assert names == expected | {
+        "ragged_attention",
+        "greedy",
+        "sample",
+        *TURNED[step == "hashevict"],
+    }
     assert kv.position == 0
     assert kv.arena.rows == 0
 

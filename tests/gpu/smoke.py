@@ -50,6 +50,10 @@ class Twins(dispatch.Kernels):
     """Every operation in torch, with the policies' own."""
 
     hash_append = staticmethod(step_oracle.hash_append)
+    streaming_step = staticmethod(step_oracle.streaming_step)
+    l2_step = staticmethod(step_oracle.l2_step)
+    random_step = staticmethod(step_oracle.random_step)
+    shift_step = staticmethod(step_oracle.shift_step)
     h2o_step = staticmethod(step_oracle.h2o_step)
     tova_step = staticmethod(step_oracle.tova_step)
     roco_step = staticmethod(step_oracle.roco_step)
@@ -167,6 +171,121 @@ def newcomer(s: Sizes, coded: bool) -> str:
         ops.append(key, value, slot, torch.tensor(9, device=s.device), k, v, pos, blank, *scales)
         outs.append((k, v, pos, *blank, *scales))
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True)), "not equal"
+    return "equal"
+
+
+def turned(s: Sizes, coded: bool) -> str:
+    """Rotated first; and the angles of a position far out."""
+    rows, device = 64 * s.heads, s.device
+    qkv = s.normal(s.heads * (s.group + 2), s.size)
+    inverse = (1e4 ** -(torch.arange(s.size // 2) / (s.size // 2))).to(device)
+    slot = torch.randperm(rows, generator=s.made)[: s.heads].to(device)
+    outs = []
+    for ops in (Twins(), Triton()):
+        angles = ops.rotary_table(torch.tensor(131071, device=device), inverse, 1.0, s.kind)
+        kind = torch.int8 if coded else s.kind
+        k, v = (torch.zeros(rows, s.size, dtype=kind, device=device) for _ in range(2))
+        pos = torch.zeros(rows, dtype=torch.int32, device=device)
+        blank, norm = [torch.ones(rows, device=device)], torch.zeros(rows, device=device)
+        scales = [torch.ones(rows, device=device) if coded else None for _ in range(2)]
+        at = torch.tensor(9, device=device)
+        found = ops.rotate_append(qkv, *angles, slot, at, k, v, pos, blank, *scales, norm)
+        assert torch.equal(pos[slot], torch.full_like(slot, 9).to(torch.int32)), "positions"
+        assert not bool(blank[0][slot].any()), "columns"
+        if scales[0] is not None and scales[1] is not None:
+            k, v = (t.float() * by[:, None] for t, by in ((k, scales[0]), (v, scales[1])))
+        outs.append((*angles, *found, k, v, norm))
+    names = ("cos", "sin", "q", "key", "k", "v", "norm")
+    return near(2e-2, **dict(zip(names, zip(outs[1], outs[0], strict=True), strict=True)))
+
+
+def made_room(s: Sizes, name: str) -> str:
+    """Before attention: full heads, others, and rows that are not shown."""
+    sides, wide = (s.layers, s.heads), s.rows // 4 + 1
+    length = torch.randint(wide // 2, wide + 1, sides, generator=s.made)
+    start = (length.flatten().cumsum(0) - length.flatten()).view(sides)
+    pos = torch.cat([torch.randperm(2 * wide, generator=s.made)[:n] for n in length.flatten()])
+    total, heads = len(pos), length.numel()
+    late = (torch.rand(total, generator=s.made) < 0.3).to(s.device)
+    cap = length + torch.randint(0, 2, sides, generator=s.made)
+    given = [t.to(s.device) for t in (start, length, cap, pos.to(torch.int32))]
+    columns = {
+        "k": s.normal(total, s.size),
+        "v": s.normal(total, s.size),
+        "pos": given[3],
+        "norm": torch.randint(0, wide, (total,), generator=s.made).float().to(s.device),
+    }
+    outs = []
+    for ops in (Twins(), Triton()):
+        shown, unseen = torch.full_like(given[3], -1), torch.zeros_like(given[0])
+        ops.shown_positions(
+            given[0], given[1], given[3], late, shown, width=wide, pinned=3, least=9
+        )
+        newest = torch.tensor(2 * wide, device=s.device)
+        window = torch.full((s.layers,), 2 * wide - 9, device=s.device)
+        go = torch.tensor(True, device=s.device)
+        ops.unseen_rows(given[0], given[1], given[3], newest, window, go, unseen, width=wide)
+        undo = {
+            n: torch.zeros((heads, *c.shape[1:]), dtype=c.dtype, device=s.device)
+            for n, c in columns.items()
+        }
+        free_slot, slot = (torch.full(sides, n, device=s.device) for n in (-1, 7))
+        room = (Rows(*given[:3], shown, newest, 4, 8, 3), free_slot, slot, columns, undo)
+        if name == "l2":
+            ops.l2_step(*room, columns["norm"])
+        elif name == "random":
+            ops.random_step(*room, SEED)
+        else:
+            ops.streaming_step(*room)
+        outs.append((shown, unseen, free_slot, slot, *undo.values()))
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True)), "not equal"
+    return "equal"
+
+
+def shifted(s: Sizes) -> str:
+    """R-KV's statistics."""
+    wide, said = s.rows // 4, ""
+    sides = (s.layers, s.heads)
+    length = torch.randint(1, wide + 1, sides, generator=s.made).to(s.device)
+    start = (length.flatten().cumsum(0) - length.flatten()).view(sides)
+    total = int(length.sum())
+    logits = torch.randn(*sides, s.group, wide, generator=s.made).to(s.device)
+    reach = torch.arange(wide, device=s.device)
+    inside = logits.masked_fill((reach >= length[..., None])[:, :, None], -torch.inf)
+    pos = torch.zeros(total, dtype=torch.int32, device=s.device)
+    newest = torch.tensor(wide, device=s.device)
+    rows = Rows(start, length, length, pos, newest, 0, 1, 0)
+    before = [torch.rand(total, generator=s.made).to(s.device) for _ in range(4)]
+    for group in ("mean", "max"):
+        outs = []
+        for ops in (Twins(), Triton()):
+            seen = [t.clone() for t in before]
+            go = torch.tensor(True, device=s.device)
+            ops.shift_step(logits, inside.logsumexp(-1), rows, go, seen, group)
+            outs.append(seen)
+        pairs = enumerate(zip(outs[1], outs[0], strict=True))
+        said = near(1e-4, **{f"seen{i}": pair for i, pair in pairs})
+    return said
+
+
+def token(s: Sizes) -> str:
+    """Of a whole vocabulary: the best, and draws through every filter."""
+    vocab = 128256 if s.rows > 100 else 3000
+    logits = (torch.randn(vocab, generator=s.made) * 3).to(s.device)
+    draws = torch.rand(8, dtype=torch.float64, generator=s.made).to(s.device)
+    first = torch.tensor(0, device=s.device)
+    outs = []
+    for ops in (Twins(), Triton()):
+        found = [torch.zeros(2, dtype=torch.int64, device=s.device) for _ in range(33)]
+        one = torch.zeros(1, dtype=torch.int64, device=s.device)
+        finite = torch.tensor(False, device=s.device)
+        ops.greedy(logits, one, found[0], finite)
+        settings = ((1.0, 0, 1.0, 0.0), (0.7, 40, 1.0, 0.0), (2.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1))
+        for i, into in enumerate(found[1:]):
+            at = torch.tensor(i % 8 - 1, device=s.device)
+            ops.sample(logits, *settings[i // 8], draws, first, at, one, into, finite)
+        outs.append(torch.stack(found))
+    assert torch.equal(*outs), "not equal"
     return "equal"
 
 
@@ -539,7 +658,13 @@ def main() -> int:
         check(f"ragged_attention {uses}".strip(), partial(attention, s, uses))
     check("append", partial(newcomer, s, False))
     check("append int8", partial(newcomer, s, True))
+    check("rotate_append", partial(turned, s, False))
+    check("rotate_append int8", partial(turned, s, True))
     check("hash_append", partial(hashed, s))
+    for name in ("streaming", "l2", "random"):
+        check(f"{name} before attention", partial(made_room, s, name))
+    check("shift_step", partial(shifted, s))
+    check("greedy, sample", partial(token, s))
     check("advance", partial(advanced, s))
     for name in ("h2o", "tova", "tova by layer", "roco", "scissorhands"):
         check(f"{name} step", partial(judged, s, name))

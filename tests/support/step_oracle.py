@@ -6,7 +6,7 @@ and runs the policy's own `update` and `score` through `DecodeStep`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,15 @@ from torch import Tensor
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.stats import Shape
 from minikv.kernels import Rows
+from minikv.kernels.torch.layer import rotate
 from minikv.policies.h2o import H2O
 from minikv.policies.hashevict import HashEvict
+from minikv.policies.l2 import L2
+from minikv.policies.random import Random
+from minikv.policies.rkv import RKV
 from minikv.policies.roco import RoCo
 from minikv.policies.scissorhands import ScissorHands
+from minikv.policies.streaming import Streaming
 from minikv.policies.tova import Tova
 
 _ENDLESS = 1 << 40
@@ -74,6 +79,8 @@ def end_of_step(
     free_slot: Tensor,
     columns: dict[str, Tensor],
     window: Tensor | None = None,
+    *,
+    due: bool = True,
 ) -> None:
     """Statistics and victims by the policy's torch form, in place."""
     layers, heads, group, width = logits.shape
@@ -90,10 +97,58 @@ def end_of_step(
     )
     step.logits, step.lse, step.width = logits, lse, width
     step.count, step.position, step.accepted = rows.length, rows.newest, go
-    step.pinned, step.speculative = rows.pinned, True
+    step.pinned, step.speculative, step.due = rows.pinned, True, due
     if window is not None:
         step.window = window
     step._update_and_evict(policy, [])
+
+
+def _make_room(
+    policy: Any,
+    rows: Rows,
+    free_slot: Tensor,
+    slot: Tensor,
+    columns: Mapping[str, Tensor],
+    undo_rows: Mapping[str, Tensor],
+) -> None:
+    """The rows that leave before attention by the policy's torch form, in place."""
+    layers, heads = free_slot.shape
+    shape = Shape(layers, heads, heads, 1, (None,) * layers, _ENDLESS)
+    step = DecodeStep(shape, free_slot.device)
+    step.arena = SimpleNamespace(  # type: ignore[assignment]
+        columns=columns,
+        start=rows.start,
+        length=rows.length,
+        cap=rows.cap,
+        free_slot=free_slot,
+    )
+    step.policy, step.position, step.slot = policy, rows.newest, slot
+    step.shown = rows.pos
+    step.pinned, step.speculative, step.undo_rows = rows.pinned, True, dict(undo_rows)
+    step.width = max(1, int(rows.length.max()))
+    step._make_room()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenStreaming(Streaming):
+    """Any number of protected newest rows."""
+
+    recent: int
+
+
+def streaming_step(rows: Rows, *given: Any) -> None:
+    _make_room(GivenStreaming(sinks=rows.sinks, recent=rows.recent), rows, *given)
+
+
+def l2_step(rows: Rows, *given: Any) -> None:
+    *room, norm = given
+    assert norm is room[2]["norm"]
+    _make_room(L2(sinks=rows.sinks, recent=rows.recent), rows, *room)
+
+
+def random_step(rows: Rows, *given: Any) -> None:
+    *room, seed = given
+    _make_room(Random(sinks=rows.sinks, recent=rows.recent, seed=seed), rows, *room)
 
 
 def h2o_step(
@@ -158,6 +213,28 @@ def scissorhands_step(
     end_of_step(policy, logits, lse, rows, go, free_slot, columns, window)
 
 
+def shift_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    go: Tensor,
+    seen: Sequence[Tensor],
+    group: str,
+) -> None:
+    policy = RKV(
+        sinks=0,
+        window=len(seen),
+        buffer=10**6,  # nobody leaves
+        kernel=1,
+        mix=0.1,
+        threshold=0.5,
+        softmax="all",
+        group=group,
+    )
+    columns = {f"seen{i}": column for i, column in enumerate(seen)}
+    end_of_step(policy, logits, lse, rows, go, torch.zeros_like(rows.length), columns, due=False)
+
+
 def hash_append(
     probe: Tensor,
     key: Tensor,
@@ -178,30 +255,46 @@ def hash_append(
     sinks: int,
     recent: int,
     pinned: int,
+    shown: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    others: Sequence[Tensor] = (),
+    undo_others: Sequence[Tensor] = (),
+    turn: tuple[Tensor, Tensor, Tensor] | None = None,
+    keyed: bool = False,
 ) -> None:
+    if turn is not None:
+        cos, sin, turned = turn
+        turned.copy_(rotate(probe.flatten(0, 1)[None], cos, sin)[0].view_as(probe))
+        probe, key = turned, rotate(key[None], cos, sin)[0]
     heads, _, size = probe.shape
     policy = GivenHashEvict(
         code=code.dtype,
         sinks=sinks,
         recent=recent,
         bits=matrix.shape[1],
-        hash_with="query",
+        hash_with="key" if keyed else "query",
         seed=0,
         matrices={0: matrix},
     )
     step = DecodeStep(Shape(1, heads, heads, size, (None,), _ENDLESS), key.device)
     columns = {"k": k, "v": v, "pos": pos, "code": code}
+    names = ["k_scale", "v_scale"] * (k_scale is not None)
+    names += [f"other{i}" for i in range(len(others) - len(names))]
+    columns |= dict(zip(names, others, strict=True))
     step.arena = SimpleNamespace(  # type: ignore[assignment]
         columns=columns,
-        extra=["code"],
+        extra=["code", *(name for name in names if name.startswith("other"))],
         start=start[None],
         length=length[None],
         cap=cap[None],
         free_slot=free_slot[None],
-        coded=True,  # no kernel: the torch form
+        coded=False,
     )
     step.policy, step.position, step.pinned = policy, position, pinned
     step.width, step.speculative = width, True
-    step.undo_rows = dict(zip(columns, undo_rows, strict=True))
-    slot = torch.where(free_slot >= 0, free_slot, start + length)
-    step._append(0, probe, key, value, slot)
+    step.undo_rows = dict(zip(columns, (*undo_rows, *undo_others), strict=True))
+    if shown is not None:
+        step.shown = shown
+    step.slot = torch.where(free_slot >= 0, free_slot, start + length)[None]
+    step._append(0, probe, key, value)

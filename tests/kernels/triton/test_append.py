@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_device import DEVICE, draw, guarded, kernel, on_device, randoms, untouched
+from triton_device import DEVICE, close, draw, guarded, kernel, on_device, randoms, untouched
 
 from minikv.kernels.torch import append as plain_torch
 
@@ -82,3 +82,54 @@ def test_append(heads: int, size: int, coded: bool, dtype: torch.dtype) -> None:
         outcomes.append([k, v, pos, *blank, *scales])
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
     assert bool((outcomes[1][2][slot.to(DEVICE)] == 41).all())
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "group", "size", "coded", "normed"),
+    [(1, 1, 64, False, True), (5, 3, 80, True, True), (3, 4, 256, False, False)],
+)
+def test_rotate_append(
+    heads: int, group: int, size: int, coded: bool, normed: bool, dtype: torch.dtype
+) -> None:
+    """Queries and keys as `rotate` makes them; what is written is what `append` writes of them."""
+    rows = 3 * heads + 2
+    qkv = draw(1, (heads * (group + 2), size), dtype, 3.0)
+    qkv[-1] = 0.0
+    angle = draw(2, (1, 1, size // 2), torch.float32, 3.0)
+    cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
+    sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
+    slot = torch.randperm(rows, generator=randoms(3))[:heads]
+    stored = torch.int8 if coded else dtype
+    position = torch.tensor(41, device=DEVICE)
+    outcomes = []
+    for write in (plain_torch.rotate_append, kernel("triton.append").rotate_append, None):
+        k, v = (guarded(torch.full((rows, size), 3).to(stored)) for _ in range(2))
+        pos = guarded(torch.full((rows,), 5, dtype=torch.int32))
+        kinds = (torch.float32, torch.int16, torch.bool)
+        blank = [guarded(torch.ones(rows, dtype=kind)) for kind in kinds]
+        norm = guarded(torch.full((rows,), 9.0))
+        scales = [guarded(torch.full((rows,), 9.0)) if coded else None for _ in range(2)]
+        if write is not None:
+            given = map(guarded, (qkv, cos, sin, slot))
+            query, key = write(
+                *given, position, k, v, pos, blank, *scales, norm if normed else None
+            )
+            assert (query.shape, key.shape) == ((heads, group, size), (heads, size))
+        else:  # of the kernel's own keys
+            query, key = outcomes[1][:2]
+            value = guarded(qkv)[-heads:]
+            plain_torch.append(key, value, slot.to(DEVICE), position, k, v, pos, blank, *scales)
+            if normed:
+                norm[slot.to(DEVICE)] = key.float().norm(dim=-1)
+        made = [t for t in (k, v, pos, *blank, *scales, norm) if t is not None]
+        assert all(untouched(t) for t in made)
+        outcomes.append([query, key, *made])
+    loose = 1e-5 if dtype == torch.float32 else 2e-2
+    for got, want in zip(outcomes[1][:2], outcomes[0][:2], strict=True):
+        close(got, want, loose)
+    for got, want in zip(outcomes[1][2:-1], outcomes[2][2:-1], strict=True):
+        assert torch.equal(got, want)
+    close(outcomes[1][-1], outcomes[2][-1])
+    assert bool((outcomes[1][-1][slot.to(DEVICE)] != 9).all()) == normed

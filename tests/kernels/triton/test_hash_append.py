@@ -12,7 +12,7 @@ import pytest
 import step_oracle as twins
 import torch
 from ragged import in_use, segments
-from triton_device import DEVICE, draw, guarded, kernel, on_device, randoms, untouched
+from triton_device import DEVICE, close, draw, guarded, kernel, on_device, randoms, untouched
 
 pytest.importorskip("triton", reason="no Triton on this system")
 
@@ -73,6 +73,114 @@ def test_hash_append(
     for got, want in zip(outcomes[1], outcomes[0], strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     assert int(outcomes[1][-1][0]) >= 0  # the first head was full
+
+
+@on_device
+@pytest.mark.parametrize("coded", [False, True])
+def test_codes_further_columns_and_rows_that_are_not_shown(coded: bool) -> None:
+    """In int8 with scales; other columns become 0, and are put aside with the row that leaves."""
+    heads, probes, size, bits = 4, 2, 64, 15
+    start, length, rows = segments([23, 17, 30, 9])
+    cap = length + torch.tensor([0, 0, 1, 0])
+    free_slot = torch.tensor([-1, -1, -1, int(start[3]) + 2])
+    pos = torch.randperm(rows, generator=randoms(1)).to(torch.int32)
+    shown = torch.where(torch.rand(rows, generator=randoms(2)) < 0.4, -1, pos)
+    code = torch.randint(0, 4, (rows,), generator=randoms(3)).to(torch.int16)
+    k, v = (draw(i, (rows, size), torch.float32, 40.0) for i in (4, 5))
+    if coded:
+        k, v = k.to(torch.int8), v.to(torch.int8)
+    kinds = [torch.float32] * (2 * coded) + [torch.float32, torch.int64, torch.bool]
+    others = [torch.randint(1, 9, (rows,), generator=randoms(6)).to(kind) for kind in kinds]
+    given = [
+        draw(7, (heads, probes, size), torch.bfloat16),
+        draw(8, (heads, size), torch.bfloat16, 3.0),
+        draw(9, (heads, size), torch.bfloat16, 3.0),
+        draw(10, (size, bits), torch.float32),
+    ]
+    outcomes = []
+    for function, more in (
+        (twins.hash_append, {}),
+        (kernel("triton.hash_append").hash_append, {"block": 16}),
+    ):
+        mine = [guarded(t) for t in (k.clone(), v.clone(), pos, code)]
+        further = [guarded(t) for t in others]
+        undo_rows, undo_others = (
+            [guarded(torch.zeros((heads, *t.shape[1:]), dtype=t.dtype)) for t in held]
+            for held in (mine, further)
+        )
+        slots = guarded(free_slot)
+        if coded:
+            more = more | {"k_scale": further[0], "v_scale": further[1]}
+        else:  # the rows are of the network's dtype
+            mine[:2] = [guarded(t.to(torch.bfloat16)) for t in (k, v)]
+            undo_rows[:2] = [guarded(torch.zeros(heads, size, dtype=torch.bfloat16))] * 2
+            undo_rows[1] = undo_rows[0].clone()
+        function(
+            *(guarded(t) for t in (*given, start, length, cap)),
+            slots,
+            torch.tensor(rows, device=DEVICE),
+            *mine,
+            tuple(undo_rows),
+            width=30,
+            sinks=1,
+            recent=3,
+            pinned=2,
+            shown=guarded(shown.to(torch.int32)),
+            others=further,
+            undo_others=undo_others,
+            **more,
+        )
+        outcomes.append([*mine, *further, *undo_rows, *undo_others, slots])
+    for got, want in zip(outcomes[1], outcomes[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert (outcomes[1][-1] >= 0).tolist() == [True, True, False, True]
+
+
+@on_device
+@pytest.mark.parametrize("keyed", [False, True])
+def test_queries_and_keys_that_must_be_rotated_first(keyed: bool) -> None:
+    heads, group, size, bits = 3, 4, 80, 15
+    start, length, rows = segments([23, 17, 30])
+    cap = length + torch.tensor([0, 1, 0])
+    pos = torch.randperm(rows, generator=randoms(1)).to(torch.int32)
+    code = torch.randint(0, 4, (rows,), generator=randoms(3)).to(torch.int16)
+    k, v = (draw(i, (rows, size), torch.float32) for i in (4, 5))
+    qkv = draw(6, (heads * (group + 2), size), torch.float32)
+    angle = draw(7, (1, 1, size // 2), torch.float32, 3.0)
+    cos = torch.cat((angle.cos(), angle.cos()), -1)
+    sin = torch.cat((-angle.sin(), angle.sin()), -1)
+    outcomes = []
+    for function, more in (
+        (twins.hash_append, {}),
+        (kernel("triton.hash_append").hash_append, {"block": 16}),
+    ):
+        mine = [guarded(t) for t in (k, v, pos, code)]
+        undo_rows = [guarded(torch.zeros((heads, *t.shape[1:]), dtype=t.dtype)) for t in mine]
+        slots = guarded(torch.full((heads,), -1))
+        turned = guarded(torch.zeros((heads, group, size)))
+        given = guarded(qkv)
+        function(
+            given[: -2 * heads].view(heads, group, size),
+            given[-2 * heads : -heads],
+            given[-heads:],
+            *(guarded(t) for t in (draw(8, (size, bits), torch.float32), start, length, cap)),
+            slots,
+            torch.tensor(rows, device=DEVICE),
+            *mine,
+            tuple(undo_rows),
+            width=30,
+            sinks=1,
+            recent=3,
+            pinned=0,
+            turn=(guarded(cos), guarded(sin), turned),
+            keyed=keyed,
+            **more,
+        )
+        assert all(untouched(t) for t in (*mine, *undo_rows, slots, turned))
+        outcomes.append([turned, *mine, *undo_rows, slots])
+    for got, want in zip(outcomes[1], outcomes[0], strict=True):
+        close(got, want)
+    assert (outcomes[1][-1] >= 0).tolist() == [True, False, True]
 
 
 @on_device

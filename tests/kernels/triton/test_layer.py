@@ -16,6 +16,7 @@ from minikv.cache import kv_cache
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch import layer as plain_torch
 from minikv.loader import build
+from minikv.models.rope import RopeConfig, Rotary
 from minikv.settings import Settings
 
 pytest.importorskip("triton", reason="no Triton on this system")
@@ -75,6 +76,26 @@ def test_rotate(dtype: torch.dtype, rows: int, heads: int, more: int, size: int)
 
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("size", "scale"), [(16, 1.0), (80, 1.25), (256, 1.0)])
+@pytest.mark.parametrize("position", [0, 7, 131071])
+def test_the_table_of_a_position(
+    dtype: torch.dtype, size: int, scale: float, position: int
+) -> None:
+    """That of the network, in float32 up to the last cast."""
+    rotary = Rotary(RopeConfig(kind="yarn", factor=4.0, original=64, attention_factor=scale), size)
+    at = torch.tensor(position)
+    for module, place in ((plain_torch, lambda t: t), (kernel("triton.layer"), guarded)):
+        got = module.rotary_table(place(at), place(rotary.inverse), rotary.scale, dtype)
+        for mine, want, one in zip(
+            got, rotary.table(position, 1, dtype), rotary.table(at, 1, dtype), strict=True
+        ):
+            assert (mine.shape, mine.dtype) == (want.shape, want.dtype)
+            close(mine, want, 1e-5 if dtype == torch.float32 else DTYPES[dtype])
+            close(mine, one, 1e-5 if dtype == torch.float32 else DTYPES[dtype])
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 1025), (6, 300)])
 def test_silu_mul(dtype: torch.dtype, rows: int, size: int) -> None:
     both = draw(1, (rows, 2 * size), dtype, 4.0)
@@ -108,9 +129,10 @@ def test_a_network_computes_the_same_with_them() -> None:
         engine = small.engine(net, "full", "none", None)
         logits.append([engine.prompt(small.ids(20)), *map(engine.step, small.ids(2, 1))])
     torch.testing.assert_close(*map(torch.stack, logits), rtol=1e-4, atol=1e-4)
-    # Four pieces of work a layer; of the last layer's first chunk only the keys are needed.
+    # Four pieces of work a layer, and the final norm; of the last layer's first chunk only the keys
+    # are needed.
     assert net.ops is not None
-    assert net.ops.calls == {"add_norm": 15, "rotate": 8, "silu_mul": 7}
+    assert net.ops.calls == {"add_norm": 18, "rotate": 8, "silu_mul": 7}
 
 
 def test_gradients_flow_past_them() -> None:

@@ -261,3 +261,32 @@ def test_the_lowest_score_stays_if_the_step_is_not_final() -> None:
     case = draw_lowest(SHAPES[1], 0)
     got = outcome(kernel("triton.step").lowest_step, case, guarded, go=False)
     assert bool((got == 77).all())
+
+
+@on_device
+@pytest.mark.parametrize("group", ["mean", "sum", "max"])
+@pytest.mark.parametrize("go", [True, False])
+def test_what_a_step_gave_is_noted_before_what_others_gave(group: str, go: bool) -> None:
+    shape, how = SCENES[0]
+    rows, logits, lse = ended(shape, **how)
+    before = [torch.rand(len(rows.pos), generator=randoms(i)) for i in range(3)]
+    outcomes = []
+    for shift, more in (
+        (twins.shift_step, {}),
+        (kernel("triton.step").shift_step, {"block": 16}),
+    ):
+        moved = Rows(
+            *(guarded(t) for t in (rows.start, rows.length, rows.cap, rows.pos, rows.newest)),
+            rows.sinks,
+            rows.recent,
+            rows.pinned,
+        )
+        seen = [guarded(t) for t in before]
+        shift(guarded(logits), guarded(lse), moved, guarded(torch.tensor(go)), seen, group, **more)
+        assert all(untouched(t) for t in seen)
+        outcomes.append(seen)
+    for mine, theirs in zip(*outcomes, strict=True):
+        close(mine, theirs)
+    begin, count = int(rows.start[1, 1]), int(rows.length[1, 1])
+    older = outcomes[1][2][begin : begin + count].cpu()
+    assert torch.equal(older, before[1 if go else 2][begin : begin + count])

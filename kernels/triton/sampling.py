@@ -1,0 +1,274 @@
+"""From logits to the next token, in Triton. Specification: `torch/sampling.py`.
+
+Two launches each: programs that read a tile of logits, and one that joins what they found. For a
+draw torch sorts the logits first. With the sums of the tiles at hand the second launch looks into
+four tiles at most: where the nucleus ends, where `min_p` ends, the last one that counts, and the
+one in which the drawn token lies. Probabilities are float64, as there; their sums are formed in
+another order, so that a point within rounding of an edge may fall on its other side.
+
+Without sorting, each of these places would be found by radix, in four passes over the logits that
+wait for each other, and equal logits in two more.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minikv.kernels.triton.tiles import power, typed
+from minikv.kernels.triton.variants import Variant
+
+_BLOCK, _WARPS = 1024, 4
+_TILES = 1024  # fewer tiles need no build of their own: it holds for every vocabulary there is
+_FAR = tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def _first_best(value, index):
+    """The largest value of a block, and of equal ones the smallest index."""
+    most = tl.max(value, 0)
+    return most, tl.min(tl.where(value == most, index, _FAR), 0)
+
+
+@triton.jit
+def _finite(x):
+    return tl.abs(x) < float("inf")  # NaN is not below anything
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def _best_of_tile(logits, value, index, finite, vocab, BN: tl.constexpr):
+    """Grid (tiles,): the best logit of each tile, its index, and whether all are finite."""
+    tile = tl.program_id(0)
+    j = tile * BN + tl.arange(0, BN)
+    x = tl.load(logits + j, mask=j < vocab, other=-float("inf"))
+    most, first = _first_best(tl.where(x == x, x, -float("inf")), j)
+    tl.store(value + tile, most)
+    tl.store(index + tile, first)
+    tl.store(finite + tile, tl.min((_finite(x) | (j >= vocab)).to(tl.int32), 0))
+
+
+@triton.jit
+def _note(best, good, token, found, finite):
+    """Every program's last act."""
+    tl.store(token, best)
+    tl.store(found, best)
+    tl.store(found + 1, good.to(tl.int64))
+    tl.store(finite, good != 0)
+
+
+@triton.jit(do_not_specialize=["tiles", "vocab"])
+def _best_of_all(value, index, tile_finite, token, found, finite, tiles, vocab, TN: tl.constexpr):
+    """Grid (1,): of all tiles."""
+    b = tl.arange(0, TN)
+    ok = b < tiles
+    most = tl.load(value + b, mask=ok, other=-float("inf"))
+    first = _first_best(most, tl.load(index + b, mask=ok, other=_FAR))[1]
+    good = tl.min(tl.load(tile_finite + b, mask=ok, other=1), 0)
+    _note(tl.minimum(first, vocab - 1).to(tl.int64), good, token, found, finite)
+
+
+@triton.jit
+def _weights(ranked, j, limit, temperature):
+    """float64: the probabilities of ranks j, as multiples of the first one's; 0 from `limit` on."""
+    best = tl.load(ranked).to(tl.float64)
+    x = tl.load(ranked + j, mask=j < limit, other=0.0).to(tl.float64)
+    return tl.where(j < limit, tl.exp((x - best) / temperature), 0.0)
+
+
+@triton.jit
+def _float64(bits):
+    """A number of the host, which would hand it over as float32."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _ranks(top_k, vocab):
+    return tl.where((top_k > 0) & (top_k < vocab), top_k, vocab).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["temperature", "top_k", "vocab"])
+def _weigh(
+    ranked,
+    total,
+    finite,
+    temperature: tl.int64,
+    top_k: tl.int64,
+    vocab,
+    BN: tl.constexpr,
+):
+    """Grid (tiles,): what each tile of sorted logits weighs, and whether all are finite."""
+    tile = tl.program_id(0)
+    j = tile * BN + tl.arange(0, BN)
+    weights = _weights(ranked, j, _ranks(top_k, vocab), _float64(temperature))
+    tl.store(total + tile, tl.sum(weights, 0))
+    x = tl.load(ranked + j, mask=j < vocab, other=0.0)
+    tl.store(finite + tile, tl.min(_finite(x).to(tl.int32), 0))
+
+
+@triton.jit(
+    do_not_specialize=["temperature", "top_k", "top_p", "min_p", "draw_count", "tiles", "vocab"]
+)
+def _draw(
+    ranked,
+    ids,
+    total,
+    tile_finite,
+    draws,
+    first,
+    position,
+    token,
+    found,
+    finite,
+    temperature: tl.int64,
+    top_k: tl.int64,
+    top_p: tl.int64,
+    min_p: tl.int64,
+    draw_count,
+    tiles,
+    vocab,
+    BN: tl.constexpr,
+    TN: tl.constexpr,
+):
+    """Grid (1,). The ranks that the filters leave are the first ones, `kept` of them."""
+    heat = _float64(temperature)
+    nucleus = _float64(top_p)
+    least = _float64(min_p)
+    b = tl.arange(0, TN)
+    ok = b < tiles
+    n = tl.arange(0, BN)
+    sums = tl.load(total + b, mask=ok, other=0.0)
+    ends = tl.cumsum(sums, 0)
+    whole = tl.sum(sums, 0)
+    limit = _ranks(top_k, vocab)
+    kept = limit
+    if nucleus < 1:
+        tile = tl.sum((ok & (ends / whole < nucleus)).to(tl.int32), 0)
+        j = tile * BN + n
+        weights = _weights(ranked, j, limit, heat)
+        before = tl.sum(tl.where(b < tile, sums, 0.0), 0) + tl.cumsum(weights, 0) - weights
+        inside = (j < limit) & (before / whole < nucleus)
+        kept = tl.minimum(kept, tile * BN + tl.sum(inside.to(tl.int32), 0))
+    if least > 0:
+        edge = least * (1.0 / whole)
+        begins = _weights(ranked, b * BN, limit, heat)
+        tile = tl.sum((ok & (begins / whole >= edge)).to(tl.int32), 0)
+        tile = tl.maximum(tile - 1, 0)
+        j = tile * BN + n
+        likely = _weights(ranked, j, limit, heat) / whole >= edge
+        kept = tl.minimum(kept, tile * BN + tl.sum((likely & (j < limit)).to(tl.int32), 0))
+    kept = tl.maximum(kept, 1)
+    last = (kept - 1) // BN
+    weights = _weights(ranked, last * BN + n, kept, heat)
+    reach = tl.sum(tl.where(b < last, sums, 0.0), 0) + tl.sum(weights, 0)
+    place = tl.load(position) + 1 - tl.load(first)
+    place = tl.minimum(tl.maximum(place, 0), draw_count - 1)
+    target = tl.load(draws + place) * reach
+    tile = tl.sum((ok & (b < last) & (ends <= target)).to(tl.int32), 0)
+    j = tile * BN + n
+    edges = tl.sum(tl.where(b < tile, sums, 0.0), 0)
+    edges += tl.cumsum(_weights(ranked, j, kept, heat), 0)
+    rank = tile * BN + tl.sum(((edges <= target) & (j < kept)).to(tl.int32), 0)
+    best = tl.load(ids + tl.minimum(rank, kept - 1))
+    _note(best, tl.min(tl.load(tile_finite + b, mask=ok, other=1), 0), token, found, finite)
+
+
+def greedy(
+    logits: Tensor, token: Tensor, found: Tensor, finite: Tensor, *, block: int = _BLOCK
+) -> None:
+    """See `torch.sampling.greedy`. `block`: logits that a program reads at once."""
+    assert logits.is_contiguous()
+    assert found.is_contiguous()
+    vocab, tiles, most = _sizes(logits, block)
+    value = torch.empty(tiles, dtype=torch.float32, device=logits.device)
+    index, good = (torch.empty(tiles, dtype=torch.int32, device=logits.device) for _ in range(2))
+    _best_of_tile[(tiles,)](logits, value, index, good, vocab, BN=block, num_warps=_WARPS)
+    _best_of_all[(1,)](
+        value, index, good, token, found, finite, tiles, vocab, TN=most, num_warps=_WARPS
+    )
+
+
+def sample(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    draws: Tensor,
+    first: Tensor,
+    position: Tensor,
+    token: Tensor,
+    found: Tensor,
+    finite: Tensor,
+    *,
+    block: int = _BLOCK,
+) -> None:
+    """See `torch.sampling.sample`. `block`: logits that a program reads at once."""
+    assert draws.is_contiguous()
+    assert found.is_contiguous()
+    vocab, tiles, most = _sizes(logits, block)
+    ranked, ids = torch.sort(logits, descending=True, stable=True)
+    total = torch.empty(tiles, dtype=torch.float64, device=logits.device)
+    good = torch.empty(tiles, dtype=torch.int32, device=logits.device)
+    heat = _bits(temperature)
+    _weigh[(tiles,)](ranked, total, good, heat, top_k, vocab, BN=block, num_warps=_WARPS)
+    _draw[(1,)](
+        ranked,
+        ids,
+        total,
+        good,
+        draws,
+        first,
+        position,
+        token,
+        found,
+        finite,
+        heat,
+        top_k,
+        _bits(top_p),
+        _bits(min_p),
+        len(draws),
+        tiles,
+        vocab,
+        BN=block,
+        TN=most,
+        num_warps=_WARPS,
+    )
+
+
+def _sizes(logits: Tensor, block: int) -> tuple[int, int, int]:
+    """Logits, tiles of them, and the width of a program that has all tiles."""
+    tiles = -(-len(logits) // block)
+    return len(logits), tiles, max(_TILES, power(tiles))
+
+
+def _bits(number: float) -> int:
+    """A float64 as an int64."""
+    found: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return found
+
+
+def variants() -> list[Variant]:
+    """Builds for the compile gate."""
+    kinds: dict[str, str | tuple[str, ...]] = {"logits": "*fp32", "value": "*fp32"}
+    kinds |= dict.fromkeys(("index", "tile_finite"), "*i32") | {"ranked": "*fp32"}
+    kinds |= dict.fromkeys(("total", "draws"), "*fp64")
+    kinds |= dict.fromkeys(("ids", "first", "position", "token", "found"), "*i64")
+    kinds |= dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "i64")
+    found = []
+    for name, fn, flag in (
+        ("best-of-tile", _best_of_tile, "*i32"),
+        ("best-of-all", _best_of_all, "*i1"),
+        ("weigh", _weigh, "*i32"),
+        ("draw", _draw, "*i1"),
+    ):
+        sizes: dict[str, object] = {"BN": _BLOCK, "TN": _TILES}
+        fixed = {n: size for n, size in sizes.items() if n in fn.arg_names}
+        signature = typed(fn, kinds | {"finite": flag}, fixed)
+        found.append(Variant(name, fn, signature, fixed, _WARPS))
+    return found
