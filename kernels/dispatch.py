@@ -13,6 +13,7 @@
     scissorhands_step      triton/step              cpu/step          policies
     rows_attention         -                        cpu/prefill       torch/attention
     last_rows_attention    -                        cpu/prefill       torch/attention
+    merge                  triton/attention         -                 torch/attention
     ragged_prefill         triton/ragged_prefill    cpu/prefill       torch/ragged_prefill
     observe                triton/attention_mass    -                 torch/attention_mass
     add_attention_mass     triton/attention_mass    -                 torch/attention_mass
@@ -81,6 +82,7 @@ class Kernels:
     scissorhands_step: Callable[..., None] | None = None
     rows_attention = staticmethod(attention.rows_attention)
     last_rows_attention = staticmethod(attention.last_rows_attention)
+    merge = staticmethod(attention.merge)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     observe = staticmethod(attention_mass.observe)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)

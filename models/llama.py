@@ -267,20 +267,17 @@ class Llama:
         grad = torch.is_grad_enabled()
         rows = count if grad else self.rows
         starts = range(0, count, rows)
-        table = None
-        if len(starts) == 1:  # one table serves all layers; otherwise one per chunk, to save memory
-            table = self.rotary.table(kv.position, count, self.dtype)
+        tables = [  # one serves all layers
+            self.rotary.table(kv.position + lo, min(rows, count - lo), self.dtype) for lo in starts
+        ]
         x = self._embed(ids.to(self.device))
         # One buffer for the widest intermediate: freed and asked for again per chunk, it would
         # leave holes in the heap that count as resident memory.
         wide = None if grad else x.new_empty(min(rows, count), 2 * self.config.mlp)
         for index, layer in enumerate(self.layers):
             closing = last and index == len(self.layers) - 1
-            for start in starts:
+            for start, (cos, sin) in zip(starts, tables, strict=True):
                 part = x[start : start + rows]
-                cos, sin = table or self.rotary.table(
-                    kv.position + start, part.shape[0], self.dtype
-                )
                 mixed = self._attend(index, layer, part, cos, sin, kv)
                 if closing:  # the keys of every row are needed, the output of one
                     if start + rows < count:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.triton import append as append_row
-from minikv.kernels.triton import attention_mass, compaction, decode, hash_append, layer, step
+from minikv.kernels.triton import (
+    attention,
+    attention_mass,
+    compaction,
+    decode,
+    hash_append,
+    layer,
+    step,
+)
 from minikv.kernels.triton import ragged_prefill as ragged
 
 
@@ -21,6 +29,7 @@ class Triton(Kernels):
     tova_step = staticmethod(step.tova_step)
     roco_step = staticmethod(step.roco_step)
     scissorhands_step = staticmethod(step.scissorhands_step)
+    merge = staticmethod(attention.merge)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     observe = staticmethod(attention_mass.observe)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)

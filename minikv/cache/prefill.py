@@ -324,9 +324,10 @@ class Prefill:
             parts.append(self._ops.last_rows_attention(query, *new))
         else:
             parts.append(kernels.window_attention(query, *new, window, self._ops.rows_attention))
+        mixed, lse = self._ops.merge(parts)
         if self._all:
-            self._add_sums(query, kernels.total(parts), at, hi, window)
-        out = kernels.merge(parts).permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
+            self._add_sums(query, lse, at, hi, window)
+        out = mixed.permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
         if self.tier is not None and self.layer_complete:
             self.exact.append((q[-1].clone(), out[-1].clone()))
         return out

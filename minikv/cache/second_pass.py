@@ -176,7 +176,7 @@ class _Pass(Prefill):
         own = self._key[:, plan.given : hi], self._value[:, plan.given : hi]
         compared = [*rows([(0, first), (begin, end)]), self._ops.last_rows_attention(query, *own)]
         rest = rows([(first, begin), (end, plan.given)])
-        out = kernels.merge([*compared, *rest]).permute(2, 0, 1, 3)
+        out = self._ops.merge([*compared, *rest])[0].permute(2, 0, 1, 3)
         return out.reshape(query.shape[2], self.shape.heads, -1), kernels.total(compared)
 
 
