@@ -22,7 +22,7 @@ from minikv.kernels.torch.attention_mass import (
     observe,
     peak_attention,
 )
-from minikv.kernels.torch.compaction import gather_column, gather_rows, survivors
+from minikv.kernels.torch.compaction import gather_column, gather_rows, held_rows
 from minikv.kernels.torch.decode import Rows, lowest_step, ragged_attention
 from minikv.kernels.torch.int8 import from_codes, to_codes
 from minikv.kernels.torch.ragged_prefill import ragged_prefill
@@ -39,6 +39,7 @@ __all__ = [
     "gather_column",
     "gather_rows",
     "head_attention",
+    "held_rows",
     "last_rows_attention",
     "lowest_step",
     "merge",
@@ -47,7 +48,6 @@ __all__ = [
     "ragged_attention",
     "ragged_prefill",
     "rows_attention",
-    "survivors",
     "to_codes",
     "total",
     "visible_attention",

@@ -18,6 +18,19 @@
     observe                triton/attention_mass    -                 torch/attention_mass
     add_attention_mass     triton/attention_mass    -                 torch/attention_mass
     rows_lse               triton/attention_mass    -                 torch/attention_mass
+    ends                   triton/selection         -                 torch/selection
+    divide                 triton/selection         -                 torch/selection
+    order_key              triton/selection         -                 torch/selection
+    best                   triton/selection         -                 torch/selection
+    wanted                 triton/selection         -                 torch/selection
+    pool                   triton/selection         -                 torch/selection
+    stayed                 triton/selection         -                 torch/selection
+    share                  triton/selection         -                 torch/selection
+    fill                   triton/selection         -                 torch/selection
+    ensure_least           triton/selection         -                 torch/selection
+    held_rows              triton/compaction        -                 torch/compaction
+    survivors              triton/compaction        -                 torch/compaction
+    lay_out                triton/compaction        -                 torch/compaction
     gather_rows            triton/compaction        -                 torch/compaction
     gather_column          triton/compaction        -                 torch/compaction
     add_norm               triton/layer             cpu/layer         torch/layer
@@ -54,6 +67,7 @@ from minikv.kernels.torch import (
     decode_cpu,
     layer,
     product,
+    selection,
 )
 from minikv.kernels.torch import ragged_prefill as ragged
 
@@ -87,6 +101,19 @@ class Kernels:
     observe = staticmethod(attention_mass.observe)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     rows_lse = staticmethod(attention_mass.rows_lse)
+    ends = staticmethod(selection.ends)
+    divide = staticmethod(selection.divide)
+    order_key = staticmethod(selection.order_key)
+    best = staticmethod(selection.best)
+    wanted = staticmethod(selection.wanted)
+    pool = staticmethod(selection.pool)
+    stayed = staticmethod(selection.stayed)
+    share = staticmethod(selection.share)
+    fill = staticmethod(selection.fill)
+    ensure_least = staticmethod(selection.ensure_least)
+    held_rows = staticmethod(compaction.held_rows)
+    survivors = staticmethod(compaction.survivors)
+    lay_out = staticmethod(compaction.lay_out)
     gather_rows = staticmethod(compaction.gather_rows)
     gather_column = staticmethod(compaction.gather_column)
     add_norm = staticmethod(layer.add_norm)

@@ -338,7 +338,7 @@ def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
         sums.append(out)
     if not sums:
         return q.new_full((heads, group, rows), -math.inf, dtype=torch.float32)
-    return torch.logsumexp(torch.cat(sums), 0)
+    return torch.logsumexp(sums[0] if len(sums) == 1 else torch.cat(sums), 0)
 
 
 def _launch(

@@ -11,6 +11,7 @@ from minikv.kernels.triton import (
     decode,
     hash_append,
     layer,
+    selection,
     step,
 )
 from minikv.kernels.triton import ragged_prefill as ragged
@@ -34,6 +35,19 @@ class Triton(Kernels):
     observe = staticmethod(attention_mass.observe)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     rows_lse = staticmethod(attention_mass.rows_lse)
+    ends = staticmethod(selection.ends)
+    divide = staticmethod(selection.divide)
+    order_key = staticmethod(selection.order_key)
+    best = staticmethod(selection.best)
+    wanted = staticmethod(selection.wanted)
+    pool = staticmethod(selection.pool)
+    stayed = staticmethod(selection.stayed)
+    share = staticmethod(selection.share)
+    fill = staticmethod(selection.fill)
+    ensure_least = staticmethod(selection.ensure_least)
+    held_rows = staticmethod(compaction.held_rows)
+    survivors = staticmethod(compaction.survivors)
+    lay_out = staticmethod(compaction.lay_out)
     gather_rows = staticmethod(compaction.gather_rows)
     gather_column = staticmethod(compaction.gather_column)
     add_norm = staticmethod(layer.add_norm)

@@ -189,7 +189,7 @@ class _Choice(Prefill):
         """peak [H, N]: the scores of the layer's rows; noted: the step policy's columns."""
         assert self.tier is not None
         self._key, self._value = self.tier.stage(layer, self.plan.tokens)
-        self._old = EarlierRows.of(self.arena, self._held, layer)
+        self._old = EarlierRows.of(self._ops, self.arena, self._held, layer)
         before = 0 if self._old is None else self._old.pos.shape[1]
         self._peak = torch.cat((peak.new_zeros((len(peak), before)), peak), 1)
         self.noted = noted

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.snapkv import join_group, pool
+from minikv.policies.snapkv import join_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class DropKV(Scorer):
             changes.append(output_changes(view.attention(h), rows, self.epsilon))
         scores = join_group(torch.stack(changes), self.group)
         free = self.free(view)
-        return pool(scores, view.pos, free, self.kernel, self.pooling)
+        return view.ops.pool(scores, view.pos, free, self.kernel, self.pooling)
 
 
 def output_changes(p: Tensor, value: Tensor, epsilon: float) -> Tensor:

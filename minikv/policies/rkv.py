@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minikv.errors import UsageError
 from minikv.policies.base import StepPolicy, StepView, unprotected
-from minikv.policies.snapkv import pool
+from minikv.policies.selection import pool
 
 BLOCK = 1 << 20
 """Cosines that are held at once."""
