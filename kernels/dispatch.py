@@ -17,6 +17,8 @@
     ragged_prefill         triton/ragged_prefill    cpu/prefill       torch/ragged_prefill
     observe                triton/attention_mass    -                 torch/attention_mass
     add_attention_mass     triton/attention_mass    -                 torch/attention_mass
+    each_attention         triton/attention_mass    -                 torch/attention_mass
+    peak_attention         triton/attention_mass    -                 torch/attention_mass
     rows_lse               triton/attention_mass    -                 torch/attention_mass
     ends                   triton/selection         -                 torch/selection
     divide                 triton/selection         -                 torch/selection
@@ -85,6 +87,10 @@ class Kernels:
     """On a CPU with C: the class of the processor, and who computes what for it, in words."""
     products = False
     """Whether int8_product and row_product are faster than torch's own products."""
+    each_sums = False
+    """Whether each_attention wants `rows_lse` of the queries. If not, it is made of the logits."""
+    block = 1 << 16
+    """Numbers of what is computed at once where it could be any many: here they stay in a cache."""
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
@@ -100,6 +106,8 @@ class Kernels:
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     observe = staticmethod(attention_mass.observe)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
+    each_attention = staticmethod(attention_mass.each_attention)
+    peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
     ends = staticmethod(selection.ends)
     divide = staticmethod(selection.divide)

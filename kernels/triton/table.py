@@ -21,6 +21,8 @@ class Triton(Kernels):
     """Operations of `Kernels` in Triton."""
 
     name = "triton"
+    each_sums = True
+    block = 1 << 22  # enough to occupy the device
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
@@ -34,6 +36,8 @@ class Triton(Kernels):
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     observe = staticmethod(attention_mass.observe)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
+    each_attention = staticmethod(attention_mass.each_attention)
+    peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
     ends = staticmethod(selection.ends)
     divide = staticmethod(selection.divide)

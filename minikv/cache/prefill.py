@@ -490,9 +490,15 @@ class Prefill:
             queries, at = tail[len(tail) - last :], new[len(new) - last :]
             return kernels.below_uniform(queries, at, sources, window)
 
-        def attention(head: int) -> Tensor:
+        sums: list[Tensor] = []
+
+        def attention(heads: slice) -> Tensor:
             at = new[-observed:] if self._causal else new[-1:].expand(observed)
-            found = kernels.head_attention(tail[len(tail) - observed :], at, sources, window, head)
+            seen = tail[len(tail) - observed :], at, sources, window
+            if not sums and self._ops.each_sums:
+                query = seen[0].permute(1, 2, 0, 3)
+                sums.append(self._ops.rows_lse(query, at, sources, window))
+            found = self._ops.each_attention(*seen, sums[0] if sums else None, heads)
             assert mass is not None
             assert squares is not None
             self._note_peak(mass, squares, *carried.values(), found)

@@ -155,6 +155,7 @@ class _Pass(Prefill):
             None if known is None else lambda: known(layer),
             self.lengths,
             lse,
+            self._ops,
         )
         mine = self.peaks[layer][:, begin:end]
         torch.maximum(mine, self.prompt_policy.scorer.peak(view), out=mine)

@@ -9,7 +9,7 @@ younger row.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,9 +63,9 @@ class PromptView:
     budget: rows per head that the layer may keep beside pinned ones; causal: no observed query saw
     a row after it; below() int64 [H, N]: bit i is set if the i-th query from the end gave the row
     less than an even share (of the last queries that the step policy's `prompt_history` asks for).
-    attention(h) float32 [G, W, N]: what each of the `observed` queries gave each row of head h,
-    where the scorer's evidence says `each_query`; lengths [W]: the length of the layer's input
-    vector (after its norm) at these queries, where it says `lengths`; predicted [P]: the
+    attention(heads) float32 [h, G, W, N]: what each of the `observed` queries gave each row of some
+    heads, where the scorer's evidence says `each_query`; lengths [W]: the length of the layer's
+    input vector (after its norm) at these queries, where it says `lengths`; predicted [P]: the
     probability that the network gave the token at a position, 0 where that is not known, where it
     says `predicted`.
     peak [H, N] float32: what `Scorer.peak` made of a second pass over the prompt, 0 for rows from
@@ -89,7 +89,7 @@ class PromptView:
     budget: int = 0
     causal: bool = True
     below: Callable[[], Tensor] | None = None
-    attention: Callable[[int], Tensor] | None = None
+    attention: Callable[[slice], Tensor] | None = None
     lengths: Tensor | None = None
     predicted: Tensor | None = None
     peak: Tensor | None = None
@@ -237,7 +237,7 @@ class RepeatView:
     `kernels.Part`; value() [H, n, D]: of the chunk; output: as in `PromptView`; lengths float32
     [T]: of the layer's input vector (after its norm) at the queries, if the scorer asked; lse
     float32 [H, G, T]: the log-sum-exp of the queries' logits over all of these rows, where it is
-    known.
+    known. ops: who computes.
     """
 
     layer: int
@@ -251,6 +251,14 @@ class RepeatView:
     output: Callable[[], Tensor] | None = None
     lengths: Tensor | None = None
     lse: Tensor | None = None
+    ops: Kernels = field(default_factory=Kernels)
+
+
+def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
+    """So many heads in slices, each of them with at most `most` numbers, or one head. each: numbers
+    that a head has."""
+    count = max(1, most // max(1, each))
+    yield from (slice(lo, min(lo + count, heads)) for lo in range(0, heads, count))
 
 
 class Scorer(ABC):
