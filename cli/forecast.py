@@ -337,14 +337,15 @@ def _held_of_pool(kv: KVCache, pool: int, tokens: int, steps: int) -> int:
 
 def workspace(config: ModelConfig, tokens: int, itemsize: int, *, cuda: bool) -> int:
     """About what the network needs at once to read, beside weights and cache: the residual stream
-    in full, and of one chunk the widest intermediates, twice."""
+    and the tables of positions in full, and of one chunk the widest intermediates, twice."""
     from minikv.models.llama import CPU_BYTES, CUDA_ROWS
 
     rows = min(tokens, CUDA_ROWS if cuda else CPU_BYTES // itemsize)
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = 2 * (q + 2 * kv) + 2 * q
     chunk = rows * (2 * config.mlp + attention + 4 * config.hidden) * itemsize
-    return tokens * config.hidden * itemsize + chunk + 4 * config.vocab
+    stream = tokens * (config.hidden + 2 * config.head_dim) * itemsize
+    return stream + chunk + 4 * config.vocab
 
 
 def _visible(tokens: int, window: int | None) -> int:

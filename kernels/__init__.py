@@ -18,11 +18,11 @@ from minikv.kernels.torch.attention_mass import (
     Part,
     add_attention_mass,
     below_uniform,
-    head_attention,
+    each_attention,
     observe,
     peak_attention,
 )
-from minikv.kernels.torch.compaction import gather_column, gather_rows, survivors
+from minikv.kernels.torch.compaction import gather_column, gather_rows, held_rows
 from minikv.kernels.torch.decode import Rows, lowest_step, ragged_attention
 from minikv.kernels.torch.int8 import from_codes, to_codes
 from minikv.kernels.torch.ragged_prefill import ragged_prefill
@@ -37,10 +37,11 @@ __all__ = [
     "append",
     "below_uniform",
     "drawn",
+    "each_attention",
     "from_codes",
     "gather_column",
     "gather_rows",
-    "head_attention",
+    "held_rows",
     "last_rows_attention",
     "lowest_step",
     "merge",
@@ -49,7 +50,6 @@ __all__ = [
     "ragged_attention",
     "ragged_prefill",
     "rows_attention",
-    "survivors",
     "to_codes",
     "total",
     "visible_attention",

@@ -21,10 +21,26 @@
     shift_step             triton/step              -                 policies
     rows_attention         -                        cpu/prefill       torch/attention
     last_rows_attention    -                        cpu/prefill       torch/attention
+    merge                  triton/attention         -                 torch/attention
     ragged_prefill         triton/ragged_prefill    cpu/prefill       torch/ragged_prefill
     observe                triton/attention_mass    -                 torch/attention_mass
     add_attention_mass     triton/attention_mass    -                 torch/attention_mass
+    each_attention         triton/attention_mass    -                 torch/attention_mass
+    peak_attention         triton/attention_mass    -                 torch/attention_mass
     rows_lse               triton/attention_mass    -                 torch/attention_mass
+    ends                   triton/selection         -                 torch/selection
+    divide                 triton/selection         -                 torch/selection
+    order_key              triton/selection         -                 torch/selection
+    best                   triton/selection         -                 torch/selection
+    wanted                 triton/selection         -                 torch/selection
+    pool                   triton/selection         -                 torch/selection
+    stayed                 triton/selection         -                 torch/selection
+    share                  triton/selection         -                 torch/selection
+    fill                   triton/selection         -                 torch/selection
+    ensure_least           triton/selection         -                 torch/selection
+    held_rows              triton/compaction        -                 torch/compaction
+    survivors              triton/compaction        -                 torch/compaction
+    lay_out                triton/compaction        -                 torch/compaction
     gather_rows            triton/compaction        -                 torch/compaction
     gather_column          triton/compaction        -                 torch/compaction
     add_norm               triton/layer             cpu/layer         torch/layer
@@ -67,6 +83,7 @@ from minikv.kernels.torch import (
     layer,
     product,
     sampling,
+    selection,
 )
 from minikv.kernels.torch import ragged_prefill as ragged
 
@@ -84,6 +101,10 @@ class Kernels:
     """On a CPU with C: the class of the processor, and who computes what for it, in words."""
     products = False
     """Whether int8_product and row_product are faster than torch's own products."""
+    each_sums = False
+    """Whether each_attention wants `rows_lse` of the queries. If not, it is made of the logits."""
+    block = 1 << 16
+    """Numbers of what is computed at once where it could be any many: here they stay in a cache."""
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
@@ -105,10 +126,26 @@ class Kernels:
     shift_step: Callable[..., None] | None = None
     rows_attention = staticmethod(attention.rows_attention)
     last_rows_attention = staticmethod(attention.last_rows_attention)
+    merge = staticmethod(attention.merge)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     observe = staticmethod(attention_mass.observe)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
+    each_attention = staticmethod(attention_mass.each_attention)
+    peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
+    ends = staticmethod(selection.ends)
+    divide = staticmethod(selection.divide)
+    order_key = staticmethod(selection.order_key)
+    best = staticmethod(selection.best)
+    wanted = staticmethod(selection.wanted)
+    pool = staticmethod(selection.pool)
+    stayed = staticmethod(selection.stayed)
+    share = staticmethod(selection.share)
+    fill = staticmethod(selection.fill)
+    ensure_least = staticmethod(selection.ensure_least)
+    held_rows = staticmethod(compaction.held_rows)
+    survivors = staticmethod(compaction.survivors)
+    lay_out = staticmethod(compaction.lay_out)
     gather_rows = staticmethod(compaction.gather_rows)
     gather_column = staticmethod(compaction.gather_column)
     add_norm = staticmethod(layer.add_norm)

@@ -286,9 +286,9 @@ class Llama:
         grad = torch.is_grad_enabled()
         rows = count if grad else self.rows
         starts = range(0, count, rows)
-        table = None
-        if len(starts) == 1:  # one table serves all layers; otherwise one per chunk, to save memory
-            table = self._table(kv.position, count)
+        tables = [  # one serves all layers
+            self._table(kv.position + lo, min(rows, count - lo)) for lo in starts
+        ]
         x = self._embed(ids.to(self.device))
         # One buffer for the widest intermediate: freed and asked for again per chunk, it would
         # leave holes in the heap that count as resident memory.
@@ -296,9 +296,8 @@ class Llama:
         owed: Tensor | None = None  # what the last layer adds to x, which the next norm does
         for index, layer in enumerate(self.layers):
             closing = last and index == len(self.layers) - 1
-            for start in starts:
+            for start, (cos, sin) in zip(starts, tables, strict=True):
                 part = x[start : start + rows]
-                cos, sin = table or self._table(kv.position + start, part.shape[0])
                 mixed = self._attend(index, layer, part, owed, cos, sin, kv)
                 owed = None
                 if closing:  # the keys of every row are needed, the output of one

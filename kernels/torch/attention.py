@@ -27,9 +27,11 @@ def rows_attention(
     """
     if q.device.type == "cpu":
         return _cpu_attention(q, k, v, None, causal=causal)
-    fused = _cuda_attention(q, k, v, causal) if q.device.type == "cuda" else None
-    if fused is not None:
-        return fused
+    if q.device.type == "cuda":
+        rows = q.shape[2] if causal else k.shape[1]
+        fused = cuda_attention(q, k[:, :rows], v[:, :rows], causal=causal)
+        if fused is not None:
+            return fused
     keys = torch.arange(k.shape[1], device=q.device)
     outs, sums = [], []
     for part, begin in _row_blocks(q, q.shape[0] * q.shape[1] * k.shape[1]):
@@ -48,11 +50,15 @@ def last_rows_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
     Shapes and results as in `rows_attention`.
     """
+    if q.device.type == "cuda":
+        fused = cuda_attention(q, k, v, causal=True)
+        if fused is not None:
+            return fused
     earlier = k.shape[1] - q.shape[2]
     parts = [rows_attention(q, k[:, earlier:], v[:, earlier:], causal=True)]
     if earlier:
         parts.append(rows_attention(q, k[:, :earlier], v[:, :earlier]))
-    return merge(parts), total(parts)
+    return merge(parts)
 
 
 def visible_attention(
@@ -84,13 +90,14 @@ def total(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.logsumexp(torch.stack([lse for _, lse in parts]), 0)
 
 
-def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Join attention over disjoint sets of rows: [(output [..., D], log-sum-exp [...])] -> output.
+def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Join attention over disjoint sets of rows: [(output [H, G, T, D], log-sum-exp [H, G, T])] ->
+    the same for all rows.
 
     A part whose log-sum-exp is -inf saw no row and has no weight. One part at least saw a row.
     """
     if len(parts) == 1:
-        return parts[0][0]
+        return parts[0]
     whole = total(parts)
     joined = torch.empty_like(parts[0][0])
     for h in range(len(joined)):  # head by head: the float32 copies stay small
@@ -98,7 +105,7 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
         for other, lse in parts[1:]:
             out = out.addcmul_(other[h], (lse[h] - whole[h]).exp()[..., None])
         joined[h] = out
-    return joined
+    return joined, whole
 
 
 def visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
@@ -138,12 +145,18 @@ def _cpu_attention(
     return out, lse
 
 
-def _cuda_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor] | None:
-    """`rows_attention` by the kernels behind scaled_dot_product_attention on CUDA, or None.
+def cuda_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Attention of T queries over N rows by the kernels beneath scaled_dot_product_attention on
+    CUDA, or None: they do not take the dtype and head size.
 
-    They are called directly for their log-sum-exp. None: neither takes the dtype and head size.
+    causal: query i sees rows 0 .. N - T + i, with a window only the last `window` of these. Both
+    kernels have such masks; scaled_dot_product_attention has them for T = N alone, and returns no
+    log-sum-exp.
     """
     heads, group, rows, size = q.shape
+    keys = k.shape[1]
     ops = torch.ops.aten
     if (size * q.element_size()) % 16 or size > 256 or q.dtype == torch.float64:
         return None
@@ -152,16 +165,40 @@ def _cuda_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
         return None
     if q.dtype != torch.float32 and modern:
         # It takes grouped heads: query head i goes with KV head i // G.
-        out = ops._scaled_dot_product_flash_attention(
-            q.flatten(0, 1)[None], k[None], v[None], 0.0, causal
+        out = ops._flash_attention_forward(
+            q.flatten(0, 1).transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            None,
+            None,
+            rows,
+            keys,
+            0.0,
+            causal and window is None,
+            False,
+            window_size_left=None if window is None else window - 1,
+            window_size_right=None if window is None else 0,
         )
-    else:  # it takes one key head per query head: stride 0, nothing is copied
-        shape = (heads, group, k.shape[1], size)
-        out = ops._scaled_dot_product_efficient_attention(
-            q, k[:, None].expand(shape), v[:, None].expand(shape), None, True, 0.0, causal
-        )
-    # The second pads the log-sum-exp to a multiple of 32 queries.
-    return out[0].view(q.shape), out[1][..., :rows].reshape(heads, group, rows)
+        mixed = out[0][0].unflatten(1, (heads, group)).permute(1, 2, 0, 3)
+        return mixed, out[1].view(heads, group, rows)
+    # It takes one key head per query head: stride 0, nothing is copied. Mask 2 is the causal one.
+    shape = (heads, group, keys, size)
+    out = ops._efficient_attention_forward(
+        q.transpose(1, 2),
+        k[:, None].expand(shape).transpose(1, 2),
+        v[:, None].expand(shape).transpose(1, 2),
+        None,
+        None,
+        None,
+        None,
+        None,
+        0.0,
+        2 if causal else 0,
+        True,
+        window_size=window,
+    )
+    # It pads the log-sum-exp to a multiple of 32 queries.
+    return out[0].transpose(1, 2), out[1][..., :rows]
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -57,24 +57,30 @@ def below_uniform(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int |
     return bits
 
 
-def head_attention(
-    q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None, head: int
+def each_attention(
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[Part],
+    window: int | None,
+    lse: Tensor | None,
+    heads: slice,
 ) -> Tensor:
-    """What each of the last queries gives each row of one KV head: float32 [G, W, N].
+    """What each of the last queries gives each row of some KV heads: float32 [h, G, W, N].
 
-    Arguments as in `observe`; 0 for rows that a query does not see.
+    Arguments as in `observe`; lse float32 [H, G, W]: `rows_lse` of all heads, where it is known. 0
+    for rows that a query does not see.
     """
-    mine = [_one_head(part, head) for part in parts]
+    mine = [_some_heads(part, heads) for part in parts]
     count = sum(part[1].shape[1] for part in mine)
-    found = torch.empty((q.shape[2], q.shape[0], count), device=q.device)
-    for _, begin, _, p in _probabilities(q[:, head : head + 1], q_pos, mine, window):
-        found[..., begin : begin + p.shape[-1]] = p
+    q = q[:, heads]
+    found = torch.empty((q.shape[1], q.shape[2], q.shape[0], count), device=q.device)
+    for h, begin, _, p in _probabilities(q, q_pos, mine, window):
+        found[h, ..., begin : begin + p.shape[-1]] = p
     return found
 
 
-def _one_head(part: Part, head: int) -> Part:
-    """A part of which only one head is left."""
-    each = slice(head, head + 1)
+def _some_heads(part: Part, each: slice) -> Part:
+    """A part of which some heads are left."""
     at = part[1][each] if len(part[1]) > 1 else part[1]
     return (part[0][each], at) if len(part) == 2 else (part[0], at, part[2][each])
 

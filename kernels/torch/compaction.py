@@ -5,15 +5,57 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minikv.kernels.torch.selection import fill
 
-def survivors(keep: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Of one layer: start, length, capacity, cap and free slot of each head, int64 [H] each."""
+
+
+def held_rows(
+    start: Tensor, length: Tensor, free_slot: Tensor, pos: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of a layer's heads: (index int64, live bool, position int64), [H, most] each.
+
+    start, length, free_slot int64 [H]: see `Arena`; pos int32 [R]. No length exceeds `most`. A free
+    slot is not live, nor is padding: their position is -1. Padding points at the head's last row;
+    where a head has no row at all, at one that may never have been written.
+    """
+    start, length = start[:, None], length[:, None]
+    reach = torch.arange(most, device=pos.device)
+    index = start + torch.minimum(reach, (length - 1).clamp(min=0))
+    index = index.clamp(max=max(0, len(pos) - 1))
+    live = (reach < length) & (start + reach != free_slot[:, None])
+    return index, live, pos[index].to(torch.int64).masked_fill(~live, -1)
+
+
+def survivors(keep: Tensor, pos: Tensor, before: int) -> tuple[Tensor, Tensor]:
     """The rows that stay, ascending by position: (index int64 [H, N], count int64 [H]).
 
-    keep bool, pos int64 [H, N]. The rows that head h keeps are index[h, :count[h]]. Rows of equal
-    position stay in their order.
+    keep bool, pos int64 [H, N]. The rows that head h keeps are index[h, :count[h]]; what is behind
+    them may be anything. The first `before` rows are in any order, the others come after them in
+    the order of positions. Rows of equal position stay in their order.
     """
     order = pos.masked_fill(~keep, torch.iinfo(pos.dtype).max).argsort(dim=1, stable=True)
     return order, keep.sum(1)
+
+
+def lay_out(
+    count: Tensor, begin: int, tables: Tables, floor: int, total: int, spare: int, room: int
+) -> None:
+    """Write a layer's tables for heads that hold count int64 [H] rows, side by side behind `begin`.
+
+    A head may keep as many rows as it holds, `floor` at least, or with a total of 0 and more an
+    even part of it (`selection.fill`). It owns `spare` rows more; with a room of 0 and more they
+    share all of it.
+    """
+    caps = fill(count, total) if total >= 0 else count.clamp(min=floor)
+    sizes = caps + spare
+    if room >= 0:
+        sizes = fill(sizes, room)
+    start = begin + sizes.cumsum(0) - sizes
+    for table, values in zip(tables, (start, count, sizes, caps), strict=False):
+        table.copy_(values)
+    tables[4].fill_(-1)
 
 
 def gather_rows(

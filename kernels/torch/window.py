@@ -1,7 +1,8 @@
-"""Attention of a prompt's queries under a sliding window, by kernels that have no window.
+"""Attention of a prompt's queries under a sliding window.
 
-Take rows lo .. hi - 1, fewer than the window. What they see are three sets of rows, and each set
-goes to a kernel behind scaled_dot_product_attention without a mask:
+CUDA has kernels with a window. Elsewhere those serve that have none. Take rows lo .. hi - 1, fewer
+than the window. What they see are three sets of rows, and each set goes to a kernel behind
+scaled_dot_product_attention without a mask:
 
 - the rows themselves, causally;
 - before them, rows hi - window + 1 .. lo - 1, which all of them see;
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from minikv.kernels.torch.attention import merge, rows_attention, total
+from minikv.kernels.torch.attention import cuda_attention, merge, rows_attention
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
@@ -32,6 +33,10 @@ def window_attention(
     `rows_attention` to call. Results as in `rows_attention`. Memory beside the results: copies of
     at most T rows, no mask.
     """
+    if q.device.type == "cuda":
+        fused = cuda_attention(q, k, v, causal=True, window=window)
+        if fused is not None:
+            return fused
     first = k.shape[1] - q.shape[2]
     parts = [
         _stretch(q[:, :, lo:hi], k[:, : first + hi], v[:, : first + hi], window, attend)
@@ -70,4 +75,4 @@ def _stretch(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> tu
         early = slice(lo - window + 1, begin)
         out, lse = attend(q.flip(2), k[:, early].flip(1), v[:, early].flip(1), causal=True)
         parts.append((out.flip(2), lse.flip(2)))
-    return merge(parts), total(parts)
+    return merge(parts)

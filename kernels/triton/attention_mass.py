@@ -38,6 +38,9 @@ _INTEGERS = [
     "keys",
     "span",
     "window",
+    "first",
+    "begin",
+    "columns",
 ]
 
 
@@ -56,7 +59,7 @@ def _first(positions, rows, least):
 
 # Slices have any alignment. A build for each would take seconds in the middle of a turn.
 @triton.jit(
-    do_not_specialize=_INTEGERS[:12] + _INTEGERS[13:],
+    do_not_specialize=[n for n in _INTEGERS[:-3] if n != "span"],
     do_not_specialize_on_alignment=["index", "lse", "q_pos", "k_pos", "mass", "squares"],
 )
 def _mass(
@@ -91,6 +94,7 @@ def _mass(
     INDEXED: tl.constexpr,
     WINDOW: tl.constexpr,
     ADD: tl.constexpr,
+    PEAK: tl.constexpr,
     UPCAST: tl.constexpr,
     FAR: tl.constexpr,
     STAGES: tl.constexpr,
@@ -136,8 +140,14 @@ def _mass(
         if WINDOW:
             seen = seen & (now[None, :] - at[:, None] < window)
         p = tl.where(seen, tl.exp2(x), 0.0)
-        sums += tl.where(g_[None, :] == g, tl.sum(p, 1)[:, None], 0.0)
-        if G == 1:
+        if PEAK:
+            top = tl.max(p, 1)[:, None]
+            sums = tl.where(g_[None, :] == g, tl.maximum(sums, top), sums)
+        else:
+            sums += tl.where(g_[None, :] == g, tl.sum(p, 1)[:, None], 0.0)
+        if PEAK:
+            pass
+        elif G == 1:
             square += tl.sum(p * p, 1)
         else:  # after the last head of the group the mean is complete
             mean += p
@@ -152,10 +162,87 @@ def _mass(
         sums += tl.load(mass_at, mask=some, other=0.0)
         square += tl.load(squares_at, mask=inside, other=0.0)
     tl.store(mass_at, sums, mask=some)
-    tl.store(squares_at, square, mask=inside)
+    if not PEAK:
+        tl.store(squares_at, square, mask=inside)
 
 
-@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=["index", "q_pos", "k_pos"])
+@triton.jit(
+    do_not_specialize=_INTEGERS,
+    do_not_specialize_on_alignment=["index", "lse", "q_pos", "k_pos", "out"],
+)
+def _each(
+    q,
+    k,
+    index,
+    lse,
+    q_pos,
+    k_pos,
+    out,
+    q_head,
+    q_group,
+    q_row,
+    k_head,
+    k_row,
+    index_head,
+    pos_head,
+    rows,
+    keys,
+    window,
+    first,
+    begin,
+    columns,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    INDEXED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    UPCAST: tl.constexpr,
+    FAR: tl.constexpr,
+):
+    h = (first + tl.program_id(1)).to(tl.int64)
+    r = tl.program_id(2) * BM + tl.arange(0, BM)
+    i = r // G
+    g = r % G
+    real = i < rows
+    d = tl.arange(0, DP)
+    line = h * q_head + g.to(tl.int64) * q_group + i.to(tl.int64) * q_row
+    query = tl.load(
+        q + line[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
+    )
+    if UPCAST:
+        query = query.to(tl.float32)
+    now = tl.load(q_pos + i, mask=real, other=-1).to(tl.int32)
+    whole = tl.load(lse + (h * G + g) * rows + i, mask=real, other=0.0) * 1.4426950408889634
+    j = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = j < keys
+    at = tl.load(k_pos + h * pos_head + j, mask=inside, other=-1).to(tl.int32)
+    at = tl.where(at < 0, FAR, at)
+    if INDEXED:
+        row = tl.load(index + h * index_head + j, mask=inside, other=0).to(tl.int64)
+    else:
+        row = h * k_head + j.to(tl.int64) * k_row
+    key = tl.load(
+        k + row[None, :] * D + d[:, None],
+        mask=(at < FAR)[None, :] & (d < D)[:, None],
+        other=0.0,
+    )
+    if UPCAST:
+        key = key.to(tl.float32)
+    x = tl.dot(query, key, input_precision="ieee") * scale - whole[:, None]
+    seen = now[:, None] >= at[None, :]
+    if WINDOW:
+        seen = seen & (now[:, None] - at[None, :] < window)
+    p = tl.where(seen, tl.exp2(x), 0.0)
+    target = ((tl.program_id(1).to(tl.int64) * G + g) * rows + i) * columns + begin
+    tl.store(out + target[:, None] + j[None, :], p, mask=real[:, None] & inside[None, :])
+
+
+@triton.jit(
+    do_not_specialize=_INTEGERS[:-3], do_not_specialize_on_alignment=["index", "q_pos", "k_pos"]
+)
 def _lse(
     q,
     k,
@@ -291,6 +378,79 @@ def observe(
     return mass, squares
 
 
+def each_attention(
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[Part],
+    window: int | None,
+    lse: Tensor | None,
+    heads: slice,
+) -> Tensor:
+    """See `torch.attention_mass.each_attention`."""
+    q, q_pos = in_rows(q.permute(1, 2, 0, 3)), q_pos.contiguous()
+    _, group, rows, size = q.shape
+    lse = rows_lse(q, q_pos, parts, window) if lse is None else lse.contiguous()
+    count, columns = heads.stop - heads.start, sum(part[1].shape[1] for part in parts)
+    out = q.new_empty((count, group, rows, columns), dtype=torch.float32)
+    tile, begin = _span_tile(q.dtype, size, rows * group), 0
+    for k, k_pos, index in map(_with_index, parts):
+        keys = k_pos.shape[1]
+        if keys == 0:
+            continue
+        k = in_rows(k)
+        _each[(-(-keys // tile.right), count, -(-rows * group // tile.left))](
+            q,
+            k,
+            k if index is None else index,
+            lse,
+            q_pos,
+            k_pos,
+            out,
+            *(row_stride(q, dim) for dim in (0, 1, 2)),
+            *_key_strides(k, index),
+            0 if len(k_pos) == 1 else k_pos.stride(0),
+            rows,
+            keys,
+            window or 0,
+            heads.start,
+            begin,
+            columns,
+            _LOG2E / math.sqrt(size),
+            G=group,
+            D=size,
+            DP=width(size),
+            BM=tile.left,
+            BN=tile.right,
+            INDEXED=index is not None,
+            WINDOW=window is not None,
+            UPCAST=upcast(q.dtype),
+            FAR=FAR,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        begin += keys
+    return out
+
+
+def peak_attention(
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[Part],
+    scored: int,
+    window: int | None,
+    scale: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """See `torch.attention_mass.peak_attention`."""
+    lse = rows_lse(q, q_pos, parts, window) if lse is None else lse
+    if scale is not None:
+        lse = lse - scale.float().log()
+    part = _with_index(parts[scored])
+    peak = q.new_empty((*q.shape[:2], part[1].shape[1]), dtype=torch.float32)
+    _launch(peak, peak[:, 0], q, lse, q_pos, part, window, add=False, peak=True)
+    return peak
+
+
 def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None) -> Tensor:
     """See `torch.attention_mass.rows_lse`."""
     q, q_pos = in_rows(q), q_pos.contiguous()
@@ -338,7 +498,7 @@ def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
         sums.append(out)
     if not sums:
         return q.new_full((heads, group, rows), -math.inf, dtype=torch.float32)
-    return torch.logsumexp(torch.cat(sums), 0)
+    return torch.logsumexp(sums[0] if len(sums) == 1 else torch.cat(sums), 0)
 
 
 def _launch(
@@ -351,8 +511,10 @@ def _launch(
     window: int | None,
     *,
     add: bool,
+    peak: bool = False,
 ) -> None:
-    """Write, or add, the attention that the queries give the keys of one part."""
+    """Write, or add, the attention that the queries give the keys of one part. peak: write the most
+    that a query gives them, and nothing to `squares`."""
     k, k_pos, index = part
     q, k, lse, q_pos = in_rows(q), in_rows(k), lse.contiguous(), q_pos.contiguous()
     heads, group, rows, size = q.shape
@@ -388,6 +550,7 @@ def _launch(
         INDEXED=index is not None,
         WINDOW=window is not None,
         ADD=add,
+        PEAK=peak,
         UPCAST=upcast(q.dtype),
         FAR=FAR,
         STAGES=tile.stages,
@@ -410,9 +573,14 @@ def _key_strides(k: Tensor, index: Tensor | None) -> tuple[int, int, int]:
 def variants() -> list[Variant]:
     """Builds for the compile gate."""
     found = []
-    for size, kind, group, indexed, window, rows in _BUILDS:
+    for size, kind, group, indexed, window, rows, peak in _BUILDS:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
-        name = f"{kind}-d{size}-g{group}-rows{rows}" + "-listed" * indexed + "-window" * window
+        name = (
+            f"{kind}-d{size}-g{group}-rows{rows}"
+            + "-listed" * indexed
+            + "-window" * window
+            + "-peak" * peak
+        )
         same: dict[str, object] = {
             "G": group,
             "D": size,
@@ -438,7 +606,8 @@ def variants() -> list[Variant]:
             "GP": power(group),
             "BM": tile.right,
             "BN": tile.left,
-            "ADD": rows > 64,
+            "ADD": rows > 64 and not peak,
+            "PEAK": peak,
             "STAGES": tile.stages,
         }
         found.append(
@@ -469,15 +638,28 @@ def variants() -> list[Variant]:
                 reads={"q": WIDE, "k": WIDE},
             )
         )
+        found.append(
+            Variant(
+                f"each-{name}",
+                _each,
+                typed(_each, kinds, constants),
+                constants,
+                tile.warps,
+                tile.stages,
+                mma=kind != "fp32",
+                reads={"q": WIDE, "k": WIDE},
+            )
+        )
     return found
 
 
 _BUILDS = [
-    (128, "bf16", 4, False, False, 2048),
-    (128, "bf16", 4, True, False, 32),
-    (128, "fp16", 1, False, True, 2048),
-    (80, "bf16", 1, False, False, 32),
-    (256, "bf16", 2, True, True, 32),
-    (128, "fp32", 4, False, False, 32),
+    (128, "bf16", 4, False, False, 2048, False),
+    (128, "bf16", 4, False, False, 2048, True),
+    (128, "bf16", 4, True, False, 32, False),
+    (128, "fp16", 1, False, True, 2048, False),
+    (80, "bf16", 1, False, False, 32, False),
+    (256, "bf16", 2, True, True, 32, False),
+    (128, "fp32", 4, False, False, 32, False),
 ]
-"""Head size, dtype, G, keys in segments, sliding window, observed rows."""
+"""Head size, dtype, G, keys in segments, sliding window, observed rows, the most of them."""

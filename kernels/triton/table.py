@@ -5,14 +5,16 @@ from __future__ import annotations
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.triton import append as append_row
 from minikv.kernels.triton import (
+    attention,
     attention_mass,
     compaction,
     decode,
     hash_append,
     layer,
-    packed_product,
     overwrite,
+    packed_product,
     sampling,
+    selection,
     step,
 )
 from minikv.kernels.triton import ragged_prefill as ragged
@@ -22,6 +24,8 @@ class Triton(Kernels):
     """Operations of `Kernels` in Triton."""
 
     name = "triton"
+    each_sums = True
+    block = 1 << 22  # enough to occupy the device
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
@@ -40,10 +44,26 @@ class Triton(Kernels):
     roco_step = staticmethod(step.roco_step)
     scissorhands_step = staticmethod(step.scissorhands_step)
     shift_step = staticmethod(step.shift_step)
+    merge = staticmethod(attention.merge)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     observe = staticmethod(attention_mass.observe)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
+    each_attention = staticmethod(attention_mass.each_attention)
+    peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
+    ends = staticmethod(selection.ends)
+    divide = staticmethod(selection.divide)
+    order_key = staticmethod(selection.order_key)
+    best = staticmethod(selection.best)
+    wanted = staticmethod(selection.wanted)
+    pool = staticmethod(selection.pool)
+    stayed = staticmethod(selection.stayed)
+    share = staticmethod(selection.share)
+    fill = staticmethod(selection.fill)
+    ensure_least = staticmethod(selection.ensure_least)
+    held_rows = staticmethod(compaction.held_rows)
+    survivors = staticmethod(compaction.survivors)
+    lay_out = staticmethod(compaction.lay_out)
     gather_rows = staticmethod(compaction.gather_rows)
     gather_column = staticmethod(compaction.gather_column)
     add_norm = staticmethod(layer.add_norm)

@@ -265,13 +265,11 @@ class Arena:
         all, at one that may never have been written. N is `most`, by default the longest length,
         for which it waits for the device.
         """
-        start, length = self.start[layer][:, None], self.length[layer][:, None]
         if most is None:
             most = int(self.length[layer].max())
-        reach = torch.arange(most, device=self.device)
-        index = start + torch.minimum(reach, (length - 1).clamp(min=0))
-        live = (reach < length) & (start + reach != self.free_slot[layer][:, None])
-        return index.clamp(max=max(0, self.rows - 1)), live
+        tables = self.start[layer], self.length[layer], self.free_slot[layer]
+        index, live, _ = kernels.held_rows(*tables, self.columns["pos"], most)
+        return index, live
 
     def count_from(self, layer: int, position: int) -> Tensor:
         """int64 []: rows that a layer's heads hold at this position and later ones."""

@@ -92,7 +92,7 @@ class DenseAttend:
             if before:
                 parts.append(kernels.rows_attention(query, keys[:, :before], values[:, :before]))
             parts.append(kernels.last_rows_attention(query, keys[:, before:], values[:, before:]))
-            mixed = kernels.merge(parts)
+            mixed, _ = kernels.merge(parts)
         return mixed.permute(2, 0, 1, 3).reshape(rows, q.shape[1], -1)
 
     def advance(self, tokens: int) -> None:

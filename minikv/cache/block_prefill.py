@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.cache.arena import Arena, Layout
-from minikv.cache.compaction import gather_survivors
+from minikv.cache.compaction import Room, gather_survivors
 from minikv.cache.prefill import Plan, check_places
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
@@ -81,7 +81,6 @@ class BlockPrefill:
         """Write what is left to the target."""
         target, columns = self.target, self._columns
         pos = columns["pos"]
-        caps = torch.full((target.heads,), self.cap, device=pos.device)
         staged = target.stored(columns["k"], columns["v"])
         extra = {name: columns[name] for name in self.step.columns}
         gather_survivors(
@@ -90,10 +89,10 @@ class BlockPrefill:
             layer,
             pos >= 0,
             pos,
-            caps,
-            caps + self.plan.spare,
+            Room(floor=self.cap, spare=self.plan.spare),
             staged,
             extra,
+            unordered=pos.shape[1],
         )
 
     def _begin(self, layer: int) -> None:

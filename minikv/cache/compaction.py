@@ -7,13 +7,25 @@ nothing is read back.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minikv import kernels
 from minikv.cache.arena import Arena
 from minikv.kernels.dispatch import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a layer's heads may keep and own, as `lay_out` takes it. floor: rows that a head may
+    keep at least; total: what they may keep together (-1: what they hold); spare: rows that a head
+    owns above that; all: what they own together (-1: no more than that)."""
+
+    floor: int = 0
+    total: int = -1
+    spare: int = 0
+    all: int = -1
 
 
 def gather_survivors(
@@ -22,23 +34,28 @@ def gather_survivors(
     layer: int,
     keep: Tensor,
     pos: Tensor,
-    caps: Tensor,
-    sizes: Tensor,
+    room: Room,
     staged: Mapping[str, Tensor],
     extra: Mapping[str, Tensor],
     earlier: tuple[Arena, Tensor] | None = None,
+    unordered: int | None = None,
 ) -> None:
-    """Copy the kept rows, ascending by position, into segments of `sizes` rows side by side.
+    """Copy the kept rows, ascending by position, into segments side by side.
 
-    keep bool and pos int64 [H, N]; caps and sizes int64 [H]; staged: what the prompt adds, as
-    `Arena.stored` makes it of keys and values [H, T, D]; extra: the policy's columns [H, N];
-    earlier: the arena that holds the rows that come before those in N, and which of its rows they
-    are, int64 [H, N - T].
+    keep bool and pos int64 [H, N]; staged: what the prompt adds, as `Arena.stored` makes it of keys
+    and values [H, T, D]; extra: the policy's columns [H, N]; earlier: the arena that holds the rows
+    that come before those in N, and which of its rows they are, int64 [H, N - T]. unordered: how
+    many first rows are in any order; by default the earlier ones.
     """
     begin = target.region[layer]
     most = min(keep.shape[1], target.region[layer + 1] - begin)
-    index, count = kernels.survivors(keep, pos)
-    start = begin + sizes.cumsum(0) - sizes
+    if unordered is None:
+        unordered = keep.shape[1] - staged["k"].shape[1]
+    index, count = ops.survivors(keep, pos, unordered)
+    names = ("start", "length", "capacity", "cap", "free_slot")
+    start, length, capacity, cap, free_slot = (getattr(target, name)[layer] for name in names)
+    tables = start, length, capacity, cap, free_slot
+    ops.lay_out(count, begin, tables, room.floor, room.total, room.spare, room.all)
     old = None
     if earlier is not None:
         arena, rows = earlier
@@ -52,9 +69,6 @@ def gather_survivors(
             columns[name] = torch.cat((arena.columns[name][rows], staged[name]), 1)
     for name, values in columns.items():
         ops.gather_column(index, count, start, values, target.columns[name], most)
-    target.start[layer], target.length[layer] = start, count
-    target.capacity[layer], target.cap[layer] = sizes, caps
-    target.free_slot[layer] = -1
 
 
 def append_rows(

@@ -18,8 +18,8 @@ class EarlierRows:
 
     index int64 [H, N]: the arena's rows; live bool [H, N]: those that are held; pos int64 [H, N],
     -1 for the others. key and value: [H, N, D], or with `listed` all of the arena's [R, D], of
-    which `index` are meant. segments: start, length and free slot [H] of each head's rows, where
-    key and value, flattened to rows, are attended to head by head; None if the heads are alike.
+    which `index` are meant. segments: start, length and free slot [H] of each head's rows in
+    `rows`, which are keys, values [R, D] and positions [R]. even: the heads are alike.
     """
 
     index: Tensor
@@ -28,11 +28,13 @@ class EarlierRows:
     key: Tensor
     value: Tensor
     listed: bool
-    segments: Tensor | None
+    rows: tuple[Tensor, Tensor, Tensor]
+    segments: tuple[Tensor, Tensor, Tensor]
+    even: bool
     copied: int
 
     @staticmethod
-    def of(arena: Arena, held: Layout, layer: int) -> EarlierRows | None:
+    def of(ops: Kernels, arena: Arena, held: Layout, layer: int) -> EarlierRows | None:
         """The rows of a layer whose tables on the host are `held`; None if it has none.
 
         Heads that are alike are views of the arena, int8 rows a copy. `copied` is its bytes, or,
@@ -42,30 +44,30 @@ class EarlierRows:
         if not bool((held.held[layer] > 0).any()):
             return None
         most = int(length.max())
-        index, live = arena.index(layer, most)
-        pos = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, -1)
+        tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
+        column = arena.columns["pos"]
+        index, live, pos = ops.held_rows(*tables, column, most)
         even = bool((length == most).all()) and bool((free_slot < 0).all())
-        tables = torch.stack((arena.start[layer], arena.length[layer], arena.free_slot[layer]))
         if arena.coded:
             key, value = arena.read("k", index), arena.read("v", index)
             first = torch.arange(len(index), device=index.device) * most
             gone = torch.where(tables[2] < 0, -1, tables[2] - tables[0] + first)
-            segments = None if even else torch.stack((first, tables[1], gone))
-            size = key.nbytes + value.nbytes
-            return EarlierRows(index, live, pos, key, value, False, segments, size)
+            rows = key.flatten(0, 1), value.flatten(0, 1), pos.flatten().to(torch.int32)
+            size = key.nbytes + value.nbytes + rows[2].nbytes
+            tables = first, tables[1], gone
+            return EarlierRows(index, live, pos, key, value, False, rows, tables, even, size)
+        rows = arena.columns["k"], arena.columns["v"], column
+        key, value, _ = rows
         step = int(held.capacity[layer, 0])
         if even and bool((held.capacity[layer] == step).all()):
             begin = int(held.start[layer, 0])
             key, value = (
-                arena.columns[name][begin : begin + arena.heads * step].view(arena.heads, step, -1)[
-                    :, :most
-                ]
-                for name in ("k", "v")
+                column[begin : begin + arena.heads * step].view(arena.heads, step, -1)[:, :most]
+                for column in (key, value)
             )
-            return EarlierRows(index, live, pos, key, value, False, None, 0)
-        key, value = arena.columns["k"], arena.columns["v"]
+            return EarlierRows(index, live, pos, key, value, False, rows, tables, True, 0)
         size = most * key[:1].nbytes
-        return EarlierRows(index, live, pos, key, value, True, tables, size)
+        return EarlierRows(index, live, pos, key, value, True, rows, tables, False, size)
 
     @property
     def part(self) -> kernels.Part:
@@ -81,26 +83,14 @@ class EarlierRows:
         return self.value[self.index] if self.listed else self.value
 
     def attention(
-        self, ops: Kernels, query: Tensor, at: Tensor, window: int | None, pos: Tensor
+        self, ops: Kernels, query: Tensor, at: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor]:
         """As `kernels.rows_attention`: what queries [H, G, T, D] at positions `at` [T] see of the
-        rows. pos: the arena's column."""
-        if self.segments is None:
-            if window is None:
-                return ops.rows_attention(query, self.key, self.value)
-            return kernels.visible_attention(query, self.key, self.value, at, self.pos, window)
-        rows_pos = pos if self.listed else self.pos.flatten().to(torch.int32)
-        size = query.shape[-1]
-        start, length, free_slot = self.segments
+        rows."""
+        if self.even and window is None:
+            return ops.rows_attention(query, self.key, self.value)
+        key, value, pos = self.rows
+        most = self.index.shape[1]
         return ops.ragged_prefill(
-            query,
-            self.key.reshape(-1, size),
-            self.value.reshape(-1, size),
-            start,
-            length,
-            free_slot,
-            self.index.shape[1],
-            pos=rows_pos,
-            q_pos=at,
-            window=window,
+            query, key, value, *self.segments, most, pos=pos, q_pos=at, window=window
         )

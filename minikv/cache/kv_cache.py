@@ -529,15 +529,15 @@ class KVCache:
             empty = torch.zeros((shape.layers, shape.kv_heads), dtype=torch.int64)
             held, before = Layout(empty, empty, empty, empty, empty - 1), [0] * shape.layers
         else:
-            seen = [
-                arena.held[layer].sum()
-                if window is None or end <= window
-                else arena.count_from(layer, end - window + 1)
-                for layer, window in enumerate(shape.windows)
-            ]
-            numbers = torch.cat((torch.stack(tables).flatten(), torch.stack(seen))).cpu()
-            before = numbers[-shape.layers :].tolist()
-            held = Layout(*numbers[: -shape.layers].view(5, *arena.start.shape).unbind())
+            slid = [i for i, w in enumerate(shape.windows) if w is not None and end > w]
+            firsts = [end - (shape.windows[i] or 0) + 1 for i in slid]
+            seen = [arena.count_from(i, first) for i, first in zip(slid, firsts, strict=True)]
+            numbers = torch.cat([*map(torch.flatten, tables), *(n[None] for n in seen)]).cpu()
+            size = arena.start.numel()
+            held = Layout(*numbers[: 5 * size].view(5, *arena.start.shape).unbind())
+            before = held.held.sum(1).tolist()
+            for layer, count in zip(slid, numbers[5 * size :].tolist(), strict=True):
+                before[layer] = count
         new = [tokens if window is None else min(tokens, window) for window in shape.windows]
         return held, [b + shape.kv_heads * n for b, n in zip(before, new, strict=True)]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.cache.arena import Arena, Layout
-from minikv.cache.compaction import append_rows, gather_survivors
+from minikv.cache.compaction import Room, append_rows, gather_survivors
 from minikv.cache.earlier import EarlierRows
 from minikv.cache.global_pool import GlobalPool
 from minikv.cache.snapshot import Outcome
@@ -31,7 +31,7 @@ from minikv.policies.base import (
     StepPolicy,
     policy_columns,
 )
-from minikv.policies.selection import fill, order_key
+from minikv.policies.selection import order_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,8 @@ class Prefill:
             self._key = torch.empty(wide, dtype=dtype, device=arena.device)
             self._value = torch.empty(wide, dtype=dtype, device=arena.device)
         self._tail = torch.empty(tail, dtype=dtype, device=arena.device)
+        begin = plan.position
+        self._positions = torch.arange(begin, begin + plan.tokens, device=arena.device)
         self._lengths: Tensor | None = None
         if evidence is not None and evidence.lengths:
             self._lengths = torch.ones(last, device=arena.device)
@@ -188,7 +190,8 @@ class Prefill:
         # Of each layer, the last token's query and the output of its attention, [H * G, D] each.
         self.exact: list[tuple[Tensor, Tensor]] = []
         self._done = plan.tokens
-        self._stayed: dict[int, Tensor] = {}  # float32 []: share of the attention that stayed
+        # Share of the attention that stayed, float32 [H]; of a pool, [].
+        self._stayed: dict[int, Tensor] = {}
         # A head needs a row that an answer may overwrite; before attention a second one, if the
         # newest is protected.
         self._least = 2 if step is not None and step.evict_first and step.recent else 1
@@ -207,7 +210,9 @@ class Prefill:
         lost: list[float | None] = [None] * self.shape.layers
         if self._pool is not None:
             self._place()
-        shares = [share.to(torch.float64) for share in self._stayed.values()]
+        shares = [*self._stayed.values()]
+        if shares and shares[0].dim():
+            shares = [*torch.stack(shares).mean(1)]
         stayed = check_places(self.target, shares)
         for layer, share in zip(self._stayed, stayed, strict=True):
             lost[layer] = 1.0 - share
@@ -272,7 +277,7 @@ class Prefill:
             self._done, self._old = self.plan.given, None
             if self.tier is not None:
                 self._key, self._value = self.tier.stage(layer, tokens)
-            self._old = EarlierRows.of(self.arena, self._held, layer)
+            self._old = EarlierRows.of(self._ops, self.arena, self._held, layer)
             self._note_peak()
             if self._all:
                 self._clear_sums()
@@ -312,21 +317,21 @@ class Prefill:
         if window is not None and base + hi <= window:
             window = None  # nothing has slid out yet
         query = q.view(len(q), shape.kv_heads, -1, shape.head_dim).permute(1, 2, 0, 3)
-        at = torch.arange(base + lo, base + hi, device=q.device)
+        at = self._positions[lo:hi]
         if self._moments is not None:
             self._add_moments(query, at, base + lo)
         parts = []
         if self._old is not None:
-            pos = self.arena.columns["pos"]
-            parts.append(self._old.attention(self._ops, query, at, window, pos))
+            parts.append(self._old.attention(self._ops, query, at, window))
         new = self._key[:, :hi], self._value[:, :hi]
         if window is None:
             parts.append(self._ops.last_rows_attention(query, *new))
         else:
             parts.append(kernels.window_attention(query, *new, window, self._ops.rows_attention))
+        mixed, lse = self._ops.merge(parts)
         if self._all:
-            self._add_sums(query, kernels.total(parts), at, hi, window)
-        out = kernels.merge(parts).permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
+            self._add_sums(query, lse, at, hi, window)
+        out = mixed.permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
         if self.tier is not None and self.layer_complete:
             self.exact.append((q[-1].clone(), out[-1].clone()))
         return out
@@ -385,7 +390,7 @@ class Prefill:
         if self.tier is not None:
             self.tier.store(layer, self._key, self._value)
         view = self._judged(layer)
-        pos, keep, extra = view.pos, view.live, self._state(view)
+        pos, extra = view.pos, self._state(view)
         if self._pool is not None:
             self._add(self._pool, view, extra)
             return
@@ -395,15 +400,16 @@ class Prefill:
             keep = prompt.keep(view, plan.totals[layer], plan.pinned, self._least)
             self._shaped = self._shaped or prompt.evidence.asks
             if prompt.evidence.observe and view.mass is not None:
-                mass = view.mass.mean(1) * view.live  # what slid out of a window was not evicted
-                self._stayed[layer] = ((mass * keep).sum(1) / mass.sum(1)).mean()
+                # What slid out of a window was not evicted.
+                self._stayed[layer] = self._ops.stayed(view.mass, keep, view.pos)
+        else:
+            keep = view.live
         self._store(layer, pos, keep, extra)
 
     def _judged(self, layer: int) -> PromptView:
         """The layer that was just completed, as the policies see it."""
         plan, heads, window = self.plan, self.shape.kv_heads, self.shape.windows[layer]
-        end = plan.position + plan.tokens
-        new = torch.arange(plan.position, end, device=self._key.device)
+        end, new = plan.position + plan.tokens, self._positions
         pos = new.expand(heads, plan.tokens)
         if self._old is not None:
             pos = torch.cat((self._old.pos, pos), 1)
@@ -441,21 +447,22 @@ class Prefill:
 
     def _store(self, layer: int, pos: Tensor, keep: Tensor, extra: dict[str, Tensor]) -> None:
         """Write the rows to keep to the target, with what each head may keep and own."""
-        plan, target, kept = self.plan, self.target, keep.sum(1)
-        if plan.totals is None:
-            caps = kept.clamp(min=plan.floor)
-        else:
-            caps = kept if plan.evicts(layer) else fill(kept, plan.totals[layer])
+        plan, target = self.plan, self.target
+        total = -1  # what the heads hold; if nothing has left, they may grow to the budget
+        if plan.totals is not None and not plan.evicts(layer):
+            total = plan.totals[layer]
+        floor = plan.floor if plan.totals is None else 0
         staged = target.stored(self._key, self._value)
         self._note_peak(*(staged.values() if target.coded else ()))
         if plan.shares:
+            kept = keep.sum(1)
+            caps = self._ops.fill(kept, total) if total >= 0 else kept.clamp(min=floor)
             append_rows(self._ops, target, layer, pos, caps, staged, extra)
             return
-        sizes = caps + plan.spare
-        if self.step is None:  # an answer may grow into all of it
-            sizes = fill(sizes, plan.needed[layer])
+        # Without a step policy an answer may grow into all of the region.
+        room = Room(floor, total, plan.spare, plan.needed[layer] if self.step is None else -1)
         old = None if self._old is None else (self.arena, self._old.index)
-        gather_survivors(self._ops, target, layer, keep, pos, caps, sizes, staged, extra, old)
+        gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, old)
 
     def _view(self, layer: int, pos: Tensor, new: Tensor, carried: dict[str, Tensor]) -> PromptView:
         mass, squares = self._mass, self._squares
@@ -483,9 +490,15 @@ class Prefill:
             queries, at = tail[len(tail) - last :], new[len(new) - last :]
             return kernels.below_uniform(queries, at, sources, window)
 
-        def attention(head: int) -> Tensor:
+        sums: list[Tensor] = []
+
+        def attention(heads: slice) -> Tensor:
             at = new[-observed:] if self._causal else new[-1:].expand(observed)
-            found = kernels.head_attention(tail[len(tail) - observed :], at, sources, window, head)
+            seen = tail[len(tail) - observed :], at, sources, window
+            if not sums and self._ops.each_sums:
+                query = seen[0].permute(1, 2, 0, 3)
+                sums.append(self._ops.rows_lse(query, at, sources, window))
+            found = self._ops.each_attention(*seen, sums[0] if sums else None, heads)
             assert mass is not None
             assert squares is not None
             self._note_peak(mass, squares, *carried.values(), found)
@@ -528,6 +541,7 @@ class Prefill:
             plan.predicted,
             peak=self._peak,
             asks=self.plan.asks,
+            ops=self._ops,
         )
 
     def _carried(self, pos: Tensor) -> dict[str, Tensor]:
@@ -546,7 +560,7 @@ class Prefill:
             staging = self.tier.staging_nbytes
         else:
             staging = self._key.nbytes + self._value.nbytes
-        held = self._held_bytes + staging + self._tail.nbytes
+        held = self._held_bytes + staging + self._tail.nbytes + self._positions.nbytes
         held += self._old.copied if self._old is not None else 0
         held += sum(t.nbytes for t in (self._mass, self._squares) if t is not None)
         held += sum(t.nbytes for pair in self.exact for t in pair)

@@ -155,6 +155,7 @@ class _Pass(Prefill):
             None if known is None else lambda: known(layer),
             self.lengths,
             lse,
+            self._ops,
         )
         mine = self.peaks[layer][:, begin:end]
         torch.maximum(mine, self.prompt_policy.scorer.peak(view), out=mine)
@@ -176,7 +177,7 @@ class _Pass(Prefill):
         own = self._key[:, plan.given : hi], self._value[:, plan.given : hi]
         compared = [*rows([(0, first), (begin, end)]), self._ops.last_rows_attention(query, *own)]
         rest = rows([(first, begin), (end, plan.given)])
-        out = kernels.merge([*compared, *rest]).permute(2, 0, 1, 3)
+        out = self._ops.merge([*compared, *rest])[0].permute(2, 0, 1, 3)
         return out.reshape(query.shape[2], self.shape.heads, -1), kernels.total(compared)
 
 
@@ -189,7 +190,7 @@ class _Choice(Prefill):
         """peak [H, N]: the scores of the layer's rows; noted: the step policy's columns."""
         assert self.tier is not None
         self._key, self._value = self.tier.stage(layer, self.plan.tokens)
-        self._old = EarlierRows.of(self.arena, self._held, layer)
+        self._old = EarlierRows.of(self._ops, self.arena, self._held, layer)
         before = 0 if self._old is None else self._old.pos.shape[1]
         self._peak = torch.cat((peak.new_zeros((len(peak), before)), peak), 1)
         self.noted = noted

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minikv import kernels
 from minikv.cache.tier import Tier
 from minikv.kernels.dispatch import Kernels
 
@@ -51,7 +50,7 @@ class TierSteps:
             parts.append(self._ops.rows_attention(query, key[:, seen], value[:, seen]))
         seen = slice(max(0, oldest - self._rows), fed + 1)
         parts.append(self._ops.rows_attention(query, own[0, :, seen], own[1, :, seen]))
-        return kernels.merge(parts).reshape(1, shape.heads, shape.head_dim)
+        return self._ops.merge(parts)[0].reshape(1, shape.heads, shape.head_dim)
 
     def advance(self, tokens: int) -> None:
         """See `Attend`."""

@@ -11,6 +11,7 @@ from minikv.cache.budget import Budget
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.kv_cache import KVCache
 from minikv.engine.decode_loop import DecodeLoop, Eager, Network
+from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import NumericsError, UsageError
 from minikv.kernels.cpu import build
@@ -98,15 +99,15 @@ def _talk(kv: KVCache, network: Network) -> None:
             small.begin(tokens)
         except UsageError:
             small, rows = None, 2 * rows
-    found = network.forward(_ids(tokens, kv.device), small)
+    small.reset()
+    engine = Engine(network, small, None)
+    found = engine.prompt(_ids(tokens))
     loop = DecodeLoop(network, small, Eager())
     for token, sampling in enumerate((Sampling(), Sampling(), Sampling(1.0))):
         loop.feed(token, len(found), sampling, 0, ahead=False)
     loop.stop()
     for tokens in _LATER:
-        small.begin(tokens)
-        network.forward(_ids(tokens, kv.device), small)
-    small.reset()
+        engine.prompt(_ids(tokens))
 
 
 def _tiles(kv: KVCache) -> None:
@@ -120,6 +121,9 @@ def _tiles(kv: KVCache) -> None:
     pos = torch.zeros(heads, dtype=torch.int32, device=device)
     seen = torch.zeros_like(index)
     with torch.inference_mode():
+        part = rows.view(heads, 1, 1, -1), torch.zeros((heads, 1, 1), device=device)
+        for parts in (2, 4):  # more than two are joined in float32
+            kv.ops.merge([part] * parts)
         for window in dict.fromkeys(shape.windows):
             for lines in _LINES:
                 count = max(1, lines // group)
@@ -146,8 +150,8 @@ def _observed(kv: KVCache) -> list[int]:
     return [count for count in _OBSERVED if count // 2 < most] if evidence != ALL else []
 
 
-def _ids(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(count, device=device) % _IDS
+def _ids(count: int) -> list[int]:
+    return [i % _IDS for i in range(count)]
 
 
 def _like(kv: KVCache, rows: int) -> KVCache:

@@ -49,27 +49,27 @@ class AdaKV(HeadAllocator):
     def share(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
         if self.alloc == "floor":
             return self._floor(rows, total, most)
-        heads, have, scores = len(rows.free), rows.free.sum(1), rows.scores
+        heads, have, scores = len(rows.free), rows.have, rows.scores
         if self.normalize:
             scores = normalized(scores, rows.free, total // heads, most // heads)
-        need = selection.wanted(scores, rows.view.pos, rows.free, total, most)
+        need = rows.view.ops.wanted(scores, rows.view.pos, rows.free, total, most)
         if self.rounding == "official":
             floor = ((total // heads).to(torch.float64) * self.alpha).to(torch.int64)
             blend = need.to(torch.float32) * (1 - self.alpha) + floor
             return torch.minimum(blend.round().to(torch.int64), have)
         a = selection.exact(self.alpha)
         wish = need * ((a.denominator - a.numerator) * heads) + total * a.numerator
-        return selection.share(wish, a.denominator * heads, have, total)
+        return rows.view.ops.share(wish, a.denominator * heads, have, total)
 
     def _floor(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
         """The window's rows are kept anyway and count in a head's own share."""
         heads, pos, window = len(rows.free), rows.view.pos, rows.scorer.evidence.window
         each = total // heads + window
         own = ((each.to(torch.float64) * self.alpha).to(torch.int64) - window).clamp(min=0)
-        sure = selection.best(rows.scores, pos, rows.free, own.expand(heads), most // heads)
+        sure = rows.view.ops.best(rows.scores, pos, rows.free, own.expand(heads), most // heads)
         have = sure.sum(1)
         rest = rows.free & ~sure
-        return have + selection.wanted(rows.scores, pos, rest, total - have.sum(), most)
+        return have + rows.view.ops.wanted(rows.scores, pos, rest, total - have.sum(), most)
 
 
 def normalized(scores: Tensor, free: Tensor, each: Tensor, most: int) -> Tensor:

@@ -9,7 +9,7 @@ younger row.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,13 +63,14 @@ class PromptView:
     budget: rows per head that the layer may keep beside pinned ones; causal: no observed query saw
     a row after it; below() int64 [H, N]: bit i is set if the i-th query from the end gave the row
     less than an even share (of the last queries that the step policy's `prompt_history` asks for).
-    attention(h) float32 [G, W, N]: what each of the `observed` queries gave each row of head h,
-    where the scorer's evidence says `each_query`; lengths [W]: the length of the layer's input
-    vector (after its norm) at these queries, where it says `lengths`; predicted [P]: the
+    attention(heads) float32 [h, G, W, N]: what each of the `observed` queries gave each row of some
+    heads, where the scorer's evidence says `each_query`; lengths [W]: the length of the layer's
+    input vector (after its norm) at these queries, where it says `lengths`; predicted [P]: the
     probability that the network gave the token at a position, 0 where that is not known, where it
     says `predicted`.
     peak [H, N] float32: what `Scorer.peak` made of a second pass over the prompt, 0 for rows from
     before it; None where there was none. asks: the prompt only asks about what was read before.
+    ops: who computes.
     """
 
     layer: int
@@ -88,11 +89,12 @@ class PromptView:
     budget: int = 0
     causal: bool = True
     below: Callable[[], Tensor] | None = None
-    attention: Callable[[int], Tensor] | None = None
+    attention: Callable[[slice], Tensor] | None = None
     lengths: Tensor | None = None
     predicted: Tensor | None = None
     peak: Tensor | None = None
     asks: bool = False
+    ops: Kernels = field(default_factory=Kernels)
 
     @property
     def live(self) -> Tensor:
@@ -266,7 +268,7 @@ class RepeatView:
     `kernels.Part`; value() [H, n, D]: of the chunk; output: as in `PromptView`; lengths float32
     [T]: of the layer's input vector (after its norm) at the queries, if the scorer asked; lse
     float32 [H, G, T]: the log-sum-exp of the queries' logits over all of these rows, where it is
-    known.
+    known. ops: who computes.
     """
 
     layer: int
@@ -280,6 +282,14 @@ class RepeatView:
     output: Callable[[], Tensor] | None = None
     lengths: Tensor | None = None
     lse: Tensor | None = None
+    ops: Kernels = field(default_factory=Kernels)
+
+
+def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
+    """So many heads in slices, each of them with at most `most` numbers, or one head. each: numbers
+    that a head has."""
+    count = max(1, most // max(1, each))
+    yield from (slice(lo, min(lo + count, heads)) for lo in range(0, heads, count))
 
 
 class Scorer(ABC):
@@ -300,7 +310,7 @@ class Scorer(ABC):
 
     def free(self, view: PromptView) -> Tensor:
         """bool [H, N]: the other rows, which stay or leave by their score."""
-        return view.live & ~self.protected(view)
+        return view.ops.divide(view.pos, self.protected(view), 0)[1]
 
     @property
     def columns(self) -> Mapping[str, torch.dtype]:
@@ -331,12 +341,19 @@ class Scorer(ABC):
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """The rows of a layer that compete for what is left of its budget: those that are free, with
-    their scores float32 [H, N] and free bool [H, N]."""
+    their scores float32 [H, N] and free bool [H, N]. counted: how many they are, int64 [H], where
+    that is known."""
 
     view: PromptView
     scorer: Scorer
     scores: Tensor
     free: Tensor
+    counted: Tensor | None = None
+
+    @property
+    def have(self) -> Tensor:
+        """int64 [H]: how many rows of each head are free."""
+        return self.free.sum(1) if self.counted is None else self.counted
 
 
 class LayerAllocator:
@@ -379,7 +396,7 @@ class HeadAllocator:
         No head gets more than it has free rows.
         """
         heads = len(rows.free)
-        return selection.share(total.expand(heads), heads, rows.free.sum(1), total)
+        return rows.view.ops.share(total.expand(heads), heads, rows.have, total)
 
 
 class Selector:
@@ -391,7 +408,7 @@ class Selector:
     def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
         """bool [H, N]: counts[h] <= most of each head's free rows, or all of them if they are
         fewer; counts int64 [H]."""
-        return selection.best(rows.scores, rows.view.pos, rows.free, counts, most)
+        return rows.view.ops.best(rows.scores, rows.view.pos, rows.free, counts, most)
 
 
 class Reweighter(ABC):
@@ -461,10 +478,11 @@ class PromptPolicy:
 
         Rows at positions below `pinned` never leave, and every head gets `least` rows beside them.
         """
-        stays = (self.scorer.protected(view) | (view.pos < pinned)) & view.live
-        free = view.live & ~stays
+        ops = view.ops
+        stays, free, counts = ops.divide(view.pos, self.scorer.protected(view), pinned)
+        staying, own, have = counts
         scores = self.scorer.score(view)
-        left = (total - stays.sum()).clamp(min=0)
+        left = (total - staying.sum()).clamp(min=0)
         if self.preference is not None:
             preferred = self.preference.prefers(view.pos, view.turns) & free
             count = preferred.sum()
@@ -472,32 +490,30 @@ class PromptPolicy:
             stays = stays | (preferred & fits)
             free = torch.where(fits, free & ~preferred, preferred)
             left = left - count * fits
-        rows = Candidates(view, self.scorer, scores, free)
-        counts = self.heads.share(rows, left, total)
-        own = stays & (view.pos >= pinned)
-        counts = selection.ensure_least(counts, own.sum(1), free.sum(1), least)
+            own, have = (stays & (view.pos >= pinned)).sum(1), free.sum(1)
+        rows = Candidates(view, self.scorer, scores, free, have)
+        counts = ops.ensure_least(self.heads.share(rows, left, total), own, have, least)
         return stays | self.select(rows, counts, total + len(free))
 
     def global_key(self, view: PromptView, pinned: int = 0, least: int = 0) -> Tensor:
         """int64 [H, N]: an order of the rows of all layers, for a `GlobalAllocator`; larger is
         better, `selection.NOT_FREE` where there is no row. Arguments as `keep`."""
         assert isinstance(self.layers, GlobalAllocator)
-        sure = (self.scorer.protected(view) | (view.pos < pinned)) & view.live
-        free = view.live & ~sure
-        worth = self.layers.worth(Candidates(view, self.scorer, self.scorer.score(view), free))
-        lack = (least - (sure & (view.pos >= pinned)).sum(1)).clamp(min=0)
-        sure = sure | selection.best(worth, view.pos, free, lack, least)
+        sure, free, (_, own, have) = view.ops.divide(view.pos, self.scorer.protected(view), pinned)
+        rows = Candidates(view, self.scorer, self.scorer.score(view), free, have)
+        worth = self.layers.worth(rows)
+        lack = (least - own).clamp(min=0)
+        sure = sure | view.ops.best(worth, view.pos, free, lack, least)
         preferred = None
         if self.preference is not None:
             preferred = self.preference.prefers(view.pos, view.turns) & free
-        key = selection.order_key(worth, view.pos, free)
+        key = view.ops.order_key(worth, view.pos, free)
         return selection.tiered_key(key, view.pos, sure, preferred)
 
 
 def ends(view: PromptView, sinks: int, recent: int) -> Tensor:
     """bool [H, N]: the conversation's first `sinks` rows and the `recent` youngest."""
-    young = view.pos >= max(0, view.position - recent)
-    return view.live & ((view.pos < sinks) | young)
+    return view.ops.ends(view.pos, sinks, max(0, view.position - recent))
 
 
 class StepPolicy(ABC):

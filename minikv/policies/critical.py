@@ -29,10 +29,10 @@ class CriticalKV(Reweighter):
         view, free, evidence = rows.view, rows.free, rows.scorer.evidence
         sure = ((counts + evidence.window).to(torch.float64) * self.by_score).to(torch.int64)
         sure = torch.minimum(counts, (sure - evidence.window).clamp(min=0))
-        first = selection.best(rows.scores, view.pos, free, sure, most)
+        first = view.ops.best(rows.scores, view.pos, free, sure, most)
         worth = rows.scores
         if not evidence.adds_up:
             worth = selection.ranked(worth, view.pos, free)
         weighed = (worth + self.epsilon) * output_norms(view)
-        rest = replace(rows, scores=weighed, free=free & ~first)
+        rest = replace(rows, scores=weighed, free=free & ~first, counted=None)
         return first | selector.select(rest, counts - sure, most)

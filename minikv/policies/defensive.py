@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.base import Evidence, PromptView, Scorer, blocks
 from minikv.policies.outputs import output_norms
 
-_QUERIES = 8  # pooled at once
+_QUERIES = 8  # pooled at once, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,10 @@ class Defensive(Scorer):
         order = view.pos.masked_fill(~free, torch.iinfo(view.pos.dtype).max)
         order = order.argsort(dim=1, stable=True)
         risk = torch.zeros(view.pos.shape, device=view.pos.device)
-        for h in range(len(risk)):
-            line = worst_case(view.attention(h), order[h], free[h], self.kernel)
-            risk[h].scatter_(0, order[h], line)
+        most = view.ops.block
+        for some in blocks(len(risk), view.mass[0].numel() * view.observed, most):
+            line = worst_case(view.attention(some), order[some], free[some], self.kernel, most)
+            risk[some] = torch.empty_like(line).scatter_(1, order[some], line)
         mean = risk.sum(1, keepdim=True) / free.sum(1, keepdim=True).clamp(min=1)
         worth = risk.clamp(min=mean)
         if self.values != "none":
@@ -69,22 +70,25 @@ class Defensive(Scorer):
         return worth.masked_fill(~free, -torch.inf)
 
 
-def worst_case(p: Tensor, order: Tensor, free: Tensor, kernel: int) -> Tensor:
-    """float32 [N], in the order of `order` [N]: the most that a query gives the row there.
+def worst_case(p: Tensor, order: Tensor, free: Tensor, kernel: int, numbers: int) -> Tensor:
+    """float32 [h, N], in the order of `order` [h, N]: the most that a query gives the row there.
 
-    p [G, W, N]: the attention of one head; each query's is pooled with what its neighbours get and
-    scaled to the sum that it had before. free bool [N]: rows that are not count as 0.
+    p [h, G, W, N]: the attention of some heads; each query's is pooled with what its neighbours get
+    and scaled to the sum that it had before. free bool [h, N]: rows that are not count as 0.
+    numbers: about as many are computed at once.
     """
-    real = free[order]
-    most = torch.zeros(p.shape[-1], device=p.device)
-    queries = p.flatten(0, 1)
-    for lo in range(0, len(queries), _QUERIES):
-        part = queries[lo : lo + _QUERIES]
-        line = part[:, order] * real
-        before = line.sum(1, keepdim=True)
+    order = order[:, None]
+    real = free[:, None].gather(2, order)
+    most = torch.zeros(free.shape, device=p.device)
+    queries = p.flatten(1, 2)
+    count = max(_QUERIES, numbers // free.numel())
+    for lo in range(0, queries.shape[1], count):
+        part = queries[:, lo : lo + count]
+        line = part.gather(2, order.expand(part.shape)) * real
+        before = line.sum(2, keepdim=True)
         line = F.avg_pool1d(line, kernel, 1, kernel // 2) * real
-        line = line * (before / line.sum(1, keepdim=True).clamp(min=1e-30))
-        most = torch.maximum(most, line.amax(0))
+        line = line * (before / line.sum(2, keepdim=True).clamp(min=1e-30))
+        most = torch.maximum(most, line.amax(1))
     return most
 
 

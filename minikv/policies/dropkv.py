@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.snapkv import join_group, pool
+from minikv.policies.base import Evidence, PromptView, Scorer, blocks
+from minikv.policies.snapkv import join_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,26 +38,35 @@ class DropKV(Scorer):
 
     def score(self, view: PromptView) -> Tensor:
         assert view.attention is not None
-        changes = []
-        for h, value in enumerate(view.value()):
-            rows = value.float().masked_fill(~view.live[h, :, None], 0.0)
-            changes.append(output_changes(view.attention(h), rows, self.epsilon))
-        scores = join_group(torch.stack(changes), self.group)
+        assert view.mass is not None
+        changes, value, gone, most = [], view.value(), ~view.live[..., None], view.ops.block
+        for some in blocks(len(value), view.mass[0].numel() * view.observed, most):
+            rows = value[some].float().masked_fill(gone[some], 0.0)
+            changes.append(output_changes(view.attention(some), rows, self.epsilon, most))
+        scores = join_group(torch.cat(changes), self.group)
         free = self.free(view)
-        return pool(scores, view.pos, free, self.kernel, self.pooling)
+        return view.ops.pool(scores, view.pos, free, self.kernel, self.pooling)
 
 
-def output_changes(p: Tensor, value: Tensor, epsilon: float) -> Tensor:
-    """float32 [G, N]: the sum over queries of (p / (1 - p + epsilon))^2 |v - o|^2.
+def output_changes(p: Tensor, value: Tensor, epsilon: float, numbers: int) -> Tensor:
+    """float32 [h, G, N]: the sum over queries of (p / (1 - p + epsilon))^2 |v - o|^2.
 
-    p [G, W, N]: the attention of one head; value [N, D] float32.
+    p [h, G, W, N]: the attention of some heads; value [h, N, D] float32. numbers: about as many are
+    computed at once.
     """
-    found = []
-    squares = (value * value).sum(-1)
-    for given in p:  # [W, N]
-        output = given @ value  # [W, D]
-        weight = (given / (1.0 - given + epsilon)).square_()
-        crossed = ((weight.T @ output) * value).sum(-1)
-        lengths = weight.T @ (output * output).sum(-1)
-        found.append((weight.sum(0) * squares - 2.0 * crossed + lengths).clamp(min=0.0))
-    return torch.stack(found)
+    heads, group, _, rows = p.shape
+    found = p.new_empty((heads, group, rows))
+    squares = (value * value).sum(-1)[:, None]
+    each = value[0].numel()
+    for some in blocks(heads, group * each, numbers):
+        mine = value[some, None]
+        for part in blocks(group, each * (some.stop - some.start), numbers):
+            given = p[some, part]  # [h, g, W, N]
+            output = given @ mine  # [h, g, W, D]
+            weight = (given / (1.0 - given + epsilon)).square_()
+            across = weight.transpose(2, 3)
+            crossed = ((across @ output) * mine).sum(-1)
+            lengths = (across @ (output * output).sum(-1, keepdim=True))[..., 0]
+            change = weight.sum(2) * squares[some] - 2.0 * crossed + lengths
+            found[some, part] = change.clamp_(min=0.0)
+    return found

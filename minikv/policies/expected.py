@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.base import Evidence, PromptView, Scorer, blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +40,19 @@ class ExpectedAttention(Scorer):
         size = mean.shape[-1]
         free = view.live & (view.pos >= self.sinks)
         value = view.value() if self.value_norm else None
-        scores = []
-        for h, key in enumerate(view.key()):
-            rows = key.float()
-            logits = mean[h] @ rows.T * size**-0.5  # [G, N]
+        key, scores = view.key(), []
+        for some in blocks(len(key), mean.shape[1] * key[0].numel(), view.ops.block):
+            rows = key[some].float()
+            logits = mean[some] @ rows.transpose(1, 2) * size**-0.5  # [h, G, N]
             if self.covariance:
-                logits += ((rows @ covariance[h]) * rows).sum(-1) / (2 * size)
-            worth = logits.masked_fill(~free[h], -torch.inf).softmax(-1).mean(0)
+                rows = rows[:, None]
+                logits += ((rows @ covariance[some]) * rows).sum(-1) / (2 * size)
+            worth = logits.masked_fill(~free[some, None], -torch.inf).softmax(-1).mean(1)
             if value is not None:
-                length = torch.linalg.vector_norm(value[h].float(), dim=-1)
+                length = torch.linalg.vector_norm(value[some].float(), dim=-1)
                 worth = (worth + self.epsilon) * length
             scores.append(worth)
-        return torch.stack(scores)
+        return torch.cat(scores)
 
 
 def average_rotation(rotary: Tensor, position: int, future: int) -> Tensor:

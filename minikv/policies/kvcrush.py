@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from minikv.errors import UsageError
-from minikv.policies import selection
 from minikv.policies.base import Candidates, Scorer, Selector
 from minikv.policies.counter_rng import uniform
 
@@ -40,7 +39,7 @@ class KVCrush(Selector):
     def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
         view, free = rows.view, rows.free
         extra = (counts.to(torch.float64) * self.ratio).round().to(torch.int64)
-        chosen = selection.best(rows.scores, view.pos, free, counts - extra, most)
+        chosen = view.ops.best(rows.scores, view.pos, free, counts - extra, most)
         rest = free & ~chosen
         left = rest.sum(1)
         key = (self._distances(rows) << 40) | view.pos.clamp(min=0)
@@ -64,7 +63,7 @@ class KVCrush(Selector):
         half = free.sum(1) // 2
         marks = torch.stack(
             [
-                selection.best(worth, view.pos, free, half, free.shape[1] // 2)
+                view.ops.best(worth, view.pos, free, half, free.shape[1] // 2)
                 for worth in self._worths(rows)
             ],
             1,

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv import kernels
 from minikv.policies.base import Evidence, PromptView, Repeat, RepeatView, Scorer, Wording
 from minikv.policies.outputs import output_lengths
 
@@ -70,7 +69,7 @@ class KVzip(Scorer):
     def peak(self, view: RepeatView) -> Tensor:
         parts = [*view.first, view.chunk, view.own]
         scale = 1.0 / view.lengths if self.plus and view.lengths is not None else None
-        found = kernels.peak_attention(
+        found = view.ops.peak_attention(
             view.query, view.at, parts, len(view.first), view.window, scale, view.lse
         )
         if self.plus:

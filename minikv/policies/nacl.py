@@ -54,11 +54,11 @@ class Draw(Selector):
     def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
         view, free = rows.view, rows.free
         drawn = (counts.to(torch.float64) * self.random).to(torch.int64)
-        sure = selection.best(rows.scores, view.pos, free, counts - drawn, most)
+        sure = view.ops.best(rows.scores, view.pos, free, counts - drawn, most)
         adds_up = rows.scorer.evidence.adds_up
         worth = rows.scores if adds_up else selection.ranked(rows.scores, view.pos, free)
         weight = worth if self.draw == "softmax" else worth.clamp(min=1e-30).log()
         heads = torch.arange(len(free), device=free.device)[:, None]
         noise = gumbel(self.seed, view.layer, heads, view.position, view.pos)
         key = weight / self.temperature + noise
-        return sure | selection.best(key, view.pos, free & ~sure, drawn, most)
+        return sure | view.ops.best(key, view.pos, free & ~sure, drawn, most)

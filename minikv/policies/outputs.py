@@ -5,19 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minikv.policies.base import PromptView, RepeatView
+from minikv.policies.base import PromptView, RepeatView, blocks
 
 _ROWS = 4096  # rows projected at once
 
 
 def output_lengths(view: PromptView | RepeatView) -> Tensor:
     """float32 [H, G, N]: |v W_O|_2 of every value, in the output of each query head."""
-    squares = []
-    for rows, group in zip(view.value(), _projection(view), strict=True):
-        rows = rows.float()
-        grams = [one @ one.T for one in group.float()]  # |v W|^2 = v (W W^T) v^T
-        squares.append(torch.stack([((rows @ gram) * rows).sum(-1) for gram in grams]))
-    return torch.stack(squares).clamp(min=0.0).sqrt()
+    value, output = view.value(), _projection(view)
+    heads, group = output.shape[:2]
+    squares = torch.empty((heads, group, value.shape[1]), device=value.device)
+    each = max(value[0].numel(), output[0, 0].numel())
+    for some in blocks(heads, group * each, view.ops.block):
+        rows = value[some, None].float()
+        for part in blocks(group, each * (some.stop - some.start), view.ops.block):
+            weights = output[some, part].float()
+            gram = weights @ weights.transpose(2, 3)  # |v W|^2 = v (W W^T) v^T
+            squares[some, part] = ((rows @ gram) * rows).sum(-1)
+    return squares.clamp(min=0.0).sqrt()
 
 
 def output_norms(view: PromptView | RepeatView) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.base import Evidence, PromptView, Scorer, blocks
 from minikv.policies.outputs import output_lengths
 
 
@@ -48,13 +48,14 @@ class QuerySpan(Scorer):
 
     def score(self, view: PromptView) -> Tensor:
         assert view.attention is not None
-        norms, worth = output_lengths(view), torch.zeros(view.pos.shape, device=view.pos.device)
-        for h in range(len(worth)):
-            p = view.attention(h)  # [G, W, N]
+        assert view.mass is not None
+        norms, most = output_lengths(view), []
+        for some in blocks(len(norms), norms[0].numel() * view.observed, view.ops.block):
+            p = view.attention(some)  # [h, G, W, N]
             if view.lengths is not None:
                 p = p / view.lengths.clamp(min=1e-30)[:, None]
-            worth[h] = (p.amax(1) * norms[h]).amax(0)
-        worth = worth.masked_fill(~view.live, 0.0)
+            most.append((p.amax(2) * norms[some]).amax(1))
+        worth = torch.cat(most).masked_fill(~view.live, 0.0)
         carried = carry(worth, view.pos, self.decay)
         return torch.maximum(worth, carried * self._unforeseen(view) ** self.gate)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import StepEnd, StepPolicy, StepView, unprotected
-from minikv.policies.snapkv import pool
+from minikv.policies.selection import pool
 
 BLOCK = 1 << 20
 """Cosines that are held at once."""

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import PromptView, StepEnd, StepPolicy, StepView, unprotected
-from minikv.policies.snapkv import pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,8 @@ class RoCo(StepPolicy):
             # The last rows, those of the question as a rule, are not pooled, as in SnapKV.
             before = view.position - min(view.observed, self.observe)
             free = view.live & (view.pos < before)
-            means = pool(totals / count.clamp(min=1.0), view.pos, free, self.pool, "max")
+            means = totals / count.clamp(min=1.0)
+            means = view.ops.pool(means, view.pos, free, self.pool, "max")
             totals = torch.where(free, means * count, totals)
         return {
             self.total: old[self.total] + self.lead * totals[0],

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.policies.base import Evidence, PromptView, Scorer
@@ -36,7 +34,7 @@ class SnapKV(Scorer):
         assert view.mass is not None
         scores = join_group(view.mass / view.observed, self.group)
         free = self.free(view)
-        return pool(scores, view.pos, free, self.kernel, self.pooling)
+        return view.ops.pool(scores, view.pos, free, self.kernel, self.pooling)
 
 
 def join_group(mass: Tensor, how: str) -> Tensor:
@@ -44,24 +42,3 @@ def join_group(mass: Tensor, how: str) -> Tensor:
     if how == "max":
         return mass.amax(1)
     return mass.sum(1) if how == "sum" else mass.mean(1)
-
-
-def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
-    """Pool each head's free rows with their neighbours by position.
-
-    scores [H, N] float32 (or several of them, [..., H, N]), pos [H, N], free [H, N] -> as scores;
-    rows that are not free count as 0 in an average, as the window's rows do in the release, and are
-    -inf in the result.
-    """
-    if kernel == 1:
-        return scores.masked_fill(~free, -torch.inf)
-    # Overwriting in place leaves old rows in any order; neighbours are meant in the text. Rows that
-    # are not free come last, where they pool like what is beyond the end.
-    order = pos.masked_fill(~free, torch.iinfo(pos.dtype).max).argsort(dim=1, stable=True)
-    real, order = free.gather(1, order), order.expand(scores.shape)
-    line = scores.gather(-1, order)
-    if how == "max":
-        line = F.max_pool1d(line.masked_fill(~real, -torch.inf), kernel, 1, kernel // 2)
-    else:
-        line = F.avg_pool1d(line.masked_fill(~real, 0.0), kernel, 1, kernel // 2)
-    return torch.empty_like(scores).scatter_(-1, order, line).masked_fill(~free, -torch.inf)

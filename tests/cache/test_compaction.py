@@ -6,7 +6,7 @@ import pytest
 import torch
 from layouts import HEADS, SIZE, filled, random
 
-from minikv.cache.compaction import append_rows, gather_survivors
+from minikv.cache.compaction import Room, append_rows, gather_survivors
 from minikv.kernels.dispatch import Kernels
 
 
@@ -29,9 +29,11 @@ def test_survivors_are_copied_in_the_order_of_positions(
     target = old.fresh([30, 60], {"sum": torch.float32})
     staged = old.stored(*torch.randn(2, HEADS, tokens, SIZE, generator=random(6)))
     extra = {"sum": torch.rand(pos.shape, generator=random(7))}
-    sizes, caps = keep.sum(1) + torch.tensor([2, 0, 1]), torch.tensor([5, 6, 7])
+    caps = keep.sum(1).clamp(min=5)
+    sizes = caps + 2
     earlier = (old, index) if before else None
-    gather_survivors(Kernels(), target, 1, keep, pos, caps, sizes, staged, extra, earlier)
+    room = Room(floor=5, spare=2)
+    gather_survivors(Kernels(), target, 1, keep, pos, room, staged, extra, earlier)
     begin = 30
     for h in range(HEADS):
         rows = sorted(keep[h].nonzero().flatten().tolist(), key=lambda i: int(pos[h, i]))
@@ -45,8 +47,36 @@ def test_survivors_are_copied_in_the_order_of_positions(
                 assert torch.equal(target.columns[name][place], was), name
         begin += int(sizes[h])
     assert target.capacity[1].tolist() == sizes.tolist()
-    assert target.cap[1].tolist() == [5, 6, 7]
+    assert target.cap[1].tolist() == caps.tolist()
     assert target.free_slot[1].tolist() == [-1] * HEADS
+
+
+@pytest.mark.parametrize(
+    ("room", "caps", "sizes"),
+    [
+        (Room(), [7, 0, 2], [7, 0, 2]),
+        (Room(floor=3, spare=1), [7, 3, 3], [8, 4, 4]),
+        (Room(total=13, spare=2), [7, 3, 3], [9, 5, 5]),
+        (Room(total=0), [7, 0, 2], [7, 0, 2]),
+        (Room(spare=1, all=30), [7, 0, 2], [10, 10, 10]),
+    ],
+)
+def test_how_segments_are_laid_out(room: Room, caps: list[int], sizes: list[int]) -> None:
+    tables = [torch.full((HEADS,), 99) for _ in range(5)]
+    start, length, capacity, cap, free_slot = tables
+    Kernels().lay_out(
+        torch.tensor([7, 0, 2]),
+        40,
+        (start, length, capacity, cap, free_slot),
+        room.floor,
+        room.total,
+        room.spare,
+        room.all,
+    )
+    assert start.tolist() == [40, 40 + sizes[0], 40 + sizes[0] + sizes[1]]
+    assert length.tolist() == [7, 0, 2]
+    assert (cap.tolist(), capacity.tolist()) == (caps, sizes)
+    assert free_slot.tolist() == [-1] * HEADS
 
 
 @pytest.mark.parametrize("kv", [None, torch.int8])

@@ -79,7 +79,7 @@ def test_what_a_policy_launches(
     assert kv.notice is None
     names = {name for name, _ in recorder.calls}
     names -= {"advance", "observe", "add_attention_mass", "rows_attention", "last_rows_attention"}
-    names -= {"gather_rows", "gather_column", "ragged_prefill"}
+    names -= {"gather_rows", "gather_column", "ragged_prefill", "merge"}
     assert names == expected | {
         "ragged_attention",
         "greedy",
@@ -114,6 +114,19 @@ def test_what_prompts_launch(
     assert names >= expected | {"gather_rows", "gather_column", "ragged_attention"}
     assert kv.ops is recorder
     assert (kv.position, kv.arena.rows, kv.decode.nbytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("policy", ["kvzip", "queryspan"])
+def test_prompts_that_are_read_twice(policy: str) -> None:
+    """Their second reading is part of the warm-up, which leaves the kernels in use."""
+    net = small.network()
+    kv = small.scheduler(net, policy, "none", 512)
+    recorder = Recorder()
+    kv.use(recorder)
+    warm(kv, net)
+    assert kv.notice is None
+    assert kv.ops is recorder
+    assert sum(name == "last_rows_attention" for name, _ in recorder.calls) > 2
 
 
 def test_the_tiles_of_few_queries_are_among_them() -> None:

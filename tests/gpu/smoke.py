@@ -36,7 +36,7 @@ linked()
 
 import step_oracle
 
-from minikv.kernels import Rows, dispatch, last_rows_attention, to_codes
+from minikv.kernels import Rows, dispatch, last_rows_attention, to_codes, window_attention
 from minikv.kernels.torch import attention_mass, decode
 from minikv.kernels.triton.table import Triton
 from minikv.models.linear import Plain
@@ -547,11 +547,18 @@ def library(s: Sizes) -> str:
     q = s.normal(t, s.heads, s.group, s.size).permute(1, 2, 0, 3)
     k, v = s.normal(s.heads, n, s.size), s.normal(s.heads, n, s.size)
     mixed, lse = last_rows_attention(q, k, v)
+    slid, slid_lse = window_attention(q, k, v, t // 2)
     x = q.double() @ k.double()[:, None].transpose(2, 3) / s.size**0.5
-    seen = torch.arange(n, device=s.device) <= torch.arange(n - t, n, device=s.device)[:, None]
-    x = x.masked_fill(~seen, -torch.inf)
+    at = torch.arange(n, device=s.device)
+    back = at[n - t :, None] - at
+    x, y = (x.masked_fill((back < 0) | (back >= w), -torch.inf) for w in (n, t // 2))
+    values = v.double()[:, None]
     return near(
-        1e-2, mixed=(mixed, x.softmax(-1) @ v.double()[:, None]), lse=(lse, x.logsumexp(-1))
+        1e-2,
+        mixed=(mixed, x.softmax(-1) @ values),
+        lse=(lse, x.logsumexp(-1)),
+        window=(slid, y.softmax(-1) @ values),
+        window_lse=(slid_lse, y.logsumexp(-1)),
     )
 
 

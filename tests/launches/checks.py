@@ -50,6 +50,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         (lambda x: x.view(2, 2, 8) @ x.T, {"mm": 1}, 0, 0),
         (lambda x: x.T.reshape(-1), {"clone": 1}, 0, 0),
         (lambda x: x.reshape(-1).contiguous().float(), {}, 0, 0),
+        (lambda x: x[:, 1:].contiguous(), {"clone": 1}, 0, 0),
         (lambda x: torch.ones(4) + 1, {}, 0, 0),
     ],
 )

@@ -86,8 +86,10 @@ class StandIn(Tensor):
             torch.ops.aten.copy_.default(self, other, non_blocking)
         return self
 
-    def contiguous(self, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-        return self if self.is_contiguous() else self.clone(memory_format=memory_format)
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        if self.near.is_contiguous(memory_format=memory_format):
+            return self
+        return self.clone(memory_format=memory_format)
 
     def __invert__(self) -> Tensor:
         return torch.bitwise_not(self)
@@ -244,32 +246,67 @@ def _refuse_mixing(name: str, tensors: Sequence[Tensor]) -> None:
 # -- what a CPU computes in another way -------------------------------------------------------
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, T, D]; k and v [B, H, N, D]. As on CUDA, the output lies in the order of rows."""
-    group = q.shape[1] // k.shape[1]
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """q [B, T, Hq, D]; k and v [B, N, H, D]; query i is at row N - T + i. As on CUDA, the output
+    lies in the order of rows."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+    x = (q @ k.transpose(2, 3)).float() / math.sqrt(q.shape[3])
+    rows = torch.arange(k.shape[2])
+    back = rows[-q.shape[2] :, None] - rows
+    if causal or window is not None:
+        x = x.masked_fill(back < 0, -math.inf)
+    if window is not None:
+        x = x.masked_fill(back >= window, -math.inf)
+    out = x.softmax(-1).to(v.dtype) @ v
+    return out.transpose(1, 2).contiguous(), x.logsumexp(-1)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False) -> Any:
-    out, lse = _attention(q, k, v, causal)
-    return out, lse, None, None, q.shape[2], k.shape[2], None, None, None
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_sums: None,
+    k_sums: None,
+    q_most: int,
+    k_most: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
+    *,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Any:
+    assert (q_most, k_most, dropout, debug) == (q.shape[1], k.shape[1], 0.0, False)
+    assert window_size_right == (None if window_size_left is None else 0)
+    window = None if window_size_left is None else window_size_left + 1
+    return *_attention(q, k, v, causal, window), None, None, None
 
 
 def _efficient(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
+    bias: None,
+    q_sums: None,
+    k_sums: None,
+    q_most: None,
+    k_most: None,
+    dropout: float,
+    mask: int,
     with_lse: bool,
-    dropout: float = 0.0,
-    causal: bool = False,
+    *,
+    window_size: int | None = None,
 ) -> Any:
-    assert bias is None
-    out, lse = _attention(q, k, v, causal)
+    assert with_lse
+    assert mask in (0, 2)
+    assert mask or window_size is None
+    out, lse = _attention(q, k, v, mask == 2, window_size)
     more = -lse.shape[2] % 32
-    return out, torch.nn.functional.pad(lse, (0, more), value=math.inf), None, None
+    return out, torch.nn.functional.pad(lse, (0, more), value=math.inf), None, None, 0, 0
 
 
 def _copied(t: Tensor, *, device: torch.device | None = None, **kwargs: Any) -> Tensor:
@@ -277,8 +314,8 @@ def _copied(t: Tensor, *, device: torch.device | None = None, **kwargs: Any) -> 
 
 
 _ELSEWISE: Mapping[str, Callable[..., Any]] = {
-    "_scaled_dot_product_flash_attention": _flash,
-    "_scaled_dot_product_efficient_attention": _efficient,
+    "_flash_attention_forward": _flash,
+    "_efficient_attention_forward": _efficient,
     "_to_copy": _copied,
 }
 

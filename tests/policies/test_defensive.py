@@ -14,9 +14,13 @@ from minikv.policies.defensive import most_of, over_heads, worst_case
 def test_a_query_is_pooled_and_keeps_its_sum() -> None:
     """kernel 3 over [0, 0, 6, 0, 3]: thirds of [0, 6, 6, 9, 3], which sum to 8, scaled to 9."""
     line = worst_case(
-        torch.tensor([[[0.0, 0.0, 6.0, 0.0, 3.0]]]), torch.arange(5), torch.ones(5).bool(), 3
+        torch.tensor([[[[0.0, 0.0, 6.0, 0.0, 3.0]]]]),
+        torch.arange(5)[None],
+        torch.ones(1, 5).bool(),
+        3,
+        1,
     )
-    torch.testing.assert_close(line, torch.tensor([0.0, 2.0, 2.0, 3.0, 1.0]) * 9 / 8)
+    torch.testing.assert_close(line, torch.tensor([[0.0, 2.0, 2.0, 3.0, 1.0]]) * 9 / 8)
 
 
 def test_the_worst_query_of_the_group_counts() -> None:

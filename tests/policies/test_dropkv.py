@@ -11,8 +11,10 @@ from minikv.policies.dropkv import output_changes
 def test_two_rows_by_hand() -> None:
     """p = (1/4, 3/4) over values 0 and 4: the output is 3. Without the first it is 4, without the
     second 0: changes of 1 and 9, squared."""
-    found = output_changes(torch.tensor([[[0.25, 0.75]]]), torch.tensor([[0.0], [4.0]]), 1e-12)
-    torch.testing.assert_close(found, torch.tensor([[1.0, 9.0]]))
+    found = output_changes(
+        torch.tensor([[[[0.25, 0.75]]]]), torch.tensor([[[0.0], [4.0]]]), 1e-12, 1
+    )
+    torch.testing.assert_close(found, torch.tensor([[[1.0, 9.0]]]))
 
 
 def test_it_is_the_change_of_a_softmax_that_is_shared_out_anew() -> None:
@@ -24,7 +26,7 @@ def test_it_is_the_change_of_a_softmax_that_is_shared_out_anew() -> None:
         without = logits.clone()
         without[..., j] = -torch.inf
         want[:, j] = (without.softmax(-1) @ value - before).square().sum((1, 2))
-    found = output_changes(logits.softmax(-1).float(), value.float(), 1e-12)
+    found = output_changes(logits.softmax(-1).float()[None], value.float()[None], 1e-12, 1)[0]
     torch.testing.assert_close(found, want.float(), rtol=1e-3, atol=1e-5)
 
 
@@ -32,7 +34,7 @@ def test_scores_are_the_pooled_mean_of_the_group_and_the_window_stays() -> None:
     given = torch.zeros(1, 2, 1, 5)
     given[0, 0, 0], given[0, 1, 0] = torch.tensor([0.25, 0.75, 0, 0, 0]), torch.tensor(0.2)
     value = torch.tensor([[[0.0], [4.0], [0.0], [0.0], [0.0]]])
-    one, two = (output_changes(given[0, g : g + 1], value[0], 1e-6)[0] for g in (0, 1))
+    one, two = output_changes(given, value, 1e-6, 1)[0]
     plain = build("dropkv", {"window": 1, "kernel": 1}).scorer.score(looked(given, value))[0]
     torch.testing.assert_close(plain[:4], (one + two)[:4] / 2)
     assert plain[4] == -torch.inf
@@ -51,5 +53,5 @@ def test_a_padded_row_that_holds_anything_changes_nothing() -> None:
 
 
 def test_a_row_that_has_all_the_attention_is_worth_a_number() -> None:
-    found = output_changes(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[1.0], [2.0]]), 1e-6)
+    found = output_changes(torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[1.0], [2.0]]]), 1e-6, 1)
     assert bool(torch.isfinite(found).all())

@@ -25,8 +25,8 @@ from minikv.engine.engine import Engine
 from minikv.policies import kvcrush
 from minikv.policies.base import Candidates, PromptPolicy, PromptView, StepPolicy, StepView
 from minikv.policies.counter_rng import gumbel, uniform
-from minikv.policies.selection import wanted
-from minikv.policies.snapkv import SnapKV, pool
+from minikv.policies.selection import pool, wanted
+from minikv.policies.snapkv import SnapKV
 
 TESTS: dict[int, tuple[str, ...]] = {
     1: (

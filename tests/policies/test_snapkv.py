@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minikv.policies.snapkv import pool
+from minikv.policies.selection import pool
 
 
 def test_pooling_is_over_neighbours_in_the_text() -> None:

@@ -51,7 +51,7 @@ def looked(
         lambda: fetched,
         output=None if output is None else lambda: output,
         budget=budget,
-        attention=lambda h: given[h],
+        attention=lambda heads: given[heads],
     )
 
 

@@ -97,7 +97,7 @@ def test_what_each_query_gives_one_head_sums_to_the_observation(
     ]
     mass, squares = kernels.observe(q, at, parts, window)
     for h in range(heads):
-        found = kernels.head_attention(q, at, parts, window, h)
+        found = kernels.each_attention(q, at, parts, window, None, slice(h, h + 1))[0]
         assert found.shape == (group, rows, 7 + keys)
         torch.testing.assert_close(found.sum(-1), torch.ones(group, rows))
         torch.testing.assert_close(found.sum(1), mass[h])

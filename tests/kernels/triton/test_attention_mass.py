@@ -137,3 +137,33 @@ def test_all_columns_chunk_by_chunk(
         )
     close(mass, 1 + p.sum(2))
     close(squares, 1 + p.mean(1).square().sum(1))
+
+
+@on_device
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_what_each_of_the_last_queries_looks_at(case: tuple[int, ...]) -> None:
+    q, q_pos, parts, window, k, pos = scene(case)
+    made, asked = kernel("triton.attention_mass"), guarded(q.permute(2, 0, 1, 3).contiguous())
+    p, lse = weights(q, k, q_pos, pos, window)
+    for heads in (slice(0, len(q)), slice(len(q) - 1, len(q))):
+        for known in (None, guarded(lse.float())):
+            got = made.each_attention(asked, guarded(q_pos), parts, window, known, heads)
+            close(got, p[heads])
+
+
+@on_device
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_the_most_that_a_query_gives(case: tuple[int, ...], scaled: bool) -> None:
+    q, q_pos, parts, window, k, pos = scene(case)
+    old = case[4]
+    scale = torch.rand(len(q_pos), generator=randoms(4)) + 0.1 if scaled else None
+    p, lse = weights(q, k, q_pos, pos, window)
+    want = p * scale.double()[:, None] if scale is not None else p
+    given = None if scale is None else guarded(scale)
+    for known in (None, guarded(lse.float())):
+        for scored, columns in ((0, slice(0, old)), (1, slice(old, None))):
+            got = kernel("triton.attention_mass").peak_attention(
+                guarded(q), guarded(q_pos), parts, scored, window, given, known
+            )
+            close(got, want[..., columns].amax(2))

@@ -1,0 +1,166 @@
+"""The arithmetic of choosing rows, as tensors: no value is read back from the device.
+
+Counts are int64 [H]. `most` is a bound, known on the host, of a number that only the device knows.
+Ties are decided the same way everywhere: the younger row, then the first head.
+`tests/policies/oracle.py` says the same in plain Python, slowly.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NOT_FREE = torch.iinfo(torch.int64).min
+"""The order key of a row that is not free."""
+
+
+def ends(pos: Tensor, sinks: int, young: int) -> Tensor:
+    """bool [H, N]: of the rows at pos int64 [H, N] those below position `sinks`, and those from
+    `young` on. -1: no row."""
+    return (pos >= 0) & ((pos < sinks) | (pos >= young))
+
+
+def divide(pos: Tensor, protected: Tensor, pinned: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which rows stay whatever their score, and which compete: bool [H, N] both.
+
+    pos int64, -1 for no row; protected bool [H, N]: they stay, and so do those at positions below
+    `pinned`. Also int64 [3, H]: how many stay, how many of these are not pinned, and how many
+    compete.
+    """
+    live = pos >= 0
+    stays = (protected | (pos < pinned)) & live
+    free = live & ~stays
+    own = stays & (pos >= pinned)
+    return stays, free, torch.stack((stays.sum(1), own.sum(1), free.sum(1)))
+
+
+def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
+    """int64 [H, N]: larger for a better row, of equal scores the younger; least if not free."""
+    bits = (scores.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)  # -0.0 becomes 0.0
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return ((bits << 32) | pos.clamp(min=0)).masked_fill(~free, NOT_FREE)
+
+
+def best(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
+    """bool [H, N]: the counts[h] <= most best of each head's free rows, or all of them.
+
+    scores float32, pos int64, free bool, all [H, N].
+    """
+    key = order_key(scores, pos, free)
+    count = counts.clamp(max=free.shape[1])[:, None]
+    found = key.topk(max(1, min(most, key.shape[1])), dim=1).values
+    edge = found.gather(1, (count - 1).clamp(min=0))
+    return free & (key >= edge) & (count > 0)
+
+
+def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) -> Tensor:
+    """int64 [H]: how many of the layer's `total` best free rows each head holds.
+
+    scores, pos and free [H, N]; total int64 [], at most `most`.
+    """
+    key = order_key(scores, pos, free)
+    flat = key.flatten()
+    found = flat.topk(max(1, min(most, len(flat)))).values
+    edge = found.gather(0, (total - 1).clamp(0, len(found) - 1)[None])
+    sure = (key > edge).sum(1)
+    tied = ((key == edge) & free).any(1)  # a position once a head: the first heads get it
+    counts = sure + (tied & (tied.cumsum(0) <= total - sure.sum()))
+    return torch.where(total >= free.sum(), free.sum(1), counts * (total > 0))
+
+
+def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
+    """Pool each head's free rows with their neighbours by position.
+
+    scores [H, N] float32 (or several of them, [..., H, N]), pos [H, N], free [H, N] -> as scores;
+    rows that are not free count as 0 in an average, as the window's rows do in the release, and are
+    -inf in the result.
+    """
+    if kernel == 1:
+        return scores.masked_fill(~free, -torch.inf)
+    # Overwriting in place leaves old rows in any order; neighbours are meant in the text. Rows that
+    # are not free come last, where they pool like what is beyond the end.
+    order = pos.masked_fill(~free, torch.iinfo(pos.dtype).max).argsort(dim=1, stable=True)
+    real, order = free.gather(1, order), order.expand(scores.shape)
+    line = scores.gather(-1, order)
+    if how == "max":
+        line = F.max_pool1d(line.masked_fill(~real, -torch.inf), kernel, 1, kernel // 2)
+    else:
+        line = F.avg_pool1d(line.masked_fill(~real, 0.0), kernel, 1, kernel // 2)
+    return torch.empty_like(scores).scatter_(-1, order, line).masked_fill(~free, -torch.inf)
+
+
+def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
+    """float32 [H]: the share of each head's attention that the rows hold that are kept.
+
+    mass float32 [H, G, N], keep bool and pos int64 [H, N], -1 for rows that do not count.
+    """
+    mean = mass.mean(1) * (pos >= 0)
+    return (mean * keep).sum(1) / mean.sum(1)
+
+
+def share(wish: Tensor, parts: int, most: Tensor, total: Tensor) -> Tensor:
+    """Whole numbers near wish / parts, each <= most, which sum to min(total, sum of most).
+
+    Largest remainder, ties to the first. When a wish exceeds its `most`, the excess is divided
+    evenly among the others. wish int64 [H] sums to parts x total; most int64 [H]; total int64 [].
+    """
+    heads = len(wish)
+    total = torch.minimum(total, most.sum())
+    # Every head is lifted by the same amount or full. In order of their room, the first are full.
+    room, order = (most * parts - wish).sort(stable=True)
+    full, rest = (most * parts)[order], wish[order]
+    spare = total * parts - (full.cumsum(0) - full) - rest.flip(0).cumsum(0).flip(0)
+    share_ = torch.arange(heads, 0, -1, device=wish.device)  # heads that divide the spare rows
+    at = (room * share_ >= spare).to(torch.int8).argmax()[None]
+    lift, open_ = spare.gather(0, at), share_.gather(0, at)
+    unit = open_ * parts
+    exact = torch.minimum(wish * open_ + lift, most * unit)
+    counts = exact // unit
+    remainder, left = exact - counts * unit, total - counts.sum()
+    return counts + (_ranks(remainder.argsort(descending=True, stable=True)) < left)
+
+
+def fill(used: Tensor, total: int) -> Tensor:
+    """Raise the lowest of `used` int64 [H] evenly until they sum to `total`; none is lowered.
+
+    fill([3, 9, 3], 18) == [5, 9, 4]: what heads with room to spare may grow to.
+    """
+    line = used.sort().values
+    above = line.flip(0).cumsum(0).flip(0) - line
+    many = torch.arange(1, len(used) + 1, device=used.device)
+    lifted = (line * many + above <= total).sum()[None]  # heads up to the common level
+    at = (lifted - 1).clamp(min=0)
+    spare = total - above.gather(0, at)
+    level = spare // lifted.clamp(min=1)
+    low = used <= level
+    extra = low & (low.cumsum(0) <= spare - level * lifted)
+    return torch.where(lifted > 0, torch.maximum(used, level) + extra, used)
+
+
+def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tensor:
+    """`counts` of free rows, but a head that would keep fewer than `least` rows is given some by
+    the richest heads, one row after the other. All int64 [H].
+
+    sure: rows that a head keeps in any case, those that never leave not counted; free: rows it
+    could choose from. Nobody gives what would leave it with fewer than `least`.
+    """
+    heads = len(counts)
+    rich = counts + sure
+    # What heads could give, one row after the other, each from who is richest by then.
+    each = torch.arange(heads * least, device=counts.device)
+    left = rich[:, None] - each
+    offers = (each < counts[:, None]) & (left > least)
+    first = torch.arange(heads, device=counts.device)[:, None]
+    key = (left * heads + (heads - 1 - first)).masked_fill(~offers, -1)
+    rank = _ranks(key.flatten().argsort(descending=True)).view(key.shape)
+    lack = torch.minimum(least - rich, free - counts).clamp(min=0)
+    given = (offers & (rank < lack.sum())).sum(1)
+    got = (given.sum() - lack.cumsum(0) + lack).clamp(min=0)
+    return counts - given + torch.minimum(got, lack)
+
+
+def _ranks(order: Tensor) -> Tensor:
+    """The place of every entry in an order."""
+    places = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)

@@ -1,0 +1,141 @@
+"""The arithmetic of choosing rows in Triton, as torch does it, to the bit, in guarded memory.
+
+Triton's interpreter runs these tests in a process of its own (test_interpreter.py). Where there is
+a CUDA device, they also run on it (marker `gpu`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from triton_device import close, draw, guarded, kernel, on_device, randoms
+
+from minikv.kernels.torch import selection as plain_torch
+
+pytest.importorskip("triton", reason="no Triton on this system")
+
+ROWS = [1, 40, 1300]
+
+
+def counts(seed: int, heads: int, most: int) -> Tensor:
+    return torch.randint(0, most + 1, (heads,), generator=randoms(seed))
+
+
+def rows(heads: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores with many ties, positions in any order, some of which are no rows, and free rows."""
+    scores = draw(1, (heads, count), torch.float32).mul(4).round() / 4
+    scores[:, ::7] = 0.0
+    scores[:, 3::7] = -0.0
+    scores[:, 5::11] = math.inf
+    scores[:, 6::11] = -math.inf
+    pos = torch.stack(
+        [torch.randperm(2 * count, generator=randoms(h))[:count] for h in range(heads)]
+    )
+    pos[:, 2::5] = -1
+    free = (torch.rand((heads, count), generator=randoms(9)) < 0.7) & (pos >= 0)
+    free[0] = False
+    return scores, pos, free
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype
+    assert torch.equal(got.cpu(), want)
+
+
+@on_device
+@pytest.mark.parametrize("count", ROWS)
+def test_which_rows_stay_and_which_compete(count: int) -> None:
+    _, pos, marked = rows(3, count)
+    made = kernel("triton.selection")
+    same(made.ends(guarded(pos), 4, count), plain_torch.ends(pos, 4, count))
+    for pinned in (0, count // 2):
+        got = made.divide(guarded(pos), guarded(marked), pinned)
+        for mine, theirs in zip(got, plain_torch.divide(pos, marked, pinned), strict=True):
+            same(mine, theirs)
+    line = torch.arange(count).expand(3, count)  # of a first prompt: all heads alike
+    same(made.ends(line, 2, count - 3), plain_torch.ends(line, 2, count - 3))
+
+
+@on_device
+@pytest.mark.parametrize("count", ROWS)
+def test_the_best_rows(count: int) -> None:
+    scores, pos, free = rows(4, count)
+    made, there = kernel("triton.selection"), [guarded(t) for t in (scores, pos, free)]
+    same(made.order_key(*there), plain_torch.order_key(scores, pos, free))
+    most = count // 2
+    wish = counts(1, 4, most)
+    same(
+        made.best(*there, guarded(wish), most),
+        plain_torch.best(scores, pos, free, wish, most),
+    )
+    alike = torch.tensor([most]).expand(4)
+    same(made.best(*there, alike, most), plain_torch.best(scores, pos, free, alike, most))
+    for total in (0, 1, count, 3 * count):
+        some = torch.tensor(total)
+        same(
+            made.wanted(*there, guarded(some), max(1, total)),
+            plain_torch.wanted(scores, pos, free, some, max(1, total)),
+        )
+
+
+@on_device
+@pytest.mark.parametrize("how", ["max", "avg"])
+@pytest.mark.parametrize(("count", "kernel_size"), [(1, 7), (40, 3), (40, 1), (1300, 7)])
+def test_scores_are_pooled(how: str, count: int, kernel_size: int) -> None:
+    scores, pos, free = rows(3, count)
+    scores = scores.masked_fill(scores.isinf(), 2.0)
+    made, there = kernel("triton.selection"), [guarded(t) for t in (pos, free)]
+    both = torch.stack((scores, scores.flip(1)))
+    for given in (scores, both):
+        got = made.pool(guarded(given), *there, kernel_size, how)
+        close(got, plain_torch.pool(given, pos, free, kernel_size, how))
+
+
+@on_device
+@pytest.mark.parametrize("count", ROWS)
+def test_how_much_attention_stayed(count: int) -> None:
+    _, pos, keep = rows(3, count)
+    keep[0, 0], pos[:, 0] = True, 0
+    mass = draw(4, (3, 2, count), torch.float32).abs()
+    got = kernel("triton.selection").stayed(guarded(mass), guarded(keep), guarded(pos))
+    close(got, plain_torch.stayed(mass, keep, pos))
+
+
+@on_device
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_numbers_are_shared(heads: int, seed: int) -> None:
+    made = kernel("triton.selection")
+    used, most = counts(seed, heads, 20), counts(seed + 10, heads, 30)
+    for total in (0, int(used.sum()), 7 * heads + seed, 40 * heads):
+        same(made.fill(guarded(used), total), plain_torch.fill(used, total))
+        parts, some = 3, torch.tensor(total)
+        wish = torch.multinomial(torch.ones(heads), parts * total + 1, True, generator=randoms(1))
+        wish = torch.bincount(wish[1:], minlength=heads)
+        same(
+            made.share(guarded(wish), parts, guarded(most), guarded(some)),
+            plain_torch.share(wish, parts, most, some),
+        )
+        even = some.expand(heads)
+        same(
+            made.share(guarded(some).expand(heads), heads, guarded(most), guarded(some)),
+            plain_torch.share(even, heads, most, some),
+        )
+
+
+@on_device
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("least", [0, 1, 2])
+def test_the_richest_heads_give(seed: int, least: int) -> None:
+    heads = 6
+    free = counts(seed, heads, 5)
+    given = torch.minimum(counts(seed + 20, heads, 4), free)
+    sure = counts(seed + 40, heads, 1)
+    want = plain_torch.ensure_least(given, sure, free, least)
+    got = kernel("triton.selection").ensure_least(
+        guarded(given), guarded(sure), guarded(free), least
+    )
+    same(got, want)
