@@ -28,6 +28,7 @@
     each_attention         triton/attention_mass    -                 torch/attention_mass
     peak_attention         triton/attention_mass    -                 torch/attention_mass
     rows_lse               triton/attention_mass    -                 torch/attention_mass
+    output_norms           triton/outputs           -                 torch/outputs
     ends                   triton/selection         -                 torch/selection
     divide                 triton/selection         -                 torch/selection
     order_key              triton/selection         -                 torch/selection
@@ -81,6 +82,7 @@ from minikv.kernels.torch import (
     decode,
     decode_cpu,
     layer,
+    outputs,
     product,
     sampling,
     selection,
@@ -133,6 +135,7 @@ class Kernels:
     each_attention = staticmethod(attention_mass.each_attention)
     peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
+    output_norms = staticmethod(outputs.output_norms)
     ends = staticmethod(selection.ends)
     divide = staticmethod(selection.divide)
     order_key = staticmethod(selection.order_key)

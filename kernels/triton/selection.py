@@ -445,7 +445,7 @@ def variants() -> list[Variant]:
         (_pool, {"out": "*fp32"}, rows | {"MAX": True}),
         (_stayed, {"out": "*fp32"}, rows),
         (_wanted, {"out": "*i64"}, heads),
-        (_fill, {"out": "*i64"}, heads),
+        (_fill, {"out": "*i64", "total": "i32"}, heads),
         (_share, {"out": "*i64"}, heads),
         (_ensure_least, {"out": "*i64", "sure": "*i64", "free": "*i64"}, heads),
     ):

@@ -11,6 +11,7 @@ from minikv.kernels.triton import (
     decode,
     hash_append,
     layer,
+    outputs,
     overwrite,
     packed_product,
     sampling,
@@ -51,6 +52,7 @@ class Triton(Kernels):
     each_attention = staticmethod(attention_mass.each_attention)
     peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
+    output_norms = staticmethod(outputs.output_norms)
     ends = staticmethod(selection.ends)
     divide = staticmethod(selection.divide)
     order_key = staticmethod(selection.order_key)

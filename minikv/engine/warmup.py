@@ -120,10 +120,11 @@ def _tiles(kv: KVCache) -> None:
     length, slot, index = torch.ones_like(start), torch.full_like(start, -1), start[:, None]
     pos = torch.zeros(heads, dtype=torch.int32, device=device)
     seen = torch.zeros_like(index)
+    each = kv.prompt_policy is not None and kv.prompt_policy.evidence.each_query
     with torch.inference_mode():
-        part = rows.view(heads, 1, 1, -1), torch.zeros((heads, 1, 1), device=device)
+        mixed = rows.view(heads, 1, 1, -1), torch.zeros((heads, 1, 1), device=device)
         for parts in (2, 4):  # more than two are joined in float32
-            kv.ops.merge([part] * parts)
+            kv.ops.merge([mixed] * parts)
         for window in dict.fromkeys(shape.windows):
             for lines in _LINES:
                 count = max(1, lines // group)
@@ -133,8 +134,12 @@ def _tiles(kv: KVCache) -> None:
                     kv.ops.ragged_prefill(
                         q, rows, rows, start, length, slot, most, pos=pos, q_pos=at, window=window
                     )
-                kv.ops.rows_lse(q, at, ((rows[:, None], seen),), window)
-                kv.ops.rows_lse(q, at, ((rows, seen, index),), window)
+                for part in ((rows[:, None], seen), (rows, seen, index)):
+                    kv.ops.rows_lse(q, at, (part,), window)
+                    if each:
+                        kv.ops.each_attention(
+                            q.permute(2, 0, 1, 3), at, (part,), window, None, slice(0, heads)
+                        )
             for count in _observed(kv):
                 q = rows.new_zeros((count, heads, group, shape.head_dim))
                 at = torch.ones(count, dtype=torch.int64, device=device)

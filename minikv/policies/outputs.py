@@ -7,8 +7,6 @@ from torch import Tensor
 
 from minikv.policies.base import PromptView, RepeatView, blocks
 
-_ROWS = 4096  # rows projected at once
-
 
 def output_lengths(view: PromptView | RepeatView) -> Tensor:
     """float32 [H, G, N]: |v W_O|_2 of every value, in the output of each query head."""
@@ -25,16 +23,9 @@ def output_lengths(view: PromptView | RepeatView) -> Tensor:
     return squares.clamp(min=0.0).sqrt()
 
 
-def output_norms(view: PromptView | RepeatView) -> Tensor:
+def output_norms(view: PromptView) -> Tensor:
     """float32 [H, N]: |v W_O|_1 of every value, mean over the group's query heads."""
-    value, output = view.value(), _projection(view)
-    norms = torch.zeros(value.shape[:2], device=value.device)
-    for h in range(len(value)):
-        for lo in range(0, value.shape[1], _ROWS):
-            rows = value[h, lo : lo + _ROWS].float()
-            for one in output[h]:  # [D, hidden]
-                norms[h, lo : lo + _ROWS] += (rows @ one.float()).abs().sum(-1)
-    return norms / output.shape[1]
+    return view.ops.output_norms(view.value(), _projection(view))
 
 
 def _projection(view: PromptView | RepeatView) -> Tensor:
