@@ -38,6 +38,6 @@ class Triton(Kernels):
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     silu_mul = staticmethod(layer.silu_mul)
-    int8_product = staticmethod(packed_product.int8_product)
-    int4_product = staticmethod(packed_product.int4_product)
+    w8a16_product = staticmethod(packed_product.w8a16_product)
+    w4a16_product = staticmethod(packed_product.w4a16_product)
     unpack_int4_rows = staticmethod(packed_product.unpack_int4_rows)
