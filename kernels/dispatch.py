@@ -48,8 +48,9 @@
     rotate                 triton/layer             cpu/layer         torch/layer
     rotary_table           triton/layer             -                 torch/layer
     silu_mul               triton/layer             cpu/layer         torch/layer
-    int8_product           triton/packed_product    cpu/product       torch/product
-    int4_product           triton/packed_product    -                 models
+    int8_product           -                        cpu/product       torch/product
+    w8a16_product          triton/packed_product    -                 models
+    w4a16_product          triton/packed_product    -                 models
     unpack_int4_rows       triton/packed_product    -                 models
     greedy                 triton/sampling          -                 torch/sampling
     sample                 triton/sampling          -                 torch/sampling
@@ -162,7 +163,8 @@ class Kernels:
     pack_int8: Callable[..., None] | None = None
     pack_int4: Callable[..., None] | None = None
     unpack_int4: Callable[..., None] | None = None
-    int4_product: Callable[..., torch.Tensor] | None = None
+    w8a16_product: Callable[..., torch.Tensor] | None = None
+    w4a16_product: Callable[..., torch.Tensor] | None = None
     unpack_int4_rows: Callable[..., None] | None = None
 
 

@@ -34,14 +34,17 @@ FEW = 16
 
 
 class Products(Protocol):
-    """Kernels for packed weights on a GPU."""
+    """Kernels for packed weights on a GPU: weights of eight (w8) or four bits, and activations of
+    sixteen (a16)."""
 
-    def int8_product(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-        """x [t, in], codes int8 [out, in], scale bfloat16 [out] -> [t, out] in x's dtype."""
+    @property
+    def w8a16_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """x [t, in], codes int8 [out, in], scale bfloat16 [out] -> [t, out] in x's dtype. None:
+        torch unpacks first."""
         ...
 
     @property
-    def int4_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    def w4a16_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """x [t, in], packed uint8 [out, in / 2], scales bfloat16 [in / group, out, 2] -> [t, out]
         in x's dtype. None: torch unpacks first."""
         ...
@@ -77,8 +80,9 @@ class Int8OnGpu:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `linear.Linear`."""
-        if self.ops is not None and len(x) <= FEW:
-            made = self.ops.int8_product(x, self.quantised, self.scale)
+        ops = self.ops
+        if ops is not None and ops.w8a16_product is not None and len(x) <= FEW:
+            made = ops.w8a16_product(x, self.quantised, self.scale)
             return made if self.bias is None else made.add_(self.bias)
         return _product(x, self.dense(), self.bias, out)
 
@@ -129,8 +133,8 @@ class Int4OnGpu:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `linear.Linear`."""
         ops = self.ops
-        if ops is not None and ops.int4_product is not None and len(x) <= FEW:
-            made = ops.int4_product(x, self.packed, self.scales)
+        if ops is not None and ops.w4a16_product is not None and len(x) <= FEW:
+            made = ops.w4a16_product(x, self.packed, self.scales)
             return made if self.bias is None else made.add_(self.bias)
         return _product(x, self.dense(), self.bias, out)
 

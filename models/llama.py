@@ -112,7 +112,12 @@ class Ops(Protocol):
         ...
 
     @property
-    def int4_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    def w8a16_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """See `linear_gpu.Products`."""
+        ...
+
+    @property
+    def w4a16_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """See `linear_gpu.Products`."""
         ...
 

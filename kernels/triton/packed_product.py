@@ -34,7 +34,7 @@ def _rows_of(x, t, columns, ok_t, ok, N: tl.constexpr, UP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "outputs"])
-def _int8_product(
+def _w8a16_product(
     x,
     codes,
     scales,
@@ -73,7 +73,7 @@ def _unpacked(steps, by, middle, like: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "outputs"])
-def _int4_product(
+def _w4a16_product(
     x,
     packed,
     scales,
@@ -132,11 +132,11 @@ def _unpack_int4(
     tl.store(target + GROUP // 2, _unpacked(both >> 4, by, middle, kind), mask=ok[:, None])
 
 
-def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+def w8a16_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """x [t, n] times the transpose of scale [m] * codes int8 [m, n]: [t, m] in x's dtype."""
     x, (outputs, size) = x.contiguous(), codes.shape
     out = x.new_empty((len(x), outputs))
-    _int8_product[(-(-outputs // _OUT), -(-len(x) // _ROWS))](
+    _w8a16_product[(-(-outputs // _OUT), -(-len(x) // _ROWS))](
         x,
         codes,
         scale,
@@ -154,11 +154,11 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-def int4_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+def w4a16_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     """x [t, n] times the transpose of what `unpack_int4_rows` makes: [t, m] in x's dtype."""
     x, (outputs, half) = x.contiguous(), packed.shape
     out = x.new_empty((len(x), outputs))
-    _int4_product[(-(-outputs // _OUT), -(-len(x) // _ROWS))](
+    _w4a16_product[(-(-outputs // _OUT), -(-len(x) // _ROWS))](
         x,
         packed,
         scales,
@@ -207,9 +207,9 @@ def variants() -> list[Variant]:
     few: dict[str, object] = {"ROWS": _ROWS, "OUT": _OUT, "UP": False}
     found = []
     for name, fn, fixed, read, mma in (
-        ("int8-product", _int8_product, {"N": 4096, "IN": _IN} | few, "codes", True),
-        ("int4-product", _int4_product, {"N": 4096, "GROUP": 128} | few, "packed", True),
-        ("int4-product-32", _int4_product, {"N": 960, "GROUP": 32} | few, "packed", True),
+        ("w8a16-product", _w8a16_product, {"N": 4096, "IN": _IN} | few, "codes", True),
+        ("w4a16-product", _w4a16_product, {"N": 4096, "GROUP": 128} | few, "packed", True),
+        ("w4a16-product-32", _w4a16_product, {"N": 960, "GROUP": 32} | few, "packed", True),
         ("unpack-int4", _unpack_int4, {"N": 4096, "GROUP": 128, "OUT": _UNPACKED}, "packed", False),
     ):
         stages = 4 if mma else 2

@@ -103,13 +103,21 @@ class _Kernels(Triton):
     """Triton's operations, of which each launches, and then is computed by its torch form."""
 
 
-def _int4_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+def _w4a16_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     weight = x.new_empty((len(packed), x.shape[1]))
     unpack_int4_rows(packed, scales, weight)
     return x @ weight.T
 
 
-_PACKED = SimpleNamespace(int4_product=_int4_product, unpack_int4_rows=unpack_int4_rows)
+def _w8a16_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    return x @ (codes * scale[:, None]).T
+
+
+_PACKED = SimpleNamespace(
+    w8a16_product=_w8a16_product,
+    w4a16_product=_w4a16_product,
+    unpack_int4_rows=unpack_int4_rows,
+)
 
 
 def _both(name: str) -> Callable[..., Any]:

@@ -55,7 +55,9 @@ def test_products(form: str, bias: bool, count: int, kernels: bool) -> None:
         torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=6e-2)
     if made is not None:
         many = ["unpack"] * 2 if form == "int4" else []
-        assert made.calls == ([f"{form} product"] * 2 if count <= FEW else many)
+        assert made.calls == (
+            [{"int8": "w8a16", "int4": "w4a16"}[form]] * 2 if count <= FEW else many
+        )
 
 
 def test_rows_are_packed_a_part_at_a_time() -> None:
@@ -105,12 +107,12 @@ class Kernels:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def int8_product(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-        self.calls.append("int8 product")
+    def w8a16_product(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        self.calls.append("w8a16")
         return x @ (codes * scale[:, None]).T
 
-    def int4_product(self, x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-        self.calls.append("int4 product")
+    def w4a16_product(self, x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+        self.calls.append("w4a16")
         weight = x.new_empty((len(packed), x.shape[1]))
         unpack_int4_rows(packed, scales, weight)
         return x @ weight.T

@@ -174,7 +174,7 @@ def test_the_gate_refuses_keys_or_values_that_are_read_narrowly(
 def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None:
     """The kernels that go over all rows; a step's own row is read by the numbers."""
     walks = ("split", "join", "mass", "lse", "each", "rows", "ragged-prefill", "add-norm")
-    walks += ("silu-mul", "rotate", "merge", "norms", "int8-product", "int4-product")
+    walks += ("silu-mul", "rotate", "merge", "norms", "w8a16-product", "w4a16-product")
     for name, variant in VARIANTS.items():
         assert bool(variant.reads) == name.startswith(walks), name
         assert set(variant.reads) <= set(variant.signature)

@@ -28,10 +28,10 @@ def int8(outputs: int, size: int) -> tuple[Tensor, Tensor]:
 @on_device
 @pytest.mark.parametrize(("rows", "outputs", "size"), SIZES)
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float32, torch.float16], ids=str)
-def test_int8_product(rows: int, outputs: int, size: int, dtype: torch.dtype) -> None:
+def test_w8a16_product(rows: int, outputs: int, size: int, dtype: torch.dtype) -> None:
     x, (codes, scale) = draw(3, (rows, size), dtype), int8(outputs, size)
     there = guarded(codes), guarded(scale)
-    got = kernel("triton.packed_product").int8_product(guarded(x), *there)
+    got = kernel("triton.packed_product").w8a16_product(guarded(x), *there)
     assert got.dtype == dtype
     want = x.double() @ (codes.double() * scale.double()[:, None]).T
     close(got / size**0.5, want / size**0.5, 1e-2 if dtype == BFLOAT16 else 2e-3)
@@ -40,11 +40,13 @@ def test_int8_product(rows: int, outputs: int, size: int, dtype: torch.dtype) ->
 @on_device
 @pytest.mark.parametrize(("group", "groups"), [(32, 1), (32, 5), (64, 3), (128, 2)])
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 48), (3, 33), (17, 70)])
-def test_int4_product(rows: int, outputs: int, group: int, groups: int) -> None:
+def test_w4a16_product(rows: int, outputs: int, group: int, groups: int) -> None:
     size = group * groups
     packed, scales, weight = four_bits(outputs, group, groups)
     x = draw(3, (rows, size), BFLOAT16)
-    got = kernel("triton.packed_product").int4_product(guarded(x), guarded(packed), guarded(scales))
+    got = kernel("triton.packed_product").w4a16_product(
+        guarded(x), guarded(packed), guarded(scales)
+    )
     close(got / size**0.5, x.double() @ weight.double().T / size**0.5, 2e-2)
 
 
