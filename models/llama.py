@@ -298,7 +298,7 @@ class Llama:
         # One buffer for the widest intermediate: freed and asked for again per chunk, it would
         # leave holes in the heap that count as resident memory.
         wide = None if grad else x.new_empty(min(rows, count), 2 * self.config.mlp)
-        owed: Tensor | None = None  # what the last layer adds to x, which the next norm does
+        owed: Tensor | None = None  # of a step: what a layer adds to x, which the next norm does
         for index, layer in enumerate(self.layers):
             closing = last and index == len(self.layers) - 1
             for start, (cos, sin) in zip(starts, tables, strict=True):
@@ -311,7 +311,7 @@ class Llama:
                     mixed, part = mixed[-1:], part[-1:]
                 if self.ops is not None and wide is not None:
                     owed = self._fused(self.ops, layer, part, mixed, wide)
-                    if len(starts) > 1:
+                    if count > 1:
                         part, owed = part.add_(owed), None
                 else:
                     part = _add(part, mixed, layer.out, grad)

@@ -66,6 +66,8 @@ from minikv.models.linear import Plain
 from minikv.models.linear_gpu import kept_on, unpack_int4_rows
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
+from minikv.policies.base import StepEnd, StepPolicy
+from minikv.policies.tova import Tova
 
 Count = Counter[tuple[str, str]]
 
@@ -97,6 +99,14 @@ class Case:
         options = (f"{name}={value}" for name, value in self.options)
         weights = "" if self.weights == "auto" else f"{self.weights} weights"
         return " ".join((pair, *options, *filter(None, (self.kept, weights))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own(Tova):
+    """A step policy without a kernel, as a stranger may write one."""
+
+    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
+        return False
 
 
 class _Kernels(Triton):
@@ -256,16 +266,34 @@ def ids(count: int, seed: int) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=made).tolist()
 
 
-def step_row(bench: Bench, case: Case, sampling: Sampling) -> dict[str, Count]:
-    """What a step of an answer launches, after others like it."""
+def step_row(
+    bench: Bench, case: Case, sampling: Sampling, own: StepPolicy | None = None
+) -> dict[str, Count]:
+    """What a step of an answer launches, after others like it. own: a step policy in place of the
+    case's."""
     found = []
     for layers in LAYERS:
         engine = bench.engine(case, layers)
+        if own is not None:
+            engine.kv.configure(engine.kv.prompt_policy, own, engine.kv.budget)
         token = token_of(engine.prompt(ids(CHUNK - 9, 0)))
         token = engine.next(token, VOCAB, sampling, 0)  # this step, and the next one ahead
         with bench.counted() as counted:
             engine.next(token, VOCAB, sampling, 0)
         assert not engine.notices, engine.notices
+        found.append(counted)
+    layer = _less(found[1], found[0])
+    return {"layer": layer, "beside": _less(found[0], layer, LAYERS[0])}
+
+
+def single_row(bench: Bench, case: Case) -> dict[str, Count]:
+    """What a step launches that the host waits for."""
+    found = []
+    for layers in LAYERS:
+        engine = bench.engine(case, layers)
+        token = token_of(engine.step(token_of(engine.prompt(ids(CHUNK - 9, 0)))))
+        with bench.counted() as counted:
+            engine.step(token)
         found.append(counted)
     layer = _less(found[1], found[0])
     return {"layer": layer, "beside": _less(found[0], layer, LAYERS[0])}
@@ -356,11 +384,17 @@ def prompt_cases(*, whole: bool) -> list[Case]:
 
 
 def steps(bench: Bench, whole: bool) -> Rows:
-    """The table's part about steps, and about steps that sample. It is always whole."""
+    """The table's part about steps: also of steps that sample, of a policy that has no kernel, and
+    of one that the host waits for. It is always whole."""
     found = {case.name: _kinds(step_row(bench, case, Sampling())) for case in step_cases()}
     for name, sampling in SAMPLINGS.items():
         full = step_row(bench, Case("full", "none"), sampling)
         found[f"full/none {name}"] = _kinds(full)
+    own = Own(per_head=False, sinks=4, protect_newest=True)
+    found["snapkv/tova without a kernel"] = _kinds(
+        step_row(bench, Case("snapkv", "tova"), Sampling(), own)
+    )
+    found["full/none waited for"] = _kinds(single_row(bench, Case("full", "none")))
     return found
 
 
