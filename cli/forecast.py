@@ -287,7 +287,8 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
         if observed != ALL:
             scratch += heads * tokens * state
     if prompt is not None and evicts and prompt.evidence.each_query:
-        scratch += 4 * (shape.heads // heads) * min(tokens, observed) * tokens
+        each = (shape.heads // heads) * min(tokens, observed) * tokens
+        scratch += 4 * each * min(heads, max(1, kv.ops.block // each))
     told = 4 * tokens if reading.foresees else 0
     if plan.pool is not None:
         kept = scratch if observed == ALL else 0  # while rows enter the pool and are put in order

@@ -49,15 +49,15 @@
     rotary_table           triton/layer             -                 torch/layer
     silu_mul               triton/layer             cpu/layer         torch/layer
     int8_product           -                        cpu/product       torch/product
-    w8a16_product          triton/packed_product    -                 models
-    w4a16_product          triton/packed_product    -                 models
-    unpack_int4_rows       triton/packed_product    -                 models
     greedy                 triton/sampling          -                 torch/sampling
     sample                 triton/sampling          -                 torch/sampling
     row_product            -                        cpu/product       torch/product
     pack_int8              -                        cpu/packing       models
     pack_int4              -                        cpu/packing       models
     unpack_int4            -                        cpu/packing       models
+    w8a16_product          triton/packed_product    -                 models
+    w4a16_product          triton/packed_product    -                 models
+    unpack_int4_rows       triton/packed_product    -                 models
 
 A "-" means that the torch form is used there. "policies" means that the torch form is in the
 policy's own file in minikv/policies, "models" that it is in models/linear.py; `Kernels` has None

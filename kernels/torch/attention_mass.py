@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -39,24 +39,6 @@ def observe(
     return mass, squares
 
 
-def below_uniform(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None) -> Tensor:
-    """Which of the last queries gave a row less than an even share: int64 [H, N].
-
-    Arguments as in `observe`, W at most 32. Bit i is set if the i-th query from the end sees the
-    row and its probability, in the mean over G, is below 1 / (number of rows that it sees).
-    """
-    rows, heads = q.shape[:2]
-    bits = q.new_zeros((heads, sum(part[1].shape[1] for part in parts)), dtype=torch.int64)
-    seen = torch.zeros((heads, rows), device=q.device)
-    for part in parts:
-        seen += visible(q_pos, part[1], window).sum(-1)
-    value = 1 << torch.arange(rows - 1, -1, -1, device=q.device)
-    for h, begin, at, p in _probabilities(q, q_pos, parts, window):
-        low = (p.mean(0) < 1.0 / seen[h, :, None]) & visible(q_pos, at[None], window)[0]
-        bits[h, begin : begin + p.shape[-1]] = (low * value[:, None]).sum(0)
-    return bits
-
-
 def each_attention(
     q: Tensor,
     q_pos: Tensor,
@@ -77,6 +59,34 @@ def each_attention(
     for h, begin, _, p in _probabilities(q, q_pos, mine, window):
         found[h, ..., begin : begin + p.shape[-1]] = p
     return found
+
+
+def below_uniform(
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[Part],
+    window: int | None,
+    each: Callable[..., Tensor] = each_attention,
+    most: int = _LOGITS,
+) -> Tensor:
+    """Which of the last queries gave a row less than an even share: int64 [H, N].
+
+    Arguments as in `observe`, W at most 32. Bit i is set if the i-th query from the end sees the
+    row and its probability, in the mean over G, is below 1 / (number of rows that it sees). each:
+    an `each_attention`, which is asked for about `most` numbers at once.
+    """
+    rows, heads, group, _ = q.shape
+    pos = torch.cat([at.expand(heads, at.shape[1]) for _, at, *_ in parts], 1)
+    value = 1 << torch.arange(rows - 1, -1, -1, device=q.device)
+    bits = q.new_empty(pos.shape, dtype=torch.int64)
+    count = max(1, most // max(1, group * rows * pos.shape[1]))
+    for lo in range(0, heads, count):
+        some = slice(lo, min(lo + count, heads))
+        seen = visible(q_pos, pos[some], window)
+        share = 1.0 / seen.sum(2, keepdim=True)
+        low = (each(q, q_pos, parts, window, None, some).mean(1) < share) & seen
+        bits[some] = (low * value[:, None]).sum(1)
+    return bits
 
 
 def _some_heads(part: Part, each: slice) -> Part:

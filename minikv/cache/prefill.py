@@ -488,7 +488,10 @@ class Prefill:
             assert self.step is not None
             last = min(len(tail), self.step.prompt_history)
             queries, at = tail[len(tail) - last :], new[len(new) - last :]
-            return kernels.below_uniform(queries, at, sources, window)
+            ops = self._ops
+            return kernels.below_uniform(
+                queries, at, sources, window, ops.each_attention, ops.block
+            )
 
         sums: list[Tensor] = []
 

@@ -14,6 +14,7 @@ from minikv.engine.decode_loop import DecodeLoop, Eager, Network
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import NumericsError, UsageError
+from minikv.kernels import Part
 from minikv.kernels.cpu import build
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import ALL, smallest_budget
@@ -121,6 +122,7 @@ def _tiles(kv: KVCache) -> None:
     pos = torch.zeros(heads, dtype=torch.int32, device=device)
     seen = torch.zeros_like(index)
     each = kv.prompt_policy is not None and kv.prompt_policy.evidence.each_query
+    each = each or (kv.step_policy is not None and kv.step_policy.prompt_history > 0)
     with torch.inference_mode():
         mixed = rows.view(heads, 1, 1, -1), torch.zeros((heads, 1, 1), device=device)
         for parts in (2, 4):  # more than two are joined in float32
@@ -134,11 +136,12 @@ def _tiles(kv: KVCache) -> None:
                     kv.ops.ragged_prefill(
                         q, rows, rows, start, length, slot, most, pos=pos, q_pos=at, window=window
                     )
-                for part in ((rows[:, None], seen), (rows, seen, index)):
-                    kv.ops.rows_lse(q, at, (part,), window)
+                sources: tuple[Part, ...] = (rows[:, None], seen), (rows, seen, index)
+                for source in sources:
+                    kv.ops.rows_lse(q, at, (source,), window)
                     if each:
                         kv.ops.each_attention(
-                            q.permute(2, 0, 1, 3), at, (part,), window, None, slice(0, heads)
+                            q.permute(2, 0, 1, 3), at, (source,), window, None, slice(0, heads)
                         )
             for count in _observed(kv):
                 q = rows.new_zeros((count, heads, group, shape.head_dim))

@@ -237,7 +237,7 @@ def test_every_tile_of_the_observed_queries_is_among_them(observe: int) -> None:
         dtype=torch.bfloat16,
         ops=Counting(),
         prompt_policy=None,
-        step_policy=SimpleNamespace(observe=observe),
+        step_policy=SimpleNamespace(observe=observe, prompt_history=0),
     )
     _tiles(kv)  # type: ignore[arg-type]
     for dtype, listed, window in itertools.product(
