@@ -21,12 +21,13 @@ from minikv.cache.attend import Attend
 from minikv.models.config import ModelConfig
 from minikv.models.linear import (
     Int4,
+    Int4Product,
     Int8,
+    Int8Product,
     Linear,
     Plain,
     Scratch,
     UnpackInt4,
-    int8_product,
     row_product,
 )
 from minikv.models.pages import Empty, Pages
@@ -100,8 +101,14 @@ class Ops(Protocol):
         """silu(gate) * up of [t, 2 * mlp], gate first: [t, mlp], which may lie in it."""
         ...
 
-    def int8_product(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-        """As `linear.Product`."""
+    @property
+    def int8_product(self) -> Int8Product | None:
+        """None: torch."""
+        ...
+
+    @property
+    def int4_product(self) -> Int4Product | None:
+        """None: torch."""
         ...
 
     def row_product(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -169,10 +176,11 @@ class Llama:
         inside = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)
         for matrix in (self.head, *chain.from_iterable(inside)):
             if isinstance(matrix, Int8):
-                matrix.product = own.int8_product if own else int8_product
+                matrix.product = own.int8_product if own else None
             elif isinstance(matrix, Plain):
                 matrix.product = own.row_product if own else row_product
             elif isinstance(matrix, Int4):
+                matrix.product = own.int4_product if own else None
                 matrix.unpack = None if ops is None else ops.unpack_int4
             if isinstance(matrix, Plain | Int8 | Int4):
                 matrix.scratch = self._scratch

@@ -30,6 +30,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "norms and rotation": ("add_norm", "rotate", "silu_mul"),
     "products of one row": ("row_product",),
     "int8 products": ("int8_product",),
+    "int4 products": ("int4_product",),
     "packing": ("pack_int8", "pack_int4", "unpack_int4"),
 }
 """The operations of `dispatch.Kernels`, by what a user reads."""
@@ -47,8 +48,8 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
     "arm": _C_BUT_PROMPTS,
     "other": _C_BUT_PROMPTS,
 }
-"""Class of instructions -> operation -> who computes it. Products of int4, and of many rows, are
-torch's everywhere."""
+"""Class of instructions -> operation -> who computes it. Products of many rows with weights that are
+not packed are torch's everywhere."""
 
 
 @cache

@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 
 from minikv.kernels.cpu import append as append_row
-from minikv.kernels.cpu import choice, decode, hash_append, layer, packing, prefill, product, step
+from minikv.kernels.cpu import (
+    choice,
+    decode,
+    hash_append,
+    integer,
+    layer,
+    packing,
+    prefill,
+    product,
+    step,
+)
 from minikv.kernels.dispatch import Kernels
 
 
@@ -40,7 +50,8 @@ class Native(Kernels):
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     silu_mul = staticmethod(layer.silu_mul)
-    int8_product = staticmethod(product.int8_product)
+    int8_product = staticmethod(integer.int8_product)
+    int4_product = staticmethod(integer.int4_product)
     row_product = staticmethod(product.row_product)
     pack_int8 = staticmethod(packing.pack_int8)
     pack_int4 = staticmethod(packing.pack_int4)

@@ -299,7 +299,8 @@ def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> No
     before = made.logits(row)
     plain = Plain(torch.ones(64, 64, dtype=torch.bfloat16))
     ops = SimpleNamespace(
-        int8_product=lambda x, codes, scale: x[:, :1] + codes.shape[0],
+        int8_product=lambda x, codes, scale, out: x[:, :1] + codes.shape[0],
+        int4_product=None,
         row_product=lambda x, weight: x[:, :1] - weight.shape[0],
         products=True,
     )
