@@ -48,8 +48,8 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
     "arm": _C_BUT_PROMPTS,
     "other": _C_BUT_PROMPTS,
 }
-"""Class of instructions -> operation -> who computes it. Products of many rows with weights that are
-not packed are torch's everywhere."""
+"""Class of instructions -> operation -> who computes it. Products of many rows are torch's
+everywhere, unless weights are packed."""
 
 
 @cache
