@@ -73,6 +73,8 @@ class Kernels:
     """On a CPU with C: the class of the processor, and who computes what for it, in words."""
     products = False
     """Whether row_product, int8_product and int4_product are faster than torch's own products."""
+    integer_prompts = False
+    """Whether int8_product and int4_product are also faster for many rows."""
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)

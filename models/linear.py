@@ -212,15 +212,16 @@ class Int8:
     A row's largest magnitude is 127 steps. `in` must be a multiple of 16: torch's kernel reads
     whole vectors. `product` and `scratch` are None, which stands for torch and its own memory,
     until `Llama.use` names others. torch leaves activations in bfloat16; `product` may round them
-    (kernels/torch/integer.py). Made of weights without memory (on torch's meta device) it is empty,
-    and `pack` brings the rows.
+    (kernels/torch/integer.py), and computes many rows only if `many`. Made of weights without
+    memory (on torch's meta device) it is empty, and `pack` brings the rows.
     """
 
-    __slots__ = ("bias", "packing", "product", "quantised", "scale", "scratch")
+    __slots__ = ("bias", "many", "packing", "product", "quantised", "scale", "scratch")
 
     def __init__(self, plain: Plain, room: Empty = empty, packing: Packing = TORCH) -> None:
         weight, self.bias = plain.weight, plain.bias
         self.product: Int8Product | None = None
+        self.many = True
         self.scratch: Scratch | None = None
         self.packing = packing
         assert fits_int8(weight.shape[1])
@@ -240,9 +241,10 @@ class Int8:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        if self.product is not None:
+        few = x.shape[0] <= FEW["int8"]
+        if self.product is not None and (few or self.many):
             made = self.product(x, self.quantised, self.scale, out)
-        elif x.shape[0] > FEW["int8"]:
+        elif not few:
             made = _by_blocks(x, self, out)
         else:
             made = torch._weight_int8pack_mm(x.contiguous(), self.quantised, self.scale)
@@ -287,6 +289,7 @@ class Int4:
     __slots__ = (
         "bias",
         "group",
+        "many",
         "packed",
         "packing",
         "product",
@@ -308,6 +311,7 @@ class Int4:
         self.scales = room((columns // group, padded, 2), torch.bfloat16)
         self.packing = packing
         self.product: Int4Product | None = None
+        self.many = True
         self.unpack: UnpackInt4 | None = None
         self.scratch: Scratch | None = None
         if not weight.is_meta:
@@ -328,10 +332,10 @@ class Int4:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        half = half_tile()
-        if self.product is not None and half is not None:
+        half, few = half_tile(), x.shape[0] <= FEW["int4"]
+        if self.product is not None and half is not None and (few or self.many):
             made = self.product(x, self.packed, self.scales, half, self.shape[0], out)
-        elif x.shape[0] > FEW["int4"] and half is not None:
+        elif not few and half is not None:
             made = _by_blocks(x, self, out)
         else:
             made = self._few(x)

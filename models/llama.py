@@ -85,6 +85,11 @@ class Ops(Protocol):
         ...
 
     @property
+    def integer_prompts(self) -> bool:
+        """Whether `int8_product` and `int4_product` are quicker for many rows, too."""
+        ...
+
+    @property
     def unpack_int4(self) -> UnpackInt4 | None:
         """None: torch."""
         ...
@@ -177,10 +182,12 @@ class Llama:
         for matrix in (self.head, *chain.from_iterable(inside)):
             if isinstance(matrix, Int8):
                 matrix.product = own.int8_product if own else None
+                matrix.many = own is not None and own.integer_prompts
             elif isinstance(matrix, Plain):
                 matrix.product = own.row_product if own else row_product
             elif isinstance(matrix, Int4):
                 matrix.product = own.int4_product if own else None
+                matrix.many = own is not None and own.integer_prompts
                 matrix.unpack = None if ops is None else ops.unpack_int4
             if isinstance(matrix, Plain | Int8 | Int4):
                 matrix.scratch = self._scratch

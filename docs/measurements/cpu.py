@@ -257,9 +257,9 @@ def read(matrix: Linear) -> None:
 def logits(chats: int) -> list[dict[str, Any]]:
     """What rounding the input of products costs the bundled model, on documents of 1,000 tokens:
     logits beside those of float32 weights, and perplexity. "none" leaves the input in bfloat16.
-    Others have a scale for the whole row, for 128 and for 32 columns; "kernel" is C's. With `outliers`, three
-    columns of each layer's input are as many times as large and their weights as small, so that
-    exact numbers would be the same: large models have such columns."""
+    Others have a scale for the whole row, for 128 and for 32 columns; "kernel" is C's. With
+    `outliers`, three columns of each layer's input are as many times as large and their weights as
+    small, so that exact numbers would be the same: large models have such columns."""
     cases = documents(chats, 1000)
     checkpoint, config = Checkpoint.open(models.BUNDLED), models.load(None).config
     exact, made = None, []

@@ -32,6 +32,8 @@ class Native(Kernels):
             if who == choice.TORCH:
                 for name in choice.OPERATIONS[operation]:
                     setattr(self, name, getattr(Kernels, name))
+        prompts = choice.CHOICES[processor]["prompts with packed weights"]
+        self.integer_prompts = prompts == choice.C
         # Compiled without threads, the products would use only one of the processors.
         self.products = product.threads() > 1 or torch.get_num_threads() == 1
 
