@@ -48,10 +48,11 @@
     rotate                 triton/layer             cpu/layer         torch/layer
     rotary_table           triton/layer             -                 torch/layer
     silu_mul               triton/layer             cpu/layer         torch/layer
-    int8_product           -                        cpu/product       torch/product
     greedy                 triton/sampling          -                 torch/sampling
     sample                 triton/sampling          -                 torch/sampling
     row_product            -                        cpu/product       torch/product
+    int8_product           -                        cpu/integer       models
+    int4_product           -                        cpu/integer       models
     pack_int8              -                        cpu/packing       models
     pack_int4              -                        cpu/packing       models
     unpack_int4            -                        cpu/packing       models
@@ -61,10 +62,11 @@
 
 A "-" means that the torch form is used there. "policies" means that the torch form is in the
 policy's own file in minikv/policies, "models" that it is in models/linear.py; `Kernels` has None
-for both. On a CPU without C, `TorchOnCPU` takes ragged_attention from torch/decode_cpu. The choice
-is made once, for a device and a head size, and handed on as a `Kernels` object; nothing is
-remembered here. On a CPU it also depends on the processor: cpu/choice.py says which operations are
-left to torch.
+for both. torch/integer has the specification of int8_product and int4_product, which is too slow to
+run: models/linear.py then leaves activations as they are. On a CPU without C, `TorchOnCPU` takes
+ragged_attention from torch/decode_cpu. The choice is made once, for a device and a head size, and
+handed on as a `Kernels` object; nothing is remembered here. On a CPU it also depends on the
+processor: cpu/choice.py says which operations are left to torch.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 import torch
+from torch import Tensor
 
 from minikv.kernels.torch import append as append_row
 from minikv.kernels.torch import (
@@ -103,7 +106,9 @@ class Kernels:
     choices = ""
     """On a CPU with C: the class of the processor, and who computes what for it, in words."""
     products = False
-    """Whether int8_product and row_product are faster than torch's own products."""
+    """Whether row_product, int8_product and int4_product are faster than torch's own products."""
+    integer_prompts = False
+    """Whether int8_product and int4_product are also faster for many rows."""
     each_sums = False
     """Whether each_attention wants `rows_lse` of the queries. If not, it is made of the logits."""
     block = 1 << 16
@@ -158,8 +163,9 @@ class Kernels:
     silu_mul = staticmethod(layer.silu_mul)
     greedy = staticmethod(sampling.greedy)
     sample = staticmethod(sampling.sample)
-    int8_product = staticmethod(product.int8_product)
     row_product = staticmethod(product.row_product)
+    int8_product: Callable[..., Tensor] | None = None
+    int4_product: Callable[..., Tensor] | None = None
     pack_int8: Callable[..., None] | None = None
     pack_int4: Callable[..., None] | None = None
     unpack_int4: Callable[..., None] | None = None

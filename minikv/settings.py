@@ -153,7 +153,8 @@ class Settings:
     )
     weights: str = setting(
         "auto",
-        "keep the model in less memory: int8 or int4; int8+head and int4+head: also the "
+        "keep the model in less memory: int8 or int4 (on a CPU, products then round their input to "
+        "8 bits, too); int8+head and int4+head: also the "
         "output matrix (and a tied embedding), in int8; auto and plain: as --dtype says",
         MODEL,
         choices=WEIGHTS,

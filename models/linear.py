@@ -7,8 +7,8 @@ What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
   as torch's own, so nothing is prepacked: there is one copy, and a tied head is fast too.
 - many rows in bfloat16: oneDNN where the processor multiplies bfloat16; where it does not, the
   same in float32, a block of the weights at a time.
-- int8 and int4: packed kernels for a few rows, torch's or better ones; many rows unpack a block at
-  a time.
+- int8 and int4: our own kernels round activations to eight bits and multiply integers. Without
+  them, torch's packed kernels multiply a few rows; many rows unpack a block at a time.
 
 float32 and a CUDA device do what `F.linear` does.
 """
@@ -36,7 +36,7 @@ GROUPS = (128, 64, 32)
 """Columns that share a scale in int4: the first that divides a row."""
 
 FEW = {"int8": 8, "int4": 16}
-"""Rows up to which the packed kernels are faster than unpacking for a matrix product."""
+"""Rows up to which torch's packed kernels are faster than unpacking for a matrix product."""
 
 BLOCK = 1 << 22
 """Weights that are unpacked at a time: 8 MiB of bfloat16, which stays in the caches."""
@@ -67,8 +67,13 @@ class Linear(Protocol):
         ...
 
 
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x bfloat16 [t, in], codes int8 [out, in], scale bfloat16 [out]) -> bfloat16 [t, out]."""
+Int8Product = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(x bfloat16 [t, in], codes int8 [out, in], scale bfloat16 [out], room bfloat16 [>= t, out] or
+None) -> bfloat16 [t, out], in the room."""
+
+Int4Product = Callable[[Tensor, Tensor, Tensor, int, int, Tensor | None], Tensor]
+"""(x bfloat16 [t, in], packed uint8 [N, in / 2], scales bfloat16 [in / group, N, 2], half, out,
+room bfloat16 [>= t, out] or None) -> bfloat16 [t, out], in the room. As for `PackInt4`."""
 
 RowProduct = Callable[[Tensor, Tensor], Tensor]
 """(x bfloat16 [1, in], weight bfloat16 [out, in]) -> bfloat16 [1, out]."""
@@ -113,11 +118,6 @@ def row_product(x: Tensor, weight: Tensor) -> Tensor:
             return F.linear(x, weight)
         finally:
             torch._C._set_mkldnn_enabled(before)
-
-
-def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """torch's `Product`."""
-    return torch._weight_int8pack_mm(x, codes, scale)
 
 
 def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
@@ -207,19 +207,21 @@ class Plain:
 
 
 class Int8:
-    """Eight bits a weight and one bfloat16 scale a row; activations are bfloat16. CPU only.
+    """Eight bits a weight and one bfloat16 scale a row. CPU only.
 
     A row's largest magnitude is 127 steps. `in` must be a multiple of 16: torch's kernel reads
-    whole vectors. `product` computes few rows: torch's kernel, until `Llama.use` names another and
-    gives a `scratch`. Made of weights without memory (on torch's meta device) it is empty, and
-    `pack` brings the rows.
+    whole vectors. `product` and `scratch` are None, which stands for torch and its own memory,
+    until `Llama.use` names others. torch leaves activations in bfloat16; `product` may round them
+    (kernels/torch/integer.py), and computes many rows only if `many`. Made of weights without
+    memory (on torch's meta device) it is empty, and `pack` brings the rows.
     """
 
-    __slots__ = ("bias", "packing", "product", "quantised", "scale", "scratch")
+    __slots__ = ("bias", "many", "packing", "product", "quantised", "scale", "scratch")
 
     def __init__(self, plain: Plain, room: Empty = empty, packing: Packing = TORCH) -> None:
         weight, self.bias = plain.weight, plain.bias
-        self.product: Product = int8_product
+        self.product: Int8Product | None = None
+        self.many = True
         self.scratch: Scratch | None = None
         self.packing = packing
         assert fits_int8(weight.shape[1])
@@ -239,9 +241,14 @@ class Int8:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        if x.shape[0] > FEW["int8"]:
-            return _biased(_by_blocks(x, self, out), self.bias)
-        return _biased(self.product(x.contiguous(), self.quantised, self.scale), self.bias)
+        few = x.shape[0] <= FEW["int8"]
+        if self.product is not None and (few or self.many):
+            made = self.product(x, self.quantised, self.scale, out)
+        elif not few:
+            made = _by_blocks(x, self, out)
+        else:
+            made = torch._weight_int8pack_mm(x.contiguous(), self.quantised, self.scale)
+        return _biased(made, self.bias)
 
     @property
     def shape(self) -> torch.Size:
@@ -273,12 +280,24 @@ class Int4:
     """Four bits a weight, and a bfloat16 scale and offset for each group of a row. CPU only.
 
     A group's smallest and largest value are the first and the last of 16 steps; `group` columns
-    (128, or 64 or 32 where those divide a row) make one. Activations are bfloat16. Made of weights
-    without memory (on torch's meta device) it is empty, and `pack` brings the rows. `unpack` and
-    `scratch` are None, which stands for torch and its own memory, until `Llama.use` names others.
+    (128, or 64 or 32 where those divide a row) make one. Made of weights without memory (on torch's
+    meta device) it is empty, and `pack` brings the rows. `product`, `unpack` and `scratch` are
+    None, which stands for torch and its own memory, until `Llama.use` names others. Activations are
+    as in `Int8`.
     """
 
-    __slots__ = ("bias", "group", "packed", "packing", "scales", "scratch", "shape", "unpack")
+    __slots__ = (
+        "bias",
+        "group",
+        "many",
+        "packed",
+        "packing",
+        "product",
+        "scales",
+        "scratch",
+        "shape",
+        "unpack",
+    )
 
     def __init__(self, plain: Plain, room: Empty = empty, packing: Packing = TORCH) -> None:
         weight, self.bias = plain.weight, plain.bias
@@ -291,6 +310,8 @@ class Int4:
         self.packed = room((padded, columns // 2), torch.uint8)
         self.scales = room((columns // group, padded, 2), torch.bfloat16)
         self.packing = packing
+        self.product: Int4Product | None = None
+        self.many = True
         self.unpack: UnpackInt4 | None = None
         self.scratch: Scratch | None = None
         if not weight.is_meta:
@@ -311,11 +332,16 @@ class Int4:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        if x.shape[0] > FEW["int4"] and half_tile() is not None:
-            return _biased(_by_blocks(x, self, out), self.bias)
-        return _biased(self._product(x), self.bias)
+        half, few = half_tile(), x.shape[0] <= FEW["int4"]
+        if self.product is not None and half is not None and (few or self.many):
+            made = self.product(x, self.packed, self.scales, half, self.shape[0], out)
+        elif not few and half is not None:
+            made = _by_blocks(x, self, out)
+        else:
+            made = self._few(x)
+        return _biased(made, self.bias)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _few(self, x: Tensor) -> Tensor:
         made: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
             x.contiguous(), self.packed, self.group, self.scales
         )
@@ -327,7 +353,7 @@ class Int4:
         inside, size = self.shape[1], -(-(end - start) // _TILE) * _TILE
         if half is None:
             eye = torch.eye(inside, dtype=torch.bfloat16)
-            return self._product(eye)[:, start:end]  # exact: nothing is summed
+            return self._few(eye)[:, start:end]  # exact: nothing is summed
         if self.unpack is not None:
             room = (scratch or Scratch()).room(inside, size, torch.bfloat16)
             tiles = slice(start, start + size)

@@ -21,12 +21,13 @@ from minikv.cache.attend import Attend
 from minikv.models.config import ModelConfig
 from minikv.models.linear import (
     Int4,
+    Int4Product,
     Int8,
+    Int8Product,
     Linear,
     Plain,
     Scratch,
     UnpackInt4,
-    int8_product,
     row_product,
 )
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu
@@ -85,6 +86,11 @@ class Ops(Protocol):
         ...
 
     @property
+    def integer_prompts(self) -> bool:
+        """Whether `int8_product` and `int4_product` are quicker for many rows, too."""
+        ...
+
+    @property
     def unpack_int4(self) -> UnpackInt4 | None:
         """None: torch."""
         ...
@@ -107,8 +113,14 @@ class Ops(Protocol):
         """silu(gate) * up of [t, 2 * mlp], gate first: [t, mlp], which may lie in it."""
         ...
 
-    def int8_product(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-        """As `linear.Product`."""
+    @property
+    def int8_product(self) -> Int8Product | None:
+        """None: torch."""
+        ...
+
+    @property
+    def int4_product(self) -> Int4Product | None:
+        """None: torch."""
         ...
 
     @property
@@ -191,10 +203,13 @@ class Llama:
         inside = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)
         for matrix in (self.head, *chain.from_iterable(inside)):
             if isinstance(matrix, Int8):
-                matrix.product = own.int8_product if own else int8_product
+                matrix.product = own.int8_product if own else None
+                matrix.many = own is not None and own.integer_prompts
             elif isinstance(matrix, Plain):
                 matrix.product = own.row_product if own else row_product
             elif isinstance(matrix, Int4):
+                matrix.product = own.int4_product if own else None
+                matrix.many = own is not None and own.integer_prompts
                 matrix.unpack = None if ops is None else ops.unpack_int4
             elif isinstance(matrix, Int8OnGpu | Int4OnGpu):
                 matrix.ops = ops

@@ -1,5 +1,5 @@
 """What a CPU's kernels do beside plain torch: packing, a second start, attention of a prompt, and
-its products with packed weights.
+its products with packed weights, and what rounding their input does to logits.
 
     GOMP_SPINCOUNT=2000 python docs/measurements/cpu.py --json docs/measurements/cpu.json
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -21,15 +22,21 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import Tensor
+from weights import documents
 
+import minikv.models as models
+from minikv.cache.attend import DenseAttend
 from minikv.cli.doctor import _cpu_facts
-from minikv.kernels.cpu import choice, packing, prefill
+from minikv.kernels.cpu import choice, integer, packing, prefill
 from minikv.kernels.torch import attention
+from minikv.kernels.torch import integer as specification
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int4, Int8, Linear, Packing, Plain, Scratch, kept
 from minikv.models.llama import Llama
@@ -37,7 +44,11 @@ from minikv.models.packed import Origin, Packed
 from minikv.models.pages import Pages
 from minikv.models.weights import Checkpoint, load_network
 
-PARTS = ("packing", "loading", "prompts", "products")
+PARTS = ("packing", "loading", "prompts", "products", "logits")
+FORMS = ("bfloat16", "int8", "int4")
+ROUNDINGS = ("none", "0", "128", "32", "kernel")
+"""Columns of the input that share a scale; "0" is all of them."""
+COLUMNS_OUT = (5, 77, 150)
 ROWS, COLUMNS = 28672, 4096  # gate and up of a layer of Llama-3-8B
 C = Packing(packing.pack_int8, packing.pack_int4)
 HEADS = {"S": (4, 3, 64), "M": (4, 8, 64), "8B": (8, 4, 128)}  # KV heads, group, head size
@@ -185,39 +196,137 @@ def prompts(repeat: int) -> list[dict[str, Any]]:
 
 
 def products(repeat: int) -> list[dict[str, Any]]:
-    """A matrix [4096, 4096] times so many rows: as it is, and unpacked, into memory that is asked
-    for anew by torch ("new") and into kept memory by C where C does it ("kept")."""
+    """A matrix [4096, 4096] times so many rows, in turns: in bfloat16, packed weights that are
+    unpacked ("unpacked": torch's kernel for few rows), and products of integers. Different weights
+    follow each other, more than the caches hold. One row stands beside a plain read of the bytes.
+    """
     made = []
-    weight = torch.randn(COLUMNS, COLUMNS).to(torch.bfloat16)
-    plain, scratch = Plain(weight), Scratch()
-    forms: dict[str, Linear] = {"bfloat16": plain}
+    weights = [torch.randn(COLUMNS, COLUMNS).to(torch.bfloat16) for _ in range(4)]
+    scratch = Scratch()
+    forms: dict[str, list[Linear]] = {"bfloat16": [Plain(weight) for weight in weights]}
     for form in ("int8", "int4"):
-        for how in ("new", "kept"):
-            matrix = kept(Plain(weight), form)
-            assert isinstance(matrix, Int8 | Int4)
-            if how == "kept":
+        for how in ("unpacked", "integers"):
+            matrices = [kept(Plain(weight), form) for weight in weights]
+            forms[f"{form}, {how}"] = matrices
+            for matrix in matrices:
+                assert isinstance(matrix, Int8 | Int4)
                 matrix.scratch = scratch
                 if isinstance(matrix, Int4):
                     matrix.unpack = packing.unpack_int4
-            forms[f"{form}, {how}"] = matrix
-    for rows in (32, 128, 512, 1024):
+                if how == "integers" and isinstance(matrix, Int8):
+                    matrix.product = integer.int8_product
+                elif how == "integers" and isinstance(matrix, Int4):
+                    matrix.product = integer.int4_product
+    held = {form: forms[f"{form}, integers"] for form in ("int8", "int4")}
+    for rows in (1, 8, 32, 128, 512, 1024, 4096):
         x = torch.randn(rows, COLUMNS).to(torch.bfloat16)
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
+        out = torch.empty(rows, COLUMNS, dtype=torch.bfloat16)
+        calls: dict[str, list[Callable[[], object]]] = {
+            name: [partial(matrix, x, out) for matrix in matrices]
+            for name, matrices in forms.items()
+        }
+        if rows == 1:
+            for form, matrices in held.items():
+                calls[f"{form}, a plain read"] = [partial(read, matrix) for matrix in matrices]
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
         for _ in range(repeat + 1):
-            for name, matrix in forms.items():
-                taken[name].append(timed(partial(matrix, x)))
+            for name, each in calls.items():
+                taken[name].extend(timed(call) for call in each[: 1 if rows > 512 else None])
         row: dict[str, Any] = {"rows": rows, "load_average": os.getloadavg()[0]}
-        for name, each in taken.items():
-            clock, used = (median(part) for part in zip(*each[1:], strict=True))
+        for name, times in taken.items():
+            clock, used = (
+                median(part) for part in zip(*times[len(times) // (repeat + 1) :], strict=True)
+            )
             row[name] = {"ms": 1e3 * clock, "processor_ms": 1e3 * used}
+            form = name.partition(",")[0]
+            if rows == 1 and form in held:
+                row[name]["gb_cpu_s"] = held[form][0].nbytes / 1e9 / used
         made.append(row)
+        print(json.dumps(row), flush=True)
     return made
+
+
+def read(matrix: Linear) -> None:
+    """All bytes of a packed matrix."""
+    assert isinstance(matrix, Int8 | Int4)
+    for part in matrix.parts().values():
+        if part.dtype is not torch.bfloat16 or part.dim() > 1:
+            part.view(-1).view(torch.int64).sum()
+
+
+def logits(chats: int) -> list[dict[str, Any]]:
+    """What rounding the input of products costs the bundled model, on documents of 1,000 tokens:
+    logits beside those of float32 weights, and perplexity. "none" leaves the input in bfloat16.
+    Others have a scale for the whole row, for 128 and for 32 columns; "kernel" is C's. With
+    `outliers`, three columns of each layer's input are as many times as large and their weights as
+    small, so that exact numbers would be the same: large models have such columns."""
+    cases = documents(chats, 1000)
+    checkpoint, config = Checkpoint.open(models.BUNDLED), models.load(None).config
+    exact, made = None, []
+    for outliers, form in ((1, "float32"), *((n, f) for n in (1, 32) for f in FORMS)):
+        for how in ("none",) if form in ("float32", "bfloat16") else ROUNDINGS:
+            dtype = torch.float32 if form == "float32" else torch.bfloat16
+            net = load_network(checkpoint, config, dtype=dtype)
+            for layer in net.layers:
+                for norm, matrix in (
+                    (layer.attention_norm, layer.qkv),
+                    (layer.mlp_norm, layer.gate_up),
+                ):
+                    assert isinstance(matrix, Plain)
+                    norm[list(COLUMNS_OUT)] *= outliers
+                    matrix.weight[:, list(COLUMNS_OUT)] /= outliers
+                for name in ("qkv", "out", "gate_up", "down"):
+                    plain = getattr(layer, name)
+                    setattr(layer, name, rounding(kept(plain, form), how))
+            found, surprise, read_ = [], 0.0, 0
+            for ids, _ in cases:
+                states = net.hidden(torch.tensor(ids[:-1]), DenseAttend(config.windows))
+                found.append(net.logits(states))
+                target = torch.tensor(ids[1:])
+                surprise += float(F.cross_entropy(found[-1], target, reduction="sum"))
+                read_ += len(target)
+            exact = exact or found
+            pairs = list(zip(found, exact, strict=True))
+            off = mean(float((a - b).square().mean().sqrt() / b.std()) for a, b in pairs)
+            same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs) / read_
+            row = {
+                "weights": form,
+                "outliers": outliers,
+                "input": how,
+                "logit_error": off,
+                "same_token": same,
+                "perplexity": math.exp(surprise / read_),
+            }
+            made.append(row)
+            print(json.dumps(row), flush=True)
+    return made
+
+
+def rounding(matrix: Linear, how: str) -> Linear:
+    """A matrix whose input is rounded as `how` says."""
+    if how == "none" or not isinstance(matrix, Int8 | Int4):
+        return matrix
+    if how != "kernel":
+        dense, block = matrix.dense().float(), int(how) or matrix.shape[1]
+
+        def simulated(x: Tensor, *_: object) -> Tensor:
+            codes, scale = specification.rounded(x, block)
+            values = (codes * scale[..., None]).reshape(len(x), -1)[:, : x.shape[1]]
+            return (values @ dense.t()).to(x.dtype)
+
+        matrix.product = simulated
+    elif isinstance(matrix, Int8):
+        matrix.product = integer.int8_product
+    else:
+        matrix.product = integer.int4_product
+    return matrix
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--layers", type=int, default=4, help="of the model that is loaded")
+    parser.add_argument("--chats", type=int, default=12, help="documents for the logits")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -247,6 +356,8 @@ def main() -> None:
             found["prompts"] = prompts(args.repeat)
         if "products" in only:
             found["products"] = products(args.repeat)
+        if "logits" in only:
+            found["logits"] = logits(args.chats)
     for name in PARTS:
         for row in found.get(name, []):
             print(name, json.dumps(row))

@@ -32,7 +32,7 @@ from minikv.cache.attend import DenseAttend
 from minikv.kernels.dispatch import choose
 from minikv.models.bundled import exam, world
 from minikv.models.bundled.train import ASSISTANT, BOS, END, USER
-from minikv.models.linear import Int8, Plain, kept, row_product
+from minikv.models.linear import Int4, Int8, Plain, kept, row_product
 from minikv.models.pages import Pages
 from minikv.models.weights import Checkpoint, load_network
 
@@ -127,7 +127,7 @@ def products(
             "minikv, small pages": list(small),
             **{form: [kept(p, form, room) for p in plain] for form in ("int8", "int4")},
         }
-        for matrix in (*plain, *small, *forms["int8"]):
+        for matrix in (*plain, *small, *forms["int8"], *forms["int4"]):
             as_minikv(matrix)
         for count in counts:
             x = torch.randn(count, inside).bfloat16()
@@ -155,11 +155,17 @@ def products(
     return rows
 
 
-def as_minikv(matrix: Plain | Int8) -> None:
+def as_minikv(matrix: Plain | Int8 | Int4) -> None:
     """Let a matrix be multiplied as `Llama.use` would have it."""
     ours = choose(torch.device("cpu"), "auto", 64, torch.bfloat16)[0]
-    if ours.products:
-        matrix.product = ours.int8_product if isinstance(matrix, Int8) else ours.row_product
+    if not ours.products:
+        return
+    if isinstance(matrix, Plain):
+        matrix.product = ours.row_product
+    elif isinstance(matrix, Int8):
+        matrix.product = ours.int8_product
+    else:
+        matrix.product = ours.int4_product
 
 
 def compiled(names: list[str], repeat: int) -> list[dict[str, Any]]:

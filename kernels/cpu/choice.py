@@ -30,15 +30,20 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "norms and rotation": ("add_norm", "rotate", "silu_mul"),
     "products of one row": ("row_product",),
     "int8 products": ("int8_product",),
+    "int4 products": ("int4_product",),
+    "prompts with packed weights": (),
     "packing": ("pack_int8", "pack_int4", "unpack_int4"),
 }
-"""The operations of `dispatch.Kernels`, by what a user reads."""
+"""The operations of `dispatch.Kernels`, by what a user reads. With packed weights, C rounds the
+activations of a prompt and multiplies integers (`Kernels.integer_prompts`); torch unpacks the
+weights."""
 
 _C_BUT_PROMPTS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": TORCH}
 
 CHOICES: Mapping[str, Mapping[str, str]] = {
-    # torch multiplies tiles of bfloat16, three times as fast as C with vectors of it.
-    "amx": _C_BUT_PROMPTS,
+    # torch multiplies tiles of bfloat16, three times as fast as C with vectors of it. C has no
+    # tiles of integers, and was not measured beside them.
+    "amx": _C_BUT_PROMPTS | {"prompts with packed weights": TORCH},
     # C is two and a half to four times as fast as torch, whose kernel converts.
     "avx512-bf16": dict.fromkeys(OPERATIONS, C),
     # C has no prompt attention without products of bfloat16.
@@ -47,8 +52,8 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
     "arm": _C_BUT_PROMPTS,
     "other": _C_BUT_PROMPTS,
 }
-"""Class of instructions -> operation -> who computes it. Products of int4, and of many rows, are
-torch's everywhere."""
+"""Class of instructions -> operation -> who computes it. Products of many rows are torch's
+everywhere, unless weights are packed."""
 
 
 @cache

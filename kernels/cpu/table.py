@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 
 from minikv.kernels.cpu import append as append_row
-from minikv.kernels.cpu import choice, decode, hash_append, layer, packing, prefill, product, step
+from minikv.kernels.cpu import (
+    choice,
+    decode,
+    hash_append,
+    integer,
+    layer,
+    packing,
+    prefill,
+    product,
+    step,
+)
 from minikv.kernels.dispatch import Kernels
 
 
@@ -22,6 +32,8 @@ class Native(Kernels):
             if who == choice.TORCH:
                 for name in choice.OPERATIONS[operation]:
                     setattr(self, name, getattr(Kernels, name))
+        prompts = choice.CHOICES[processor]["prompts with packed weights"]
+        self.integer_prompts = prompts == choice.C
         # Compiled without threads, the products would use only one of the processors.
         self.products = product.threads() > 1 or torch.get_num_threads() == 1
 
@@ -40,7 +52,8 @@ class Native(Kernels):
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     silu_mul = staticmethod(layer.silu_mul)
-    int8_product = staticmethod(product.int8_product)
+    int8_product = staticmethod(integer.int8_product)
+    int4_product = staticmethod(integer.int4_product)
     row_product = staticmethod(product.row_product)
     pack_int8 = staticmethod(packing.pack_int8)
     pack_int4 = staticmethod(packing.pack_int4)

@@ -299,7 +299,9 @@ def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> No
     before = made.logits(row)
     plain = Plain(torch.ones(64, 64, dtype=torch.bfloat16))
     ops = SimpleNamespace(
-        int8_product=lambda x, codes, scale: x[:, :1] + codes.shape[0],
+        int8_product=lambda x, codes, scale, out: x[:, :1] + codes.shape[0],
+        int4_product=None,
+        integer_prompts=True,
         row_product=lambda x, weight: x[:, :1] - weight.shape[0],
         products=True,
     )
@@ -316,6 +318,36 @@ def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> No
         assert torch.equal(made.logits(row), before)
         with torch.inference_mode():
             assert plain(row)[0, 0] == 64
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_many_rows_are_left_to_torch_where_that_is_faster(form: str, tmp_path: Path) -> None:
+    """A few rows are not: a step would be slower."""
+    checkpoint, _ = stored(tmp_path, WIDE)
+    made = load_network(checkpoint, ModelConfig.from_folder(tmp_path), form=form)
+    matrix, asked = made.layers[0].out, []
+
+    def product(x: torch.Tensor, *rest: object) -> torch.Tensor:
+        asked.append(len(x))
+        return x.new_zeros(len(x), matrix.shape[0])  # type: ignore[attr-defined]
+
+    ops = SimpleNamespace(
+        int8_product=product,
+        int4_product=product,
+        row_product=None,
+        unpack_int4=None,
+        products=True,
+        integer_prompts=False,
+    )
+    few, many = (torch.ones(n, matrix.shape[1], dtype=torch.bfloat16) for n in (3, 40))  # type: ignore[attr-defined]
+    made.use(ops)  # type: ignore[arg-type]
+    assert bool(matrix(many).any())
+    assert not bool(matrix(few).any())
+    assert asked == [3]
+    ops.integer_prompts = True
+    made.use(ops)  # type: ignore[arg-type]
+    assert not bool(matrix(many).any())
+    assert asked == [3, 40]
 
 
 def test_a_head_that_is_stored_wider_is_packed_as_bfloat16(tmp_path: Path) -> None:

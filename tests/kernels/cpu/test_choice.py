@@ -68,6 +68,8 @@ def test_with_tiles_of_bfloat16_prompts_are_torchs() -> None:
     assert ops.ragged_attention is table.Native.ragged_attention
     assert "torch for prompt attention" in ops.choices
     assert chosen("avx512-bf16").rows_attention is prefill.rows_attention
+    assert not ops.integer_prompts
+    assert chosen("avx512-bf16").integer_prompts
 
 
 @needs_compiler

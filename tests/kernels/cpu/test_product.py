@@ -1,4 +1,4 @@
-"""Matrix products of few rows in C, on odd sizes."""
+"""Matrix products of one row in C, on odd sizes."""
 
 from __future__ import annotations
 
@@ -37,15 +37,9 @@ def test_products_of_one_row(rows: int, columns: int) -> None:
 def test_products_that_do_not_fit_are_refused_as_torch_refuses_them() -> None:
     """Nothing beside a row is read, and nothing is left unwritten."""
     x, weight = randoms(1, 1, 64, dtype=torch.bfloat16), randoms(2, 4, 64, dtype=torch.bfloat16)
-    codes, scale = weight.to(torch.int8), torch.ones(4, dtype=torch.bfloat16)
     for wrong in (x.float(), x[:, :32], x.expand(2, 64)[:, :63]):
         with pytest.raises(RuntimeError):
             product.row_product(wrong, weight)
-        with pytest.raises(RuntimeError):
-            product.int8_product(wrong, codes, scale)
-    for matrix, scales in ((codes.short(), scale), (codes, scale.float())):
-        with pytest.raises(RuntimeError):
-            product.int8_product(x, matrix, scales)
     apart = torch.stack((weight, weight), 2)[..., 0]  # every other number
     want = product.row_product(x, weight)
     torch.testing.assert_close(product.row_product(x, apart), want, rtol=1e-2, atol=1e-2)
@@ -53,28 +47,6 @@ def test_products_that_do_not_fit_are_refused_as_torch_refuses_them() -> None:
     shifted = torch.empty(4 * 64 + 1, dtype=torch.bfloat16)[1:].view(4, 64).copy_(weight)
     want = (odd.double() @ weight.double().T).bfloat16()
     torch.testing.assert_close(product.row_product(odd, shifted), want, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (7, 255), (33, 256), (64, 768), (5, 5632)])
-@pytest.mark.parametrize("few", [1, 3])
-def test_products_in_eight_bits(rows: int, columns: int, few: int) -> None:
-    """As exact as bfloat16 lets a result be, also where one activation dwarfs the others."""
-    x = randoms(1, few, columns, dtype=torch.bfloat16)
-    x[0, columns // 2] = 900.0
-    numbers = torch.Generator().manual_seed(3)
-    codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=numbers)
-    scale = randoms(2, rows, dtype=torch.bfloat16).abs() + 0.1
-    got = product.int8_product(x, codes, scale)
-    want = (x.double() @ codes.double().T) * scale.double()
-    assert float((got.double() - want).norm() / want.norm()) < 3e-3
-    most = codes.new_full((rows, columns), 127)  # nothing overflows
-    got = product.int8_product(torch.full_like(x, 7.0), most, scale)
-    torch.testing.assert_close(
-        got.double(), (7.0 * 127 * columns * scale.double()).expand(few, rows), rtol=1e-2, atol=0.0
-    )
-    for bad in (math.nan, math.inf):
-        x[0, 0] = bad
-        assert not bool(product.int8_product(x, codes, scale)[0].isfinite().any())
 
 
 @pytest.mark.parametrize(("threads", "torchs", "ours"), [(4, 4, True), (1, 4, False), (1, 1, True)])

@@ -1,0 +1,613 @@
+/* Matrix products of integers: packed weights of eight or four bits, and activations that are
+   rounded to eight bits. See kernels/torch/product.py.
+
+   A panel is 64 rows and 128 columns of the weights, in the order in which it is
+   multiplied: four columns of each row make a 32-bit word. It stays in the first cache while all
+   activations pass. The sum of a block is of integers, so every form below gives the same. */
+#include "numbers.h"
+
+#include <stdlib.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
+/* BLOCK: columns whose activations share a scale. PART: columns of a panel. SPAN: its rows. ROWS:
+   rows of activations that are multiplied at a time. CHUNK: rows whose sums stay in the second
+   cache. FEW: rows up to which a panel of eight bits is not worth making. AHEAD: bytes from the
+   one that is read to the one that is asked for. */
+enum { BLOCK = 32, PART = 128, SPAN = 64, ROWS = 6, CHUNK = 84 * ROWS, FEW = 8, AHEAD = 2048 };
+
+/* LANES: numbers of a vector. WIDE: vectors of rows of weights that are multiplied at a time; the
+   sums of ROWS x WIDE vectors stay in registers. OFFSET: what is added to a weight of eight bits,
+   where the instruction takes one factor without a sign. PAIRS: no instruction multiplies four
+   bytes, so eight bits are widened to sixteen. */
+#if defined(__AVX512BW__)
+enum { LANES = 16, WIDE = 4 };
+#elif defined(__AVX2__)
+enum { LANES = 8, WIDE = 2 };
+#else
+enum { LANES = 4, WIDE = 4 };
+#endif
+
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512BW__))
+enum { PAIRS = 0, OFFSET = 128 };
+#elif defined(__AVX2__)
+enum { PAIRS = 1, OFFSET = 0 };
+#else
+enum { PAIRS = 0, OFFSET = 0 };
+#endif
+
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef float fvec __attribute__((vector_size(4 * LANES)));
+typedef uint8_t b16 __attribute__((vector_size(16)));
+typedef int16_t h8 __attribute__((vector_size(16)));
+typedef int32_t i4 __attribute__((vector_size(16)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Numbers of two vectors in another order. */
+#ifdef __clang__
+#define SHUFFLE(TYPE, A, B, ...) ((TYPE)__builtin_shufflevector(A, B, __VA_ARGS__))
+#else
+#define SHUFFLE(TYPE, A, B, ...) ((TYPE)__builtin_shuffle(A, B, (TYPE){__VA_ARGS__}))
+#endif
+
+/* a + the products of the four bytes of each lane; w without a sign if OFFSET is not 0. */
+INLINE ivec dot_bytes(ivec a, ivec w, ivec x) {
+#if defined(__AVX512VNNI__)
+    return (ivec)_mm512_dpbusd_epi32((__m512i)a, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__) && !defined(__AVX512BW__)
+    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)a, (__m256i)w, (__m256i)x);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (ivec)vdotq_s32((int32x4_t)a, (int8x16_t)w, (int8x16_t)x);
+#else
+    for (int i = 24; i >= 0; i -= 8)
+        a += ((w << i) >> 24) * ((x << i) >> 24);
+    return a;
+#endif
+}
+
+#if defined(__AVX512BW__)
+/* The sums of the products of two bytes, the first without a sign: int16. */
+INLINE ivec pair_bytes(ivec w, ivec x) {
+    return (ivec)_mm512_maddubs_epi16((__m512i)w, (__m512i)x);
+}
+/* The sums of the products of two int16. */
+INLINE ivec pair_halves(ivec w, ivec x) { return (ivec)_mm512_madd_epi16((__m512i)w, (__m512i)x); }
+INLINE ivec add_halves(ivec a, ivec b) { return (ivec)_mm512_add_epi16((__m512i)a, (__m512i)b); }
+#elif defined(__AVX2__)
+INLINE ivec pair_bytes(ivec w, ivec x) {
+    return (ivec)_mm256_maddubs_epi16((__m256i)w, (__m256i)x);
+}
+INLINE ivec pair_halves(ivec w, ivec x) { return (ivec)_mm256_madd_epi16((__m256i)w, (__m256i)x); }
+INLINE ivec add_halves(ivec a, ivec b) { return (ivec)_mm256_add_epi16((__m256i)a, (__m256i)b); }
+#else /* not used: PAIRS is 0 */
+INLINE ivec pair_bytes(ivec w, ivec x) { return w * x; }
+INLINE ivec pair_halves(ivec w, ivec x) { return w * x; }
+INLINE ivec add_halves(ivec a, ivec b) { return a + b; }
+#endif
+
+/* a * b + c, rounded once wherever `multiply_add` is: a compiler may or may not do so by itself. */
+INLINE fvec fused(fvec a, float b, fvec c) {
+#if defined(__AVX512BW__)
+    return (fvec)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (fvec)_mm256_fmadd_ps((__m256)a, _mm256_set1_ps(b), (__m256)c);
+#else
+    for (int i = 0; i < LANES; i++)
+        c[i] = multiply_add(a[i], b, c[i]);
+    return c;
+#endif
+}
+
+/* A vector of the 32-bit word at p. */
+INLINE ivec spread(const void *p) {
+    int32_t word;
+    memcpy(&word, p, 4);
+    return (ivec){0} + word;
+}
+
+INLINE ivec load(const void *p) {
+    ivec x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+/* What belongs to a block of each row of a tile of activations. */
+typedef struct {
+    float scale[ROWS];
+    float sum[ROWS];     /* of the rounded activations, times their scale */
+    int32_t start[ROWS]; /* of the sum of products, to make up for an offset of the weights */
+} Block;
+
+/* The forms of weights. */
+enum { EIGHT, FOUR };
+
+/* Bytes of a weight in a panel. */
+INLINE int64_t width(int form) { return form == EIGHT && PAIRS ? 2 : 1; }
+
+/* sums [rows][SPAN] of `rows` activations and WIDE vectors of weights += those of a block with
+   `quads` words of four columns. pairs [SPAN]: scale and middle of four bits, as bfloat16. */
+INLINE void multiply(
+    const int form, const int rows, int64_t quads, const char *panel, const char *x,
+    const Block *block, const uint32_t *pairs, float *sums
+) {
+    ivec a[ROWS][WIDE];
+    if (form == FOUR && PAIRS) {
+        /* 15 * 127 * 2 * 8 < 2^15: a block of four bits has eight words, summed in sixteen bits. */
+        ivec part[ROWS][WIDE];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < WIDE; v++)
+                part[r][v] = (ivec){0};
+        for (int64_t i = 0; i < BLOCK / 4; i++) {
+            ivec w[WIDE];
+            for (int v = 0; v < WIDE; v++)
+                w[v] = load(panel + (i * SPAN + v * LANES) * 4);
+            for (int r = 0; r < rows; r++) {
+                const ivec y = spread(x + (i * rows + r) * 4);
+                for (int v = 0; v < WIDE; v++)
+                    part[r][v] = add_halves(part[r][v], pair_bytes(w[v], y));
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < WIDE; v++)
+                a[r][v] = block->start[r] + pair_halves(part[r][v], (ivec){0} + 0x00010001);
+    } else {
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < WIDE; v++)
+                a[r][v] = (ivec){0} + (OFFSET || form == FOUR ? block->start[r] : 0);
+        const int64_t steps = quads * width(form);
+        for (int64_t i = 0; i < steps; i++) {
+            ivec w[WIDE];
+            for (int v = 0; v < WIDE; v++)
+                w[v] = load(panel + (i * SPAN + v * LANES) * 4);
+            for (int r = 0; r < rows; r++) {
+                const ivec y = spread(x + (i * rows + r) * 4);
+                for (int v = 0; v < WIDE; v++)
+                    a[r][v] = PAIRS ? a[r][v] + pair_halves(w[v], y) : dot_bytes(a[r][v], w[v], y);
+            }
+        }
+    }
+    for (int v = 0; v < WIDE; v++) {
+        fvec scale = {0}, middle = {0};
+        if (form == FOUR) {
+            words pair;
+            memcpy(&pair, pairs + v * LANES, sizeof pair);
+            scale = (fvec)(pair << 16);
+            middle = (fvec)(pair & 0xffff0000u);
+        }
+        for (int r = 0; r < rows; r++) {
+            fvec sum, product = __builtin_convertvector(a[r][v], fvec);
+            float *at = sums + r * SPAN + v * LANES;
+            memcpy(&sum, at, sizeof sum);
+            if (form == FOUR) {
+                sum = fused(scale * product, block->scale[r], sum);
+                sum = fused(middle, block->sum[r], sum);
+            } else {
+                sum = fused(product, block->scale[r], sum);
+            }
+            memcpy(at, &sum, sizeof sum);
+        }
+    }
+}
+
+/* `multiply` for all vectors and `columns` columns of a panel. */
+INLINE void multiply_panel(
+    const int form, const int rows, int64_t columns, const char *panel, const char *x,
+    const Block *block, const uint32_t *pairs, float *sums
+) {
+    for (int o = 0; o < SPAN; o += WIDE * LANES)
+        for (int64_t c = 0; c < columns; c += BLOCK) {
+            const int64_t left = columns - c < BLOCK ? columns - c : BLOCK;
+            multiply(
+                form, rows, (left + 3) / 4, panel + c * SPAN * width(form) + o * 4,
+                x + c * rows * width(form), block + c / BLOCK, pairs + c / BLOCK * SPAN + o,
+                sums + o
+            );
+        }
+}
+
+/* `multiply_panel` for a number of rows that is not known before. */
+#define MULTIPLY_ROWS(NAME, FORM)                                                        \
+    static void NAME(                                                                    \
+        int rows, int64_t columns, const char *panel, const char *x, const Block *block, \
+        const uint32_t *pairs, float *sums                                               \
+    ) {                                                                                  \
+        switch (rows) {                                                                  \
+        case 1:                                                                          \
+            multiply_panel(FORM, 1, columns, panel, x, block, pairs, sums);              \
+            break;                                                                       \
+        case 2:                                                                          \
+            multiply_panel(FORM, 2, columns, panel, x, block, pairs, sums);              \
+            break;                                                                       \
+        case 3:                                                                          \
+            multiply_panel(FORM, 3, columns, panel, x, block, pairs, sums);              \
+            break;                                                                       \
+        case 4:                                                                          \
+            multiply_panel(FORM, 4, columns, panel, x, block, pairs, sums);              \
+            break;                                                                       \
+        case 5:                                                                          \
+            multiply_panel(FORM, 5, columns, panel, x, block, pairs, sums);              \
+            break;                                                                       \
+        default:                                                                         \
+            multiply_panel(FORM, ROWS, columns, panel, x, block, pairs, sums);           \
+        }                                                                                \
+    }
+MULTIPLY_ROWS(multiply_eight, EIGHT)
+MULTIPLY_ROWS(multiply_four, FOUR)
+
+/* Round n activations to codes of eight bits; returns their scale, and NaN for infinity and NaN. */
+static float quantize(const bf16 *x, int64_t n, int8_t *codes) {
+    /* Of numbers without their signs, the largest has the largest bits, and NaN larger ones. */
+    uint16_t bits = 0;
+#pragma omp simd reduction(max : bits)
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t a = x[i] & 0x7fff;
+        bits = a > bits ? a : bits;
+    }
+    if (bits >= 0x7f80) {
+        memset(codes, 0, (size_t)n);
+        return NAN;
+    }
+    const float scale = bits ? from_bf16(bits) / 127.0f : 1.0f;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        float y = rintf(from_bf16(x[i]) / scale);
+        codes[i] = (int8_t)(int32_t)(y > 127.0f ? 127.0f : y < -127.0f ? -127.0f : y);
+    }
+    return scale;
+}
+
+/* A product of integers: x [t, n], its rows `pitch` apart, and weights [outs, n]. */
+typedef struct {
+    int form;
+    int64_t n, outs, pitch;
+    const bf16 *x;
+    const int8_t *codes;   /* of eight bits, [outs, n] */
+    const bf16 *scale;     /* of eight bits, [outs] */
+    const uint8_t *packed; /* of four bits, see `pack_int4` in packing.c */
+    const bf16 *pairs;     /* of four bits, [n / group, stride, 2] */
+    int64_t group, half, stride;
+    bf16 *out; /* [t, outs] */
+} Product;
+
+/* Parts of a row, as many as panels; the columns of one of them, and the bytes of its activations
+   in the order of `multiply`. */
+INLINE int64_t parts_of(const Product *p) { return (p->n + PART - 1) / PART; }
+INLINE int64_t columns_of(const Product *p, int64_t part) {
+    const int64_t left = p->n - part * PART;
+    return left < PART ? left : PART;
+}
+INLINE int64_t part_bytes(const Product *p) { return PART * width(p->form); }
+
+/* Round a block of activations of row r of a tile with `rows` rows, and put them in the order of
+   `multiply`. */
+static void load_block(
+    const Product *p, const bf16 *x, int64_t columns, int r, int rows, char *out, Block *block
+) {
+    int8_t codes[BLOCK + 4];
+    memset(codes + columns, 0, 4);
+    const float scale = quantize(x, columns, codes);
+    int32_t sum = 0;
+    for (int64_t i = 0; i < columns; i++)
+        sum += codes[i];
+    block->scale[r] = scale;
+    block->sum[r] = scale * (float)sum;
+    block->start[r] = -sum * (p->form == FOUR ? 8 : OFFSET);
+    for (int64_t q = 0; q < (columns + 3) / 4; q++) {
+        const int8_t *four = codes + q * 4;
+        if (width(p->form) == 1) {
+            memcpy(out + (q * rows + r) * 4, four, 4);
+        } else { /* columns 0 and 2, then 1 and 3: see `load_eight` */
+            const int16_t even[2] = {four[0], four[2]}, odd[2] = {four[1], four[3]};
+            memcpy(out + (2 * q * rows + r) * 4, even, 4);
+            memcpy(out + ((2 * q + 1) * rows + r) * 4, odd, 4);
+        }
+    }
+}
+
+/* `load_block` for `rows` rows from row `first` on. In `out` and `blocks`, what belongs to a part
+   is `stride` bytes and `tiles` times PART / BLOCK away from the one before. */
+static void load_tile(
+    const Product *p, int64_t first, int rows, int64_t stride, int64_t tiles, char *out,
+    Block *blocks
+) {
+    for (int64_t part = 0; part < parts_of(p); part++) {
+        const int64_t columns = columns_of(p, part);
+        for (int64_t c = 0; c < columns; c += BLOCK)
+            for (int r = 0; r < rows; r++)
+                load_block(
+                    p, p->x + (first + r) * p->pitch + part * PART + c,
+                    columns - c < BLOCK ? columns - c : BLOCK, r, rows,
+                    out + part * stride + c * rows * width(p->form),
+                    blocks + part * tiles * (PART / BLOCK) + c / BLOCK
+                );
+    }
+}
+
+/* Numbers of A and B by turns, from the first and from the middle on. */
+#define LOWER_BYTES(A, B) SHUFFLE(b16, A, B, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define UPPER_BYTES(A, B) \
+    SHUFFLE(b16, A, B, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#define LOWER_HALVES(A, B) SHUFFLE(h8, A, B, 0, 8, 1, 9, 2, 10, 3, 11)
+#define UPPER_HALVES(A, B) SHUFFLE(h8, A, B, 4, 12, 5, 13, 6, 14, 7, 15)
+
+/* Four vectors of four words, transposed. */
+INLINE void transpose_words(i4 *w) {
+    const i4 a = SHUFFLE(i4, w[0], w[1], 0, 4, 1, 5), b = SHUFFLE(i4, w[0], w[1], 2, 6, 3, 7);
+    const i4 c = SHUFFLE(i4, w[2], w[3], 0, 4, 1, 5), d = SHUFFLE(i4, w[2], w[3], 2, 6, 3, 7);
+    w[0] = SHUFFLE(i4, a, c, 0, 1, 4, 5);
+    w[1] = SHUFFLE(i4, a, c, 2, 3, 6, 7);
+    w[2] = SHUFFLE(i4, b, d, 0, 1, 4, 5);
+    w[3] = SHUFFLE(i4, b, d, 2, 3, 6, 7);
+}
+
+/* The panel of a part, of eight bits, from row `first` on. */
+static void load_eight(const Product *p, int64_t first, int64_t part, char *panel) {
+    static const int8_t none[PART];
+    const int64_t columns = columns_of(p, part), left = p->outs - first;
+    /* Of a part, each row has too few bytes for the processor to see what is read next. */
+    if ((part + 2) * PART <= p->n)
+        for (int64_t o = 0; o < SPAN && o < left; o++)
+            for (int64_t c = PART; c < 2 * PART; c += 64)
+                __builtin_prefetch(p->codes + (first + o) * p->n + part * PART + c, 0, 2);
+    for (int64_t o = 0; o < SPAN; o += 4)
+        for (int64_t c = 0; c < columns; c += 16) {
+            i4 w[4];
+            for (int i = 0; i < 4; i++) {
+                const int8_t *at =
+                    o + i < left ? p->codes + (first + o + i) * p->n + part * PART : none;
+                w[i] = (i4){0};
+                if (c + 16 <= columns)
+                    memcpy(&w[i], at + c, 16);
+                else
+                    memcpy(&w[i], at + c, (size_t)(columns - c));
+            }
+            transpose_words(w);
+            for (int i = 0; i < 4; i++) {
+                const int64_t q = c / 4 + i;
+                if (PAIRS) { /* each int16 is two bytes: the even ones, and the odd ones */
+                    const h8 even = ((h8)w[i] << 8) >> 8, odd = (h8)w[i] >> 8;
+                    memcpy(panel + (2 * q * SPAN + o) * 4, &even, 16);
+                    memcpy(panel + ((2 * q + 1) * SPAN + o) * 4, &odd, 16);
+                } else {
+                    const b16 bytes = (b16)w[i] ^ (uint8_t)OFFSET;
+                    memcpy(panel + (q * SPAN + o) * 4, &bytes, 16);
+                }
+            }
+        }
+}
+
+/* The panel of a part, of four bits, from row `first` on. */
+static void load_four(const Product *p, int64_t first, int64_t part, char *panel) {
+    const int64_t half = p->half;
+    for (int side = 0; side < 2; side++) { /* each has 16 bytes of a column */
+        const int64_t tile = half == 16 ? side * 32 : 0, low = half == 16 ? tile : side * 16;
+        const uint8_t *bytes = p->packed + (first + tile) * (p->n / 2) + part * PART * half;
+        bytes += half == 16 ? 0 : side * 16;
+        for (int64_t q = 0; q < columns_of(p, part) / 4; q++) {
+            b16 c[4], word[4];
+            __builtin_prefetch(bytes + q * 4 * half + AHEAD);
+            for (int i = 0; i < 4; i++)
+                memcpy(&c[i], bytes + (q * 4 + i) * half, 16);
+            const h8 ab = (h8)LOWER_BYTES(c[0], c[1]), cd = (h8)LOWER_BYTES(c[2], c[3]);
+            const h8 ef = (h8)UPPER_BYTES(c[0], c[1]), gh = (h8)UPPER_BYTES(c[2], c[3]);
+            word[0] = (b16)LOWER_HALVES(ab, cd);
+            word[1] = (b16)UPPER_HALVES(ab, cd);
+            word[2] = (b16)LOWER_HALVES(ef, gh);
+            word[3] = (b16)UPPER_HALVES(ef, gh);
+            for (int i = 0; i < 4; i++) {
+                const b16 below = word[i] & 15, above = word[i] >> 4;
+                memcpy(panel + (q * SPAN + low + i * 4) * 4, &below, 16);
+                memcpy(panel + (q * SPAN + low + half + i * 4) * 4, &above, 16);
+            }
+        }
+    }
+}
+
+/* Write `rows` sums of a panel, from row and column `first` and `from` on. */
+static void write_out(
+    const Product *p, int64_t first, int64_t rows, int64_t from, const float *sums
+) {
+    const int64_t left = p->outs - from, count = left < SPAN ? left : SPAN;
+    float scale[SPAN];
+    for (int64_t o = 0; o < count; o++)
+        scale[o] = p->form == EIGHT ? from_bf16(p->scale[from + o]) : 1.0f;
+    for (int64_t r = 0; r < rows; r++) {
+        bf16 *out = p->out + (first + r) * p->outs + from;
+#pragma omp simd
+        for (int64_t o = 0; o < count; o++)
+            out[o] = to_bf16(sums[r * SPAN + o] * scale[o]);
+    }
+}
+
+/* All of the product; returns 0, or 1 if there is no memory. */
+static int product(const Product *p, int64_t t) {
+    const int64_t chunk = t < CHUNK ? t : CHUNK, tiles = (chunk + ROWS - 1) / ROWS;
+    const int64_t parts = parts_of(p), bytes = part_bytes(p), stride = chunk * bytes;
+    char *x = malloc((size_t)(parts * stride + 1));
+    Block *blocks = malloc((size_t)(parts * tiles * (PART / BLOCK)) * sizeof *blocks + 1);
+    int failed = !x || !blocks;
+#pragma omp parallel if (t * p->n * p->outs > 65536)
+    {
+        float *sums = malloc((size_t)(chunk * SPAN) * sizeof *sums + 1);
+        if (!sums)
+#pragma omp atomic write
+            failed = 1;
+        char panel[SPAN * PART * 2] __attribute__((aligned(64)));
+        uint32_t pairs[PART / BLOCK][SPAN] = {0};
+#pragma omp barrier
+        for (int64_t first = 0; first < t && !failed; first += chunk) {
+            const int64_t rows = t - first < chunk ? t - first : chunk;
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < rows; r += ROWS)
+                load_tile(
+                    p, first + r, rows - r < ROWS ? (int)(rows - r) : ROWS, stride, tiles,
+                    x + r * bytes, blocks + r / ROWS * (PART / BLOCK)
+                );
+#pragma omp for schedule(dynamic)
+            for (int64_t from = 0; from < p->outs; from += SPAN) {
+                memset(sums, 0, (size_t)(rows * SPAN) * sizeof *sums);
+                for (int64_t part = 0; part < parts; part++) {
+                    const int64_t columns = columns_of(p, part);
+                    if (p->form == EIGHT)
+                        load_eight(p, from, part, panel);
+                    else
+                        load_four(p, from, part, panel);
+                    for (int64_t c = 0; p->form == FOUR && c < columns; c += BLOCK) {
+                        const int64_t group = (part * PART + c) / p->group;
+                        const bf16 *at = p->pairs + (group * p->stride + from) * 2;
+                        memcpy(pairs[c / BLOCK], at, sizeof pairs[0]);
+                        if (part + 1 < parts) /* those of the next part are not beside it */
+                            for (int64_t i = 0; i < SPAN * 2; i += 32)
+                                __builtin_prefetch(at + (PART / p->group) * p->stride * 2 + i);
+                    }
+                    for (int64_t r = 0; r < rows; r += ROWS)
+                        (p->form == EIGHT ? multiply_eight : multiply_four)(
+                            rows - r < ROWS ? (int)(rows - r) : ROWS, columns, panel,
+                            x + part * stride + r * bytes,
+                            blocks + (part * tiles + r / ROWS) * (PART / BLOCK), pairs[0],
+                            sums + r * SPAN
+                        );
+                }
+                write_out(p, first, rows, from, sums);
+            }
+        }
+        free(sums);
+    }
+    free(x);
+    free(blocks);
+    return failed;
+}
+
+/* Rows of weights whose sums are computed together. */
+enum { OUTS = 8 };
+
+/* out [OUTS]: one row of activations x [n] times OUTS rows of weights w of eight bits, `pitch`
+   apart. Sums are made in the order of `multiply`, so that the numbers are the same. */
+static inline void dot_rows(
+    int64_t n, int64_t pitch, const int8_t *w, const int16_t *x, const float *scales, float *out
+) {
+    float sums[OUTS] = {0};
+    for (int64_t b = 0; b < n; b += BLOCK) {
+        int32_t whole[OUTS];
+#ifdef __AVX2__
+        if (b + BLOCK <= n) {
+            const __m256i one = _mm256_loadu_si256((const void *)(x + b));
+            const __m256i two = _mm256_loadu_si256((const void *)(x + b + 16));
+            __m256i a[OUTS];
+            for (int o = 0; o < OUTS; o++) {
+                const __m128i *at = (const void *)(w + o * pitch + b);
+                const __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(at));
+                const __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1));
+                a[o] = _mm256_add_epi32(_mm256_madd_epi16(low, one), _mm256_madd_epi16(high, two));
+            }
+            for (int o = 0; o < 4; o++)
+                a[o] = _mm256_hadd_epi32(a[2 * o], a[2 * o + 1]);
+            for (int o = 0; o < 2; o++)
+                a[o] = _mm256_hadd_epi32(a[2 * o], a[2 * o + 1]);
+            a[0] = _mm256_add_epi32(
+                _mm256_permute2x128_si256(a[0], a[1], 0x20),
+                _mm256_permute2x128_si256(a[0], a[1], 0x31)
+            );
+            memcpy(whole, a, sizeof whole);
+        } else
+#endif
+        {
+            const int64_t end = b + BLOCK < n ? b + BLOCK : n;
+            for (int o = 0; o < OUTS; o++) {
+                int32_t products = 0;
+                for (int64_t i = b; i < end; i++)
+                    products += (int16_t)w[o * pitch + i] * x[i];
+                whole[o] = products;
+            }
+        }
+        for (int o = 0; o < OUTS; o++)
+            sums[o] = multiply_add((float)whole[o], scales[b / BLOCK], sums[o]);
+    }
+    memcpy(out, sums, sizeof sums);
+}
+
+/* The product of a few rows of activations and weights of eight bits, which are read as they are.
+   Returns as `product`. */
+static int few_rows(const Product *p, int64_t t) {
+    const int64_t n = p->n, blocks = (n + BLOCK - 1) / BLOCK;
+    int16_t *x = malloc((size_t)(t * n) * sizeof *x + 1);
+    float *scales = malloc((size_t)(t * blocks) * sizeof *scales + 1);
+    const int failed = !x || !scales;
+    if (!failed) {
+        for (int64_t r = 0; r < t; r++)
+            for (int64_t b = 0; b < blocks; b++) {
+                int8_t codes[BLOCK];
+                const int64_t at = b * BLOCK, columns = n - at < BLOCK ? n - at : BLOCK;
+                scales[r * blocks + b] = quantize(p->x + r * p->pitch + at, columns, codes);
+                for (int64_t i = 0; i < columns; i++)
+                    x[r * n + at + i] = codes[i];
+            }
+#pragma omp parallel for schedule(static) if (p->outs * n > 65536)
+        for (int64_t o = 0; o < p->outs; o += OUTS)
+            for (int64_t r = 0; r < t; r++) {
+                const int64_t left = p->outs - o, count = left < OUTS ? left : OUTS;
+                const int8_t *w = p->codes + o * n;
+                const float *scale = scales + r * blocks;
+                float sums[OUTS];
+                if (count == OUTS)
+                    dot_rows(n, n, w, x + r * n, scale, sums);
+                for (int64_t i = 0; count < OUTS && i < count; i++) {
+                    float same[OUTS]; /* one row, as often */
+                    dot_rows(n, 0, w + i * n, x + r * n, scale, same);
+                    sums[i] = same[0];
+                }
+                for (int64_t i = 0; i < count; i++)
+                    p->out[r * p->outs + o + i] = to_bf16(sums[i] * from_bf16(p->scale[o + i]));
+            }
+    }
+    free(x);
+    free(scales);
+    return failed;
+}
+
+/* int8_product: x bfloat16 [t, n], its rows `pitch` apart, codes int8 [outs, n], scale bfloat16
+   [outs] -> out bfloat16 [t, outs]. Returns 0, or 1 if there is no memory. */
+int minikv_int8_product(
+    int64_t t, int64_t n, int64_t outs, int64_t pitch, const bf16 *x, const int8_t *codes,
+    const bf16 *scale, bf16 *out
+) {
+    const Product p = {
+        .form = EIGHT,
+        .n = n,
+        .outs = outs,
+        .pitch = pitch,
+        .x = x,
+        .codes = codes,
+        .scale = scale,
+        .out = out,
+    };
+    return t <= FEW ? few_rows(&p, t) : product(&p, t);
+}
+
+/* int4_product: x as in int8_product; packed and scales [n / group, stride, 2] of `pack_int4` with
+   this `half` -> out bfloat16 [t, outs]. group is 32, 64 or 128. Returns as int8_product. */
+int minikv_int4_product(
+    int64_t t, int64_t n, int64_t outs, int64_t pitch, int64_t group, int64_t half, int64_t stride,
+    const bf16 *x, const uint8_t *packed, const bf16 *scales, bf16 *out
+) {
+    const Product p = {
+        .form = FOUR,
+        .n = n,
+        .outs = outs,
+        .group = group,
+        .pitch = pitch,
+        .half = half,
+        .stride = stride,
+        .x = x,
+        .packed = packed,
+        .pairs = scales,
+        .out = out,
+    };
+    return product(&p, t);
+}
