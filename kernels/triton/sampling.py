@@ -55,7 +55,7 @@ def _best_of_tile(logits, value, index, finite, vocab, BN: tl.constexpr):
 
 @triton.jit
 def _note(best, good, token, found, finite):
-    """Every program's last act."""
+    """What a program that has found the token writes."""
     tl.store(token, best)
     tl.store(found, best)
     tl.store(found + 1, good.to(tl.int64))

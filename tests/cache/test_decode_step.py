@@ -433,3 +433,20 @@ def _held(arena: Arena) -> dict[str, Tensor]:
         for name, column in arena.columns.items():
             found[f"{name} {layer}"] = column[index[live]].clone()
     return found
+
+
+def test_a_new_row_inherits_nothing_from_the_row_it_overwrites() -> None:
+    """Under HashEvict beside a prompt policy with a column of its own, which the kernel that writes
+    rows by their codes may not know."""
+    made = engine(network(layers=2), None, "kvzip", "hashevict", 48)
+    (own,) = {*made.kv.arena.extra} - {"code"}
+    made.prompt(ids(60))
+    made.kv.arena.columns[own].fill_(7.0)
+    first = made.kv.position
+    for token in ids(6):
+        made.step(token)
+    columns = made.kv.arena.columns
+    new = (columns["pos"] >= first) & (columns["pos"] < first + 6)
+    assert int(new.sum()) == 6 * made.kv.arena.length.numel()
+    assert not bool(columns[own][new].any())
+    assert bool((columns[own][~new] == 7.0).any())
