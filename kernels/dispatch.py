@@ -37,7 +37,6 @@
     pool                   triton/selection         -                 torch/selection
     stayed                 triton/selection         -                 torch/selection
     share                  triton/selection         -                 torch/selection
-    fill                   triton/selection         -                 torch/selection
     ensure_least           triton/selection         -                 torch/selection
     held_rows              triton/compaction        -                 torch/compaction
     survivors              triton/compaction        -                 torch/compaction
@@ -150,7 +149,6 @@ class Kernels:
     pool = staticmethod(selection.pool)
     stayed = staticmethod(selection.stayed)
     share = staticmethod(selection.share)
-    fill = staticmethod(selection.fill)
     ensure_least = staticmethod(selection.ensure_least)
     held_rows = staticmethod(compaction.held_rows)
     survivors = staticmethod(compaction.survivors)

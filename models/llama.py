@@ -307,7 +307,8 @@ class Llama:
         rows = count if grad else self.rows
         starts = range(0, count, rows)
         tables = [  # one serves all layers
-            self._table(kv.position + lo, min(rows, count - lo)) for lo in starts
+            self._table(kv.position + lo if lo else kv.position, min(rows, count - lo))
+            for lo in starts
         ]
         x = self._embed(ids.to(self.device))
         # One buffer for the widest intermediate: freed and asked for again per chunk, it would

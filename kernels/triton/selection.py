@@ -221,13 +221,6 @@ def filled(used, ok, i, total):
     return tl.where(lifted > 0, tl.maximum(used, level) + extra.to(tl.int64), used)
 
 
-@triton.jit(do_not_specialize=["heads", "total"], do_not_specialize_on_alignment=["used"])
-def _fill(used, out, heads, total, HP: tl.constexpr):
-    i = tl.arange(0, HP)
-    ok = i < heads
-    tl.store(out + i, filled(tl.load(used + i, mask=ok, other=0), ok, i, total), mask=ok)
-
-
 @triton.jit(
     do_not_specialize=["wish_head", "most_head", "heads", "parts"],
     do_not_specialize_on_alignment=["wish", "most", "total"],
@@ -403,14 +396,6 @@ def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
     return out
 
 
-def fill(used: Tensor, total: int) -> Tensor:
-    """See `torch.selection.fill`."""
-    used = used.contiguous()
-    out = torch.empty_like(used)
-    _fill[(1,)](used, out, len(used), total, HP=power(len(used)))
-    return out
-
-
 def share(wish: Tensor, parts: int, most: Tensor, total: Tensor) -> Tensor:
     """See `torch.selection.share`."""
     out = torch.empty(len(wish), dtype=torch.int64, device=wish.device)
@@ -429,7 +414,7 @@ def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tens
 
 def variants() -> list[Variant]:
     """Builds for the compile gate."""
-    lists = dict.fromkeys(("pos", "key", "order", "found", "sums", "used"), "*i64")
+    lists = dict.fromkeys(("pos", "key", "order", "found", "sums"), "*i64")
     lists |= dict.fromkeys(("counts", "sure", "free", "wish", "most", "total"), "*i64")
     masks = dict.fromkeys(("keep", "stays", "free", "sure"), "*i1")
     numbers = dict.fromkeys(("scores", "mass"), "*fp32")
@@ -445,7 +430,6 @@ def variants() -> list[Variant]:
         (_pool, {"out": "*fp32"}, rows | {"MAX": True}),
         (_stayed, {"out": "*fp32"}, rows),
         (_wanted, {"out": "*i64"}, heads),
-        (_fill, {"out": "*i64", "total": "i32"}, heads),
         (_share, {"out": "*i64"}, heads),
         (_ensure_least, {"out": "*i64", "sure": "*i64", "free": "*i64"}, heads),
     ):

@@ -61,7 +61,6 @@ class Triton(Kernels):
     pool = staticmethod(selection.pool)
     stayed = staticmethod(selection.stayed)
     share = staticmethod(selection.share)
-    fill = staticmethod(selection.fill)
     ensure_least = staticmethod(selection.ensure_least)
     held_rows = staticmethod(compaction.held_rows)
     survivors = staticmethod(compaction.survivors)

@@ -31,7 +31,7 @@ from minikv.policies.base import (
     StepPolicy,
     policy_columns,
 )
-from minikv.policies.selection import order_key
+from minikv.policies.selection import fill, order_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,7 +456,7 @@ class Prefill:
         self._note_peak(*(staged.values() if target.coded else ()))
         if plan.shares:
             kept = keep.sum(1)
-            caps = self._ops.fill(kept, total) if total >= 0 else kept.clamp(min=floor)
+            caps = fill(kept, total) if total >= 0 else kept.clamp(min=floor)
             append_rows(self._ops, target, layer, pos, caps, staged, extra)
             return
         # Without a step policy an answer may grow into all of the region.
