@@ -68,7 +68,7 @@ def test_a_reason_is_one_line_and_never_an_error(
 
 
 def operations() -> list[str]:
-    facts = ("name", "choices", "products")
+    facts = ("name", "choices", "products", "each_sums", "block")
     return [n for n in vars(dispatch.Kernels) if not n.startswith("_") and n not in facts]
 
 
