@@ -697,7 +697,7 @@ class ChatSession:
             self.rereading = self._again(feed, decision)
             return self._read(feed, messages, room, progress, warn)
         except Interrupted:
-            if self._cancelled:
+            if self._cancelled or not self._skips:  # `progress` may raise it, too
                 raise
             instead = self._continued(messages)
             if not self._fits(instead):

@@ -224,7 +224,8 @@ def test_the_class_of_the_processor_and_the_choice_are_shown(
     (check,) = examination.kernels()
     assert check.state == OK
     assert "compiled on this machine; processor class amx: C for step attention, " in check.detail
-    assert check.detail.endswith("; torch for prompt attention")
+    assert "; torch for prompt attention" in check.detail
+    assert check.detail.endswith("prompts with packed weights")
 
 
 def test_a_check_that_breaks_is_a_failed_check(
