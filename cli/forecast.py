@@ -131,6 +131,7 @@ def forecast(
         form_notes,
         free_memory,
         loading_bytes,
+        matrices,
         weight_bytes,
     )
 
@@ -146,6 +147,8 @@ def forecast(
     weights = weight_bytes(config, kind, form)
     load = loading_bytes(config, kind, form)
     space = workspace(config, tokens, kind.itemsize, cuda=where.type == "cuda")
+    if packed and where.type == "cuda":  # a matrix is unpacked for each product of many rows
+        space += max(rows * columns for rows, columns in matrices(config).values()) * kind.itemsize
     if room is None:
         free = free_memory(where)
         place = torch.cuda.get_device_name(where) if where.type == "cuda" else "this machine"

@@ -20,6 +20,7 @@ from minikv.models.linear import (
     Linear,
     Packing,
     Plain,
+    blocks,
     fits_int8,
     group_of,
     kept,
@@ -142,7 +143,11 @@ class Int4OnGpu:
         """See `linear.Linear`; unpacked anew."""
         made = torch.empty(self.shape, dtype=torch.bfloat16, device=self.packed.device)
         unpack = None if self.ops is None else self.ops.unpack_int4_rows
-        (unpack or unpack_int4_rows)(self.packed, self.scales, made)
+        if unpack is not None:
+            unpack(self.packed, self.scales, made)
+            return made
+        for start, end in blocks(self.shape):  # torch makes several copies, in float32
+            unpack_int4_rows(self.packed[start:end], self.scales[:, start:end], made[start:end])
         return made
 
     @property

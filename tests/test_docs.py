@@ -148,7 +148,9 @@ def test_the_table_of_the_readme_is_what_plan_says(plan: Any) -> None:
     assert [row[:2] for row in rows] == [
         ("auto", "GPU"),
         ("auto", "CPU"),
+        ("int8", "GPU"),
         ("int8", "CPU"),
+        ("int4", "GPU"),
         ("int4", "CPU"),
     ]
     common = [word for word in planned() if word not in ("--device", "cuda")]
