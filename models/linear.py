@@ -10,7 +10,8 @@ What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
 - int8 and int4: our own kernels round activations to eight bits and multiply integers. Without
   them, torch's packed kernels multiply a few rows; many rows unpack a block at a time.
 
-float32 and a CUDA device do what `F.linear` does.
+float32 and plain weights on a CUDA device do what `F.linear` does; packed ones are in
+models/linear_gpu.py.
 """
 
 from __future__ import annotations
@@ -452,7 +453,8 @@ def bf16_products() -> bool:
 
 @cache
 def lacks(form: str) -> str:
-    """Why this build or processor cannot do `form`, or "". A kernel is tried on a small matrix."""
+    """Why torch cannot do `form` in this build or on this processor, or "": its kernels are tried on a
+    small matrix. Those in C are not tried here."""
     if form not in ("int8", "int4"):
         return ""
     made = torch.Generator().manual_seed(0)
