@@ -453,8 +453,8 @@ def bf16_products() -> bool:
 
 @cache
 def lacks(form: str) -> str:
-    """Why torch cannot do `form` in this build or on this processor, or "": its kernels are tried on a
-    small matrix. Those in C are not tried here."""
+    """Why torch cannot do `form` in this build or on this processor, or "": its kernels are tried
+    on a small matrix. Those in C are not tried here."""
     if form not in ("int8", "int4"):
         return ""
     made = torch.Generator().manual_seed(0)
