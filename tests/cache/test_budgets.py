@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pairwise import covering, pairwise
-from small import COMPOSITIONS, PAIRS, VOCAB, Walk, ids, least, network, over, spell
+from small import COMPOSITIONS, PAIRS, VOCAB, Walk, by_day, ids, least, network, over, spell
 from torch import Tensor
 
 from minikv import policies
@@ -317,7 +317,7 @@ def test_ten_thousand_walks_with_every_step_policy(step: str, data: st.DataObjec
     run(data, "", step)
 
 
-@pytest.mark.parametrize(("prompt", "step"), PAIRS)
+@pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
 def test_walks_of_methods(prompt: str, step: str) -> None:
     """Every method as it is, over prompts and answers of random lengths."""
     walk = Walk(EvictionConfig.read(prompt, step, 64))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import PAIRS, ids, network, over
+from small import PAIRS, by_day, ids, network, over
 from torch import Tensor
 
 import minikv
@@ -109,7 +109,7 @@ def test_attention_over_codes_is_attention_over_what_they_stand_for(
     assert not torch.equal(got, exact)  # codes do lose something
 
 
-@pytest.mark.parametrize(("prompt", "step"), PAIRS)
+@pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
 def test_three_turns_under_every_pair(prompt: str, step: str) -> None:
     """Nothing unwritten is read, and a row's codes are those it was born with."""
     engine = run(network(windows=(30, None, None)), prompt, step, 48)

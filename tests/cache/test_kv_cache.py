@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pairwise import beside
-from small import PAIRS, SOON, Dense, engine, ids, network, scheduler
+from small import PAIRS, SOON, Dense, by_day, engine, ids, network, scheduler
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,7 +33,7 @@ def two_turns(runner: object, first: int, second: int, answer: int = 6) -> list[
     return logits
 
 
-@pytest.mark.parametrize(("prompt", "step", "second"), beside(PAIRS, (1, 7, 33)))
+@pytest.mark.parametrize(("prompt", "step", "second"), by_day(beside(PAIRS, (1, 7, 33))))
 def test_budget_above_length_changes_no_bit(prompt: str, step: str, second: int) -> None:
     net = network()
     got = two_turns(engine(net, prompt, step, 128), 45, second)
@@ -42,7 +42,7 @@ def test_budget_above_length_changes_no_bit(prompt: str, step: str, second: int)
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("prompt", "step"), PAIRS)
+@pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
 def test_the_prompts_own_output_is_untouched(prompt: str, step: str) -> None:
     net = network()
     tokens = ids(150)
@@ -99,7 +99,9 @@ class MaskedDense:
                 heads[head] = set(range(kv.position)) - set(kv.kept(layer, head).tolist())
 
 
-@pytest.mark.parametrize(("prompt", "step", "windows"), beside(PAIRS, (None, (20, None, 70))))
+@pytest.mark.parametrize(
+    ("prompt", "step", "windows"), by_day(beside(PAIRS, (None, (20, None, 70))))
+)
 def test_an_evicted_cache_is_a_masked_full_cache(
     prompt: str, step: str, windows: tuple[int | None, ...] | None
 ) -> None:
@@ -126,7 +128,7 @@ def test_an_evicted_cache_is_a_masked_full_cache(
             compare(got, [token])
 
 
-@pytest.mark.parametrize(("prompt", "step"), PAIRS)
+@pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
 def test_caps_hold_and_positions_are_whole(prompt: str, step: str) -> None:
     """Any sequence of prompts and answers: totals, caps, uniqueness, the newest row present."""
     net = network()
@@ -181,7 +183,7 @@ def check(kv: KVCache, budget: int, *, exact: bool) -> None:
             ) is not LayerAllocator
 
 
-@pytest.mark.parametrize(("prompt", "step"), PAIRS)
+@pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
 def test_a_stopped_prompt_leaves_no_trace(prompt: str, step: str) -> None:
     """Stopped at every chunk of every layer, every other one in the first turn, the rest in the
     second."""
@@ -301,7 +303,7 @@ def test_answers_without_eviction_outgrow_their_room() -> None:
     assert want.isfinite().all()
 
 
-@pytest.mark.parametrize(("prompt", "step"), [p for p in PAIRS if p != ("full", "none")])
+@pytest.mark.parametrize(("prompt", "step"), by_day([p for p in PAIRS if p != ("full", "none")]))
 def test_smallest_budget_is_named_and_works(prompt: str, step: str) -> None:
     net = network()
     made = policies.step_policy(step, SOON.get(step))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import Silent, empty, uneven
-from small import PAIRS, ids, network, scheduler
+from small import PAIRS, by_day, ids, network, scheduler
 from tape import NoWaiting
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -246,7 +246,7 @@ def strictly(method: Callable[..., object]) -> Callable[..., object]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("prompt", "step"), PAIRS)
+@pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
 def test_three_prompts_on_a_gpu(prompt: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts into an empty cache, behind an answer, and behind another."""
     here = network(layers=2, head_dim=16)

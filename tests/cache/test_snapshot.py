@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import PAIRS, engine, ids, network, scheduler
+from small import PAIRS, by_day, engine, ids, network, scheduler
 from torch import Tensor
 
 from minikv.cache.budget import Budget
@@ -53,7 +53,7 @@ def between_steps(stats: CacheStats) -> CacheStats:
     return replace(stats, allocated_bytes=0)
 
 
-@pytest.mark.parametrize(("prompt", "step"), PAIRS)
+@pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
 def test_what_follows_is_bit_identical(prompt: str, step: str) -> None:
     """In the middle of an answer, in this cache and in another; one layer has a sliding window."""
     net = network(layers=2, heads=4, kv_heads=2, windows=(20, None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pairwise import beside
-from small import PAIRS, engine, ids, network, over, shape
+from small import PAIRS, by_day, engine, ids, network, over, shape
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -28,7 +28,7 @@ def check(kv: KVCache) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "step", "windows", "length"), beside(PAIRS, WINDOWS, LENGTHS), ids=str
+    ("prompt", "step", "windows", "length"), by_day(beside(PAIRS, WINDOWS, LENGTHS)), ids=str
 )
 def test_what_is_saved_is_a_share_under_every_policy(
     prompt: str, step: str, windows: tuple[int | None, ...] | None, length: int

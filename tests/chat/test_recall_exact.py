@@ -105,17 +105,22 @@ class Turns:
         return found
 
 
+@pytest.mark.parametrize(
+    "asked", [8, pytest.param(TURNS, marks=pytest.mark.soak)], ids=["short", "long"]
+)
 @pytest.mark.parametrize("kv", [None, torch.int8], ids=["same", "int8"])
 @pytest.mark.parametrize("policy", sorted({*policies.prompt_names()} - UNSERVED))
-def test_every_turn_begins_as_with_the_full_cache(policy: str, kv: torch.dtype | None) -> None:
-    """Twenty turns over two documents, the second of which comes later, with layers that see all
+def test_every_turn_begins_as_with_the_full_cache(
+    policy: str, kv: torch.dtype | None, asked: int
+) -> None:
+    """Turns over two documents, the second of which comes later, with layers that see all
     and layers with a sliding window, and two query heads for each KV head."""
     chat = session(network((None, 64, None)), policy, kv=kv)
     assert chat.engine.kv.recalls is None
     turns = Turns(chat)
-    for _ in turns.say(TURNS):
+    for _ in turns.say(asked, late=4):
         pass
-    assert [report.reuse for report in chat.reports] == ["once", *["recall"] * (TURNS - 1)]
+    assert [report.reuse for report in chat.reports] == ["once", *["recall"] * (asked - 1)]
     assert max(turns.errors()) <= BOUND
     stats = chat.engine.kv.stats()
     assert stats.kept_mean < 0.1 * stats.seen, "too little was evicted to prove anything"

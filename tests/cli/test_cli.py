@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from fakes import ByteTokenizer, ChatML, FakeEngine
 from forked import Forked
+from pairwise import some_by_day
 from terminals import Terminals
 from typer.testing import CliRunner, Result
 
@@ -1140,10 +1141,20 @@ def test_sigterm_ends_a_question_with_143(document: str, number: int) -> None:
     assert b"Traceback" not in err
 
 
-@pytest.mark.parametrize("moment", ["prompt", "answer", "loading"])
 @pytest.mark.parametrize(
-    ("term", "number"),
-    [("dumb", signal.SIGTERM), ("xterm", signal.SIGTERM), ("xterm", signal.SIGHUP)],
+    ("moment", "term", "number"),
+    some_by_day(
+        [
+            (moment, *how)
+            for moment in ("prompt", "answer", "loading")
+            for how in (
+                ("dumb", signal.SIGTERM),
+                ("xterm", signal.SIGTERM),
+                ("xterm", signal.SIGHUP),
+            )
+        ],
+        lambda case: case[1:] == ("xterm", signal.SIGTERM) or case[0] == "answer",
+    ),
 )
 def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
     document: str, tmp_path: Path, moment: str, term: str, number: int

@@ -77,6 +77,8 @@ CHUNK = 64
 WINDOW = 48
 BUDGET = 40
 KINDS = ("triton", "torch", "sent", "fetched")
+PARTS = ("layer", "finish", "chunk", "beside", "beside_chunk")
+"""Of a prompt's row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,12 +301,13 @@ def single_row(bench: Bench, case: Case) -> dict[str, Count]:
     return {"layer": layer, "beside": _less(found[0], layer, LAYERS[0])}
 
 
-def prompt_rows(bench: Bench, case: Case) -> list[dict[str, Count]]:
-    """What a first prompt launches, and one behind it and a step."""
+def prompt_rows(bench: Bench, case: Case, *, whole: bool = True) -> list[dict[str, Count]]:
+    """What a first prompt launches, and one behind it and a step. whole: also what one chunk more
+    adds."""
     runs: dict[tuple[int, int], list[Count]] = {}
     ends: dict[tuple[int, int], list[Count]] = {}
     for layers in LAYERS:
-        for chunks in (1, 2):
+        for chunks in (1, 2) if whole else (1,):
             engine = bench.engine(case, layers)
             runs[layers, chunks], ends[layers, chunks] = [], []
             for turn in range(2):
@@ -320,16 +323,16 @@ def prompt_rows(bench: Bench, case: Case) -> list[dict[str, Count]]:
     for turn in range(2):
         n = {key: each[turn] for key, each in runs.items()}
         layer = _less(n[more, 1], n[few, 1])
-        chunk = _less(_less(n[more, 2], n[more, 1]), _less(n[few, 2], n[few, 1]))
-        rows.append(
-            {
-                "layer": layer,
-                "finish": _less(ends[more, 1][turn], ends[few, 1][turn]),
-                "chunk": chunk,
-                "beside": _less(n[few, 1], layer, few),
-                "beside_chunk": _less(_less(n[few, 2], n[few, 1]), chunk, few),
-            }
-        )
+        row = {
+            "layer": layer,
+            "finish": _less(ends[more, 1][turn], ends[few, 1][turn]),
+            "beside": _less(n[few, 1], layer, few),
+        }
+        if whole:
+            chunk = _less(_less(n[more, 2], n[more, 1]), _less(n[few, 2], n[few, 1]))
+            row["chunk"] = chunk
+            row["beside_chunk"] = _less(_less(n[few, 2], n[few, 1]), chunk, few)
+        rows.append({part: row[part] for part in PARTS if part in row})
     return rows
 
 
@@ -354,7 +357,10 @@ SAMPLINGS = {
     "top_k top_p min_p": Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05),
 }
 _BY_DAY = ("full", "snapkv")
-"""Prompt policies that are counted in every way of keeping rows by day; the others at night."""
+"""Prompt policies that are counted in every way of keeping rows, and in prompts of two chunks, by
+day; the others at night."""
+_STEPS_BY_DAY = ("none", "roco", "hashevict")
+"""Step policies that are counted in every way of keeping rows by day."""
 _NOTED_BY_DAY = ("roco",)
 """Of the step policies that note what a prompt's queries see."""
 
@@ -362,13 +368,14 @@ Row = dict[str, list[int]]
 Rows = dict[str, Row]
 
 
-def step_cases() -> list[Case]:
+def step_cases(*, whole: bool = True) -> list[Case]:
     """Every step policy behind a prompt policy. A full cache is without both."""
     pairs = [("full" if name == "none" else "snapkv", name) for name in policies.step_names()]
     more = [Case("snapkv", "tova", options=(("per_head", True),))]
     more += [Case("snapkv+turns", name) for name in ("h2o", "roco")]  # some rows leave last
     more += [Case("full", "none", weights=form) for form in ("int8", "int4")]
-    return [*(Case(*pair, kept) for kept in KEPT for pair in pairs), *more]
+    ways = ((*pair, kept) for kept in KEPT for pair in pairs)
+    return [*(Case(*w) for w in ways if whole or not w[2] or w[1] in _STEPS_BY_DAY), *more]
 
 
 def prompt_cases(*, whole: bool) -> list[Case]:
@@ -385,8 +392,9 @@ def prompt_cases(*, whole: bool) -> list[Case]:
 
 def steps(bench: Bench, whole: bool) -> Rows:
     """The table's part about steps: also of steps that sample, of a policy that has no kernel, and
-    of one that the host waits for. It is always whole."""
-    found = {case.name: _kinds(step_row(bench, case, Sampling())) for case in step_cases()}
+    of one that the host waits for."""
+    cases = step_cases(whole=whole)
+    found = {case.name: _kinds(step_row(bench, case, Sampling())) for case in cases}
     for name, sampling in SAMPLINGS.items():
         full = step_row(bench, Case("full", "none"), sampling)
         found[f"full/none {name}"] = _kinds(full)
@@ -402,7 +410,7 @@ def prompts(bench: Bench, whole: bool) -> Rows:
     """The table's part about prompts."""
     found = {}
     for case in prompt_cases(whole=whole):
-        first, later = prompt_rows(bench, case)
+        first, later = prompt_rows(bench, case, whole=whole or case.policy in _BY_DAY)
         found |= {f"{case.name} first": _kinds(first), f"{case.name} later": _kinds(later)}
     return found
 

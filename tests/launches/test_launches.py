@@ -62,18 +62,12 @@ def differences(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def test_steps_launch_what_the_table_says(tmp_path: Path) -> None:
-    found = counted(tmp_path, "steps")
+def test_steps_and_prompts_launch_what_the_table_says(tmp_path: Path) -> None:
+    found = counted(tmp_path, "steps", "prompts")
     assert found["columns"] == TABLE["columns"]
-    assert differences(found["steps"]) == []
-    assert [*found["steps"]] == [*TABLE["steps"]]
-    assert found["kernels"]["steps"] == TABLE["kernels"]["steps"]
-
-
-def test_prompts_launch_what_the_table_says(tmp_path: Path) -> None:
-    found = counted(tmp_path, "prompts")
-    assert differences(found["prompts"]) == []
-    assert {*found["kernels"]["prompts"]} <= {*TABLE["kernels"]["prompts"]}
+    for part in ("steps", "prompts"):
+        assert differences(found[part]) == []
+        assert {*found["kernels"][part]} <= {*TABLE["kernels"][part]}
 
 
 @pytest.mark.soak

@@ -13,7 +13,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import COMPOSITIONS, PAIRS, Dense, engine, ids, least, network, over, spell, victims
+from small import (
+    COMPOSITIONS,
+    PAIRS,
+    Dense,
+    by_day,
+    engine,
+    ids,
+    least,
+    network,
+    over,
+    spell,
+    victims,
+)
 from torch import Tensor
 
 from minikv import policies
@@ -491,7 +503,7 @@ def test_the_group_comes_before_the_pool(seed: int, kernel: int) -> None:
 # -- 18 -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("prompt", "decode"), PAIRS)
+@pytest.mark.parametrize(("prompt", "decode"), by_day(PAIRS))
 def test_the_same_seed_keeps_the_same_rows(prompt: str, decode: str) -> None:
     """Invariant 18, on one device: nothing is left to a global generator or to an order."""
     found = []

@@ -7,9 +7,11 @@ that can meet do meet finds nearly what the full product finds.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import combinations, product
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 Case = TypeVar("Case", bound=tuple[Hashable, ...])
 
@@ -35,3 +37,15 @@ def pairwise(*values: Sequence[Hashable]) -> list[tuple[Hashable, ...]]:
 def beside(cases: Sequence[Case], *values: Sequence[Hashable]) -> list[tuple[Hashable, ...]]:
     """Each of `cases` with values of more parameters: `covering` of their product."""
     return covering((*case, *more) for case, *more in product(cases, *values))
+
+
+def some_by_day(cases: Iterable[Any], daily: Callable[[Any], bool]) -> list[Any]:
+    """All of `cases`; those that are not `daily` run at night only."""
+    return [
+        case if daily(case) else pytest.param(*_values(case), marks=pytest.mark.soak)
+        for case in cases
+    ]
+
+
+def _values(case: Any) -> Collection[Any]:
+    return case if isinstance(case, tuple) else (case,)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from pairwise import some_by_day
 from spy import Spy
 from torch import Tensor
 
@@ -50,6 +52,17 @@ PAIRS = list(
         ]
     )
 )
+
+
+_OWN = {(p, policies.default_step(p)) for p in policies.prompt_names()}
+_OTHER = {*policies.step_names()} - {s for _, s in _OWN}
+_BY_DAY = {*_OWN, *(("adakv", s) for s in _OTHER), *PAIRS[-4:]}
+
+
+def by_day(cases: Sequence[Any]) -> list[Any]:
+    """Cases that begin with one of `PAIRS`. By day there is one pair for each prompt policy and for
+    each step policy, and the compositions; at night all."""
+    return some_by_day(cases, lambda case: case[:2] in _BY_DAY)
 
 
 def network(

@@ -7,10 +7,12 @@ a CUDA device, they also run on it (marker `gpu`).
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from pairwise import some_by_day
 from torch import Tensor
 from triton_device import guarded, kernel, on_device, randoms, untouched
 
@@ -85,8 +87,11 @@ def sampled(
 
 
 @on_device
-@pytest.mark.parametrize("how", SETTINGS, ids=str)
-@pytest.mark.parametrize("size", [1, 33, 170])
+@pytest.mark.parametrize(
+    ("how", "size"),
+    some_by_day([*product(SETTINGS, (1, 33, 170))], lambda case: case[1] == 33),
+    ids=str,
+)
 def test_the_token_that_is_drawn(how: tuple[Any, ...], size: int) -> None:
     """That of torch, in tiles of 16, also at both ends and where many logits are equal."""
     for seed in (0, 2):
