@@ -172,7 +172,8 @@ def systems(args: argparse.Namespace, spec: models.Spec) -> dict[str, Callable[[
         if util.find_spec(module) is None:
             print(f"{name}: not installed, left out", file=sys.stderr)
         elif name == "transformers":
-            found[name] = partial(peer.Process, name, peer.transformers, spec, threads)
+            theirs = replace(spec, dtype=args.transformers or spec.dtype)
+            found[name] = partial(peer.Process, name, peer.transformers, theirs, threads)
         elif not sources:
             flag = "--gguf" if name == "llama.cpp" else "--openvino"
             print(f"{name}: no {flag}, left out (--export writes the model)", file=sys.stderr)
@@ -235,6 +236,9 @@ def main() -> None:
     parser.add_argument("--budget", default="512")
     parser.add_argument("--weights", default="auto", help="minikv's, with commas: auto, int8")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--transformers", help="its dtype: float32 where the processor has no bfloat16"
+    )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="the exported model, to be loaded from there")

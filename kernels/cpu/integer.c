@@ -484,13 +484,16 @@ static int product(const Product *p, int64_t t) {
     return failed;
 }
 
-/* Rows of weights whose sums are computed together. */
-enum { OUTS = 8 };
+/* OUTS: rows of weights whose sums are computed together. SHORT: bytes of a row from whose end on
+   the next rows are fetched before they are needed. */
+enum { OUTS = 8, SHORT = 2048 };
 
 /* out [OUTS]: one row of activations x [n] times OUTS rows of weights w of eight bits, `pitch`
-   apart. Sums are made in the order of `multiply`, so that the numbers are the same. */
-static inline void dot_rows(
-    int64_t n, int64_t pitch, const int8_t *w, const int16_t *x, const float *scales, float *out
+   apart. Sums are made in the order of `multiply`, so that the numbers are the same. brief: the
+   rows are short; the processor fetches rows ahead by itself, but not from one to the next. */
+static inline __attribute__((always_inline)) void dot_rows(
+    const int brief, int64_t n, int64_t pitch, const int8_t *w, const int16_t *x,
+    const float *scales, float *out
 ) {
     float sums[OUTS] = {0};
     for (int64_t b = 0; b < n; b += BLOCK) {
@@ -502,6 +505,8 @@ static inline void dot_rows(
             __m256i a[OUTS];
             for (int o = 0; o < OUTS; o++) {
                 const __m128i *at = (const void *)(w + o * pitch + b);
+                if (brief)
+                    __builtin_prefetch(w + (o + OUTS) * pitch + b);
                 const __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(at));
                 const __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1));
                 a[o] = _mm256_add_epi32(_mm256_madd_epi16(low, one), _mm256_madd_epi16(high, two));
@@ -555,11 +560,13 @@ static int few_rows(const Product *p, int64_t t) {
                 const int8_t *w = p->codes + o * n;
                 const float *scale = scales + r * blocks;
                 float sums[OUTS];
-                if (count == OUTS)
-                    dot_rows(n, n, w, x + r * n, scale, sums);
+                if (count == OUTS && n <= SHORT)
+                    dot_rows(1, n, n, w, x + r * n, scale, sums);
+                else if (count == OUTS)
+                    dot_rows(0, n, n, w, x + r * n, scale, sums);
                 for (int64_t i = 0; count < OUTS && i < count; i++) {
                     float same[OUTS]; /* one row, as often */
-                    dot_rows(n, 0, w + i * n, x + r * n, scale, same);
+                    dot_rows(0, n, 0, w + i * n, x + r * n, scale, same);
                     sums[i] = same[0];
                 }
                 for (int64_t i = 0; i < count; i++)
