@@ -97,6 +97,7 @@ class _Buffer:
                 (column.view(torch.uint8).reshape(heads, -1).numpy(), _width(*columns[name]))
                 for name, column in self.columns.items()
             ]
+        self.rows = rows
         self.layer: int | None = None
         self.job: Future[None] | None = None  # what is being done with it
 
@@ -247,11 +248,12 @@ class FileRows:
         self._begin, self._rows = have, rows
 
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
-        """See `Rows`. Raises TierError where the file is damaged."""
-        buffer = self._taken(layer)
+        """See `Rows`. Raises TierError where the file is damaged. Between two of `reserve`,
+        `commit` and `drop` no later `count` is larger than the first."""
+        buffer = self._taken(layer, count)
         following = layer + 1
         if self.rows and following < self.header.layers:
-            ahead = self._buffer(following)
+            ahead = self._buffer(following, count)
             if ahead.layer != following:
                 ahead.layer = following
                 ahead.job = self._submit(self._load, following, ahead)
@@ -337,20 +339,22 @@ class FileRows:
 
     # -- the layer at hand --------------------------------------------------------------------
 
-    def _buffer(self, layer: int) -> _Buffer:
-        """The memory that the layer goes through; every second one has the same."""
+    def _buffer(self, layer: int, count: int) -> _Buffer:
+        """The memory that the layer goes through; every second one has the same. It has room for
+        `count` rows, and for all that are stored."""
         buffer = self._buffers[layer % 2]
         if buffer is None:
             # The last rows of a segment may be unused, and are read with the others.
             stored = max((s.begin + s.rows for s in self._segments), default=0)
-            header, rows = self.header, max(self._rows, stored)
+            header, rows = self.header, max(count, self._rows, stored)
             buffer = _Buffer(header.heads, rows, header.columns, pinned=self._pinned)
             self._buffers[layer % 2] = buffer
+        assert count <= buffer.rows
         return buffer
 
-    def _taken(self, layer: int) -> _Buffer:
+    def _taken(self, layer: int, count: int = 0) -> _Buffer:
         """The memory with the layer's rows in it, when nothing is being done with it any more."""
-        buffer = self._buffer(layer)
+        buffer = self._buffer(layer, count)
         if buffer.layer != layer:
             if buffer.job is not None:
                 with contextlib.suppress(TierError):  # of a layer that nobody took
