@@ -413,9 +413,9 @@ class FileRows:
 
         def write() -> None:
             _whole(os.pwritev, self._handle, [head], at)
-            _to_disk(self._handle)
+            self._to_disk()
             _whole(os.pwritev, self._handle, [record], place)
-            _to_disk(self._handle)
+            self._to_disk()
 
         self._try(write)
 
@@ -446,6 +446,12 @@ class FileRows:
         header = self.header
         return _pages(rows * header.heads * sum(_width(*kind) for kind in header.columns.values()))
 
+    def _to_disk(self) -> None:
+        """Have what was written on disk. A file without a name is gone with the process, so that
+        there nobody needs it: what could not be written is found by its checksum."""
+        if self._named:
+            getattr(os, "fdatasync", os.fsync)(self._handle)
+
     def _check_writes(self) -> None:
         if self._failed is not None:
             raise TierError(_said(self.path, self._failed))
@@ -461,7 +467,7 @@ class FileRows:
             self._number += 1
             at = PAGE * (1 + self._number % 2)
             _whole(os.pwritev, self._handle, [self._record()], at)
-            _to_disk(self._handle)
+            self._to_disk()
             self._recorded = rows, len(kept)
 
     def _record(self) -> bytes:
@@ -695,10 +701,6 @@ def _allocate(handle: int, at: int, size: int) -> None:
     facts = os.fstatvfs(handle)  # a disk that cannot keep room: at least it has some
     if facts.f_bavail * facts.f_frsize < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _to_disk(handle: int) -> None:
-    getattr(os, "fdatasync", os.fsync)(handle)
 
 
 def _said(path: Path, error: OSError) -> str:
