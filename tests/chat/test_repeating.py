@@ -3,6 +3,7 @@ that costs is said before it is paid."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,30 @@ def test_a_file_changes_no_answer_and_is_gone_after_it(
     assert peaks[1][1] < peaks[1][0]
     assert peaks[2][1] == peaks[2][0]
     assert (session.recall.place, session.recall.nbytes) == ("", 0)
+
+
+def test_texts_that_are_read_again_together_have_one_file(
+    tmp_path: Path, closed: list[FileRows]
+) -> None:
+    """A chat whose cache is gone reads both documents again, each scored where it ends: the file
+    has room for the longer one, and the second takes the place of the first."""
+    plain, session = deep(), filed(tmp_path)
+    for one in (plain, session):
+        talk(one)
+        one.undo()
+        assert one.fed == []
+    count, told = len(closed), []
+    list(plain.ask("When?", 4))
+    list(session.ask("When?", 4, notice=told.append))
+    assert len(closed) == count + 1
+    assert held_of(plain) == held_of(session)
+    assert plain.messages == session.messages
+    (line,) = [line for line in told if "in a file" in line]
+    first = len(session.start()) + len(MILL) + 2
+    found = re.search(r"to score ([\d,]+) ", line)
+    assert found
+    assert int(found[1].replace(",", "")) > first + len(WELL)  # of both
+    assert size(6 * 2 * 2 * 8 * 4 * first) in line  # layers, heads, keys and values, of the longer
 
 
 @pytest.mark.parametrize("free", [None, 450_000, 300_000])
