@@ -53,9 +53,8 @@ def ask(
     in is the document if no file is named, or if one of `files` is "-".
     """
     settings.eviction()  # refuse a wrong policy before a large document is read
-    if not go_on:  # there is no later question
-        once = "once" if settings.reuse == "recall" else settings.reuse
-        settings = replace(settings, tier="none", reuse=once)
+    if not go_on and settings.reuse == "recall":  # there is no later question
+        settings = replace(settings, reuse="once")
     name = newest() if go_on else ""
     if go_on and question != "-" and "-" not in files:  # the documents are in the chat
         texts = [documents.read_file(path, errors, loaders) for path in files]
@@ -68,6 +67,8 @@ def ask(
             settings = resumed(settings, header(name), given)
         session = open_chat(settings, [] if go_on else texts, terminal, interrupts)
         keeper.attend(session)
+        if not go_on and session.engine.kv.recalls is None:
+            session.recall.kind = "none"  # of what could serve a later question only
         if go_on:
             _take_up(keeper, session, name, given, texts, terminal)
             before = session.report

@@ -38,7 +38,8 @@ class Row:
     memory allocated while the answer is written. held: the tokens held at the end of the answer,
     with the state of the policy. fits: None where free memory is not known. `error` says why there
     are no figures. again: tokens that are read once more before anything is evicted; ram: what is
-    held in RAM for that, beside a GPU's memory or as a part of `reading`.
+    held in RAM for that, beside a GPU's memory or as a part of `reading`; file: what is in a file
+    for that, 0 if there is none; file_ram: what `ram` is with a file.
     """
 
     policy: str
@@ -53,6 +54,8 @@ class Row:
     error: str = ""
     again: int = 0
     ram: int = 0
+    file: int = 0
+    file_ram: int = 0
 
     @property
     def label(self) -> str:
@@ -124,6 +127,8 @@ def forecast(
     config.json is, if it was looked up before. Raises ModelError."""
     import torch
 
+    from minikv.cache.second_pass import PassCost
+    from minikv.chat.repeating import too_much
     from minikv.loader import shape_of
     from minikv.models.config import ModelConfig
     from minikv.models.weights import (
@@ -155,6 +160,9 @@ def forecast(
     else:
         free, place = room, "as given"
 
+    # What a chat will find free, where that is RAM.
+    ram = None if free is None or where.type == "cuda" else max(0, free - weights)
+
     def row(name: str, stride: int, eviction: EvictionConfig | UsageError) -> Row:
         if isinstance(eviction, UsageError):
             return Row(name, "", stride, error=worded(f"{eviction}; {eviction.hint}"))
@@ -167,9 +175,14 @@ def forecast(
             notes.append(f"{name} reads the prompt twice, which takes about twice the time")
         reading, writing = peak(kv, eviction, tokens), kv.target.nbytes
         twice = kv.scored_twice
-        ram = 0 if twice is None else twice.rows.nbytes
+        cost = PassCost() if twice is None else twice.cost(gpu=where.type == "cuda")
+        in_file = cost.tokens > 0 and (
+            settings.tier == "file" or (settings.tier == "auto" and bool(too_much(cost.ram, ram)))
+        )
         if where.type == "cuda":
-            reading -= ram
+            reading -= cost.ram
+        elif in_file and twice is not None:
+            reading = twice.planned_in_file
         needs = max(weights + space + max(reading, writing), load)
         return Row(
             name,
@@ -181,8 +194,10 @@ def forecast(
             held_bytes(kv, eviction, tokens, answer),
             needs,
             None if free is None else needs <= free,
-            again=0 if twice is None else twice.work - tokens,
-            ram=ram,
+            again=cost.tokens,
+            ram=cost.file_ram if in_file else cost.ram,
+            file=cost.file if in_file else 0,
+            file_ram=cost.file_ram,
         )
 
     rows = [row(*case, choice) for case, choice in zip(cases, choices, strict=True)]

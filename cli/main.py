@@ -372,7 +372,7 @@ def plan(
     call: Call,
     settings: Annotated[
         Settings,
-        Only(f"{_MODEL} policy budget decode stride kv options", _list_of("policy", "")),
+        Only(f"{_MODEL} policy budget decode stride kv tier options", _list_of("policy", "")),
     ],
     generation: Annotated[Generation, Only("max_tokens")],
     interface: Annotated[Interface, Only("debug")],

@@ -225,11 +225,16 @@ def _scoring(made: Sequence[Forecast]) -> list[tuple[str, str]]:
             f"{row.again:,} tokens more for {tokens:,} ({(tokens + row.again) / tokens:.1f} times)"
             for tokens, row in each
         )
-        held = ", ".join(size(row.ram) for _, row in each)
-        lines.append(
-            ("scoring", f"{row.label} reads {read}, and holds all keys and values in RAM: {held}")
-        )
+        held = ", ".join(_held(row) for _, row in each)
+        lines.append(("scoring", f"{row.label} reads {read}, and holds all keys and values {held}"))
     return lines
+
+
+def _held(row: Row) -> str:
+    """Where what is read twice is until it is scored, and what the other place would take."""
+    if row.file:
+        return f"in a file ({size(row.file)}), of which RAM has {size(row.ram)} at a time"
+    return f"in RAM: {size(row.ram)} (with --tier file {size(row.file_ram)})"
 
 
 def _workspace(made: Sequence[Forecast]) -> str:

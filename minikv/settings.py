@@ -225,9 +225,9 @@ class Settings:
     )
     tier: str = setting(
         "auto",
-        "where keys and values of all that was read are kept, for --reuse recall: ram; file, with "
-        "the saved chat, which then goes on without reading; none; auto: ram if it fits, else a "
-        "file",
+        "where keys and values of all that was read are kept, for --reuse recall (kvzip: until it "
+        "is scored): ram; file, with the saved chat, which then goes on without reading; none; "
+        "auto: ram if it fits, else a file",
         CACHE,
         commands=_CHAT,
         takes="PLACE",

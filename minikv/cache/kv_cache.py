@@ -22,7 +22,7 @@ from minikv.cache.budget import Budget
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.fidelity import LastToken
 from minikv.cache.prefill import Plan, Prefill
-from minikv.cache.second_pass import SecondPassPrefill, full_rows_nbytes
+from minikv.cache.second_pass import PassCost, SecondPassPrefill
 from minikv.cache.snapshot import CacheSnapshot, Outcome
 from minikv.cache.stats import (
     CacheStats,
@@ -119,6 +119,8 @@ class KVCache:
         self.output, self.rotary = output, rotary
         self._poison = poison
         self.tier: Tier | None = None
+        # Where a prompt that is read twice is until it is scored; None: in the host's memory.
+        self.scoring_tier: Tier | None = None
         self.words = Wording()  # for policies that read everything twice
         self.stride: int
         self._set(prompt, step, budget, stride)
@@ -392,6 +394,9 @@ class KVCache:
                 self.shape, arena, held, target, step, plan, each, self.stride, self.dtype, self.ops
             )
         elif prompt is not None and repeats:
+            if self.scoring_tier is not None:
+                self.scoring_tier.truncate(0)
+                self.scoring_tier.open(tokens)
             reading = SecondPassPrefill(
                 self.shape,
                 arena,
@@ -404,6 +409,7 @@ class KVCache:
                 self._first_rows,
                 self.dtype,
                 self.ops,
+                self.scoring_tier,
             )
         else:
             reading = Prefill(
@@ -460,19 +466,18 @@ class KVCache:
         left = self.shape.max_context - reading.end
         return reading.prompt.scorer.second_pass(ids, first, self.words, left)
 
-    def scoring_tokens(self, tokens: int, position: int, *, asks: bool) -> int:
-        """Tokens that a prompt of so many at this position is to be scored with, beside its own.
-        Raises as `begin`."""
+    def scoring_cost(self, tokens: int, position: int, *, asks: bool) -> PassCost | None:
+        """What a second pass over a prompt of so many tokens at this position takes; None if there
+        is none. Raises as `begin`."""
         rows = self._rows
         if self.budget is not None and self.budget.unit == "share":
             rows = self._count(self.budget, position + tokens)
         each = None if rows is None else min(rows, self.shape.max_context)
         repeats = self._repeats(range(tokens), position, each, asks=asks)
-        return sum(len(repeat.ids) for repeat in repeats)
-
-    def scoring_nbytes(self, tokens: int) -> int:
-        """Bytes of host memory that scoring so many tokens takes for their keys and values."""
-        return full_rows_nbytes(self.shape, tokens, self.dtype.itemsize)
+        if not repeats:
+            return None
+        gpu = self.device.type == "cuda"
+        return PassCost.of(self.shape, tokens, repeats, self.dtype, gpu=gpu)
 
     @property
     def scoring(self) -> bool:
@@ -677,6 +682,8 @@ class KVCache:
         recalled = isinstance(reading, Prefill) and reading.tier is not None
         if recalled and self.tier is not None:
             self.tier.commit(plan.tokens)
+        if self.scoring_tier is not None:
+            self.scoring_tier.drop()
         turns = list(plan.turns)
         # From here on nothing fails.
         self._reading = None
@@ -693,8 +700,9 @@ class KVCache:
         """Undo an unfinished prompt or step: rows exist for exactly the tokens fed before it."""
         if self._open:
             self._rows = None
-        if self.tier is not None:
-            self.tier.drop()
+        for tier in (self.tier, self.scoring_tier):
+            if tier is not None:
+                tier.drop()
         if self._reading is not None:
             self._reading = None
         elif self.decode.is_open:

@@ -1,19 +1,19 @@
 """A prompt that is read twice before anything leaves: once to be read, and again to be scored.
 
-First the keys and values of all layers are kept on the host, beside the cache. Then further texts
-are fed behind the prompt, each on its own, over one layer's rows at a time. None of their rows is
-stored, but what their queries look at scores the rows of the prompt. At the end the rows that stay
-are chosen, layer by layer.
+First the keys and values of all layers are kept beside the cache: in the host's memory (`FullRows`)
+or in a tier in a file. Then further texts are fed behind the prompt, each on its own, over one
+layer's rows at a time. None of their rows is stored, but what their queries look at scores the rows
+of the prompt. At the end the rows that stay are chosen, layer by layer.
 
-What exists at once: the rows of all layers (on the host), one layer's rows with those of a further
-text (on the device), the scores, and the cache before and after.
+What exists at once: the rows of all layers (on the host, or of two layers of a file), one layer's
+rows with those of a further text (on the device), the scores, and the cache before and after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,20 +22,36 @@ from minikv import kernels
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.earlier import EarlierRows
 from minikv.cache.global_pool import GlobalPool
-from minikv.cache.prefill import Plan, Prefill
+from minikv.cache.prefill import Plan, Prefill, Staging
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
+from minikv.cache.tier_rows import row_nbytes
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import PromptPolicy, PromptView, Repeat, RepeatView, StepPolicy
 
 T = TypeVar("T", bound=Prefill)
 
 
-class FullRows:
-    """Keys and values of all layers on the host, and a staging buffer of one layer on the device.
+class KeptRows(Staging, Protocol):
+    """Where the rows of a prompt are until they are scored: `FullRows`, or a `Tier` in a file.
 
-    As `minikv.cache.prefill.Staging`. While `length` is 0, a layer that was read is kept. Of a
-    layer with a sliding window only those rows are kept that the next token can still see.
+    While `length` is 0, a layer that was read is kept.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows of all layers, wherever they are."""
+        ...
+
+    def reread(self, rows: int, beside: int) -> None:
+        """See `Tier`."""
+        ...
+
+
+class FullRows:
+    """`KeptRows` of all layers on the host, and a staging buffer of one layer on the device.
+
+    Of a layer with a sliding window only those rows are kept that the next token can still see.
     """
 
     def __init__(
@@ -68,6 +84,11 @@ class FullRows:
         """Bytes on the device; where it is the host, with those of all layers."""
         return self._staging.nbytes + (self.nbytes if self._counted else 0)
 
+    def reread(self, rows: int, beside: int) -> None:
+        """See `KeptRows`."""
+        assert (rows, rows + beside) == (self._tokens, self._staging.shape[2])
+        self.length = rows
+
     def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
         """See `Staging`. Rows that were not kept hold anything finite."""
         if self.length:
@@ -90,10 +111,43 @@ def _kept(tokens: int, window: int | None) -> int:
     return tokens if window is None else max(1, min(tokens, window - 1))
 
 
-def full_rows_nbytes(shape: Shape, tokens: int, itemsize: int) -> int:
-    """Bytes of host memory that a second pass over so many tokens takes for their rows."""
-    rows = sum(_kept(tokens, window) for window in shape.windows)
-    return 2 * rows * shape.kv_heads * shape.head_dim * itemsize
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """What the second pass over a prompt takes beside reading it.
+
+    tokens: of the further texts together; reads: how often each layer's rows are staged. In bytes
+    of the host's memory: ram: where the rows are in it; file_ram: where they are in a file, which
+    has `file` bytes. Both have the staging buffer, where that is not on a GPU.
+    """
+
+    tokens: int = 0
+    reads: int = 0
+    ram: int = 0
+    file: int = 0
+    file_ram: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        shape: Shape,
+        tokens: int,
+        repeats: Sequence[Repeat],
+        dtype: torch.dtype,
+        *,
+        gpu: bool,
+    ) -> PassCost:
+        """For a prompt of so many tokens and these texts."""
+        texts = [len(repeat.ids) for repeat in repeats]
+        row = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
+        wide = row * (tokens + max(texts))  # a layer with a text
+        rows = row * sum(_kept(tokens, window) for window in shape.windows)
+        return cls(
+            sum(texts),
+            len(texts) + 1,
+            rows if gpu else rows + wide,
+            row_nbytes(shape, dtype) * tokens,
+            min(2, shape.layers) * (row * tokens if gpu else wide),
+        )
 
 
 class _Reading(Prefill):
@@ -218,16 +272,20 @@ class SecondPassPrefill:
         first: int,
         dtype: torch.dtype,
         ops: Kernels,
+        rows: KeptRows | None = None,
     ) -> None:
         """As `Prefill`. repeats: the texts, of which the lengths count; first: positions below it
-        are the conversation's first rows."""
+        are the conversation's first rows. rows: where those of the prompt are until they are
+        scored; it is open for this prompt, and empty. By default in the host's memory."""
         self.shape, self.arena, self.target = shape, arena, target
         self.prompt, self.step, self.plan = prompt, step, plan
         self.repeats, self._first = repeats, first
         self._dtype, self._ops, self._held = dtype, ops, held
         self._nothing = arena.fresh([0] * shape.layers, {})
-        longest = max(len(repeat.ids) for repeat in repeats)
-        self.rows = FullRows(shape, plan.tokens, longest, dtype, arena.device)
+        self._longest = max(len(repeat.ids) for repeat in repeats)
+        self.rows: KeptRows = rows or FullRows(
+            shape, plan.tokens, self._longest, dtype, arena.device
+        )
         self._peaks = [
             torch.zeros((shape.kv_heads, plan.tokens), device=arena.device)
             for _ in range(shape.layers)
@@ -285,6 +343,16 @@ class SecondPassPrefill:
         return self.peak + noted + scratch + pool + copied
 
     @property
+    def planned_in_file(self) -> int:
+        """`planned`, were the rows in a file, where the host's memory is the device's."""
+        cost = self.cost(gpu=False)
+        return self.planned - cost.ram + cost.file_ram
+
+    def cost(self, *, gpu: bool) -> PassCost:
+        """What the passes take."""
+        return PassCost.of(self.shape, self.plan.tokens, self.repeats, self._dtype, gpu=gpu)
+
+    @property
     def end(self) -> int:
         """The position behind the prompt, at which every pass begins."""
         return self.plan.position + self.plan.tokens
@@ -311,8 +379,11 @@ class SecondPassPrefill:
 
     @property
     def needs(self) -> object:
-        """First prompts of the same tokens and needs are scored alike; None: only this one is."""
-        return None if self.step is not None else (self.prompt.scorer, *self.repeats)
+        """First prompts of the same tokens and needs are scored alike; None: only this one is, or
+        its rows do not stay."""
+        if self.step is not None or not isinstance(self.rows, FullRows):
+            return None
+        return self.prompt.scorer, *self.repeats
 
     @property
     def scored(self) -> bool:
@@ -345,9 +416,12 @@ class SecondPassPrefill:
         self._reading.finish(layer)
 
     def begin_pass(self, repeat: Repeat) -> None:
-        """The next forward is a further text, whose first position is `end`."""
+        """The next forward is a further text, whose first position is `end`. Raises TierError where
+        the rows could not be kept."""
         self._note_peak()
-        self.rows.length = self.plan.tokens
+        if not self.scoring:
+            del self._reading  # it holds a layer of a file
+            self.rows.reread(self.plan.tokens, self._longest)
         plan = replace(
             self.plan,
             tokens=self.plan.tokens + len(repeat.ids),

@@ -52,6 +52,7 @@ class Tier:
         self._direct = not gpu and not coded
         self._copies = CudaCopies(device) if gpu and self._rows.apart else None
         self._staging: Staging | None = None
+        self._room = 0  # rows that `stage` has room for
         self.length = 0
         self.ids: Sequence[int] = ()
         self.failed: TierError | None = None
@@ -83,13 +84,27 @@ class Tier:
         assert rows >= self.length
         self.failed = None
         self._rows.reserve(rows, self.length)
+        self._open(rows)
+
+    def reread(self, rows: int, beside: int) -> None:
+        """The prompt is read, and is now read again: `stage` gives all of its rows, and room for up
+        to `beside` rows behind them, which are not kept. Of a tier in a file. Raises TierError
+        where the rows could not be kept."""
+        self.commit(rows)
+        if self.failed is not None:
+            raise self.failed
+        self._open(rows + beside)
+
+    def _open(self, room: int) -> None:
+        """Have a staging buffer of so many rows, unless it is that of where they are kept."""
+        self._room = room
         if not self._direct:
             self._staging = Staging(
                 self._rows,
                 self.shape,
                 self.dtype,
                 self.device,
-                rows,
+                room,
                 self.length,
                 coded=self.coded,
                 copies=self._copies,
@@ -99,10 +114,12 @@ class Tier:
         """Keys and values [H, rows, D] on the device, to be written from `length` on. Those below
         are there."""
         if self._direct:
-            columns = self._rows.read(layer, rows)
-            return columns["k"], columns["v"]
-        assert self._staging is not None
-        return self._staging.layer(layer)
+            columns = self._rows.read(layer, self._room)
+            key, value = columns["k"], columns["v"]
+        else:
+            assert self._staging is not None
+            key, value = self._staging.layer(layer)
+        return key[:, :rows], value[:, :rows]
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """A layer was read: keep what `stage` gave and the prompt has filled in."""

@@ -97,6 +97,7 @@ class _Buffer:
                 (column.view(torch.uint8).reshape(heads, -1).numpy(), _width(*columns[name]))
                 for name, column in self.columns.items()
             ]
+        self.rows = rows
         self.layer: int | None = None
         self.job: Future[None] | None = None  # what is being done with it
 
@@ -247,11 +248,12 @@ class FileRows:
         self._begin, self._rows = have, rows
 
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
-        """See `Rows`. Raises TierError where the file is damaged."""
-        buffer = self._taken(layer)
+        """See `Rows`. Raises TierError where the file is damaged. Between two of `reserve`,
+        `commit` and `drop` no later `count` is larger than the first."""
+        buffer = self._taken(layer, count)
         following = layer + 1
         if self.rows and following < self.header.layers:
-            ahead = self._buffer(following)
+            ahead = self._buffer(following, count)
             if ahead.layer != following:
                 ahead.layer = following
                 ahead.job = self._submit(self._load, following, ahead)
@@ -337,20 +339,22 @@ class FileRows:
 
     # -- the layer at hand --------------------------------------------------------------------
 
-    def _buffer(self, layer: int) -> _Buffer:
-        """The memory that the layer goes through; every second one has the same."""
+    def _buffer(self, layer: int, count: int) -> _Buffer:
+        """The memory that the layer goes through; every second one has the same. It has room for
+        `count` rows, and for all that are stored."""
         buffer = self._buffers[layer % 2]
         if buffer is None:
             # The last rows of a segment may be unused, and are read with the others.
             stored = max((s.begin + s.rows for s in self._segments), default=0)
-            header, rows = self.header, max(self._rows, stored)
+            header, rows = self.header, max(count, self._rows, stored)
             buffer = _Buffer(header.heads, rows, header.columns, pinned=self._pinned)
             self._buffers[layer % 2] = buffer
+        assert count <= buffer.rows
         return buffer
 
-    def _taken(self, layer: int) -> _Buffer:
+    def _taken(self, layer: int, count: int = 0) -> _Buffer:
         """The memory with the layer's rows in it, when nothing is being done with it any more."""
-        buffer = self._buffer(layer)
+        buffer = self._buffer(layer, count)
         if buffer.layer != layer:
             if buffer.job is not None:
                 with contextlib.suppress(TierError):  # of a layer that nobody took
@@ -409,9 +413,9 @@ class FileRows:
 
         def write() -> None:
             _whole(os.pwritev, self._handle, [head], at)
-            _to_disk(self._handle)
+            self._to_disk()
             _whole(os.pwritev, self._handle, [record], place)
-            _to_disk(self._handle)
+            self._to_disk()
 
         self._try(write)
 
@@ -442,6 +446,12 @@ class FileRows:
         header = self.header
         return _pages(rows * header.heads * sum(_width(*kind) for kind in header.columns.values()))
 
+    def _to_disk(self) -> None:
+        """Have what was written on disk. A file without a name is gone with the process, so that
+        there nobody needs it: what could not be written is found by its checksum."""
+        if self._named:
+            getattr(os, "fdatasync", os.fsync)(self._handle)
+
     def _check_writes(self) -> None:
         if self._failed is not None:
             raise TierError(_said(self.path, self._failed))
@@ -457,7 +467,7 @@ class FileRows:
             self._number += 1
             at = PAGE * (1 + self._number % 2)
             _whole(os.pwritev, self._handle, [self._record()], at)
-            _to_disk(self._handle)
+            self._to_disk()
             self._recorded = rows, len(kept)
 
     def _record(self) -> bytes:
@@ -691,10 +701,6 @@ def _allocate(handle: int, at: int, size: int) -> None:
     facts = os.fstatvfs(handle)  # a disk that cannot keep room: at least it has some
     if facts.f_bavail * facts.f_frsize < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _to_disk(handle: int) -> None:
-    getattr(os, "fdatasync", os.fsync)(handle)
 
 
 def _said(path: Path, error: OSError) -> str:

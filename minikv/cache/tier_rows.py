@@ -128,7 +128,8 @@ class RamRows:
         return min(layer["k"].shape[1] for layer in self._layers)
 
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
-        """See `Rows`: views."""
+        """See `Rows`: views, of no more rows than were reserved."""
+        assert count <= self._layers[layer]["k"].shape[1]
         return {name: column[:, :count] for name, column in self._layers[layer].items()}
 
     def write(self, layer: int, begin: int, columns: Mapping[str, Tensor]) -> None:

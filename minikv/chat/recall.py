@@ -10,7 +10,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minikv.cache.kv_cache import KVCache
@@ -166,15 +166,17 @@ class Recall:
         self._tell(f"tier: a file, {size(self._bytes(tokens))} for {tokens:,} tokens{over}")
         return ""
 
-    def _made(self, place: Place, have: int, tokens: int) -> FileRows:
+    def _made(
+        self, place: Place, have: int, tokens: int, columns: Columns | None = None
+    ) -> FileRows:
         """A file with room for so many tokens, and with the first of them that the tier has.
-        Raises TierError; then there is none."""
+        columns: by default those of the tier. Raises TierError; then there is none."""
         kv = self._kv
         rows = FileRows.create(
             place.path,
             kv.shape.layers,
             kv.shape.kv_heads,
-            self.columns,
+            columns or self.columns,
             place.identity,
             pinned=kv.device.type == "cuda",
         )
@@ -228,6 +230,10 @@ class Recall:
 
     def failed(self, error: TierError) -> str:
         """Use of the tier only what is as it was written. Returns a line for the user."""
+        if self._kv.scoring_tier is not None:  # while it is there, no other is read
+            self.scored()
+            self._broken = str(error)
+            return f"the file with what is to be scored cannot be used: {error}; it is read again"
         assert self.tier is not None
         if error.rows is None:
             self._broken = str(error)
@@ -237,6 +243,32 @@ class Recall:
         del self._ids[error.rows :]
         self.tier.truncate(error.rows)
         return f"the tier is damaged: {error}; {lost:,} tokens are read again"
+
+    # -- what is read twice -----------------------------------------------------------------------
+
+    @property
+    def broken(self) -> str:
+        """Why files are not tried again in this conversation; "" if they are."""
+        return self._broken
+
+    def keep_in_file(self, tokens: int) -> str:
+        """Have prompts of up to so many tokens in a file without a name until they are scored, and
+        `scored` is called: exactly, whatever `dtype` is. Returns why not, "" if so."""
+        kv = self._kv
+        assert kv.scoring_tier is None
+        try:
+            place = replace(self.where(), named=False)
+            rows = self._made(place, 0, tokens, columns_of(kv.shape, kv.dtype, coded=False))
+        except (TierError, UsageError) as error:
+            return str(error)
+        kv.scoring_tier = Tier(kv.shape, kv.dtype, kv.device, rows=rows)
+        return ""
+
+    def scored(self) -> None:
+        """What was read is scored, or no longer wanted: that file is gone. Cannot fail."""
+        tier, self._kv.scoring_tier = self._kv.scoring_tier, None
+        if tier is not None and isinstance(tier.rows, FileRows):
+            tier.rows.close()
 
     # -- a chat's files -------------------------------------------------------------------------
 
@@ -276,6 +308,7 @@ class Recall:
 
     def leave(self) -> None:
         """Have no tier. The file of a saved chat stays."""
+        self.scored()
         if self.file is not None:
             self.file.close()
         self._kv.tier = None
@@ -283,6 +316,7 @@ class Recall:
 
     def clear(self) -> None:
         """Forget the conversation and give its memory back. The file of a saved chat stays."""
+        self.scored()
         if self.file is not None:
             self.leave()
         elif self.tier is not None:

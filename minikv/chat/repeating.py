@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minikv.chat.protocols import Template, Tokenizer
+from minikv.chat.recall import Recall
 from minikv.chat.report import size
 from minikv.chat.reuse import shared
 from minikv.chat.transcript import Message
 from minikv.engine.engine import Engine
-from minikv.errors import MemoryShortError
+from minikv.errors import MemoryShortError, UsageError
 from minikv.policies.base import Wording
 
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -33,42 +34,92 @@ def wording(tokenizer: Tokenizer, template: Template) -> Wording:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What scoring takes beside reading: tokens through the network, and bytes of host memory for
-    the keys and values of the longest prompt."""
+    """What scoring takes beside reading.
 
-    read: int
-    tokens: int
-    nbytes: int
+    read: tokens of the prompts that are scored; longest: of the longest of them; tokens: those of
+    the second pass. In bytes, for the longest one: ram: of RAM, with its keys and values; file: of
+    a file with them, which is read `reads` times, and file_ram: of RAM beside the file.
+    """
 
-    @property
-    def line(self) -> str:
-        """For the user, before it is paid."""
+    read: int = 0
+    longest: int = 0
+    tokens: int = 0
+    reads: int = 0
+    ram: int = 0
+    file: int = 0
+    file_ram: int = 0
+
+    def line(self, *, in_file: bool) -> str:
+        """For the user, before it is paid. in_file: its keys and values are in a file."""
         times = (self.read + self.tokens) / max(1, self.read)
+        held = f"{size(self.ram)} of RAM"
+        if in_file:
+            held = (
+                f"{size(self.file)} in a file, read {self.reads} times, and {size(self.file_ram)} "
+                "of RAM"
+            )
         return (
             f"it reads {self.tokens:,} tokens more to score {self.read:,} ({times:.1f} times the "
-            f"tokens, 2 to 4 times the time), with {size(self.nbytes)} of RAM until then"
+            f"tokens, 2 to 4 times the time), with {held} until then"
         )
 
 
 def scoring(engine: Engine, parts: Sequence[Sequence[int]], position: int, asks: bool) -> Scoring:
     """Of the prompts `parts`, the first of which begins at `position`; asks: the last one is a
     question alone. Raises ContextError where no position is left for it."""
-    kv, read, tokens, nbytes = engine.kv, 0, 0, 0
+    kv, made = engine.kv, Scoring()
     for part in parts:
-        last = part is parts[-1]
-        more = kv.scoring_tokens(len(part), position, asks=asks and last)
-        if more:
-            read, tokens = read + len(part), tokens + more
-            nbytes = max(nbytes, kv.scoring_nbytes(len(part)))
+        cost = kv.scoring_cost(len(part), position, asks=asks and part is parts[-1])
+        if cost is not None:
+            made = Scoring(
+                made.read + len(part),
+                max(made.longest, len(part)),
+                made.tokens + cost.tokens,
+                max(made.reads, cost.reads),
+                max(made.ram, cost.ram),
+                max(made.file, cost.file),
+                max(made.file_ram, cost.file_ram),
+            )
         position += len(part)
-    return Scoring(read, tokens, nbytes)
+    return made
 
 
-def refuse_without_memory(policy: str, nbytes: int, free: int | None) -> None:
-    """Raise MemoryShortError if the host has not so many bytes. free: None if not known."""
-    if free is not None and nbytes > free - free // 8:
+def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
+    """Have a place for the keys and values that are to be scored, until `Recall.scored`. Whether it
+    is a file; else it is RAM, of which nothing is taken yet.
+
+    Raises MemoryShortError where there is no place, UsageError where a file was asked for and
+    cannot be had.
+    """
+    recall.scored()
+    holds = f"{policy} holds all keys and values until they are scored"
+    short = too_much(cost.ram, recall.free)
+    if recall.kind in ("none", "ram") and short:
         raise MemoryShortError(
-            f"{policy} holds all keys and values until they are scored: that takes {size(nbytes)} "
-            f"of RAM, and {size(free)} are free",
+            f"{holds}: {short}",
+            'nothing was read; `tier="file"` keeps them in a file instead, or take another '
+            "`policy` or a shorter document",
+        )
+    if recall.kind in ("none", "ram") or (recall.kind == "auto" and not short):
+        return False
+    unfit = recall.broken or too_much(cost.file_ram, recall.free)
+    disk = unfit or recall.keep_in_file(cost.longest)
+    if not disk:
+        return True
+    if short:
+        raise MemoryShortError(
+            f"{holds}: {short}; in a file: {disk}",
             "nothing was read; take another `policy`, or a shorter document",
         )
+    if not unfit:
+        raise UsageError(
+            f'`tier="file"` cannot be had: {disk}', '`tier="ram"` keeps it in memory instead'
+        )
+    return False
+
+
+def too_much(nbytes: int, free: int | None) -> str:
+    """Why the host's memory does not have so many bytes; "" if it does. free: None: not known."""
+    if free is None or nbytes <= free - free // 8:
+        return ""
+    return f"that takes {size(nbytes)} of RAM, and {size(free)} are free"

@@ -588,7 +588,6 @@ class ChatSession:
             raise self._does_not_fit(len(feed.ids), "needs", reused)
         self._refuse_without_tier(feed.recalled, len(feed.ids) + max_tokens)
         self._warn_before(question, feed, decision, warn)
-        self._tell_scoring(feed, warn)
         for line in self._new_notices():
             warn(line)
 
@@ -597,9 +596,11 @@ class ChatSession:
         known = self.engine.kv.stats()
         self.rereading = self._again(feed, decision)
         try:
+            self._tell_scoring(feed, warn)
             feed, read = self._read(feed, messages, max_tokens, progress, warn)
         finally:
             self.rereading = False
+            self.recall.scored()
         ids, reused = feed.ids, feed.given if feed.anew else len(self.fed)
         if feed.recalled:
             line = self.recall.keep(ids)
@@ -695,6 +696,7 @@ class ChatSession:
             if not self._fits(feed):
                 raise self._does_not_fit(len(feed.ids), "needs") from None
             self.rereading = self._again(feed, decision)
+            self._tell_scoring(feed, warn)
             return self._read(feed, messages, room, progress, warn)
         except Interrupted:
             if self._cancelled or not self._skips:  # `progress` may raise it, too
@@ -1115,12 +1117,12 @@ class ChatSession:
         if not cost.tokens:
             return
         policy = self.eviction.policy
-        repeating.refuse_without_memory(policy, cost.nbytes, self.recall.free)
-        line = f"{policy} scores what is read by having it repeated: {cost.line}"
+        said = cost.line(in_file=repeating.keep(self.recall, policy, cost))
+        line = f"{policy} scores what is read by having it repeated: {said}"
         if self._blind and self.reuse == "auto":
             line = (
                 f'`reuse="auto"` evicts before the question is seen, so that one cache serves all '
-                f"questions; {policy}: {cost.line}"
+                f"questions; {policy}: {said}"
             )
         warn(line)
 

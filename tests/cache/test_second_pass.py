@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +19,15 @@ from torch import Tensor
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.second_pass import FullRows, full_rows_nbytes
+from minikv.cache.second_pass import FullRows, PassCost
 from minikv.cache.stats import Shape, full_cache_bytes
+from minikv.cache.tier import Tier
+from minikv.cache.tier_file import FileRows
+from minikv.cache.tier_rows import TierError, columns_of
 from minikv.engine.engine import Engine
 from minikv.errors import ContextError
 from minikv.models.llama import Llama
-from minikv.policies.base import PromptView, Wording
+from minikv.policies.base import PromptView, Repeat, Wording
 
 WORDS = Wording((7, 8), (9, 7, 3), (5,))
 
@@ -358,8 +365,12 @@ def test_what_is_held_at_once() -> None:
     run, _ = made(net, "kvzip", 15, chunk=25)
     run.prompt(ids(200), room=1)
     shape, row = run.kv.shape, 2 * 8 * 4
-    longest = max(len(text) for text in texts(ids(200), 4, 25))
-    full = full_rows_nbytes(shape, 200, 4)
+    fed = texts(ids(200), 4, 25)
+    longest = max(map(len, fed))
+    cost = run.kv.scoring_cost(200, 0, asks=False)
+    assert cost is not None
+    assert (cost.tokens, cost.reads) == (sum(map(len, fed)), len(fed) + 1)
+    full = cost.ram - 3 * (200 + longest) * row
     assert full == 3 * (19 + 200 + 59) * row
     assert full <= full_cache_bytes(shape, 200, 4)
     layer = 3 * (200 + longest) * row
@@ -381,7 +392,7 @@ def test_rows_are_kept_layer_by_layer() -> None:
         key.copy_(given[layer, 0])
         value.copy_(given[layer, 1])
         rows.store(layer, key, value)
-    rows.length = 12
+    rows.reread(12, 3)
     for layer, first in ((0, 8), (1, 0)):
         key, value = rows.stage(layer, 15)
         assert key.shape == (3, 15, 4)
@@ -389,4 +400,163 @@ def test_rows_are_kept_layer_by_layer() -> None:
         assert torch.equal(value[:, first:12], given[layer, 1, :, first:])
         rows.store(layer, key.fill_(7.0), value.fill_(7.0))  # nothing of a repeat is kept
     assert torch.equal(rows.stage(1, 15)[0][:, :12], given[1, 0])
-    assert rows.nbytes == 2 * 3 * (4 + 12) * 4 * 4 == full_rows_nbytes(shape, 12, 4)
+    assert rows.nbytes == 2 * 3 * (4 + 12) * 4 * 4
+    some, layer = [Repeat((1, 2), 0, 9), Repeat((1, 2, 3), 9, 12)], 2 * 3 * 15 * 4 * 4
+    cost = PassCost.of(shape, 12, some, torch.float32, gpu=False)
+    assert cost == PassCost(5, 3, rows.nbytes + layer, 2 * 2 * 3 * 12 * 4 * 4, 2 * layer)
+    cost = PassCost.of(shape, 12, some, torch.float32, gpu=True)
+    assert cost == PassCost(5, 3, rows.nbytes, cost.file, cost.file)  # both of two layers
+
+
+# -- in a file -------------------------------------------------------------------------------------
+
+
+def filed(run: Engine, path: Path, *, staged: bool = False) -> FileRows:
+    """Have what is read twice in a file. staged: as on a GPU, where a file's memory is not the
+    staging buffer."""
+    kv = run.kv
+    columns = columns_of(kv.shape, kv.dtype, coded=False)
+    rows = FileRows.create(path, kv.shape.layers, kv.shape.kv_heads, columns)
+    kv.scoring_tier = Tier(kv.shape, kv.dtype, kv.device, rows=rows)
+    kv.scoring_tier._direct = not staged
+    return rows
+
+
+def same(one: Engine, other: Engine) -> None:
+    """All rows with all of their columns, bit for bit."""
+    a, b = one.kv.arena, other.kv.arena
+    assert kept(one.kv) == kept(other.kv)
+    for layer, head in itertools.product(range(a.layers), range(a.heads)):
+        for name in a.columns:
+            mine, theirs = a.segment(name, layer, head), b.segment(name, layer, head)
+            assert torch.equal(mine, theirs), (name, layer, head)
+
+
+POLICIES = ["kvzip", "kvzip+", "kvzip+uniform", "kvzip++uniform", "kvcrush(kvzip+)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "windows", "heads", "kv", "staged"),
+    pairwise(
+        POLICIES,
+        ["none", "roco", "streaming"],
+        [None, (20, None, 60), (40, 40, 40)],
+        [(6, 3), (4, 4), (6, 1)],
+        [None, torch.int8],
+        [False, True],
+    ),
+)
+def test_a_file_gives_what_ram_gives_bit_for_bit(
+    name: str,
+    step: str,
+    windows: tuple[int | None, ...] | None,
+    heads: tuple[int, int],
+    kv: torch.dtype | None,
+    staged: bool,
+    tmp_path: Path,
+) -> None:
+    """Two texts, questions and answers, under random sizes, chunks and pins: every logit and every
+    row is the same."""
+    draw = random.Random(f"{name} {step} {windows} {heads} {kv}")
+    net = network(windows=windows, heads=heads[0], kv_heads=heads[1], rows=draw.choice([9, 16, 64]))
+    chunk, budget, pins = draw.choice([20, 30, 200]), draw.choice([16, 24]), draw.choice([0, 6])
+    ram, disk = (made(net, name, budget, step, kv=kv, chunk=chunk)[0] for _ in range(2))
+    rows = filed(disk, tmp_path / "rows.kv", staged=staged)
+    for run in (ram, disk):
+        run.kv.pin(pins)
+    for turn, (tokens, asks) in enumerate([(50, False), (6, True), (30, False)]):
+        text = ids(tokens + draw.randrange(9), seed=turn)
+        found = [run.prompt(text, asks=asks) for run in (ram, disk)]
+        assert torch.equal(*found)
+        same(ram, disk)
+        assert torch.equal(ram.step(3), disk.step(3))
+    same(ram, disk)
+    assert rows.working == 0
+    rows.close()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_file_holds_two_layers_at_a_time(staged: bool, tmp_path: Path) -> None:
+    """However many layers there are, beside the scores and the cache before and after. Where the
+    file's memory is not the staging buffer, that is a third one."""
+    row, chunk, peaks = 2 * 8 * 4, 25, {}
+    for layers in (3, 9):
+        run, _ = made(network(layers=layers), "kvzip", 15, chunk=chunk)
+        rows = filed(run, tmp_path / f"{layers}.kv", staged=staged)
+        run.prompt(ids(200), room=1)
+        cost = run.kv.scoring_cost(200, 0, asks=False)
+        assert cost is not None
+        longest = max(len(text) for text in texts(ids(200), 4, chunk))
+        assert cost.file_ram == 2 * 3 * (200 + longest) * row
+        scores, arena = layers * 3 * 200 * 4, run.kv.arena
+        pool = layers * 3 * 15 * 8 + arena.rows * 12
+        copied = 3 * 200 * row  # while a layer's rows enter the pool
+        rest = cost.file_ram + cost.file_ram // 2 * staged + copied
+        peaks[layers] = run.kv.last_prompt.peak_bytes - scores - arena.nbytes - pool
+        assert cost.file_ram < peaks[layers] <= rest
+        rows.close()
+    assert abs(peaks[9] - peaks[3]) < 0.1 * 6 * copied  # tables of what competes, by layer
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_pass_over_a_file_that_fails_leaves_the_cache_as_it_was(
+    call: int, tmp_path: Path
+) -> None:
+    """Stopped in the prompt, in the first repeat and in the second; then it is read again."""
+    net = network()
+    run, twin = (made(net, "kvzip", 15, "roco", chunk=25)[0] for _ in range(2))
+    rows = filed(run, tmp_path / "rows.kv")
+    for each in (run, twin):
+        each.prompt(ids(60))
+        each.step(3)
+    before, calls = kept(run.kv), itertools.count(1)
+    forward = net.forward
+
+    def fail(tokens: Tensor, kv: object) -> Tensor:
+        out = forward(tokens, kv)  # type: ignore[arg-type]
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return out
+
+    net.forward = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.prompt(ids(50, seed=1))
+    net.forward = forward  # type: ignore[method-assign]
+    assert (kept(run.kv), run.kv.position, run.kv.reading, rows.working) == (before, 61, False, 0)
+    assert torch.equal(run.prompt(ids(50, seed=1)), twin.prompt(ids(50, seed=1)))
+    same(run, twin)
+    rows.close()
+
+
+@pytest.mark.parametrize("how", ["full", "damaged", "short"])
+def test_a_file_that_fails_is_said_and_changes_nothing(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when the prompt was read; a byte turned; the end of the file is gone."""
+    net = network()
+    run, twin = (made(net, "kvzip", 15, chunk=25)[0] for _ in range(2))
+    rows = filed(run, tmp_path / "rows.kv")
+    calls, forward = itertools.count(1), net.forward
+
+    def spoil(tokens: Tensor, kv: object) -> Tensor:
+        if how == "full" or next(calls) == 3:
+            if how == "damaged":
+                with open(tmp_path / "rows.kv", "r+b") as file:
+                    file.seek(-9000, os.SEEK_END)
+                    file.write(b"\xff" * 4096)
+            elif how == "short":
+                os.truncate(tmp_path / "rows.kv", 5 * 4096)
+            else:
+                monkeypatch.setattr(os, "pwritev", lambda *given: 0)
+        return forward(tokens, kv)  # type: ignore[arg-type]
+
+    net.forward = spoil  # type: ignore[method-assign]
+    with pytest.raises(TierError, match=r"rows\.kv"):
+        run.prompt(ids(60))
+    monkeypatch.undo()
+    net.forward = forward  # type: ignore[method-assign]
+    assert (run.kv.position, run.kv.reading, kept(run.kv)) == (0, False, [[]] * 9)
+    rows.close()
+    run.kv.scoring_tier = None
+    assert torch.equal(run.prompt(ids(60)), twin.prompt(ids(60)))
+    same(run, twin)

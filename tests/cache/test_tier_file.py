@@ -363,6 +363,17 @@ def test_a_write_that_fails_is_said_and_costs_only_its_own_rows(
     assert found_of(path) == (20, "")
 
 
+def test_a_file_without_a_name_is_not_brought_to_the_disk(
+    rows: FileRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is gone with the process, so nobody waits for the disk."""
+    monkeypatch.setattr(os, "fdatasync", full)
+    rows.unlink()
+    add(rows, 0, 20, then=rows.sync)
+    add(rows, 10, 30, 1, then=rows.sync)
+    expect(rows, (0, 10, 0), (10, 30, 1))
+
+
 def test_a_tier_that_cannot_be_written_does_not_cost_the_turn(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

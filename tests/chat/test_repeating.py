@@ -3,6 +3,8 @@ that costs is said before it is paid."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,12 @@ from fakes import ByteTokenizer, ChatML
 from small_chat import chat, held_of, say
 
 import minikv
+from minikv.cache.tier_file import FileRows
+from minikv.cache.tier_rows import TierError
 from minikv.chat import repeating
-from minikv.chat.recall import Recall
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.recall import Place, Recall
+from minikv.chat.report import size
 from minikv.chat.session import ChatSession
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
@@ -132,17 +138,27 @@ def test_the_cost_is_told_before_it_is_paid(monkeypatch: pytest.MonkeyPatch) -> 
     words = repeating.wording(session.tokenizer, session.template)
     more = first + len(words.first) + len(words.answer)
     assert f"it reads {more + 2:,} tokens more to score {first + 6:,} (2.1 times the tok" in line
-    assert "with 79.0 KiB of RAM until then" in line
+    layers, heads, row = 2, 2, 2 * 8 * 4
+    rows = layers * (first + 6) + first + 6 + more + 2  # of all layers, and one with its text
+    held = size(heads * row * rows)
+    assert f"with {held} of RAM until then" in line
 
 
-def test_no_memory_is_said_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["none", "ram", "auto"])
+def test_no_memory_is_said_before_anything_is_read(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = chat("kvzip", 60, reuse="auto")
-    session.recall = Recall(session.engine.kv, "none", "same", lambda: 1000)
+    session.recall = Recall(session.engine.kv, kind, "same", lambda: 1000)
     seen = fed(session, monkeypatch)
     session.attach(MILL)
     with pytest.raises(MemoryShortError, match="of RAM, and 1,000 B are free") as error:
         list(session.ask("Who?"))
     assert error.value.exit_code == 4
+    # A file would take more RAM than that, too, while it is read.
+    assert ("in a file" in str(error.value)) == (kind == "auto")
+    assert ('`tier="file"`' in error.value.hint) == (kind != "auto")
+    assert session.engine.kv.scoring_tier is None
     assert seen == []
     assert session.fed == []
     assert session.pending
@@ -211,3 +227,186 @@ def test_a_saved_cache_keeps_its_scores() -> None:
         say(one, "Why is that so, and since when?", 4)
     assert held_of(session) == held_of(other)
     assert session.messages == other.messages
+
+
+# -- in a file -------------------------------------------------------------------------------------
+
+
+def deep() -> ChatSession:
+    """With layers enough that two of them are few."""
+    return chat("kvzip", 60, layers=6, reuse="auto")
+
+
+def filed(path: Path, kind: str = "file", free: int | None = None) -> ChatSession:
+    """A chat whose files are made in a folder. free: bytes of RAM that it is told are free."""
+    session = deep()
+    session.recall = Recall(session.engine.kv, kind, "same", lambda: free)
+    session.recall.where = lambda: Place(path / "rows.kv", named=True)
+    return session
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[FileRows]:
+    """The files that were closed."""
+    found: list[FileRows] = []
+    close = FileRows.close
+
+    def noted(self: FileRows) -> None:
+        if self._handle >= 0:
+            found.append(self)
+        close(self)
+
+    monkeypatch.setattr(FileRows, "close", noted)
+    return found
+
+
+def talk(session: ChatSession) -> list[str]:
+    """Two documents, a question about each and one more; what was told."""
+    told: list[str] = []
+    for text, question in ((MILL, "Who?"), (WELL, "Why?"), ("", "When?")):
+        if text:
+            session.attach(text)
+        list(session.ask(question, 6, notice=told.append))
+    return told
+
+
+@pytest.mark.parametrize("dtype", ["same", "int8"])
+def test_a_file_changes_no_answer_and_is_gone_after_it(
+    dtype: str, tmp_path: Path, closed: list[FileRows]
+) -> None:
+    """Whatever --tier-dtype says: what is scored is kept as it is."""
+    plain, session = deep(), filed(tmp_path)
+    session.recall._coded = dtype == "int8"
+    told = [talk(one) for one in (plain, session)]
+    assert held_of(plain) == held_of(session)
+    assert plain.messages == session.messages
+    lines = [[line for line in one if "serves all questions" in line] for one in told]
+    assert [len(some) for some in lines] == [2, 2]
+    assert not any("in a file" in line for line in lines[0])
+    assert all("in a file, read 2 times, and" in line for line in lines[1])
+    assert len(closed) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert session.engine.kv.scoring_tier is None
+    pairs = zip(plain.reports, session.reports, strict=True)
+    peaks = [(a.kv_bytes.peak_prefill, b.kv_bytes.peak_prefill) for a, b in pairs]
+    assert peaks[0][1] < peaks[0][0]
+    assert peaks[1][1] < peaks[1][0]
+    assert peaks[2][1] == peaks[2][0]
+    assert (session.recall.place, session.recall.nbytes) == ("", 0)
+
+
+def test_texts_that_are_read_again_together_have_one_file(
+    tmp_path: Path, closed: list[FileRows]
+) -> None:
+    """A chat whose cache is gone reads both documents again, each scored where it ends: the file
+    has room for the longer one, and the second takes the place of the first."""
+    plain, session = deep(), filed(tmp_path)
+    for one in (plain, session):
+        talk(one)
+        one.undo()
+        assert one.fed == []
+    count, told = len(closed), []
+    list(plain.ask("When?", 4))
+    list(session.ask("When?", 4, notice=told.append))
+    assert len(closed) == count + 1
+    assert held_of(plain) == held_of(session)
+    assert plain.messages == session.messages
+    (line,) = [line for line in told if "in a file" in line]
+    first = len(session.start()) + len(MILL) + 2
+    found = re.search(r"to score ([\d,]+) ", line)
+    assert found
+    assert int(found[1].replace(",", "")) > first + len(WELL)  # of both
+    assert size(6 * 2 * 2 * 8 * 4 * first) in line  # layers, heads, keys and values, of the longer
+
+
+@pytest.mark.parametrize("free", [None, 450_000, 300_000])
+def test_auto_takes_a_file_where_ram_is_short(free: int | None, tmp_path: Path) -> None:
+    session = filed(tmp_path, "auto", free)
+    assert any("in a file" in line for line in talk(session)) == (free == 300_000)
+
+
+def test_a_file_by_name_that_cannot_be_had_is_said(tmp_path: Path) -> None:
+    session = filed(tmp_path / "nowhere")
+    session.attach(MILL)
+    with pytest.raises(UsageError, match=r'`tier="file"` cannot be had: rows\.kv') as error:
+        list(session.ask("Who?"))
+    assert error.value.hint == '`tier="ram"` keeps it in memory instead'
+    assert session.fed == []
+    session.recall.kind = "ram"
+    say(session, "Who?")
+
+
+@pytest.mark.parametrize("free", [None, 300_000])
+def test_a_file_that_fails_costs_a_second_reading(
+    free: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: list[FileRows]
+) -> None:
+    """In RAM, if there is enough: else the turn is refused, and the chat is as it was."""
+    plain, session = deep(), filed(tmp_path, "file", free)
+    for one in (plain, session):
+        one.attach(MILL)
+    list(plain.ask("Who?", 4))
+    seen, told = fed(session, monkeypatch), []
+
+    def damaged(*given: Any) -> None:
+        raise TierError("rows.kv is damaged from token 0 on", 0)
+
+    monkeypatch.setattr(FileRows, "_load", damaged)
+    if free is not None:
+        with pytest.raises(MemoryShortError, match=r"in a file: rows\.kv is damaged"):
+            list(session.ask("Who?", 4, notice=told.append))
+        assert session.fed == []
+        assert session.pending
+    else:
+        list(session.ask("Who?", 4, notice=told.append))
+        assert held_of(plain) == held_of(session)
+        assert plain.messages == session.messages
+        assert len(seen) == 1 + 3
+        assert any("in a file" in line for line in told)
+        assert " of RAM until then" in told[-1]
+    assert any("with what is to be scored cannot be used: rows.kv is damaged" in x for x in told)
+    assert len(closed) == 1
+    # It is not tried again in this conversation.
+    session.reset()
+    assert session.recall.broken == ""
+
+
+def test_an_interrupt_while_a_file_is_scored_leaves_the_chat(
+    tmp_path: Path, closed: list[FileRows]
+) -> None:
+    plain, session = deep(), filed(tmp_path)
+
+    def stop(done: int, total: int) -> None:
+        if session.scoring:
+            session.cancel()
+
+    session.attach(MILL)
+    with pytest.raises(Interrupted):
+        list(session.ask("Who?", 4, progress=stop))
+    assert (session.fed, len(closed), session.engine.kv.scoring_tier) == ([], 1, None)
+    session.pending.clear()
+    talk(plain)
+    talk(session)
+    assert held_of(plain) == held_of(session)
+    assert plain.messages == session.messages
+
+
+def test_a_tier_of_another_policy_is_left_alone(tmp_path: Path) -> None:
+    """A chat under adakv has its tier in a file; under kvzip, that of what is scored is another."""
+    session = filed(tmp_path)
+    names = iter(("one.kv", "two.kv", "three.kv"))
+    session.recall.where = lambda: Place(tmp_path / next(names), named=True)
+    kvzip = session.eviction
+    session.configure(EvictionConfig.read("snapkv", "none", 60))
+    session.attach(MILL)
+    say(session, "Who?", 4)
+    had = session.recall.tokens
+    session.configure(kvzip)
+    session.attach(WELL)
+    say(session, "Why?", 4)
+    assert session.recall.tokens == had
+    session.configure(EvictionConfig.read("snapkv", "none", 60))
+    say(session, "When?", 4)
+    assert session.report is not None
+    assert session.report.reuse == "recall"
+    assert session.report.tokens.prompt_reused >= had
+    session.recall.leave()

@@ -50,6 +50,7 @@ CASES: dict[str, Setting] = {
     "ram, int8": Setting(eviction(("adakv", "auto"), 48), "ram", "int8", reuse="auto"),
     "ram, quality": Setting(eviction(("snapkv", "h2o"), 64), "ram", reuse="auto", quality=0.3),
     "file": Setting(eviction(("adakv", "auto"), 48), "file", reuse="auto"),
+    "file, kvzip": Setting(eviction(("kvzip", "auto"), 48), "file", reuse="auto"),
     "file, l2": Setting(eviction(("snapkv", "l2"), 48), "file", reuse="auto"),
 }
 

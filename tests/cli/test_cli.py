@@ -27,6 +27,7 @@ from typer.testing import CliRunner, Result
 import minikv
 import minikv.cli.turn
 from minikv.chat.facts import Facts
+from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.cli import documents
 from minikv.cli.failures import explain
@@ -90,6 +91,7 @@ class World:
             system=settings.system,
             pin_system=settings.pin_system,
             facts=Facts(weights=settings.weights),
+            recall=Recall(self.engine.kv, settings.tier),  # type: ignore[arg-type]
         )  # type: ignore[arg-type]
         return self.session
 
@@ -134,6 +136,17 @@ def test_ask_prints_the_answer_alone(world: World, document: str) -> None:
     assert result.stdout == answer_of("The mill is run by Ada.", "Who runs it?") + "\n"
     assert "\x1b" not in result.output
     assert "\r" not in result.output
+
+
+@pytest.mark.parametrize(("why", "kind"), [(None, "none"), ("it reads everything twice", "file")])
+def test_a_single_question_has_a_tier_only_for_what_is_read_twice(
+    world: World, document: str, why: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no later question for which all that was read could be kept."""
+    monkeypatch.setattr(type(world.engine.kv), "recalls", why)
+    assert world.run("ask", "Who?", document, "--tier", "file").exit_code == 0
+    assert world.session is not None
+    assert world.session.recall.kind == kind
 
 
 def test_piped_text_is_a_document_before_the_question(world: World) -> None:
@@ -300,7 +313,6 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
     assert result.exit_code == 0, result.output
     assert world.settings == Settings(
         keep_packed="20GiB",
-        tier="none",  # there is no later question
         model="some/model",
         policy="snapkv",
         budget="20%",

@@ -21,6 +21,7 @@ from checkpoints import CLASSES
 from fakes import PADDED, ByteTokenizer, ChatML
 from huggingface_hub import errors
 from llama_8b import LLAMA
+from pairwise import pairwise
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedModel
 
@@ -302,12 +303,17 @@ def test_the_planned_bytes_are_those_of_a_real_run(
         assert planned == measured
 
 
-@pytest.mark.parametrize("which", ["bundled", "deep", "sliding"])
 @pytest.mark.parametrize(
-    ("policy", "decode"), [("kvzip", "none"), ("kvzip+", "roco"), ("kvzip+uniform", "h2o")]
+    ("which", "policy", "decode", "tier"),
+    pairwise(
+        ["bundled", "deep", "sliding"],
+        ["kvzip", "kvzip+", "kvzip+uniform"],
+        ["none", "roco", "h2o"],
+        ["none", "file"],
+    ),
 )
 def test_what_is_read_twice_stays_below_its_plan(
-    which: str, policy: str, decode: str, request: pytest.FixtureRequest
+    which: str, policy: str, decode: str, tier: str, request: pytest.FixtureRequest
 ) -> None:
     """The request is counted with more tokens than it has, and what is never there at the same
     time is added up: at most a third above."""
@@ -315,17 +321,22 @@ def test_what_is_read_twice_stays_below_its_plan(
     config = session.engine.network.config  # type: ignore[attr-defined]
     text = "The mill on the river is run by Ada, who came from Velgate. " * 20
     choice = EvictionConfig.read(policy, decode, "72")
-    session.recall.kind, session.reuse = "none", "once"
+    session.recall.kind, session.reuse = tier, "once"
     session.configure(choice)
     session.reset()
     session.attach(text)
     for _ in session.ask("What is it?", max_tokens=5):
         pass
+    session.recall.kind = "none"
     assert session.report is not None
     tokens, peak = session.report.tokens.prompt_new, session.report.kv_bytes.peak_prefill
     kv = figures.begun(choice, config, torch.float32, tokens, 5)
     assert kv.scored_twice is not None
-    assert peak <= figures.peak(kv, choice, tokens) <= 1.35 * peak
+    planned = figures.peak(kv, choice, tokens)
+    if tier == "file":
+        assert kv.scored_twice.planned_in_file < planned
+        planned = kv.scored_twice.planned_in_file
+    assert peak <= planned <= 1.35 * peak
     assert session.report.kv_bytes.allocated <= kv.target.nbytes
 
 
@@ -333,12 +344,23 @@ def test_the_plan_tells_what_is_read_twice() -> None:
     record = json.loads(run(None, "2k", policy="kvzip,keydiff", budget="64", as_json=True))
     kvzip, keydiff = record["rows"]
     assert 2000 < kvzip["again"] < 2100
-    assert kvzip["ram"] == 2000 * 4 * 3 * 2 * 64 * 4
-    assert kvzip["reading"] > kvzip["ram"] + keydiff["reading"]
+    row = 3 * 2 * 64 * 4
+    layer = row * (2000 + kvzip["again"])  # the text is repeated at once
+    assert kvzip["ram"] == row * 2000 * 4 + layer
+    assert kvzip["file_ram"] == 2 * layer
+    assert kvzip["reading"] > kvzip["ram"]
     assert (keydiff["again"], keydiff["ram"]) == (0, 0)
+    settings = {"policy": "kvzip", "budget": "64", "tier": "file"}
+    file = json.loads(run(None, "2k", as_json=True, **settings))["rows"][0]
+    assert (file["ram"], file["file"]) == (2 * layer, row * 2000 * 4)
+    assert kvzip["reading"] - file["reading"] == kvzip["ram"] - 2 * layer
+    auto = run(None, "2k", policy="kvzip", budget="64", memory="24MiB", as_json=True)
+    assert json.loads(auto)["rows"][0] == file | {"fits": False}
+    text = " ".join(run(None, "2k", **settings).split())
+    assert "values in a file (11.7 MiB), of which RAM has 11.9 MiB at a time" in text
     text = " ".join(run(None, "2k", policy="kvzip", budget="64").split())
     assert "kvzip reads 2,060 tokens more for 2,000 (2.0 times)" in text
-    assert "holds all keys and values in RAM: 11.7 MiB" in text
+    assert "holds all keys and values in RAM: 17.7 MiB (with --tier file 11.9 MiB)" in text
     assert "without a tier" not in text
     assert "scoring" not in run(None, "2k", policy="keydiff", budget="64")
     with pytest.raises(UsageError, match="has the model repeat what it has read"):

@@ -232,6 +232,7 @@ EVERYWHERE = {
     "plain": Setting(eviction(("adakv", "auto"), 48), windows=(None,) * 4),
     "evict first": Setting(eviction(("snapkv", "l2"), 48), windows=(None, 40, None, 40)),
     "twice": Setting(eviction(("kvzip", "auto"), 48), windows=(None,) * 4),
+    "twice, file": Setting(eviction(("kvzip", "auto"), 48), "file", windows=(None,) * 4),
     "recall": Setting(eviction(("adakv", "auto"), 48), "ram", reuse="auto", windows=(None,) * 4),
 }
 TOLD = "The mill stands by the river, and nobody knows who built it. "

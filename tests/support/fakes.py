@@ -105,7 +105,7 @@ class FakeKv:
     budget_rows: int | None = 512
     fed: list[int] = field(default_factory=list)
     shape = SimpleNamespace(layers=1, kv_heads=1, windows=(None,))
-    tier = recalls = prompt_policy = None
+    tier = scoring_tier = recalls = prompt_policy = None
     scoring = False
     lost = ()
 

@@ -17,11 +17,13 @@ from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 
 
-def chat(policy: str = "adakv", budget: int | str = 48, **given: Any) -> ChatSession:
+def chat(
+    policy: str = "adakv", budget: int | str = 48, layers: int = 2, **given: Any
+) -> ChatSession:
     """A session over a small random network that speaks bytes."""
     config = ModelConfig(
         family="llama",
-        layers=2,
+        layers=layers,
         heads=4,
         kv_heads=2,
         head_dim=8,
@@ -31,7 +33,7 @@ def chat(policy: str = "adakv", budget: int | str = 48, **given: Any) -> ChatSes
         norm_eps=1e-5,
         rope=RopeConfig(theta=1e4),
         max_context=2048,
-        windows=(None, None),
+        windows=(None,) * layers,
     )
     net = Llama(config, rows=64).randomise(3, std=0.3)
     eviction = EvictionConfig.read(policy, budget=budget)
@@ -52,4 +54,4 @@ def say(session: ChatSession, question: str, tokens: int = 8) -> tuple[str, list
 def held_of(session: ChatSession) -> list[list[int]]:
     kv: Any = session.engine.kv
     assert isinstance(kv.shape, Shape)
-    return [kv.kept(i, h).tolist() for i in range(2) for h in range(2)]
+    return [kv.kept(i, h).tolist() for i in range(kv.shape.layers) for h in range(2)]
