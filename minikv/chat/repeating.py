@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from minikv.chat.planning import Planner
+from minikv.chat.prompt_plan import PromptPlan
 from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.report import size
 from minikv.chat.reuse import shared
@@ -72,3 +74,29 @@ def refuse_without_memory(policy: str, nbytes: int, free: int | None) -> None:
             f"of RAM, and {size(free)} are free",
             "nothing was read; take another `policy`, or a shorter document",
         )
+
+
+def lines(
+    engine: Engine, tokenizer: Tokenizer, planner: Planner, plan: PromptPlan
+) -> Iterator[str]:
+    """What scoring this prompt costs, for the user, if it is scored; the requests are then ready.
+
+    Raises MemoryShortError and ContextError where it cannot be had.
+    """
+    if plan.recalled or not planner.scores_twice:
+        return
+    kv = engine.kv
+    if not any((kv.words.first, kv.words.later, kv.words.answer)):
+        kv.words = wording(tokenizer, planner.composer.template)
+    cost = scoring(engine, plan.parts, plan.behind(kv.position), plan.asks)
+    if not cost.tokens:
+        return
+    policy = planner.wanted.eviction.policy
+    refuse_without_memory(policy, cost.nbytes, planner.recall.free)
+    if planner.wanted.reuse == "auto":
+        yield (
+            f'`reuse="auto"` evicts before the question is seen, so that one cache serves all '
+            f"questions; {policy}: {cost.line}"
+        )
+    else:
+        yield f"{policy} scores what is read by having it repeated: {cost.line}"
