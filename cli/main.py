@@ -4,8 +4,8 @@
 Nothing here imports torch: `--help`, `--version` and `policies` answer at once.
 """
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`: `flags.command` and typer need what the annotations
+# stand for, and to evaluate each from its text takes 3 ms of every start.
 import atexit
 import contextlib
 import os

@@ -127,7 +127,7 @@ def test_no_text_of_the_runtime_names_a_flag_or_a_slash_command() -> None:
     found = []
     for folder in ("minikv", "models"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if path.name in ("registry.py", "train.py"):
+            if path.parent.name == "tables" or path.name == "train.py":
                 continue
             tree = ast.parse(path.read_text())
             skipped = {id(c) for node in ast.walk(tree) if _help(node) for c in ast.walk(node)}

@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from minikv.chat.protocols import TextStream
 from minikv.chat.stop import StopTexts
+from minikv.engine.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSettings:
+    """How an answer is written: how its tokens are drawn, how many at most, and before which texts
+    it ends."""
+
+    sampling: Sampling
+    max_tokens: int
+    stop: tuple[str, ...]
+
+    def record(self) -> dict[str, object]:
+        """As the turn record has it."""
+        return {
+            **asdict(self.sampling),
+            "max_tokens": self.max_tokens,
+            "stop": list(self.stop),
+        }
 
 
 @dataclass(frozen=True, slots=True)

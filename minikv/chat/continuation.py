@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from minikv.cache.stats import CacheStats
 from minikv.chat.answer import Answer
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import DeviceMemory, TurnReport
+from minikv.chat.token_log import TokenLog
 from minikv.errors import UsageError
 
 _ENDS = {
@@ -18,20 +20,27 @@ _ENDS = {
 _ANEW = "ask a question"
 
 
-def refusal(report: TurnReport | None, *, pending: bool, same: bool, full: bool) -> None:
+def refuse_continuation(
+    report: TurnReport | None, eviction: EvictionConfig, log: TokenLog, max_context: int
+) -> None:
     """Raise UsageError if the answer of this record cannot go on.
 
-    report: of the last turn, None if there is none. pending: its last token was not fed yet. same:
-    the settings are still those of that turn. full: no position is left.
+    report: of the last turn, None if there is none. eviction: the settings of now. max_context:
+    positions that the model was trained for.
     """
     if report is None:
         raise UsageError("there is no answer to go on with", "ask something first")
+    full = len(log.fed) >= max_context
     why = _ENDS["context"] if full else _ENDS.get(report.stop_reason, "")
     if why:
         raise UsageError(f"there is nothing to go on with: {why}", _ANEW)
-    if not pending:
+    if log.pending is None:
         raise UsageError("this answer cannot go on: where it ended is not in the cache", _ANEW)
-    if not same:
+    if (report.policy, report.policy_options, report.budget) != (
+        eviction.policy,
+        eviction.options_record(),
+        eviction.budget_record(),
+    ):
         raise UsageError(
             "this answer cannot go on: the policy or the budget was changed since",
             "set them back, or ask again",

@@ -8,6 +8,7 @@ or puts several unknown ones in one token, is detected by a test string and gets
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -32,3 +33,17 @@ def longest_token(tokenizer: Codec) -> int | None:
     # A part of a character decodes to U+FFFD, three bytes, which is never shorter than the part.
     # One more: a leading space may be dropped from a text that begins with this token.
     return 1 + max(len(tokenizer.decode([id]).encode()) for id in range(tokenizer.vocab))
+
+
+class MinTokens:
+    """The bound for one tokenizer, whose vocabulary is looked through once, when it is needed."""
+
+    def __init__(self, tokenizer: Codec) -> None:
+        self._tokenizer = tokenizer
+        self._longest: float | None = None
+
+    def of(self, size: int) -> int:
+        """The least number of tokens in a text of `size` bytes."""
+        if self._longest is None:
+            self._longest = longest_token(self._tokenizer) or math.inf
+        return int(size / self._longest)

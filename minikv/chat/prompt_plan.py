@@ -46,7 +46,20 @@ class PromptPlan:
     @property
     def tokens(self) -> int:
         """The number of tokens to read."""
-        return sum(map(len, self.parts)) - self.given
+        return self.length - self.given
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of all parts."""
+        return sum(map(len, self.parts))
+
+    def behind(self, seen: int) -> int:
+        """How many positions come before it, where the cache has seen so many tokens."""
+        return 0 if self.anew else seen
+
+    def fits(self, seen: int, max_context: int) -> bool:
+        """Whether it and one more token fit `max_context` positions."""
+        return self.behind(seen) + self.length + 1 <= max_context
 
 
 @dataclass(frozen=True, slots=True)

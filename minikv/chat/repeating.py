@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from minikv.chat.planning import Planner
+from minikv.chat.prompt_plan import PromptPlan
 from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.recall import Recall
 from minikv.chat.report import size
@@ -123,3 +125,30 @@ def too_much(nbytes: int, free: int | None) -> str:
     if free is None or nbytes <= free - free // 8:
         return ""
     return f"that takes {size(nbytes)} of RAM, and {size(free)} are free"
+
+
+def lines(
+    engine: Engine, tokenizer: Tokenizer, planner: Planner, plan: PromptPlan
+) -> Iterator[str]:
+    """What scoring this prompt costs, for the user, if it is scored; the requests are then ready,
+    and there is a place for what is scored, until `Recall.scored`.
+
+    Raises ContextError and what `keep` raises where it cannot be had.
+    """
+    if plan.recalled or not planner.scores_twice:
+        return
+    kv = engine.kv
+    if not any((kv.words.first, kv.words.later, kv.words.answer)):
+        kv.words = wording(tokenizer, planner.composer.template)
+    cost = scoring(engine, plan.parts, plan.behind(kv.position), plan.asks)
+    if not cost.tokens:
+        return
+    policy = planner.wanted.eviction.policy
+    said = cost.line(in_file=keep(planner.recall, policy, cost))
+    if planner.wanted.reuse == "auto":
+        yield (
+            f'`reuse="auto"` evicts before the question is seen, so that one cache serves all '
+            f"questions; {policy}: {said}"
+        )
+    else:
+        yield f"{policy} scores what is read by having it repeated: {said}"

@@ -1,63 +1,50 @@
 """A chat: documents and questions in, pieces of text out.
 
-Whatever ends a turn, the cache has seen exactly the tokens in `ChatSession.fed`. The last token of
-an answer was sampled but not fed to the network. A stop token is not fed at all, because the
-template puts it at the start of the next turn. Any other last token is the pending token, which
-begins the next prompt.
+`ChatSession` is the state of one conversation, and what can be done to it. `ChatSession._turn` is
+the course of a turn: its prompt is planned (`planning`) and read (`reading`), the answer is written
+(`writing`), and the turn is closed (`closing`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Self, cast
 
 from torch import Tensor
 
 from minikv import checks
-from minikv.cache.stats import CacheStats, Fidelity
-from minikv.cache.tier_rows import TierError
-from minikv.chat import prompt_plan, repeating, reuse, shown
-from minikv.chat.answer import Anew, Answer
+from minikv.cache.stats import CacheStats
+from minikv.chat import composing, reuse, shown, warnings
+from minikv.chat.answer import Anew, Answer, AnswerSettings
 from minikv.chat.background import in_background
-from minikv.chat.continuation import continued, refusal
-from minikv.chat.eviction_config import EvictionConfig, read_budget
+from minikv.chat.cancelling import Cancelling
+from minikv.chat.closing import measured, turn_report
+from minikv.chat.composing import Composer
+from minikv.chat.continuation import continued, refuse_continuation
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.facts import Facts, device_memory
 from minikv.chat.fidelity import Measuring
 from minikv.chat.guard import Guard, answers, changes, closed
-from minikv.chat.min_tokens import longest_token
-from minikv.chat.prompt_plan import PromptPlan, Read
+from minikv.chat.min_tokens import MinTokens
+from minikv.chat.planning import Past, Planner, Wanted
 from minikv.chat.protocols import Template, Tokenizer
+from minikv.chat.reading import Reader
 from minikv.chat.recall import Recall
-from minikv.chat.report import (
-    UNKNOWN,
-    KvBytes,
-    Loss,
-    Rates,
-    Seconds,
-    Tokens,
-    TurnReport,
-)
-from minikv.chat.reuse import Decision
+from minikv.chat.report import TurnReport
+from minikv.chat.room import Room
 from minikv.chat.snapshot import ChatSnapshot
 from minikv.chat.stop import stop_texts
-from minikv.chat.stoppable import stoppable
+from minikv.chat.token_log import TokenLog
 from minikv.chat.transcript import Document, Message, Source, Turn, user_message
-from minikv.chat.undo import UNDO_BYTES, UndoHistory
+from minikv.chat.undo import UNDO_BYTES, UndoHistory, refuse_undo
 from minikv.chat.verify import Verification, rewritten
-from minikv.chat.warnings import check_text, marker_lines
+from minikv.chat.warnings import AutoLine, Warnings, check_text
+from minikv.chat.writing import Writer
 from minikv.engine.engine import Engine
-from minikv.engine.sampling import Sampling, pick
-from minikv.errors import ContextError, Interrupted, MemoryShortError, UsageError
-from minikv.policies import DEFAULT_BUDGET
-
-_LONG = 256 << 10
-"""Bytes of new text from which on tokenizing takes a noticeable time, and memory."""
-_TOKENIZING = 100
-"""Bytes of memory that tokenizing takes for each byte of text (measured: 45 to 110)."""
+from minikv.engine.sampling import Sampling
+from minikv.errors import UsageError
 
 
 class ChatSession:
@@ -125,9 +112,9 @@ class ChatSession:
         self.recall = recall or Recall(engine.kv)
         self.refresh_every, self.quality, self.fidelity = refresh_every, quality, fidelity
         self.words: Callable[[str], str] = str
-        self._longest: float | None = None  # bytes per token at the most, once it was needed
         self.conversation = 0
-        self._cancels = self._handled = 0  # calls of `cancel`, and those that are over
+        self._min_tokens = MinTokens(tokenizer)
+        self._cancelling = Cancelling()
         self.reset()
 
     @changes
@@ -140,9 +127,7 @@ class ChatSession:
         self.pending: list[Document] = documents
         self.documents: list[Document] = []
         self.messages: list[Message] = [Message("system", self.system)] if self.system else []
-        self.fed: list[int] = []
-        self.known: list[int] = []
-        self.pending_token: int | None = None
+        self._log = TokenLog()
         self.turn = 0
         self.shaped_by: int | None = None
         self.report: TurnReport | None = None
@@ -153,10 +138,33 @@ class ChatSession:
         self.history = self.history.emptied()
         self.verified: Verification | None = None
         self.rereads = self.keeps_cache = False
-        self._told: object = None  # the last line about what `auto` does
-        self._forget_cancels()
-        self.rereading = False
+        self._auto = AutoLine()
+        self._cancelling.forget()
+        self._cancelling.rereading = False
         self.conversation += 1
+
+    @property
+    def fed(self) -> list[int]:
+        """The tokens that the cache has seen."""
+        return self._log.fed
+
+    @fed.setter
+    def fed(self, ids: list[int]) -> None:
+        self._log.fed = ids
+
+    @property
+    def pending_token(self) -> int | None:
+        """The last token of an answer that was not fed, but begins the next prompt."""
+        return self._log.pending
+
+    @pending_token.setter
+    def pending_token(self, token: int | None) -> None:
+        self._log.pending = token
+
+    @property
+    def known(self) -> list[int]:
+        """See the class."""
+        return self._log.known
 
     @property
     def reuse(self) -> str:
@@ -215,9 +223,7 @@ class ChatSession:
     def start(self) -> list[int]:
         """Token ids before the text of the first user message, with the BOS if the model has one:
         what two conversations with this system prompt have in common."""
-        system = [Message("system", self.system)] if self.system else []
-        one, two = (self.template.opening([*system, Message("user", t)]) for t in ("a", "7?"))
-        return one[: reuse.shared(one, two)]
+        return composing.start(self.template, self.system)
 
     @changes
     def configure(self, eviction: EvictionConfig) -> None:
@@ -234,21 +240,24 @@ class ChatSession:
         rows in use are copied to host memory."""
         with self.guard.change(inside=True):
             assert self.turn == len(self.turns), "a turn is under way"
-            return ChatSnapshot(
-                self.engine.kv.snapshot(),
-                self.eviction,
-                self.seed,
-                tuple(self.messages),
-                tuple(self.documents),
-                tuple(self.pending),
-                tuple(self.fed),
-                self.pending_token,
-                self.shaped_by,
-                tuple(self.turns),
-                tuple(self.curve),
-                self.rereads,
-                tuple(self.known),
-            )
+            return replace(self._without_cache(), held=self.engine.kv.snapshot())
+
+    def _without_cache(self) -> ChatSnapshot:
+        return ChatSnapshot(
+            None,
+            self.eviction,
+            self.seed,
+            tuple(self.messages),
+            tuple(self.documents),
+            tuple(self.pending),
+            tuple(self.fed),
+            self.pending_token,
+            self.shaped_by,
+            tuple(self.turns),
+            tuple(self.curve),
+            self.rereads,
+            tuple(self.known),
+        )
 
     @changes
     def restore(self, snapshot: ChatSnapshot) -> None:
@@ -270,16 +279,15 @@ class ChatSession:
             kv.restore(held, *snapshot.eviction.policies(), under)
         self.eviction, self.seed = eviction, snapshot.seed
         self.messages, self.documents = list(snapshot.messages), list(snapshot.documents)
-        self.pending, self.fed = list(snapshot.pending), list(snapshot.fed)
-        self.known = list(snapshot.known)
-        self.pending_token, self.shaped_by = snapshot.pending_token, snapshot.shaped_by
+        self.pending, self.shaped_by = list(snapshot.pending), snapshot.shaped_by
+        self._log = TokenLog(snapshot.fed, snapshot.pending_token, snapshot.known)
         self.turns, self.curve = list(snapshot.turns), list(snapshot.curve)
         self.turn = len(self.turns)
         self.report = self.turns[-1].report if self.turns else None
         self.undone, self.baseline_tok_s = [], None
         self.history = self.history.emptied()
         self.rereads = snapshot.rereads
-        self._forget_cancels()
+        self._cancelling.forget()
 
     @changes
     def undo(self, turns: int = 1) -> list[Turn]:
@@ -291,12 +299,13 @@ class ChatSession:
         the conversation that is left again. Raises UsageError if there are not so many turns; then
         nothing changes.
         """
-        self._undoable(turns)
+        refuse_undo(turns, len(self.turns))
         finished = len(self.turns) - turns
         seed, pending, history = self.seed, self.pending, self.history
         taken, baseline = self.turns[finished:], self.baseline_tok_s
         rereads = self.rereads or taken[0].report.reuse == "refresh"
-        before = history.before.get(finished) or self._without_cache(finished)
+        before = history.before.get(finished)
+        before = before or self._without_cache().before(finished, self.template)
         self._restore(before, self.eviction)
         self.rereads = (self.rereads or rereads) and bool(self.fed)
         self.undone, self.seed, self.baseline_tok_s = taken, seed, baseline
@@ -305,84 +314,23 @@ class ChatSession:
         self.history = history
         return taken
 
-    def _undoable(self, turns: int) -> None:
-        count = len(self.turns)
-        checks.whole("turns", turns)
-        if turns < 1:
-            raise UsageError(
-                f"a number of turns is 1 or more, got {turns:,}", "`chat.undo()` or `chat.undo(2)`"
-            )
-        if not count:
-            raise UsageError("there is no turn to take back", "ask something first")
-        if turns > count:
-            have = "1 turn" if count == 1 else f"{count:,} turns"
-            raise UsageError(f"{turns:,} turns cannot be taken back: this chat has {have}")
-
-    def _without_cache(self, finished: int) -> ChatSnapshot:
-        """The chat as it was with so many finished turns, without its cache."""
-        turns = tuple(self.turns[:finished])
-        first = len(self.messages) - 2 * (len(self.turns) - finished)
-        return ChatSnapshot(
-            None,
-            self.eviction,
-            self.seed,
-            tuple(self.messages[:first]),
-            tuple(document for turn in turns for document in turn.documents),
-            self.turns[finished].documents,
-            turns=turns,
-            curve=tuple(self.curve[: 2 * finished]),
-            known=self._tokens(finished),
-        )
-
-    def _tokens(self, finished: int) -> tuple[int, ...]:
-        """The tokens of the conversation when so many turns were finished, with the last one of an
-        answer that was not fed; none where they cannot be told apart from those that came later."""
-        if not finished:
-            return ()
-        first = len(self.messages) - 2 * (len(self.turns) - finished)
-        after = self.template.following(self.messages[: first + 1])
-        ids, seen = self.fed or self.known, self.turns[finished - 1].report.tokens.seen_total
-        ends = [end for end in (seen, seen + 1) if ids[end : end + len(after)] == after]
-        return tuple(ids[: ends[0]]) if ends else ()
-
     def cancel(self) -> None:
         """Stop the running turn at the next safe point: safe to call from a signal handler.
 
         While the prompt is read, `ask` raises Interrupted and nothing was added. While the answer
         is written, the answer ends there and stays in the conversation.
         """
-        self._cancels += 1
+        self._cancelling.cancel()
 
     def skip(self) -> None:
         """As `cancel`; but while `auto` reads the conversation again, only that is stopped, and the
         answer comes from the cache as it is. Safe to call from a signal handler."""
-        if self.rereading:
-            self._skips = True
-        else:
-            self.cancel()
+        self._cancelling.skip()
 
     @property
-    def _cancelled(self) -> bool:
-        return self._cancels > self._handled
-
-    def _forget_cancels(self, before: int | None = None) -> None:
-        """What was cancelled so far is over; or the first calls, as many as `before`."""
-        self._handled = max(self._handled, self._cancels if before is None else before)
-        self._skips = False
-
-    def _cancellable(self, pieces: Generator[str, None, None]) -> Generator[str, None, None]:
-        """`pieces`, for which every `cancel` from now until they end is meant, also one that comes
-        before the first of them is asked for."""
-        before = self._cancels
-
-        def yielded() -> Generator[str, None, None]:
-            self._forget_cancels(before)
-            try:
-                yield from pieces
-            finally:
-                self._forget_cancels()
-
-        return yielded()
+    def rereading(self) -> bool:
+        """`auto` is reading the conversation again, and `skip` would stop that."""
+        return self._cancelling.rereading
 
     def finish(self) -> None:
         """End an answer whose iterator is open, as closing the iterator does. Raises UsageError
@@ -410,9 +358,7 @@ class ChatSession:
         self.close()
 
     def __repr__(self) -> str:
-        if self.guard.closed:
-            return shown.line("chat", ["closed", *self._about()])
-        return shown.line("chat", self._about())
+        return shown.line("chat", [*(["closed"] if self.guard.closed else []), *self._about()])
 
     def _repr_html_(self) -> str:
         rows = [("chat", ", ".join(filter(None, self._about())))]
@@ -438,14 +384,14 @@ class ChatSession:
         return self.engine.kv.scoring
 
     @property
+    def recalls(self) -> bool:
+        """Whether the next question can be answered from a tier, if there is one."""
+        return self.reuse in ("auto", "recall") and self.engine.kv.recalls is None
+
+    @property
     def reads_again(self) -> int:
         """Tokens that `auto` would read again with the next question."""
-        if not self.fed or self.rereads or self.reuse != "auto":
-            return 0
-        if self._recalls() and self.recall.ready(len(self.fed)):
-            has = self.recall.has(self.fed)
-            return len(self.fed) - has if self._lacks(has) else 0
-        return len(self.fed) if self._decide().reuse == "refresh" else 0
+        return self._planner().reads_again() if self.fed else 0
 
     @property
     def room(self) -> int:
@@ -484,10 +430,8 @@ class ChatSession:
         check_text(question, "the question")
         if not question.strip():
             raise UsageError("the question is empty", "ask something in words")
-        texts = stop_texts(stop)
-        return self._cancellable(
-            self._turn(question, max_tokens, sampling, texts, progress, notice)
-        )
+        settings = AnswerSettings(sampling, max_tokens, stop_texts(stop))
+        return self._cancelling.during(self._turn(question, settings, progress, notice))
 
     ask_async = in_background(ask)
 
@@ -512,9 +456,9 @@ class ChatSession:
         sampling = Sampling(temperature, top_k, top_p, min_p)
         checks.whole("max_tokens", max_tokens, 1)
         checks.function("notice", notice)
-        texts = stop_texts(stop)
+        settings = AnswerSettings(sampling, max_tokens, stop_texts(stop))
         self.continuable()
-        return self._cancellable(self._longer(max_tokens, sampling, texts, notice))
+        return self._cancelling.during(self._longer(settings, notice))
 
     @answers
     def verify(
@@ -528,309 +472,159 @@ class ChatSession:
         answer, or no tier that has its question.
         """
         checks.function("progress", progress)
-        return self._cancellable(self._verify(progress))
+        return self._cancelling.during(self._verify(progress))
 
     def _verify(self, progress: Callable[[int, int], None] | None) -> Generator[str, None, None]:
         self.verified = None
-
-        def stopped() -> bool:
-            return self._cancelled
-
         self.verified = yield from rewritten(
             self.engine,
             self.tokenizer,
             self.recall,
-            [*self.fed, *([] if self.pending_token is None else [self.pending_token])],
+            self._log.tokens,
             self.report,
             progress,
-            stopped,
+            self._cancelling.cancelled,
         )
 
     def continuable(self) -> None:
         """Raise the UsageError that `continue_answer` would raise."""
-        same = self.report is None or (
-            self.report.policy == self.eviction.policy
-            and self.report.policy_options == self.eviction.options_record()
-            and self.report.budget == self.eviction.budget_record()
-        )
-        refusal(
-            self.report,
-            pending=self.pending_token is not None,
-            same=same,
-            full=len(self.fed) >= self.max_context,
-        )
+        refuse_continuation(self.report, self.eviction, self._log, self.max_context)
 
     def _turn(
         self,
         question: str,
-        max_tokens: int,
-        sampling: Sampling,
-        stop: tuple[str, ...],
+        settings: AnswerSettings,
         progress: Callable[[int, int], None] | None,
         notice: Callable[[str], None] | None,
     ) -> Generator[str, None, None]:
+        """A question and its answer, in the order in which things happen."""
         began = perf_counter()
         self.guard.question = question
-        warnings: list[str] = []
+        told = Warnings(self.words, notice)
 
-        def warn(line: str) -> None:
-            line = self.words(line)
-            warnings.append(line)
-            if notice is not None:
-                notice(line)
-
-        message = user_message(self.pending, question)
-        self._refuse_by_bytes(message.content)
+        # What is read is planned. Whatever can be refused is refused before anything is changed.
+        message, room, planner = user_message(self.pending, question), self._room(), self._planner()
+        room.refuse_text(message.content, self._min_tokens)
         messages = [*self.messages, message]
-        feed, decision = self._feed(messages)
-        reused = 0 if feed.anew else len(self.fed)
-        if not self._fits(feed):
-            raise self._does_not_fit(len(feed.ids), "needs", reused)
-        self._refuse_without_tier(feed.recalled, len(feed.ids) + max_tokens)
-        self._warn_before(question, feed, decision, warn)
-        for line in self._new_notices():
-            warn(line)
+        plan, decision = planner.plan(messages)
+        room.refuse(plan)
+        most = plan.length + settings.max_tokens
+        planner.refuse_without_tier(plan.recalled, most, self.refresh_every, self.quality)
+        told.tell_all(warnings.before(self.template, question, planner, plan))
+        told.tell_all(self._auto.lines(planner, decision))
+        told.tell_all(self._new_notices())
 
-        answer = Answer(self.tokenizer.stream(), stop)
-        before = self._set_aside()
+        # It is read. After an error, the chat is as it was.
+        answer = Answer(self.tokenizer.stream(), settings.stop)
         known = self.engine.kv.stats()
-        self.rereading = self._again(feed, decision)
-        try:
-            self._tell_scoring(feed, warn)
-            feed, read = self._read(feed, messages, max_tokens, progress, warn)
-        finally:
-            self.rereading = False
-            self.recall.scored()
-        ids, reused = feed.ids, feed.given if feed.anew else len(self.fed)
-        if feed.recalled:
-            line = self.recall.keep(ids)
-            if line:
-                warn(line)
+        before = self.history.copy(self.snapshot, known.held_bytes)
+        reader = Reader(
+            self.engine,
+            self.tokenizer,
+            planner,
+            room,
+            settings.max_tokens,
+            Measuring(
+                self.tokenizer.vocab, self.fidelity, self.quality if self.eviction.evicts else 0.0
+            ),
+            self._cancelling,
+            progress,
+            told.tell,
+        )
+        plan, read = reader.read(plan, decision, messages)
+        reused = plan.given if plan.anew else len(self.fed)
+        if plan.recalled and (line := self.recall.keep(plan.ids)):
+            told.tell(line)
 
         # The prompt is in the cache. From here on the turn counts, also if the answer fails.
         self.history.keep(self.turn, before)
-        if feed.anew:
-            self.fed, self.shaped_by = [], None
+        self._log.read(plan.ids, anew=plan.anew)
+        if plan.anew:
+            self.shaped_by = None
         if read.blind and self.shaped_by is None:
             self.shaped_by = 0
-        self.fed += ids
-        self.known, self.pending_token, self.rereads = [], None, False
+        self.rereads = False
         self.turn += 1
         self.messages = messages
-        self.documents += self.pending
         attached = tuple(self.pending)
+        self.documents += attached
         self.pending, self.undone = [], []
 
+        # The answer is written.
+        lost = read.fidelity
+        # Where the user wanted no reading again, there is nothing to recall either.
+        anew = Anew(self.refresh_every * plan.recalled, lost.budget if lost else None)
+        writer = self._writer(settings, anew)
         try:
-            known = self._measure(known)
+            known = measured(self.engine.kv, known)
             self._mark(known)
-            self._warn_after(known, bool(attached), warn)
-            lost = read.fidelity
-            if lost is not None and lost.bound is not None and not lost.bounded:
-                warn(_over_bound(lost))
-            # Where the user wanted no reading again, there is nothing to recall either.
-            anew = Anew(self.refresh_every * feed.recalled, lost.budget if lost else None)
-            yield from self._write(answer, read.logits, max_tokens, sampling, began, anew)
+            if known.shaped and self.shaped_by is None:
+                self.shaped_by = self.turn
+            told.tell_all(warnings.after(self.eviction, known, lost, documents=bool(attached)))
+            yield from writer.write(answer, read.logits, began)
         except GeneratorExit:
             answer.reason = answer.reason or "user"
             raise
-        finally:
+        finally:  # The turn is closed, however it ended.
             answer.close()
             self.messages = [*messages, Message("assistant", answer.text)]
             late = self._new_notices()
-            warnings += late
-            stats = self._measure(known)
+            told.lines += late
+            stats = measured(self.engine.kv, known)
             self._mark(stats)
-            total_s = perf_counter() - began
-            self.report = self._report(
-                stats,
-                feed,
+            self.report = turn_report(
+                self.turn,
+                plan,
                 read,
-                reused,
                 answer,
-                warnings,
-                _how(sampling, max_tokens, stop),
-                Seconds(
-                    load=self.facts.load_s,
-                    compile=None,
-                    first_token=total_s if answer.first_s is None else answer.first_s,
-                    prefill=read.seconds,
-                    evict=read.evict_s,
-                    decode=answer.decode_s,
-                    total=total_s,
-                    refresh=answer.passes_s,
-                    fidelity=read.fidelity_s,
-                ),
-                Rates(
-                    prefill_tok_s=feed.tokens / read.seconds if read.seconds else None,
-                    decode_tok_s=answer.rate,
-                    baseline_decode_tok_s=self.baseline_tok_s,
-                ),
+                stats,
+                perf_counter() - began,
+                reused=reused,
+                settings=settings,
+                seed=writer.seed,
+                eviction=self.eviction,
+                shaped_by=self.shaped_by,
+                facts=self.facts,
+                recall=self.recall,
+                baseline_tok_s=self.baseline_tok_s,
+                warnings=told.lines,
             )
             self.turns.append(Turn(question, answer.text, attached, self.report))
-            if notice is not None:  # the turn is closed: what the caller does here may fail
-                for line in late:
-                    notice(line)
-
-    def _read(
-        self,
-        feed: PromptPlan,
-        messages: list[Message],
-        room: int,
-        progress: Callable[[int, int], None] | None,
-        warn: Callable[[str], None],
-    ) -> tuple[PromptPlan, Read]:
-        """Read what `feed` says; or, if `skip` stops that, only what is new; or, if the tier is
-        damaged, what it no longer has, too. Returns what was read."""
-
-        def stopped() -> bool:
-            return self._cancelled or self._skips
-
-        bound = self.quality if self.eviction.evicts else 0.0
-        measuring = Measuring(self.tokenizer.vocab, self.fidelity, bound)
-        try:
-            read = prompt_plan.read(self.engine, feed, room, progress, stopped, measuring)
-        except TierError as error:
-            warn(self.recall.failed(error))
-            feed, decision = self._feed(messages)
-            if not self._fits(feed):
-                raise self._does_not_fit(len(feed.ids), "needs") from None
-            self.rereading = self._again(feed, decision)
-            self._tell_scoring(feed, warn)
-            return self._read(feed, messages, room, progress, warn)
-        except Interrupted:
-            if self._cancelled or not self._skips:  # `progress` may raise it, too
-                raise
-            instead = self._continued(messages)
-            if not self._fits(instead):
-                raise
-        else:
-            self._skips = False  # it came when all was read
-            return feed, read
-        self.rereading = False  # first: from here on `skip` is `cancel`
-        self._skips = False
-        warn("stopped reading again: this answer comes from the cache as it is")
-        return instead, prompt_plan.read(self.engine, instead, room, progress, stopped, measuring)
-
-    def _again(self, feed: PromptPlan, decision: Decision | None) -> bool:
-        """Whether `auto` reads the conversation again."""
-        again = feed.recalled and self._lacks(feed.given)
-        return decision is not None and (feed.reuse == "refresh" or again)
-
-    def _lacks(self, tokens: int) -> bool:
-        """Whether so many first tokens are less than what the last question read."""
-        if self.report is None:
-            return False
-        last = self.report.tokens
-        return tokens < last.prompt_reused + last.prompt_new
-
-    def _fits(self, feed: PromptPlan) -> bool:
-        """Whether the prompt and one more token fit the model's context."""
-        return (0 if feed.anew else len(self.fed)) + len(feed.ids) + 1 <= self.max_context
-
-    def _write(
-        self,
-        answer: Answer,
-        logits: Tensor | None,
-        max_tokens: int,
-        sampling: Sampling,
-        began: float,
-        anew: Anew,
-    ) -> Generator[str, None, None]:
-        """Write the answer until it ends; `answer.reason` then says why. `logits` are those of the
-        last token that was read, None if the pending token comes first."""
-        vocab, recalls = self.tokenizer.vocab, False
-        while True:
-            if self._cancelled:
-                answer.reason = "user"
-                break
-            started = perf_counter()
-            if self.pending_token is None:
-                assert logits is not None, "there is no token to begin with"
-                token = pick(logits, vocab, sampling, self.seed, len(self.fed))
-            elif recalls := anew.due(answer.generated) and self.recall.tier is not None:
-                room = max_tokens - answer.generated
-                logits = self._recalled(self.pending_token, room, anew.rows)
-                if logits is None and self._cancelled:
-                    answer.reason = "user"
-                    break
-                if logits is None:  # the tier failed
-                    answer.passes_s += perf_counter() - started
-                    started, recalls = perf_counter(), False
-                    token = self._next(self.pending_token, sampling, ahead=False)
-                    answer.steps += 1
-                else:
-                    token = pick(logits, vocab, sampling, self.seed, len(self.fed))
-                    answer.passes += 1
-            else:
-                after = answer.generated + 1
-                ahead = after < max_tokens and not anew.due(after)
-                token = self._next(self.pending_token, sampling, ahead=ahead)
-                answer.steps += 1
-            if answer.first_s is None:
-                answer.first_s = perf_counter() - began
-            elif recalls:
-                answer.passes_s += perf_counter() - started
-            else:
-                answer.decode_s += perf_counter() - started
-            if token in self.tokenizer.stop_ids:
-                answer.reason = "eos"
-                break
-            piece = answer.push(token)
-            self.pending_token = token  # only now: a token without a text is in no transcript
-            if answer.stopped:
-                answer.reason = "stop"
-                if answer.overshot:  # as a stop token, it is not fed
-                    self.pending_token = None
-            if piece:
-                yield piece
-            if answer.stopped:
-                break
-            if answer.generated == max_tokens:
-                answer.reason = "length"
-                break
-            if len(self.fed) == self.max_context:
-                answer.reason = "context"
-                break
-        rest = answer.finish()
-        if rest:
-            yield rest
+            told.say(late)  # last: what the caller does here may fail
 
     def _longer(
-        self,
-        more: int,
-        sampling: Sampling,
-        stop: tuple[str, ...],
-        notice: Callable[[str], None] | None,
+        self, settings: AnswerSettings, notice: Callable[[str], None] | None
     ) -> Generator[str, None, None]:
+        """The last answer goes on. settings: with the tokens that may follow."""
         began = perf_counter()
         self.continuable()  # something may have happened since it was asked for
         turn, known = self.turns[-1], self.engine.kv.stats()
-        assert self.pending_token is not None
         if self.refresh_every:
-            self._refuse_without_tier(self._recalls(), len(self.fed) + 1 + more)
-        lost = turn.report.fidelity
+            planner, most = self._planner(), len(self.fed) + 1 + settings.max_tokens
+            planner.refuse_without_tier(planner.recalls(), most, self.refresh_every, self.quality)
+        lost, generated = turn.report.fidelity, turn.report.tokens.generated
         anew = Anew(self.refresh_every, lost.budget if lost else None)
-        ids = [*self.fed, self.pending_token][-turn.report.tokens.generated :]
-        answer = Answer.resumed(self.tokenizer.stream(), stop, ids, turn.answer)
+        ids = self._log.tokens[-generated:]
+        answer = Answer.resumed(self.tokenizer.stream(), settings.stop, ids, turn.answer)
         answer.first_s = turn.report.time_s.first_token
-        most = answer.generated + more
+        settings = replace(settings, max_tokens=answer.generated + settings.max_tokens)
+        writer = self._writer(settings, anew)
         self.undone = []
         try:
-            yield from self._write(answer, None, most, sampling, began, anew)
+            yield from writer.write(answer, None, began)
         except GeneratorExit:
             answer.reason = answer.reason or "user"
             raise
         finally:
             answer.close()
-            late, stats = self._new_notices(), self._measure(known)
+            late, stats = self._new_notices(), measured(self.engine.kv, known)
             self.report = continued(
                 turn.report,
                 stats,
                 answer,
                 perf_counter() - began,
-                seed=self.seed,
-                sampling=_how(sampling, most, stop),
+                seed=writer.seed,
+                sampling=settings.record(),
                 memory=device_memory(self.facts.device),
                 warnings=late,
             )
@@ -838,213 +632,38 @@ class ChatSession:
             self.turns[-1] = replace(turn, answer=answer.text, report=self.report)
             self.curve.pop()
             self._mark(stats)
-            if notice is not None:
-                for line in late:
-                    notice(line)
+            Warnings(str, notice).say(late)
 
-    def _set_aside(self) -> ChatSnapshot | None:
-        """A snapshot for `undo`; None if none is wanted or it would be too large."""
-        if not self.history.wants(self.engine.kv.stats().held_bytes):
-            return None
-        # Without memory for the copy, the question is still answered.
-        with contextlib.suppress(MemoryError, RuntimeError):
-            return self.snapshot()
-        return None
+    def _room(self) -> Room:
+        return Room(self.max_context, len(self.fed), self.room)
 
-    def _measure(self, known: CacheStats) -> CacheStats:
-        """The cache's figures, or `known` if there is no memory to count them. Must not fail,
-        because it closes a turn."""
-        try:
-            return self.engine.kv.stats()
-        except (MemoryError, RuntimeError):
-            return replace(known, seen=self.engine.kv.position)
+    def _planner(self) -> Planner:
+        return Planner(
+            Past(self.turns, self.documents, self.pending, self._log),
+            Wanted(
+                self.reuse,
+                self.rereads,
+                self.keeps_cache,
+                self.eviction,
+                self.system if self.pin_system else "",
+            ),
+            self.engine.kv,
+            self.recall,
+            Composer(self.template, lambda: self.recall.free, self._cancelling.cancelled),
+            self.max_context,
+        )
 
-    def _mark(self, stats: CacheStats) -> None:
-        self.curve.append((stats.seen, stats.held_bytes, stats.full_bytes))
-
-    def _ids(
-        self, compose: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message]
-    ) -> list[int]:
-        """`compose` of the messages; of long ones so that `cancel` stops it. Raises Interrupted,
-        and MemoryShortError where the tokenizer's library would end the process."""
-        follows = compose == self.template.following
-        new = messages[-1:] if follows else messages
-        size = sum(len(message.content.encode("utf-8", "surrogatepass")) for message in new)
-        if size < _LONG:
-            return compose(messages)
-        free = self.recall.free
-        if free is not None and free < size * _TOKENIZING:
-            raise MemoryShortError(
-                f"tokenizing {size >> 10:,} KiB of text takes about {size * _TOKENIZING >> 20:,} "
-                f"MiB of memory, and {free >> 20:,} MiB are free",
-                "ask about a shorter document, or free memory",
-            )
-        return stoppable(lambda: compose(messages), lambda: self._cancelled)
-
-    def _feed(self, messages: list[Message]) -> tuple[PromptPlan, Decision | None]:
-        """What to feed so that the cache has seen `messages` up to where the answer begins, and the
-        decision of `--reuse auto`, if there was one."""
-        pinned = len(self.start()) if self.pin_system and self.system else 0
-        recalls = self._recalls()
-        if not self.fed:
-            ids = self._ids(self.template.opening, messages)
-            if recalls and self.recall.ready(len(ids)):
-                if self.known:
-                    ids = self.known + self._ids(self.template.following, messages)
-                given = self.recall.given(ids)
-                mode = "recall" if given else "refresh" if self.turns else "once"
-                begins = self._last_turn(ids)
-                return PromptPlan(mode, (ids,), True, pinned, True, given, begins), None
-            asked = self._asked()
-            if not self._blind:
-                mode, begins = "refresh" if self.turns else "once", self._last_turn(ids)
-                plan = PromptPlan(mode, (ids,), True, pinned, begins=begins, asks=not asked)
-                return plan, None
-            cut = reuse.parts(
-                ids, asked, _with(lambda m: self._ids(self.template.opening, m), messages)
-            )
-            mode = "blind" if len(cut) > 1 else "once"
-            return PromptPlan(mode, cut, True, pinned, asks=True), None
-        decision = None
-        feed = self._continued(messages)
-        whole = self.fed + feed.ids
-        if recalls and self.recall.ready(len(whole)):
-            given = self.recall.given(whole)
-            mode = "recall" if given else "refresh"
-            decision = Decision(mode) if self.reuse == "auto" and not self.rereads else None
-            return PromptPlan(mode, (whole,), True, 0, True, given, len(self.fed)), decision
-        mode = "refresh" if self.rereads else self.reuse
-        if mode in ("auto", "recall"):  # there is no tier
-            decision = self._decide()
-            mode = decision.reuse
-        if mode == "refresh":
-            whole = self._ids(self.template.opening, messages)
-            if decision is None or len(whole) < self.max_context:
-                begins = self._last_turn(whole)
-                return PromptPlan("refresh", (whole,), True, pinned, begins=begins), decision
-            decision = None
-        if self._blind and self.pending:
-            owed = [] if self.pending_token is None else [self.pending_token]
-            again = _with(lambda m: owed + self._ids(self.template.following, m), messages)
-            cut = reuse.parts(feed.ids, self._asked()[-1:], again)
-            return PromptPlan("blind", cut, False, asks=True), None
-        return feed, decision
-
-    def _last_turn(self, ids: Sequence[int]) -> int:
-        """Where the last turn begins in the whole conversation: what it has of earlier turns, as
-        far as it is what they were read and written as."""
-        seen = self.turns[-1].report.tokens.seen_total if self.turns else 0
-        return reuse.shared((self.fed or self.known)[:seen], ids)
-
-    @property
-    def recalls(self) -> bool:
-        """Whether the next question can be answered from a tier, if there is one."""
-        return self.reuse in ("auto", "recall") and self.engine.kv.recalls is None
-
-    def _recalls(self) -> bool:
-        """Whether the next question is to be answered from a tier, where one can be had. Raises
-        UsageError if that was asked for and the policies cannot."""
-        # Without eviction the cache has all, but for one that is gone or that another policy left.
-        gone = self.recall.tokens > 0 and (not self.fed or self.engine.kv.stats().gaps)
-        if not (self.eviction.evicts or gone) or self.reuse not in ("auto", "recall"):
-            return False
-        why = self.engine.kv.recalls
-        if self.reuse == "recall" and (why or self.recall.kind == "none"):
-            raise UsageError(
-                f'`reuse="recall"` cannot be had: {why or _NO_TIER}',
-                '`reuse="auto"` reads everything again instead',
-            )
-        return True
-
-    def _continued(self, messages: list[Message]) -> PromptPlan:
-        """Only what is new, behind what the cache has seen."""
-        owed = [] if self.pending_token is None else [self.pending_token]
-        ids = owed + self._ids(self.template.following, messages)
-        return PromptPlan("once", (ids,), False, asks=not self.pending)
-
-    @property
-    def _scores_twice(self) -> bool:
-        """The policy reads what it scores a second time."""
-        prompt = self.engine.kv.prompt_policy
-        return prompt is not None and prompt.evidence.second_pass
-
-    @property
-    def _blind(self) -> bool:
-        """Documents are evicted before a question about them is seen."""
-        return self.reuse == "blind" or (self.reuse == "auto" and self._scores_twice)
-
-    def _asked(self) -> list[tuple[int, str]]:
-        """(index in the messages, text of its documents) of each message with documents, the next
-        one included."""
-        first = len(self.messages) - 2 * len(self.turns)
-        brought = [*(turn.documents for turn in self.turns), self.pending]
-        return [
-            (first + 2 * n, "".join(document.rendered() for document in documents))
-            for n, documents in enumerate(brought)
-            if documents
-        ]
-
-    def _decide(self) -> Decision:
-        """What `auto` does for the next question."""
-        if not self.documents or not self.engine.kv.stats().evicted:
-            return Decision("once")
-        prompt, *_ = self.eviction.policies()
-        asks = prompt is not None and prompt.evidence.asks
-        return reuse.decide(self.eviction.policy, asks, self.keeps_cache, self.recall.why)
-
-    def _next(self, token: int, sampling: Sampling, *, ahead: bool) -> int:
-        """Feed the pending token and pick the next one. If the engine fails, the cache's position
-        says whether the token was counted."""
-        try:
-            return self.engine.next(token, self.tokenizer.vocab, sampling, self.seed, ahead=ahead)
-        finally:
-            if self.engine.kv.position > len(self.fed):
-                self.fed.append(token)
-                self.pending_token = None
-
-    def _recalled(self, token: int, room: int, rows: int | None) -> Tensor | None:
-        """Feed the pending token by a pass over all that was read and the answer so far, for which
-        the rows under the budget are chosen anew; its logits. None if it was stopped or the tier
-        failed: then the cache has not changed."""
-
-        def between_chunks(done: int, total: int) -> None:
-            if self._cancelled:
-                raise Interrupted("stopped", "the answer ends here")
-
-        whole = [*self.fed, token]
-        self.recall.given(whole)
-        try:
-            begins = self.engine.kv.last_turn
-            return self.engine.recall(whole, between_chunks, room, rows, begins)
-        except Interrupted:
-            return None
-        except TierError as error:
-            self.engine.notices.append(self.recall.failed(error))
-            return None
-        finally:
-            if self.engine.kv.position > len(self.fed):
-                self.fed, self.pending_token = whole, None
-                if line := self.recall.keep(whole):
-                    self.engine.notices.append(line)
-
-    def _refuse_without_tier(self, recalled: bool, tokens: int) -> None:
-        """Raise UsageError if a setting needs a tier for so many tokens and there is none.
-        recalled: the prompt is."""
-        named = [name for name in ("refresh_every", "quality") if getattr(self, name)]
-        if not named:
-            return
-        tokens = min(tokens, self.max_context) if self.refresh_every else 0
-        if recalled and self.recall.ready(tokens):
-            return
-        why = self.recall.why or "none fits"
-        if not self.eviction.evicts:
-            why = "nothing is evicted"
-        elif self.reuse not in ("auto", "recall"):
-            why = f'`reuse="{self.reuse}"`'
-        raise UsageError(
-            f"`{named[0]}={getattr(self, named[0])}` needs all that was read in a tier, and there "
-            f"is none ({why})",
-            f"`{named[0]}=0` answers without",
+    def _writer(self, settings: AnswerSettings, anew: Anew) -> Writer:
+        return Writer(
+            self.engine,
+            self.tokenizer,
+            self.recall,
+            self._log,
+            settings,
+            self.seed,
+            anew,
+            self.max_context,
+            self._cancelling.cancelled,
         )
 
     def _new_notices(self) -> list[str]:
@@ -1053,147 +672,8 @@ class ChatSession:
         self._noticed += len(lines)
         return lines
 
-    def _refuse_by_bytes(self, content: str) -> None:
-        """Raise ContextError, without tokenizing, for a text that cannot fit."""
-        size = len(content.encode())
-        if size <= self.room:
-            return  # even at a byte per token it would fit; the bound is not worth computing
-        if self._longest is None:
-            self._longest = longest_token(self.tokenizer) or math.inf
-        least = int(size / self._longest)
-        if least > self.room:
-            raise self._does_not_fit(least, "needs at least")
-
-    def _does_not_fit(self, tokens: int, verb: str, fed: int | None = None) -> ContextError:
-        """The error for a prompt of `tokens` tokens. fed: positions that the prompt does not
-        replace, all by default."""
-        fed = len(self.fed) if fed is None else fed
-        room = max(self.max_context - fed - 1, 0)
-        used = f", {fed:,} of them used by this chat" if fed else ""
-        choices = ["a shorter document", "a model with a longer context"]
-        if self.fed:
-            choices.insert(0, "a new conversation (`chat.reset()`)")
-        return ContextError(
-            f"the prompt {verb} {tokens:,} tokens and {room:,} are left: this model was trained "
-            f"for {self.max_context:,} positions{used}",
-            f"eviction does not extend that, and nothing was cut; choose {', or '.join(choices)}",
-        )
-
-    def _warn_before(
-        self,
-        question: str,
-        feed: PromptPlan,
-        decision: Decision | None,
-        warn: Callable[[str], None],
-    ) -> None:
-        if self.turn == 0:
-            for note in self.template.notes:
-                warn(note)
-        for line in marker_lines(self.template, self.pending, question):
-            warn(line)
-        if (
-            self.reuse == "blind"
-            and feed.reuse == "once"
-            and not self.turn
-            and self.eviction.evicts
-        ):
-            warn('there is no document to evict beforehand: `reuse="blind"` changes nothing here')
-        line = decision.why if decision is not None else ""
-        about = decision and (decision.reuse, self.eviction.policy, self.keeps_cache)
-        if line and about != self._told:
-            self._told = about
-            warn(line)
-
-    def _tell_scoring(self, feed: PromptPlan, warn: Callable[[str], None]) -> None:
-        """Say what a second pass over what is to be read takes. Raises MemoryShortError where it
-        cannot be had."""
-        if feed.recalled or not self._scores_twice:
-            return
-        kv = self.engine.kv
-        if not any((kv.words.first, kv.words.later, kv.words.answer)):
-            kv.words = repeating.wording(self.tokenizer, self.template)
-        position = 0 if feed.anew else kv.position
-        cost = repeating.scoring(self.engine, feed.parts, position, feed.asks)
-        if not cost.tokens:
-            return
-        policy = self.eviction.policy
-        said = cost.line(in_file=repeating.keep(self.recall, policy, cost))
-        line = f"{policy} scores what is read by having it repeated: {said}"
-        if self._blind and self.reuse == "auto":
-            line = (
-                f'`reuse="auto"` evicts before the question is seen, so that one cache serves all '
-                f"questions; {policy}: {said}"
-            )
-        warn(line)
-
-    def _warn_after(
-        self, stats: CacheStats, had_documents: bool, warn: Callable[[str], None]
-    ) -> None:
-        if stats.shaped and self.shaped_by is None:
-            self.shaped_by = self.turn
-        rows = stats.budget_rows
-        # That a short document fits the default budget is what one expects.
-        chosen = self.eviction.evicts and self.eviction.budget != read_budget(DEFAULT_BUDGET)
-        if had_documents and chosen and rows is not None and rows >= stats.seen:
-            warn(
-                f'`budget="{self.eviction.budget}"` ({rows:,} tokens per head) is not below this '
-                f"prompt ({stats.seen:,} tokens): nothing was evicted"
-            )
-
-    def _report(
-        self,
-        stats: CacheStats,
-        feed: PromptPlan,
-        read: Read,
-        reused: int,
-        answer: Answer,
-        warnings: list[str],
-        sampling: Mapping[str, object],
-        seconds: Seconds,
-        rates: Rates,
-    ) -> TurnReport:
-        return TurnReport(
-            turn=self.turn,
-            policy=self.eviction.policy,
-            policy_options=self.eviction.options_record(),
-            budget=self.eviction.budget_record(),
-            kernels=self.facts.kernels,
-            dtype=self.facts.dtype,
-            kv_dtype=self.facts.kv,
-            weights=self.facts.form,
-            device=self.facts.device,
-            tokens=Tokens(
-                prompt_new=feed.tokens,
-                prompt_reused=reused,
-                generated=answer.generated,
-                seen_total=stats.seen,
-                evicted_total=stats.evicted,
-                kept_mean=stats.kept_mean,
-                kept_min=stats.kept_min,
-                kept_max=stats.kept_max,
-            ),
-            kv_bytes=KvBytes(
-                full=stats.full_bytes,
-                held=stats.held_bytes,
-                allocated=stats.allocated_bytes,
-                peak_prefill=max(read.peak, stats.peak_bytes),
-                policy_state=stats.state_bytes,
-                tier=self.recall.nbytes,
-            ),
-            time_s=seconds,
-            rate=rates,
-            loss=_loss(read),
-            shaped_by_turn=self.shaped_by,
-            stop_reason=answer.reason or "error",
-            seed=self.seed,
-            sampling=sampling,
-            device_mem=device_memory(self.facts.device),
-            warnings=tuple(warnings),
-            reuse=feed.reuse,
-            tier=self.recall.place,
-            refreshes=answer.passes,
-            fidelity=read.fidelity,
-        )
+    def _mark(self, stats: CacheStats) -> None:
+        self.curve.append((stats.seen, stats.held_bytes, stats.full_bytes))
 
 
 class _Closed:
@@ -1201,41 +681,3 @@ class _Closed:
 
     def __getattr__(self, name: str) -> object:
         raise closed()
-
-
-_NO_TIER = '`tier="none"`'
-
-
-def _over_bound(lost: Fidelity) -> str:
-    """The warning that no budget was good enough."""
-    much = "not known" if lost.kl_first_token is None else f"{lost.kl_first_token:.2g} nats"
-    return (
-        f"`quality={lost.bound:g}` is not met under the whole budget of {lost.budget:,} tokens per "
-        f"head: what the first token loses is {much}"
-    )
-
-
-def _loss(read: Read) -> Loss:
-    """What the turn record says of the loss."""
-    if read.gaps:
-        return Loss(None, None, None, UNKNOWN)
-    return Loss(*read.lost, None if read.lost[0] is None else "window")
-
-
-def _how(sampling: Sampling, max_tokens: int, stop: tuple[str, ...]) -> dict[str, object]:
-    """How an answer was written, for its record."""
-    return {**asdict(sampling), "max_tokens": max_tokens, "stop": list(stop)}
-
-
-def _with(
-    render: Callable[[list[Message]], list[int]], messages: Sequence[Message]
-) -> Callable[[int, str], list[int]]:
-    """A function (index, content) -> `render` of the messages with that message's content
-    replaced."""
-
-    def again(at: int, content: str) -> list[int]:
-        changed = list(messages)
-        changed[at] = Message(changed[at].role, content)
-        return render(changed)
-
-    return again

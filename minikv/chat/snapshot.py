@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from minikv.cache.snapshot import CacheSnapshot
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.protocols import Template
 from minikv.chat.transcript import Document, Message, Turn
 
 
@@ -32,3 +33,34 @@ class ChatSnapshot:
     def nbytes(self) -> int:
         """Bytes of the copied cache."""
         return 0 if self.held is None else self.held.nbytes
+
+    def before(self, finished: int, template: Template) -> ChatSnapshot:
+        """The chat as it was with so many finished turns, without its cache. The documents of the
+        first turn after these are in front of the next question."""
+        turns = self.turns[:finished]
+        return ChatSnapshot(
+            None,
+            self.eviction,
+            self.seed,
+            self.messages[: self._message(finished)],
+            tuple(document for turn in turns for document in turn.documents),
+            self.turns[finished].documents,
+            turns=turns,
+            curve=self.curve[: 2 * finished],
+            known=self._tokens(finished, template),
+        )
+
+    def _message(self, finished: int) -> int:
+        """The index of the question that comes after so many turns."""
+        return len(self.messages) - 2 * (len(self.turns) - finished)
+
+    def _tokens(self, finished: int, template: Template) -> tuple[int, ...]:
+        """The tokens of the conversation when so many turns were finished, with the last one of an
+        answer that was not fed; none where they cannot be told apart from those that came later."""
+        if not finished:
+            return ()
+        before = list(self.messages[: self._message(finished) + 1])
+        after = tuple(template.following(before))
+        ids, seen = self.fed or self.known, self.turns[finished - 1].report.tokens.seen_total
+        ends = [end for end in (seen, seen + 1) if ids[end : end + len(after)] == after]
+        return ids[: ends[0]] if ends else ()

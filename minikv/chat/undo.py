@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
+from minikv import checks
 from minikv.chat.snapshot import ChatSnapshot
+from minikv.errors import UsageError
 
 UNDO_TURNS = 16
 UNDO_BYTES = 512 << 20
@@ -20,9 +25,13 @@ class UndoHistory:
         """An empty history with the same limits."""
         return UndoHistory(self.turns, self.nbytes)
 
-    def wants(self, nbytes: int) -> bool:
-        """Whether a snapshot of so many bytes would be kept."""
-        return self.turns > 0 and nbytes <= self.nbytes
+    def copy(self, snapshot: Callable[[], ChatSnapshot], nbytes: int) -> ChatSnapshot | None:
+        """A snapshot from before a turn, of so many bytes; None if none is wanted, it would be too
+        large, or there is no memory for it. The question is answered without one, too."""
+        if self.turns > 0 and nbytes <= self.nbytes:
+            with contextlib.suppress(MemoryError, RuntimeError):
+                return snapshot()
+        return None
 
     def keep(self, turn: int, snapshot: ChatSnapshot | None) -> None:
         """Keep the snapshot from before turn `turn`, counted from 0, if there is one."""
@@ -38,3 +47,17 @@ class UndoHistory:
     def forget_from(self, finished: int) -> None:
         """Forget the chat as it was with so many finished turns, or more."""
         self.before = {n: each for n, each in self.before.items() if n < finished}
+
+
+def refuse_undo(turns: int, count: int) -> None:
+    """Raise UsageError if a chat of `count` turns cannot take back so many."""
+    checks.whole("turns", turns)
+    if turns < 1:
+        raise UsageError(
+            f"a number of turns is 1 or more, got {turns:,}", "`chat.undo()` or `chat.undo(2)`"
+        )
+    if not count:
+        raise UsageError("there is no turn to take back", "ask something first")
+    if turns > count:
+        have = "1 turn" if count == 1 else f"{count:,} turns"
+        raise UsageError(f"{turns:,} turns cannot be taken back: this chat has {have}")

@@ -1,13 +1,94 @@
-"""Warnings before a turn, and the check that a text is valid Unicode."""
+"""The warnings of a turn, and the check that a text is valid Unicode."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from minikv import checks
+from minikv.cache.stats import CacheStats, Fidelity
+from minikv.chat.eviction_config import EvictionConfig, read_budget
+from minikv.chat.planning import Planner
+from minikv.chat.prompt_plan import PromptPlan
 from minikv.chat.protocols import Template
+from minikv.chat.reuse import Decision
 from minikv.chat.transcript import Document
 from minikv.errors import UsageError
+from minikv.policies import DEFAULT_BUDGET
+
+
+class Warnings:
+    """What one turn tells the user. `lines`: those of its record. words(line): how a line is put.
+    notice(line): called with each, if there is one."""
+
+    def __init__(self, words: Callable[[str], str], notice: Callable[[str], None] | None) -> None:
+        self.lines: list[str] = []
+        self._words, self._notice = words, notice
+
+    def tell(self, line: str) -> None:
+        """Keep a line and tell it."""
+        line = self._words(line)
+        self.lines.append(line)
+        self.say([line])
+
+    def tell_all(self, lines: Iterable[str]) -> None:
+        """`tell` each of them."""
+        for line in lines:
+            self.tell(line)
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Tell lines that are in the record already."""
+        if self._notice is not None:
+            for line in lines:
+                self._notice(line)
+
+
+class AutoLine:
+    """What `auto` does is told once, and again when that changes."""
+
+    def __init__(self) -> None:
+        self._told: object = None
+
+    def lines(self, planner: Planner, decision: Decision | None) -> Iterator[str]:
+        """Why it decided so, if that is news."""
+        if decision is None or not decision.why:
+            return
+        wanted = planner.wanted
+        about = decision.reuse, wanted.eviction.policy, wanted.keeps_cache
+        if about != self._told:
+            self._told = about
+            yield decision.why
+
+
+def before(template: Template, question: str, planner: Planner, plan: PromptPlan) -> Iterator[str]:
+    """What is told of the texts of a turn before they are read."""
+    past, wanted = planner.past, planner.wanted
+    first = not past.turns
+    if first:
+        yield from template.notes
+    yield from marker_lines(template, past.pending, question)
+    if wanted.reuse == "blind" and plan.reuse == "once" and first and wanted.eviction.evicts:
+        yield 'there is no document to evict beforehand: `reuse="blind"` changes nothing here'
+
+
+def after(
+    eviction: EvictionConfig, stats: CacheStats, lost: Fidelity | None, *, documents: bool
+) -> Iterator[str]:
+    """What is told when the prompt was read. stats: of the cache then. lost: what its rows lose.
+    documents: there were some."""
+    rows = stats.budget_rows
+    # That a short document fits the default budget is what one expects.
+    chosen = eviction.evicts and eviction.budget != read_budget(DEFAULT_BUDGET)
+    if documents and chosen and rows is not None and rows >= stats.seen:
+        yield (
+            f'`budget="{eviction.budget}"` ({rows:,} tokens per head) is not below this '
+            f"prompt ({stats.seen:,} tokens): nothing was evicted"
+        )
+    if lost is not None and lost.bound is not None and not lost.bounded:
+        much = "not known" if lost.kl_first_token is None else f"{lost.kl_first_token:.2g} nats"
+        yield (
+            f"`quality={lost.bound:g}` is not met under the whole budget of {lost.budget:,} tokens "
+            f"per head: what the first token loses is {much}"
+        )
 
 
 def marker_lines(template: Template, documents: Iterable[Document], question: str) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""The eviction policies: one file per method, and `registry`, the table of all of them.
+"""The eviction policies: one file per method, and `registry`, the table of all of them, whose rows
+are in `tables`.
 
 Importing this needs no torch.
 """

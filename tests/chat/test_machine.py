@@ -38,6 +38,7 @@ from whole import whole
 from minikv import policies
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
+from minikv.chat.writing import Writer
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read as read_saved
 from minikv.cli.terminal import Terminal
@@ -139,17 +140,15 @@ def facts(session: ChatSession) -> dict[str, Any]:
 
 def stopped_before_writing(session: ChatSession, question: str, temperature: float) -> None:
     """Ask, and stop when all was read."""
-    write: Any = session._write
+    write = Writer.write
 
     def stopped(*given: Any) -> Any:
         session.cancel()
         return write(*given)
 
-    session._write = stopped  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Writer, "write", stopped)
         assert "".join(session.ask(question, 3, temperature)) == ""
-    finally:
-        session._write = write  # type: ignore[method-assign]
 
 
 def apply(session: ChatSession, op: Op) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import random
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from typer.testing import CliRunner
 import minikv
 import minikv.cli.turn
 from minikv.chat import reuse
-from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import UNKNOWN
 from minikv.chat.session import ChatSession
 from minikv.cli import commands, render
@@ -498,181 +496,6 @@ def test_auto_reads_again_for_a_policy_that_asks_and_keeps_the_cache_of_others()
     assert "streaming does not choose by what is asked" in blunt.why
     kept = reuse.decide("adakv", True, True)
     assert (kept.reuse, kept.why[:15]) == ("once", "the cache stays")
-
-
-@pytest.mark.parametrize("rate", [1e-3, 1.0, 1e9, None])
-def test_the_answer_of_auto_depends_on_no_clock(
-    rate: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a machine that reads so many tokens per second."""
-    ticks = itertools.count()
-    session, plain = chat(reuse="auto"), chat(reuse="refresh")
-    for each in (session, plain):
-        each.attach(MILL)
-    for question in ("Who?", "Why?", "And then?"):
-        want = say(plain, question)
-        if rate is not None:
-            clock = lambda: next(ticks) * 100 / rate  # noqa: E731
-            monkeypatch.setattr("minikv.chat.session.perf_counter", clock)
-            monkeypatch.setattr("minikv.chat.prompt_plan.perf_counter", clock)
-        assert say(session, question) == want
-        monkeypatch.undo()
-    assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh"]
-
-
-def test_auto_says_what_it_does_once_and_again_when_that_changes() -> None:
-    session = chat(reuse="auto")
-    session.attach(MILL)
-    notes: list[str] = []
-    for n, keeps in enumerate((False, False, False, True, True)):
-        session.keeps_cache = keeps
-        list(session.ask(f"Question {n}?", 3, notice=notes.append))
-    assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh", "once", "once"]
-    assert len(notes) == 2
-    assert notes[0].startswith('`reuse="auto"` reads everything again with each question')
-    assert notes[1].startswith("the cache stays as it is, as you chose")
-    session.keeps_cache = False
-    list(session.ask("Last?", 3, notice=notes.append))
-    assert len(notes) == 3
-    assert session.report is not None
-    assert session.report.reuse == "refresh"
-    assert session.report.warnings == (notes[2],)
-
-
-def test_skipped_reading_answers_from_the_cache_as_it_is() -> None:
-    session, plain = chat(reuse="auto"), chat(reuse="once")
-    for each in (session, plain):
-        each.attach(MILL)
-        say(each, "Who?")
-    assert session.reads_again == len(session.fed)
-    assert plain.reads_again == 0
-
-    def skip(done: int, total: int) -> None:
-        if session.rereading and done > total // 2:
-            session.skip()
-
-    notes: list[str] = []
-    answer = "".join(session.ask("Why?", 8, 0.7, progress=skip, notice=notes.append))
-    assert answer == say(plain, "Why?")[0]
-    assert cache(session) == cache(plain)
-    assert session.report is not None
-    assert session.report.reuse == "once"
-    assert session.report.misses == 1
-    assert session.report.lines()[2].startswith("may miss what question 1 did not need")
-    assert session.report.tokens == plain.reports[1].tokens
-    assert notes[-1] == "stopped reading again: this answer comes from the cache as it is"
-    # the next question is read again as ever, and a plain cancel takes the question back
-    before = cache(session)
-    with pytest.raises(Interrupted):
-        list(session.ask("And?", 12, progress=lambda done, total: session.cancel()))
-    assert cache(session) == before
-    list(session.ask("And?", 12))
-    assert session.reports[-1].reuse == "refresh"
-
-
-@pytest.mark.parametrize("order", [("skip", "cancel"), ("cancel", "skip"), ("skip", "skip")])
-def test_a_cancel_beside_a_skip_is_not_lost(order: tuple[str, str]) -> None:
-    session = chat(reuse="auto")
-    session.attach(MILL)
-    say(session, "Who?")
-    before = cache(session)
-
-    def both(done: int, total: int) -> None:
-        if session.rereading and done > total // 2:
-            for name in order:
-                getattr(session, name)()
-
-    asking = session.ask("Why?", 8, progress=both)
-    if "cancel" in order:
-        with pytest.raises(Interrupted):
-            list(asking)
-        assert cache(session) == before
-    else:
-        assert list(asking)
-
-
-def test_a_cancel_as_soon_as_a_skip_is_told_ends_the_question() -> None:
-    session = chat(reuse="auto")
-    session.attach(MILL)
-    say(session, "Who?")
-    before = cache(session)
-
-    def skip(done: int, total: int) -> None:
-        if session.rereading:
-            session.skip()
-
-    def end(line: str) -> None:
-        if line.startswith("stopped reading again"):
-            session.cancel()
-
-    with pytest.raises(Interrupted):
-        list(session.ask("Why?", 8, progress=skip, notice=end))
-    assert cache(session) == before
-
-
-def test_skip_after_the_last_chunk_does_not_stop_the_answer() -> None:
-    session, plain = chat(reuse="auto"), chat(reuse="auto")
-    for each in (session, plain):
-        each.attach(MILL)
-        say(each, "Who?")
-
-    def late(done: int, total: int) -> None:
-        if done == total:
-            session.skip()
-
-    assert "".join(session.ask("Why?", 8, 0.7, progress=late)) == say(plain, "Why?")[0]
-    assert session.report is not None
-    assert session.report.stop_reason != "user"
-
-
-def test_skip_where_nothing_is_read_again_is_a_cancel() -> None:
-    session = chat(reuse="auto")
-    session.attach(MILL)
-    with pytest.raises(Interrupted):
-        list(session.ask("Who?", 3, progress=lambda done, total: session.skip()))
-    assert session.fed == []
-    answer = session.ask("Who?", 12)
-    next(answer)
-    session.skip()
-    list(answer)
-    assert session.report is not None
-    assert session.report.stop_reason == "user"
-
-
-def test_auto_is_silent_where_nothing_is_at_stake() -> None:
-    """Without a document, without eviction, and before there was a question."""
-    for given in ({"policy": "full"}, {"budget": 900}, {}):
-        session = chat(reuse="auto", **given)  # type: ignore[arg-type]
-        if given:
-            session.attach(MILL)
-        for question in ("Who?" * 30, "Why?"):
-            say(session, question)
-        assert [r.reuse for r in session.reports] == ["once", "once"]
-        assert not any("reuse" in w for r in session.reports for w in r.warnings)
-
-
-def test_auto_follows_the_policy_of_now() -> None:
-    session = chat(reuse="auto", budget=64)
-    session.attach(MILL)
-    say(session, "Who?")
-    session.configure(EvictionConfig.read("streaming", budget=64))
-    assert session.reads_again == 0
-    say(session, "Why?")
-    assert session.reports[1].reuse == "once"
-    assert "streaming does not choose" in session.reports[1].warnings[0]
-    session.configure(EvictionConfig.read("adakv", budget=64))
-    assert session.reads_again == len(session.fed)
-
-
-def test_auto_goes_on_where_only_that_fits() -> None:
-    session = chat(reuse="auto")
-    session.attach(MILL)
-    say(session, "Who?")
-    opening = session.template.opening
-    session.template.opening = lambda messages: [*opening(messages), *[0] * 2048]  # type: ignore[method-assign]
-    say(session, "Why?")
-    assert session.report is not None
-    assert session.report.reuse == "once"
 
 
 def test_every_answer_from_another_questions_cache_says_so() -> None:

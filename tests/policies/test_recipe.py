@@ -20,7 +20,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.main import app
 from minikv.errors import UsageError
 from minikv.policies import PARTS, POLICIES, Option, Part, PolicyInfo
-from minikv.policies.registry import NO_SINKS, SEED, SINKS
+from minikv.policies.tables.part import NO_SINKS, SEED, SINKS
 
 CONTRIBUTING = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 

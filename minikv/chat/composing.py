@@ -1,0 +1,77 @@
+"""From messages to the token ids of a prompt. Ten megabytes of text take seconds, so they can be
+stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from minikv.chat import reuse
+from minikv.chat.protocols import Template
+from minikv.chat.stoppable import stoppable
+from minikv.chat.transcript import Message
+from minikv.errors import MemoryShortError
+
+_LONG = 256 << 10
+"""Bytes of new text from which on tokenizing takes a noticeable time, and memory."""
+_TOKENIZING = 100
+"""Bytes of memory that tokenizing takes for each byte of text (measured: 45 to 110)."""
+
+Compose = Callable[[Sequence[Message]], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Composer:
+    """free(): bytes of host memory that are free, None if that is not known. stopped(): tokenizing
+    is to stop.
+
+    Raises Interrupted then, and MemoryShortError where the tokenizer's library would end the
+    process.
+    """
+
+    template: Template
+    free: Callable[[], int | None]
+    stopped: Callable[[], bool]
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """The whole conversation, up to where the next answer begins."""
+        return self._ids(self.template.opening, messages, messages)
+
+    def following(self, messages: Sequence[Message]) -> list[int]:
+        """What comes after the last answer, up to where the next one begins."""
+        return self._ids(self.template.following, messages, messages[-1:])
+
+    def _ids(
+        self, compose: Compose, messages: Sequence[Message], new: Sequence[Message]
+    ) -> list[int]:
+        size = sum(len(message.content.encode("utf-8", "surrogatepass")) for message in new)
+        if size < _LONG:
+            return compose(messages)
+        free = self.free()
+        if free is not None and free < size * _TOKENIZING:
+            raise MemoryShortError(
+                f"tokenizing {size >> 10:,} KiB of text takes about {size * _TOKENIZING >> 20:,} "
+                f"MiB of memory, and {free >> 20:,} MiB are free",
+                "ask about a shorter document, or free memory",
+            )
+        return stoppable(lambda: compose(messages), self.stopped)
+
+
+def start(template: Template, system: str) -> list[int]:
+    """Token ids before the text of the first user message, with the BOS if the model has one: what
+    two conversations with this system prompt have in common."""
+    before = [Message("system", system)] if system else []
+    one, two = (template.opening([*before, Message("user", text)]) for text in ("a", "7?"))
+    return one[: reuse.shared(one, two)]
+
+
+def with_content(compose: Compose, messages: Sequence[Message]) -> Callable[[int, str], list[int]]:
+    """A function (index, content) -> `compose` of the messages with that message's content
+    replaced."""
+
+    def again(at: int, content: str) -> list[int]:
+        changed = list(messages)
+        changed[at] = Message(changed[at].role, content)
+        return compose(changed)
+
+    return again

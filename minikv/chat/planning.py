@@ -1,0 +1,234 @@
+"""What the next question makes a chat read, and why: `Planner.plan`.
+
+There are four ways (see `minikv.chat.reuse`): only what is new, behind what the cache has seen; the
+whole conversation again; a document and the question about it as prompts of their own; or the whole
+conversation, of which the tier has the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minikv.cache.kv_cache import KVCache
+from minikv.chat import reuse
+from minikv.chat.composing import Composer, start, with_content
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.prompt_plan import PromptPlan
+from minikv.chat.recall import Recall
+from minikv.chat.reuse import Decision
+from minikv.chat.token_log import TokenLog
+from minikv.chat.transcript import Document, Message, Turn
+from minikv.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What was said and read before the next question. documents: those of the turns so far.
+    pending: those that come with the question."""
+
+    turns: Sequence[Turn]
+    documents: Sequence[Document]
+    pending: Sequence[Document]
+    log: TokenLog
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the user asked for. reuse: one of `reuse.REUSES`. rereads: to read everything again with
+    this question. keeps_cache: that `auto` reads nothing again. pinned: a system prompt whose
+    tokens never leave; "" if there is none."""
+
+    reuse: str
+    rereads: bool
+    keeps_cache: bool
+    eviction: EvictionConfig
+    pinned: str
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans the next prompt. It changes nothing but the tier, which is made where one is needed."""
+
+    past: Past
+    wanted: Wanted
+    kv: KVCache
+    recall: Recall
+    composer: Composer
+    max_context: int
+
+    def plan(self, messages: Sequence[Message]) -> tuple[PromptPlan, Decision | None]:
+        """What to read so that the cache has seen `messages`, the next question included, up to
+        where the answer begins; and what `auto` chose, if it had a choice.
+
+        Raises UsageError where `recall` was asked for by name and cannot be had, and what
+        `Composer` raises.
+        """
+        pinned = len(start(self.composer.template, self.wanted.pinned)) if self.wanted.pinned else 0
+        recalls = self.recalls()
+        if not self.past.log.fed:
+            return self._from_the_beginning(messages, pinned, recalls), None
+        return self._behind_what_is_there(messages, pinned, recalls)
+
+    def _from_the_beginning(
+        self, messages: Sequence[Message], pinned: int, recalls: bool
+    ) -> PromptPlan:
+        """The cache has seen nothing: everything is read, or is in the tier."""
+        log, again = self.past.log, bool(self.past.turns)
+        ids = self.composer.opening(messages)
+        if recalls and self.recall.ready(len(ids)):
+            if log.known:
+                ids = log.known + self.composer.following(messages)
+            given = self.recall.given(ids)
+            mode = "recall" if given else "refresh" if again else "once"
+            return PromptPlan(mode, (ids,), True, pinned, True, given, self._last_turn(ids))
+        asked = self._asked(messages)
+        if not self.blind:
+            mode, begins = "refresh" if again else "once", self._last_turn(ids)
+            return PromptPlan(mode, (ids,), True, pinned, begins=begins, asks=not asked)
+        parts = reuse.parts(ids, asked, with_content(self.composer.opening, messages))
+        mode = "blind" if len(parts) > 1 else "once"
+        return PromptPlan(mode, parts, True, pinned, asks=True)
+
+    def _behind_what_is_there(
+        self, messages: Sequence[Message], pinned: int, recalls: bool
+    ) -> tuple[PromptPlan, Decision | None]:
+        """The cache has seen the conversation up to the question."""
+        log, wanted = self.past.log, self.wanted
+        new, decision = self.only_new(messages), None
+        whole = log.fed + new.ids
+        if recalls and self.recall.ready(len(whole)):
+            given = self.recall.given(whole)
+            mode = "recall" if given else "refresh"
+            if wanted.reuse == "auto" and not wanted.rereads:
+                decision = Decision(mode)
+            return PromptPlan(mode, (whole,), True, 0, True, given, len(log.fed)), decision
+        mode = "refresh" if wanted.rereads else wanted.reuse
+        if mode in ("auto", "recall"):  # there is no tier
+            decision = self.decide()
+            mode = decision.reuse
+        if mode == "refresh":
+            ids = self.composer.opening(messages)
+            again = PromptPlan("refresh", (ids,), True, pinned, begins=self._last_turn(ids))
+            if decision is None or again.fits(len(log.fed), self.max_context):
+                return again, decision
+            decision = None
+        if self.blind and self.past.pending:
+            following = with_content(lambda m: log.owed + self.composer.following(m), messages)
+            parts = reuse.parts(new.ids, self._asked(messages)[-1:], following)
+            return PromptPlan("blind", parts, False, asks=True), None
+        return new, decision
+
+    def only_new(self, messages: Sequence[Message]) -> PromptPlan:
+        """Only what is new, behind what the cache has seen."""
+        ids = self.past.log.owed + self.composer.following(messages)
+        return PromptPlan("once", (ids,), False, asks=not self.past.pending)
+
+    def _last_turn(self, ids: Sequence[int]) -> int:
+        """Where the last turn begins in the whole conversation: what it has of earlier turns, as
+        far as it is what they were read and written as."""
+        turns, log = self.past.turns, self.past.log
+        seen = turns[-1].report.tokens.seen_total if turns else 0
+        return reuse.shared((log.fed or log.known)[:seen], ids)
+
+    def _asked(self, messages: Sequence[Message]) -> list[tuple[int, str]]:
+        """(index in the messages, text of its documents) of each message with documents, the next
+        one included."""
+        turns = self.past.turns
+        first = len(messages) - 1 - 2 * len(turns)
+        brought = [*(turn.documents for turn in turns), self.past.pending]
+        return [
+            (first + 2 * n, "".join(document.rendered() for document in documents))
+            for n, documents in enumerate(brought)
+            if documents
+        ]
+
+    # -- which way ------------------------------------------------------------------------------
+
+    @property
+    def scores_twice(self) -> bool:
+        """The policy reads what it scores a second time."""
+        prompt = self.kv.prompt_policy
+        return prompt is not None and prompt.evidence.second_pass
+
+    @property
+    def blind(self) -> bool:
+        """Documents are evicted before a question about them is seen."""
+        reuse = self.wanted.reuse
+        return reuse == "blind" or (reuse == "auto" and self.scores_twice)
+
+    def recalls(self) -> bool:
+        """Whether the question is to be answered from a tier, where one can be had. Raises
+        UsageError if that was asked for and the policies cannot."""
+        reuse, evicts = self.wanted.reuse, self.wanted.eviction.evicts
+        # Without eviction the cache has all, but for one that is gone or that another policy left.
+        gone = self.recall.tokens > 0 and (not self.past.log.fed or self.kv.stats().gaps)
+        if not (evicts or gone) or reuse not in ("auto", "recall"):
+            return False
+        why = self.kv.recalls
+        if reuse == "recall" and (why or self.recall.kind == "none"):
+            raise UsageError(
+                f'`reuse="recall"` cannot be had: {why or _NO_TIER}',
+                '`reuse="auto"` reads everything again instead',
+            )
+        return True
+
+    def decide(self) -> Decision:
+        """What `auto` does where there is no tier."""
+        if not self.past.documents or not self.kv.stats().evicted:
+            return Decision("once")
+        eviction = self.wanted.eviction
+        prompt, *_ = eviction.policies()
+        asks = prompt is not None and prompt.evidence.asks
+        return reuse.decide(eviction.policy, asks, self.wanted.keeps_cache, self.recall.why)
+
+    # -- what is read again ----------------------------------------------------------------------
+
+    def reads_again(self) -> int:
+        """Tokens that `auto` would read again with the next question."""
+        fed = self.past.log.fed
+        if not fed or self.wanted.rereads or self.wanted.reuse != "auto":
+            return 0
+        if self.recalls() and self.recall.ready(len(fed)):
+            has = self.recall.has(fed)
+            return len(fed) - has if self._lacks(has) else 0
+        return len(fed) if self.decide().reuse == "refresh" else 0
+
+    def rereads(self, plan: PromptPlan, decision: Decision | None) -> bool:
+        """Whether `auto` reads the conversation again by this plan."""
+        again = plan.recalled and self._lacks(plan.given)
+        return decision is not None and (plan.reuse == "refresh" or again)
+
+    def _lacks(self, tokens: int) -> bool:
+        """Whether so many first tokens are less than what the last question read."""
+        if not self.past.turns:
+            return False
+        last = self.past.turns[-1].report.tokens
+        return tokens < last.prompt_reused + last.prompt_new
+
+    # -- what needs a tier -----------------------------------------------------------------------
+
+    def refuse_without_tier(
+        self, recalled: bool, tokens: int, refresh_every: int, quality: float
+    ) -> None:
+        """Raise UsageError if one of these settings needs a tier for so many tokens and there is
+        none. recalled: the prompt is."""
+        named = {"refresh_every": refresh_every, "quality": quality}
+        name = next((name for name, value in named.items() if value), None)
+        if name is None:
+            return
+        tokens = min(tokens, self.max_context) if refresh_every else 0
+        if recalled and self.recall.ready(tokens):
+            return
+        why = self.recall.why or "none fits"
+        if not self.wanted.eviction.evicts:
+            why = "nothing is evicted"
+        elif self.wanted.reuse not in ("auto", "recall"):
+            why = f'`reuse="{self.wanted.reuse}"`'
+        raise UsageError(
+            f"`{name}={named[name]}` needs all that was read in a tier, and there is none ({why})",
+            f"`{name}=0` answers without",
+        )
+
+
+_NO_TIER = '`tier="none"`'

@@ -1,0 +1,50 @@
+"""The positions that a chat has left, and the refusal of what does not fit them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minikv.chat.min_tokens import MinTokens
+from minikv.chat.prompt_plan import PromptPlan
+from minikv.errors import ContextError
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """max_context: positions that the model was trained for. fed: tokens that the cache has seen.
+    left: positions that are left, the pending token already counted."""
+
+    max_context: int
+    fed: int
+    left: int
+
+    def refuse_text(self, text: str, bound: MinTokens) -> None:
+        """Raise ContextError, without tokenizing, for a text that cannot fit."""
+        size = len(text.encode())
+        if size <= self.left:
+            return  # even at a byte per token it would fit; the bound is not worth computing
+        least = bound.of(size)
+        if least > self.left:
+            raise self._refusal("needs at least", least, self.fed)
+
+    def has(self, plan: PromptPlan) -> bool:
+        """Whether a prompt and one token of an answer fit."""
+        return plan.fits(self.fed, self.max_context)
+
+    def refuse(self, plan: PromptPlan) -> None:
+        """Raise ContextError for a prompt that does not fit."""
+        if not self.has(plan):
+            raise self._refusal("needs", plan.length, plan.behind(self.fed))
+
+    def _refusal(self, verb: str, tokens: int, used: int) -> ContextError:
+        """used: positions that the prompt does not replace."""
+        room = max(self.max_context - used - 1, 0)
+        by_chat = f", {used:,} of them used by this chat" if used else ""
+        choices = ["a shorter document", "a model with a longer context"]
+        if self.fed:
+            choices.insert(0, "a new conversation (`chat.reset()`)")
+        return ContextError(
+            f"the prompt {verb} {tokens:,} tokens and {room:,} are left: this model was trained "
+            f"for {self.max_context:,} positions{by_chat}",
+            f"eviction does not extend that, and nothing was cut; choose {', '.join(choices)}",
+        )
