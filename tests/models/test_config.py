@@ -166,6 +166,23 @@ def test_dynamic_scaling_is_held_to_its_original_length(tmp_path: Path) -> None:
     assert any("dynamic" in note for note in config.notes)
 
 
+def test_what_is_ignored_is_said(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA | {"pretraining_tp": 1}).notes == ()
+    (note,) = read(tmp_path, LLAMA | {"pretraining_tp": 2}).notes
+    assert "pretraining_tp is ignored" in note
+    (note,) = read(tmp_path, LLAMA | {"auto_map": {"AutoConfig": "x.Y"}}).notes
+    assert "auto_map is ignored" in note
+
+
+def test_yarn_has_its_own_attention_factor_or_none(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0}
+    rope = read(tmp_path, LLAMA | {"rope_scaling": yarn}).rope
+    assert (rope.kind, rope.factor, rope.original) == ("yarn", 4.0, 512)
+    assert (rope.attention_factor, rope.beta_fast, rope.beta_slow) == (None, 32.0, 1.0)
+    rope = read(tmp_path, LLAMA | {"rope_scaling": yarn | {"attention_factor": 0.5}}).rope
+    assert rope.attention_factor == 0.5
+
+
 def test_generation_config_adds_stop_ids(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA, '{"eos_token_id": [128001, 128009]}')
     assert config.stop_ids == (2, 128001, 128009)
@@ -322,6 +339,25 @@ BAD: list[tuple[str, object, int, str]] = [
         LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3},
         6,
         "disagree",
+    ),
+    ("llama with sliding layers", LLAMA | {"layer_types": ["sliding_attention"] * 2}, 3, "sliding"),
+    (
+        "sliding layers that nobody uses",
+        QWEN | {"layer_types": ["sliding_attention"] * 2},
+        6,
+        "use_sliding_window is false",
+    ),
+    (
+        "sliding layers without a window",
+        MISTRAL | {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+        6,
+        "sliding_window is off",
+    ),
+    (
+        "partial rotary inside",
+        LLAMA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        3,
+        "partial_rotary_factor",
     ),
     (
         "original lengths disagree",
@@ -573,6 +609,7 @@ def test_params_of_meta_derive_the_width_of_the_mlp(tmp_path: Path) -> None:
 
 
 BAD_PARAMS: list[tuple[dict[str, Any], tuple[str, ...], int, str]] = [
+    ({"n_heads": 6, "n_kv_heads": 2}, ("head_dim",), 6, "dim 64 is not a multiple of n_heads 6"),
     ({}, ("rope_theta",), 6, "rope_theta"),
     ({}, ("dim",), 6, "dim"),
     ({"vocab_size": -1}, (), 6, "vocab_size"),

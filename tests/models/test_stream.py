@@ -14,7 +14,12 @@ import tokenizers
 import vocabularies as v
 
 from minikv.models.errors import UnsupportedModel
-from minikv.models.stream import TextStream, byte_level_alphabet, word_piece_bytes
+from minikv.models.stream import (
+    TextStream,
+    byte_level_alphabet,
+    byte_level_bytes,
+    word_piece_bytes,
+)
 from minikv.models.tokenizer import Tokenizer
 from minikv.models.tokenizer_json import JsonVocabulary
 from minikv.models.tokenizer_sp import PieceVocabulary
@@ -144,6 +149,14 @@ def test_byte_pieces() -> None:
     assert word_piece_bytes("<0x0A>") == b"\n"
     assert word_piece_bytes("<0x0A>", byte_fallback=False) == b"<0x0A>"
     assert word_piece_bytes("▁a▁") == b" a "
+
+
+def test_byte_level_pieces() -> None:
+    """One character a byte; a word that was added in plain text is what it says."""
+    assert byte_level_bytes("Ġa") == b" a"
+    assert byte_level_bytes("Ã©") == "é".encode()
+    assert byte_level_bytes("a b") == b"a b"
+    assert byte_level_bytes("\ud800") == b"?"
 
 
 def test_an_unsupported_decoder_is_refused(tmp_path: Path) -> None:
