@@ -329,6 +329,12 @@ BAD: list[tuple[str, object, int, str]] = [
         "beta_fast",
     ),
     (
+        "yarn with a base of 1",
+        LLAMA | {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+        6,
+        "yarn needs a rope_theta above 1",
+    ),
+    (
         "thetas disagree",
         LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         6,
@@ -580,6 +586,27 @@ def test_params_of_the_original_layout(tmp_path: Path) -> None:
     assert config.rope == RopeConfig(theta=1e6)
     assert config.windows == (None, None)
     assert any("context" in note for note in config.notes)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "context"),
+    [
+        ({"max_seq_len": 700}, 700),
+        ({"max_position_embeddings": 900}, 900),
+        ({"max_position_embeddings": 900, "max_seq_len": 700}, 900),
+        ({"rope_theta": 1e6}, 32_768),
+        ({"rope_theta": 5e5}, 8192),
+        ({"rope_theta": 4e5}, 4096),
+        ({"rope_theta": 1e4, "sliding_window": 4096}, 32_768),
+    ],
+)
+def test_the_context_of_params_is_named_or_assumed(
+    lengths: dict[str, Any], context: int, tmp_path: Path
+) -> None:
+    config = params(tmp_path, PARAMS | lengths)
+    assert config.max_context == context
+    named = "max_seq_len" in lengths or "max_position_embeddings" in lengths
+    assert any("names no context length" in note for note in config.notes) != named
 
 
 def test_params_with_the_window_of_mistral_v01_means_its_theta(tmp_path: Path) -> None:

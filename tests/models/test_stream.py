@@ -118,6 +118,12 @@ def test_a_character_is_held_back_until_it_is_complete() -> None:
     assert stream.flush() == ""
 
 
+@pytest.mark.parametrize("id", [-1, 2, 1 << 40])
+def test_an_id_without_a_piece_has_no_text(id: int) -> None:
+    stream = TextStream([b"a", b""])
+    assert [stream.push(n) for n in (0, id, 1, 0)] == ["a", "", "", "a"]
+
+
 def test_an_unfinished_character_is_one_replacement() -> None:
     stream = TextStream([b"\xf0\x9f", b"x", b"\xf0\x9f\xa4"])
     assert [stream.push(0), stream.push(1), stream.push(2)] == ["", "\ufffdx", ""]
