@@ -390,3 +390,67 @@ def test_rows_are_kept_layer_by_layer() -> None:
         rows.store(layer, key.fill_(7.0), value.fill_(7.0))  # nothing of a repeat is kept
     assert torch.equal(rows.stage(1, 15)[0][:, :12], given[1, 0])
     assert rows.nbytes == 2 * 3 * (4 + 12) * 4 * 4 == full_rows_nbytes(shape, 12, 4)
+
+
+@pytest.mark.parametrize("name", ["kvzip", "kvzip+uniform"])
+@pytest.mark.parametrize("step", ["none", "roco", "tova"])
+def test_the_peak_is_planned_before_anything_is_read(name: str, step: str) -> None:
+    run, _ = made(network(), name, 24, step, chunk=25)
+    run.kv.begin(120)
+    reading = run.kv.scored_twice
+    assert reading is not None
+    planned = reading.planned
+    run.kv.rollback()
+    run.prompt(ids(120))
+    peak = run.kv.last_prompt.peak_bytes
+    assert peak <= planned <= 1.5 * peak
+
+
+def test_what_a_prompt_is_scored_with_is_known_before_it_is_read() -> None:
+    run, _ = made(network(), "kvzip", 15, chunk=25)
+    whole = sum(map(len, texts(ids(60), 4, 25)))
+    assert run.kv.scoring_tokens(60, 0, asks=False) == whole
+    assert run.kv.scoring_tokens(7, 0, asks=False) == 0  # less than half of the budget
+    assert run.kv.scoring_tokens(7, 60, asks=True) == 0
+    assert run.kv.scoring_nbytes(60) == full_rows_nbytes(run.kv.shape, 60, 4)
+    assert not run.kv.scoring
+    shared, _ = made(network(), "kvzip", 15, chunk=25)
+    shared.kv.configure(shared.kv.prompt_policy, None, Budget.parse("50%"))
+    assert shared.kv.scoring_tokens(60, 0, asks=False) == whole
+    # Under its own share a text takes all of the budget, never less than half of it.
+    assert shared.kv.scoring_tokens(60, 10_000, asks=True) == 0
+
+
+def test_a_prompt_takes_over_what_an_equal_one_read_and_scored() -> None:
+    """Without a forward: the rows that stay are the same, for a smaller budget too."""
+    run, _ = made(network(), "kvzip", 40, chunk=25)
+    run.prompt(ids(90))
+    first, _ = made(network(), "kvzip", 40, chunk=25)
+    known = None
+    forward = first.network.forward
+
+    def keep(tokens: Tensor, kv: object) -> Tensor:
+        nonlocal known
+        known = first.kv.scored_twice
+        return forward(tokens, kv)  # type: ignore[arg-type]
+
+    first.network.forward = keep  # type: ignore[method-assign]
+    first.prompt(ids(90))
+    assert known is not None
+    assert known.scored
+    for budget in (40, 20):
+        want, _ = made(network(), "kvzip", budget, chunk=25)
+        want.prompt(ids(90))
+        again, _ = made(network(), "kvzip", budget, chunk=25)
+        again.kv.begin(90)
+        reading = again.kv.scored_twice
+        assert reading is not None
+        assert not reading.scored
+        reading.replay(known)
+        assert reading.replayed
+        again.kv.advance(90)
+        assert kept(again.kv) == kept(want.kv)
+    stepped, _ = made(network(), "kvzip", 40, "roco", chunk=25)
+    stepped.kv.begin(90)
+    assert stepped.kv.scored_twice is not None
+    assert stepped.kv.scored_twice.needs is None  # its statistics are its own

@@ -106,6 +106,27 @@ def test_a_budget_in_blocks_or_as_a_share_or_pinned_goes_on_too() -> None:
         assert same(go_on(other, 3), want)
 
 
+def test_a_cache_goes_on_under_other_policies_as_if_they_were_set_after_it() -> None:
+    """`under`; and where those are refused nothing changes."""
+    net = network()
+    run, other = (engine(net, "adakv", "roco", 48) for _ in range(2))
+    run.prompt(ids(90))
+    run.step(3)
+    held = run.kv.snapshot()
+    then = run.kv.prompt_policy, run.kv.step_policy, run.kv.budget, 0
+    later = EvictionConfig.read("h2o", budget=30).policies()
+    run.kv.configure(*later)
+    want = go_on(run, 5)
+    other.kv.restore(held, *then, under=later)
+    assert other.kv.prompt_policy is later[0]
+    assert same(go_on(other, 5), want)
+    before = other.kv.snapshot()
+    with pytest.raises(UsageError):
+        other.kv.restore(held, *then, under=(later[0], later[1], None, 0))
+    assert other.kv.position == before.position
+    assert other.kv.prompt_policy is later[0]
+
+
 def test_only_rows_in_use_are_copied_and_never_shared() -> None:
     run = engine(network(), "adakv", "roco", 48)
     run.prompt(ids(400))
