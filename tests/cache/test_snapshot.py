@@ -271,6 +271,7 @@ def spoil(record: dict[str, Any], key: str, value: object) -> None:
         ("length.0.1", 1),
         ("capacity.0.0", 10**6),
         ("capacity.0.0", 2**63),  # more than 64 bits
+        ("capacity.0.0", 2**64),
         ("capacity.1.0", 2**63 - 5),  # added to the start, it is negative
         ("cap.0.0", 2**41),
         ("capacity", [[1]]),
@@ -304,6 +305,15 @@ def test_a_row_at_a_position_that_was_not_read_is_refused() -> None:
         columns["pos"][7] = wrong if wrong < 2**31 else 2**31 - 1
         with pytest.raises(ValueError, match="was not read"):
             CacheSnapshot.read(held.record(), columns)
+
+
+def test_a_cache_without_positions_has_none_to_check() -> None:
+    run = engine(network(), "adakv", "roco", 48)
+    run.prompt(ids(90))
+    held = run.kv.snapshot()
+    columns = {name: column for name, column in held.columns.items() if name != "pos"}
+    found = CacheSnapshot.read(json.loads(json.dumps(held.record())), columns)
+    assert found.columns.keys() == columns.keys()
 
 
 def test_a_record_without_a_key_or_with_a_short_column_is_refused() -> None:

@@ -262,22 +262,15 @@ class Reach:
             self._seconds[name] += float(case.attrib["time"])
         self._lines: dict[str, dict[int, list[str]]] = {}
 
-    def tests(self, path: str, line: int, most: float) -> tuple[list[str], float]:
-        """Node ids, the fastest first, that take at most so many seconds together, or one; and the
-        seconds. Of a line that is run once, when the file is imported: those of the whole file."""
+    def tests(self, path: str, line: int) -> list[str]:
+        """Node ids, the fastest first. Of a line that no test was seen on: those of the file."""
         if path not in self._lines:
             self._lines[path] = self._data.contexts_by_lineno(str(ROOT / path))
         lines = self._lines[path]
         found = {one for one in lines.get(line, ()) if one in self._seconds}
         if not found:
             found = {one for some in lines.values() for one in some if one in self._seconds}
-        chosen, total = [], 0.0
-        for name in sorted(found, key=lambda one: (self._seconds[one], one)):
-            if chosen and total + self._seconds[name] > most:
-                break
-            total += self._seconds[name]
-            chosen.append(name)
-        return chosen, total
+        return sorted(found, key=lambda one: (self._seconds[one], one))
 
 
 def _node(module: str, name: str) -> str:
@@ -313,9 +306,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 class Attempts:
     """A plugin of pytest that runs the collected tests of each mutant in a child of its own."""
 
-    def __init__(self, plan: Sequence[tuple[Mutant, list[str], float]], minutes: float) -> None:
-        """plan: of each mutant its tests, and the seconds that they took."""
-        self._plan, self._end = plan, time.monotonic() + 60 * minutes
+    def __init__(
+        self, plan: Sequence[tuple[Mutant, list[str]]], seconds: float, minutes: float
+    ) -> None:
+        """plan: of each mutant its tests. Of those none is begun after so many seconds of processor
+        time, and no mutant after so many minutes."""
+        self._plan, self._seconds = plan, seconds
+        self._end = time.monotonic() + 60 * minutes
         self._child = False
         self._log = PLACE / "mutant.log"
 
@@ -327,14 +324,13 @@ class Attempts:
         functions = _functions()
         gc.freeze()
         with RESULTS.open("a") as file:
-            for mutant, names, seconds in self._plan:
+            for mutant, names in self._plan:
                 if time.monotonic() > self._end:
                     break
                 items = [item for name in names for item in cases.get(name, ())]
-                # Load makes tests slower, and a first test is slower than the same one later on.
                 result, by = "untested", ""
                 if items:
-                    result, by = self._attempt(mutant, items, functions, 10 + 2 * seconds)
+                    result, by = self._attempt(mutant, items, functions)
                 file.write(json.dumps({**asdict(mutant), "result": result, "by": by}) + "\n")
                 file.flush()
                 where = f"{mutant.path}:{mutant.line}"
@@ -351,9 +347,10 @@ class Attempts:
         mutant: Mutant,
         items: Sequence[pytest.Item],
         functions: dict[tuple[str, str, int], list[FunctionType]],
-        seconds: float,
     ) -> tuple[str, str]:
-        """ "killed", "timeout" or "survived", and by what. seconds: of processor time."""
+        """ "killed", "timeout" or "survived", and by what. A timeout is a test that does not end in
+        a minute of processor time."""
+        seconds = int(self._seconds) + 60
         self._log.write_text("")
         child = os.fork()
         if child == 0:
@@ -362,7 +359,7 @@ class Attempts:
                 os.setsid()
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 self._child = True
-                resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
+                resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
                 self._run(mutant, items, functions)
                 code = 0
             except BaseException:
@@ -405,6 +402,8 @@ class Attempts:
         if not changed:
             raise RuntimeError("nothing has changed")
         for item, following in zip(items, [*items[1:], None], strict=True):
+            if time.process_time() > self._seconds:
+                break
             item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
 
 
@@ -423,7 +422,9 @@ def main() -> int:
     given.add_argument("--seed", type=int, default=1)
     given.add_argument("--again", metavar="RESULT", help="those of the file with this result")
     given.add_argument("--only", metavar="FILE[:LINE]", help="every mutant of a file or a line")
-    given.add_argument("--seconds", type=float, default=15.0, help="of tests, for each mutant")
+    given.add_argument(
+        "--seconds", type=float, default=20.0, help="of processor time for the tests of each mutant"
+    )
     given.add_argument("--minutes", type=float, default=1e6, help="begin none after so many")
     options = given.parse_args()
     os.chdir(ROOT)
@@ -439,11 +440,11 @@ def main() -> int:
         chosen = list(_sample(options.count, options.seed))
         todo = [one for one in chosen if one not in known]
     reach = Reach()
-    plan = [(one, *reach.tests(one.path, one.line, options.seconds)) for one in todo]
-    files = sorted({name.partition("::")[0] for _, names, _ in plan for name in names})
+    plan = [(one, reach.tests(one.path, one.line)) for one in todo]
+    files = sorted({name.partition("::")[0] for _, names in plan for name in names})
     if files:
         plain = ["-q", "-n0", "-p", "no:cacheprovider", "--no-header", *files]
-        pytest.main(plain, plugins=[Attempts(plan, options.minutes)])
+        pytest.main(plain, plugins=[Attempts(plan, options.seconds, options.minutes)])
     known = _known()
     _summary([(one, known[one]) for one in chosen if one in known])
     return 0
