@@ -780,3 +780,17 @@ def test_a_half_ended_step_is_finished_before_the_next_one_begins() -> None:
             assert run.kv.stats().held_bytes == twin.kv.stats().held_bytes
         assert torch.equal(run.step(5), twin.step(5))
         assert not decode.half_ended
+
+
+def test_after_a_reset_a_share_is_of_the_next_prompt() -> None:
+    run = engine(network(), "snapkv", "none", "50%", prompt_options={"window": 4})
+    run.prompt(ids(100))
+    assert run.kv.budget_rows == 50
+    run.reset()
+    assert run.kv.budget_rows is None
+    run.prompt(ids(40))
+    assert (run.kv.budget_rows, run.kv.stats().kept_mean) == (20, 20)
+    counted = engine(network(), "snapkv", "none", 30, prompt_options={"window": 4})
+    counted.prompt(ids(100))
+    counted.reset()
+    assert counted.kv.budget_rows == 30

@@ -307,6 +307,18 @@ def test_a_row_at_a_position_that_was_not_read_is_refused() -> None:
             CacheSnapshot.read(held.record(), columns)
 
 
+def test_a_head_with_rows_of_another_ones_segment_is_refused() -> None:
+    """As many rows in all, but of two heads one has more than its capacity."""
+    run = engine(network(), "adakv", "roco", 48)
+    run.prompt(ids(90))
+    held = run.kv.snapshot()
+    record = json.loads(json.dumps(held.record()))
+    one, more = record["length"][0], record["capacity"][0][0] - record["length"][0][0] + 1
+    one[0], one[1] = one[0] + more, one[1] - more
+    with pytest.raises(ValueError, match="outside of its segment"):
+        CacheSnapshot.read(record, held.columns)
+
+
 def test_a_cache_without_positions_has_none_to_check() -> None:
     run = engine(network(), "adakv", "roco", 48)
     run.prompt(ids(90))

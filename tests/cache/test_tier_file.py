@@ -655,3 +655,10 @@ def test_a_system_that_cannot_keep_room_is_asked_what_is_free(
     expect(rows, (0, 20, 0))
     with pytest.raises(TierError, match=os.strerror(errno.ENOSPC)):
         rows.reserve(1 << 30, 20)
+
+
+def test_a_head_has_room_for_the_checksums_of_many_layers() -> None:
+    """4 bytes for each layer and each row: one page holds 1,000 together, two hold more."""
+    assert len(tier_file._head(0, [1] * 997, [2] * 3)) == PAGE
+    assert len(tier_file._head(0, [1] * 1100, [2] * 3)) == 2 * PAGE
+    assert len(tier_file._head(0, [1] * 3, [2] * 1100)) == 2 * PAGE

@@ -163,6 +163,9 @@ def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
     before = err.getvalue()
     made.clear_status()
     assert err.getvalue() == before
+    made.status("once more")
+    made.close()
+    assert err.getvalue().endswith("once more\r\x1b[K")
 
 
 @pytest.mark.parametrize(

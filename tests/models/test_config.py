@@ -290,6 +290,12 @@ BAD: list[tuple[str, object, int, str]] = [
         3,
         "beta_fast",
     ),
+    (
+        "rope factor huge",
+        LLAMA | {"rope_scaling": {"type": "linear", "factor": 1e6 + 1}},
+        6,
+        "factor",
+    ),
     ("rope factor missing", LLAMA | {"rope_scaling": {"type": "linear"}}, 6, "factor"),
     (
         "rope factor below 1",
