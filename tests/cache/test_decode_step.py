@@ -556,3 +556,12 @@ def test_between_two_evictions_a_kernel_may_take_the_statistics(
     assert len(ends) == 3
     assert {*ends[0].columns} == {"seen0", "seen1", "seen2"}
     assert int(run.kv.arena.held.min()) == 47
+
+
+def test_the_scratch_is_as_wide_as_the_longest_head_in_steps_of_sixteen() -> None:
+    """A head of 44 rows and a new one needs 45 columns, 48 with padding."""
+    run = engine(network(), None, "snapkv", "tova", 44)
+    run.prompt(ids(60))
+    step = run.kv.open_steps()
+    assert step.width == 48
+    assert step.logits.shape == (3, 3, 2, 48)

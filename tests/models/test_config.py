@@ -133,6 +133,7 @@ def test_llama_defaults(
             (None, 7),
         ),
         (QWEN | {"use_sliding_window": True, "sliding_window": 7}, (None, None)),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 0}, (4096, 4096)),
         (
             MISTRAL
             | {
@@ -719,3 +720,37 @@ def test_any_json_is_read_or_refused(
     assert all(window is None or window > 0 for window in config.windows)
     assert config.max_context > 0
     assert config.rope.theta >= 1
+
+
+LIMITS: list[tuple[str, dict[str, Any], float, float]] = [
+    # the key of rope_scaling, the other keys, the least and the largest value
+    ("factor", {"type": "linear"}, 1.0, 1e6),
+    ("low_freq_factor", LLAMA3 | {"high_freq_factor": 1e6}, 1e-3, 1e5),
+    ("high_freq_factor", LLAMA3 | {"low_freq_factor": 1e-3}, 2e-3, 1e6),
+    ("beta_fast", {"type": "yarn", "factor": 2.0, "beta_slow": 1e-3}, 1e-3, 1e6),
+    ("beta_slow", {"type": "yarn", "factor": 2.0, "beta_fast": 1e6}, 1e-3, 1e6),
+    ("attention_factor", {"type": "yarn", "factor": 2.0}, 1e-6, 1e6),
+    ("mscale", {"type": "yarn", "factor": 2.0}, 0.0, 1e3),
+    ("mscale_all_dim", {"type": "yarn", "factor": 2.0}, 0.0, 1e3),
+    ("rope_theta", {"type": "linear", "factor": 2.0}, 1.0, 1e15),
+]
+
+
+@pytest.mark.parametrize(("key", "others", "low", "high"), LIMITS, ids=[one[0] for one in LIMITS])
+def test_rotary_settings_up_to_their_limits(
+    key: str, others: dict[str, Any], low: float, high: float, tmp_path: Path
+) -> None:
+    raw = without(LLAMA, "rope_theta")
+    for value in (low, high):
+        read(tmp_path, raw | {"rope_scaling": others | {key: value}})
+    beyond = [low * 0.999 if low else -0.001]
+    beyond += [] if key == "low_freq_factor" else [high * 1.001]
+    for value in beyond:
+        if key == "high_freq_factor" and value < 1:
+            continue  # it must be above the other one, which is at its least
+        with pytest.raises(ModelError, match=key):
+            read(tmp_path, raw | {"rope_scaling": others | {key: value}})
+    if key != "rope_theta":
+        low_theta = LLAMA | {"rope_theta": 0.999}
+        with pytest.raises(ModelError, match="rope_theta"):
+            read(tmp_path, low_theta)

@@ -44,6 +44,8 @@ def test_one_word_for_both_releases_is_their_line() -> None:
     given = 4, 200, 300, 1, 8
     assert both.rows(*given) == line.rows(*given) == [300, 234, 168, 102]
     assert factory.rows(*given) == [200] * 4
+    assert factory.rows(4, 200, 383, 1, 8) == [200] * 4  # less than twice the mean of 192
+    assert factory.rows(4, 200, 384, 1, 8)[0] == 383
 
 
 def test_kvpress_counts_the_window_on_the_line() -> None:
@@ -54,3 +56,4 @@ def test_kvpress_counts_the_window_on_the_line() -> None:
     assert policy.rows(3, 40, 79, 1, 10) == [69, 40, 11]
     assert policy.rows(3, 40, 4096, 1, 11) == [40] * 3
     assert policy.rows(1, 40, 4096, 1, 8) == [40]
+    assert policy.rows(3, 40, 70, 1, 0) == [70, 40, 10]  # the first layer holds all that there is
