@@ -44,6 +44,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build/coverage"
 RESULTS = PLACE / "mutants.jsonl"
+FILE = 1 << 30
+"""Bytes that a file may have which a mutant writes: one filled the disk."""
 TABLE = "minikv/policies/registry.py"
 """It states facts (defaults, limits, papers): a second list of them would test nothing."""
 SOURCES = (
@@ -368,6 +370,7 @@ class Attempts:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 self._child = True
                 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (FILE, FILE))  # a size is a number, too
                 self._run(mutant, items, functions)
                 code = 0
             except BaseException:
