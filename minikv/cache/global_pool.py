@@ -77,15 +77,12 @@ class GlobalPool:
         tokens = staged["k"].shape[1]
         new = (place - (count - tokens)).clamp(min=0)
         for name, values in staged.items():
-            found = values[head, new] if tokens else None
+            found = values[head, new]
             if earlier is not None:
                 arena, index = earlier
                 old = place < count - tokens
                 before = arena.columns[name][index[head, place.clamp(max=count - tokens - 1)]]
-                if found is not None:
-                    before = torch.where(old.view(-1, *[1] * (found.dim() - 1)), before, found)
-                found = before
-            assert found is not None, "a layer without rows"
+                found = torch.where(old.view(-1, *[1] * (found.dim() - 1)), before, found)
             self.target.columns[name].index_copy_(0, into, found)
         for name, values in ({"pos": pos} | dict(extra)).items():
             column = self.target.columns[name]

@@ -75,7 +75,7 @@ class CacheSnapshot:
         have written."""
         try:
             tables = [torch.tensor(record[_KEYS.get(n, n)], dtype=torch.int64) for n in _TABLES]
-        except RuntimeError as error:  # a number of more than 64 bits
+        except RuntimeError as error:  # pragma: no cover - of more than 64 bits, in older torch
             raise ValueError(f"the layout is none: {error}") from None
         region = tuple(_count(n) for n in _list(record["region"]))
         rows, lost = record["rows"], _list(record["lost"])

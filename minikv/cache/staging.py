@@ -39,7 +39,7 @@ class Copies(Protocol):
         ...
 
 
-class CudaCopies:
+class CudaCopies:  # pragma: no cover - CUDA only
     """`Copies` on a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:

@@ -22,3 +22,39 @@ def test_a_wider_copy_holds_the_same() -> None:
     assert wide.region == [0, 64, 163]
     with pytest.raises(AssertionError):
         old.grown(torch.full_like(old.capacity, 5))
+
+
+def test_an_arena_takes_anothers_rows_where_it_has_its_shape() -> None:
+    """Its own columns and tables hold them, at the addresses that they had."""
+    lengths = [[6, 0, 20], [3, 4, 5]]
+    mine, other = filled([60, 90], [[1, 1, 1], [1, 1, 1]], None), filled([60, 90], lengths, None)
+    other.free_slot[1, 1] = 70
+    other.columns["k"].add_(0.5)
+    before = {name: column.data_ptr() for name, column in mine.columns.items()}
+    tables = ("start", "length", "capacity", "cap", "free_slot")
+    assert mine.take(other)
+    for name, column in mine.columns.items():
+        assert column.data_ptr() == before[name] != other.columns[name].data_ptr()
+        assert torch.equal(column, other.columns[name])
+    for name in tables:
+        assert torch.equal(getattr(mine, name), getattr(other, name))
+        assert getattr(mine, name).data_ptr() != getattr(other, name).data_ptr()
+    # Columns that are the same memory already are left alone.
+    shared = mine.sharing({"sum": torch.float32})
+    shared.columns["sum"].fill_(2.0)
+    shared.length[0, 0] = 9
+    assert mine.take(shared)
+    assert int(mine.length[0, 0]) == 9
+    assert bool((mine.columns["sum"] == 2.0).all())
+
+
+def test_an_arena_of_another_shape_is_not_taken() -> None:
+    mine = filled([60, 90], [[1, 1, 1], [1, 1, 1]], None)
+    wider = filled([60, 93], [[6, 0, 20], [3, 4, 5]], None)
+    more = mine.sharing({"sum": torch.float32, "count": torch.float32})
+    coded = filled([60, 90], [[6, 0, 20], [3, 4, 5]], torch.int8)
+    kind = mine.sharing({"sum": torch.float64})
+    for other in (wider, more, coded, kind):
+        other.length.fill_(5)
+        assert not mine.take(other)
+    assert mine.length.tolist() == [[1, 1, 1], [1, 1, 1]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from minikv.cache.decode_step import DecodeStep
 from minikv.engine.decode_loop import Eager
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import PromptView, StepEnd, StepPolicy, StepView, unprotected
+from minikv.policies.rkv import RKV
+from minikv.policies.streaming import Streaming
 from minikv.policies.tova import Tova
 
 LAYERS, HEADS, GROUP, SIZE, WIDE = 2, 3, 2, 8, 24
@@ -450,3 +453,115 @@ def test_a_new_row_inherits_nothing_from_the_row_it_overwrites() -> None:
     assert int(new.sum()) == 6 * made.kv.arena.length.numel()
     assert not bool(columns[own][new].any())
     assert bool((columns[own][~new] == 7.0).any())
+
+
+# -- what kernels take over -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("step", ["none", "tova", "l2", "hashevict"])
+def test_rows_that_were_not_rotated_are_the_same_rows(
+    step: str, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the network hands over on CUDA: queries, keys and values of one token side by side."""
+    net = network()
+    runs = [engine(net, None, "snapkv", step, 44) for _ in range(2)]
+    for run in runs:
+        run.kv.use(Kernels())
+        run.prompt(ids(60))
+    first, second = (run.kv.open_steps() for run in runs)
+    if by_kernel and step == "hashevict":
+        monkeypatch.setattr(second, "_append_kernel", _rotating(second))
+    heads, generator = 3, torch.Generator().manual_seed(0)
+    cos, sin = net.rotary.table(60, 1, torch.float32)
+    with torch.inference_mode():
+        for layer in range(3):
+            qkv = torch.randn(6 + 2 * heads, SIZE, generator=generator)
+            both = first.ops.rotate(qkv[None, :-heads], cos, sin)[0]
+            want = first.attend(layer, both[None, :-heads], both[None, -heads:], qkv[None, -heads:])
+            found = second.attend_unrotated(layer, qkv, cos, sin)
+            torch.testing.assert_close(found, want)
+        for run in runs:
+            run.kv.advance(1)
+    one, two = (run.kv.arena for run in runs)
+    assert torch.equal(one.held, two.held)
+    for name in one.columns:
+        for layer in range(3):
+            for head in range(heads):
+                mine, theirs = one.segment(name, layer, head), two.segment(name, layer, head)
+                torch.testing.assert_close(mine, theirs)
+
+
+def _rotating(step: DecodeStep) -> Callable[..., bool]:
+    """A kernel that rotates a row, chooses who leaves and writes it, in torch."""
+
+    def append(
+        policy: StepPolicy,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        turn: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> bool:
+        if turn is None:
+            return False
+        cos, sin, turned = turn
+        rows = torch.cat((query.reshape(-1, SIZE), key))
+        both = step.ops.rotate(rows[None], cos, sin)[0]
+        turned.copy_(both[: -len(key)].view_as(turned))
+        step._append(layer, turned, both[-len(key) :], value)
+        return True
+
+    return append
+
+
+def test_room_that_a_kernel_has_made_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the tables and the columns of all layers, and where the new rows will go."""
+    run = engine(network(), None, "snapkv", "streaming", 44)
+    run.prompt(ids(60))
+    step, rooms = run.kv.open_steps(), []
+
+    def room_kernel(self: object, ops: object, room: Any) -> bool:
+        rooms.append(room)
+        return True
+
+    monkeypatch.setattr(Streaming, "room_kernel", room_kernel)
+    monkeypatch.setattr(step.ops, "overwrite_step", lambda *given: pytest.fail("in torch"))
+    step._make_room()
+    (room,) = rooms
+    arena = run.kv._arena
+    assert room.free_slot is arena.free_slot
+    assert room.slot is step.slot
+    assert room.columns["k"] is arena.columns["k"]
+    assert room.undo_rows is step.undo_rows
+    assert {*room.columns} == {*room.undo_rows} == {"k", "v", "pos"}
+
+
+def test_between_two_evictions_a_kernel_may_take_the_statistics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = engine(network(), None, "snapkv", "rkv", 44)
+    run.prompt(ids(60))
+    ends = []
+
+    def update_kernel(self: object, ops: object, end: StepEnd) -> bool:
+        ends.append(end)
+        return True
+
+    monkeypatch.setattr(RKV, "update_kernel", update_kernel)
+    monkeypatch.setattr(RKV, "update", lambda *given: pytest.fail("in torch"))
+    for token in range(3):  # of four: the buffer is not full
+        run.step(token)
+        assert bool((run.kv.decode.arena.free_slot == -1).all())  # type: ignore[union-attr]
+    assert len(ends) == 3
+    assert {*ends[0].columns} == {"seen0", "seen1", "seen2"}
+    assert int(run.kv.arena.held.min()) == 47
+
+
+def test_the_scratch_is_as_wide_as_the_longest_head_in_steps_of_sixteen() -> None:
+    """A head of 44 rows and a new one needs 45 columns, 48 with padding."""
+    run = engine(network(), None, "snapkv", "tova", 44)
+    run.prompt(ids(60))
+    step = run.kv.open_steps()
+    assert step.width == 48
+    assert step.logits.shape == (3, 3, 2, 48)

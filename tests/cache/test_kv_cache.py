@@ -11,6 +11,7 @@ import pytest
 import torch
 from pairwise import beside
 from small import PAIRS, SOON, Dense, by_day, engine, ids, network, scheduler
+from tiers import tiered
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -605,3 +606,193 @@ def test_what_slid_out_of_a_window_is_not_counted_as_lost() -> None:
     lost = run.kv.stats().lost_max
     assert lost is not None
     assert 0 < lost < 2 / 69  # less than an even share of the attention
+
+
+# -- what it tells --------------------------------------------------------------------------------
+
+
+def test_budgets_to_try_double_up_to_the_users() -> None:
+    """The smallest one that is of use is the sinks, the window and a row more. Layers that share
+    unevenly must all have that, which a pyramid's last one has later."""
+    options: dict[str, object] = {"window": 8, "sinks": 0}
+
+    def tried(prompt: str, budget: int | str, **more: object) -> list[int]:
+        kv = scheduler(network(), prompt, "none", budget, prompt_options=options | more)
+        return kv.budgets(300)
+
+    assert tried("snapkv", 80) == [9, 18, 36, 72, 80]
+    assert tried("snapkv", 72) == [9, 18, 36, 72]
+    assert tried("snapkv", "10%") == [9, 18, 30]
+    assert tried("snapkv+global", 20) == [9, 18, 20]
+    assert tried("pyramidkv", 80, line="official") == [
+        36,
+        72,
+        80,
+    ]  # the last layer has 1 and 3 more
+    kv = scheduler(network(max_context=50), "full", "roco", 4000)
+    assert kv.budgets(300) == [15, 30, 50]  # 4 sinks, 10 recent, one more
+
+
+def test_a_layer_without_room_for_what_is_protected_is_refused() -> None:
+    """A budget of 12 for a window of 8 falls by 4 from layer to layer, which leaves the last one
+    nothing beside the window; minikv's own line leaves it a row."""
+    options: dict[str, object] = {"window": 8}
+    run = engine(network(), "pyramidkv", "none", 12, prompt_options=options | {"line": "official"})
+    with pytest.raises(UsageError, match="leaves a layer 8 tokens per head, of which 8 are"):
+        run.prompt(ids(90))
+    assert run.kv.position == 0
+    run = engine(network(), "pyramidkv", "none", 12, prompt_options=options)
+    run.prompt(ids(90))
+    assert run.kv.stats().kept_min == 9
+
+
+def test_why_a_tier_cannot_be_chosen_from() -> None:
+    net = network()
+
+    def why(prompt: str, step: str = "none") -> str:
+        return str(scheduler(net, prompt, step, 60).recalls)
+
+    assert why("snapkv") == why("full", "roco") == "None"
+    assert why("h2o") == "h2o needs the queries of all tokens"
+    assert why("expected") == "expected needs the queries of all tokens"
+    assert why("kvzip") == "kvzip reads everything twice"
+    assert why("queryspan") == "queryspan needs the probabilities of all tokens"
+    step = policies.step_policy("roco")
+    kv = KVCache(_shape(net), None, step, Budget.parse(60), stride=8)
+    assert kv.recalls == "with a stride rows are evicted while it reads"
+
+
+def _shape(net: Llama) -> Shape:
+    c = net.config
+    return Shape(c.layers, c.kv_heads, c.heads, c.head_dim, c.windows, c.max_context)
+
+
+def test_what_is_told_of_a_prompt_under_way_and_after_it() -> None:
+    run = engine(network(), "tova", "none", 20)
+    kv = run.kv
+    assert (kv.pinned, kv.last_turn, kv.target, kv.reading) == (0, 0, None, False)
+    kv.pin(3)
+    assert kv.pinned == 3
+    seen: list[object] = []
+
+    def told(done: int, total: int) -> None:
+        seen.append((kv.reading, kv.target is None, kv.first is None, done, total))
+
+    run.prompt(ids(60), told)
+    assert seen[-1] == (True, False, False, 60, 60)
+    assert kv.target is None
+    assert kv.last_turn == 0
+    run.step(5)
+    run.prompt(ids(9))
+    assert kv.last_turn == 61
+    lost = kv.lost
+    assert len(lost) == 3
+    assert all(share is not None and 0 < share < 1 for share in lost)
+    assert kv.last_prompt.lost_max == max(lost)  # type: ignore[type-var]
+    assert kv.last_prompt.lost_layer == lost.index(kv.last_prompt.lost_max)
+
+
+def test_what_the_query_of_a_step_sees() -> None:
+    """All that the head holds, and the step's own token."""
+    run = engine(network(), "tova", "roco", 20)
+    run.prompt(ids(60))
+    attend, seen = run.kv.attend, []
+
+    def listen(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attend(layer, q, k, v)
+        seen.append(sorted(run.kv.attended(layer, 1).tolist()))
+        return out
+
+    before = [run.kv.kept(layer, 1).tolist() for layer in range(3)]
+    run.kv.attend = listen  # type: ignore[method-assign]
+    run.step(5)
+    assert seen == [[*held, 60] for held in before]
+
+
+def test_rows_take_the_old_ones_place_where_addresses_are_kept() -> None:
+    """As on a GPU; not where somebody may go back to the old rows."""
+    run, twin = (engine(network(), "snapkv", "roco", 44) for _ in range(2))
+    run.kv.keeps_addresses = True
+    for each in (run, twin):
+        each.prompt(ids(80))
+    place = run.kv.arena.columns["k"].data_ptr()
+    for turn, marked in enumerate((False, True)):
+        mark = run.kv.mark() if marked else None
+        for each in (run, twin):
+            each.prompt(ids(6, seed=turn))
+        assert (run.kv.arena.columns["k"].data_ptr() == place) != marked
+        for name in twin.kv.arena.columns:
+            for layer in range(3):
+                for head in range(3):
+                    mine = run.kv.arena.segment(name, layer, head)
+                    assert torch.equal(mine, twin.kv.arena.segment(name, layer, head))
+    assert mark is not None
+    run.kv.go_back(mark)
+    assert run.kv.position == 86
+    assert run.kv.arena.columns["k"].data_ptr() == place
+
+
+def test_a_mark_holds_the_tiers_rows_too() -> None:
+    """Of two recalls after it the second is not wanted, and what it added to the tier is not."""
+    run = tiered(engine(network(), "snapkv", "roco", 44))
+    assert run.kv.tier is not None
+    first = run.recall(ids(60))
+    assert first.isfinite().all()
+    mark, held = run.kv.mark(), run.kv.tier.length
+    run.recall([*ids(60), *ids(30, seed=1)])
+    assert run.kv.tier.length == 90
+    run.kv.go_back(mark)
+    assert (run.kv.position, run.kv.tier.length) == (60, held)
+    run.kv.mark()
+    run.kv.forget_mark()
+    assert not run.kv._marked
+
+
+def _interrupted(*given: object, **more: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_half_ended_step_is_finished_before_the_next_one_begins() -> None:
+    """An interrupt in the last kernel of a step: statistics and victims are final, the token
+    counts, and the tables are brought up to date by whoever comes next."""
+    for then in ("step", "stats"):
+        run, twin = (engine(network(), "snapkv", "roco", 44) for _ in range(2))
+        for each in (run, twin):
+            each.prompt(ids(60))
+            each.step(3)
+        decode, advance = run.kv.decode, run.kv.decode.ops.advance
+        calls = []
+
+        def stop(
+            *given: object, advance: Any = advance, calls: list[int] = calls, **more: object
+        ) -> None:
+            calls.append(1)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            advance(*given, **more)
+
+        decode.ops.advance = stop  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            run.step(4)
+        assert decode.half_ended
+        assert run.kv.position == 62
+        twin.step(4)
+        if then == "stats":
+            assert run.kv.stats().seen == 62
+            assert run.kv.stats().held_bytes == twin.kv.stats().held_bytes
+        assert torch.equal(run.step(5), twin.step(5))
+        assert not decode.half_ended
+
+
+def test_after_a_reset_a_share_is_of_the_next_prompt() -> None:
+    run = engine(network(), "snapkv", "none", "50%", prompt_options={"window": 4})
+    run.prompt(ids(100))
+    assert run.kv.budget_rows == 50
+    run.reset()
+    assert run.kv.budget_rows is None
+    run.prompt(ids(40))
+    assert (run.kv.budget_rows, run.kv.stats().kept_mean) == (20, 20)
+    counted = engine(network(), "snapkv", "none", 30, prompt_options={"window": 4})
+    counted.prompt(ids(100))
+    counted.reset()
+    assert counted.kv.budget_rows == 30

@@ -24,6 +24,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.prefill import Plan, Prefill
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
+from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import Evidence, PromptPolicy, PromptView, Scorer
 
 
@@ -311,3 +312,15 @@ def test_each_query_and_the_length_of_its_input_are_shown() -> None:
 def test_a_tier_does_not_serve_a_policy_that_asks_for_probabilities() -> None:
     run, _, _ = asking()
     assert run.kv.recalls == "asks needs the probabilities of all tokens"
+
+
+def test_kernels_may_take_the_sums_of_each_query_from_all_rows() -> None:
+    """As those of a GPU do, once a layer; the rows that stay are those of the logits' own sums."""
+    held = []
+    for sums in (False, True):
+        run = small.engine(small.network(), "defensive", "none", 40)
+        run.kv.use(Kernels())
+        run.kv.ops.each_sums = sums
+        run.prompt(small.ids(90))
+        held.append([run.kv.kept(i, h).tolist() for i in range(3) for h in range(3)])
+    assert held[0] == held[1]

@@ -560,3 +560,72 @@ def test_a_file_that_fails_is_said_and_changes_nothing(
     run.kv.scoring_tier = None
     assert torch.equal(run.prompt(ids(60)), twin.prompt(ids(60)))
     same(run, twin)
+
+
+@pytest.mark.parametrize("name", ["kvzip", "kvzip+uniform"])
+@pytest.mark.parametrize("step", ["none", "roco", "tova"])
+def test_the_peak_is_planned_before_anything_is_read(name: str, step: str) -> None:
+    run, _ = made(network(), name, 24, step, chunk=25)
+    run.kv.begin(120)
+    reading = run.kv.scored_twice
+    assert reading is not None
+    planned = reading.planned
+    run.kv.rollback()
+    run.prompt(ids(120))
+    peak = run.kv.last_prompt.peak_bytes
+    assert peak <= planned <= 1.5 * peak
+
+
+def more(run: Engine, tokens: int, position: int, *, asks: bool) -> int:
+    """Tokens that are read to score so many."""
+    cost = run.kv.scoring_cost(tokens, position, asks=asks)
+    return 0 if cost is None else cost.tokens
+
+
+def test_what_a_prompt_is_scored_with_is_known_before_it_is_read() -> None:
+    run, _ = made(network(), "kvzip", 15, chunk=25)
+    whole = sum(map(len, texts(ids(60), 4, 25)))
+    assert more(run, 60, 0, asks=False) == whole
+    assert more(run, 7, 0, asks=False) == 0  # less than half of the budget
+    assert more(run, 7, 60, asks=True) == 0
+    assert not run.kv.scoring
+    shared, _ = made(network(), "kvzip", 15, chunk=25)
+    shared.kv.configure(shared.kv.prompt_policy, None, Budget.parse("50%"))
+    assert more(shared, 60, 0, asks=False) == whole
+    # Under its own share a text takes all of the budget, never less than half of it.
+    assert more(shared, 60, 10_000, asks=True) == 0
+
+
+def test_a_prompt_takes_over_what_an_equal_one_read_and_scored() -> None:
+    """Without a forward: the rows that stay are the same, for a smaller budget too."""
+    run, _ = made(network(), "kvzip", 40, chunk=25)
+    run.prompt(ids(90))
+    first, _ = made(network(), "kvzip", 40, chunk=25)
+    known = None
+    forward = first.network.forward
+
+    def keep(tokens: Tensor, kv: object) -> Tensor:
+        nonlocal known
+        known = first.kv.scored_twice
+        return forward(tokens, kv)  # type: ignore[arg-type]
+
+    first.network.forward = keep  # type: ignore[method-assign]
+    first.prompt(ids(90))
+    assert known is not None
+    assert known.scored
+    for budget in (40, 20):
+        want, _ = made(network(), "kvzip", budget, chunk=25)
+        want.prompt(ids(90))
+        again, _ = made(network(), "kvzip", budget, chunk=25)
+        again.kv.begin(90)
+        reading = again.kv.scored_twice
+        assert reading is not None
+        assert not reading.scored
+        reading.replay(known)
+        assert reading.replayed
+        again.kv.advance(90)
+        assert kept(again.kv) == kept(want.kv)
+    stepped, _ = made(network(), "kvzip", 40, "roco", chunk=25)
+    stepped.kv.begin(90)
+    assert stepped.kv.scored_twice is not None
+    assert stepped.kv.scored_twice.needs is None  # its statistics are its own

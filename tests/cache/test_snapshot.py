@@ -106,6 +106,27 @@ def test_a_budget_in_blocks_or_as_a_share_or_pinned_goes_on_too() -> None:
         assert same(go_on(other, 3), want)
 
 
+def test_a_cache_goes_on_under_other_policies_as_if_they_were_set_after_it() -> None:
+    """`under`; and where those are refused nothing changes."""
+    net = network()
+    run, other = (engine(net, "adakv", "roco", 48) for _ in range(2))
+    run.prompt(ids(90))
+    run.step(3)
+    held = run.kv.snapshot()
+    then = run.kv.prompt_policy, run.kv.step_policy, run.kv.budget, 0
+    later = EvictionConfig.read("h2o", budget=30).policies()
+    run.kv.configure(*later)
+    want = go_on(run, 5)
+    other.kv.restore(held, *then, under=later)
+    assert other.kv.prompt_policy is later[0]
+    assert same(go_on(other, 5), want)
+    before = other.kv.snapshot()
+    with pytest.raises(UsageError):
+        other.kv.restore(held, *then, under=(later[0], later[1], None, 0))
+    assert other.kv.position == before.position
+    assert other.kv.prompt_policy is later[0]
+
+
 def test_only_rows_in_use_are_copied_and_never_shared() -> None:
     run = engine(network(), "adakv", "roco", 48)
     run.prompt(ids(400))
@@ -250,6 +271,7 @@ def spoil(record: dict[str, Any], key: str, value: object) -> None:
         ("length.0.1", 1),
         ("capacity.0.0", 10**6),
         ("capacity.0.0", 2**63),  # more than 64 bits
+        ("capacity.0.0", 2**64),
         ("capacity.1.0", 2**63 - 5),  # added to the start, it is negative
         ("cap.0.0", 2**41),
         ("capacity", [[1]]),
@@ -283,6 +305,27 @@ def test_a_row_at_a_position_that_was_not_read_is_refused() -> None:
         columns["pos"][7] = wrong if wrong < 2**31 else 2**31 - 1
         with pytest.raises(ValueError, match="was not read"):
             CacheSnapshot.read(held.record(), columns)
+
+
+def test_a_head_with_rows_of_another_ones_segment_is_refused() -> None:
+    """As many rows in all, but of two heads one has more than its capacity."""
+    run = engine(network(), "adakv", "roco", 48)
+    run.prompt(ids(90))
+    held = run.kv.snapshot()
+    record = json.loads(json.dumps(held.record()))
+    one, more = record["length"][0], record["capacity"][0][0] - record["length"][0][0] + 1
+    one[0], one[1] = one[0] + more, one[1] - more
+    with pytest.raises(ValueError, match="outside of its segment"):
+        CacheSnapshot.read(record, held.columns)
+
+
+def test_a_cache_without_positions_has_none_to_check() -> None:
+    run = engine(network(), "adakv", "roco", 48)
+    run.prompt(ids(90))
+    held = run.kv.snapshot()
+    columns = {name: column for name, column in held.columns.items() if name != "pos"}
+    found = CacheSnapshot.read(json.loads(json.dumps(held.record())), columns)
+    assert found.columns.keys() == columns.keys()
 
 
 def test_a_record_without_a_key_or_with_a_short_column_is_refused() -> None:

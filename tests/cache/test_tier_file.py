@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import stat
@@ -449,3 +450,226 @@ def test_the_checksum_sees_words_pages_and_their_order() -> None:
             other[PAGE + 7] ^= 128
         found.add(tier_file._checksum([other]))
     assert len(found) == 5
+
+
+# -- a file's life --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(OSError(errno.ENOSPC, "No space left on device"), TierError), (KeyboardInterrupt(), None)],
+)
+def test_a_file_that_cannot_be_begun_is_not_there(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, told: type | None
+) -> None:
+    def fail(*given: object) -> int:
+        raise error
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(told or KeyboardInterrupt):
+        FileRows.create(path, LAYERS, HEADS, COLUMNS)
+    assert not path.exists()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_nobody_wants_is_gone_when_it_is_closed(rows: FileRows, path: Path) -> None:
+    add(rows, 0, 20)
+    rows.kept = False
+    rows.close()
+    assert not path.exists()
+    rows.close()  # once more changes nothing
+    path.write_text("another file")
+    rows.unlink()
+    assert path.exists()  # its name is another's by now
+
+
+def test_a_file_moves_on_its_own_disk_alone(
+    rows: FileRows, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(rows, 0, 20)
+    rows.kept = False
+    real = os.replace
+
+    def failing(code: int) -> Callable[..., None]:
+        def fail(*given: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        return fail
+
+    monkeypatch.setattr(os, "replace", failing(errno.EXDEV))
+    assert not rows.move(tmp_path / "there.kv")
+    monkeypatch.setattr(os, "replace", failing(errno.EACCES))
+    with pytest.raises(OSError, match=os.strerror(errno.EACCES)):
+        rows.move(tmp_path / "there.kv")
+    assert (rows.path, rows.kept) == (path, False)
+    monkeypatch.setattr(os, "replace", real)
+    assert rows.move(tmp_path / "there.kv")
+    assert (rows.path, rows.kept) == (tmp_path / "there.kv", True)
+    expect(rows, (0, 20, 0))
+    rows.unlink()
+    assert not rows.move(path)  # without a name there is nothing to move
+
+
+def test_a_file_knows_whether_it_is_at_a_place(rows: FileRows, path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.kv"
+    assert rows.is_at(path)
+    assert not rows.is_at(other)
+    other.write_text("x")
+    assert not rows.is_at(other)
+    assert rows.path == path
+    path.rename(other)
+    assert not rows.is_at(path)
+    assert rows.is_at(other)
+    assert rows.path == other
+
+
+def test_nothing_new_is_nothing_to_write(rows: FileRows, path: Path) -> None:
+    """A prompt of which the file has all rows, and one that it had before."""
+    add(rows, 0, 20)
+    size, number = path.stat().st_size, rows._number
+    rows.reserve(20, 20)
+    for layer in range(LAYERS):
+        rows.write(layer, 20, {name: rows.read(layer, 20)[name][:, 20:] for name in COLUMNS})
+    rows.commit(20)
+    rows.drop()
+    assert (path.stat().st_size, rows._number) == (size, number)
+    expect(rows, (0, 20, 0))
+
+
+def test_a_cleared_file_has_no_rows_and_gives_its_room_back(rows: FileRows, path: Path) -> None:
+    add(rows, 0, 200)
+    assert rows.nbytes > 3 * PAGE
+    rows.clear()
+    assert (rows.rows, rows.ids, rows.nbytes) == (0, [], 3 * PAGE)
+    assert path.stat().st_size == 3 * PAGE
+    add(rows, 0, 20, seed=1)
+    rows = again(rows, path)
+    assert rows.damage == ""
+    expect(rows, (0, 20, 1))
+    rows.close()
+
+
+def test_a_read_that_the_disk_refuses_names_the_first_token(
+    rows: FileRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(rows, 0, 20)
+    add(rows, 20, 30)
+    real, calls = os.preadv, []
+
+    def fail(handle: int, pieces: list[memoryview], at: int) -> int:
+        calls.append(at)
+        if len(calls) == 2:  # the first layer's second segment
+            raise OSError(errno.EIO, "Input/output error")
+        return real(handle, pieces, at)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(TierError, match="Input/output error") as refused:
+        rows.read(0, 30)
+    assert refused.value.rows == 20
+    rows.drop()
+    monkeypatch.setattr(os, "preadv", real)
+    expect(rows, (0, 20, 0), (20, 30, 0))
+
+
+# -- what others wrote ----------------------------------------------------------------------------
+
+
+def put(path: Path, at: int, page: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(page)
+
+
+def test_a_record_with_another_mark_is_none(rows: FileRows, path: Path) -> None:
+    """Its checksum fits, and it is no commit record; the other one counts."""
+    add(rows, 0, 20)
+    add(rows, 20, 30)
+    rows.close()
+    page = tier_file._sealed(tier_file._RECORD.pack(b"other\n\0\0", 9, 30, 2, 0), PAGE)
+    put(path, PAGE * (1 + rows._number % 2), page)
+    found = FileRows.open(path)
+    assert found.damage == "one of its commit records cannot be read"
+    assert found.rows == 20
+    found.close()
+
+
+def test_a_segment_of_another_record_is_left_out(rows: FileRows, path: Path) -> None:
+    """Whole in itself, but not the one that the record was written for."""
+    add(rows, 0, 20)
+    add(rows, 20, 30)
+    rows.close()
+    record = tier_file._RECORD.pack(tier_file._COMMIT, rows._number, 30, 2, 12345)
+    put(path, PAGE * (1 + rows._number % 2), tier_file._sealed(record, PAGE))
+    found = FileRows.open(path)
+    assert found.rows == 20
+    assert found.damage == "from token 20 on it is damaged"
+    found.close()
+
+
+HEADERS: list[object] = [
+    {"layers": 3, "heads": 2, "columns": {}, "identity": {}},
+    {"layers": 0, "heads": 2, "columns": {"k": ["float32", [8]]}, "identity": {}},
+    {"layers": 3, "heads": True, "columns": {"k": ["float32", [8]]}, "identity": {}},
+    {"layers": 3, "heads": 2, "columns": {"k": ["float32", [1 << 20]]}, "identity": {}},
+    {"layers": 3, "heads": 2, "columns": {"k": ["float64", [8]]}, "identity": {}},
+    {"layers": 3, "heads": 2, "columns": {"k": ["float32", [8]]}},
+    {"layers": 3, "heads": 2, "columns": [], "identity": {}},
+    [],
+]
+
+
+@pytest.mark.parametrize("says", HEADERS)
+def test_a_first_page_that_says_what_cannot_be_is_refused(
+    rows: FileRows, path: Path, says: object
+) -> None:
+    rows.close()
+    text = json.dumps(says).encode()
+    put(path, 0, tier_file._sealed(tier_file._TOP.pack(tier_file._MAGIC, len(text)) + text, PAGE))
+    for read in (header_of, FileRows.open):
+        with pytest.raises(TierError, match=r"tier.kv does not say what it is"):
+            read(path)
+
+
+def test_a_header_that_the_disk_does_not_give_is_one_line(
+    rows: FileRows, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(TierError, match=r"tier.kv: Input/output error"):
+        header_of(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_where_locks_do_not_work_nobody_is_asked(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(tier_file.fcntl, "flock", fail)
+    made = FileRows.create(path, LAYERS, HEADS, COLUMNS)
+    add(made, 0, 20)
+    made = again(made, path)
+    expect(made, (0, 20, 0))
+    made.close()
+
+
+def test_a_system_that_cannot_keep_room_is_asked_what_is_free(
+    rows: FileRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    add(rows, 0, 20)
+    expect(rows, (0, 20, 0))
+    with pytest.raises(TierError, match=os.strerror(errno.ENOSPC)):
+        rows.reserve(1 << 30, 20)
+
+
+def test_a_head_has_room_for_the_checksums_of_many_layers() -> None:
+    """4 bytes for each layer and each row: one page holds 1,000 together, two hold more."""
+    assert len(tier_file._head(0, [1] * 997, [2] * 3)) == PAGE
+    assert len(tier_file._head(0, [1] * 1100, [2] * 3)) == 2 * PAGE
+    assert len(tier_file._head(0, [1] * 3, [2] * 1100)) == 2 * PAGE

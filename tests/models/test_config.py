@@ -133,6 +133,7 @@ def test_llama_defaults(
             (None, 7),
         ),
         (QWEN | {"use_sliding_window": True, "sliding_window": 7}, (None, None)),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 0}, (4096, 4096)),
         (
             MISTRAL
             | {
@@ -164,6 +165,23 @@ def test_dynamic_scaling_is_held_to_its_original_length(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}})
     assert config.max_context == 512
     assert any("dynamic" in note for note in config.notes)
+
+
+def test_what_is_ignored_is_said(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA | {"pretraining_tp": 1}).notes == ()
+    (note,) = read(tmp_path, LLAMA | {"pretraining_tp": 2}).notes
+    assert "pretraining_tp is ignored" in note
+    (note,) = read(tmp_path, LLAMA | {"auto_map": {"AutoConfig": "x.Y"}}).notes
+    assert "auto_map is ignored" in note
+
+
+def test_yarn_has_its_own_attention_factor_or_none(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0}
+    rope = read(tmp_path, LLAMA | {"rope_scaling": yarn}).rope
+    assert (rope.kind, rope.factor, rope.original) == ("yarn", 4.0, 512)
+    assert (rope.attention_factor, rope.beta_fast, rope.beta_slow) == (None, 32.0, 1.0)
+    rope = read(tmp_path, LLAMA | {"rope_scaling": yarn | {"attention_factor": 0.5}}).rope
+    assert rope.attention_factor == 0.5
 
 
 def test_generation_config_adds_stop_ids(tmp_path: Path) -> None:
@@ -273,6 +291,12 @@ BAD: list[tuple[str, object, int, str]] = [
         3,
         "beta_fast",
     ),
+    (
+        "rope factor huge",
+        LLAMA | {"rope_scaling": {"type": "linear", "factor": 1e6 + 1}},
+        6,
+        "factor",
+    ),
     ("rope factor missing", LLAMA | {"rope_scaling": {"type": "linear"}}, 6, "factor"),
     (
         "rope factor below 1",
@@ -312,6 +336,12 @@ BAD: list[tuple[str, object, int, str]] = [
         "beta_fast",
     ),
     (
+        "yarn with a base of 1",
+        LLAMA | {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+        6,
+        "yarn needs a rope_theta above 1",
+    ),
+    (
         "thetas disagree",
         LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         6,
@@ -322,6 +352,25 @@ BAD: list[tuple[str, object, int, str]] = [
         LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3},
         6,
         "disagree",
+    ),
+    ("llama with sliding layers", LLAMA | {"layer_types": ["sliding_attention"] * 2}, 3, "sliding"),
+    (
+        "sliding layers that nobody uses",
+        QWEN | {"layer_types": ["sliding_attention"] * 2},
+        6,
+        "use_sliding_window is false",
+    ),
+    (
+        "sliding layers without a window",
+        MISTRAL | {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+        6,
+        "sliding_window is off",
+    ),
+    (
+        "partial rotary inside",
+        LLAMA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        3,
+        "partial_rotary_factor",
     ),
     (
         "original lengths disagree",
@@ -546,6 +595,27 @@ def test_params_of_the_original_layout(tmp_path: Path) -> None:
     assert any("context" in note for note in config.notes)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "context"),
+    [
+        ({"max_seq_len": 700}, 700),
+        ({"max_position_embeddings": 900}, 900),
+        ({"max_position_embeddings": 900, "max_seq_len": 700}, 900),
+        ({"rope_theta": 1e6}, 32_768),
+        ({"rope_theta": 5e5}, 8192),
+        ({"rope_theta": 4e5}, 4096),
+        ({"rope_theta": 1e4, "sliding_window": 4096}, 32_768),
+    ],
+)
+def test_the_context_of_params_is_named_or_assumed(
+    lengths: dict[str, Any], context: int, tmp_path: Path
+) -> None:
+    config = params(tmp_path, PARAMS | lengths)
+    assert config.max_context == context
+    named = "max_seq_len" in lengths or "max_position_embeddings" in lengths
+    assert any("names no context length" in note for note in config.notes) != named
+
+
 def test_params_with_the_window_of_mistral_v01_means_its_theta(tmp_path: Path) -> None:
     config = params(tmp_path, without(PARAMS, "rope_theta") | {"sliding_window": 4096})
     assert config.rope.theta == 10_000.0
@@ -573,6 +643,7 @@ def test_params_of_meta_derive_the_width_of_the_mlp(tmp_path: Path) -> None:
 
 
 BAD_PARAMS: list[tuple[dict[str, Any], tuple[str, ...], int, str]] = [
+    ({"n_heads": 6, "n_kv_heads": 2}, ("head_dim",), 6, "dim 64 is not a multiple of n_heads 6"),
     ({}, ("rope_theta",), 6, "rope_theta"),
     ({}, ("dim",), 6, "dim"),
     ({"vocab_size": -1}, (), 6, "vocab_size"),
@@ -649,3 +720,37 @@ def test_any_json_is_read_or_refused(
     assert all(window is None or window > 0 for window in config.windows)
     assert config.max_context > 0
     assert config.rope.theta >= 1
+
+
+LIMITS: list[tuple[str, dict[str, Any], float, float]] = [
+    # the key of rope_scaling, the other keys, the least and the largest value
+    ("factor", {"type": "linear"}, 1.0, 1e6),
+    ("low_freq_factor", LLAMA3 | {"high_freq_factor": 1e6}, 1e-3, 1e5),
+    ("high_freq_factor", LLAMA3 | {"low_freq_factor": 1e-3}, 2e-3, 1e6),
+    ("beta_fast", {"type": "yarn", "factor": 2.0, "beta_slow": 1e-3}, 1e-3, 1e6),
+    ("beta_slow", {"type": "yarn", "factor": 2.0, "beta_fast": 1e6}, 1e-3, 1e6),
+    ("attention_factor", {"type": "yarn", "factor": 2.0}, 1e-6, 1e6),
+    ("mscale", {"type": "yarn", "factor": 2.0}, 0.0, 1e3),
+    ("mscale_all_dim", {"type": "yarn", "factor": 2.0}, 0.0, 1e3),
+    ("rope_theta", {"type": "linear", "factor": 2.0}, 1.0, 1e15),
+]
+
+
+@pytest.mark.parametrize(("key", "others", "low", "high"), LIMITS, ids=[one[0] for one in LIMITS])
+def test_rotary_settings_up_to_their_limits(
+    key: str, others: dict[str, Any], low: float, high: float, tmp_path: Path
+) -> None:
+    raw = without(LLAMA, "rope_theta")
+    for value in (low, high):
+        read(tmp_path, raw | {"rope_scaling": others | {key: value}})
+    beyond = [low * 0.999 if low else -0.001]
+    beyond += [] if key == "low_freq_factor" else [high * 1.001]
+    for value in beyond:
+        if key == "high_freq_factor" and value < 1:
+            continue  # it must be above the other one, which is at its least
+        with pytest.raises(ModelError, match=key):
+            read(tmp_path, raw | {"rope_scaling": others | {key: value}})
+    if key != "rope_theta":
+        low_theta = LLAMA | {"rope_theta": 0.999}
+        with pytest.raises(ModelError, match="rope_theta"):
+            read(tmp_path, low_theta)

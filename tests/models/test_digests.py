@@ -12,7 +12,7 @@ import pytest
 
 from minikv.models import BUNDLED, digests
 from minikv.models.digests import Digest, digest, names, shipped, stated
-from minikv.models.errors import ModelUnavailable
+from minikv.models.errors import ModelError, ModelUnavailable
 
 
 def test_the_bundled_model_is_as_its_list_says() -> None:
@@ -78,3 +78,15 @@ def test_git_agrees(tmp_path: Path) -> None:
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs git")
     assert digest(path, "git").value == said.stdout.decode().strip()
+
+
+def test_a_folder_that_cannot_be_listed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(ModelError, match=os.strerror(errno.EACCES)) as caught:
+        names(tmp_path)
+    assert caught.value.exit_code == 3

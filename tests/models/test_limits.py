@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import resource
 import subprocess
 import sys
@@ -30,6 +31,26 @@ def test_what_is_left_counts_as_free_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert free <= 64 << 20
 
 
+@pytest.mark.parametrize("text", ["", "x 1 2", None])
+def test_where_the_system_does_not_say_what_is_used_nobody_says(
+    monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    """/proc is not there, or is not what it is on Linux."""
+
+    def opened(path: str) -> io.StringIO:
+        if text is None:
+            raise FileNotFoundError(path)
+        return io.StringIO(text)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 30, -1))
+    monkeypatch.setattr(limits, "open", opened, raising=False)
+    assert limits.address_space() is None
+    monkeypatch.setattr(limits, "open", lambda path: io.StringIO("3 1 1"))
+    assert limits.address_space() == (1 << 30) - 3 * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.getpagesize(), -1))
+    assert limits.address_space() == 0  # more is used than is allowed from now on
+
+
 def test_torch_that_is_there_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "address_space", lambda: 1 << 20)
     limits.refuse_without_torch()
@@ -37,6 +58,9 @@ def test_torch_that_is_there_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ModelTooLarge, match="1 MiB more of address space") as caught:
         limits.refuse_without_torch()
     assert caught.value.exit_code == 4
+    for enough in (700 << 20, None):
+        monkeypatch.setattr(limits, "address_space", lambda enough=enough: enough)
+        limits.refuse_without_torch()
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,33 @@ def test_they_are_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert listed() == []
 
 
+def test_without_a_home_directory_there_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor anything in it, and nothing to remove."""
+
+    class Homeless:
+        def __init__(self, name: str) -> None:
+            pass
+
+        @property
+        def user_cache_path(self) -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("MINIKV_HOME")
+    monkeypatch.setattr("platformdirs.unix.Unix", Homeless)
+    with pytest.raises(FileNotFoundError, match="there is no home directory"):
+        store()
+    assert listed() == []
+    clear()
+
+
+def test_folders_that_are_made_are_the_users_alone(tmp_path: Path) -> None:
+    (there := tmp_path / "there").mkdir(mode=0o755)
+    packed_files.make(there / "a" / "b")
+    modes = [path.stat().st_mode & 0o777 for path in (there, there / "a", there / "a" / "b")]
+    assert modes == [0o755, 0o700, 0o700]
+    packed_files.make(there / "a" / "b")  # which is there
+
+
 def test_the_listing_names_models_and_passes_over_what_is_odd(tmp_path: Path) -> None:
     put(2, "owner/two")
     put(1, "owner/one", str(tmp_path))

@@ -14,7 +14,12 @@ import tokenizers
 import vocabularies as v
 
 from minikv.models.errors import UnsupportedModel
-from minikv.models.stream import TextStream, byte_level_alphabet, word_piece_bytes
+from minikv.models.stream import (
+    TextStream,
+    byte_level_alphabet,
+    byte_level_bytes,
+    word_piece_bytes,
+)
 from minikv.models.tokenizer import Tokenizer
 from minikv.models.tokenizer_json import JsonVocabulary
 from minikv.models.tokenizer_sp import PieceVocabulary
@@ -113,6 +118,12 @@ def test_a_character_is_held_back_until_it_is_complete() -> None:
     assert stream.flush() == ""
 
 
+@pytest.mark.parametrize("id", [-1, 2, 1 << 40])
+def test_an_id_without_a_piece_has_no_text(id: int) -> None:
+    stream = TextStream([b"a", b""])
+    assert [stream.push(n) for n in (0, id, 1, 0)] == ["a", "", "", "a"]
+
+
 def test_an_unfinished_character_is_one_replacement() -> None:
     stream = TextStream([b"\xf0\x9f", b"x", b"\xf0\x9f\xa4"])
     assert [stream.push(0), stream.push(1), stream.push(2)] == ["", "\ufffdx", ""]
@@ -144,6 +155,14 @@ def test_byte_pieces() -> None:
     assert word_piece_bytes("<0x0A>") == b"\n"
     assert word_piece_bytes("<0x0A>", byte_fallback=False) == b"<0x0A>"
     assert word_piece_bytes("▁a▁") == b" a "
+
+
+def test_byte_level_pieces() -> None:
+    """One character a byte; a word that was added in plain text is what it says."""
+    assert byte_level_bytes("Ġa") == b" a"
+    assert byte_level_bytes("Ã©") == "é".encode()
+    assert byte_level_bytes("a b") == b"a b"
+    assert byte_level_bytes("\ud800") == b"?"
 
 
 def test_an_unsupported_decoder_is_refused(tmp_path: Path) -> None:

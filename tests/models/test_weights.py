@@ -498,6 +498,61 @@ def test_free_memory_respects_a_containers_limit(tmp_path: Path) -> None:
     assert free > 2**20
 
 
+def test_free_memory_of_a_gpu_and_of_a_system_without_meminfo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 << 30, 80 << 30))
+    assert weights.free_memory(torch.device("cuda")) == 5 << 30
+    monkeypatch.setattr(weights, "_cgroup_free", lambda root: None)
+    monkeypatch.setattr(weights, "address_space", lambda: None)
+    monkeypatch.setattr(Path, "read_text", lambda path: "MemAvailable: 7 kB\nodd line\n")
+    assert weights.free_memory(torch.device("cpu")) == 7 * 1024
+    monkeypatch.setattr(Path, "read_text", lambda path: "MemTotal: 7 kB\n")
+    pages = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    assert weights.free_memory(torch.device("cpu")) == 4_096_000
+    monkeypatch.setattr(os, "sysconf_names", {})
+    assert weights.free_memory(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_beside_a_tied_embedding_is_compared_with_it(
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, the last of which is a short one, and where only the last number differs."""
+    monkeypatch.setattr(weights, "STAGING", 1000)
+    write(Spec(tied=True), tmp_path)
+    before = network_of(tmp_path)
+
+    def add(tensors: dict[str, Any]) -> dict[str, Any]:
+        head = tensors["model.embed_tokens.weight"].clone()
+        if not same:
+            head[-1, -1] = 3.0
+        return tensors | {"lm_head.weight": head}
+
+    edit_tensors(tmp_path / "model.safetensors", add)
+    made = network_of(tmp_path)
+    assert made.config.tied == same
+    assert (made.head.dense() is made.embedding) == same
+    notes = [note for note in made.config.notes if note not in before.config.notes]
+    assert notes == (
+        []
+        if same
+        else ["tie_word_embeddings is set, but lm_head differs from the embedding: not tied"]
+    )
+    if not same:
+        assert float(made.head.dense()[-1, -1]) == 3.0
+
+
+def test_a_head_of_another_shape_than_a_tied_embedding_is_not_tied(tmp_path: Path) -> None:
+    write(Spec(tied=True), tmp_path)
+    path = tmp_path / "model.safetensors"
+    edit_tensors(
+        path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"][:-1].clone()}
+    )
+    assert "lm_head.weight" in str(refused(lambda: network_of(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("name", "stored", "device", "wants"),
     [

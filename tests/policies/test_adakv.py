@@ -7,6 +7,7 @@ import torch
 from small import engine, ids, network
 
 from minikv import policies
+from minikv.errors import UsageError
 from minikv.policies import selection
 from minikv.policies.base import (
     Candidates,
@@ -86,3 +87,22 @@ def test_adaptive_heads_keep_the_most_mass() -> None:
             return sum(float(s.topk(n).values.sum()) for s, n in zip(scores, counts, strict=True))
 
         assert mass(shared(ada(0.0), scores, pos, free, 48)) >= mass([12] * 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("adakv", {"alloc": "floor", "rounding": "official"}, "rounding=official do not go"),
+        ("adakv", {"alloc": "floor", "normalize": True}, "normalize do not go together"),
+        ("l2+ada", {"normalize": True}, "normalize needs scores that add up"),
+    ],
+)
+def test_rules_that_exclude_each_other_are_refused(
+    name: str, options: dict[str, object], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says) as refused:
+        policies.prompt_policy(name, options)
+    assert refused.value.hint
+    for single in options:
+        if name == "adakv":
+            assert policies.prompt_policy(name, {single: options[single]}) is not None

@@ -85,3 +85,13 @@ def test_rows_of_later_turns_are_pooled_by_position(sinks: int) -> None:
     found = made.scorer.score(replace(looked(padded, pos=pos), position=12))
     torch.testing.assert_close(found[:, :-1], want[:, order])
     assert bool((found[:, -1] == -torch.inf).all())
+
+
+def test_heads_weighs_by_the_share_of_all_heads() -> None:
+    """`values=heads` in the scores: of values 1 and 3 at a position, a quarter and three."""
+    given = torch.full((2, 1, 1, 3), 0.25)
+    value = torch.tensor([[[1.0], [1.0], [1.0]], [[3.0], [1.0], [1.0]]])
+    output = torch.ones(2, 1, 1, 1)
+    made = build("defensive", {"window": 1, "kernel": 1, "values": "heads"})
+    scores = made.scorer.score(looked(given, value, output=output))
+    torch.testing.assert_close(scores[:, :2], 0.25 * torch.tensor([[0.25, 0.5], [0.75, 0.5]]))

@@ -9,7 +9,7 @@ from views import build
 
 from minikv import policies
 from minikv.errors import UsageError
-from minikv.policies.base import GlobalAllocator
+from minikv.policies.base import GlobalAllocator, PromptPolicy
 
 SCORERS = [name for name in policies.prompt_names() if len(policies.find(name).parts) == 1]
 
@@ -76,3 +76,26 @@ def test_it_is_named_and_described() -> None:
     assert isinstance(build(info.name).layers, GlobalAllocator)
     with pytest.raises(UsageError, match="leaves no layer whole"):
         build("l2+global", {"skip": 2})
+
+
+@pytest.mark.parametrize("part", ["heads", "selector", "reweighter"])
+def test_a_policy_that_is_put_together_by_hand_is_refused_too(part: str) -> None:
+    """The names above are refused by what composes them, before the parts are made."""
+    scorer, layers = build("snapkv").scorer, build("snapkv+global").layers
+    others = {
+        "heads": build("adakv").heads,
+        "selector": build("kvcrush").selector,
+        "reweighter": build("snapkv+critical").reweighter,
+    }
+    with pytest.raises(UsageError, match="leaves nothing to share among heads"):
+        PromptPolicy(name="mine", scorer=scorer, layers=layers, **{part: others[part]})  # type: ignore[arg-type]
+
+
+def test_the_ends_of_turns_leave_after_all_others() -> None:
+    run = engine(network(), "tova+global+turns", "none", 30, prompt_options={"edge": 4})
+    run.prompt(ids(90))
+    edges = {*range(4), *range(86, 90)}
+    for layer in range(3):
+        for head in range(3):
+            assert edges <= set(run.kv.kept(layer, head).tolist())
+    assert int(run.kv.arena.held.sum()) == 30 * 9

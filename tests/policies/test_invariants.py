@@ -35,7 +35,14 @@ from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.policies import kvcrush
-from minikv.policies.base import Candidates, PromptPolicy, PromptView, StepPolicy, StepView
+from minikv.policies.base import (
+    Candidates,
+    PromptPolicy,
+    PromptView,
+    StepPolicy,
+    StepView,
+    unprotected,
+)
 from minikv.policies.counter_rng import gumbel, uniform
 from minikv.policies.selection import pool, wanted
 from minikv.policies.snapkv import SnapKV
@@ -549,3 +556,18 @@ def test_the_extreme_draws_are_inside_the_unit_interval(seed: int) -> None:
     assert 0.0 < low < 2**-20
     assert 1 - 2**-20 < high < 1.0
     assert bool(torch.isfinite(gumbel(seed, keys)).all())
+
+
+def test_the_newest_row_never_leaves_even_where_all_are_protected() -> None:
+    """Of a head with sinks alone the others may, so that a cap can be held."""
+    policy = policies.step_policy("tova", {"sinks": 4})
+    assert policy is not None
+    pos = torch.tensor([[0, 1, 9, -1], [0, 7, 8, 9]])
+    cap = torch.tensor([2, 3])
+    seen = StepView(10, pos, cap, torch.zeros(2), torch.arange(2), {})
+    assert unprotected(seen, policy).tolist() == [
+        [True, True, False, False],
+        [False, True, True, False],
+    ]
+    few = unprotected(seen, policy, 4)
+    assert few.tolist() == [[True, True, False, False], [True, True, True, False]]

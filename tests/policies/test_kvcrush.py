@@ -6,6 +6,7 @@ import pytest
 import torch
 from views import build, choose, random_mass, view
 
+from minikv.errors import UsageError
 from minikv.policies.kvcrush import anchor
 
 
@@ -82,3 +83,9 @@ def test_kvcrush_with_a_bit_per_query_head(kind: str) -> None:
         assert set(kept[h].nonzero().flatten().tolist()) == sure | picks | {rows - 1}
     alone = choose(build("kvcrush(tova)", options | {"bits": "kv"}), view(mass), heads * 9)
     assert not torch.equal(kept, alone)
+
+
+def test_a_bit_per_query_head_needs_attention() -> None:
+    with pytest.raises(UsageError, match="bits=query needs a score of attention"):
+        build("kvcrush(l2)", {"bits": "query"})
+    build("kvcrush(snapkv)", {"bits": "query"})

@@ -37,3 +37,14 @@ def test_what_is_wrong_is_said(given: dict[str, object], says: str, hint: str) -
         read_options("adakv", OPTIONS, given)
     assert says in str(refused.value)
     assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [
+        *((text, True) for text in ("true", "Yes", "1", True)),
+        *((text, False) for text in ("FALSE", "no", "0", False)),
+    ],
+)
+def test_every_spelling_of_yes_and_no(given: object, means: bool) -> None:
+    assert read_options("adakv", OPTIONS, {"normalize": given})["normalize"] is means

@@ -33,3 +33,27 @@ def test_no_layer_gets_more_than_there_is_nor_less_than_it_needs() -> None:
     policy = PyramidKV(beta=4, line="exact", rounding="exact")
     assert policy.rows(5, 40, 60, 0, 0) == [60, 50, 40, 30, 20]
     assert policy.rows(3, 40, 4096, 15, 0) == [65, 40, 15]
+
+
+def test_one_word_for_both_releases_is_their_line() -> None:
+    """`rounding=official`, which is Ada-KV's too, is the `line` of its release, and only where no
+    other line was asked for."""
+    both = PyramidKV(beta=20, line="exact", rounding="official")
+    line = PyramidKV(beta=20, line="official", rounding="exact")
+    factory = PyramidKV(beta=20, line="factory", rounding="official")
+    given = 4, 200, 300, 1, 8
+    assert both.rows(*given) == line.rows(*given) == [300, 234, 168, 102]
+    assert factory.rows(*given) == [200] * 4
+    assert factory.rows(4, 200, 383, 1, 8) == [200] * 4  # less than twice the mean of 192
+    assert factory.rows(4, 200, 384, 1, 8)[0] == 383
+
+
+def test_kvpress_counts_the_window_on_the_line() -> None:
+    """From 2 * 40 - 40 / 4 to 40 / 4; even where the last layer would have less than the window."""
+    policy = PyramidKV(beta=4, line="kvpress", rounding="exact")
+    assert policy.rows(3, 40, 4096, 1, 10) == [70, 40, 10]
+    assert policy.rows(3, 40, 80, 1, 10) == [70, 40, 10]
+    assert policy.rows(3, 40, 79, 1, 10) == [69, 40, 11]
+    assert policy.rows(3, 40, 4096, 1, 11) == [40] * 3
+    assert policy.rows(1, 40, 4096, 1, 8) == [40]
+    assert policy.rows(3, 40, 70, 1, 0) == [70, 40, 10]  # the first layer holds all that there is

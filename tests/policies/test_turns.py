@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from small import engine, ids, network
+from views import build, view
 
 
 def test_the_ends_of_turns_are_preferred() -> None:
@@ -52,3 +54,13 @@ def test_preferred_rows_do_not_break_a_small_budget() -> None:
     run.prompt(ids(200))
     for layer in range(3):
         assert sum(len(run.kv.kept(layer, h)) for h in range(3)) == 60
+
+
+@pytest.mark.parametrize("pinned", [0, 2])
+def test_no_head_is_left_nothing_beside_what_is_preferred(pinned: int) -> None:
+    """One head has all of the mass: the other still gets a row, pinned ones not counted."""
+    mass = torch.zeros(2, 1, 12)
+    mass[0] = 1.0
+    made = build("tova+ada+turns", {"alpha": 0.0, "protect_newest": False, "per_head": True})
+    kept = made.keep(view(mass), 4 + 2 * pinned, pinned, 1)
+    assert kept.sum(1).tolist() == [3 + pinned, 1 + pinned]

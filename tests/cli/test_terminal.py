@@ -1,0 +1,437 @@
+"""The one place that writes: which characters pass, and where each text goes."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import io
+import os
+import sys
+import unicodedata
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minikv.cli import terminal
+from minikv.cli.terminal import OutputError, Terminal, clean
+
+
+class Screen(io.StringIO):
+    """A terminal in memory."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Broken(io.StringIO):
+    """A stream that takes nothing. `error` is what each write gives."""
+
+    encoding = "utf-8"
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+Streams = tuple[io.StringIO, io.StringIO]
+Use = Callable[[], Streams]
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Use:
+    """To be called in the test, as pytest has streams of its own for a fixture: stdout and stderr
+    that are no terminals."""
+    return lambda: _use(monkeypatch, io.StringIO(), io.StringIO())
+
+
+@pytest.fixture
+def screens(monkeypatch: pytest.MonkeyPatch) -> Use:
+    """The same on a terminal of 40 columns that takes escape sequences."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return lambda: _use(monkeypatch, Screen(), Screen())
+
+
+def _use(monkeypatch: pytest.MonkeyPatch, out: io.StringIO, err: io.StringIO) -> Streams:
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    return out, err
+
+
+# -- characters -----------------------------------------------------------------------------------
+
+
+def test_the_filter_drops_what_unicode_calls_control_and_nothing_else() -> None:
+    """Every code point, against Unicode's own tables."""
+    every = "".join(map(chr, range(0x110000)))
+    turns = {"LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI"}
+    hostile = {sign for sign in every if unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp")}
+    hostile |= {sign for sign in every if unicodedata.bidirectional(sign) in turns}
+    hostile |= {chr(0xE0000 + n) for n in range(0x80)}  # tags, of which not all have a name
+    assert set(every) - set(clean(every)) == hostile - {"\n", "\t"}
+
+
+def test_what_a_stream_cannot_encode_is_plain_signs_and_escapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(raw, encoding="ascii", newline=""))
+    made = Terminal()
+    assert made.ascii
+    assert made.writable("a · b\x1b › … × – — • │ ─ ▁▂▃▄▅▆▇█ é") == (
+        "a - b > ... x - - * | - .:-=+*#@ \\xe9"
+    )
+    made.say("│é")
+    assert raw.getvalue() == b"|\\xe9\n"
+
+
+def test_a_stream_without_an_encoding_takes_everything(streams: Use) -> None:
+    streams()  # io.StringIO has none
+    made = Terminal()
+    assert not made.ascii
+    assert made.writable("é│\x07") == "é│"
+
+
+# -- what goes where ------------------------------------------------------------------------------
+
+
+def test_the_answer_alone_goes_to_stdout(streams: Use) -> None:
+    out, err = streams()
+    made = Terminal()
+    with made.answering():
+        made.answer("one\x1b[1m\n\n")
+        assert out.getvalue() == "one[1m"  # newlines wait
+        made.resume_answer("of a Markdown answer only")
+        made.answer("two\n")
+        made.end_answer()
+    made.data("{}\x07")
+    made.note("a note")
+    made.warn("a warning\x1b[2J")
+    made.fail("wrong", "do this")
+    made.fail("wrong again")
+    made.page(["line 1", "line 2"])
+    made.status("no terminal, no live line")
+    assert out.getvalue() == "one[1m\n\ntwo\n{}\n"
+    assert err.getvalue() == (
+        "a note\n! a warning[2J\nerror: wrong\n  do this\nerror: wrong again\nline 1\nline 2\n"
+    )
+    assert not made.copy("no clipboard")
+
+
+def test_quiet_silences_notes_and_no_errors(streams: Use) -> None:
+    _, err = streams()
+    made = Terminal(quiet=True)
+    made.note("a note")
+    made.warn("a warning")
+    made.say("said")
+    made.fail("wrong")
+    assert err.getvalue() == "said\nerror: wrong\n"
+
+
+def test_an_answer_ends_with_one_newline(streams: Use) -> None:
+    out, _ = streams()
+    made = Terminal()
+    made.answer("a\n\n\n")
+    made.end_answer()
+    made.answer("b")
+    made.end_answer()
+    assert out.getvalue() == "a\nb\n"
+
+
+def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
+    out, err = screens()
+    made = Terminal()
+    assert (made.live, made.colour, made.ascii, made.plain) == (True, True, False, False)
+    made.status("reading \x1b[5m" + "é" * 60)
+    assert err.getvalue() == "\r\x1b[K" + ("reading [5m" + "é" * 60)[:39]
+    made.say("bad", "bad")
+    made.say("plain")
+    assert err.getvalue().endswith("é\r\x1b[K\x1b[31mbad\x1b[0m\nplain\n")
+    made.status("again")
+    made.data("a table")  # takes the live line away first
+    assert err.getvalue().endswith("again\r\x1b[K")
+    assert out.getvalue() == "a table\n"
+    before = err.getvalue()
+    made.clear_status()
+    assert err.getvalue() == before
+    made.status("once more")
+    made.close()
+    assert err.getvalue().endswith("once more\r\x1b[K")
+
+
+@pytest.mark.parametrize(
+    ("variables", "given", "live", "colour", "plain"),
+    [
+        ({"NO_COLOR": "1"}, {}, True, False, False),
+        ({"NO_COLOR": ""}, {}, True, True, False),
+        ({"TERM": "dumb"}, {}, False, False, True),
+        ({}, {"plain": True}, False, False, True),
+        ({}, {"quiet": True}, False, True, False),
+    ],
+)
+def test_what_a_terminal_may_be_shown(
+    screens: Use,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    given: dict[str, bool],
+    live: bool,
+    colour: bool,
+    plain: bool,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    _, err = screens()
+    made = Terminal(**given)
+    assert (made.live, made.colour, made.plain) == (live, colour, plain)
+    made.say("x", "bad")
+    assert ("\x1b" in err.getvalue()) == colour
+    assert made.copy("x") != plain
+    monkeypatch.delenv("TERM")
+    assert Terminal().plain  # nobody says what the terminal can do
+
+
+def test_the_clipboard_gets_filtered_text(screens: Use) -> None:
+    _, err = screens()
+    assert Terminal().copy("a\x1bb é")
+    data = base64.b64encode("ab é".encode()).decode()
+    assert err.getvalue() == f"\x1b]52;c;{data}\x07"
+
+
+def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
+    out, _ = screens()
+    made = Terminal()
+    with made.answering():
+        made.answer("**bo")
+        made.answer("ld**\x1b[2J\n\n")
+        assert "\x1b[1mbold" in out.getvalue()
+        made.answer("a **block")
+        made.say("a message between")
+        made.answer("**\n\n")  # what is above the message stays as it is
+        made.end_answer()
+    assert "\x1b[2J" not in out.getvalue()
+    assert out.getvalue().endswith("a **block**\n")
+    made.answer("**plain**")  # outside of an answer it is no Markdown
+    assert out.getvalue().endswith("**plain**")
+
+
+def test_an_answer_that_goes_on_is_shown_from_its_block(
+    screens: Use,
+) -> None:
+    out, _ = screens()
+    made = Terminal()
+    with made.answering():
+        made.resume_answer("first paragraph\n\nsecond \x1bpar")
+        made.answer("agraph")
+        made.end_answer()
+    assert "first" not in out.getvalue()
+    assert "second par" in out.getvalue()
+    assert "\x1bp" not in out.getvalue()
+
+
+# -- keys -----------------------------------------------------------------------------------------
+
+
+class Keys:
+    """A `Keyboard` that notes what is asked of it."""
+
+    def __init__(self, stdin: object, err: object, *, editor: bool) -> None:
+        self.said = [f"editor={editor}"]
+
+    def open(self) -> None:
+        self.said.append("open")
+
+    def close(self) -> None:
+        self.said.append("close")
+
+    @contextlib.contextmanager
+    def anew(self) -> Iterator[None]:
+        self.said.append("anew")
+        yield
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_chat_has_the_keyboard_until_it_ends(
+    screens: Use, monkeypatch: pytest.MonkeyPatch, plain: bool
+) -> None:
+    monkeypatch.setattr(terminal, "Keyboard", Keys)
+    screens()
+    made = Terminal(plain=plain)
+    with made.anew():  # nobody has the keyboard yet
+        pass
+    made.open_keyboard()
+    keys: Any = made.keyboard
+    with made.anew():
+        pass
+    made.close()
+    assert made.keyboard is None
+    made.close()
+    assert keys.said == [f"editor={not plain}", "open", "anew", "close"]
+
+
+def test_keys_are_hidden_while_a_live_line_is_there(
+    screens: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden: list[object] = []
+
+    @contextlib.contextmanager
+    def unechoed(stream: object, moved: Any) -> Iterator[None]:
+        hidden.append(stream)
+        moved()
+        yield
+
+    monkeypatch.setattr(terminal, "unechoed", unechoed)
+    screens()
+    with Terminal().silent():
+        assert hidden == [sys.stderr]
+    with Terminal(quiet=True).silent():
+        pass
+    assert len(hidden) == 1
+    with Terminal().answering():
+        assert hidden == [sys.stderr, sys.stdout]
+
+
+# -- streams that fail ----------------------------------------------------------------------------
+
+
+def test_messages_that_nobody_takes_cost_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """stderr is a pipe without a reader: nothing fails, now or when the program ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with (tmp_path / "out").open("w") as out, open(writer, "w") as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        made = Terminal()
+        made.say("nobody reads this")
+        made.say("nor this")
+        made.answer("the answer")
+        assert Path(out.name).read_text() == "the answer"
+        null = os.stat(os.devnull)
+        assert os.path.samestat(os.fstat(err.fileno()), null)
+        assert not os.path.samestat(os.fstat(out.fileno()), null)
+
+
+def test_messages_that_a_full_disk_refuses_cost_no_answer(streams: Use) -> None:
+    out, _ = streams()
+    made = Terminal()
+    made.err = Broken(OSError(errno.ENOSPC, "No space left on device"))
+    made.say("a message")
+    made.answer("the answer")
+    assert out.getvalue() == "the answer"
+
+
+def test_an_answer_that_nobody_takes_is_an_error(streams: Use) -> None:
+    streams()
+    made = Terminal()
+    made.out = Broken(BrokenPipeError(errno.EPIPE, "Broken pipe"))
+    with pytest.raises(BrokenPipeError):
+        made.answer("x")
+    made.out = Broken(OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(OutputError, match="cannot write the output: No space left on device"):
+        made.data("x")
+
+
+def test_closed_streams_are_replaced_in_the_order_of_their_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """stdin is empty, stdout gives an error, and stderr takes everything."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    terminal.open_streams()
+    made: tuple[Any, ...] = sys.stdin, sys.stdout, sys.stderr
+    try:
+        assert made[0].read() == ""
+        assert made[2].write("anything") == 8
+        made[2].flush()
+        made[1].write("an answer")
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            made[1].flush()
+        numbers = [stream.fileno() for stream in made]
+        assert numbers == sorted(numbers)
+        terminal.open_streams()  # what is there stays
+        assert (sys.stdin, sys.stdout, sys.stderr) == made
+        terminal.hush()  # and what cannot be written gives no error at the exit
+        made[1].close()
+    finally:
+        for stream in made:
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+def test_a_closed_stream_is_no_terminal(streams: Use) -> None:
+    _, err = streams()
+    err.close()
+    assert not terminal._is_tty(err)
+    terminal.hush()  # nor can it be flushed
+
+
+# -- widths ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "size"),
+    [
+        ({}, (80, 24)),
+        ({"COLUMNS": "100", "LINES": "30"}, (100, 30)),
+        ({"COLUMNS": "12"}, (20, 24)),
+        ({"COLUMNS": "x", "LINES": "-3"}, (80, 24)),
+    ],
+)
+def test_the_window_where_the_terminal_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], size: tuple[int, int]
+) -> None:
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert terminal.window(io.StringIO()) == size
+    assert terminal.columns(io.StringIO()) == size[0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "size"),
+    [({}, (90, 40)), ({"COLUMNS": "50", "LINES": "5"}, (50, 40)), ({"COLUMNS": "99"}, (90, 40))],
+)
+def test_columns_makes_a_window_narrower_and_never_wider(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], size: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda number: os.terminal_size((90, 40)))
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with open(os.devnull) as stream:
+        assert terminal.window(stream) == size
+
+
+def test_long_lines_are_broken_behind_a_narrow_first_column() -> None:
+    wrapped = terminal._wrapped
+    assert wrapped("x" * 40, 40) == "x" * 40
+    assert wrapped("name  " + "word " * 9 + "end", 40).split("\n") == [
+        "name  word word word word word word word",
+        "      word word end",
+    ]
+    # A first column of more than a third of the width is none: two blanks behind the line's own.
+    assert wrapped("  a rather long name  " + "word " * 9, 40).split("\n") == [
+        "  a rather long name  word word word",
+        "    word word word word word word",
+    ]
+    assert wrapped("word " * 9 + "end", 40).split("\n")[1].startswith("  w")
+    assert wrapped("/path" * 9 + " a-b", 40).split("\n") == ["/path" * 9, "  a-b"]
+
+
+def test_a_live_line_is_cut_by_cells() -> None:
+    """A wide character takes two."""
+    assert terminal._cut("abcdef", 3) == "abc"
+    assert terminal._cut("世界世界", 4) == "世界"
+    assert terminal._cut("世界", 9) == "世界"

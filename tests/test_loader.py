@@ -1,0 +1,303 @@
+"""Settings in, a chat out: what each setting reaches, and what is refused before anything loads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+import minikv
+from minikv import loader
+from minikv.cache import kv_cache
+from minikv.engine import threads, warmup
+from minikv.errors import UsageError
+from minikv.kernels import dispatch
+from minikv.kernels.dispatch import Kernels
+from minikv.loader import build, check_budget, check_names, output_of, packing_of, shape_of
+from minikv.models import linear
+from minikv.models.linear import TORCH
+from minikv.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("model") / "tiny")
+
+
+class Progress:
+    """Notes what it is told, in order, each kind once."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def _note(self, what: str) -> None:
+        if what not in self.told[-1:]:
+            self.told.append(what)
+
+    def planned(self, files: int, size: int, free: int | None) -> None:
+        self._note("planned")
+
+    def download(self, done: int, total: int) -> None:
+        self._note("download")
+
+    def weights(self, done: int, total: int) -> None:
+        self._note("weights")
+
+    def packed_weights(self, done: int, total: int) -> None:
+        self._note("packed weights")
+
+    def say(self, line: str) -> None:
+        self._note(line)
+
+    def kernels(self) -> None:
+        self._note("kernels")
+
+
+# -- what the settings reach ----------------------------------------------------------------------
+
+
+def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
+    chat = build(
+        Settings(
+            model=str(folder),
+            policy="snapkv",
+            budget="64",
+            decode="tova",
+            kernels="torch",
+            kv="int8",
+            seed=7,
+            dtype="bfloat16",
+            reuse="blind",
+            fidelity="off",
+            system="be brief",
+            pin_system=True,
+            refresh_every=3,
+            quality=0.5,
+            options={"window": 5},
+        )
+    )
+    kv, net = chat.engine.kv, chat.engine.network
+    assert (kv.prompt_policy.name, kv.step_policy.name) == ("snapkv", "tova")  # type: ignore[union-attr]
+    assert kv.prompt_policy.evidence.window == 5  # type: ignore[union-attr]
+    assert (kv.budget_rows, kv.stride) == (64, 0)
+    assert (kv.kv, kv.dtype, kv.ops.name) == (torch.int8, torch.bfloat16, "torch")
+    assert net.ops is None
+    assert kv.output is not None
+    assert torch.equal(kv.rotary, net.rotary.inverse)  # type: ignore[arg-type]
+    assert (chat.seed, chat.system, chat.pin_system) == (7, "be brief", True)
+    assert (chat.reuse, chat.refresh_every, chat.quality, chat.fidelity) == (
+        "blind",
+        3,
+        0.5,
+        False,
+    )
+    facts = chat.facts
+    assert (facts.model, facts.revision) == (str(folder), "")
+    assert (facts.device, facts.dtype, facts.kv) == ("cpu", "bfloat16", "int8")
+    assert (facts.kernels, facts.weights) == ("torch", "auto")
+    assert facts.weight_bytes == net.weight_bytes
+    assert facts.load_s > 0
+    assert facts.notes == net.config.notes
+
+
+def test_defaults_are_those_of_the_device(folder: Path) -> None:
+    chat = build(Settings(model=str(folder)))
+    assert chat.engine.kv.ops.name in ("native", "torch")
+    assert (chat.engine.network.ops is None) == (chat.engine.kv.ops.name == "torch")
+    assert chat.facts.kv == "float32"
+    assert chat.fidelity
+
+
+def test_a_stride_reads_prompts_in_blocks(folder: Path) -> None:
+    chat = build(Settings(model=str(folder), policy="roco", stride=16, kernels="torch"))
+    assert chat.engine.kv.stride == 16
+    assert chat.engine.kv.prompt_policy is None
+
+
+# -- what the caller is told ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_compilation_is_announced_after_the_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    monkeypatch.setattr(warmup, "compiles", lambda device, kernels: first)
+    heard = Progress()
+    build(Settings(model=str(folder), kernels="torch"), heard)
+    assert heard.told == ["weights", "kernels"][: 1 + first]
+
+
+@pytest.mark.parametrize("heard", [Progress(), None])
+def test_what_packs_is_compiled_when_the_first_matrix_is_packed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, heard: Progress | None
+) -> None:
+    monkeypatch.setattr(warmup, "compiles", lambda device, kernels: True)
+    monkeypatch.setattr(linear, "lacks", lambda form: "")
+    chat = build(Settings(model=str(folder), weights="int8", kernels="torch"), heard)
+    assert chat.facts.form == "int8"
+    assert chat.facts.dtype == "bfloat16"
+    if heard is not None:
+        assert heard.told[:3] == ["weights", "kernels", "weights"]
+
+
+def test_nothing_is_announced_where_nothing_is_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "compiles", lambda device, kernels: False)
+    heard = Progress()
+    build(Settings(model=str(folder), weights="int8", kernels="torch"), heard)
+    assert heard.told == ["weights"]
+
+
+# -- devices --------------------------------------------------------------------------------------
+
+
+def test_triton_without_a_gpu_is_refused_before_anything_loads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    heard = Progress()
+    with pytest.raises(UsageError, match="CUDA") as refused:
+        build(Settings(model=str(folder), kernels="triton"), heard)
+    assert refused.value.exit_code == 2
+    assert heard.told == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_kernels_of_a_gpu_are_warmed_up_and_left_where_that_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Kernels that say they are Triton's, in torch: what the loader does with them."""
+
+    class Named(Kernels):
+        name = "triton"
+
+    ours, warmed = Named(), []
+
+    def warm(kv: Any, network: Any) -> None:
+        warmed.append(network.ops)
+        if fails:
+            kv.use(Kernels())
+
+    monkeypatch.setattr(kv_cache, "choose", lambda *given: (ours, None))
+    monkeypatch.setattr(warmup, "warm", warm)
+    chat = build(Settings(model=str(folder)))
+    assert warmed == [ours]  # the network has them when it is warmed up
+    assert chat.engine.network.ops is (None if fails else ours)
+    assert chat.facts.kernels == ("torch" if fails else "triton")
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, []), (0, [0]), (2, [2])])
+def test_the_number_of_threads_is_set_where_it_is_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, given: list[int]
+) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(threads, "use", used.append)
+    build(Settings(model=str(folder), kernels="torch", threads=asked))
+    assert used == given
+
+
+# -- packing --------------------------------------------------------------------------------------
+
+
+def test_packing_chooses_once_and_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`first` is called before the kernels are chosen, and not before there is a matrix."""
+    said: list[str] = []
+
+    def choose(device: Any, kernels: str, head_dim: int, dtype: Any) -> tuple[Kernels, None]:
+        said.append(f"choose {device} {kernels} {dtype}")
+        return Kernels(), None
+
+    monkeypatch.setattr(dispatch, "choose", choose)
+    made = packing_of("auto", lambda: said.append("first"))
+    assert said == []
+    weight = torch.randn(4, 32).bfloat16()
+    for _ in range(2):
+        codes, scale = torch.empty(4, 32, dtype=torch.int8), torch.empty(4)
+        made.int8(weight, codes, scale)
+        want = torch.empty_like(codes), torch.empty_like(scale)
+        TORCH.int8(weight, *want)
+        assert torch.equal(codes, want[0])
+        assert torch.equal(scale, want[1])
+    assert said == ["first", "choose cpu auto torch.bfloat16"]
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_packing_is_the_kernels_where_they_have_it(
+    monkeypatch: pytest.MonkeyPatch, both: bool
+) -> None:
+    called: list[str] = []
+
+    class Native(Kernels):
+        pack_int8 = staticmethod(lambda *given: called.append("int8"))
+        pack_int4 = staticmethod(lambda *given: called.append("int4")) if both else None
+
+    monkeypatch.setattr(dispatch, "choose", lambda *given: (Native(), None))
+    monkeypatch.setattr(loader, "threads", threads)
+    monkeypatch.setattr(linear, "pack_int4", lambda *given: called.append("torch's int4"))
+    made = packing_of("auto")
+    nothing = torch.empty(0)
+    made.int8(nothing, nothing, nothing)
+    made.int4(nothing, nothing, nothing, None)
+    assert called == ["int8", "int4" if both else "torch's int4"]
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "hint"),
+    [
+        ("temperature", "has no argument 'temperature'", "chat.ask(..., temperature=...)"),
+        ("windo", "no policy has such an option", "did you mean window"),
+        ("polici", "no policy has such an option", "did you mean policy or"),
+        ("zzzzzz", "no policy has such an option", "it takes: model, policy"),
+    ],
+)
+def test_a_wrong_name_is_told_where_it_belongs(name: str, says: str, hint: str) -> None:
+    with pytest.raises(UsageError, match="has no argument") as refused:
+        check_names([name], ["model", "policy"])
+    assert says in str(refused.value)
+    assert hint in refused.value.hint
+
+
+def test_the_options_of_every_policy_are_names() -> None:
+    """Of prompt policies, of step policies, and of parts that no method has."""
+    check_names(["window", "alpha", "history", "edge", "buffer"], [])
+
+
+@pytest.mark.parametrize("budget", [True, None, 5.0, [512]])
+def test_a_budget_is_a_whole_number_or_a_text(budget: object) -> None:
+    with pytest.raises(UsageError, match="must be a whole number or a text") as refused:
+        check_budget(budget)
+    assert "20%" in refused.value.hint
+    with pytest.raises(UsageError, match="must be a whole number or a text"):
+        minikv.load("nowhere", budget=budget)  # type: ignore[arg-type]
+    check_budget(512)
+    check_budget("20%")
+
+
+# -- facts of the network -------------------------------------------------------------------------
+
+
+def test_the_shape_of_a_cache_is_the_models(folder: Path) -> None:
+    chat = build(Settings(model=str(folder), kernels="torch"))
+    config = replace(chat.engine.network.config, windows=(None, 8, None))
+    shape = shape_of(config)
+    assert (shape.layers, shape.kv_heads, shape.heads) == (3, 2, 4)
+    assert (shape.head_dim, shape.windows, shape.max_context) == (12, (None, 8, None), 2048)
+
+
+def test_the_output_projection_is_cut_by_query_head(folder: Path) -> None:
+    """Mixed values [H, G, D] through it are what the layer's own matrix makes of them."""
+    network = build(Settings(model=str(folder), kernels="torch")).engine.network
+    mixed = torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found: Tensor = torch.einsum("hgd,hgdc->c", mixed, output_of(network)(1))  # type: ignore[arg-type]
+        want = network.layers[1].out(mixed.reshape(1, -1))[0]
+    torch.testing.assert_close(found, want)
