@@ -1,9 +1,9 @@
 """Every test has a home of its own: no chat, history or setting of the user's is touched. Compiled
 kernels are shared with the user.
 
-Tests run in one process per core (pytest-xdist), each with one torch thread; so do the processes
-that tests start. A test may therefore use no fixed port, name or path outside `tmp_path`, and may
-not ask how long something took.
+Tests run in three processes for every two cores (pytest-xdist), each with one torch thread; so do
+the processes that tests start. A test may therefore use no fixed port, name or path outside
+`tmp_path`, and may not ask how long something took.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def pytest_pycollect_makemodule(
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: a process for each core that this run may use."""
+    """`-n auto`: three processes for every two cores that this run may use. Tests of a terminal
+    mostly wait."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, MOST_WORKERS)
+    return min((cores or 1) * 3 // 2, MOST_WORKERS)
 
 
 @pytest.fixture(params=[0.1, pytest.param(1.0, marks=pytest.mark.soak)], ids=["some", "all"])
