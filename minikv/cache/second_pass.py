@@ -35,7 +35,7 @@ T = TypeVar("T", bound=Prefill)
 class KeptRows(Staging, Protocol):
     """Where the rows of a prompt are until they are scored: `FullRows`, or a `Tier` in a file.
 
-    While `length` is 0, a layer that was read is kept.
+    `store` keeps a layer until `reread` is called; after that it keeps nothing.
     """
 
     @property

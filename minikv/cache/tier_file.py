@@ -197,7 +197,8 @@ class FileRows:
         handle, self._handle = self._handle, -1
         with contextlib.suppress(OSError):
             os.ftruncate(handle, self._end)
-        os.close(handle)
+        with contextlib.suppress(OSError):
+            os.close(handle)
 
     def unlink(self) -> None:
         """Take its name away: it is gone once it is closed, however the process ends."""

@@ -40,15 +40,17 @@ class Reader:
         damaged, what it no longer has, too. Returns what was read.
 
         What scoring costs is told first. Between chunks, `progress` is called. After any error, the
-        cache is as it was before.
+        cache is as it was before; else `Recall.scored` is to be called once the turn counts.
         """
         self.cancelling.rereading = self.planner.rereads(plan, decision)
         try:
             self._tell_scoring(plan)
             return self._read(plan, messages)
+        except BaseException:
+            self.planner.recall.scored()
+            raise
         finally:
             self.cancelling.rereading = False
-            self.planner.recall.scored()
 
     def _tell_scoring(self, plan: PromptPlan) -> None:
         for line in repeating.lines(self.engine, self.tokenizer, self.planner, plan):

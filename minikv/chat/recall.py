@@ -19,7 +19,7 @@ from minikv.cache.tier_file import FileRows
 from minikv.cache.tier_rows import Columns, RamRows, TierError, columns_of, copy_rows, row_nbytes
 from minikv.chat.report import size
 from minikv.chat.reuse import shared
-from minikv.errors import UsageError
+from minikv.errors import MinikvError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,10 @@ class Recall:
         if self._kv.scoring_tier is not None:  # while it is there, no other is read
             self.scored()
             self._broken = str(error)
-            return f"the file with what is to be scored cannot be used: {error}; it is read again"
+            return (
+                f"the file with what is to be scored cannot be used: {error}; the document is read "
+                "again"
+            )
         assert self.tier is not None
         if error.rows is None:
             self._broken = str(error)
@@ -259,7 +262,7 @@ class Recall:
         try:
             place = replace(self.where(), named=False)
             rows = self._made(place, 0, tokens, columns_of(kv.shape, kv.dtype, coded=False))
-        except (TierError, UsageError) as error:
+        except (TierError, MinikvError, OSError) as error:
             return str(error)
         kv.scoring_tier = Tier(kv.shape, kv.dtype, kv.device, rows=rows)
         return ""

@@ -115,7 +115,7 @@ def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
         )
     if not unfit:
         raise UsageError(
-            f'`tier="file"` cannot be had: {disk}', '`tier="ram"` keeps it in memory instead'
+            f'`tier="file"` cannot be had: {disk}', '`tier="ram"` keeps keys and values in memory'
         )
     return False
 

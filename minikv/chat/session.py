@@ -346,6 +346,7 @@ class ChatSession:
     def _free(self) -> None:
         if not isinstance(self.engine, _Closed):
             self.engine.reset()
+            self.recall.leave()
             self.engine = cast(Engine, _Closed())
             self.history = self.history.emptied()
 
@@ -502,7 +503,7 @@ class ChatSession:
         self.guard.question = question
         told = Warnings(self.words, notice)
 
-        # What is read is planned. Whatever can be refused is refused before anything is changed.
+        # What is read is planned, or refused before anything is changed.
         message, room, planner = user_message(self.pending, question), self._room(), self._planner()
         room.refuse_text(message.content, self._min_tokens)
         messages = [*self.messages, message]
@@ -533,8 +534,7 @@ class ChatSession:
         )
         plan, read = reader.read(plan, decision, messages)
         reused = plan.given if plan.anew else len(self.fed)
-        if plan.recalled and (line := self.recall.keep(plan.ids)):
-            told.tell(line)
+        lines = [self.recall.keep(plan.ids)] if plan.recalled else []
 
         # The prompt is in the cache. From here on the turn counts, also if the answer fails.
         self.history.keep(self.turn, before)
@@ -556,6 +556,8 @@ class ChatSession:
         anew = Anew(self.refresh_every * plan.recalled, lost.budget if lost else None)
         writer = self._writer(settings, anew)
         try:
+            self.recall.scored()
+            told.tell_all(filter(None, lines))
             known = measured(self.engine.kv, known)
             self._mark(known)
             if known.shaped and self.shaped_by is None:

@@ -330,7 +330,7 @@ def test_a_file_by_name_that_cannot_be_had_is_said(tmp_path: Path) -> None:
     session.attach(MILL)
     with pytest.raises(UsageError, match=r'`tier="file"` cannot be had: rows\.kv') as error:
         list(session.ask("Who?"))
-    assert error.value.hint == '`tier="ram"` keeps it in memory instead'
+    assert error.value.hint == '`tier="ram"` keeps keys and values in memory'
     assert session.fed == []
     session.recall.kind = "ram"
     say(session, "Who?")

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -344,7 +345,8 @@ def without_tier(chat: Chat) -> bool:
     and what was read is the same but for the order in which sums are made."""
     report = chat.session.report
     lines = [*chat.told, *(report.warnings if report else ())]
-    return chat.setting.tier != "none" and any("tier" in line for line in lines)
+    said = [re.sub(r"\S*\.tier-\S*", "", line) for line in lines]  # the name of a file
+    return chat.setting.tier != "none" and any("tier" in line for line in said)
 
 
 def tidy(home: Path) -> None:
