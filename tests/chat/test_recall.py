@@ -347,3 +347,35 @@ def test_recall_by_name_reads_again_where_the_tier_cannot_be_had() -> None:
 
 def _nowhere() -> Any:
     raise UsageError("the disk is full")
+
+
+def test_closing_a_chat_gives_its_tier_back() -> None:
+    session = recalling()
+    session.attach(MILL)
+    say(session, "Who?")
+    kv = session.engine.kv
+    assert kv.tier is not None
+    session.close()
+    assert kv.tier is None
+    assert len(session.reports) == 1
+
+
+def test_a_notice_that_raises_about_the_tier_leaves_cache_and_log_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was read is in the cache: the turn counts, and the next question goes on behind it."""
+    session = recalling()
+    session.attach(MILL)
+    say(session, "Who?")
+    monkeypatch.setattr(session.recall, "keep", lambda ids: "the tier is gone")
+
+    def broken(line: str) -> None:
+        raise BrokenPipeError(line)
+
+    with pytest.raises(BrokenPipeError):
+        list(session.ask("Why?", 4, notice=broken))
+    assert session.engine.kv.position == len(session.fed)
+    assert len(session.turns) == session.turn == 2
+    monkeypatch.undo()
+    say(session, "And then?")
+    assert session.engine.kv.position == len(session.fed)
