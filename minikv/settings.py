@@ -225,9 +225,9 @@ class Settings:
     )
     tier: str = setting(
         "auto",
-        "where keys and values of all that was read are kept, for --reuse recall (kvzip: until it "
-        "is scored): ram; file, with the saved chat, which then goes on without reading; none; "
-        "auto: ram if it fits, else a file",
+        "where keys and values of all that was read are kept, for --reuse recall: ram; file, with "
+        "the saved chat, which then goes on without reading; none; auto: ram if it fits, else a "
+        "file (kvzip keeps them there only while it reads; none: in ram)",
         CACHE,
         commands=_CHAT,
         takes="PLACE",

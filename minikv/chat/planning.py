@@ -48,7 +48,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans the next prompt. It changes nothing but the tier, which is made where one is needed."""
+    """Plans the next prompt. It changes nothing but the tier: one is made where it is needed, and
+    forgets rows of tokens that are not in the conversation."""
 
     past: Past
     wanted: Wanted

@@ -88,10 +88,11 @@ def scoring(engine: Engine, parts: Sequence[Sequence[int]], position: int, asks:
 
 def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
     """Have a place for the keys and values that are to be scored, until `Recall.scored`. Whether it
-    is a file; else it is RAM, of which nothing is taken yet.
+    is a file; else it is RAM, of which nothing is taken yet. Where a file was asked for, it is RAM
+    only if a file failed before in this conversation, or takes more RAM than is free.
 
     Raises MemoryShortError where there is no place, UsageError where a file was asked for and
-    cannot be had.
+    cannot be made.
     """
     recall.scored()
     holds = f"{policy} holds all keys and values until they are scored"
