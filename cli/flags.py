@@ -6,6 +6,7 @@ A command is a function with a parameter `settings: Settings` (and `generation: 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -129,6 +130,7 @@ def _annotated(one: inspect.Parameter) -> bool:
     return get_origin(one.annotation) is Annotated
 
 
+@functools.cache  # most settings are flags of several commands
 def _parameter(one: Setting) -> inspect.Parameter:
     """The flag of a setting."""
     kind: Any = Literal[one.choices] if one.choices else type(one.default)

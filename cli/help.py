@@ -30,15 +30,38 @@ _WORDS = {
 class Group(TyperGroup):
     """The commands of an app, and of the apps in it, with such a --help."""
 
-    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
-        found = super().get_command(ctx, cmd_name)
+    def resolve_command(
+        self, ctx: Context, args: list[str]
+    ) -> tuple[str | None, Command | None, list[str]]:
+        name, found, rest = super().resolve_command(ctx, args)
         if found is not None:
             _prepare(found, ctx)
-        return found
+        return name, found, rest
 
     def format_help(self, ctx: Context, formatter: Any) -> None:
         _prepare(self, ctx)
         super().format_help(ctx, formatter)
+
+
+class Bench(Group):
+    """The commands of `minikv bench`, imported when one of them is wanted: no other start waits
+    for them."""
+
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
+        self._import()
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Context) -> list[str]:
+        self._import()
+        return super().list_commands(ctx)
+
+    def _import(self) -> None:
+        if not self.commands:
+            from minikv.cli.bench.app import app
+
+            made = typer.main.get_command(app)
+            assert isinstance(made, TyperGroup)
+            self.commands = made.commands
 
 
 class _Argument(TyperArgument):
@@ -66,9 +89,6 @@ def _prepare(command: Command, ctx: Context) -> None:
         shown.metavar, shown.help = "", "show this"
         if hidden:
             command.params.append(_all(shown, hidden))
-    if isinstance(command, TyperGroup):
-        for below in command.commands.values():
-            _prepare(below, ctx)
 
 
 def _name(option: TyperOption, ctx: Context) -> None:

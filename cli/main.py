@@ -18,11 +18,10 @@ import typer
 
 import minikv
 from minikv.cli import completion, config
-from minikv.cli.bench.app import app as bench_app
 from minikv.cli.config import SETTINGS, Interface
 from minikv.cli.failures import guard
 from minikv.cli.flags import Call, Only, command
-from minikv.cli.help import Group
+from minikv.cli.help import Bench, Group
 from minikv.cli.terminal import Terminal, hush, open_streams
 from minikv.engine import threads
 from minikv.settings import CACHE, OUTPUT, Generation, Setting, Settings
@@ -41,7 +40,7 @@ app = typer.Typer(
     "Without --model a small bundled model answers, so this runs anywhere. "
     "`minikv COMMAND --help` shows what a command takes.",
 )
-policies_app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
+policies_app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.add_typer(
     policies_app,
     name="policies",
@@ -50,7 +49,8 @@ app.add_typer(
     help="minikv policies show adakv\n\nThe eviction methods, one line each.",
 )
 app.add_typer(
-    bench_app,
+    typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich", no_args_is_help=True),
+    cls=Bench,
     name="bench",
     rich_help_panel=_MORE,
     short_help="how fast it is here, beside what the hardware allows",
@@ -59,7 +59,7 @@ app.add_typer(
     "transformers where it is installed, and what this machine's rates allow.",
 )
 config_app = typer.Typer(
-    pretty_exceptions_enable=False, rich_markup_mode="rich", no_args_is_help=True
+    cls=Group, pretty_exceptions_enable=False, rich_markup_mode="rich", no_args_is_help=True
 )
 app.add_typer(
     config_app,
@@ -69,7 +69,7 @@ app.add_typer(
     help="minikv config init\n\nSettings from files and MINIKV_* variables.",
 )
 
-models_app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
+models_app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.add_typer(
     models_app,
     name="models",
@@ -77,7 +77,7 @@ app.add_typer(
     help="minikv models pull HuggingFaceTB/SmolLM2-135M-Instruct\n\n"
     "The bundled model and those in the Hugging Face cache, with their sizes.",
 )
-chats_app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
+chats_app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.add_typer(
     chats_app,
     name="chats",

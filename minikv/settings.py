@@ -7,6 +7,7 @@ file, the `MINIKV_*` variables, the settings of `/set`, and what `minikv.load` c
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -105,7 +106,8 @@ def setting(
     return field(default=default, metadata={_KEY: made})
 
 
-def settings_of(*kinds: type) -> dict[str, Setting]:
+@functools.cache  # of the same few classes for each command
+def settings_of(*kinds: type) -> Mapping[str, Setting]:
     """The settings that the fields of these classes are, by name, in order."""
     return {
         one.name: replace(one.metadata[_KEY], name=one.name)
