@@ -67,7 +67,7 @@ def ask(
             settings = resumed(settings, header(name), given)
         session = open_chat(settings, [] if go_on else texts, terminal, interrupts)
         keeper.attend(session)
-        if not go_on and session.engine.kv.recalls is None:
+        if not go_on and session.engine.kv.rules.cannot_recall is None:
             session.recall.kind = "none"  # of what could serve a later question only
         if go_on:
             _take_up(keeper, session, name, given, texts, terminal)

@@ -212,15 +212,11 @@ def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
     from minikv.engine.engine import Engine
 
     kv = session.engine.kv
-    prompt, step, budget, stride = eviction.policies()
     own = KVCache(
         kv.shape,
-        prompt,
-        step,
-        budget,
+        eviction.rules(),
         dtype=kv.dtype,
         device=kv.device,
-        stride=stride,
         kv=kv.kv,
         output=kv.output,
         rotary=kv.rotary,

@@ -189,9 +189,7 @@ def kernels() -> list[Check]:
     from minikv.cache.stats import Shape
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    made = KVCache(
-        Shape(1, 1, 1, 64, (None,), 64), None, None, None, dtype=torch.bfloat16, device=device
-    )
+    made = KVCache(Shape(1, 1, 1, 64, (None,), 64), dtype=torch.bfloat16, device=device)
     who = {"triton": "Triton's", "native": "in C, compiled on this machine"}
     found = who.get(made.ops.name, "plain torch")
     if made.ops.choices:

@@ -258,15 +258,11 @@ def begun(
     from minikv.loader import shape_of
     from minikv.policies.base import Wording
 
-    prompt, step, budget, stride = eviction.policies()
     kv = KVCache(
         shape_of(config),
-        prompt,
-        step,
-        budget,
+        eviction.rules(),
         dtype=dtype,
         device="meta",
-        stride=stride,
         kv=torch.int8 if kept == "int8" else None,
     )
     kv.words = Wording(_REQUEST, _REQUEST, _REQUEST)
@@ -278,7 +274,7 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
     """Bytes of KV cache that exist at once while the prompt is read, as the turn record counts."""
     from minikv.policies.base import ALL
 
-    shape, arena, prompt, step = kv.shape, kv.target, kv.prompt_policy, kv.step_policy
+    shape, arena, prompt, step = kv.shape, kv.target, kv.rules.prompt, kv.rules.step
     assert arena is not None
     if kv.scored_twice is not None:
         return kv.scored_twice.planned
@@ -336,7 +332,7 @@ def held_bytes(kv: KVCache, eviction: EvictionConfig, tokens: int, steps: int) -
         bound = max(after, shape.kv_heads * rows)
         if totals is not None:
             after, bound = min(totals[layer], after), totals[layer]
-        if kv.step_policy is None:
+        if kv.rules.step is None:
             bound = after + shape.kv_heads * steps
         most = shape.kv_heads * _visible(tokens + steps, window)
         count += min(max(most, after), bound)
@@ -349,7 +345,7 @@ def _held_of_pool(kv: KVCache, pool: int, tokens: int, steps: int) -> int:
     heads, windows = shape.kv_heads, shape.windows
     after = min(pool, heads * sum(_visible(tokens, window) for window in windows))
     most = heads * sum(_visible(tokens + steps, window) for window in windows)
-    if kv.step_policy is None:
+    if kv.rules.step is None:
         return min(most, after + heads * shape.layers * steps)
     return min(most, pool)
 

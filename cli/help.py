@@ -6,6 +6,7 @@ type of every value (`<bool>`, `<list[str]>`); here a value has a word, and a sw
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -47,21 +48,22 @@ class Bench(Group):
     """The commands of `minikv bench`, imported when one of them is wanted: no other start waits
     for them."""
 
-    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
-        self._import()
-        return super().get_command(ctx, cmd_name)
+    _imported: MutableMapping[str, Command] | None = None
 
-    def list_commands(self, ctx: Context) -> list[str]:
-        self._import()
-        return super().list_commands(ctx)
-
-    def _import(self) -> None:
-        if not self.commands:
+    @property
+    def commands(self) -> MutableMapping[str, Command]:
+        """Of the group, by name."""
+        if self._imported is None:
             from minikv.cli.bench.app import app
 
             made = typer.main.get_command(app)
             assert isinstance(made, TyperGroup)
-            self.commands = made.commands
+            self._imported = made.commands
+        return self._imported
+
+    @commands.setter
+    def commands(self, made: object) -> None:
+        """Those that typer found, which are none."""
 
 
 class _Argument(TyperArgument):

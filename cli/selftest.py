@@ -76,15 +76,13 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
     from minikv.policies.base import smallest_budget
 
     c = net.config
-    prompt, step, _, _ = EvictionConfig.read(policy, decode, stride=stride).policies()
-    rows = smallest_budget(prompt, step) + stride + 8
-    prompt, step, budget, _ = EvictionConfig.read(policy, decode, rows, stride=stride).policies()
+    given = EvictionConfig.read(policy, decode, stride=stride).rules()
+    rows = smallest_budget(given.prompt, given.step) + stride + 8
+    rules = EvictionConfig.read(policy, decode, rows, stride=stride).rules()
+    step = rules.step
     kv = KVCache(
         shape_of(c),
-        prompt,
-        step,
-        budget,
-        stride=stride,
+        rules,
         rotary=net.rotary.inverse,
         output=output_of(net),
     )
@@ -101,11 +99,12 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
                 return "the prompt was not read exactly"
         if not bool(torch.isfinite(logits).all()):
             return "logits are not finite"
-        most, token = kv.position if prompt is None and not stride else 0, int(logits.argmax())
+        most = kv.position if rules.prompt is None and not stride else 0
+        token = int(logits.argmax())
         for fed in range(steps + 1):
             # A step policy that evicts several rows at once lets heads grow until then.
             grown = fed if step is None else min(fed, step.block - 1)
-            wrong = _held(kv, (max(most, rows) if budget else most) + grown)
+            wrong = _held(kv, (max(most, rows) if rules.budget else most) + grown)
             if wrong:
                 return f"{wrong} (turn {turn + 1}, {fed} tokens written)"
             if fed < steps:
@@ -123,7 +122,7 @@ def _held(kv: KVCache, bound: int) -> str:
             total += len(kept)
             if len(set(kept)) != len(kept) or not all(0 <= p < kv.position for p in kept):
                 return "positions are not unique"
-            policy = kv.prompt_policy
+            policy = kv.rules.prompt
             protects = policy is None or policy.evidence.window > 0
             if protects and kv.position - 1 not in kept:
                 return "the newest token is gone"

@@ -63,7 +63,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         raise no_cuda()
     if settings.threads is not None:
         threads.use(settings.threads)
-    prompt, step, budget, stride = eviction.policies()
+    rules = eviction.rules()
     packing = None
     if settings.packs() and settings.device != "cuda":
 
@@ -90,12 +90,9 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         progress.kernels()
     kv = KVCache(
         shape_of(config),
-        prompt,
-        step,
-        budget,
+        rules,
         dtype=network.dtype,
         device=network.device,
-        stride=stride,
         kv=torch.int8 if settings.kv == "int8" else None,
         output=output_of(network),
         rotary=network.rotary.inverse,

@@ -82,9 +82,9 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
         )
     )
     kv, net = chat.engine.kv, chat.engine.network
-    assert (kv.prompt_policy.name, kv.step_policy.name) == ("snapkv", "tova")  # type: ignore[union-attr]
-    assert kv.prompt_policy.evidence.window == 5  # type: ignore[union-attr]
-    assert (kv.budget_rows, kv.stride) == (64, 0)
+    assert (kv.rules.prompt.name, kv.rules.step.name) == ("snapkv", "tova")  # type: ignore[union-attr]
+    assert kv.rules.prompt.evidence.window == 5  # type: ignore[union-attr]
+    assert (kv.budget_rows, kv.rules.stride) == (64, 0)
     assert (kv.kv, kv.dtype, kv.ops.name) == (torch.int8, torch.bfloat16, "torch")
     assert net.ops is None
     assert kv.output is not None
@@ -115,8 +115,8 @@ def test_defaults_are_those_of_the_device(folder: Path) -> None:
 
 def test_a_stride_reads_prompts_in_blocks(folder: Path) -> None:
     chat = build(Settings(model=str(folder), policy="roco", stride=16, kernels="torch"))
-    assert chat.engine.kv.stride == 16
-    assert chat.engine.kv.prompt_policy is None
+    assert chat.engine.kv.rules.stride == 16
+    assert chat.engine.kv.rules.prompt is None
 
 
 # -- what the caller is told ----------------------------------------------------------------------

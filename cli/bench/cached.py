@@ -64,7 +64,7 @@ class Cached:
         """Hold the tokens that `of` holds, without what its policy notes about them."""
         held, kv = of.engine.kv.snapshot(), self.engine.kv
         columns = {name: held.columns[name] for name in kv.arena.columns}
-        kv.restore(replace(held, columns=columns), *self.eviction.policies())
+        kv.restore(replace(held, columns=columns), self.eviction.rules())
 
     def stats(self) -> CacheStats:
         """Of the cache, counted from its tensors."""
@@ -108,15 +108,11 @@ def _engine(net: Llama, eviction: EvictionConfig, kernels: str, kept_in: str) ->
         config.windows,
         config.max_context,
     )
-    prompt, step, budget, stride = eviction.policies()
     kv = KVCache(
         shape,
-        prompt,
-        step,
-        budget,
+        eviction.rules(),
         dtype=net.dtype,
         device=net.device,
-        stride=stride,
         kv=torch.int8 if kept_in == "int8" else None,
         output=output,
         rotary=net.rotary.inverse,

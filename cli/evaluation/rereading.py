@@ -160,10 +160,9 @@ class Restoring(Engine):
         kv = self.kv
         if not self.remembers or kv.position:
             return super().prompt(ids, progress, room, asks, turn_tokens)
-        policies = kv.prompt_policy, kv.step_policy, kv.budget, kv.stride
-        key = (*policies, kv.pinned, room, asks, turn_tokens, tuple(ids))
+        key = (kv.rules, kv.pinned, room, asks, turn_tokens, tuple(ids))
         if self._last is not None and self._last.key == key:
-            kv.restore(self._last.held, *policies)
+            kv.restore(self._last.held, kv.rules)
             return self._last.logits.clone()
         self._last = None
         logits = super().prompt(ids, progress, room, asks, turn_tokens)

@@ -157,7 +157,7 @@ class Run:
         if choice.reuse != "recall" or not choice.eviction.evicts:
             return
         self.chat.configure(choice.eviction)
-        if why := self.chat.engine.kv.recalls:
+        if why := self.chat.engine.kv.rules.cannot_recall:
             raise UsageError(
                 f"--reuse recall cannot be had: {why}",
                 "nothing was measured; measure that policy with --reuse once,refresh",

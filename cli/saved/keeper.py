@@ -206,8 +206,8 @@ class Keeper:
             self._refuse(session, saved, stated)
             try:
                 snapshot = read_cache(saved)
-                prompt, step, *_ = snapshot.eviction.policies()
-                if snapshot.held is None or session.engine.kv.accepts(snapshot.held, prompt, step):
+                rules, kv = snapshot.eviction.rules(), session.engine.kv
+                if snapshot.held is None or kv.accepts(snapshot.held, rules):
                     return snapshot
                 raise UsageError(
                     f"the cache of chat {saved.name} is of another version of minikv: "

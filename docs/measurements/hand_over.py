@@ -22,7 +22,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +141,7 @@ def run(args: argparse.Namespace) -> None:
                     chat.reset()
                     chat.configure(made)
                     if label == "answer first":
-                        prompt, _, rows, _ = made.policies()
-                        chat.engine.kv.configure(prompt, AnswerFirst(), rows)
+                        chat.engine.kv.configure(replace(made.rules(), step=AnswerFirst()))
                     answers = PASSES["answers"].run(chat, items[i])
                     scores[label] = [
                         items[i].metric(answer, right, ())

@@ -36,6 +36,7 @@ def one(
     from minikv import policies
     from minikv.cache.budget import Budget
     from minikv.cache.kv_cache import KVCache
+    from minikv.cache.rules import Rules
     from minikv.cache.stats import Shape
     from minikv.engine.engine import Engine
     from minikv.models.config import ModelConfig
@@ -64,9 +65,7 @@ def one(
     def engine() -> Engine:
         cache = KVCache(
             shape,
-            policies.prompt_policy(policy),
-            policies.step_policy(step),
-            Budget.parse(budget),
+            Rules(policies.prompt_policy(policy), policies.step_policy(step), Budget.parse(budget)),
             dtype=dtype,
         )
         return Engine(network, cache)

@@ -283,7 +283,8 @@ def cost(args: argparse.Namespace) -> None:
         return clock.each(once, args.followups, warm=2)
 
     short, replay = followed(more[:NEW]), followed(more)
-    prompt, step, *_ = eviction.policies()
+    rules = eviction.rules()
+    prompt, step = rules.prompt, rules.step
     observed = max(prompt.evidence.observe if prompt else 0, step.observe if step else 0, NEW)
     tier.truncate(len(ids))
     own.engine.recall(ids, None, room)  # as `base` stands, from here on

@@ -48,13 +48,9 @@ def read(
     network: Llama, choice: EvictionConfig, chat: ChatSession, ids: list[int], tier: str
 ) -> tuple[float, int]:
     """(seconds, the most bytes at once) of a prompt."""
-    prompt, step, budget, stride = choice.policies()
     kv = KVCache(
         shape_of(network.config),
-        prompt,
-        step,
-        budget,
-        stride=stride,
+        choice.rules(),
         output=output_of(network),
         rotary=network.rotary.inverse,
     )

@@ -15,7 +15,8 @@ from torch import Tensor
 from minikv import kernels
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.compaction import Room, gather_survivors
-from minikv.cache.prefill import Plan, check_places
+from minikv.cache.plan import Plan
+from minikv.cache.prefill import check_places
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
 from minikv.kernels.dispatch import Kernels

@@ -11,17 +11,18 @@ are written, and `advance` puts it in the place of the old one, which until then
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.block_prefill import BlockPrefill
-from minikv.cache.budget import Budget
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.fidelity import LastToken
-from minikv.cache.prefill import Plan, Prefill
+from minikv.cache.plan import Before, Plan, plan_prompt
+from minikv.cache.prefill import Prefill
+from minikv.cache.rules import Rules
 from minikv.cache.second_pass import PassCost, SecondPassPrefill
 from minikv.cache.snapshot import CacheSnapshot, Outcome
 from minikv.cache.stats import (
@@ -33,22 +34,14 @@ from minikv.cache.stats import (
 )
 from minikv.cache.stopwatch import Stopwatch
 from minikv.cache.tier import Tier
-from minikv.errors import ContextError, UsageError
 from minikv.kernels.dispatch import Kernels, choose
 from minikv.policies.base import (
-    ALL,
-    GlobalAllocator,
-    PromptPolicy,
     Repeat,
     StepPolicy,
     Wording,
     policy_columns,
-    smallest_budget,
 )
-from minikv.policies.selection import fill
 
-Policies = tuple[PromptPolicy | None, StepPolicy | None, Budget | None, int]
-"""What `KVCache.configure` takes: prompt policy, step policy, budget, stride."""
 _ROOM = 256  # rows that a head gains when it is full and nothing may leave
 
 
@@ -69,23 +62,19 @@ class Mark:
 
 
 class KVCache:
-    """`Attend` over an arena under a prompt policy and a step policy. One conversation.
+    """`Attend` over an arena under rules, by default those that evict nothing. One conversation.
 
-    None for a policy means that it evicts nothing; a budget is needed if either evicts. Raises
-    UsageError for a budget too small for the pair. `progress(done, total)` is called while a
-    prompt is read; it may raise, after which `rollback` restores the cache.
+    Raises UsageError for a budget too small for the policies. `progress(done, total)` is called
+    while a prompt is read; it may raise, after which `rollback` restores the cache.
     """
 
     def __init__(
         self,
         shape: Shape,
-        prompt: PromptPolicy | None,
-        step: StepPolicy | None,
-        budget: Budget | None,
+        rules: Rules | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        stride: int = 0,
         kv: torch.dtype | None = None,
         output: Callable[[int], Tensor] | None = None,
         rotary: Tensor | None = None,
@@ -93,8 +82,7 @@ class KVCache:
         poison: bool = False,
     ) -> None:
         """`kv` is what keys and values are kept in: the network's dtype (None), or int8 with a
-        float32 scale per row. With a `stride` the step policy also reads prompts, in blocks of so
-        many rows (see `BlockPrefill`). `output`(layer) is the network's output projection
+        float32 scale per row. `output`(layer) is the network's output projection
         [H, G, D, hidden], for policies that weigh values by what becomes of them; `rotary` [D / 2]
         its angles per position, for policies that look at queries before rotation. `kernels`, as
         `dispatch.choose` takes it, decides who computes: `ops`; `notice` says why not the device's
@@ -102,9 +90,7 @@ class KVCache:
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self.kv = kv or dtype
         self.ops, self.notice = choose(self.device, kernels, shape.head_dim, dtype)
-        self.prompt_policy: PromptPolicy | None
-        self.step_policy: StepPolicy | None
-        self.budget: Budget | None
+        self.rules: Rules
         self._rows: int | None
         self._open: bool
         self._arena: Arena
@@ -122,96 +108,51 @@ class KVCache:
         # Where a prompt that is read twice is until it is scored; None: in the host's memory.
         self.scoring_tier: Tier | None = None
         self.words = Wording()  # for policies that read everything twice
-        self.stride: int
-        self._set(prompt, step, budget, stride)
+        rules = rules or Rules()
+        self._set(rules, self._known_rows(rules))
         self.reset()
 
-    def configure(
-        self,
-        prompt: PromptPolicy | None,
-        step: StepPolicy | None,
-        budget: Budget | None,
-        stride: int = 0,
-    ) -> None:
+    def configure(self, rules: Rules) -> None:
         """Other policies or another budget from the next prompt on. Between turns only.
 
         Rows already evicted do not come back; a smaller budget evicts at the end of the next
         prompt. Raises UsageError, and changes nothing, if they do not go together.
         """
         assert self._reading is None
-        self.check(prompt, step, budget, stride)
-        _declare(self.arena, self.step_policy, prompt, step)
-        self._set(prompt, step, budget, stride)  # cannot fail: it was checked
+        rows = self._known_rows(rules)
+        _declare(self.arena, self.rules.step, rules)
+        self._set(rules, rows)
 
-    def check(
-        self,
-        prompt: PromptPolicy | None,
-        step: StepPolicy | None,
-        budget: Budget | None,
-        stride: int = 0,
-    ) -> None:
+    def check(self, rules: Rules) -> None:
         """Raise the UsageError that `configure` would raise; change nothing."""
-        names = ("prompt_policy", "step_policy", "budget", "_rows", "_open", "stride")
-        before = {name: getattr(self, name) for name in names}
-        try:
-            self._set(prompt, step, budget, stride)
-        finally:
-            for name, value in before.items():
-                setattr(self, name, value)
+        self._known_rows(rules)
 
-    def _set(
-        self,
-        prompt: PromptPolicy | None,
-        step: StepPolicy | None,
-        budget: Budget | None,
-        stride: int,
-    ) -> None:
-        assert not stride or (step is not None and prompt is None)
-        self.stride = stride
-        if (prompt or step) and budget is None:
-            raise UsageError("a policy needs a budget", "give a `budget`, e.g. 512, 20% or 64MiB")
-        self.prompt_policy, self.step_policy, self.budget = prompt, step, budget
+    def _known_rows(self, rules: Rules) -> int | None:
+        """The budget in rows per head, where that is known before a prompt. Raises UsageError where
+        it is too small for the policies."""
+        if rules.budget is None or rules.takes_share:
+            return None
+        return rules.rows(0, self.shape, self.kv)
+
+    def _set(self, rules: Rules, rows: int | None) -> None:
+        self.rules, self._rows = rules, rows
         # A share is of all that was read when the next prompt ends; until then it is open.
-        self._open = budget is not None and budget.unit == "share"
-        self._rows = self._count(budget, 0) if budget and not self._open else None
-
-    def _count(self, budget: Budget, tokens: int) -> int:
-        """Rows per head; UsageError when the policies need more."""
-        prompt, step = self.prompt_policy, self.step_policy
-        state = sum(dtype.itemsize for dtype in policy_columns(prompt, step).values())
-        row = 2 * self.shape.head_dim * self.kv.itemsize + torch.int32.itemsize + state
-        row += 2 * torch.float32.itemsize if self.kv == torch.int8 else 0
-        rows = budget.rows(tokens, row, self.shape.layers * self.shape.kv_heads)
-        least = self._least(0)
-        if (prompt or step) and rows < least:
-            names = " with ".join(p.name for p in (prompt, step) if p)
-            meant = "" if budget.unit == "rows" else f", which is {rows} tokens per head here,"
-            raise UsageError(
-                f"budget {budget}{meant} is too small for {names}",
-                f"the smallest useful budget here is {least} tokens per head",
-            )
-        return rows
+        self._open = rules.takes_share
 
     def reset(self) -> None:
         """Forget the conversation and give its memory back."""
-        empty = self._empty(self.prompt_policy, self.step_policy)
+        empty = self._empty(self.rules)
         self.settle()
         self._restart(empty)
 
-    def restart(
-        self,
-        prompt: PromptPolicy | None,
-        step: StepPolicy | None,
-        budget: Budget | None,
-        stride: int = 0,
-    ) -> None:
+    def restart(self, rules: Rules) -> None:
         """`reset`, and be under these policies. Raises UsageError as `configure`; then, as when
         there is no memory, nothing changes."""
-        self.check(prompt, step, budget, stride)
-        arena = self._empty(prompt, step)
+        rows = self._known_rows(rules)
+        arena = self._empty(rules)
         self.settle()
         # From here on nothing fails.
-        self._set(prompt, step, budget, stride)
+        self._set(rules, rows)
         self._restart(arena)
 
     def _restart(self, empty: Arena) -> None:
@@ -219,7 +160,7 @@ class KVCache:
         self.position = 0
         self._turns: list[tuple[int, int]] = []
         self._pinned = 0
-        if self.budget and self.budget.unit == "share":
+        if self.rules.takes_share:
             self._open, self._rows = True, None
         self._reading: Prefill | BlockPrefill | SecondPassPrefill | None = None
         self._last = Outcome()
@@ -241,24 +182,9 @@ class KVCache:
         Raises UsageError if the budget leaves no room beside them.
         """
         assert self.position == 0
-        if self.budget is not None and self.budget.unit == "rows":
-            self._refuse_pins(rows, int(self.budget.value))
+        if self.rules.budget is not None and self.rules.budget.unit == "rows":
+            self.rules.refuse_pins(rows, int(self.rules.budget.value))
         self._pinned = rows
-
-    def _least(self, pinned: int | None = None) -> int:
-        """Rows per head that the policies and the pinned rows need."""
-        prompt, step = self.prompt_policy, self.step_policy
-        sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
-        least = smallest_budget(prompt, step, self.stride)
-        return least + max(0, (self._pinned if pinned is None else pinned) - sinks)
-
-    def _refuse_pins(self, rows: int, each: int) -> None:
-        least = self._least(rows)
-        if rows and each < least:
-            raise UsageError(
-                f"a budget of {each} tokens is too small beside {rows} pinned ones",
-                f"the smallest useful budget here is {least} tokens per head",
-            )
 
     # -- a prompt ---------------------------------------------------------------------------
 
@@ -278,8 +204,8 @@ class KVCache:
         at which the last turn begins; by default where the turn before ended.
         """
         assert self.tier is not None
-        assert self.recalls is None, self.recalls
-        prompt, step = self.prompt_policy, self.step_policy
+        assert self.rules.cannot_recall is None, self.rules.cannot_recall
+        prompt, step = self.rules.prompt, self.rules.step
         if begins is None:
             begins = max((end for _, end in self._turns if end < tokens), default=0)
         observe = max(prompt.evidence.observe if prompt else 0, step.observe if step else 0)
@@ -291,40 +217,15 @@ class KVCache:
     def budgets(self, tokens: int) -> list[int]:
         """Budgets in rows per head for a recall of so many tokens: from the smallest one that is
         of use, each twice the one before, up to the user's."""
-        assert self.budget is not None
-        share = self.budget.unit == "share"
-        most = self._count(self.budget, tokens) if share or self._rows is None else self._rows
-        most = min(most, self.shape.max_context)
-        least, found = self._least(), []
-        rows = least
+        assert self.rules.budget is not None
+        most = self._each(tokens)
+        assert most is not None
+        rows, found = self.rules.least(self._pinned), []
         while rows < most:
-            if self._serves(rows, tokens, least):
+            if self.rules.serves(rows, tokens, self.shape.layers, self._pinned):
                 found.append(rows)
             rows *= 2
         return [*found, most]
-
-    def _serves(self, rows: int, tokens: int, least: int) -> bool:
-        """Whether a budget leaves every layer what the policies need."""
-        policy = self.prompt_policy
-        if policy is None or isinstance(policy.layers, GlobalAllocator):
-            return True
-        return min(policy.layer_rows(self.shape.layers, rows, tokens, least)) >= least
-
-    @property
-    def recalls(self) -> str | None:
-        """Why these policies cannot choose from a tier; None if they can."""
-        prompt = self.prompt_policy
-        if self.stride:
-            return "with a stride rows are evicted while it reads"
-        if prompt is not None:
-            evidence, name = prompt.evidence, prompt.name
-            if evidence.observe == ALL or evidence.queries_from is not None:
-                return f"{name} needs the queries of all tokens"
-            if evidence.second_pass:
-                return f"{name} reads everything twice"
-            if evidence.predicted:
-                return f"{name} needs the probabilities of all tokens"
-        return None
 
     def begin(
         self,
@@ -359,46 +260,70 @@ class KVCache:
         if one is given, of a turn that begins where it says."""
         assert tokens > 0
         assert self._reading is None, "a prompt is under way"
-        arena, step, rows = self.arena, self.step_policy, self._rows
+        arena, rules, rows = self.arena, self.rules, self._rows
         position = self.position if given is None else 0
         # Others are of turns that were taken back.
         self._predicted = [one for one in self._predicted if one[0] < position]
-        share = self.budget is not None and self.budget.unit == "share"
-        if self.budget is not None and (self._open or (share and given is not None)):
-            rows = self._count(self.budget, position + tokens)
+        if self._open or (rules.takes_share and given is not None):
+            rows = rules.rows(position + tokens, self.shape, self.kv)
         # More rows than positions can never be used.
         each = min(rows, self.shape.max_context) if rows is not None else None
         if each is not None and smaller is not None:
             each = min(each, smaller)
         if each is not None:
-            self._refuse_pins(self._pinned, each)
-        held, visible = self._read_tables(position, tokens)
+            rules.refuse_pins(self._pinned, each)
+        before = Before.read(self.shape, arena, position, tokens)
         begins = position if begins is None else begins
-        if given is not None:
-            turn_tokens = max(1, tokens - begins)
         repeats = self._repeats(range(tokens), position, each, asks=asks)
-        asks = asks and not repeats
-        plan = self._plan(position, tokens, room, each, held, visible, given or 0, begins)
-        plan = replace(plan, asks=asks, turn_tokens=turn_tokens)
-        columns = policy_columns(self.prompt_policy, step)
+        plan = plan_prompt(
+            self.shape,
+            rules,
+            arena.rows,
+            before,
+            each,
+            room,
+            position=position,
+            tokens=tokens,
+            turns=[*(t for t in self._turns if t[1] <= begins), (begins, position + tokens)],
+            pinned=self._pinned,
+            given=given or 0,
+            asks=asks and not repeats,
+            turn_tokens=turn_tokens if given is None else max(1, tokens - begins),
+            output=self.output,
+            rotary=self.rotary,
+        )
+        reading = self._reader(plan, arena, before.held, repeats, each, recalls=given is not None)
+        self._evicting = Stopwatch(self.device)
+        self._rows, self._reading = rows, reading
+
+    def _reader(
+        self,
+        plan: Plan,
+        arena: Arena,
+        held: Layout,
+        repeats: Sequence[Repeat],
+        each: int | None,
+        *,
+        recalls: bool,
+    ) -> Prefill | BlockPrefill | SecondPassPrefill:
+        """Who reads the prompt, with a target of its own."""
+        shape, rules = self.shape, self.rules
+        prompt, step = rules.prompt, rules.step
+        columns = policy_columns(prompt, step)
         target = arena.sharing(columns) if plan.shares else arena.fresh(plan.needed, columns)
-        reading: Prefill | BlockPrefill | SecondPassPrefill
-        prompt = self.prompt_policy
-        tier = None
-        if given is not None:
-            assert self.tier is not None
-            self.tier.open(tokens)
-            tier = self.tier
-        if self.stride and step is not None and each is not None:
-            reading = BlockPrefill(
-                self.shape, arena, held, target, step, plan, each, self.stride, self.dtype, self.ops
+        tier = self.tier if recalls else None
+        if tier is not None:
+            tier.open(plan.tokens)
+        if rules.stride and step is not None and each is not None:
+            return BlockPrefill(
+                shape, arena, held, target, step, plan, each, rules.stride, self.dtype, self.ops
             )
-        elif prompt is not None and repeats:
+        if prompt is not None and repeats:
             if self.scoring_tier is not None:
                 self.scoring_tier.truncate(0)
-                self.scoring_tier.open(tokens)
-            reading = SecondPassPrefill(
-                self.shape,
+                self.scoring_tier.open(plan.tokens)
+            return SecondPassPrefill(
+                shape,
                 arena,
                 held,
                 target,
@@ -406,55 +331,34 @@ class KVCache:
                 step,
                 plan,
                 repeats,
-                self._first_rows,
+                rules.first_rows(self._pinned),
                 self.dtype,
                 self.ops,
                 self.scoring_tier,
             )
-        else:
-            reading = Prefill(
-                self.shape,
-                arena,
-                held,
-                target,
-                self.prompt_policy,
-                step,
-                plan,
-                self.dtype,
-                self.ops,
-                tier,
-            )
-        self._evicting = Stopwatch(self.device)
-        self._rows, self._reading = rows, reading
-
-    @property
-    def _first_rows(self) -> int:
-        """Positions below it never leave."""
-        prompt = self.prompt_policy
-        return max(self._pinned, prompt.evidence.sinks if prompt is not None else 0)
+        return Prefill(shape, arena, held, target, prompt, step, plan, self.dtype, self.ops, tier)
 
     def _repeats(
         self, ids: Sequence[int], position: int, each: int | None, *, asks: bool
     ) -> Sequence[Repeat]:
-        """The texts of the second pass over a prompt of these ids at this position, under a budget
-        of so many rows per head. None where the policy makes none, for a question, unless it takes
-        more than half of the budget, and for a text that takes less with all before it: rows that
-        always have room need no score. Raises ContextError where no position is left for them."""
-        prompt, tokens = self.prompt_policy, len(ids)
-        if prompt is None or each is None or not prompt.evidence.second_pass:
-            return ()
-        first = max(0, self._first_rows - position)
-        if 2 * (tokens if asks else position + tokens) <= each or tokens <= first:
-            return ()
-        left = self.shape.max_context - position - tokens
-        repeats = prompt.scorer.second_pass(ids, first, self.words, left)
-        if not repeats:
-            raise ContextError(
-                f"{prompt.name} has the model repeat what it has read, and {left:,} of "
-                f"{self.shape.max_context:,} positions are left for that",
-                "take another policy, or shorten the text",
-            )
-        return repeats
+        """See `Rules.repeats`."""
+        return self.rules.repeats(
+            ids,
+            position,
+            each,
+            self.words,
+            most=self.shape.max_context,
+            pinned=self._pinned,
+            asks=asks,
+        )
+
+    def _each(self, tokens: int) -> int | None:
+        """The budget in rows per head for a prompt after which so many tokens have been read."""
+        rows = self._rows
+        if self.rules.takes_share:
+            rows = self.rules.rows(tokens, self.shape, self.kv)
+        # More rows than positions can never be used.
+        return None if rows is None else min(rows, self.shape.max_context)
 
     def second_pass(self, ids: Sequence[int]) -> Sequence[Repeat]:
         """Texts to feed when the prompt of these ids has been through the network, before
@@ -462,17 +366,14 @@ class KVCache:
         reading = self._reading
         if not isinstance(reading, SecondPassPrefill):
             return ()
-        first = max(0, self._first_rows - reading.plan.position)
+        first = max(0, self.rules.first_rows(self._pinned) - reading.plan.position)
         left = self.shape.max_context - reading.end
         return reading.prompt.scorer.second_pass(ids, first, self.words, left)
 
     def scoring_cost(self, tokens: int, position: int, *, asks: bool) -> PassCost | None:
         """What a second pass over a prompt of so many tokens at this position takes; None if there
         is none. Raises as `begin`."""
-        rows = self._rows
-        if self.budget is not None and self.budget.unit == "share":
-            rows = self._count(self.budget, position + tokens)
-        each = None if rows is None else min(rows, self.shape.max_context)
+        each = self._each(position + tokens)
         repeats = self._repeats(range(tokens), position, each, asks=asks)
         if not repeats:
             return None
@@ -523,128 +424,6 @@ class KVCache:
         if not isinstance(reading, Prefill | SecondPassPrefill) or not reading.watches:
             return None
         return reading.watch
-
-    def _read_tables(self, position: int, tokens: int) -> tuple[Layout, list[int]]:
-        """The tables of the arena's rows below `position` on the host, and how many rows of each
-        layer, over its heads, will exist after a prompt of so many tokens and can still be seen.
-        One transfer."""
-        arena, shape, end = self.arena, self.shape, position + tokens
-        tables = arena.start, arena.length, arena.capacity, arena.cap, arena.free_slot
-        if not position:  # nothing to ask for, and a device without memory can be planned for
-            empty = torch.zeros((shape.layers, shape.kv_heads), dtype=torch.int64)
-            held, before = Layout(empty, empty, empty, empty, empty - 1), [0] * shape.layers
-        else:
-            slid = [i for i, w in enumerate(shape.windows) if w is not None and end > w]
-            firsts = [end - (shape.windows[i] or 0) + 1 for i in slid]
-            seen = [arena.count_from(i, first) for i, first in zip(slid, firsts, strict=True)]
-            numbers = torch.cat([*map(torch.flatten, tables), *(n[None] for n in seen)]).cpu()
-            size = arena.start.numel()
-            held = Layout(*numbers[: 5 * size].view(5, *arena.start.shape).unbind())
-            before = held.held.sum(1).tolist()
-            for layer, count in zip(slid, numbers[5 * size :].tolist(), strict=True):
-                before[layer] = count
-        new = [tokens if window is None else min(tokens, window) for window in shape.windows]
-        return held, [b + shape.kv_heads * n for b, n in zip(before, new, strict=True)]
-
-    def _plan(
-        self,
-        position: int,
-        tokens: int,
-        room: int,
-        each: int | None,
-        held: Layout,
-        visible: list[int],
-        given: int,
-        begins: int,
-    ) -> Plan:
-        """What the prompt is read under; each: the budget in rows per head."""
-        shape, step, arena = self.shape, self.step_policy, self.arena
-        spare = room if step is None else 0 if step.evict_first else step.block
-        shared = self.prompt_policy is not None and isinstance(
-            self.prompt_policy.layers, GlobalAllocator
-        )
-        totals = None if shared else self._totals(each, int(held.held.max()) + tokens)
-        blocks = self.stride and each is not None
-        limits = [shape.kv_heads * each] * shape.layers if blocks and each is not None else totals
-        drift = self.prompt_policy.heads.drift if self.prompt_policy is not None else 0
-        needed = []
-        for layer, window in enumerate(shape.windows):
-            rows = held.length[layer] + tokens
-            if window is not None:
-                rows = rows.clamp(max=window)
-            if step is not None and each is not None:
-                rows = rows.clamp(min=each)
-            most = int(rows.sum())
-            if limits is not None:
-                most = limits[layer] + shape.kv_heads * drift
-            needed.append(most + shape.kv_heads * spare)
-        pool = None
-        if shared and each is not None:
-            heads = shape.layers * shape.kv_heads
-            pool = each * heads
-            needed = [0] * (shape.layers - 1) + [pool + spare * heads + 1]
-        plan = Plan(
-            position,
-            tokens,
-            totals,
-            each if each is not None and step is not None else 0,
-            spare,
-            needed,
-            visible,
-            False,
-            [
-                *(turn for turn in self._turns if turn[1] <= begins),
-                (begins, position + tokens),
-            ],
-            self.output,
-            self.rotary,
-            self._pinned,
-            pool,
-            given,
-        )
-        # A smaller budget gives its memory back.
-        shares = not blocks and pool is None and position > 0 and 2 * sum(needed) > arena.rows
-        return replace(plan, shares=shares and self._fits(plan, held))
-
-    def _fits(self, plan: Plan, held: Layout) -> bool:
-        """Every row stays, and every head has room for the new ones behind its old ones."""
-        for layer, window in enumerate(self.shape.windows):
-            count = held.held[layer]
-            uneven = bool((count != count[0]).any()) or bool((held.free_slot[layer] >= 0).any())
-            slides = window is not None and plan.position + plan.tokens > window
-            if uneven or slides or not int(count[0]) or plan.evicts(layer):
-                return False
-            kept = count + plan.tokens
-            if plan.totals is None:
-                sizes = kept.clamp(min=plan.floor) + plan.spare
-            else:
-                sizes = fill(kept, plan.totals[layer]) + plan.spare
-            if self.step_policy is None:
-                sizes = fill(sizes, plan.needed[layer])
-            if bool((held.capacity[layer] < sizes).any()):
-                return False
-        return True
-
-    def _totals(self, each: int | None, most: int) -> list[int] | None:
-        """Rows that each layer may keep over all its heads, if the prompt policy evicts.
-
-        each: the budget in rows per head; most: rows that a head could hold at all.
-        """
-        if self.prompt_policy is None:
-            return None
-        assert each is not None
-        least = self._least()
-        rows = self.prompt_policy.layer_rows(self.shape.layers, each, most, least)
-        if min(rows) < least:
-            raise UsageError(
-                f"{self.prompt_policy.name} leaves a layer {min(rows)} tokens per head, of which "
-                f"{least - 1} are protected",
-                "a larger `budget` or a smaller beta gives every layer enough",
-            )
-        return [
-            self.shape.kv_heads * (n if window is None else min(n, window))
-            for n, window in zip(rows, self.shape.windows, strict=True)
-        ]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`. After `begin` the rows are the prompt's; otherwise it is a step, t = 1."""
@@ -723,7 +502,7 @@ class KVCache:
         it.
         """
         assert self._reading is None, "a prompt is under way"
-        step, decode = self.step_policy, self.decode
+        step, decode = self.rules.step, self.decode
         if decode.half_ended:
             decode.end_if_accepted()
         ready = decode.is_open and decode.speculative == speculative
@@ -747,7 +526,7 @@ class KVCache:
     def _with_room(self) -> Arena:
         """The arena, or a copy of it, in which every head can take a row and none is over its
         cap."""
-        arena, step = self._arena, self.step_policy
+        arena, step = self._arena, self.rules.step
         if step is not None:
             block = 0 if step.evict_first else step.block
             # Between two evictions a head may be some rows over its cap; more came when another
@@ -776,7 +555,7 @@ class KVCache:
     @property
     def full_at(self) -> int:
         """The position at which a head may be without room, where no step policy makes some."""
-        return self._full if self.step_policy is None else self.shape.max_context
+        return self._full if self.rules.step is None else self.shape.max_context
 
     @property
     def pinned(self) -> int:
@@ -790,7 +569,7 @@ class KVCache:
 
     def _leaves_last(self, arena: Arena) -> Tensor | None:
         """bool [R]: rows that leave after all others; None if the prompt policy prefers none."""
-        prefers = self.prompt_policy.preference if self.prompt_policy is not None else None
+        prefers = self.rules.prompt.preference if self.rules.prompt is not None else None
         if prefers is None:
             return None
         return prefers.prefers(arena.columns["pos"].to(torch.int64), self._turns)
@@ -855,13 +634,10 @@ class KVCache:
     def restore(
         self,
         held: CacheSnapshot,
-        prompt: PromptPolicy | None,
-        step: StepPolicy | None,
-        budget: Budget | None,
-        stride: int = 0,
-        under: Policies | None = None,
+        rules: Rules,
+        under: Rules | None = None,
     ) -> None:
-        """Be again as `held` was taken, under these policies: what follows is bit-identical if they
+        """Be again as `held` was taken, under these rules: what follows is bit-identical if they
         are the ones of then. Between turns only. under: other ones, to be under from then on, as
         `configure` would do after it.
 
@@ -869,36 +645,32 @@ class KVCache:
         and step policy; then, as when there is no memory, nothing changes.
         """
         assert self._reading is None
-        self.check(prompt, step, budget, stride)
-        if under is not None:
-            self.check(*under)
-        if not self.accepts(held, prompt, step):
+        rows, later = self._known_rows(rules), None if under is None else self._known_rows(under)
+        if not self.accepts(held, rules):
             raise ValueError("the cache is not one of this network and policy")
-        arena = self._empty(prompt, step).unpack(held.layout, held.region, held.columns)
+        arena = self._empty(rules).unpack(held.layout, held.region, held.columns)
         if under is not None:
-            _declare(arena, step, *under[:2])
+            _declare(arena, rules.step, under)
         self.settle()
         # From here on nothing fails.
-        self._set(prompt, step, budget, stride)
+        self._set(rules, rows)
         self._arena, self.position, self._turns = arena, held.position, list(held.turns)
         self._pinned, self._rows, self._open = held.pinned, held.rows, held.open
         self._peak, self._evict_s, self._last = held.peak, held.evict_s, held.outcome
         self._predicted = []
         if under is not None:
-            self._set(*under)
+            self._set(under, later)
 
-    def accepts(
-        self, held: CacheSnapshot, prompt: PromptPolicy | None, step: StepPolicy | None
-    ) -> bool:
+    def accepts(self, held: CacheSnapshot, rules: Rules) -> bool:
         """Whether `held` has what such a network and these policies store of every row."""
-        arena = self._empty(prompt, step)
+        arena = self._empty(rules)
         kinds = [
             {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
             for columns in (arena.columns, held.columns)
         ]
         return kinds[0] == kinds[1] and held.layout.start.shape == arena.start.shape
 
-    def _empty(self, prompt: PromptPolicy | None, step: StepPolicy | None) -> Arena:
+    def _empty(self, rules: Rules) -> Arena:
         """An arena without rows, with the columns that these policies need."""
         shape = self.shape
         return Arena(
@@ -907,7 +679,7 @@ class KVCache:
             shape.head_dim,
             self.dtype,
             self.device,
-            policy_columns(prompt, step),
+            policy_columns(rules.prompt, rules.step),
             kv=self.kv,
             poison=self._poison,
         )
@@ -1018,11 +790,10 @@ class KVCache:
         )
 
 
-def _declare(
-    arena: Arena, before: StepPolicy | None, prompt: PromptPolicy | None, step: StepPolicy | None
-) -> None:
-    """Have the columns of these policies in the arena, in which those of the step policy `before`
-    are. Where there is no memory for one, nothing changes."""
+def _declare(arena: Arena, before: StepPolicy | None, rules: Rules) -> None:
+    """Have the columns of these rules' policies in the arena, in which those of the step policy
+    `before` are. Where there is no memory for one, nothing changes."""
+    step, prompt = rules.step, rules.prompt
     columns = step.columns if step else {}
     # What one policy noted means something else to another.
     same = before is not None and step is not None and before.name == step.name

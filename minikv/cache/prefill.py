@@ -7,7 +7,7 @@ so that a prompt is undone by forgetting its target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -20,6 +20,7 @@ from minikv.cache.arena import Arena, Layout
 from minikv.cache.compaction import Room, append_rows, gather_survivors
 from minikv.cache.earlier import EarlierRows
 from minikv.cache.global_pool import GlobalPool
+from minikv.cache.plan import Plan
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
 from minikv.kernels.dispatch import Kernels
@@ -32,59 +33,6 @@ from minikv.policies.base import (
     policy_columns,
 )
 from minikv.policies.selection import fill, order_key
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a prompt of `tokens` tokens that starts at `position` is read under.
-
-    totals[i]: rows that layer i may keep over all its heads (None: all). floor: rows that every
-    head's cap has at least when only the step policy evicts. spare: rows a head needs above its
-    cap while an answer is written. needed[i]: rows of layer i's region in a target of its own.
-    visible[i]: rows over all heads that exist after the prompt and can still be seen. shares: all
-    rows stay and have room where they are. turns, output(layer) and rotary: as `PromptView` has
-    them; pinned: positions below it never leave. pool: rows that all layers and heads may keep
-    together, where they share one budget. given: how many first tokens of the prompt the tier has
-    (or would have); they are not read, but their rows compete with the others. asks: the prompt
-    only asks about what was read before. turn_tokens: how many of the last tokens are the last
-    turn's: no earlier queries are observed, as those of the answer before would choose what that
-    answer needed (None: all tokens).
-    """
-
-    position: int
-    tokens: int
-    totals: list[int] | None
-    floor: int
-    spare: int
-    needed: list[int]
-    visible: list[int]
-    shares: bool = False
-    turns: Sequence[tuple[int, int]] = ()
-    output: Callable[[int], Tensor] | None = None
-    rotary: Tensor | None = None
-    pinned: int = 0
-    pool: int | None = None
-    given: int = 0
-    asks: bool = False
-    turn_tokens: int | None = None
-    predicted: Tensor | None = None
-
-    @property
-    def read(self) -> int:
-        """Tokens that go through the network."""
-        return self.tokens - self.given
-
-    def observes(self, queries: int) -> int:
-        """How many last queries are observed, where so many are wanted."""
-        return min(
-            self.read, queries, self.tokens if self.turn_tokens is None else self.turn_tokens
-        )
-
-    def evicts(self, layer: int) -> bool:
-        """The prompt policy may evict rows of the layer."""
-        if self.pool is not None:
-            return sum(self.visible) > self.pool
-        return self.totals is not None and self.visible[layer] > self.totals[layer]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from minikv import kernels
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.earlier import EarlierRows
 from minikv.cache.global_pool import GlobalPool
-from minikv.cache.prefill import Plan, Prefill, Staging
+from minikv.cache.plan import Plan
+from minikv.cache.prefill import Prefill, Staging
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
 from minikv.cache.tier_rows import row_nbytes

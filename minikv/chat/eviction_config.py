@@ -23,7 +23,7 @@ from minikv.policies import (
 )
 
 if TYPE_CHECKING:
-    from minikv.policies.base import PromptPolicy, StepPolicy
+    from minikv.cache.rules import Rules
 
 
 _MOST = 1 << 60  # rows or bytes
@@ -100,16 +100,15 @@ class EvictionConfig:
     def least_rows(self) -> int:
         """The smallest budget in rows per head with which these policies work, without pinned rows.
         Raises UsageError for options that contradict each other."""
-        from minikv.policies.base import smallest_budget
+        return self.rules().least()
 
-        prompt, step, _, stride = self.policies()
-        return smallest_budget(prompt, step, stride)
+    def rules(self) -> Rules:
+        """What a cache takes."""
+        from minikv.cache.rules import Rules  # with torch
 
-    def policies(self) -> tuple[PromptPolicy | None, StepPolicy | None, Budget | None, int]:
-        """What `KVCache.configure` takes: prompt policy, step policy, budget, stride."""
         prompt = None if self.stride else prompt_policy(self.policy, self.policy_options)
         step = step_policy(self.decode, self.decode_options)
-        return prompt, step, self.budget if self.evicts else None, self.stride
+        return Rules(prompt, step, self.budget if self.evicts else None, self.stride)
 
     def budget_record(self) -> dict[str, object]:
         """The budget for the turn record; None and None if nothing is evicted."""

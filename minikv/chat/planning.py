@@ -149,7 +149,7 @@ class Planner:
     @property
     def scores_twice(self) -> bool:
         """The policy reads what it scores a second time."""
-        prompt = self.kv.prompt_policy
+        prompt = self.kv.rules.prompt
         return prompt is not None and prompt.evidence.second_pass
 
     @property
@@ -166,7 +166,7 @@ class Planner:
         gone = self.recall.tokens > 0 and (not self.past.log.fed or self.kv.stats().gaps)
         if not (evicts or gone) or reuse not in ("auto", "recall"):
             return False
-        why = self.kv.recalls
+        why = self.kv.rules.cannot_recall
         if reuse == "recall" and (why or self.recall.kind == "none"):
             raise UsageError(
                 f'`reuse="recall"` cannot be had: {why or _NO_TIER}',
@@ -179,7 +179,7 @@ class Planner:
         if not self.past.documents or not self.kv.stats().evicted:
             return Decision("once")
         eviction = self.wanted.eviction
-        prompt, *_ = eviction.policies()
+        prompt = eviction.rules().prompt
         asks = prompt is not None and prompt.evidence.asks
         return reuse.decide(eviction.policy, asks, self.wanted.keeps_cache, self.recall.why)
 

@@ -106,7 +106,7 @@ class Recall:
     def ready(self, tokens: int) -> bool:
         """Whether a conversation of so many tokens has a tier, which is made if need be. If not,
         `why` says why. Raises UsageError where one was asked for by name and cannot be had."""
-        self.why = '`tier="none"`' if self.kind == "none" else self._kv.recalls or ""
+        self.why = '`tier="none"`' if self.kind == "none" else self._kv.rules.cannot_recall or ""
         if self.why:
             return False
         if self.file is None:

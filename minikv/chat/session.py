@@ -228,12 +228,12 @@ class ChatSession:
     @changes
     def configure(self, eviction: EvictionConfig) -> None:
         """Use another policy or budget from the next prompt on. On UsageError nothing changes."""
-        self.engine.kv.configure(*eviction.policies())
+        self.engine.kv.configure(eviction.rules())
         self.eviction = eviction
 
     def check(self, eviction: EvictionConfig) -> None:
         """Raise the UsageError that `configure` would raise; change nothing."""
-        self.engine.kv.check(*eviction.policies())
+        self.engine.kv.check(eviction.rules())
 
     def snapshot(self) -> ChatSnapshot:
         """A copy of the chat between two turns. After `restore`, every answer is bit-identical. The
@@ -272,11 +272,11 @@ class ChatSession:
     def _restore(self, snapshot: ChatSnapshot, eviction: EvictionConfig) -> None:
         """`restore`, and use this policy and budget from then on."""
         held, kv = snapshot.held, self.engine.kv
-        under = None if eviction == snapshot.eviction else eviction.policies()
+        under = None if eviction == snapshot.eviction else eviction.rules()
         if held is None:
-            kv.restart(*(under or snapshot.eviction.policies()))
+            kv.restart(under or snapshot.eviction.rules())
         else:
-            kv.restore(held, *snapshot.eviction.policies(), under)
+            kv.restore(held, snapshot.eviction.rules(), under)
         self.eviction, self.seed = eviction, snapshot.seed
         self.messages, self.documents = list(snapshot.messages), list(snapshot.documents)
         self.pending, self.shaped_by = list(snapshot.pending), snapshot.shaped_by
@@ -387,7 +387,7 @@ class ChatSession:
     @property
     def recalls(self) -> bool:
         """Whether the next question can be answered from a tier, if there is one."""
-        return self.reuse in ("auto", "recall") and self.engine.kv.recalls is None
+        return self.reuse in ("auto", "recall") and self.engine.kv.rules.cannot_recall is None
 
     @property
     def reads_again(self) -> int:

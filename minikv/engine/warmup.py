@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import torch
@@ -45,7 +46,7 @@ def warm(kv: KVCache, network: Network) -> None:
         _steps(kv)
         _talk(kv, network)
         slides = any(window is not None for window in kv.shape.windows)
-        if kv.prompt_policy is not None or kv.step_policy is not None or slides:
+        if kv.rules.evicts or slides:
             _tiles(kv)  # else heads are even, and their rows are a plain block
     except torch.OutOfMemoryError:
         raise
@@ -58,7 +59,7 @@ def warm(kv: KVCache, network: Network) -> None:
 
 
 def _steps(kv: KVCache) -> None:
-    shape, step = kv.shape, kv.step_policy
+    shape, step = kv.shape, kv.rules.step
     arena = Arena(
         shape.layers,
         shape.kv_heads,
@@ -89,7 +90,7 @@ def _steps(kv: KVCache) -> None:
 
 def _talk(kv: KVCache, network: Network) -> None:
     """A short conversation: a prompt that evicts, some steps, and later prompts."""
-    rows = smallest_budget(kv.prompt_policy, kv.step_policy) + kv.stride
+    rows = smallest_budget(kv.rules.prompt, kv.rules.step) + kv.rules.stride
     small, tokens = None, 0
     while small is None:  # a policy with uneven budgets needs more rows
         tokens = 3 * rows + sum(_LATER)
@@ -121,8 +122,8 @@ def _tiles(kv: KVCache) -> None:
     length, slot, index = torch.ones_like(start), torch.full_like(start, -1), start[:, None]
     pos = torch.zeros(heads, dtype=torch.int32, device=device)
     seen = torch.zeros_like(index)
-    each = kv.prompt_policy is not None and kv.prompt_policy.evidence.each_query
-    each = each or (kv.step_policy is not None and kv.step_policy.prompt_history > 0)
+    each = kv.rules.prompt is not None and kv.rules.prompt.evidence.each_query
+    each = each or (kv.rules.step is not None and kv.rules.step.prompt_history > 0)
     with torch.inference_mode():
         mixed = rows.view(heads, 1, 1, -1), torch.zeros((heads, 1, 1), device=device)
         for parts in (2, 4):  # more than two are joined in float32
@@ -153,8 +154,8 @@ def _tiles(kv: KVCache) -> None:
 def _observed(kv: KVCache) -> list[int]:
     """Numbers of last queries that the policies observe, one for each tile: of a short prompt they
     observe fewer."""
-    evidence = kv.prompt_policy.evidence.observe if kv.prompt_policy is not None else 0
-    most = max(evidence, kv.step_policy.observe if kv.step_policy is not None else 0)
+    evidence = kv.rules.prompt.evidence.observe if kv.rules.prompt is not None else 0
+    most = max(evidence, kv.rules.step.observe if kv.rules.step is not None else 0)
     return [count for count in _OBSERVED if count // 2 < most] if evidence != ALL else []
 
 
@@ -164,15 +165,11 @@ def _ids(count: int) -> list[int]:
 
 def _like(kv: KVCache, rows: int) -> KVCache:
     """An empty cache like `kv`, with a budget of `rows`."""
-    evicts = kv.prompt_policy is not None or kv.step_policy is not None
     small = KVCache(
         kv.shape,
-        kv.prompt_policy,
-        kv.step_policy,
-        Budget("rows", Fraction(rows)) if evicts else None,
+        replace(kv.rules, budget=Budget("rows", Fraction(rows)) if kv.rules.evicts else None),
         dtype=kv.dtype,
         device=kv.device,
-        stride=kv.stride,
         kv=kv.kv,
         output=kv.output,
         rotary=kv.rotary,

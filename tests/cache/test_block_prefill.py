@@ -15,6 +15,7 @@ from torch import Tensor
 from minikv import kernels, policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
@@ -44,11 +45,8 @@ def strided(
 ) -> Engine:
     kv = KVCache(
         shape(net),
-        None,
-        step(name, options),
-        Budget.parse(budget),
+        Rules(None, step(name, options), Budget.parse(budget), stride),
         dtype=net.dtype,
-        stride=stride,
         poison=True,
     )
     return Engine(net, kv)
@@ -74,7 +72,7 @@ def test_blocks_of_one_are_steps(name: str, windows: tuple[int | None, ...] | No
     for token in tokens[1:]:
         want = steps.step(token)
     assert torch.allclose(logits, want, rtol=1e-4, atol=1e-4)
-    if windows is None or not steps.kv.step_policy.evict_first:  # type: ignore[union-attr]
+    if windows is None or not steps.kv.rules.step.evict_first:  # type: ignore[union-attr]
         gone = [  # a step marks its victim at once, a block removes it at the next
             set(a) ^ set(b) for a, b in zip(kept(blocks.kv), kept(steps.kv), strict=True)
         ]
@@ -113,13 +111,13 @@ def test_caps_hold_over_turns(name: str, stride: int, blocks: list[int]) -> None
         assert blocks == split(length, stride) * 2
         seen = run.kv.position
         for rows in kept(run.kv):
-            assert len(rows) == min(96, seen) or run.kv.step_policy.evict_first  # type: ignore[union-attr]
+            assert len(rows) == min(96, seen) or run.kv.rules.step.evict_first  # type: ignore[union-attr]
             assert len(rows) <= 96
             assert len(set(rows)) == len(rows)
             assert rows[-1] == seen - 1
         for token in range(3):
             run.step(token)
-        most = 95 + run.kv.step_policy.block  # type: ignore[union-attr]
+        most = 95 + run.kv.rules.step.block  # type: ignore[union-attr]
         assert all(len(rows) <= most for rows in kept(run.kv))
 
 
@@ -222,10 +220,7 @@ def test_easykv_blocks(name: str, tensors: dict[str, Tensor]) -> None:
     heads, group, size, cap = params["Hk"], params["G"], params["d"], params["kept"]
     kv = KVCache(
         Shape(1, heads, heads * group, size, (None,), 1 << 20),
-        None,
-        easykv(name, params),
-        Budget.parse(cap),
-        stride=params["stride"],
+        Rules(None, easykv(name, params), Budget.parse(cap), params["stride"]),
         poison=True,
     )
     query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
@@ -251,10 +246,7 @@ def test_easykv_blocks_then_steps(tensors: dict[str, Tensor]) -> None:
     heads, group, size, cap = params["Hk"], params["G"], params["d"], params["kept"]
     kv = KVCache(
         Shape(1, heads, heads * group, size, (None,), 1 << 20),
-        None,
-        easykv("roco", params),
-        Budget.parse(cap),
-        stride=params["stride"],
+        Rules(None, easykv("roco", params), Budget.parse(cap), params["stride"]),
         poison=True,
     )
     query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
@@ -267,7 +259,9 @@ def test_easykv_blocks_then_steps(tensors: dict[str, Tensor]) -> None:
         for h in range(heads):
             held[h] -= set(event[h])
     assert kept(kv) == [sorted(rows) for rows in held]
-    kv.configure(None, easykv("roco", params, decode=True), Budget.parse(cap), params["stride"])
+    kv.configure(
+        Rules(None, easykv("roco", params, decode=True), Budget.parse(cap), params["stride"])
+    )
     for i, victims in enumerate(data["victims_decode"].tolist()):
         at = params["N"] + i
         kv.attend(0, query[at : at + 1], key[at : at + 1], key[at : at + 1])

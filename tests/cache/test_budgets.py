@@ -138,7 +138,8 @@ def choices(draw: st.DrawFn, part: str = "", step: str = "", pinned: int = 0) ->
 
 def enough(eviction: EvictionConfig, pinned: int) -> int:
     """Rows per head that are enough to the row: pins among the sinks need none of their own."""
-    prompt, step, _, _ = eviction.policies()
+    rules = eviction.rules()
+    prompt, step = rules.prompt, rules.step
     sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
     return least(eviction, max(0, pinned - sinks))
 
@@ -248,7 +249,7 @@ def test_a_head_that_has_nothing_but_sinks_keeps_its_pins_and_its_first_row(
 ) -> None:
     """H2O has no sinks of its own, StreamingLLM has four: a head may be left with fewer rows."""
     net, given = network(seed=seed), {"alpha": 0.0, "recent_share": 0.0}
-    kv = over(net, *EvictionConfig.read("h2o+ada", "streaming", 5, given).policies())
+    kv = over(net, EvictionConfig.read("h2o+ada", "streaming", 5, given).rules())
     kv.pin(pinned)
     engine = Engine(net, kv, capture)
     engine.prompt(ids(100, seed=seed))

@@ -22,6 +22,7 @@ from minikv import kernels
 from minikv.cache import decode_step
 from minikv.cache.arena import Arena
 from minikv.cache.decode_step import DecodeStep
+from minikv.cache.rules import Rules
 from minikv.engine.decode_loop import Eager
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import PromptView, StepEnd, StepPolicy, StepView, unprotected
@@ -242,7 +243,7 @@ def test_a_policy_without_a_kernel_sees_the_heads_that_give_up_a_row() -> None:
     run = pair(Tape(), "full", "tova", 44)
     own = Own(per_head=False, sinks=4, protect_newest=True)
     for made in (run.here, run.there):
-        made.kv.configure(made.kv.prompt_policy, own, made.kv.budget)
+        made.kv.configure(Rules(made.kv.rules.prompt, own, made.kv.rules.budget))
     run.prompt(ids(36))
     for made in (run.here, run.there):
         made.kv.arena.cap[:, 1] = 37  # full while the others of its layer grow
@@ -285,7 +286,7 @@ def test_several_rows_of_a_head_leave_at_once(kv: torch.dtype | None) -> None:
     budget, policy = 24, Redundant()
     run = pair(Tape(), "full", "tova", budget, kv=kv)
     for made in (run.here, run.there):
-        made.kv.configure(None, policy, made.kv.budget)
+        made.kv.configure(Rules(None, policy, made.kv.rules.budget))
     run.prompt(ids(22))
     lengths = []
     for _ in range(14):
@@ -319,7 +320,7 @@ def test_blocks_leave_beside_windows_and_soft_pins(
     whole."""
     run = pair(Tape(), prompt, "tova", 48, net=network(layers=2, windows=windows))
     for made in (run.here, run.there):
-        made.kv.configure(made.kv.prompt_policy, Redundant(), made.kv.budget)
+        made.kv.configure(Rules(made.kv.rules.prompt, Redundant(), made.kv.rules.budget))
     for turn in range(2):
         run.prompt(ids(60 if turn == 0 else 9, turn))
         for _ in range(11):
@@ -336,7 +337,7 @@ def test_blocks_leave_beside_windows_and_soft_pins(
 
 def test_a_block_that_left_is_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine(network(layers=2), None, "full", "tova", 24)
-    made.kv.configure(None, Redundant(), made.kv.budget)
+    made.kv.configure(Rules(None, Redundant(), made.kv.rules.budget))
     made.prompt(ids(22))
     for token in ids(5):
         made.step(token)
@@ -403,7 +404,7 @@ def test_a_step_asks_the_device_for_nothing(step: str, marked: bool) -> None:
     marks = torch.zeros(kv.arena.rows, dtype=torch.bool) if marked else None
     decode = DecodeStep(kv.shape, kv.device)
     arena = kv.arena if step != "none" else kv.arena.grown(kv.arena.capacity + 8)
-    decode.open(arena, kv.step_policy, kv.position, leaves_last=marks, speculative=True)
+    decode.open(arena, kv.rules.step, kv.position, leaves_last=marks, speculative=True)
     with NoWaiting(), torch.inference_mode():
         for _ in range(4):
             logits = made.network.forward(torch.tensor([5]), decode)

@@ -16,6 +16,7 @@ from minikv import policies
 from minikv.cache.arena import Arena
 from minikv.cache.budget import Budget
 from minikv.cache.fidelity import LastToken, divergence
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels
@@ -163,8 +164,8 @@ def test_sliding_windows(windows: tuple[int | None, ...]) -> None:
 @pytest.mark.parametrize("policy", ["adakv", "l2"])
 def test_measuring_changes_no_bit(policy: str, kv: torch.dtype | None) -> None:
     net = small.network(layers=2)
-    pair = policies.prompt_policy(policy), policies.step_policy("roco"), Budget.parse(48)
-    run, plain = (tiered(Engine(net, small.over(net, *pair, kv=kv))) for _ in range(2))
+    rules = Rules(policies.prompt_policy(policy), policies.step_policy("roco"), Budget.parse(48))
+    run, plain = (tiered(Engine(net, small.over(net, rules, kv=kv))) for _ in range(2))
     ids = small.ids(TOKENS)
     logits, same = run.recall(list(ids)), plain.recall(list(ids))
     before = contents(run.kv.arena)
@@ -227,7 +228,7 @@ def test_budgets_double_from_the_smallest_of_use_to_the_users() -> None:
     kv = small.engine(net, "adakv", "roco", 300).kv
     tried = kv.budgets(2000)
     assert tried[-1] == 300
-    assert tried[0] == kv._least()
+    assert tried[0] == kv.rules.least(kv.pinned)
     assert all(b == 2 * a for a, b in pairwise(tried[:-1]))
     assert small.engine(net, "adakv", "roco", "20%").kv.budgets(1000)[-1] == 200
     # A pyramid gives its upper layers less: what leaves one too little is not tried.

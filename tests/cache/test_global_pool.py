@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minikv import policies
 from minikv.cache.budget import Budget
+from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.policies.base import Candidates, GlobalAllocator, PromptPolicy, PromptView
@@ -88,7 +89,7 @@ def test_the_best_rows_of_all_layers_stay(
     net = network(windows=windows)
     prompt, seen = policy(name, options)
     stepper = policies.step_policy(step)
-    cache = over(net, prompt, stepper, Budget.parse(30), kv=kv)
+    cache = over(net, Rules(prompt, stepper, Budget.parse(30)), kv=kv)
     cache.pin(2)
     run = Engine(net, cache)
     least = 2 if stepper is not None and stepper.evict_first and stepper.recent else 1
@@ -122,8 +123,8 @@ def test_a_row_of_every_column_belongs_to_its_position() -> None:
     """What stays has its own key and value: those of the same network without eviction."""
     net = network()
     prompt, _ = policy("snapkv", {"window": 4})
-    run = Engine(net, over(net, prompt, policies.step_policy("roco"), Budget.parse(20)))
-    full = Engine(net, over(net, None, None, None))
+    run = Engine(net, over(net, Rules(prompt, policies.step_policy("roco"), Budget.parse(20))))
+    full = Engine(net, over(net))
     for each in (run, full):
         each.prompt(ids(90))
     for layer in range(3):
@@ -137,7 +138,7 @@ def test_a_row_of_every_column_belongs_to_its_position() -> None:
 def test_nothing_leaves_under_the_budget_and_heads_may_grow_to_it() -> None:
     net = network()
     prompt, _ = policy("snapkv")
-    run = Engine(net, over(net, prompt, policies.step_policy("roco"), Budget.parse(60)))
+    run = Engine(net, over(net, Rules(prompt, policies.step_policy("roco"), Budget.parse(60))))
     run.prompt(ids(40))
     assert run.kv.stats().kept_min == 40
     assert run.kv.stats().lost_max is None
@@ -150,7 +151,7 @@ def test_nothing_leaves_under_the_budget_and_heads_may_grow_to_it() -> None:
 def test_no_more_is_held_than_the_budget_and_a_layer() -> None:
     net = network(layers=6)
     prompt, _ = policy("snapkv")
-    run = Engine(net, over(net, prompt, None, Budget.parse(50)))
+    run = Engine(net, over(net, Rules(prompt, None, Budget.parse(50))))
     run.prompt(ids(2000), room=1)
     stats = run.kv.stats()
     row = 2 * 8 * 4 * 3  # k and v of one token in one layer

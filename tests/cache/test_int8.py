@@ -16,6 +16,7 @@ from torch import Tensor
 import minikv
 from minikv import kernels, policies
 from minikv.cache.budget import Budget
+from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
 from minikv.errors import Interrupted, UsageError
 from minikv.kernels.torch import decode_cpu
@@ -35,10 +36,12 @@ def run(
         net,
         over(
             net,
-            policies.prompt_policy(prompt),
-            policies.step_policy(step),
-            Budget.parse(budget) if budget is not None else None,
-            stride,
+            Rules(
+                policies.prompt_policy(prompt),
+                policies.step_policy(step),
+                Budget.parse(budget) if budget is not None else None,
+                stride,
+            ),
             kv=kv,
         ),
     )
@@ -193,11 +196,11 @@ def test_a_snapshot_holds_the_codes_and_another_dtype_refuses_them() -> None:
     held = engine.kv.snapshot()
     want = [engine.step(token) for token in ids(4, seed=1)]
     kv = engine.kv
-    kv.restore(held, kv.prompt_policy, kv.step_policy, kv.budget)
+    kv.restore(held, kv.rules)
     assert all(torch.equal(engine.step(t), w) for t, w in zip(ids(4, seed=1), want, strict=True))
     other = run(net, "adakv", "roco", 48, kv=None).kv
     with pytest.raises(ValueError):
-        other.restore(held, other.prompt_policy, other.step_policy, other.budget)
+        other.restore(held, other.rules)
 
 
 def test_a_chat_with_codes_says_so_and_holds_about_half() -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.errors import ContextError, NumericsError, UsageError
 from minikv.models.llama import Llama
@@ -120,7 +121,7 @@ def test_an_evicted_cache_is_a_masked_full_cache(
         oracle.hide_all_but_kept(run.kv)
         compare(run.prompt(tokens), tokens)
         for token in ids(12, seed=50 + turn):
-            if run.kv.step_policy is not None and run.kv.step_policy.block > 1:
+            if run.kv.rules.step is not None and run.kv.rules.step.block > 1:
                 oracle.hide_all_but_kept(run.kv)  # what leaves with the step is gone after it
                 got = run.step(token)
             else:
@@ -144,7 +145,7 @@ def test_caps_hold_and_positions_are_whole(prompt: str, step: str) -> None:
             assert torch.isfinite(run.step(token)).all()
             check(kv, budget, exact=False)
     rows = sum(len(kv.kept(layer, head)) for layer in range(3) for head in range(3))
-    columns = policy_columns(kv.prompt_policy, kv.step_policy)
+    columns = policy_columns(kv.rules.prompt, kv.rules.step)
     state = sum(dtype.itemsize for dtype in columns.values())
     assert step != "roco" or state == 12  # two sums and a count in float32
     stats = kv.stats()
@@ -164,24 +165,22 @@ def check(kv: KVCache, budget: int, *, exact: bool) -> None:
             pos = kv.kept(layer, head)
             assert len(pos) == held[layer, head]
             assert pos.unique().numel() == len(pos)
-            policy = kv.prompt_policy
+            policy = kv.rules.prompt
             if policy is None or policy.evidence.window:  # else the newest may leave, too
                 assert pos[-1] == kv.position - 1
             assert pos[0] >= 0
-    if kv.prompt_policy is not None:
-        more = 0 if exact or kv.step_policy is None else kv.step_policy.block - 1
-        if kv.step_policy is not None or exact:
+    if kv.rules.prompt is not None:
+        more = 0 if exact or kv.rules.step is None else kv.rules.step.block - 1
+        if kv.rules.step is not None or exact:
             most = budget + more
             assert held.sum() <= kv.shape.layers * kv.shape.kv_heads * most
-            if type(kv.prompt_policy.layers) is LayerAllocator:
+            if type(kv.rules.prompt.layers) is LayerAllocator:
                 assert (held.sum(1) <= kv.shape.kv_heads * most).all()
-        if kv.step_policy is not None:
+        if kv.rules.step is not None:
             assert (held <= kv.arena.cap + more).all()
             totals = kv.arena.cap.sum(1)
             assert totals.sum() == kv.shape.layers * kv.shape.kv_heads * budget
-            assert (totals == totals[0]).all() or type(
-                kv.prompt_policy.layers
-            ) is not LayerAllocator
+            assert (totals == totals[0]).all() or type(kv.rules.prompt.layers) is not LayerAllocator
 
 
 @pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
@@ -324,15 +323,15 @@ def test_configure_takes_effect_at_the_next_prompt_and_gives_memory_back() -> No
     run.prompt(ids(400))
     big = run.kv.stats().allocated_bytes
     small = scheduler(net, "adakv", "roco", 40)
-    run.kv.configure(small.prompt_policy, small.step_policy, small.budget)
+    run.kv.configure(small.rules)
     assert run.kv.stats().kept_min == 400
     run.prompt(ids(5))
     assert run.kv.stats().kept_mean == 40
     assert run.kv.stats().allocated_bytes < big / 2
     run.step(1)
     with pytest.raises(UsageError):
-        run.kv.configure(small.prompt_policy, small.step_policy, None)
-    assert run.kv.prompt_policy is small.prompt_policy
+        run.kv.configure(Rules(small.rules.prompt, small.rules.step, Budget.parse(1)))
+    assert run.kv.rules.prompt is small.rules.prompt
     run.step(2)
     run.reset()
     assert run.kv.stats().allocated_bytes == 0
@@ -343,7 +342,7 @@ def test_without_memory_for_its_columns_a_policy_is_not_taken(
 ) -> None:
     run = engine(network(), "adakv", "h2o", 48)
     run.prompt(ids(60))
-    before, columns = run.kv.step_policy, dict(run.kv.arena.columns)
+    before, columns = run.kv.rules.step, dict(run.kv.arena.columns)
 
     def fail(*given: object, **more: object) -> None:
         raise MemoryError
@@ -352,9 +351,13 @@ def test_without_memory_for_its_columns_a_policy_is_not_taken(
         patch.setattr("minikv.cache.arena.torch.zeros", fail)
         with pytest.raises(MemoryError):
             run.kv.configure(
-                policies.prompt_policy("adakv"), policies.step_policy("roco"), run.kv.budget
+                Rules(
+                    policies.prompt_policy("adakv"),
+                    policies.step_policy("roco"),
+                    run.kv.rules.budget,
+                )
             )
-    assert run.kv.step_policy is before
+    assert run.kv.rules.step is before
     assert run.kv.arena.columns.keys() == columns.keys()
     assert all(run.kv.arena.columns[name] is column for name, column in columns.items())
 
@@ -404,7 +407,7 @@ def test_memory_comes_back_although_nothing_was_evicted() -> None:
     run = engine(net, "adakv", "roco", 512)
     run.prompt(ids(10))
     small = scheduler(net, "adakv", "roco", 64)
-    run.kv.configure(small.prompt_policy, small.step_policy, small.budget)
+    run.kv.configure(small.rules)
     oracle = Dense(net)
     oracle.prompt(ids(10))
     assert torch.equal(run.prompt(ids(5, seed=1)), oracle.prompt(ids(5, seed=1)))
@@ -453,7 +456,7 @@ def test_a_share_is_of_the_prompt_that_was_read() -> None:
     run = engine(net, "full", "none", None)
     run.prompt(ids(380))
     small = scheduler(net, "adakv", "roco", "20%")
-    run.kv.configure(small.prompt_policy, small.step_policy, small.budget)
+    run.kv.configure(small.rules)
     run.prompt(ids(20))
     assert run.kv.stats().kept_mean == 80
     run.reset()
@@ -538,9 +541,7 @@ def test_peak_is_what_was_allocated(prompt: str, step: str) -> None:
     heads, size, chunk = 4, 64, 30
     kv = KVCache(
         Shape(3, heads, heads, size, (None,) * 3, 1 << 20),
-        policies.prompt_policy(prompt),
-        policies.step_policy(step),
-        Budget.parse(200),
+        Rules(policies.prompt_policy(prompt), policies.step_policy(step), Budget.parse(200)),
     )
     generator = torch.Generator().manual_seed(0)
     for tokens in (900, 80, 900):
@@ -650,7 +651,7 @@ def test_why_a_tier_cannot_be_chosen_from() -> None:
     net = network()
 
     def why(prompt: str, step: str = "none") -> str:
-        return str(scheduler(net, prompt, step, 60).recalls)
+        return str(scheduler(net, prompt, step, 60).rules.cannot_recall)
 
     assert why("snapkv") == why("full", "roco") == "None"
     assert why("h2o") == "h2o needs the queries of all tokens"
@@ -658,8 +659,8 @@ def test_why_a_tier_cannot_be_chosen_from() -> None:
     assert why("kvzip") == "kvzip reads everything twice"
     assert why("queryspan") == "queryspan needs the probabilities of all tokens"
     step = policies.step_policy("roco")
-    kv = KVCache(_shape(net), None, step, Budget.parse(60), stride=8)
-    assert kv.recalls == "with a stride rows are evicted while it reads"
+    kv = KVCache(_shape(net), Rules(None, step, Budget.parse(60), 8))
+    assert kv.rules.cannot_recall == "with a stride rows are evicted while it reads"
 
 
 def _shape(net: Llama) -> Shape:

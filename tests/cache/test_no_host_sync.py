@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from minikv import policies
 from minikv.cache.arena import Arena
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.prefill import Plan, Prefill
+from minikv.cache.plan import Plan
+from minikv.cache.prefill import Prefill
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.models.llama import Llama
@@ -256,9 +257,7 @@ def test_three_prompts_on_a_gpu(prompt: str, step: str, monkeypatch: pytest.Monk
     like = scheduler(net, prompt, step, None if prompt == "full" and step == "none" else 72)
     kv = KVCache(
         like.shape,
-        like.prompt_policy,
-        like.step_policy,
-        like.budget,
+        like.rules,
         device="cuda",
         poison=True,
         output=like.output,

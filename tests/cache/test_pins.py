@@ -6,6 +6,7 @@ import pytest
 from small import engine, ids, network, scheduler
 
 from minikv.cache.budget import Budget
+from minikv.cache.rules import Rules
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
@@ -60,9 +61,9 @@ def test_pinned_rows_stay_in_every_layout(pair: tuple[str, str], stride: int, pa
     net = network()
     for budget in range(20, 130, 6 if part == 1.0 else 15):
         kv = scheduler(net, pair[0], pair[1], 128)
-        prompt, step, _, _ = EvictionConfig.read(*pair).policies()
+        rules = EvictionConfig.read(*pair).rules()
         try:
-            kv.configure(prompt, step, Budget.parse(budget), stride)
+            kv.configure(Rules(rules.prompt, rules.step, Budget.parse(budget), stride))
             kv.pin(20)
             run = Engine(net, kv)
             run.prompt(ids(200))

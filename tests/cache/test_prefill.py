@@ -21,7 +21,9 @@ from minikv.cache.arena import Arena, Layout
 from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.prefill import Plan, Prefill
+from minikv.cache.plan import Plan
+from minikv.cache.prefill import Prefill
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels
@@ -189,7 +191,7 @@ class Asks(Scorer):
 def asking(budget: int = 20, **given: Any) -> tuple[Engine, Asks, small.Llama]:
     net, scorer = small.network(rows=16, **given), Asks()
     policy = PromptPolicy(name="asks", scorer=scorer)
-    return Engine(net, small.over(net, policy, None, Budget.parse(budget))), scorer, net
+    return Engine(net, small.over(net, Rules(policy, None, Budget.parse(budget)))), scorer, net
 
 
 def told(net: small.Llama, tokens: list[int]) -> Tensor:
@@ -231,9 +233,9 @@ def test_what_was_taken_back_is_not_remembered() -> None:
     mark = run.kv.mark()
     run.prompt(small.ids(50))
     run.kv.go_back(mark)
-    run.kv.configure(run.kv.prompt_policy, None, Budget.parse(60))
+    run.kv.configure(Rules(run.kv.rules.prompt, None, Budget.parse(60)))
     run.prompt(small.ids(30, seed=4))  # nothing has to leave, so nothing is asked
-    run.kv.configure(run.kv.prompt_policy, None, Budget.parse(20))
+    run.kv.configure(Rules(run.kv.rules.prompt, None, Budget.parse(20)))
     run.prompt(small.ids(40, seed=1))
     found = scorer.seen[0].predicted
     assert found is not None
@@ -311,7 +313,7 @@ def test_each_query_and_the_length_of_its_input_are_shown() -> None:
 
 def test_a_tier_does_not_serve_a_policy_that_asks_for_probabilities() -> None:
     run, _, _ = asking()
-    assert run.kv.recalls == "asks needs the probabilities of all tokens"
+    assert run.kv.rules.cannot_recall == "asks needs the probabilities of all tokens"
 
 
 def test_kernels_may_take_the_sums_of_each_query_from_all_rows() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.cache.second_pass import FullRows, PassCost
 from minikv.cache.stats import Shape, full_cache_bytes
 from minikv.cache.tier import Tier
@@ -88,7 +89,7 @@ def made(
         seen[view.layer] = replace(view, peak=None if view.peak is None else view.peak + 0)
 
     policy = replace(policy, scorer=Spy(policy.scorer, note))
-    cache = over(net, policy, policies.step_policy(step), Budget.parse(budget), kv=kv)
+    cache = over(net, Rules(policy, policies.step_policy(step), Budget.parse(budget)), kv=kv)
     cache.words = words
     return Engine(net, cache), seen
 
@@ -213,7 +214,7 @@ def test_columns_come_from_the_prompt_itself(step: str) -> None:
     net = network()
     run, _ = made(net, "kvzip", 15, step)
     run.prompt(ids(60))
-    full = Engine(net, over(net, None, policies.step_policy(step), Budget.parse(100)))
+    full = Engine(net, over(net, Rules(None, policies.step_policy(step), Budget.parse(100))))
     full.prompt(ids(60))
     columns = policies.step_policy(step)
     names = ["k", "v", *(columns.columns if columns is not None else ())]
@@ -590,7 +591,7 @@ def test_what_a_prompt_is_scored_with_is_known_before_it_is_read() -> None:
     assert more(run, 7, 60, asks=True) == 0
     assert not run.kv.scoring
     shared, _ = made(network(), "kvzip", 15, chunk=25)
-    shared.kv.configure(shared.kv.prompt_policy, None, Budget.parse("50%"))
+    shared.kv.configure(Rules(shared.kv.rules.prompt, None, Budget.parse("50%")))
     assert more(shared, 60, 0, asks=False) == whole
     # Under its own share a text takes all of the budget, never less than half of it.
     assert more(shared, 60, 10_000, asks=True) == 0

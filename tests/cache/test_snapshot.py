@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.cache.snapshot import CacheSnapshot
 from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
@@ -45,7 +46,7 @@ def same(one: Trace, two: Trace) -> bool:
 
 
 def put_back(kv: KVCache, held: CacheSnapshot) -> None:
-    kv.restore(held, kv.prompt_policy, kv.step_policy, kv.budget, kv.stride)
+    kv.restore(held, kv.rules)
 
 
 def between_steps(stats: CacheStats) -> CacheStats:
@@ -88,12 +89,12 @@ def test_before_anything_and_after_a_prompt(prompt: str, step: str) -> None:
 
 def test_a_budget_in_blocks_or_as_a_share_or_pinned_goes_on_too() -> None:
     net = network()
-    strided = EvictionConfig.read("roco", budget=48, stride=8).policies()
-    shared = EvictionConfig.read("adakv", budget="40%").policies()
-    for policies, pinned in ((strided, 0), (shared, 0), (shared, 6)):
+    strided = EvictionConfig.read("roco", budget=48, stride=8).rules()
+    shared = EvictionConfig.read("adakv", budget="40%").rules()
+    for rules, pinned in ((strided, 0), (shared, 0), (shared, 6)):
         runs = [engine(net, "full", "none", None) for _ in range(2)]
         for run in runs:
-            run.kv.configure(*policies)
+            run.kv.configure(rules)
         run, other = runs
         run.kv.pin(pinned)
         run.prompt(ids(120))
@@ -101,7 +102,7 @@ def test_a_budget_in_blocks_or_as_a_share_or_pinned_goes_on_too() -> None:
             run.step(token)
         held = run.kv.snapshot()
         want = go_on(run, 3)
-        other.kv.restore(held, *policies)
+        other.kv.restore(held, rules)
         assert other.kv.stats().budget_rows == run.kv.stats().budget_rows
         assert same(go_on(other, 3), want)
 
@@ -113,18 +114,18 @@ def test_a_cache_goes_on_under_other_policies_as_if_they_were_set_after_it() -> 
     run.prompt(ids(90))
     run.step(3)
     held = run.kv.snapshot()
-    then = run.kv.prompt_policy, run.kv.step_policy, run.kv.budget, 0
-    later = EvictionConfig.read("h2o", budget=30).policies()
-    run.kv.configure(*later)
+    then = run.kv.rules
+    later = EvictionConfig.read("h2o", budget=30).rules()
+    run.kv.configure(later)
     want = go_on(run, 5)
-    other.kv.restore(held, *then, under=later)
-    assert other.kv.prompt_policy is later[0]
+    other.kv.restore(held, then, under=later)
+    assert other.kv.rules.prompt is later.prompt
     assert same(go_on(other, 5), want)
     before = other.kv.snapshot()
     with pytest.raises(UsageError):
-        other.kv.restore(held, *then, under=(later[0], later[1], None, 0))
+        other.kv.restore(held, then, under=Rules(later.prompt, later.step, Budget.parse(1)))
     assert other.kv.position == before.position
-    assert other.kv.prompt_policy is later[0]
+    assert other.kv.rules.prompt is later.prompt
 
 
 def test_only_rows_in_use_are_copied_and_never_shared() -> None:
@@ -166,7 +167,7 @@ def test_a_restart_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     run = engine(network(), "adakv", "roco", 40)
     run.prompt(ids(50))
     kv = run.kv
-    before = (kv.prompt_policy, kv.step_policy, kv.budget, kv.position)
+    before = (kv.rules, kv.position)
 
     def fails() -> None:
         raise MemoryError
@@ -174,12 +175,12 @@ def test_a_restart_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as short:
         short.setattr(kv, "settle", fails)
         with pytest.raises(MemoryError):
-            kv.restart(None, None, None)
+            kv.restart(Rules())
         with pytest.raises(MemoryError):
             kv.reset()
-    assert (kv.prompt_policy, kv.step_policy, kv.budget, kv.position) == before
-    kv.restart(None, None, None)
-    assert (kv.prompt_policy, kv.position) == (None, 0)
+    assert (kv.rules, kv.position) == before
+    kv.restart(Rules())
+    assert (kv.rules.prompt, kv.position) == (None, 0)
 
 
 def test_a_check_is_what_configure_says_and_changes_nothing() -> None:
@@ -188,10 +189,10 @@ def test_a_check_is_what_configure_says_and_changes_nothing() -> None:
     small = scheduler(net, "streaming", "streaming", 48)
     for each in (run, twin):
         each.prompt(ids(90))
-    run.kv.check(small.prompt_policy, small.step_policy, small.budget)
+    run.kv.check(small.rules)
     with pytest.raises(UsageError, match="too small"):
-        run.kv.check(run.kv.prompt_policy, run.kv.step_policy, Budget.parse(8))
-    assert run.kv.budget == Budget.parse(48)
+        run.kv.check(Rules(run.kv.rules.prompt, run.kv.rules.step, Budget.parse(8)))
+    assert run.kv.rules.budget == Budget.parse(48)
     assert same(go_on(run, 5), go_on(twin, 5))
 
 

@@ -9,6 +9,7 @@ from small import PAIRS, by_day, engine, ids, network, over, shape
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Fidelity, full_cache_bytes, share_saved
 from minikv.engine.engine import Engine
 
@@ -64,7 +65,7 @@ def test_a_prompt_read_in_blocks_saves_a_share_too() -> None:
     """Rows slide out of a window when the next block begins, so that more may be held for a
     moment than a full cache holds between prompts."""
     net = network(windows=(20, None, 70))
-    kv = over(net, None, policies.step_policy("roco"), Budget.parse(48), 16)
+    kv = over(net, Rules(None, policies.step_policy("roco"), Budget.parse(48), 16))
     run = Engine(net, kv)
     for length in LENGTHS:
         run.reset()

@@ -14,6 +14,7 @@ from tiers import tiered
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.cache.tier import Tier
 from minikv.cache.tier_rows import RamRows, columns_of, row_nbytes
 from minikv.engine.engine import Engine
@@ -132,8 +133,8 @@ def test_a_staged_tier_is_the_same_as_one_that_is_the_staging_buffer(coded: bool
 
 def test_int8_rows_under_the_budget_come_from_the_exact_tier() -> None:
     net = small.network(layers=2)
-    pair = policies.prompt_policy("adakv"), policies.step_policy("roco"), Budget.parse(60)
-    run, anew = (Engine(net, small.over(net, *pair, kv=torch.int8)) for _ in range(2))
+    rules = Rules(policies.prompt_policy("adakv"), policies.step_policy("roco"), Budget.parse(60))
+    run, anew = (Engine(net, small.over(net, rules, kv=torch.int8)) for _ in range(2))
     tiered(run)
     ids = small.ids(150)
     logits = talk(run, 2, ids)[-1]
@@ -233,4 +234,4 @@ def test_room_grows_and_keeps_what_there_is() -> None:
 @pytest.mark.parametrize("policy", sorted(UNSERVED))
 def test_a_policy_that_needs_every_query_is_named(policy: str) -> None:
     kv: KVCache = small.engine(small.network(layers=1), policy, "none", 60).kv
-    assert policy in str(kv.recalls)
+    assert policy in str(kv.rules.cannot_recall)

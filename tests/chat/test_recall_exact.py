@@ -116,7 +116,7 @@ def test_every_turn_begins_as_with_the_full_cache(
     """Turns over two documents, the second of which comes later, with layers that see all
     and layers with a sliding window, and two query heads for each KV head."""
     chat = session(network((None, 64, None)), policy, kv=kv)
-    assert chat.engine.kv.recalls is None
+    assert chat.engine.kv.rules.cannot_recall is None
     turns = Turns(chat)
     for _ in turns.say(asked, late=4):
         pass
@@ -129,7 +129,9 @@ def test_every_turn_begins_as_with_the_full_cache(
 def test_most_policies_recall() -> None:
     """So that the test above does not pass because every policy is skipped."""
     net = network((None, None))
-    able = [p for p in policies.prompt_names() if session(net, p).engine.kv.recalls is None]
+    able = [
+        p for p in policies.prompt_names() if session(net, p).engine.kv.rules.cannot_recall is None
+    ]
     assert {"adakv", "snapkv", "pyramidkv", "streaming"} <= {*able}
     assert len(able) > len(policies.prompt_names()) / 2
 

@@ -174,7 +174,7 @@ def test_configure_checks_before_it_changes_anything() -> None:
     chat = make()
     chat.configure(EvictionConfig.read("full"))
     assert chat.eviction.policy == "full"
-    assert chat.engine.kv.configured[-1][2] is None  # type: ignore[attr-defined]
+    assert chat.engine.kv.configured[-1].budget is None  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="smallest useful"):
         chat.configure(EvictionConfig.read("streaming", budget=5))
     assert chat.eviction.policy == "full"

@@ -200,9 +200,6 @@ def chat_of(config: ModelConfig) -> ChatSession:
     )
     kv = KVCache(
         shape,
-        None,
-        None,
-        None,
         dtype=net.dtype,
         rotary=net.rotary.inverse,
         output=lambda i: (

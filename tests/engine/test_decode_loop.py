@@ -17,6 +17,7 @@ from minikv import policies
 from minikv.cache import decode_step
 from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.engine import decode_loop
 from minikv.engine.decode_loop import CudaGraphs, Eager, captured
 from minikv.engine.engine import Engine
@@ -181,7 +182,7 @@ def test_an_equal_policy_is_configured_and_nothing_is_recorded_anew() -> None:
     run.write(5)
     for _ in range(2):
         for each in (run.here.kv, run.there.kv):
-            each.configure(None, policies.step_policy("hashevict"), each.budget)
+            each.configure(Rules(None, policies.step_policy("hashevict"), each.rules.budget))
         run.write(3)
         run.agree()
     assert run.there.notices == []
@@ -243,10 +244,10 @@ def test_a_chat_is_set_aside_and_taken_up_with_a_step_under_way() -> None:
     token, drawn = run.token, list(run.drawn)
     held = kv.snapshot()
     run.write(4)
-    kv.restore(held, kv.prompt_policy, kv.step_policy, kv.budget)
+    kv.restore(held, kv.rules)
     one = run.there.next(token, VOCAB, GREEDY, run.seed)
     assert [one] == run.drawn[len(drawn) :][:1]
-    kv.configure(None, None, None)
+    kv.configure(Rules(None, None, None))
     assert run.there.next(one, VOCAB, GREEDY, run.seed) >= 0
 
 
@@ -342,7 +343,7 @@ def test_on_a_cpu_steps_are_single() -> None:
     """With any kernels; and what steps work with is freed when the cache is looked at."""
     net = network(layers=2)
     for kernels in ("torch", "auto"):
-        cache = KVCache(shape(net), None, None, None, kernels=kernels)
+        cache = KVCache(shape(net), kernels=kernels)
         assert not Engine(net, cache).captured
         assert Engine(net, cache)._loop is None
     made = engine(net, None, "full", "roco", 24)
@@ -416,9 +417,7 @@ def _there(net: Llama, kernels: str, prompt: str = "full", step: str = "none") -
     kv = engine(net, None, prompt, step, 44).kv
     return KVCache(
         kv.shape,
-        kv.prompt_policy,
-        kv.step_policy,
-        kv.budget,
+        kv.rules,
         device="cuda",
         poison=True,
         output=kv.output,

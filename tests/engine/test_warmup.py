@@ -11,6 +11,7 @@ import small
 import step_oracle
 import torch
 
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine import warmup as warming
 from minikv.engine.warmup import _tiles, warm
@@ -193,8 +194,7 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
         device=torch.device("cpu"),
         dtype=torch.bfloat16,
         ops=Counting(),
-        prompt_policy=None,
-        step_policy=None,
+        rules=Rules(),
     )
     _tiles(kv)  # type: ignore[arg-type]
     counts = range(1, 200)
@@ -236,8 +236,7 @@ def test_every_tile_of_the_observed_queries_is_among_them(observe: int) -> None:
         device=torch.device("cpu"),
         dtype=torch.bfloat16,
         ops=Counting(),
-        prompt_policy=None,
-        step_policy=SimpleNamespace(observe=observe, prompt_history=0),
+        rules=SimpleNamespace(prompt=None, step=SimpleNamespace(observe=observe, prompt_history=0)),
     )
     _tiles(kv)  # type: ignore[arg-type]
     for dtype, listed, window in itertools.product(
@@ -259,7 +258,7 @@ def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:
 
 def test_layers_with_and_without_a_window_and_rows_in_int8() -> None:
     net = small.network(windows=(None, 3, None))
-    kv = small.over(net, None, None, None, kv=torch.int8)
+    kv = small.over(net, kv=torch.int8)
     recorder = Recorder()
     kv.use(recorder)
     warm(kv, net)
@@ -276,7 +275,7 @@ def test_a_full_cache_needs_the_tiles_where_rows_slide_out_of_a_window(
     called: list[object] = []
     monkeypatch.setattr(warming, "_tiles", called.append)
     net = small.network(windows=(None, window, None))
-    kv = small.over(net, None, None, None)
+    kv = small.over(net)
     kv.use(Recorder())
     warm(kv, net)
     assert (called == [kv]) == wanted

@@ -88,9 +88,7 @@ def test_the_answer_is_that_of_a_cpu(bench: Bench, case: Case) -> None:
     kv = far.kv
     here = KVCache(
         kv.shape,
-        kv.prompt_policy,
-        kv.step_policy,
-        kv.budget,
+        kv.rules,
         dtype=kv.dtype,
         output=None,
         kernels="torch",
@@ -120,7 +118,7 @@ def test_packed_weights_are_those_that_they_stand_for(bench: Bench, form: str) -
             matrix = getattr(theirs, name)
             assert matrix.nbytes < 0.6 * getattr(mine, name).nbytes
             setattr(mine, name, Plain(near(matrix.dense()).clone()))
-    here = KVCache(far.kv.shape, None, None, None, dtype=far.kv.dtype, kernels="torch")
+    here = KVCache(far.kv.shape, dtype=far.kv.dtype, kernels="torch")
     plain = Engine(net, here, Eager())
     for count in (CHUNK + 20, 7):
         ours, theirs = far.prompt(ids(count, count)), plain.prompt(ids(count, count))

@@ -53,6 +53,7 @@ from torch.utils._pytree import tree_leaves
 from minikv import policies
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.prefill import Prefill
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.decode_loop import Eager
@@ -198,15 +199,11 @@ class Bench:
         eviction = EvictionConfig.read(
             case.policy, decode, BUDGET, dict(case.options), 0, case.stride
         )
-        prompt, step, budget, stride = eviction.policies()
         kv = KVCache(
             shape,
-            prompt,
-            step,
-            budget,
+            eviction.rules(),
             dtype=net.dtype,
             device=GPU,
-            stride=stride,
             kv=torch.int8 if case.kept == "int8" else None,
             output=lambda i: net.layers[i].out.dense().T.unflatten(0, (KV_HEADS, -1, HEAD_DIM)),
             rotary=net.rotary.inverse,
@@ -277,7 +274,7 @@ def step_row(
     for layers in LAYERS:
         engine = bench.engine(case, layers)
         if own is not None:
-            engine.kv.configure(engine.kv.prompt_policy, own, engine.kv.budget)
+            engine.kv.configure(Rules(engine.kv.rules.prompt, own, engine.kv.rules.budget))
         token = token_of(engine.prompt(ids(CHUNK - 9, 0)))
         token = engine.next(token, VOCAB, sampling, 0)  # this step, and the next one ahead
         with bench.counted() as counted:

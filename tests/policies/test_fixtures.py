@@ -19,6 +19,7 @@ from torch import Tensor
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
 from minikv.policies import kvcrush, selection
@@ -62,7 +63,7 @@ def one_layer(
     kernels: str = "auto",
 ) -> KVCache:
     shape = Shape(layers, heads, heads * group, size, (None,) * layers, 1 << 20)
-    return KVCache(shape, prompt, step, Budget.parse(budget), kernels=kernels, poison=True)  # type: ignore[arg-type]
+    return KVCache(shape, Rules(prompt, step, Budget.parse(budget)), kernels=kernels, poison=True)  # type: ignore[arg-type]
 
 
 def options(params: dict[str, Any]) -> dict[str, object]:
@@ -489,9 +490,7 @@ def test_kvpress(name: str, tensors: dict[str, Tensor]) -> None:
     shape = Shape(1, heads, heads * group, size, (None,), 1 << 20)
     kv = KVCache(
         shape,
-        policies.prompt_policy(policy, given),
-        None,
-        Budget.parse(params["n_kept"]),
+        Rules(policies.prompt_policy(policy, given), None, Budget.parse(params["n_kept"])),
         output=lambda layer: data["w_o"].view(heads, group, size, -1),
         rotary=frequencies(rope, size)[0],
         poison=True,

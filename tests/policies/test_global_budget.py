@@ -30,7 +30,7 @@ def test_the_best_rows_of_the_whole_cache_stay() -> None:
     net = network()
     scores = {}
     run = engine(net, "tova+global", "none", 20, prompt_options={"per_head": True})
-    policy = run.kv.prompt_policy
+    policy = run.kv.rules.prompt
     assert policy is not None
     score = type(policy.scorer).score
 

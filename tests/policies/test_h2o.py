@@ -10,6 +10,7 @@ from views import build, view
 
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.policies import step_policy
 
@@ -58,7 +59,8 @@ def test_a_later_prompt_of_h2o_keeps_what_earlier_ones_looked_at() -> None:
     p = torch.einsum("thd,nhd->htn", query.double(), key.double()) / 8**0.5
     p = p.masked_fill(torch.ones(70, 70, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
     cache = KVCache(
-        Shape(1, 2, 2, 8, (None,), 1 << 20), build("h2o"), step_policy("h2o"), Budget.parse(50)
+        Shape(1, 2, 2, 8, (None,), 1 << 20),
+        Rules(build("h2o"), step_policy("h2o"), Budget.parse(50)),
     )
     for lo, hi in ((0, 40), (40, 70)):
         cache.begin(hi - lo)

@@ -31,6 +31,7 @@ from torch import Tensor
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
@@ -144,7 +145,7 @@ def cache(
 ) -> KVCache:
     layers, _, heads, size = made[1].shape
     form = Shape(layers, heads, made[0].shape[2], size, (None,) * layers, 1 << 20)
-    return KVCache(form, prompt, step, Budget.parse(budget), stride=stride, poison=True)
+    return KVCache(form, Rules(prompt, step, Budget.parse(budget), stride), poison=True)
 
 
 def read(kv: KVCache, made: Rows, lo: int, hi: int) -> None:
@@ -187,7 +188,7 @@ def test_any_composition_on_a_large_budget_changes_no_bit(
     eviction = EvictionConfig.read(spell(words, outside), decode, 200)
     assert least(eviction) <= 200
     net = network(layers=2)
-    run, dense = Engine(net, over(net, *eviction.policies())), Dense(net)
+    run, dense = Engine(net, over(net, eviction.rules())), Dense(net)
     for turn in range(2):
         tokens = ids(40 - 9 * turn, seed=turn)
         assert torch.equal(run.prompt(tokens), dense.prompt(tokens))

@@ -10,6 +10,8 @@ from spy import Spy
 from torch import Tensor
 from views import build, choose, random_mass, view
 
+from minikv.cache.rules import Rules
+
 
 def test_draws_repeat_with_the_seed_and_differ_between_layers() -> None:
     mass = random_mass()
@@ -62,10 +64,10 @@ def test_proxies_that_are_all_queries_are_h2o() -> None:
     ):
         run = engine(net, name, "none", 91, prompt_options=options)
         seen: list[Tensor] = []
-        policy = run.kv.prompt_policy
+        policy = run.kv.rules.prompt
         assert policy is not None
         scorer = Spy(policy.scorer, lambda _, scores, seen=seen: seen.append(scores))
-        run.kv.configure(replace(policy, scorer=scorer), None, run.kv.budget)
+        run.kv.configure(Rules(replace(policy, scorer=scorer), None, run.kv.rules.budget))
         run.prompt(ids(90))
         run.prompt(ids(9, seed=1))
         kept.append(seen[0] if seen else torch.empty(0))

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from minikv import kernels, policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
@@ -214,7 +215,7 @@ def test_the_rows_that_stay_are_those_of_plain_python(
     policy, budget, read, tokens = made(**{"window": 4, "buffer": 6, **options}), 16, 14, 60
     query, key = rows(1, tokens, len(windows), 3, 2)
     form = Shape(len(windows), 3, 6, 8, windows, 1 << 20)
-    cache = KVCache(form, None, policy, Budget.parse(budget), kv=kv, poison=True)
+    cache = KVCache(form, Rules(None, policy, Budget.parse(budget)), kv=kv, poison=True)
     stored = key if kv is None else kernels.from_codes(*kernels.to_codes(key), torch.float32)
     cache.begin(read)
     for layer in range(len(windows)):
@@ -262,7 +263,7 @@ def test_the_release_keeps_the_same_rows(seed: int) -> None:
     key = base[torch.randint(6, (40, 2), generator=g)] + 0.25 * torch.randn(40, 2, 8, generator=g)
     query = 2 * torch.randn(40, 4, 8, generator=g)
     policy = made(window=4, buffer=16, group="max", softmax="past")
-    cache = KVCache(Shape(1, 2, 4, 8, (None,), 1 << 20), None, policy, Budget.parse(24))
+    cache = KVCache(Shape(1, 2, 4, 8, (None,), 1 << 20), Rules(None, policy, Budget.parse(24)))
     cache.begin(24)
     cache.attend(0, query[:24], key[:24], key[:24])
     cache.advance(24)

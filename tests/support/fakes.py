@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.arena import Layout
+from minikv.cache.rules import Rules
 from minikv.cache.snapshot import CacheSnapshot, Outcome
 from minikv.engine.sampling import Sampling, pick
 from minikv.errors import NumericsError, UsageError
@@ -100,12 +101,13 @@ class FakeKv:
     """A cache that keeps everything; `configured` records what the chat asked for."""
 
     position: int = 0
-    configured: list[tuple[Any, ...]] = field(default_factory=list)
+    configured: list[Rules] = field(default_factory=list)
     shaped: bool = False
     budget_rows: int | None = 512
     fed: list[int] = field(default_factory=list)
     shape = SimpleNamespace(layers=1, kv_heads=1, windows=(None,))
-    tier = scoring_tier = recalls = prompt_policy = None
+    rules = Rules()
+    tier = scoring_tier = None
     scoring = False
     lost = ()
 
@@ -168,14 +170,14 @@ class FakeKv:
     def kept(self, layer: int, head: int) -> Tensor:
         return torch.arange(self.position)
 
-    def check(self, *choice: Any) -> None:
-        budget = choice[2]
+    def check(self, rules: Rules) -> None:
+        budget = rules.budget
         if budget is not None and budget.unit == "rows" and budget.value < 37:
             raise UsageError("--budget is below the smallest useful one here: 37")
 
-    def configure(self, *choice: Any) -> None:
-        self.check(*choice)
-        self.configured.append(choice)
+    def configure(self, rules: Rules) -> None:
+        self.check(rules)
+        self.configured.append(rules)
 
     def snapshot(self) -> CacheSnapshot:
         none, rows = torch.zeros((1, 1), dtype=torch.int64), len(self.fed)
@@ -194,14 +196,14 @@ class FakeKv:
             {"ids": ids},
         )
 
-    def restart(self, *choice: Any) -> None:
-        self.check(*choice)
-        self.configured.append(choice)
+    def restart(self, rules: Rules) -> None:
+        self.check(rules)
+        self.configured.append(rules)
         self.position = 0
         self.fed.clear()
 
-    def restore(self, held: CacheSnapshot, *choice: Any) -> None:
-        self.check(*choice)
+    def restore(self, held: CacheSnapshot, rules: Rules, under: Rules | None = None) -> None:
+        self.check(rules)
         self.fed, self.position = held.columns["ids"].tolist(), held.position
 
 

@@ -69,14 +69,10 @@ def over(
     **given: Any,
 ) -> ChatSession:
     """A session over a network of bytes; its memory is born full of NaN."""
-    prompt, step, budget, stride = eviction.policies()
     c = net.config
     cache = KVCache(
         shape(net),
-        prompt,
-        step,
-        budget,
-        stride=stride,
+        eviction.rules(),
         kv=kv,
         output=lambda i: net.layers[i].out.dense().T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
         rotary=net.rotary.inverse,

@@ -16,6 +16,7 @@ from minikv import policies
 from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
@@ -112,32 +113,24 @@ def scheduler(
     """A cache whose arena is born full of NaN."""
     return over(
         net,
-        policies.prompt_policy(prompt, prompt_options),
-        policies.step_policy(step, SOON.get(step) if step_options is None else step_options),
-        Budget.parse(budget) if budget is not None else None,
+        Rules(
+            policies.prompt_policy(prompt, prompt_options),
+            policies.step_policy(step, SOON.get(step) if step_options is None else step_options),
+            Budget.parse(budget) if budget is not None else None,
+        ),
         poison=poison,
     )
 
 
 def over(
-    net: Llama,
-    prompt: PromptPolicy | None,
-    step: StepPolicy | None,
-    budget: Budget | None,
-    stride: int = 0,
-    *,
-    kv: torch.dtype | None = None,
-    poison: bool = True,
+    net: Llama, rules: Rules | None = None, *, kv: torch.dtype | None = None, poison: bool = True
 ) -> KVCache:
     """A cache for `net` under policies that have been made."""
     c = net.config
     return KVCache(
         shape(net),
-        prompt,
-        step,
-        budget,
+        rules,
         dtype=net.dtype,
-        stride=stride,
         kv=kv,
         output=lambda i: net.layers[i].out.dense().T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
         rotary=net.rotary.inverse,
@@ -213,9 +206,10 @@ def spell(words: tuple[str, ...], outside: int) -> str:
 
 def least(eviction: EvictionConfig, pinned: int = 0) -> int:
     """Rows per head that are always enough for a choice beside pinned rows."""
-    prompt, step, _, stride = eviction.policies()
-    block = stride - 1 if stride and step is not None and step.evict_first else 0
-    return smallest_budget(prompt, step) + pinned + block
+    rules = eviction.rules()
+    evicts_first = rules.step is not None and rules.step.evict_first
+    block = rules.stride - 1 if rules.stride and evicts_first else 0
+    return smallest_budget(rules.prompt, rules.step) + pinned + block
 
 
 class _Layers(LayerAllocator):
@@ -248,7 +242,7 @@ class Walk:
         self.net = network(layers=len(windows), windows=windows, rows=256)
         self.windows, self.pinned, self.eviction = windows, pinned, eviction
         self.causal = True  # so far no query was counted for rows after it
-        self.kv = over(self.net, *self._made(eviction))
+        self.kv = over(self.net, self._made(eviction))
         self.kv.pin(pinned)
         self.engine = Engine(self.net, self.kv)
         self.fed: list[list[Tensor]] = [[] for _ in windows]  # k and v [t, 2, H, D] by layer
@@ -261,13 +255,12 @@ class Walk:
 
         self.kv.attend = listen  # type: ignore[method-assign]
 
-    def _made(
-        self, eviction: EvictionConfig
-    ) -> tuple[PromptPolicy | None, StepPolicy | None, Budget | None, int]:
+    def _made(self, eviction: EvictionConfig) -> Rules:
         """The choice's policies; what its scorer and layers say is written down."""
         self.rows: list[int] = []  # per head, by layer
         self.scopes: dict[int, tuple[Tensor, Tensor]] = {}
-        prompt, step, budget, stride = eviction.policies()
+        rules = eviction.rules()
+        prompt = rules.prompt
         if prompt is not None:
             scorer = prompt.scorer
 
@@ -278,11 +271,11 @@ class Walk:
             if isinstance(prompt.layers, LayerAllocator):
                 prompt = replace(prompt, layers=_Layers(prompt.layers, self))
             self.causal = self.causal and prompt.evidence.causal
-        return prompt, step, budget, stride
+        return replace(rules, prompt=prompt)
 
     def configure(self, eviction: EvictionConfig) -> None:
         """Another choice, from the next prompt on."""
-        self.kv.configure(*self._made(eviction))
+        self.kv.configure(self._made(eviction))
         self.eviction = eviction
 
     def prompt(self, tokens: list[int]) -> None:
@@ -295,14 +288,14 @@ class Walk:
             alive = -1 if window is None else self.kv.position - window
             had[layer] = [{p for p in old | new if p > alive} for old in had[layer]]
         self._check()
-        if self.kv.stride:
+        if self.kv.rules.stride:
             self._after_blocks(had)
         else:
             self._after_prompt(had)
 
     def step(self, token: int) -> None:
         had, kv = self._held(), self.kv
-        caps, policy = kv.arena.cap.clone(), kv.step_policy
+        caps, policy = kv.arena.cap.clone(), kv.rules.step
         logits = self.engine.step(token)
         assert bool(torch.isfinite(logits).all())
         self._check()
@@ -334,7 +327,7 @@ class Walk:
             assert not any(p < self.pinned for p in gone)
 
     def _after_prompt(self, had: list[list[set[int]]]) -> None:
-        kv, prompt, step = self.kv, self.kv.prompt_policy, self.kv.step_policy
+        kv, prompt, step = self.kv, self.kv.rules.prompt, self.kv.rules.step
         live = [sum(map(len, heads)) for heads in had]
         if prompt is None:
             for layer, head, now in self._each():
@@ -376,7 +369,7 @@ class Walk:
                 assert set(pos[head][inside[head]].tolist()) <= now
 
     def _after_blocks(self, had: list[list[set[int]]]) -> None:
-        policy = self.kv.step_policy
+        policy = self.kv.rules.step
         assert policy is not None
         for layer, head, now in self._each():
             window, held = self.windows[layer], had[layer][head]
@@ -397,7 +390,7 @@ class Walk:
                 assert len(pos) == len(rows) == int(arena.held[layer, head])
                 assert bool((pos.diff() > 0).all())
                 assert int(pos[0]) >= 0
-                if window is not None and not self.kv.stride:
+                if window is not None and not self.kv.rules.stride:
                     assert int(pos[0]) > end - window
                 columns = {name: column[rows] for name, column in arena.columns.items()}
                 at = columns["pos"].to(torch.int64)
@@ -406,14 +399,14 @@ class Walk:
                 assert torch.equal(columns["v"], fed[at, 1, head])
                 age = end - at if self.causal else torch.full_like(at, end)
                 self._check_state(layer, columns, age)
-        if self.kv.step_policy is not None:
-            assert bool((arena.held < arena.cap + self.kv.step_policy.block).all())
+        if self.kv.rules.step is not None:
+            assert bool((arena.held < arena.cap + self.kv.rules.step.block).all())
 
     def _check_state(self, layer: int, columns: dict[str, Tensor], age: Tensor) -> None:
         """The step policy's own columns. age: queries that could see the row, at the most."""
         for name, column in columns.items():
             assert bool(torch.isfinite(column).all()), name
-        policy = self.kv.step_policy
+        policy = self.kv.rules.step
         if policy is not None and policy.name in _STATES:
             assert _STATES[policy.name](policy, layer, columns, age)
 

@@ -37,8 +37,7 @@ def chat(
     )
     net = Llama(config, rows=64).randomise(3, std=0.3)
     eviction = EvictionConfig.read(policy, budget=budget)
-    prompt, step, rows, stride = eviction.policies()
-    kv = KVCache(shape(net), prompt, step, rows, stride=stride, poison=True)
+    kv = KVCache(shape(net), eviction.rules(), poison=True)
     tokenizer = ByteTokenizer()
     return ChatSession(
         Engine(net, kv), tokenizer, ChatML(tokenizer), max_context=2048, eviction=eviction, **given

@@ -11,6 +11,7 @@ from tape import Tape
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.engine.decode_loop import Capture
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling, pick
@@ -34,9 +35,11 @@ def engine(
     c = net.config
     cache = KVCache(
         shape(net),
-        policies.prompt_policy(prompt),
-        policies.step_policy(step, SOON.get(step) if options is None else options),
-        None if budget is None else Budget.parse(budget),
+        Rules(
+            policies.prompt_policy(prompt),
+            policies.step_policy(step, SOON.get(step) if options is None else options),
+            None if budget is None else Budget.parse(budget),
+        ),
         dtype=net.dtype,
         kv=kv,
         poison=True,

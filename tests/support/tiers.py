@@ -21,7 +21,9 @@ def served() -> list[str]:
     """The prompt policies that can choose from a tier."""
     net = small.network(layers=1)
     names = (name for name in policies.prompt_names() if name != "full")
-    return [name for name in names if small.engine(net, name, "none", 60).kv.recalls is None]
+    return [
+        name for name in names if small.engine(net, name, "none", 60).kv.rules.cannot_recall is None
+    ]
 
 
 def tiered(run: Engine, *, coded: bool = False, staged: bool = False) -> Engine:

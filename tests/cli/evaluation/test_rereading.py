@@ -41,7 +41,7 @@ def test_a_document_read_once_is_as_if_each_had_read_it(
     for name in names:
         alone = engine(net, name, default_step(name), 40)
         shared.reset()
-        kv.configure(*EvictionConfig.read(name, budget=40).policies())
+        kv.configure(EvictionConfig.read(name, budget=40).rules())
         for tokens in (ids(150), ids(20, seed=7)):
             assert torch.equal(alone.prompt(tokens), shared.prompt(tokens)), name
             for layer in range(3):
@@ -100,7 +100,7 @@ def test_a_document_that_was_evicted_once_is_as_if_it_had_been_each_time(name: s
     assert forwards == 1
     # Another budget, another document and a prompt that is not remembered are read.
     shared.reset()
-    kv.configure(*EvictionConfig.read(name, budget=48).policies())
+    kv.configure(EvictionConfig.read(name, budget=48).rules())
     shared.prompt(ids(150))
     shared.reset()
     shared.prompt(ids(150, seed=9))
@@ -135,7 +135,7 @@ def test_a_document_is_repeated_once_for_all_budgets(decode: str) -> None:
         ):
             alone = engine(net, name, decode, budget, prompt_options=options)
             shared.reset()
-            kv.configure(*EvictionConfig.read(name, decode, budget, options).policies())
+            kv.configure(EvictionConfig.read(name, decode, budget, options).rules())
             for tokens, asks in ((ids(150, seed=seed), False), (ids(9), True)):
                 got = shared.prompt(tokens, None, 256, asks)
                 assert torch.equal(alone.prompt(tokens, None, 256, asks), got), name

@@ -88,9 +88,7 @@ def test_an_imitated_class_computes_the_same(rows: int) -> None:
 def test_a_cache_takes_the_class_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for processor in choice.CHOICES:
         monkeypatch.setattr(choice, "processor", lambda processor=processor: processor)
-        made = KVCache(
-            Shape(1, 1, 1, 64, (None,), 64), None, None, None, dtype=torch.bfloat16, device="cpu"
-        )
+        made = KVCache(Shape(1, 1, 1, 64, (None,), 64), dtype=torch.bfloat16, device="cpu")
         assert made.ops.choices == choice.describe(processor)
 
 

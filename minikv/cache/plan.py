@@ -1,0 +1,196 @@
+"""What a prompt is read under: how many rows there are, how many may stay, where they have room.
+
+All of it is decided on the host, before anything of the prompt is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from minikv.cache.arena import Arena, Layout
+from minikv.cache.rules import Rules
+from minikv.cache.stats import Shape
+from minikv.policies.selection import fill
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a prompt of `tokens` tokens that starts at `position` is read under.
+
+    totals[i]: rows that layer i may keep over all its heads (None: all). floor: rows that every
+    head's cap has at least when only the step policy evicts. spare: rows a head needs above its
+    cap while an answer is written. needed[i]: rows of layer i's region in a target of its own.
+    visible[i]: rows over all heads that exist after the prompt and can still be seen. shares: all
+    rows stay and have room where they are. turns, output(layer) and rotary: as `PromptView` has
+    them; pinned: positions below it never leave. pool: rows that all layers and heads may keep
+    together, where they share one budget. given: how many first tokens of the prompt the tier has
+    (or would have); they are not read, but their rows compete with the others. asks: the prompt
+    only asks about what was read before. turn_tokens: how many of the last tokens are the last
+    turn's: no earlier queries are observed, as those of the answer before would choose what that
+    answer needed (None: all tokens).
+    """
+
+    position: int
+    tokens: int
+    totals: list[int] | None
+    floor: int
+    spare: int
+    needed: list[int]
+    visible: list[int]
+    shares: bool = False
+    turns: Sequence[tuple[int, int]] = ()
+    output: Callable[[int], Tensor] | None = None
+    rotary: Tensor | None = None
+    pinned: int = 0
+    pool: int | None = None
+    given: int = 0
+    asks: bool = False
+    turn_tokens: int | None = None
+    predicted: Tensor | None = None  # see `Prefill.predict`
+
+    @property
+    def read(self) -> int:
+        """Tokens that go through the network."""
+        return self.tokens - self.given
+
+    def observes(self, queries: int) -> int:
+        """How many last queries are observed, where so many are wanted."""
+        return min(
+            self.read, queries, self.tokens if self.turn_tokens is None else self.turn_tokens
+        )
+
+    def evicts(self, layer: int) -> bool:
+        """The prompt policy may evict rows of the layer."""
+        if self.pool is not None:
+            return sum(self.visible) > self.pool
+        return self.totals is not None and self.visible[layer] > self.totals[layer]
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The rows that there are before a prompt, on the host.
+
+    held: the tables of the arena's rows. seen[i]: rows of layer i, over all heads, that the first
+    token after the prompt can still see.
+    """
+
+    held: Layout
+    seen: list[int]
+
+    @staticmethod
+    def read(shape: Shape, arena: Arena, position: int, tokens: int) -> Before:
+        """Of the rows below `position`, before a prompt of so many tokens. One transfer."""
+        if not position:  # nothing to ask for, and a device without memory can be planned for
+            none = torch.zeros((shape.layers, shape.kv_heads), dtype=torch.int64)
+            return Before(Layout(none, none, none, none, none - 1), [0] * shape.layers)
+        end = position + tokens
+        tables = arena.start, arena.length, arena.capacity, arena.cap, arena.free_slot
+        slid = [i for i, w in enumerate(shape.windows) if w is not None and end > w]
+        firsts = [end - (shape.windows[i] or 0) + 1 for i in slid]
+        counts = [arena.count_from(i, first) for i, first in zip(slid, firsts, strict=True)]
+        numbers = torch.cat([*map(torch.flatten, tables), *(n[None] for n in counts)]).cpu()
+        size = arena.start.numel()
+        held = Layout(*numbers[: 5 * size].view(5, *arena.start.shape).unbind())
+        seen = held.held.sum(1).tolist()
+        for layer, count in zip(slid, numbers[5 * size :].tolist(), strict=True):
+            seen[layer] = count
+        return Before(held, seen)
+
+
+def plan_prompt(
+    shape: Shape,
+    rules: Rules,
+    arena_rows: int,
+    before: Before,
+    each: int | None,
+    room: int,
+    *,
+    position: int,
+    tokens: int,
+    turns: Sequence[tuple[int, int]],
+    pinned: int,
+    given: int,
+    asks: bool,
+    turn_tokens: int | None,
+    output: Callable[[int], Tensor] | None,
+    rotary: Tensor | None,
+) -> Plan:
+    """The plan for a prompt under a budget of `each` rows per head (None: nothing evicts). The rest
+    is as in `Plan`.
+
+    arena_rows: rows that the arena has. room: answer rows to make place for when no step policy
+    keeps the answer in bounds. Raises UsageError where a layer gets less than the policies need.
+    """
+    step, held = rules.step, before.held
+    spare = room if step is None else 0 if step.evict_first else step.block
+    floor = each if each is not None and step is not None else 0
+    totals = rules.layer_totals(each, int(held.held.max()) + tokens, shape, pinned)
+    blocks = rules.stride > 0 and each is not None
+    pool = None
+    if rules.shares_layers and each is not None:
+        heads = shape.layers * shape.kv_heads
+        pool = each * heads
+        needed = [0] * (shape.layers - 1) + [pool + spare * heads + 1]
+    else:
+        if blocks and each is not None:
+            most = [shape.kv_heads * each] * shape.layers
+        elif totals is not None:
+            drift = rules.prompt.heads.drift if rules.prompt is not None else 0
+            most = [total + shape.kv_heads * drift for total in totals]
+        else:
+            rows = zip(held.length, shape.windows, strict=True)
+            most = [_all_rows(count + tokens, window, floor) for count, window in rows]
+        needed = [count + shape.kv_heads * spare for count in most]
+    new = [tokens if window is None else min(tokens, window) for window in shape.windows]
+    plan = Plan(
+        position=position,
+        tokens=tokens,
+        totals=totals,
+        floor=floor,
+        spare=spare,
+        needed=needed,
+        visible=[b + shape.kv_heads * n for b, n in zip(before.seen, new, strict=True)],
+        turns=turns,
+        output=output,
+        rotary=rotary,
+        pinned=pinned,
+        pool=pool,
+        given=given,
+        asks=asks,
+        turn_tokens=turn_tokens,
+    )
+    # A smaller budget gives its memory back.
+    shares = not blocks and pool is None and position > 0 and 2 * sum(needed) > arena_rows
+    return replace(plan, shares=shares and _fits(plan, shape, held, grows=step is None))
+
+
+def _all_rows(rows: Tensor, window: int | None, floor: int) -> int:
+    """Rows of a layer from which none leaves but those out of its window; rows: int64 [H]."""
+    if window is not None:
+        rows = rows.clamp(max=window)
+    return int(rows.clamp(min=floor).sum())
+
+
+def _fits(plan: Plan, shape: Shape, held: Layout, *, grows: bool) -> bool:
+    """Every row stays, and every head has room for the new ones behind its old ones. grows: nothing
+    keeps the answer in bounds."""
+    for layer, window in enumerate(shape.windows):
+        count = held.held[layer]
+        uneven = bool((count != count[0]).any()) or bool((held.free_slot[layer] >= 0).any())
+        slides = window is not None and plan.position + plan.tokens > window
+        if uneven or slides or not int(count[0]) or plan.evicts(layer):
+            return False
+        kept = count + plan.tokens
+        if plan.totals is None:
+            sizes = kept.clamp(min=plan.floor) + plan.spare
+        else:
+            sizes = fill(kept, plan.totals[layer]) + plan.spare
+        if grows:
+            sizes = fill(sizes, plan.needed[layer])
+        if bool((held.capacity[layer] < sizes).any()):
+            return False
+    return True

@@ -1,0 +1,171 @@
+"""The rules that a cache is under: two policies and their budget, and what they come to in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from minikv.cache.budget import Budget
+from minikv.cache.stats import Shape
+from minikv.errors import ContextError, UsageError
+from minikv.policies.base import (
+    ALL,
+    GlobalAllocator,
+    PromptPolicy,
+    Repeat,
+    StepPolicy,
+    Wording,
+    policy_columns,
+    smallest_budget,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A prompt policy, a step policy and their budget; None evicts nothing. With a `stride` the
+    step policy also reads prompts, in blocks of so many rows.
+
+    Raises UsageError for a policy without a budget.
+    """
+
+    prompt: PromptPolicy | None = None
+    step: StepPolicy | None = None
+    budget: Budget | None = None
+    stride: int = 0
+
+    def __post_init__(self) -> None:
+        assert not self.stride or (self.step is not None and self.prompt is None)
+        if self.evicts and self.budget is None:
+            raise UsageError("a policy needs a budget", "give a `budget`, e.g. 512, 20% or 64MiB")
+
+    @property
+    def evicts(self) -> bool:
+        """Whether there is a policy at all."""
+        return self.prompt is not None or self.step is not None
+
+    @property
+    def takes_share(self) -> bool:
+        """The budget is a share of what has been read, so that a prompt decides how much it is."""
+        return self.budget is not None and self.budget.unit == "share"
+
+    @property
+    def shares_layers(self) -> bool:
+        """All layers and heads share one budget."""
+        return self.prompt is not None and isinstance(self.prompt.layers, GlobalAllocator)
+
+    def least(self, pinned: int = 0) -> int:
+        """Rows per head that the policies need beside so many pinned ones."""
+        sinks = max(
+            self.prompt.evidence.sinks if self.prompt else 0, self.step.sinks if self.step else 0
+        )
+        return smallest_budget(self.prompt, self.step, self.stride) + max(0, pinned - sinks)
+
+    def rows(self, tokens: int, shape: Shape, kv: torch.dtype) -> int:
+        """The budget as rows per head of a cache that keeps `kv`, when so many tokens have been
+        read. Raises UsageError when the policies need more."""
+        budget = self.budget
+        assert budget is not None
+        state = sum(dtype.itemsize for dtype in policy_columns(self.prompt, self.step).values())
+        row = 2 * shape.head_dim * kv.itemsize + torch.int32.itemsize + state
+        row += 2 * torch.float32.itemsize if kv == torch.int8 else 0
+        rows = budget.rows(tokens, row, shape.layers * shape.kv_heads)
+        least = self.least()
+        if self.evicts and rows < least:
+            names = " with ".join(p.name for p in (self.prompt, self.step) if p)
+            meant = "" if budget.unit == "rows" else f", which is {rows} tokens per head here,"
+            raise UsageError(
+                f"budget {budget}{meant} is too small for {names}",
+                f"the smallest useful budget here is {least} tokens per head",
+            )
+        return rows
+
+    def refuse_pins(self, pinned: int, each: int) -> None:
+        """Raise UsageError where `each` rows per head leave no room beside so many pinned ones."""
+        least = self.least(pinned)
+        if pinned and each < least:
+            raise UsageError(
+                f"a budget of {each} tokens is too small beside {pinned} pinned ones",
+                f"the smallest useful budget here is {least} tokens per head",
+            )
+
+    def serves(self, each: int, tokens: int, layers: int, pinned: int) -> bool:
+        """Whether `each` rows per head leave every layer what the policies need."""
+        if self.prompt is None or self.shares_layers:
+            return True
+        least = self.least(pinned)
+        return min(self.prompt.layer_rows(layers, each, tokens, least)) >= least
+
+    def layer_totals(
+        self, each: int | None, most: int, shape: Shape, pinned: int
+    ) -> list[int] | None:
+        """Rows that each layer may keep over all its heads; None if the prompt policy gives no
+        layer a number of its own. each: the budget in rows per head; most: rows that a head could
+        hold at all. Raises UsageError where a layer gets less than the policies need."""
+        if self.prompt is None or self.shares_layers:
+            return None
+        assert each is not None
+        least = self.least(pinned)
+        rows = self.prompt.layer_rows(shape.layers, each, most, least)
+        if min(rows) < least:
+            raise UsageError(
+                f"{self.prompt.name} leaves a layer {min(rows)} tokens per head, of which "
+                f"{least - 1} are protected",
+                "a larger `budget` or a smaller beta gives every layer enough",
+            )
+        return [
+            shape.kv_heads * (n if window is None else min(n, window))
+            for n, window in zip(rows, shape.windows, strict=True)
+        ]
+
+    def first_rows(self, pinned: int) -> int:
+        """Positions below it never leave, if so many are pinned."""
+        return max(pinned, self.prompt.evidence.sinks if self.prompt is not None else 0)
+
+    def repeats(
+        self,
+        ids: Sequence[int],
+        position: int,
+        each: int | None,
+        words: Wording,
+        *,
+        most: int,
+        pinned: int,
+        asks: bool,
+    ) -> Sequence[Repeat]:
+        """The texts of the second pass over a prompt of these ids at this position, under a budget
+        of so many rows per head, where the network has `most` positions. None where the policy
+        makes none, for a question, unless it takes more than half of the budget, and for a text
+        that takes less with all before it: rows that always have room need no score. Raises
+        ContextError where no position is left for them."""
+        prompt, tokens = self.prompt, len(ids)
+        if prompt is None or each is None or not prompt.evidence.second_pass:
+            return ()
+        first = max(0, self.first_rows(pinned) - position)
+        if 2 * (tokens if asks else position + tokens) <= each or tokens <= first:
+            return ()
+        left = most - position - tokens
+        repeats = prompt.scorer.second_pass(ids, first, words, left)
+        if not repeats:
+            raise ContextError(
+                f"{prompt.name} has the model repeat what it has read, and {left:,} of "
+                f"{most:,} positions are left for that",
+                "take another policy, or shorten the text",
+            )
+        return repeats
+
+    @property
+    def cannot_recall(self) -> str | None:
+        """Why these policies cannot choose from a tier; None if they can."""
+        if self.stride:
+            return "with a stride rows are evicted while it reads"
+        if self.prompt is not None:
+            evidence, name = self.prompt.evidence, self.prompt.name
+            if evidence.observe == ALL or evidence.queries_from is not None:
+                return f"{name} needs the queries of all tokens"
+            if evidence.second_pass:
+                return f"{name} reads everything twice"
+            if evidence.predicted:
+                return f"{name} needs the probabilities of all tokens"
+        return None
