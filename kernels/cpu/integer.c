@@ -484,97 +484,227 @@ static int product(const Product *p, int64_t t) {
     return failed;
 }
 
-/* OUTS: rows of weights whose sums are computed together. SHORT: bytes of a row from whose end on
-   the next rows are fetched before they are needed. */
+#ifdef __AVX2__
+/* As `fused`, of eight numbers. */
+INLINE __m256 fused8(__m256 a, float b, __m256 c) {
+#ifdef __FMA__
+    return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c);
+#else
+    return _mm256_add_ps(_mm256_mul_ps(a, _mm256_set1_ps(b)), c);
+#endif
+}
+#endif
+
+/* Activations of one row that are rounded: codes [n], and of each block the scale, the sum as
+   `Block` has it, and -8 times the sum of the codes. */
+typedef struct {
+    int8_t *codes;
+    float *scale, *sum;
+    int32_t *start;
+} Rounded;
+
+/* Round row `r`. */
+static void round_row(const Product *p, int64_t r, Rounded x) {
+    for (int64_t b = 0; b * BLOCK < p->n; b++) {
+        const int64_t at = b * BLOCK, columns = p->n - at < BLOCK ? p->n - at : BLOCK;
+        int32_t sum = 0;
+        x.scale[b] = quantize(p->x + r * p->pitch + at, columns, x.codes + at);
+        for (int64_t i = 0; i < columns; i++)
+            sum += x.codes[at + i];
+        x.sum[b] = x.scale[b] * (float)sum;
+        x.start[b] = -8 * sum;
+    }
+}
+
+/* OUTS: rows of weights of eight bits whose sums are computed together. SHORT: bytes of a row from
+   whose end on the next rows are fetched before they are needed. */
 enum { OUTS = 8, SHORT = 2048 };
 
+/* out [OUTS] += one block of activations x times OUTS rows of weights w of eight bits, `pitch`
+   apart; `columns` are in the block. Sums are made in the order of `multiply`, so that the numbers
+   are the same. */
+INLINE void dot_block(
+    int64_t columns, int64_t pitch, const int8_t *w, const int8_t *x, float scale, float *out
+) {
+    for (int o = 0; o < OUTS; o++) {
+        int32_t products = 0;
+        for (int64_t i = 0; i < columns; i++)
+            products += w[o * pitch + i] * x[i];
+        out[o] = multiply_add((float)products, scale, out[o]);
+    }
+}
+
 /* out [OUTS]: one row of activations x [n] times OUTS rows of weights w of eight bits, `pitch`
-   apart. Sums are made in the order of `multiply`, so that the numbers are the same. brief: the
-   rows are short; the processor fetches rows ahead by itself, but not from one to the next. */
-static inline __attribute__((always_inline)) void dot_rows(
-    const int brief, int64_t n, int64_t pitch, const int8_t *w, const int16_t *x,
+   apart. brief: the rows are short; the processor fetches rows ahead by itself, but not from one
+   to the next, so here the OUTS rows after the next ones are asked for. */
+INLINE void dot_rows(
+    const int brief, int64_t n, int64_t pitch, const int8_t *w, const int8_t *x,
     const float *scales, float *out
 ) {
     float sums[OUTS] = {0};
-    for (int64_t b = 0; b < n; b += BLOCK) {
-        int32_t whole[OUTS];
+    int64_t b = 0;
 #ifdef __AVX2__
-        if (b + BLOCK <= n) {
-            const __m256i one = _mm256_loadu_si256((const void *)(x + b));
-            const __m256i two = _mm256_loadu_si256((const void *)(x + b + 16));
-            __m256i a[OUTS];
-            for (int o = 0; o < OUTS; o++) {
-                const __m128i *at = (const void *)(w + o * pitch + b);
-                if (brief)
-                    __builtin_prefetch(w + (o + OUTS) * pitch + b);
-                const __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(at));
-                const __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1));
-                a[o] = _mm256_add_epi32(_mm256_madd_epi16(low, one), _mm256_madd_epi16(high, two));
-            }
-            for (int o = 0; o < 4; o++)
-                a[o] = _mm256_hadd_epi32(a[2 * o], a[2 * o + 1]);
-            for (int o = 0; o < 2; o++)
-                a[o] = _mm256_hadd_epi32(a[2 * o], a[2 * o + 1]);
-            a[0] = _mm256_add_epi32(
-                _mm256_permute2x128_si256(a[0], a[1], 0x20),
-                _mm256_permute2x128_si256(a[0], a[1], 0x31)
-            );
-            memcpy(whole, a, sizeof whole);
-        } else
-#endif
-        {
-            const int64_t end = b + BLOCK < n ? b + BLOCK : n;
-            for (int o = 0; o < OUTS; o++) {
-                int32_t products = 0;
-                for (int64_t i = b; i < end; i++)
-                    products += (int16_t)w[o * pitch + i] * x[i];
-                whole[o] = products;
-            }
+    __m256 total = _mm256_setzero_ps();
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (; b + BLOCK <= n; b += BLOCK) {
+        const __m256i y = _mm256_loadu_si256((const void *)(x + b)), size = _mm256_abs_epi8(y);
+        const int8_t *at = w + b, *below = at + 4 * pitch;
+        __m256i a[OUTS];
+        for (int o = 0; o < OUTS; o++) {
+            /* |y| * (w with the sign of y): codes are -127 to 127, so two products fit 16 bits. */
+            const int8_t *row = o < 4 ? at + o * pitch : below + (o - 4) * pitch;
+            const __m256i v = _mm256_sign_epi8(_mm256_loadu_si256((const void *)row), y);
+            if (brief && o < 4) /* as many bytes as are read here, one line after the other */
+                __builtin_prefetch(w + 2 * OUTS * pitch + b * OUTS + o * 64, 0, 2);
+            a[o] = _mm256_madd_epi16(_mm256_maddubs_epi16(size, v), ones);
         }
-        for (int o = 0; o < OUTS; o++)
-            sums[o] = multiply_add((float)whole[o], scales[b / BLOCK], sums[o]);
+        for (int o = 0; o < 4; o++)
+            a[o] = _mm256_hadd_epi32(a[2 * o], a[2 * o + 1]);
+        for (int o = 0; o < 2; o++)
+            a[o] = _mm256_hadd_epi32(a[2 * o], a[2 * o + 1]);
+        a[0] = _mm256_add_epi32(
+            _mm256_permute2x128_si256(a[0], a[1], 0x20), _mm256_permute2x128_si256(a[0], a[1], 0x31)
+        );
+        total = fused8(_mm256_cvtepi32_ps(a[0]), scales[b / BLOCK], total);
     }
+    memcpy(sums, &total, sizeof sums);
+#endif
+    for (; b < n; b += BLOCK)
+        dot_block(n - b < BLOCK ? n - b : BLOCK, pitch, w + b, x + b, scales[b / BLOCK], sums);
     memcpy(out, sums, sizeof sums);
 }
 
-/* The product of a few rows of activations and weights of eight bits, which are read as they are.
-   Returns as `product`. */
-static int few_rows(const Product *p, int64_t t) {
-    const int64_t n = p->n, blocks = (n + BLOCK - 1) / BLOCK;
-    int16_t *x = malloc((size_t)(t * n) * sizeof *x + 1);
-    float *scales = malloc((size_t)(t * blocks) * sizeof *scales + 1);
-    const int failed = !x || !scales;
-    if (!failed) {
-        for (int64_t r = 0; r < t; r++)
-            for (int64_t b = 0; b < blocks; b++) {
-                int8_t codes[BLOCK];
-                const int64_t at = b * BLOCK, columns = n - at < BLOCK ? n - at : BLOCK;
-                scales[r * blocks + b] = quantize(p->x + r * p->pitch + at, columns, codes);
-                for (int64_t i = 0; i < columns; i++)
-                    x[r * n + at + i] = codes[i];
-            }
-#pragma omp parallel for schedule(static) if (p->outs * n > 65536)
-        for (int64_t o = 0; o < p->outs; o += OUTS)
-            for (int64_t r = 0; r < t; r++) {
-                const int64_t left = p->outs - o, count = left < OUTS ? left : OUTS;
-                const int8_t *w = p->codes + o * n;
-                const float *scale = scales + r * blocks;
-                float sums[OUTS];
-                if (count == OUTS && n <= SHORT)
-                    dot_rows(1, n, n, w, x + r * n, scale, sums);
-                else if (count == OUTS)
-                    dot_rows(0, n, n, w, x + r * n, scale, sums);
-                for (int64_t i = 0; count < OUTS && i < count; i++) {
-                    float same[OUTS]; /* one row, as often */
-                    dot_rows(0, n, 0, w + i * n, x + r * n, scale, same);
-                    sums[i] = same[0];
-                }
-                for (int64_t i = 0; i < count; i++)
-                    p->out[r * p->outs + o + i] = to_bf16(sums[i] * from_bf16(p->scale[o + i]));
-            }
+/* TILE: rows of a tile of four bits whose sums can be computed together, without a panel; 0: none.
+   SINGLE: rows of activations up to which that is faster. */
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+enum { TILE = 32, SINGLE = 1 };
+
+/* out [TILE]: one row of activations times the tile of four bits from row `from` on. A column of
+   the tile is 16 bytes, with row i below and row 16 + i above. Sums are made in the order of
+   `multiply`, so that the numbers are the same. */
+static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
+    const uint8_t *bytes = p->packed + from * (p->n / 2);
+    const __m256i low = _mm256_set1_epi8(15);
+    /* The first two of four columns in one half of a vector, the others in the other one. */
+    const __m256i two = _mm256_set_epi64x(
+        0x0302030203020302, 0x0302030203020302, 0x0100010001000100, 0x0100010001000100
+    );
+    __m256 total[4] = {
+        _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()
+    };
+    for (int64_t b = 0; b < p->n / BLOCK; b++) {
+        /* 15 * 127 * 2 * 8 < 2^15: the products of a block, summed in sixteen bits. */
+        __m256i sums[4] = {
+            _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(),
+            _mm256_setzero_si256()
+        };
+        for (int64_t c = b * BLOCK; c < (b + 1) * BLOCK; c += 4) {
+            const __m256i *at = (const void *)(bytes + c * (TILE / 2));
+            __builtin_prefetch((const char *)at + AHEAD);
+            const __m256i first = _mm256_loadu_si256(at), second = _mm256_loadu_si256(at + 1);
+            const __m256i even = _mm256_permute2x128_si256(first, second, 0x20);
+            const __m256i odd = _mm256_permute2x128_si256(first, second, 0x31);
+            const __m256i y = _mm256_shuffle_epi8((__m256i)spread(x.codes + c), two);
+            const __m256i a = _mm256_and_si256(even, low), d = _mm256_and_si256(odd, low);
+            const __m256i e = _mm256_and_si256(_mm256_srli_epi16(even, 4), low);
+            const __m256i f = _mm256_and_si256(_mm256_srli_epi16(odd, 4), low);
+            const __m256i pairs[4] = {
+                _mm256_unpacklo_epi8(a, d), _mm256_unpackhi_epi8(a, d), _mm256_unpacklo_epi8(e, f),
+                _mm256_unpackhi_epi8(e, f)
+            };
+            for (int v = 0; v < 4; v++)
+                sums[v] = _mm256_add_epi16(sums[v], _mm256_maddubs_epi16(pairs[v], y));
+        }
+        const bf16 *pair = p->pairs + (b * BLOCK / p->group * p->stride + from) * 2;
+        if (b * BLOCK % p->group ==
+            0) /* those of the next tiles, which are not beside each other */
+            for (int i = 0; i < 2; i++)
+                __builtin_prefetch(pair + 4 * TILE + i * 32);
+        for (int v = 0; v < 4; v++) {
+            const __m256i words = _mm256_loadu_si256((const void *)(pair + v * 16));
+            const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+            const __m256 middle =
+                _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32((int)0xffff0000)));
+            __m256i whole = _mm256_add_epi32(
+                _mm256_cvtepi16_epi32(_mm256_castsi256_si128(sums[v])),
+                _mm256_cvtepi16_epi32(_mm256_extracti128_si256(sums[v], 1))
+            );
+            whole = _mm256_add_epi32(whole, _mm256_set1_epi32(x.start[b]));
+            const __m256 product = _mm256_mul_ps(scale, _mm256_cvtepi32_ps(whole));
+            total[v] = fused8(product, x.scale[b], total[v]);
+            total[v] = fused8(middle, x.sum[b], total[v]);
+        }
     }
-    free(x);
-    free(scales);
+    memcpy(out, total, sizeof total);
+}
+#else
+enum { TILE = 0, SINGLE = 1 };
+static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
+    (void)p, (void)from, (void)x, (void)out;
+}
+#endif
+
+/* Write the sums of row r for `count` rows of weights from `from` on. */
+INLINE void write_row(const Product *p, int64_t r, int64_t from, int64_t count, const float *sums) {
+    for (int64_t i = 0; i < count; i++) {
+        const float scale = p->form == EIGHT ? from_bf16(p->scale[from + i]) : 1.0f;
+        p->out[r * p->outs + from + i] = to_bf16(sums[i] * scale);
+    }
+}
+
+/* Row r times the rows of weights of eight bits from `from` on, at most OUTS. */
+static void eight_bits(const Product *p, int64_t r, int64_t from, Rounded x) {
+    const int64_t n = p->n, left = p->outs - from, count = left < OUTS ? left : OUTS;
+    const int8_t *w = p->codes + from * n;
+    float sums[OUTS];
+    if (count == OUTS && n <= SHORT)
+        dot_rows(1, n, n, w, x.codes, x.scale, sums);
+    else if (count == OUTS)
+        dot_rows(0, n, n, w, x.codes, x.scale, sums);
+    for (int64_t i = 0; count < OUTS && i < count; i++) {
+        float same[OUTS]; /* one row, as often */
+        dot_rows(0, n, 0, w + i * n, x.codes, x.scale, same);
+        sums[i] = same[0];
+    }
+    write_row(p, r, from, count, sums);
+}
+
+/* Row r times the tile of four bits from row `from` on. */
+static void four_bits(const Product *p, int64_t r, int64_t from, Rounded x) {
+    const int64_t left = p->outs - from;
+    float sums[TILE + 1];
+    dot_tile(p, from, x, sums);
+    write_row(p, r, from, left < TILE ? left : TILE, sums);
+}
+
+/* The product of a few rows of activations, for which the weights are read as they are. Returns as
+   `product`. */
+static int few_rows(const Product *p, int64_t t) {
+    const int64_t n = p->n, blocks = (n + BLOCK - 1) / BLOCK, step = p->form == EIGHT ? OUTS : TILE;
+    int8_t *codes = malloc((size_t)(t * n) + 1);
+    float *scale = malloc((size_t)(2 * t * blocks) * sizeof *scale + 1);
+    int32_t *start = malloc((size_t)(t * blocks) * sizeof *start + 1);
+    const int failed = !codes || !scale || !start;
+    if (!failed) {
+#define ROUNDED(R)                                                                              \
+    ((Rounded){                                                                                 \
+        codes + (R) * n, scale + (R) * blocks, scale + (t + (R)) * blocks, start + (R) * blocks \
+    })
+        for (int64_t r = 0; r < t; r++)
+            round_row(p, r, ROUNDED(r));
+#pragma omp parallel for schedule(static) if (p->outs * n > 65536)
+        for (int64_t from = 0; from < p->outs; from += step)
+            for (int64_t r = 0; r < t; r++) {
+                if (p->form == EIGHT)
+                    eight_bits(p, r, from, ROUNDED(r));
+                else
+                    four_bits(p, r, from, ROUNDED(r));
+            }
+#undef ROUNDED
+    }
+    free(codes);
+    free(scale);
+    free(start);
     return failed;
 }
 
@@ -616,5 +746,5 @@ int minikv_int4_product(
         .pairs = scales,
         .out = out,
     };
-    return product(&p, t);
+    return t <= SINGLE && 2 * half == TILE ? few_rows(&p, t) : product(&p, t);
 }
