@@ -568,6 +568,8 @@ INLINE void dot_rows(
         total = fused8(_mm256_cvtepi32_ps(a[0]), scales[b / BLOCK], total);
     }
     memcpy(sums, &total, sizeof sums);
+#else
+    (void)brief;
 #endif
     for (; b < n; b += BLOCK)
         dot_block(n - b < BLOCK ? n - b : BLOCK, pitch, w + b, x + b, scales[b / BLOCK], sums);
