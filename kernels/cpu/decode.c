@@ -19,8 +19,15 @@ typedef int32_t i4 __attribute__((vector_size(16)));
 #endif
 
 /* MAX_VECS: vectors of the longest row, a head of 256. FOUR: rows, queries and vectors that are
-   worked on together; they stay in registers. */
-enum { MAX_VECS = 256 / VEC, FOUR = 4 };
+   worked on together; they stay in registers. AHEAD: bytes from the one that is read to the one
+   that is asked for: the processor by itself stops at the end of a page. */
+enum { MAX_VECS = 256 / VEC, FOUR = 4, AHEAD = 4096 };
+
+/* Ask for `size` bytes, of rows that are read later. */
+static inline void fetch(const char *rows, long size) {
+    for (long at = 0; at < size; at += 64)
+        __builtin_prefetch(rows + at);
+}
 
 /* Vector i of a row of dtype `kind`. */
 static inline vec load_vec(const void *row, int kind, int i) {
@@ -94,6 +101,7 @@ static inline __attribute__((always_inline)) void find_logits(
     long j = 0;
     for (; j + FOUR <= r->n; j += FOUR) {
         const char *k = r->k + j * k_size;
+        fetch(k + AHEAD, FOUR * k_size);
         vec sum[FOUR][FOUR] = {0};
 #pragma GCC unroll 1
         for (int i = 0; i < W; i++)
@@ -138,6 +146,8 @@ static inline __attribute__((always_inline)) void weighted_sum(
         const int many = W - from < FOUR ? W - from : FOUR;
         for (long j = 0; j < r->n; j++) {
             const float scale = stored == INT8 ? r->v_scale[j] : 1.0f;
+            if (from == 0)
+                fetch(r->v + j * v_size + AHEAD, v_size);
             vec value[FOUR];
             for (int i = 0; i < many; i++)
                 value[i] = load_vec(r->v + j * v_size, stored, from + i);
