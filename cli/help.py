@@ -29,7 +29,7 @@ _WORDS = {
 
 
 class Group(TyperGroup):
-    """The commands of an app, and of the apps in it, with such a --help."""
+    """The commands of an app, with such a --help. An app in it must have this class, too."""
 
     def resolve_command(
         self, ctx: Context, args: list[str]

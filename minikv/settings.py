@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from minikv import checks
@@ -109,12 +110,14 @@ def setting(
 @functools.cache  # of the same few classes for each command
 def settings_of(*kinds: type) -> Mapping[str, Setting]:
     """The settings that the fields of these classes are, by name, in order."""
-    return {
-        one.name: replace(one.metadata[_KEY], name=one.name)
-        for kind in kinds
-        for one in fields(kind)
-        if _KEY in one.metadata
-    }
+    return MappingProxyType(
+        {
+            one.name: replace(one.metadata[_KEY], name=one.name)
+            for kind in kinds
+            for one in fields(kind)
+            if _KEY in one.metadata
+        }
+    )
 
 
 PRESETS: Mapping[str, Mapping[str, Plain]] = {

@@ -29,7 +29,7 @@ from minikv.cli.failures import guard
 from minikv.cli.terminal import Terminal
 from minikv.models import refuse_without_torch
 
-app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich", no_args_is_help=True)
+app = typer.Typer(rich_markup_mode="rich")  # its commands: see `help.Bench`
 
 
 def _ended(terminal: Terminal, debug: bool) -> AbstractContextManager[object]:

@@ -20,7 +20,7 @@ from minikv.cache.arena import Arena, Layout
 from minikv.cache.block_prefill import BlockPrefill
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.fidelity import LastToken
-from minikv.cache.plan import Before, Plan, plan_prompt
+from minikv.cache.plan import Plan, RowsBefore, plan_prompt
 from minikv.cache.prefill import Prefill
 from minikv.cache.rules import Rules
 from minikv.cache.second_pass import PassCost, SecondPassPrefill
@@ -132,7 +132,7 @@ class KVCache:
         it is too small for the policies."""
         if rules.budget is None or rules.takes_share:
             return None
-        return rules.rows(0, self.shape, self.kv)
+        return rules.budget_rows(0, self.shape, self.kv)
 
     def _set(self, rules: Rules, rows: int | None) -> None:
         self.rules, self._rows = rules, rows
@@ -146,7 +146,7 @@ class KVCache:
         self._restart(empty)
 
     def restart(self, rules: Rules) -> None:
-        """`reset`, and be under these policies. Raises UsageError as `configure`; then, as when
+        """`reset`, and be under these rules. Raises UsageError as `configure`; then, as when
         there is no memory, nothing changes."""
         rows = self._known_rows(rules)
         arena = self._empty(rules)
@@ -217,8 +217,7 @@ class KVCache:
     def budgets(self, tokens: int) -> list[int]:
         """Budgets in rows per head for a recall of so many tokens: from the smallest one that is
         of use, each twice the one before, up to the user's."""
-        assert self.rules.budget is not None
-        most = self._each(tokens)
+        most = self._usable(self._rows_after(tokens, anew=True))
         assert most is not None
         rows, found = self.rules.least(self._pinned), []
         while rows < most:
@@ -260,19 +259,17 @@ class KVCache:
         if one is given, of a turn that begins where it says."""
         assert tokens > 0
         assert self._reading is None, "a prompt is under way"
-        arena, rules, rows = self.arena, self.rules, self._rows
+        arena, rules = self.arena, self.rules
         position = self.position if given is None else 0
         # Others are of turns that were taken back.
         self._predicted = [one for one in self._predicted if one[0] < position]
-        if self._open or (rules.takes_share and given is not None):
-            rows = rules.rows(position + tokens, self.shape, self.kv)
-        # More rows than positions can never be used.
-        each = min(rows, self.shape.max_context) if rows is not None else None
+        rows = self._rows_after(position + tokens, anew=given is not None)
+        each = self._usable(rows)
         if each is not None and smaller is not None:
             each = min(each, smaller)
         if each is not None:
             rules.refuse_pins(self._pinned, each)
-        before = Before.read(self.shape, arena, position, tokens)
+        before = RowsBefore.read(self.shape, arena, position, tokens)
         begins = position if begins is None else begins
         repeats = self._repeats(range(tokens), position, each, asks=asks)
         plan = plan_prompt(
@@ -352,12 +349,16 @@ class KVCache:
             asks=asks,
         )
 
-    def _each(self, tokens: int) -> int | None:
-        """The budget in rows per head for a prompt after which so many tokens have been read."""
-        rows = self._rows
-        if self.rules.takes_share:
-            rows = self.rules.rows(tokens, self.shape, self.kv)
-        # More rows than positions can never be used.
+    def _rows_after(self, tokens: int, *, anew: bool) -> int | None:
+        """The budget in rows per head for a prompt after which so many tokens have been read. A
+        share is counted once, by the first prompt under it, or `anew`."""
+        counted = self._rows is not None and not self._open
+        if self.rules.budget is None or (counted and not (anew and self.rules.takes_share)):
+            return self._rows
+        return self.rules.budget_rows(tokens, self.shape, self.kv)
+
+    def _usable(self, rows: int | None) -> int | None:
+        """More rows than positions can never be used."""
         return None if rows is None else min(rows, self.shape.max_context)
 
     def second_pass(self, ids: Sequence[int]) -> Sequence[Repeat]:
@@ -373,7 +374,7 @@ class KVCache:
     def scoring_cost(self, tokens: int, position: int, *, asks: bool) -> PassCost | None:
         """What a second pass over a prompt of so many tokens at this position takes; None if there
         is none. Raises as `begin`."""
-        each = self._each(position + tokens)
+        each = self._usable(self._rows_after(position + tokens, anew=False))
         repeats = self._repeats(range(tokens), position, each, asks=asks)
         if not repeats:
             return None
@@ -642,7 +643,7 @@ class KVCache:
         `configure` would do after it.
 
         Raises UsageError as `configure`, ValueError if the rows are not those of such a network
-        and step policy; then, as when there is no memory, nothing changes.
+        and such rules; then, as when there is no memory, nothing changes.
         """
         assert self._reading is None
         rows, later = self._known_rows(rules), None if under is None else self._known_rows(under)
@@ -662,7 +663,7 @@ class KVCache:
             self._set(under, later)
 
     def accepts(self, held: CacheSnapshot, rules: Rules) -> bool:
-        """Whether `held` has what such a network and these policies store of every row."""
+        """Whether `held` has what such a network and these rules' policies store of every row."""
         arena = self._empty(rules)
         kinds = [
             {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}

@@ -71,7 +71,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class RowsBefore:
     """The rows that there are before a prompt, on the host.
 
     held: the tables of the arena's rows. seen[i]: rows of layer i, over all heads, that the first
@@ -82,11 +82,11 @@ class Before:
     seen: list[int]
 
     @staticmethod
-    def read(shape: Shape, arena: Arena, position: int, tokens: int) -> Before:
+    def read(shape: Shape, arena: Arena, position: int, tokens: int) -> RowsBefore:
         """Of the rows below `position`, before a prompt of so many tokens. One transfer."""
         if not position:  # nothing to ask for, and a device without memory can be planned for
             none = torch.zeros((shape.layers, shape.kv_heads), dtype=torch.int64)
-            return Before(Layout(none, none, none, none, none - 1), [0] * shape.layers)
+            return RowsBefore(Layout(none, none, none, none, none - 1), [0] * shape.layers)
         end = position + tokens
         tables = arena.start, arena.length, arena.capacity, arena.cap, arena.free_slot
         slid = [i for i, w in enumerate(shape.windows) if w is not None and end > w]
@@ -98,14 +98,14 @@ class Before:
         seen = held.held.sum(1).tolist()
         for layer, count in zip(slid, numbers[5 * size :].tolist(), strict=True):
             seen[layer] = count
-        return Before(held, seen)
+        return RowsBefore(held, seen)
 
 
 def plan_prompt(
     shape: Shape,
     rules: Rules,
     arena_rows: int,
-    before: Before,
+    before: RowsBefore,
     each: int | None,
     room: int,
     *,
@@ -129,18 +129,18 @@ def plan_prompt(
     spare = room if step is None else 0 if step.evict_first else step.block
     floor = each if each is not None and step is not None else 0
     totals = rules.layer_totals(each, int(held.held.max()) + tokens, shape, pinned)
-    blocks = rules.stride > 0 and each is not None
+    blocks = each if rules.stride else None  # rows per head of a prompt that is read in blocks
     pool = None
     if rules.shares_layers and each is not None:
         heads = shape.layers * shape.kv_heads
         pool = each * heads
         needed = [0] * (shape.layers - 1) + [pool + spare * heads + 1]
     else:
-        if blocks and each is not None:
-            most = [shape.kv_heads * each] * shape.layers
+        if blocks is not None:
+            most = [shape.kv_heads * blocks] * shape.layers
         elif totals is not None:
-            drift = rules.prompt.heads.drift if rules.prompt is not None else 0
-            most = [total + shape.kv_heads * drift for total in totals]
+            assert rules.prompt is not None
+            most = [total + shape.kv_heads * rules.prompt.heads.drift for total in totals]
         else:
             rows = zip(held.length, shape.windows, strict=True)
             most = [_all_rows(count + tokens, window, floor) for count, window in rows]
@@ -164,7 +164,7 @@ def plan_prompt(
         turn_tokens=turn_tokens,
     )
     # A smaller budget gives its memory back.
-    shares = not blocks and pool is None and position > 0 and 2 * sum(needed) > arena_rows
+    shares = blocks is None and pool is None and position > 0 and 2 * sum(needed) > arena_rows
     return replace(plan, shares=shares and _fits(plan, shape, held, grows=step is None))
 
 

@@ -62,7 +62,7 @@ class Rules:
         )
         return smallest_budget(self.prompt, self.step, self.stride) + max(0, pinned - sinks)
 
-    def rows(self, tokens: int, shape: Shape, kv: torch.dtype) -> int:
+    def budget_rows(self, tokens: int, shape: Shape, kv: torch.dtype) -> int:
         """The budget as rows per head of a cache that keeps `kv`, when so many tokens have been
         read. Raises UsageError when the policies need more."""
         budget = self.budget

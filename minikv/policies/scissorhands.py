@@ -36,8 +36,12 @@ class ScissorHands(StepPolicy):
 
     @property
     def columns(self) -> dict[str, torch.dtype]:
-        words = {f"below{i}": torch.int64 for i in range(-(-self.history // _BITS))}
+        words = {f"below{i}": torch.int64 for i in range(self._words)}
         return words | {"queries": torch.float32}
+
+    @property
+    def _words(self) -> int:
+        return -(-self.history // _BITS)
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert view.below is not None
@@ -47,8 +51,7 @@ class ScissorHands(StepPolicy):
         # As many steps as there were queries that could see the row, at once.
         columns: dict[str, Tensor] = {}
         carry = view.below() & ((1 << able) - 1)
-        words = len(old) - 1
-        for i in range(words):
+        for i in range(self._words):
             word = old[f"below{i}"]
             bits = min(_BITS, self.history - i * _BITS)
             columns[f"below{i}"] = ((word << able) | carry) & ((1 << bits) - 1)
@@ -61,7 +64,7 @@ class ScissorHands(StepPolicy):
     ) -> None:
         carry = (probabilities < 1.0 / visible()).to(torch.int64)
         full = (1 << _BITS) - 1
-        words = len(columns) - 1
+        words = self._words
         for i in range(words):
             word = columns[f"below{i}"]
             out = word >> (_BITS - 1)

@@ -329,7 +329,7 @@ def test_configure_takes_effect_at_the_next_prompt_and_gives_memory_back() -> No
     assert run.kv.stats().kept_mean == 40
     assert run.kv.stats().allocated_bytes < big / 2
     run.step(1)
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="too small"):
         run.kv.configure(Rules(small.rules.prompt, small.rules.step, Budget.parse(1)))
     assert run.kv.rules.prompt is small.rules.prompt
     run.step(2)

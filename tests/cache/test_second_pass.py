@@ -595,6 +595,12 @@ def test_what_a_prompt_is_scored_with_is_known_before_it_is_read() -> None:
     assert more(shared, 60, 0, asks=False) == whole
     # Under its own share a text takes all of the budget, never less than half of it.
     assert more(shared, 60, 10_000, asks=True) == 0
+    # A share is counted once, by the first prompt under it.
+    shared.prompt(ids(100))
+    assert shared.kv.budget_rows == 50
+    assert more(shared, 27, 100, asks=True) > 0
+    shared.prompt(ids(27), asks=True)
+    assert shared.kv.budget_rows == 50
 
 
 def test_a_prompt_takes_over_what_an_equal_one_read_and_scored() -> None:

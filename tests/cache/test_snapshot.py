@@ -122,7 +122,7 @@ def test_a_cache_goes_on_under_other_policies_as_if_they_were_set_after_it() -> 
     assert other.kv.rules.prompt is later.prompt
     assert same(go_on(other, 5), want)
     before = other.kv.snapshot()
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="too small"):
         other.kv.restore(held, then, under=Rules(later.prompt, later.step, Budget.parse(1)))
     assert other.kv.position == before.position
     assert other.kv.rules.prompt is later.prompt

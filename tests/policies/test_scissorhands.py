@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import Dense, engine, ids, network, victims
+from small import Dense, engine, ids, network, over, victims
 from torch import Tensor
 
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.engine import Engine
 from minikv.policies.base import StepView
 from minikv.policies.hashevict import ones
 from minikv.policies.scissorhands import ScissorHands
@@ -99,3 +101,13 @@ def test_scissorhands_counts_relative_to_a_rows_age() -> None:
     scores, _ = step.score(seen, 1)
     torch.testing.assert_close(scores, torch.tensor([[-0.6, -0.75, -0.45, 0.0]]))
     assert victims(step, seen).tolist() == [1]
+
+
+def test_beside_a_prompt_policy_with_scores_of_its_own() -> None:
+    """A short prompt under kvzip: its scores are carried beside the words, and are no word."""
+    net = network(layers=2)
+    kv = over(net, EvictionConfig.read("kvzip", "scissorhands", 200).rules())
+    run = Engine(net, kv)
+    for count in (30, 40, 300):
+        assert bool(torch.isfinite(run.prompt(ids(count))).all())
+        assert bool(torch.isfinite(run.step(3)).all())

@@ -1,0 +1,123 @@
+"""What a prompt is planned under: rows that stay, and where they have room."""
+
+from __future__ import annotations
+
+import torch
+
+from minikv.cache.arena import Layout
+from minikv.cache.plan import Plan, RowsBefore, plan_prompt
+from minikv.cache.rules import Rules
+from minikv.cache.stats import Shape
+from minikv.chat.eviction_config import EvictionConfig
+
+WINDOW = 50
+SHAPE = Shape(2, 2, 4, 8, (None, WINDOW), 1000)
+
+
+def held(rows: int, capacity: int) -> RowsBefore:
+    """So many rows in each head, one beside the other."""
+    full = torch.full((2, 2), rows)
+    start = torch.arange(4).view(2, 2) * capacity
+    tables = Layout(start, full, torch.full((2, 2), capacity), full, torch.full((2, 2), -1))
+    return RowsBefore(tables, [2 * rows] * 2)
+
+
+NONE = held(0, 0)
+
+
+def plan(
+    rules: Rules,
+    tokens: int,
+    each: int | None = None,
+    *,
+    before: RowsBefore = NONE,
+    position: int = 0,
+    room: int = 10,
+    shape: Shape = SHAPE,
+) -> Plan:
+    return plan_prompt(
+        shape,
+        rules,
+        int(before.held.capacity.sum()),
+        before,
+        each,
+        room,
+        position=position,
+        tokens=tokens,
+        turns=[(0, position + tokens)],
+        pinned=0,
+        given=0,
+        asks=False,
+        turn_tokens=None,
+        output=None,
+        rotary=None,
+    )
+
+
+def rules(policy: str, decode: str = "none", budget: str = "40", stride: int = 0) -> Rules:
+    return EvictionConfig.read(policy, decode, budget, stride=stride).rules()
+
+
+def test_without_policies_every_row_stays_but_those_out_of_the_window() -> None:
+    made = plan(Rules(), 200)
+    assert made.needed == [2 * (200 + 10), 2 * (WINDOW + 10)]
+    assert made.visible == [2 * 200, 2 * WINDOW]
+    assert (made.totals, made.floor, made.pool) == (None, 0, None)
+    assert not any(map(made.evicts, range(2)))
+
+
+def test_a_prompt_policy_bounds_each_layer_and_a_step_policy_needs_no_room_for_an_answer() -> None:
+    made = plan(rules("snapkv"), 200, 40)
+    assert made.totals == [2 * 40, 2 * 40]
+    assert made.needed == [2 * (40 + 10)] * 2
+    assert all(map(made.evicts, range(2)))
+    both = plan(rules("snapkv", "tova"), 200, 40)
+    assert both.needed == [2 * (40 + both.spare)] * 2
+    assert both.spare < 10
+
+
+def test_a_step_policy_alone_keeps_the_prompt_and_gives_every_head_its_budget() -> None:
+    short = plan(rules("full", "tova"), 30, 40)
+    assert short.floor == 40
+    assert short.needed == [2 * (40 + short.spare)] * 2
+    long = plan(rules("full", "tova"), 200, 40)
+    assert long.needed[0] == 2 * (200 + long.spare)
+
+
+def test_in_blocks_no_head_ever_has_more_than_its_budget() -> None:
+    made = plan(rules("tova", "auto", "40", 8), 200, 40)
+    assert made.totals is None
+    assert made.needed == [2 * (40 + made.spare)] * 2
+
+
+def test_one_budget_for_all_layers_is_one_region() -> None:
+    made = plan(rules("snapkv+global"), 200, 40)
+    assert made.pool == 40 * 4
+    assert made.needed == [0, 40 * 4 + 10 * 4 + 1]
+    assert made.evicts(0)
+
+
+def test_a_later_prompt_that_fits_behind_the_rows_of_before_stays_there() -> None:
+    whole = Shape(2, 2, 4, 8, (None, None), 1000)
+
+    def shares(capacity: int, tokens: int, which: Rules | None = None, each: int = 40) -> bool:
+        kind = which or Rules()
+        budget = each if kind.evicts else None
+        before = held(30, capacity)
+        made = plan(kind, tokens, budget, before=before, position=30, shape=whole)
+        return made.shares
+
+    assert shares(60, 20)  # 30 + 20 + 10
+    assert not shares(59, 20)
+    assert not shares(1000, 20)  # more memory than twice what is needed is given back
+    assert not shares(60, 20, rules("snapkv"))  # rows leave
+    assert shares(60, 5, rules("snapkv"))
+    assert not shares(60, 5, rules("tova", "auto", "40", 8))
+    assert not shares(60, 5, rules("snapkv+global"))
+
+
+def test_rows_that_slid_out_of_a_window_are_not_among_those_of_before() -> None:
+    """Before anything was read, nothing is asked of the device."""
+    empty = RowsBefore.read(SHAPE, None, 0, 10)  # type: ignore[arg-type]
+    assert empty.seen == [0, 0]
+    assert not empty.held.held.any()
