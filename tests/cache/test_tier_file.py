@@ -673,3 +673,17 @@ def test_a_head_has_room_for_the_checksums_of_many_layers() -> None:
     assert len(tier_file._head(0, [1] * 997, [2] * 3)) == PAGE
     assert len(tier_file._head(0, [1] * 1100, [2] * 3)) == 2 * PAGE
     assert len(tier_file._head(0, [1] * 3, [2] * 1100)) == 2 * PAGE
+
+
+def test_asking_whether_a_file_is_open_leaves_it_closed(path: Path) -> None:
+    """Nobody's lock and no descriptor is left, whatever the answer was."""
+    FileRows.create(path, LAYERS, HEADS, COLUMNS).close()
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert not is_open(path)
+    header_of(path)
+    made = FileRows.open(path)
+    assert is_open(path)
+    made.close()
+    assert not is_open(path)
+    assert sorted(os.listdir("/proc/self/fd")) == before
