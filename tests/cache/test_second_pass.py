@@ -633,7 +633,8 @@ def test_a_prompt_takes_over_what_an_equal_one_read_and_scored() -> None:
 
 @pytest.mark.parametrize("step", ["none", "roco"])
 def test_the_peak_with_the_rows_in_a_file_is_planned_too(step: str, tmp_path: Path) -> None:
-    """By a prompt that begins in memory: what to do is decided before there is a file."""
+    """By a prompt that begins in memory: what to do is decided before there is a file. Where no
+    step policy takes notes, to the byte."""
     net = network(layers=6)
     run, _ = made(net, "kvzip", 24, step, chunk=25)
     run.kv.begin(120)
@@ -646,7 +647,7 @@ def test_the_peak_with_the_rows_in_a_file_is_planned_too(step: str, tmp_path: Pa
     rows = filed(run, tmp_path / "rows")
     run.prompt(ids(120))
     peak = run.kv.last_prompt.peak_bytes
-    assert peak <= planned <= 1.5 * peak
+    assert peak <= planned <= (1.2 if step == "roco" else 1.0) * peak
     rows.close()
 
 

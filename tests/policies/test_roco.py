@@ -156,3 +156,13 @@ def test_queries_that_saw_every_row_count_for_every_row() -> None:
     none = {name: torch.zeros(1, 6) for name in roco.columns}
     found = roco.prompt(replace(seen, pos=pos), none)["count"]
     assert found.tolist() == [[4.0, 4.0, 0.0, 4.0, 4.0, 4.0]]
+
+
+def test_a_prompt_of_which_one_query_was_observed() -> None:
+    """Every row was seen once: the largest of three neighbours, and the last one its own."""
+    roco = policies.step_policy("roco", {"pool": 3, "lead": 1})
+    assert roco is not None
+    seen = view(torch.tensor([[MASS]]), 1)
+    found = roco.prompt(seen, {name: torch.zeros(1, 8) for name in roco.columns})
+    assert found["weighed"][0].tolist() == [0.5, 0.5, 0.25, 1.0, 1.0, 8.0, 8.0, 9.0]
+    assert found["count"][0].tolist() == [1.0] * 8
