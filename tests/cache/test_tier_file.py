@@ -716,3 +716,13 @@ def test_a_forged_segment_is_damage(
     assert found.rows == 20
     assert found.damage == "from token 20 on it is damaged"
     found.close()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_is_no_regular_file_is_not_held_open(kind: str, path: Path) -> None:
+    os.mkdir(path) if kind == "folder" else os.mkfifo(path)
+    before = sorted(os.listdir("/proc/self/fd"))
+    for read in (header_of, FileRows.open):
+        with pytest.raises(TierError):
+            read(path)
+    assert sorted(os.listdir("/proc/self/fd")) == before
