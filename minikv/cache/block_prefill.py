@@ -48,7 +48,7 @@ class BlockPrefill:
         self.shape, self.arena, self.target, self.step = shape, arena, target, step.for_prefill()
         self.plan, self.cap, self.stride = plan, cap, stride
         self._dtype, self._held = dtype, held
-        self._front = cap  # rows before those of the block
+        self._front: int  # rows before those of the block
         self._columns: dict[str, Tensor] = {}
         self._last: Tensor | None = None  # what the block's last query gave each row
         self._done = plan.tokens

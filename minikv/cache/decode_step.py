@@ -332,7 +332,7 @@ class DecodeStep:
         assert arena is not None
         undo: list[Callable[[], object]] = []
         _undoable(arena.free_slot, undo)
-        final = False  # the statistics are changed, and nobody has those of before
+        final = self.half_ended  # the statistics are changed, and nobody has those of before
         try:
             if not self.half_ended:
                 # Before statistics change, unless the rows are about to move.
@@ -378,9 +378,12 @@ class DecodeStep:
             torch.sub(self.position + 1, self.window, out=self.oldest_seen)
 
     def drop(self) -> None:
-        """Undo the step under way, without allocating; nothing happens if there is none."""
+        """Undo the step under way, without allocating; nothing happens if there is none, or if it
+        counts already (`half_ended`)."""
         arena = self.arena
         assert arena is not None
+        if self.half_ended:
+            return
         self.accepted.zero_()
         if not self.undo_rows:
             return

@@ -296,7 +296,7 @@ class SecondPassPrefill:
         self._passed = 0  # tokens of the texts that are over
         self._in_pass = False
         self._noted: list[dict[str, Tensor]] = []
-        whole = replace(plan, totals=None, floor=0, spare=0, shares=False, pool=None)
+        whole = replace(plan, totals=None, shares=False, pool=None)
         reading = self._made(_Reading, None, step, whole)
         reading.noted = self._noted
         self._reading: Prefill = reading

@@ -63,7 +63,7 @@ def _read(policy: str, option: Option, raw: object) -> Value:
             f"{policy}: {option.name} must be one of {', '.join(option.choices)}, got {value!r}",
             _hint(option),
         )
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)):  # a bool was returned above
         low, high = option.low, option.high
         if not ((low is None or value >= low) and (high is None or value <= high)):
             raise UsageError(

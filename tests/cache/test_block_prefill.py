@@ -299,3 +299,28 @@ def test_the_smallest_budget_counts_the_block(blocks: list[int]) -> None:
     run.prompt(ids(200))
     assert {len(rows) for rows in kept(run.kv)} == {46}
     assert blocks == split(200, 32) * 3
+
+
+def test_what_a_block_prompt_is_written_to_has_the_size_of_the_budget() -> None:
+    """However long the prompt is, and also where the rows of before would have room for more."""
+    run = strided(network(), "roco", 64, 16)
+    for tokens in (20, 40, 500):
+        run.kv.begin(tokens)
+        assert run.kv.target is not None
+        assert run.kv.target is not run.kv.arena
+        assert run.kv.target.rows == 3 * 3 * (64 + 1)
+        run.kv.rollback()
+        run.prompt(ids(tokens))
+
+
+@pytest.mark.parametrize("pinned", [0, 5, 6])
+def test_just_the_pinned_rows_stay_in_blocks(pinned: int) -> None:
+    """The first row behind them leaves like any other."""
+    run = strided(network(), "streaming", 40, 8, {"sinks": 2})
+    run.kv.pin(pinned)
+    run.prompt(ids(200))
+    first = max(pinned, 2)
+    for rows in kept(run.kv):
+        held = [p for p in rows if p < 100]
+        assert held == [*range(first)]
+        assert rows[first:] == [*range(200 - len(rows) + first, 200)]

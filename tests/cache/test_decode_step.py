@@ -566,3 +566,68 @@ def test_the_scratch_is_as_wide_as_the_longest_head_in_steps_of_sixteen() -> Non
     step = run.kv.open_steps()
     assert step.width == 48
     assert step.logits.shape == (3, 3, 2, 48)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_whose_end_fails_did_not_happen_or_counts(name: str, plain: bool) -> None:
+    """The last kernel of a step has no memory, at every step in turn, and where the step counts
+    also when it is finished later. What could be taken back was, and the token is fed again; what
+    could not counts once, and the token with it. In the end rows, columns and tables are those of a
+    conversation in which nothing failed."""
+    net = network(layers=2)
+    run, twin = (engine(net, None, "full", name, 40) for _ in range(2))
+    for each in (run, twin):
+        if plain:
+            each.kv.use(Kernels())
+        each.prompt(ids(60))
+        each.step(1)
+    decode, advance = run.kv.decode, run.kv.decode.ops.advance
+
+    def fail(*given: object, **more: object) -> None:
+        decode.ops.advance = advance  # type: ignore[method-assign]
+        raise MemoryError
+
+    for token in ids(9, seed=3):
+        position = run.kv.position
+        decode.ops.advance = fail  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            run.step(token)
+        want = twin.step(token)
+        if run.kv.position == position:
+            assert torch.equal(run.step(token), want)
+        assert run.kv.position == twin.kv.position
+    one, two = run.kv.arena, twin.kv.arena
+    for table in ("start", "length", "capacity", "cap", "free_slot"):
+        assert torch.equal(getattr(one, table), getattr(two, table)), table
+    for layer in range(2):
+        index, live = one.index(layer)
+        for column in one.columns:
+            found = one.columns[column][index[live]], two.columns[column][index[live]]
+            assert torch.equal(*found), column
+
+
+def test_what_a_kernel_added_to_the_statistics_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be taken back, so that a step counts whose last kernel fails behind it."""
+    run = engine(network(), None, "snapkv", "rkv", 44)
+    run.prompt(ids(60))
+    added = []
+
+    def update_kernel(self: object, ops: object, end: StepEnd) -> bool:
+        added.append(end)
+        return True
+
+    monkeypatch.setattr(RKV, "update_kernel", update_kernel)
+    run.step(1)
+    decode, advance = run.kv.decode, run.kv.decode.ops.advance
+
+    def fail(*given: object, **more: object) -> None:
+        decode.ops.advance = advance  # type: ignore[method-assign]
+        raise MemoryError
+
+    decode.ops.advance = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        run.step(2)
+    assert run.kv.position == 62
+    run.step(3)
+    assert (run.kv.position, len(added)) == (63, 3)

@@ -165,3 +165,13 @@ def test_what_shares_rows_among_heads_does_not_go_with_it() -> None:
     assert made is not None
     with pytest.raises(UsageError, match="one budget for all layers"):
         replace(made, layers=Global())
+
+
+def test_the_pool_has_the_rows_that_heads_will_own_and_one_more() -> None:
+    net = network()
+    prompt, _ = policy("snapkv")
+    for step, spare in ((None, 7), ("roco", 1), ("streaming", 0)):
+        made = policies.step_policy(step) if step else None
+        run = Engine(net, over(net, Rules(prompt, made, Budget.parse(40))))
+        run.prompt(ids(90), room=7)
+        assert run.kv.arena.rows == 9 * (40 + spare) + 1

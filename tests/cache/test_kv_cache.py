@@ -797,3 +797,88 @@ def test_after_a_reset_a_share_is_of_the_next_prompt() -> None:
     counted.prompt(ids(100))
     counted.reset()
     assert counted.kv.budget_rows == 30
+
+
+def test_a_cache_never_keeps_more_than_twice_the_memory_that_it_needs() -> None:
+    """Room that was made for a long answer is given back by a prompt with a short one; room that is
+    little more than needed is kept, and nothing is copied."""
+    run = engine(network(), "full", "none", None)
+    run.prompt(ids(100), room=1000)
+    wide = run.kv.arena.rows
+    run.prompt(ids(50), room=300)
+    assert run.kv.arena.rows == 9 * 450 < wide / 2
+    address = run.kv.arena.columns["k"].data_ptr()
+    run.prompt(ids(10), room=100)
+    assert run.kv.arena.rows == 9 * 450
+    assert run.kv.arena.columns["k"].data_ptr() == address
+
+
+@pytest.mark.parametrize("step", ["none", "tova"])
+def test_the_smallest_budget_beside_pins_is_what_the_message_says(step: str) -> None:
+    """Without a step policy nothing but the prompt policy's own rows lies among the pinned ones."""
+    options: dict[str, object] = {"window": 8, "sinks": 0}
+    need = 5 + 8 + 1
+    for budget in (need, need - 1):
+        run = engine(network(), "snapkv", step, budget, prompt_options=options)
+        if budget == need:
+            run.kv.pin(5)
+            run.prompt(ids(60))
+        else:
+            with pytest.raises(UsageError) as refused:
+                run.kv.pin(5)
+            assert f"is {need} tokens" in refused.value.hint
+
+
+def test_what_fits_a_window_and_the_budget_is_not_judged() -> None:
+    """Nothing leaves, so that nothing is lost, no question decided anything, and every head may
+    grow to the budget, or to the window where that is less."""
+    windows = (64, None, 24)
+    run = engine(network(windows=windows), "snapkv", "roco", 40, prompt_options={"window": 8})
+    run.prompt(ids(20))
+    assert run.kv.last_prompt.lost_max is None
+    assert not run.kv.last_prompt.shaped
+    assert [row.unique().tolist() for row in run.kv.arena.cap] == [[40], [40], [24]]
+    run.prompt(ids(60, seed=1))
+    assert run.kv.last_prompt.lost_max is not None
+    assert run.kv.last_prompt.shaped
+
+
+@pytest.mark.parametrize("name", ["l2", "streaming", "snapkv", "snapkv+global"])
+def test_a_question_decided_what_stayed_where_it_was_looked_at(name: str) -> None:
+    run = engine(network(), name, "none", 40)
+    run.prompt(ids(30))
+    assert not run.kv.stats().shaped
+    run.prompt(ids(80, seed=1))
+    assert run.kv.stats().shaped == ("snapkv" in name)
+
+
+def test_heads_that_fill_up_one_after_the_other_all_have_room() -> None:
+    """Under an adaptive budget, rounded as the authors do, without a step policy: every head takes
+    every token of an answer, loses none, and stays in its own segment."""
+    options: dict[str, object] = {"window": 4, "sinks": 0, "rounding": "official"}
+    run = engine(network(), "adakv", "none", 30, prompt_options=options)
+    run.prompt(ids(120), room=5)
+    before = [[run.kv.kept(i, h).tolist() for h in range(3)] for i in range(3)]
+    room = {int(n) for n in (run.kv.arena.capacity - run.kv.arena.held).flatten()}
+    assert len(room) > 1
+    for token in ids(50):
+        assert run.step(token).isfinite().all()
+        arena = run.kv._arena
+        assert bool((arena.length <= arena.capacity).all())
+    for i in range(3):
+        for h in range(3):
+            assert run.kv.kept(i, h).tolist() == [*before[i][h], *range(120, 170)]
+
+
+def test_a_step_that_begins_again_is_the_one_that_a_graph_holds() -> None:
+    """A later answer under the same caps finds what steps work with where it was."""
+    run = engine(network(), "snapkv+turns", "roco", 60)
+    run.prompt(ids(100))
+    held = []  # so that no address is given to something else
+    keys = []
+    for _ in range(3):
+        decode = run.kv.open_steps(speculative=True)
+        keys.append(decode.key)
+        held.append((decode.leaves_last, decode.shown, decode.quota, decode.logits))
+        run.kv.settle()
+    assert keys[0] == keys[1] == keys[2]

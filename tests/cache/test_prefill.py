@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import small
 import torch
-from layouts import Silent, empty, even, uneven
+from layouts import HEADS, SIZE, Silent, empty, even, filled, random, uneven
 from pairwise import beside
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +20,7 @@ from minikv import policies
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
+from minikv.cache.earlier import EarlierRows
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.plan import Plan
 from minikv.cache.prefill import Prefill
@@ -326,3 +327,33 @@ def test_kernels_may_take_the_sums_of_each_query_from_all_rows() -> None:
         run.prompt(small.ids(90))
         held.append([run.kv.kept(i, h).tolist() for i in range(3) for h in range(3)])
     assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("kv", [None, torch.int8])
+@pytest.mark.parametrize("free", [None, 0, 1])
+@pytest.mark.parametrize("lengths", [[5, 5, 5], [5, 3, 5], [1, 5, 2]])
+def test_a_prompt_attends_to_the_earlier_rows_that_are_held(
+    lengths: list[int], free: int | None, kv: torch.dtype | None
+) -> None:
+    """Whether heads are alike or not: to no padding, and to no row that was evicted."""
+    arena = filled([60, 60], [lengths, lengths], kv)
+    arena.columns["pos"].copy_(torch.arange(len(arena.columns["pos"])) % 40)
+    for scale in arena.scales:
+        arena.columns[scale].fill_(0.01)
+    if kv is None:
+        arena.columns["k"] *= 0.02
+    if free is not None:
+        arena.free_slot[1, free] = arena.start[1, free]
+    if arena.held[1].eq(0).any():
+        arena.length[1, free] += 1  # a head that holds nothing has no attention of its own
+    earlier = EarlierRows.of(Kernels(), arena, arena.layout(), 1)
+    assert earlier is not None
+    query = torch.randn(HEADS, 2, 4, SIZE, generator=random(1))
+    out, lse = earlier.attention(Kernels(), query, torch.arange(50, 54), None)
+    for h in range(HEADS):
+        rows = torch.arange(int(arena.length[1, h])) + arena.start[1, h]
+        rows = rows[rows != arena.free_slot[1, h]]
+        key, value = arena.read("k", rows), arena.read("v", rows)
+        logits = query[h] @ key.T * SIZE**-0.5
+        torch.testing.assert_close(out[h], logits.softmax(-1) @ value, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(lse[h], logits.logsumexp(-1))

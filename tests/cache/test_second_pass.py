@@ -636,3 +636,45 @@ def test_a_prompt_takes_over_what_an_equal_one_read_and_scored() -> None:
     stepped.kv.begin(90)
     assert stepped.kv.scored_twice is not None
     assert stepped.kv.scored_twice.needs is None  # its statistics are its own
+
+
+@pytest.mark.parametrize("step", ["none", "roco"])
+def test_the_peak_with_the_rows_in_a_file_is_planned_too(step: str, tmp_path: Path) -> None:
+    """By a prompt that begins in memory: what to do is decided before there is a file. Where no
+    step policy takes notes, to the byte."""
+    net = network(layers=6)
+    run, _ = made(net, "kvzip", 24, step, chunk=25)
+    run.kv.begin(120)
+    reading = run.kv.scored_twice
+    assert reading is not None
+    planned = reading.planned_in_file
+    assert planned < reading.planned
+    assert reading.cost(gpu=False) == run.kv.scoring_cost(120, 0, asks=False)
+    run.kv.rollback()
+    rows = filed(run, tmp_path / "rows")
+    run.prompt(ids(120))
+    peak = run.kv.last_prompt.peak_bytes
+    assert peak <= planned <= (1.2 if step == "roco" else 1.0) * peak
+    rows.close()
+
+
+def test_prompts_of_equal_texts_and_scores_need_the_same(tmp_path: Path) -> None:
+    """And only these may take over from each other: not under other texts, another score, or with
+    rows that are gone with their file."""
+
+    def needs(name: str = "kvzip", chunk: int = 25, tokens: int = 90, file: bool = False) -> object:
+        policy = policies.prompt_policy(name, {"chunk": chunk})
+        run = Engine(net, over(net, Rules(policy, None, Budget.parse(15))))
+        rows = filed(run, tmp_path / "rows") if file else None
+        run.kv.begin(tokens)
+        assert run.kv.scored_twice is not None
+        found = run.kv.scored_twice.needs
+        run.kv.rollback()
+        if rows is not None:
+            rows.close()
+        return found
+
+    net = network()
+    assert needs() == needs() is not None
+    assert len({needs(), needs("kvzip+"), needs(chunk=30), needs(tokens=91)}) == 4
+    assert needs(file=True) is None

@@ -673,3 +673,56 @@ def test_a_head_has_room_for_the_checksums_of_many_layers() -> None:
     assert len(tier_file._head(0, [1] * 997, [2] * 3)) == PAGE
     assert len(tier_file._head(0, [1] * 1100, [2] * 3)) == 2 * PAGE
     assert len(tier_file._head(0, [1] * 3, [2] * 1100)) == 2 * PAGE
+
+
+def test_asking_whether_a_file_is_open_leaves_it_closed(path: Path) -> None:
+    """Nobody's lock and no descriptor is left, whatever the answer was."""
+    FileRows.create(path, LAYERS, HEADS, COLUMNS).close()
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert not is_open(path)
+    header_of(path)
+    made = FileRows.open(path)
+    assert is_open(path)
+    made.close()
+    assert not is_open(path)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("mark", "first", "count", "layers"),
+    [
+        (b"commit\n\0", 20, 10, LAYERS),
+        (b"segment\0", 20, 10, LAYERS + 1),
+        (b"segment\0", 20, 10, LAYERS - 1),
+        (b"segment\0", 20, 0, LAYERS),
+        (b"segment\0", 20, 1 << 31, LAYERS),
+        (b"segment\0", 21, 10, LAYERS),
+        (b"segment\0", 0, 10, LAYERS),
+    ],
+)
+def test_a_forged_segment_is_damage(
+    mark: bytes, first: int, count: int, layers: int, rows: FileRows, path: Path
+) -> None:
+    """Its checksum fits, but it is no segment of this file: what is before it is kept."""
+    add(rows, 0, 20)
+    at = rows.nbytes
+    add(rows, 20, 30)
+    size = rows.nbytes - at - LAYERS * rows._part(10)
+    rows.close()
+    text = tier_file._HEAD.pack(mark, first, count, layers) + bytes(4 * LAYERS + 4 * 10)
+    put(path, at, tier_file._sealed(text, size))
+    found = FileRows.open(path)
+    assert found.rows == 20
+    assert found.damage == "from token 20 on it is damaged"
+    found.close()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_is_no_regular_file_is_not_held_open(kind: str, path: Path) -> None:
+    os.mkdir(path) if kind == "folder" else os.mkfifo(path)
+    before = sorted(os.listdir("/proc/self/fd"))
+    for read in (header_of, FileRows.open):
+        with pytest.raises(TierError):
+            read(path)
+    assert sorted(os.listdir("/proc/self/fd")) == before

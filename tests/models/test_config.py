@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minikv.models.config import ModelConfig
+from minikv.models.config import MAX_LAYERS, MAX_MLP, MAX_POSITIONS, MAX_VOCAB, ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.rope import RopeConfig
 
@@ -754,3 +754,63 @@ def test_rotary_settings_up_to_their_limits(
         low_theta = LLAMA | {"rope_theta": 0.999}
         with pytest.raises(ModelError, match="rope_theta"):
             read(tmp_path, low_theta)
+
+
+def test_an_assumed_context_is_said(tmp_path: Path) -> None:
+    (note,) = read(tmp_path, without(LLAMA, "max_position_embeddings")).notes
+    assert note == "config.json has no max_position_embeddings: assuming 2048"
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_any_share_of_kv_heads_is_read_in_both_layouts(kv_heads: int, tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA | {"num_key_value_heads": kv_heads}).kv_heads == kv_heads
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS | {"n_kv_heads": kv_heads}))
+    assert ModelConfig.from_folder(tmp_path).kv_heads == kv_heads
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("linear", {}),
+        ("dynamic", {}),
+        ("yarn", {"original": 512}),
+        ("llama3", {"original": 64, "low_freq_factor": 1.0, "high_freq_factor": 2.0}),
+    ],
+)
+def test_what_a_rotary_scaling_leaves_out_has_its_default(
+    kind: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"rope_type": kind, "factor": 2.0}
+    if kind == "llama3":
+        given |= {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 64,
+        }
+    rope = read(tmp_path, LLAMA | {"rope_scaling": given}).rope
+    assert rope == RopeConfig(kind=kind, factor=2.0, **more)
+
+
+@pytest.mark.parametrize(
+    ("hf", "original", "high"),
+    [
+        ("intermediate_size", "hidden_dim", MAX_MLP),
+        ("vocab_size", "vocab_size", MAX_VOCAB),
+        ("max_position_embeddings", "max_seq_len", MAX_POSITIONS),
+        ("num_hidden_layers", "n_layers", MAX_LAYERS),
+    ],
+)
+def test_sizes_from_one_to_their_limit_are_read(
+    hf: str, original: str, high: int, tmp_path: Path
+) -> None:
+    for name, key, raw in (("config.json", hf, LLAMA), ("params.json", original, PARAMS)):
+        for size in (1, high):
+            (tmp_path / name).write_text(json.dumps(raw | {key: size}))
+            config = ModelConfig.from_folder(tmp_path)
+            assert size in (config.mlp, config.vocab, config.max_context, config.layers)
+        for size in (0, high + 1):
+            (tmp_path / name).write_text(json.dumps(raw | {key: size}))
+            with pytest.raises(ModelError, match=key):
+                ModelConfig.from_folder(tmp_path)
+        (tmp_path / name).unlink()

@@ -174,3 +174,11 @@ def test_a_pipe_in_the_folder_is_not_listed() -> None:
 def test_listing_needs_no_torch() -> None:
     code = "import sys, minikv.models.packed_files; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_is_written_to_a_part_is_in_the_file_at_once(tmp_path: Path) -> None:
+    """Nothing waits in memory, so that a full disk is met by the write and not by the closing."""
+    path = tmp_path / "part"
+    with packed_files.new_part(path) as file:
+        file.write(b"some")
+        assert path.read_bytes() == b"some"

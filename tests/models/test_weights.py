@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -767,3 +768,37 @@ def test_a_disk_that_fails_while_weights_are_read_is_one_line(
     monkeypatch.setattr(Path, "iterdir", unlisted)
     with pytest.raises(ModelError, match="cannot be read: Permission denied"):
         Checkpoint.open(tmp_path)
+
+
+def test_weights_that_this_processor_cannot_pack_are_not_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it lacks one of the two that a form needs."""
+    spec = Spec(hidden=128, heads=4, kv_heads=2, head_dim=32, vocab=4096)
+    write(spec, tmp_path)
+    config, checkpoint = ModelConfig.from_folder(tmp_path), Checkpoint.open(tmp_path)
+
+    def offered(lacking: str) -> list[str]:
+        monkeypatch.setattr(weights, "lacks", lambda form: "it does" if form == lacking else "")
+        size = weights.loading_bytes(config, torch.bfloat16, "int4+head")
+        monkeypatch.setattr(weights, "free_memory", lambda device: size)
+        hint = refused(lambda: load_network(checkpoint, config)).hint
+        return re.findall(r'weights="(.*?)"', hint)
+
+    assert offered("") == ["int4+head"]
+    assert offered("int8") == []  # the head would be int8
+    assert offered("int4") == []
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [
+        (0, "0 MiB"),
+        (3 << 20, "3 MiB"),
+        (2**30 // 10 - 1, "102 MiB"),
+        (2**30 // 10, "0.1 GiB"),
+        (5 << 30, "5.0 GiB"),
+    ],
+)
+def test_sizes_are_shown_in_gib_from_a_tenth_on(size: int, shown: str) -> None:
+    assert weights._shown(size) == shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from views import build, choose, random_mass, view
@@ -84,3 +86,25 @@ def test_the_published_setting_of_expected_attention_has_a_name() -> None:
     assert (made.scorer, made.heads) == (spelled.scorer, spelled.heads)
     changed = build("ada-expected", {"epsilon": 0.5}).scorer
     assert getattr(changed, "epsilon", None) == 0.5
+
+
+def test_one_budget_for_all_layers_stays_until_another_way_to_share_is_asked_for() -> None:
+    shared = [p.name for p in policies.POLICIES.values() if "global" in p.parts]
+    assert shared
+    for name in shared:
+        assert "global" in policies.find(f"{name}+turns").parts
+        assert "global" not in policies.find(f"{name}+ada").parts
+        assert "global" not in policies.find(f"{name}+uniform").parts
+
+
+@pytest.mark.parametrize("pinned", [0, 3])
+def test_what_is_preferred_counts_among_a_heads_least_rows(pinned: int) -> None:
+    """Each head has two preferred rows that are not pinned, the first right behind those that are.
+    With these it has the two rows that it needs, and all others go to the head that is best."""
+    key = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0))
+    key[1] *= 100.0  # of large norm: worth nothing
+    seen = replace(view(torch.zeros(2, 1, 12)), key=lambda: key, turns=[(pinned, 12)])
+    policy = build("l2+ada+turns", {"alpha": 0.0, "sinks": 0, "recent": 0, "edge": 1})
+    kept = policy.keep(seen, 2 * pinned + 4 + 3, pinned, 2)
+    assert kept.sum(1).tolist() == [pinned + 2 + 3, pinned + 2]
+    assert bool(kept[:, [*range(pinned + 1), 11]].all())

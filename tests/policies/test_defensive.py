@@ -95,3 +95,18 @@ def test_heads_weighs_by_the_share_of_all_heads() -> None:
     made = build("defensive", {"window": 1, "kernel": 1, "values": "heads"})
     scores = made.scorer.score(looked(given, value, output=output))
     torch.testing.assert_close(scores[:, :2], 0.25 * torch.tensor([[0.25, 0.5], [0.75, 0.5]]))
+
+
+def test_padding_counts_for_no_head() -> None:
+    """`values=heads` without sinks: position 0 is free, and padding is not there."""
+    generator = torch.Generator().manual_seed(2)
+    given = torch.rand(2, 2, 4, 12, generator=generator)
+    value = torch.rand(2, 12, 3, generator=generator)
+    output = torch.rand(2, 2, 3, 5, generator=generator)
+    made = build("defensive", {"window": 2, "kernel": 1, "values": "heads", "sinks": 0})
+    want = made.scorer.score(looked(given, value, output=output))
+    padded = torch.cat((given, torch.zeros(2, 2, 4, 3)), -1)
+    rows = torch.cat((value, torch.full((2, 3, 3), 9.0)), 1)
+    pos = torch.cat((torch.arange(12), torch.full((3,), -1))).expand(2, 15)
+    found = made.scorer.score(looked(padded, rows, pos=pos, output=output))
+    torch.testing.assert_close(found[:, :12], want)

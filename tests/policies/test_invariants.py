@@ -38,6 +38,7 @@ from minikv.engine.engine import Engine
 from minikv.policies import kvcrush
 from minikv.policies.base import (
     Candidates,
+    Moments,
     PromptPolicy,
     PromptView,
     StepPolicy,
@@ -572,3 +573,21 @@ def test_the_newest_row_never_leaves_even_where_all_are_protected() -> None:
     ]
     few = unprotected(seen, policy, 4)
     assert few.tolist() == [[True, True, False, False], [True, True, True, False]]
+
+
+def test_moments_are_the_mean_and_covariance_of_all_queries() -> None:
+    """Of queries that come in pieces, after their rotation is undone."""
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.randn(2, 3, 50, 8, generator=generator, dtype=torch.float64) + 1.0
+    angle = torch.rand(50, 4, generator=generator, dtype=torch.float64) * 6
+    one, two = plain.chunk(2, -1)
+    turned = torch.cat(
+        (one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()), -1
+    )
+    found = Moments(2, 3, 8, torch.device("cpu"))
+    for lo, hi in ((0, 7), (7, 7), (7, 50)):
+        found.add(turned[:, :, lo:hi], angle[lo:hi])
+    mean, covariance = found.normal()
+    torch.testing.assert_close(mean, plain.mean(2).float())
+    want = [torch.cov(q.T, correction=0) for head in plain for q in head]
+    torch.testing.assert_close(covariance.flatten(0, 1), torch.stack(want).float())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from minikv.errors import UsageError
-from minikv.policies import find, read_options
+from minikv.policies import PARTS, POLICIES, find, read_options
+from minikv.policies.options import Option
 
 OPTIONS = find("adakv").prompt_options
 
@@ -48,3 +49,33 @@ def test_what_is_wrong_is_said(given: dict[str, object], says: str, hint: str) -
 )
 def test_every_spelling_of_yes_and_no(given: object, means: bool) -> None:
     assert read_options("adakv", OPTIONS, {"normalize": given})["normalize"] is means
+
+
+def test_every_option_takes_its_limits_and_nothing_beyond() -> None:
+    lists = [part.options for part in PARTS.values()] + [one.own for one in POLICIES.values()]
+    numbers = [o for some in lists for o in some if type(o.default) in (int, float)]
+    assert len(numbers) > 50
+    for option in numbers:
+        step = 1 if isinstance(option.default, int) else 0.5
+        for limit, beyond in ((option.low, -step), (option.high, step)):
+            if limit is None:
+                continue
+            nearest = limit - beyond * (option.odd and limit % 2 == 0)
+            for given in (nearest, str(nearest)):
+                found = read_options("any", [option], {option.name: type(option.default)(given)})
+                assert found == {option.name: nearest}, option
+            wrong = type(option.default)(nearest + 2 * beyond)
+            with pytest.raises(UsageError, match="must be between") as refused:
+                read_options("any", [option], {option.name: wrong})
+            assert "None" not in refused.value.hint
+
+
+def test_a_hint_names_limits_only_where_there_are_two() -> None:
+    for option in (
+        Option("rows", 3, "", low=1),
+        Option("rows", 3, "", high=9),
+        Option("rows", 3, ""),
+    ):
+        with pytest.raises(UsageError) as refused:
+            read_options("any", [option], {"rows": "x"})
+        assert refused.value.hint == "the default is 3"

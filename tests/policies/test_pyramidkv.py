@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from minikv.policies.pyramidkv import PyramidKV
@@ -57,3 +59,23 @@ def test_kvpress_counts_the_window_on_the_line() -> None:
     assert policy.rows(3, 40, 4096, 1, 11) == [40] * 3
     assert policy.rows(1, 40, 4096, 1, 8) == [40]
     assert policy.rows(3, 40, 70, 1, 0) == [70, 40, 10]  # the first layer holds all that there is
+
+
+def test_the_line_falls_and_is_the_budget_to_the_row() -> None:
+    """Whatever is given: no layer has more than the one before or than there is, none less than it
+    needs; with two layers or more the first has more than the last where anything is left over."""
+    draw = random.Random(0)
+    for _ in range(2000):
+        layers, window = draw.randint(1, 9), draw.choice((0, 3, 8))
+        least, beta = window + draw.randint(0, 3), draw.randint(2, 40)
+        budget = draw.randint(max(least, window + 1), 90)
+        most = draw.randint(budget, 300)
+        policy = PyramidKV(beta=beta, line="exact", rounding="exact")
+        rows = policy.rows(layers, budget, most, least, window)
+        assert sum(rows) == layers * budget
+        assert rows == sorted(rows, reverse=True)
+        assert most >= rows[0]
+        assert rows[-1] >= max(least, window + 1)
+        room = min(budget - max(least, window + 1), most - budget)
+        if layers > 1 and room >= 2:
+            assert rows[0] > rows[-1]

@@ -431,3 +431,18 @@ def test_a_head_of_less_than_the_window_keeps_its_newest_rows(ahead: bool) -> No
                     assert kept[-len(newest) :] == list(newest)
                     evicted += 1
     assert evicted == 18
+
+
+def test_few_rows_of_long_keys_stay_below_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a head has fewer rows than its keys are long, the keys are what is large."""
+    heads, wide, size, block = 40, 8, 64, 2000
+    g = torch.Generator().manual_seed(0)
+    keys = torch.randn(heads, wide, size, generator=g)
+    seen = view(keys, torch.arange(wide).expand(heads, wide), wide)
+    want = redundancy(seen, 0.3)
+    monkeypatch.setattr(rkv, "BLOCK", block)
+    with Largest() as largest:
+        got = redundancy(seen, 0.3)
+    torch.testing.assert_close(got, want)
+    assert heads * wide * size > block
+    assert largest.most <= block

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from small import victims
 from views import view
@@ -123,3 +125,44 @@ def test_what_leaves_first_while_an_answer_is_written() -> None:
     assert leaves(**PAPER) == [3]
     assert leaves(pool=3, lead=1) == [0]
     assert leaves() == [16]
+
+
+def test_where_numbers_can_be_read_the_same_rows_leave() -> None:
+    """Rows of few values, so that means and deviations are often equal: with or without a look at
+    the numbers the victim is that of the whole rule."""
+    generator = torch.Generator().manual_seed(0)
+    roco = policies.step_policy("roco", {"sinks": 1, "recent": 1, "scope": 0.5, **PAPER})
+    assert roco is not None
+    heads, rows = 400, 9
+    mean = torch.randint(3, (heads, rows), generator=generator) / 4
+    spread = torch.randint(3, (heads, rows), generator=generator) / 4
+    count = torch.full((heads, rows), 16.0)
+    columns = {"sum": mean * count, "squares": (spread**2 + mean**2) * count, "count": count}
+    pos = torch.stack([torch.randperm(rows, generator=generator) for _ in range(heads)])
+    zero = torch.zeros(heads, dtype=torch.int64)
+    cap = torch.randint(2, rows, (heads,), generator=generator)
+    seen = StepView(rows, pos, cap, zero, zero, columns)
+    one, two = (victims(roco, replace(seen, readable=told)) for told in (False, True))
+    assert torch.equal(one, two)
+
+
+def test_queries_that_saw_every_row_count_for_every_row() -> None:
+    """Where a prompt's queries are taken to stand behind all of its rows."""
+    roco = policies.step_policy("roco", PAPER)
+    assert roco is not None
+    seen = replace(view(torch.ones(1, 1, 6), 4), causal=False)
+    pos = seen.pos.clone()
+    pos[0, 2] = -1
+    none = {name: torch.zeros(1, 6) for name in roco.columns}
+    found = roco.prompt(replace(seen, pos=pos), none)["count"]
+    assert found.tolist() == [[4.0, 4.0, 0.0, 4.0, 4.0, 4.0]]
+
+
+def test_a_prompt_of_which_one_query_was_observed() -> None:
+    """Every row was seen once: the largest of three neighbours, and the last one its own."""
+    roco = policies.step_policy("roco", {"pool": 3, "lead": 1})
+    assert roco is not None
+    seen = view(torch.tensor([[MASS]]), 1)
+    found = roco.prompt(seen, {name: torch.zeros(1, 8) for name in roco.columns})
+    assert found["weighed"][0].tolist() == [0.5, 0.5, 0.25, 1.0, 1.0, 8.0, 8.0, 9.0]
+    assert found["count"][0].tolist() == [1.0] * 8

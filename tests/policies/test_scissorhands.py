@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.policies.base import StepView
+from minikv.policies.base import PromptView, StepView
 from minikv.policies.hashevict import ones
 from minikv.policies.scissorhands import ScissorHands
 
@@ -111,3 +111,31 @@ def test_beside_a_prompt_policy_with_scores_of_its_own() -> None:
     for count in (30, 40, 300):
         assert bool(torch.isfinite(run.prompt(ids(count))).all())
         assert bool(torch.isfinite(run.step(3)).all())
+
+
+def test_queries_of_earlier_turns_are_not_counted_again() -> None:
+    """A conversation that is read again shows 32 queries, of which four are the last turn's; of
+    those a row has only the ones from its own on. What was counted before moves up."""
+    step = ScissorHands(sinks=0, recent=1, history=40)
+    pos = torch.tensor([[3, 96, 98, 99, -1]])
+    seen = PromptView(
+        0,
+        100,
+        pos,
+        0,
+        None,
+        None,
+        lambda: pos,
+        lambda: pos,
+        turns=[(0, 96), (96, 100)],
+        below=lambda: torch.full_like(pos, (1 << 32) - 1),
+    )
+    old = {
+        "below0": torch.tensor([[0b101, 0, 0, 0, 0]]),
+        "below1": torch.zeros(1, 5, dtype=torch.int64),
+        "queries": torch.tensor([[39.0, 0.0, 0.0, 0.0, 0.0]]),
+    }
+    found = step.prompt(seen, old)
+    assert found["below0"].tolist()[0][:4] == [0b1011111, 0b1111, 0b11, 0b1]
+    assert found["below1"].tolist()[0][:4] == [0, 0, 0, 0]
+    assert found["queries"].tolist()[0][:4] == [40.0, 4.0, 2.0, 1.0]

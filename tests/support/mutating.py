@@ -3,7 +3,7 @@
 A mutant is a function with one small change: a comparison, a boundary, a sign, a condition, a
 number, a statement that is left out. No file is written. One process imports everything and
 collects the tests. For each mutant it forks, the child puts the changed code into the function and
-runs the tests that reach the line, the fastest first, until one fails. The tests of a line are
+runs the tests that reach the line, its own first, until one fails. The tests of a line are
 those that `.ci/coverage` saw there, so that runs first.
 
     .ci/coverage
@@ -12,7 +12,9 @@ those that `.ci/coverage` saw there, so that runs first.
     python tests/support/mutating.py --only minikv/cache/arena.py:120
 
 Results go to build/coverage/mutants.jsonl, a line each, as soon as there is one. What is there
-already is not run again.
+already is not run again. A mutant is known by its text, so that edits elsewhere change neither the
+sample nor what is known. Those that no test can see have a reason in equivalent.toml, beside this
+file: they are counted apart.
 """
 
 from __future__ import annotations
@@ -21,19 +23,22 @@ import argparse
 import ast
 import contextlib
 import copy
+import functools
 import gc
+import hashlib
 import importlib
 import inspect
 import json
 import os
-import random
 import resource
 import signal
 import time
+import tomllib
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -44,6 +49,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build/coverage"
 RESULTS = PLACE / "mutants.jsonl"
+EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 FILE = 1 << 30
 """Bytes that a file may have which a mutant writes: one filled the disk."""
 SOURCES = (
@@ -105,12 +111,15 @@ _ATTRIBUTES = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """The `number`-th change of a file, in the order of `mutants`."""
+    """A change of the line `text`, the `nth` of those that read alike in the file. `line` and
+    `number`, in the order of `_changes`, say where it is as the file is now."""
 
     path: str
-    line: int
-    number: int
+    text: str
     change: str
+    nth: int = 0
+    line: int = field(default=0, compare=False)
+    number: int = field(default=0, compare=False)
 
 
 # -- changes --------------------------------------------------------------------------------------
@@ -118,10 +127,16 @@ class Mutant:
 
 def mutants(path: str) -> list[Mutant]:
     """All of a file, but for lines that no test has to reach."""
-    text = (ROOT / path).read_text()
-    out = _not_covered(path)
-    every = enumerate(_changes(ast.parse(text)))
-    return [Mutant(path, line, n, said) for n, (line, said, _) in every if line not in out]
+    source = (ROOT / path).read_text()
+    lines, out = source.splitlines(), _not_covered(path)
+    alike: Counter[tuple[str, str]] = Counter()
+    found = []
+    for number, (line, change, _) in enumerate(_changes(ast.parse(source))):
+        text = lines[line - 1].strip()
+        if line not in out:
+            found.append(Mutant(path, text, change, alike[text, change], line, number))
+        alike[text, change] += 1
+    return found
 
 
 def _not_covered(path: str) -> set[int]:
@@ -147,7 +162,7 @@ Change = tuple[int, str, Callable[[], None]]
 
 def _changes(tree: ast.Module) -> list[Change]:
     """Line, text and how to make it. Left out: what is not inside of a function, annotations,
-    texts, what is raised, assertions."""
+    texts, what is raised, assertions, and `strict` of `zip`, which is one."""
     found: list[Change] = []
 
     def put(node: ast.AST, field: str, new: Any, at: int | None = None) -> None:
@@ -165,6 +180,8 @@ def _changes(tree: ast.Module) -> list[Change]:
             change(node)
         for name, below in ast.iter_fields(node):
             if name in _NO_CODE and not isinstance(node, ast.Call):
+                continue
+            if isinstance(node, ast.keyword) and node.arg == "strict":
                 continue
             within = inside or (name == "body" and isinstance(node, ast.FunctionDef))
             if isinstance(below, list):
@@ -259,19 +276,33 @@ class Reach:
         self._data.read()
         self._seconds: dict[str, float] = defaultdict(float)
         for case in ElementTree.parse(PLACE / "tests.xml").iter("testcase"):
+            if case.find("skipped") is not None:  # it may be a whole file, which has no such name
+                continue
             name = _node(case.attrib["classname"], case.attrib["name"].partition("[")[0])
             self._seconds[name] += float(case.attrib["time"])
         self._lines: dict[str, dict[int, list[str]]] = {}
 
     def tests(self, path: str, line: int) -> list[str]:
-        """Node ids, the fastest first. Of a line that no test was seen on: those of the file."""
+        """Node ids: those of the source's own tests, then one of every file in turn, always the
+        fastest first. Of a line that no test was seen on: those of the source."""
         if path not in self._lines:
             self._lines[path] = self._data.contexts_by_lineno(str(ROOT / path))
         lines = self._lines[path]
         found = {one for one in lines.get(line, ()) if one in self._seconds}
         if not found:
             found = {one for some in lines.values() for one in some if one in self._seconds}
-        return sorted(found, key=lambda one: (self._seconds[one], one))
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for one in sorted(found, key=lambda one: (self._seconds[one], one)):
+            by_file[one.partition("::")[0]].append(one)
+        own = by_file.pop(_own_tests(path), [])
+        turns = zip_longest(*by_file.values())
+        return own + [one for turn in turns for one in turn if one is not None]
+
+
+def _own_tests(path: str) -> str:
+    """minikv/cache/arena.py -> tests/cache/test_arena.py"""
+    folder, _, name = path.removeprefix("minikv/").rpartition("/")
+    return os.path.join("tests", folder, f"test_{name}")
 
 
 def _node(module: str, name: str) -> str:
@@ -309,6 +340,15 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
                 yield one
             else:
                 yield from _codes(one)
+
+
+def _forget(path: str) -> None:
+    """What functions of a source remember (`functools.cache`) was computed without the change."""
+    for one in gc.get_objects():
+        if type(one) is functools._lru_cache_wrapper:
+            code = getattr(one.__wrapped__, "__code__", None)
+            if code is not None and code.co_filename == path:
+                one.cache_clear()
 
 
 class Attempts:
@@ -412,18 +452,23 @@ class Attempts:
                     changed += 1
         if not changed:  # as the default of a field of a class, which is set when it is imported
             os._exit(71)
+        _forget(path)
         for item, following in zip(items, [*items[1:], None], strict=True):
             if time.process_time() > self._seconds:
                 break
             item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
 
 
-def _sample(count: int, seed: int) -> Iterator[Mutant]:
-    """So many of all, in an order that the seed gives; more of them begin with the same."""
-    every = [one for path in SOURCES for one in mutants(path)]
-    random.Random(seed).shuffle(every)
+def _sample(every: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
+    """So many of all, in an order that the seed gives; more of them begin with the same. Where the
+    sources change, the others stay in this order."""
+
+    def place(one: Mutant) -> bytes:
+        words = (seed, one.path, one.text, one.change, one.nth)
+        return hashlib.sha256(json.dumps(words).encode()).digest()
+
     print(f"{len(every):,} mutants, {min(count, len(every)):,} of them, seed {seed}", flush=True)
-    yield from every[:count]
+    return sorted(every, key=place)[:count]
 
 
 def main() -> int:
@@ -441,14 +486,17 @@ def main() -> int:
     os.chdir(ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(PLACE / "hypothesis")
-    known = _known()
+    every = [one for path in SOURCES for one in mutants(path)]
+    known, equivalent = _known(), _equivalent(every)
     if options.again:
-        chosen = todo = [one for one, result in known.items() if result == options.again]
+        found = [one for one in every if known.get(one) == options.again]
+        chosen = todo = [one for one in found if one not in equivalent]
     elif options.only:
         path, _, line = options.only.partition(":")
-        chosen = todo = [one for one in mutants(path) if not line or one.line == int(line)]
+        found = [one for one in every if one.path == path]
+        chosen = todo = [one for one in found if not line or one.line == int(line)]
     else:
-        chosen = list(_sample(options.count, options.seed))
+        chosen = _sample(every, options.count, options.seed)
         todo = [one for one in chosen if one not in known]
     reach = Reach()
     plan = [(one, reach.tests(one.path, one.line)) for one in todo]
@@ -457,7 +505,7 @@ def main() -> int:
         plain = ["-q", "-n0", "-p", "no:cacheprovider", "--no-header", *files]
         pytest.main(plain, plugins=[Attempts(plan, options.seconds, options.minutes)])
     known = _known()
-    _summary([(one, known[one]) for one in chosen if one in known])
+    _summary([(one, known[one]) for one in chosen if one in known], equivalent)
     return 0
 
 
@@ -466,24 +514,41 @@ def _known() -> dict[Mutant, str]:
     rows = (
         [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     )
-    return {_of(row): row["result"] for row in rows}
+    return {Mutant(*(row[name] for name in _NAME)): row["result"] for row in rows}
 
 
-def _of(row: dict[str, Any]) -> Mutant:
-    return Mutant(row["path"], row["line"], row["number"], row["change"])
+_NAME = ("path", "text", "change", "nth")
 
 
-def _summary(results: Sequence[tuple[Mutant, str]]) -> None:
+def _equivalent(every: Sequence[Mutant]) -> dict[Mutant, str]:
+    """Those that no test can see, and why. Raises KeyError for one that is not there any more."""
+    rows = tomllib.loads(EQUIVALENT.read_text())["mutant"]
+    found = {
+        Mutant(row["path"], row["text"], row["change"], row.get("nth", 0)): row["why"]
+        for row in rows
+    }
+    for one in found.keys() - set(every):
+        raise KeyError(f"{EQUIVALENT.name}: no such mutant: {one}")
+    return found
+
+
+def _summary(results: Sequence[tuple[Mutant, str]], equivalent: dict[Mutant, str]) -> None:
     found: dict[str, Counter[str]] = defaultdict(Counter)
     for mutant, result in results:
+        if mutant in equivalent and result == "survived":
+            result = "equivalent"
+        elif mutant in equivalent or result == "survived":
+            said = "in equivalent.toml, but" if mutant in equivalent else ""
+            print(f"{result} {said} {mutant.path}:{mutant.line}  {mutant.change}")
         for name in (os.path.dirname(mutant.path), "all"):
             found[name][result] += 1
     for name, counts in sorted(found.items()):
         total, dead = counts.total(), counts["killed"] + counts["timeout"]
+        others = total - counts["equivalent"]
         print(
-            f"{name:<18} {total:>5} mutants, {dead:>5} killed ({dead / total:.1%}), {dict(counts)}"
+            f"{name:<18} {total:>5} mutants, {dead:>5} killed ({dead / total:.1%}; "
+            f"{dead / max(1, others):.1%} without the equivalent ones), {dict(counts)}"
         )
-    return 0
 
 
 if __name__ == "__main__":
