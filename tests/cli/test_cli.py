@@ -26,6 +26,7 @@ from typer.testing import CliRunner, Result
 
 import minikv
 import minikv.cli.turn
+from minikv.cache.rules import Rules
 from minikv.chat.facts import Facts
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
@@ -143,7 +144,7 @@ def test_a_single_question_has_a_tier_only_for_what_is_read_twice(
     world: World, document: str, why: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no later question for which all that was read could be kept."""
-    monkeypatch.setattr(type(world.engine.kv), "recalls", why)
+    monkeypatch.setattr(Rules, "cannot_recall", why)
     assert world.run("ask", "Who?", document, "--tier", "file").exit_code == 0
     assert world.session is not None
     assert world.session.recall.kind == kind
