@@ -5,7 +5,7 @@
     ragged_attention       triton/decode            cpu/decode        torch/decode
     advance                triton/append            cpu/append        torch/append
     append                 triton/append            cpu/append        torch/append
-    rotate_append          triton/append            -                 torch/append
+    rotate_append          triton/append            cpu/append        torch/append
     hash_append            triton/hash_append       cpu/hash_append   policies
     lowest_step            triton/step              cpu/step          torch/decode
     overwrite_step         triton/overwrite         -                 torch/decode
@@ -50,6 +50,7 @@
     greedy                 triton/sampling          -                 torch/sampling
     sample                 triton/sampling          -                 torch/sampling
     row_product            -                        cpu/product       torch/product
+    rest                   -                        cpu/rest          models
     int8_product           -                        cpu/integer       models
     int4_product           -                        cpu/integer       models
     pack_int8              -                        cpu/packing       models
@@ -162,6 +163,7 @@ class Kernels:
     greedy = staticmethod(sampling.greedy)
     sample = staticmethod(sampling.sample)
     row_product = staticmethod(product.row_product)
+    rest: Callable[..., Callable[[Tensor, Tensor], Tensor] | None] | None = None
     int8_product: Callable[..., Tensor] | None = None
     int4_product: Callable[..., Tensor] | None = None
     pack_int8: Callable[..., None] | None = None

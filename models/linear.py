@@ -489,6 +489,30 @@ def half_tile() -> int | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix [outs, n] by its parts in memory, for kernels (`rest` of kernels/cpu/rest.py)."""
+
+    outs: int
+    n: int
+    weights: Tensor
+    scales: Tensor | None = None
+    bias: Tensor | None = None
+    half: int = 0
+
+
+def as_read(made: Linear) -> Matrix | None:
+    """A matrix as the kernels of a CPU read it; None where its layout is not known."""
+    if isinstance(made, Plain):
+        return Matrix(made.shape[0], made.shape[1], made.weight, bias=made.bias)
+    if isinstance(made, Int8):
+        return Matrix(made.shape[0], made.shape[1], made.quantised, made.scale, made.bias)
+    half = half_tile() if isinstance(made, Int4) else None
+    if not isinstance(made, Int4) or half is None:
+        return None
+    return Matrix(made.shape[0], made.shape[1], made.packed, made.scales, made.bias, half)
+
+
 class _Blocked(Protocol):
     """Weights that can be had a few rows at a time."""
 

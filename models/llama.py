@@ -28,6 +28,7 @@ from minikv.models.linear import (
     Plain,
     Scratch,
     UnpackInt4,
+    as_read,
     row_product,
 )
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu
@@ -77,6 +78,12 @@ class Place:
         return self.whole()[self.rows]
 
 
+Rest = Callable[[Tensor, Tensor], Tensor]
+"""Of one row, x [1, hidden] and attention's result [1, heads * D]: what follows in the layer, added
+to x in place. Returns the next layer's queries, keys and values [1, (heads + 2 * kv_heads) * D],
+not rotated; of the last layer, the row after the final norm [1, hidden]."""
+
+
 class Ops(Protocol):
     """What happens to rows between products, in one launch each, and products of few rows."""
 
@@ -111,6 +118,11 @@ class Ops(Protocol):
 
     def silu_mul(self, both: Tensor) -> Tensor:
         """silu(gate) * up of [t, 2 * mlp], gate first: [t, mlp], which may lie in it."""
+        ...
+
+    @property
+    def rest(self) -> Callable[..., Rest | None] | None:
+        """What makes a `Rest` of a layer's matrices (kernels/cpu/rest.py). None: there is none."""
         ...
 
     @property
@@ -194,6 +206,7 @@ class Llama:
         self.head: Linear = Plain(self.embedding if c.tied else new(c.vocab, c.hidden))
         self.rotary = Rotary(c.rope, c.head_dim, self.device)
         self.ops: Ops | None = None
+        self._rests: list[Rest] = []  # of each layer, or none at all
         self._scratch = Scratch()
 
     def use(self, ops: Ops | None) -> None:
@@ -215,6 +228,22 @@ class Llama:
                 matrix.ops = ops
             if isinstance(matrix, Plain | Int8 | Int4):
                 matrix.scratch = self._scratch
+        self._rests = [] if own is None else self._all_rests(own)
+
+    def _all_rests(self, ops: Ops) -> list[Rest]:
+        """What follows attention in each layer, in one call; none if `ops` cannot for one layer."""
+        found: list[Rest] = []
+        for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
+            parts = [as_read(m) for m in (layer.out, layer.gate_up, layer.down)]
+            following = None if after is None else as_read(after.qkv)
+            if ops.rest is None or None in parts or (after is not None and following is None):
+                return []
+            norms = layer.mlp_norm, self.norm if after is None else after.attention_norm
+            made = ops.rest(*parts, following, *norms, self.config.norm_eps)
+            if made is None:
+                return []
+            found.append(made)
+        return found
 
     def keep_head(self, made: Int8 | Int8OnGpu) -> None:
         """Make logits with `made` from now on; a tied embedding is looked up in it, too."""
@@ -315,12 +344,19 @@ class Llama:
         # leave holes in the heap that count as resident memory.
         wide = None if grad else x.new_empty(min(rows, count), 2 * self.config.mlp)
         owed: Tensor | None = None  # of a step: what a layer adds to x, which the next norm does
+        ready: Tensor | None = None  # of a step: what `Rest` made of it
+        watched = getattr(kv, "watch", None) is not None  # every norm is to be shown
+        rests = self._rests if last and count == 1 and not grad and not watched else []
         for index, layer in enumerate(self.layers):
             closing = last and index == len(self.layers) - 1
             for start, (cos, sin) in zip(starts, tables, strict=True):
                 part = x[start : start + rows]
-                mixed = self._attend(index, layer, part, owed, cos, sin, kv)
+                qkv = self._qkv(layer, part, owed, kv) if ready is None else ready
+                mixed = self._attend(index, qkv, cos, sin, kv)
                 owed = None
+                if rests:
+                    ready = rests[index](part, mixed)
+                    continue
                 if closing:  # the keys of every row are needed, the output of one
                     if start + rows < count:
                         continue
@@ -335,6 +371,8 @@ class Llama:
                 if grad or closing:
                     x = part
         kv.advance(count)
+        if ready is not None:
+            return ready
         if grad or last:
             return self._norm(x, owed, self.norm)
         for start in starts:
@@ -362,24 +400,20 @@ class Llama:
             return self.embedding.rows(ids)
         return F.embedding(ids, self.embedding)
 
-    def _attend(
-        self,
-        index: int,
-        layer: Layer,
-        x: Tensor,
-        owed: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        kv: Attend,
-    ) -> Tensor:
-        """Rows x [t, hidden], to which `owed` is added in place -> mixed values [t, heads * D]."""
-        c = self.config
-        ops = None if torch.is_grad_enabled() else self.ops
+    def _qkv(self, layer: Layer, x: Tensor, owed: Tensor | None, kv: Attend) -> Tensor:
+        """Rows x [t, hidden], to which `owed` is added in place -> queries, keys and values
+        [t, (heads + 2 * kv_heads) * D], not rotated."""
         normed = self._norm(x, owed, layer.attention_norm)
         watch = getattr(kv, "watch", None)
         if watch is not None:
             watch(normed)
-        qkv = layer.qkv(normed).view(x.shape[0], c.heads + 2 * c.kv_heads, c.head_dim)
+        return layer.qkv(normed)
+
+    def _attend(self, index: int, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Attend) -> Tensor:
+        """Queries, keys and values of t rows -> mixed values [t, heads * D]."""
+        c, rows = self.config, len(qkv)
+        ops = None if torch.is_grad_enabled() else self.ops
+        qkv = qkv.view(rows, c.heads + 2 * c.kv_heads, c.head_dim)
         unrotated = getattr(kv, "attend_unrotated", None)
         if ops is not None and unrotated is not None:
             mixed: Tensor = unrotated(index, qkv[0], cos, sin)
@@ -387,7 +421,7 @@ class Llama:
             turning = c.heads + c.kv_heads
             qk = (rotate if ops is None else ops.rotate)(qkv[:, :turning], cos, sin)
             mixed = kv.attend(index, qk[:, : c.heads], qk[:, c.heads :], qkv[:, turning:])
-        return mixed.reshape(x.shape[0], c.heads * c.head_dim)
+        return mixed.reshape(rows, c.heads * c.head_dim)
 
     def _fused(self, ops: Ops, layer: Layer, x: Tensor, mixed: Tensor, wide: Tensor) -> Tensor:
         """`_add` of the attention's output by `ops`, and what `_mlp` adds to x."""

@@ -106,13 +106,14 @@ class Rotary:
 
         A start that is on the device, int64 [], is not asked for; the count is 1 then.
         """
-        if isinstance(start, Tensor):  # few operations: this one is made at every step
-            assert count == 1
-            angle = start.to(torch.float32) * self._twice
+        if count == 1:  # few operations: this one is made at every step
+            first = start.to(torch.float32) if isinstance(start, Tensor) else float(start)
+            angle = self._twice * first
             cos, sin = angle.cos(), angle.sin().mul_(self._sign)
             if self.scale != 1.0:
                 cos, sin = cos * self.scale, sin * self.scale
             return cos.to(dtype), sin.to(dtype)
+        assert not isinstance(start, Tensor)
         position = torch.arange(
             start, start + count, dtype=torch.float32, device=self.inverse.device
         )

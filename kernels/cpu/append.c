@@ -1,6 +1,6 @@
 /* The row of a new token: where it goes, and writing it. Arguments and results as in
    kernels/torch/append.py. */
-#include "numbers.h"
+#include "row.h"
 
 /* Quantize a row of D numbers to int8; returns its scale. See to_codes of kernels/torch/int8.py. */
 static float quantize(const void *row, int kind, int D, int8_t *codes) {
@@ -42,6 +42,22 @@ void minikv_append(
         for (int i = 0; i < blanks; i++)
             memset((char *)blank[i] + at * sizes[i], 0, sizes[i]);
     }
+}
+
+/* rotate_append: qkv [rows, D], queries, keys and values of H heads; cos and sin [D]; turned [rows
+   - H, D]: the rotated queries and keys; the rest as in append. */
+void minikv_rotate_append(
+    int kind, int coded, int H, int rows, int D, const void *qkv, const void *cos, const void *sin,
+    const int64_t *slot, const int64_t *position, void *k, void *v, int32_t *pos, float *k_scale,
+    float *v_scale, int blanks, void *const *blank, const int32_t *sizes, void *turned
+) {
+    const long size = D * item_size(kind);
+    minikv_rotate_row(kind, rows - H, D, qkv, cos, sin, turned);
+    minikv_append(
+        kind, coded, H, D, (const char *)turned + (rows - 2 * H) * size, D,
+        (const char *)qkv + (rows - H) * size, D, slot, position, k, v, pos, k_scale, v_scale,
+        blanks, blank, sizes
+    );
 }
 
 /* advance: start, length, cap, free_slot, count, slot and overwritten of all `heads` of all layers;

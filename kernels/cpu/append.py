@@ -6,10 +6,12 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from minikv.kernels.cpu.binding import KINDS, address, loaded
+from minikv.kernels.cpu.binding import KINDS, address, loaded, plain
 from minikv.kernels.torch import append as plain_torch
 
 
@@ -20,6 +22,8 @@ def _library() -> ctypes.CDLL:
     p, i, n = c_void_p, c_int, c_int64
     found.minikv_append.argtypes = [i, i, i, i, p, n, p, n, p, p, p, p, p, p, p, i, p, p]
     found.minikv_append.restype = None
+    found.minikv_rotate_append.argtypes = [i, i, i, i, i, p, p, p, p, p, p, p, p, p, p, i, p, p, p]
+    found.minikv_rotate_append.restype = None
     found.minikv_advance.argtypes = [n, i] + [p] * 9
     found.minikv_advance.restype = None
     return found
@@ -43,9 +47,6 @@ def append(
     if kind < 0 or not dense or not (coded or k.dtype == key.dtype):
         plain_torch.append(key, value, slot, position, k, v, pos, blank, k_scale, v_scale)
         return
-    count = len(blank)
-    columns = (c_void_p * count)(*(column.data_ptr() for column in blank))
-    sizes = (ctypes.c_int32 * count)(*(column.itemsize for column in blank))
     _library().minikv_append(
         kind,
         coded,
@@ -62,10 +63,63 @@ def append(
         pos.data_ptr(),
         address(k_scale),
         address(v_scale),
-        count,
-        columns,
-        sizes,
+        *_columns(blank),
     )
+
+
+def _columns(blank: Sequence[Tensor]) -> tuple[int, Any, Any]:
+    """How many, their addresses, and the bytes of a number of each."""
+    count = len(blank)
+    addresses = (c_void_p * count)(*(column.data_ptr() for column in blank))
+    return count, addresses, (ctypes.c_int32 * count)(*(column.itemsize for column in blank))
+
+
+def rotate_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    blank: Sequence[Tensor],
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `torch.append.rotate_append`."""
+    heads, size = len(slot), qkv.shape[1]
+    kind, coded = KINDS.get(qkv.dtype, -1), k_scale is not None
+    if kind < 0 or not plain(qkv.dtype, qkv, cos, sin) or not (coded or k.dtype == qkv.dtype):
+        return plain_torch.rotate_append(
+            qkv, cos, sin, slot, position, k, v, pos, blank, k_scale, v_scale, norm
+        )
+    turned = torch.empty((len(qkv) - heads, size), dtype=qkv.dtype)
+    _library().minikv_rotate_append(
+        kind,
+        coded,
+        heads,
+        len(qkv),
+        size,
+        qkv.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        slot.data_ptr(),
+        position.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        pos.data_ptr(),
+        address(k_scale),
+        address(v_scale),
+        *_columns(blank),
+        turned.data_ptr(),
+    )
+    query, key = turned[:-heads].view(heads, -1, size), turned[-heads:]
+    if norm is not None:
+        length = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
+        norm.index_copy_(0, slot, length)
+    return query, key
 
 
 def advance(

@@ -20,6 +20,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "eviction": (
         "advance",
         "append",
+        "rotate_append",
         "hash_append",
         "lowest_step",
         "h2o_step",
@@ -28,7 +29,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
         "scissorhands_step",
     ),
     "norms and rotation": ("add_norm", "rotate", "silu_mul"),
-    "products of one row": ("row_product",),
+    "products of one row": ("row_product", "rest"),
     "int8 products": ("int8_product",),
     "int4 products": ("int4_product",),
     "prompts with packed weights": (),

@@ -4,7 +4,7 @@
    A panel is 64 rows and 128 columns of the weights, in the order in which it is
    multiplied: four columns of each row make a 32-bit word. It stays in the first cache while all
    activations pass. The sum of a block is of integers, so every form below gives the same. */
-#include "numbers.h"
+#include "row.h"
 
 #include <stdlib.h>
 
@@ -14,11 +14,10 @@
 #include <arm_neon.h>
 #endif
 
-/* BLOCK: columns whose activations share a scale. PART: columns of a panel. SPAN: its rows. ROWS:
-   rows of activations that are multiplied at a time. CHUNK: rows whose sums stay in the second
-   cache. FEW: rows up to which a panel of eight bits is not worth making. AHEAD: bytes from the
-   one that is read to the one that is asked for. */
-enum { BLOCK = 32, PART = 128, SPAN = 64, ROWS = 6, CHUNK = 84 * ROWS, FEW = 8, AHEAD = 2048 };
+/* PART: columns of a panel. SPAN: its rows. ROWS: rows of activations that are multiplied at a
+   time. CHUNK: rows whose sums stay in the second cache. FEW: rows up to which a panel of eight
+   bits is not worth making. AHEAD: bytes from the one that is read to the one that is asked for. */
+enum { PART = 128, SPAN = 64, ROWS = 6, CHUNK = 84 * ROWS, FEW = 8, AHEAD = 2048 };
 
 /* LANES: numbers of a vector. WIDE: vectors of rows of weights that are multiplied at a time; the
    sums of ROWS x WIDE vectors stay in registers. OFFSET: what is added to a weight of eight bits,
@@ -123,9 +122,6 @@ typedef struct {
     float sum[ROWS];     /* of the rounded activations, times their scale */
     int32_t start[ROWS]; /* of the sum of products, to make up for an offset of the weights */
 } Block;
-
-/* The forms of weights. */
-enum { EIGHT, FOUR };
 
 /* Bytes of a weight in a panel. */
 INLINE int64_t width(int form) { return form == EIGHT && PAIRS ? 2 : 1; }
@@ -485,6 +481,17 @@ static int product(const Product *p, int64_t t) {
 }
 
 #ifdef __AVX2__
+/* The sums of the products of four bytes, the first without a sign; those of two fit 16 bits. */
+INLINE __m256i dot_bytes8(__m256i a, __m256i b) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    return _mm256_dpbusd_epi32(_mm256_setzero_si256(), a, b);
+#elif defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), a, b);
+#else
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
+#endif
+}
+
 /* As `fused`, of eight numbers. */
 INLINE __m256 fused8(__m256 a, float b, __m256 c) {
 #ifdef __FMA__
@@ -495,30 +502,27 @@ INLINE __m256 fused8(__m256 a, float b, __m256 c) {
 }
 #endif
 
-/* Activations of one row that are rounded: codes [n], and of each block the scale, the sum as
-   `Block` has it, and -8 times the sum of the codes. */
-typedef struct {
-    int8_t *codes;
-    float *scale, *sum;
-    int32_t *start;
-} Rounded;
-
-/* Round row `r`. */
-static void round_row(const Product *p, int64_t r, Rounded x) {
-    for (int64_t b = 0; b * BLOCK < p->n; b++) {
-        const int64_t at = b * BLOCK, columns = p->n - at < BLOCK ? p->n - at : BLOCK;
+/* See row.h. */
+void minikv_round_blocks(const bf16 *x, int64_t n, int64_t first, int64_t end, Rounded out) {
+    for (int64_t b = first; b < end; b++) {
+        const int64_t at = b * BLOCK, columns = n - at < BLOCK ? n - at : BLOCK;
         int32_t sum = 0;
-        x.scale[b] = quantize(p->x + r * p->pitch + at, columns, x.codes + at);
+        out.scale[b] = quantize(x + at, columns, out.codes + at);
         for (int64_t i = 0; i < columns; i++)
-            sum += x.codes[at + i];
-        x.sum[b] = x.scale[b] * (float)sum;
-        x.start[b] = -8 * sum;
+            sum += out.codes[at + i];
+        out.sum[b] = out.scale[b] * (float)sum;
+        out.start[b] = -8 * sum;
     }
 }
 
-/* OUTS: rows of weights of eight bits whose sums are computed together. SHORT: bytes of a row from
-   whose end on the next rows are fetched before they are needed. */
+/* OUTS: rows of weights of eight bits whose sums are computed together. SHORT: the most bytes of a
+   row for which the next rows are asked for before they are needed. Measured: of longer rows,
+   processors with AVX2 alone fetch enough by themselves, and those with AVX-512 do not. */
+#ifdef __AVX512BW__
+enum { OUTS = 8, SHORT = 1 << 30 };
+#else
 enum { OUTS = 8, SHORT = 2048 };
+#endif
 
 /* out [OUTS] += one block of activations x times OUTS rows of weights w of eight bits, `pitch`
    apart; `columns` are in the block. Sums are made in the order of `multiply`, so that the numbers
@@ -545,7 +549,6 @@ INLINE void dot_rows(
     int64_t b = 0;
 #ifdef __AVX2__
     __m256 total = _mm256_setzero_ps();
-    const __m256i ones = _mm256_set1_epi16(1);
     for (; b + BLOCK <= n; b += BLOCK) {
         const __m256i y = _mm256_loadu_si256((const void *)(x + b)), size = _mm256_abs_epi8(y);
         const int8_t *at = w + b, *below = at + 4 * pitch;
@@ -556,7 +559,7 @@ INLINE void dot_rows(
             const __m256i v = _mm256_sign_epi8(_mm256_loadu_si256((const void *)row), y);
             if (brief && o < 4) /* as many bytes as are read here, one line after the other */
                 __builtin_prefetch(w + 2 * OUTS * pitch + b * OUTS + o * 64, 0, 2);
-            a[o] = _mm256_madd_epi16(_mm256_maddubs_epi16(size, v), ones);
+            a[o] = dot_bytes8(size, v);
         }
         for (int o = 0; o < 4; o++)
             a[o] = _mm256_hadd_epi32(a[2 * o], a[2 * o + 1]);
@@ -639,6 +642,58 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
     }
     memcpy(out, total, sizeof total);
 }
+#elif defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
+enum { TILE = 64, SINGLE = 1 };
+
+/* As above. A column of the tile is 32 bytes, with row i below and row 32 + i above. */
+static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
+    const uint8_t *bytes = p->packed + from * (p->n / 2);
+    const __m512i low = _mm512_set1_epi8(15);
+    /* Of four columns in two vectors: those of a row side by side. */
+    const __m512i four = _mm512_set1_epi32(0x60402000);
+    const __m512i rows = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i each = _mm512_mullo_epi32(rows, _mm512_set1_epi32(0x01010101));
+    const __m512i lower = _mm512_add_epi8(four, each);
+    const __m512i upper = _mm512_add_epi8(lower, _mm512_set1_epi8(16));
+    __m512 total[4];
+    for (int v = 0; v < 4; v++)
+        total[v] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < p->n / BLOCK; b++) {
+        __m512i sums[4];
+        for (int v = 0; v < 4; v++)
+            sums[v] = _mm512_set1_epi32(x.start[b]);
+        for (int64_t c = b * BLOCK; c < (b + 1) * BLOCK; c += 4) {
+            const char *at = (const char *)bytes + c * (TILE / 2);
+            __builtin_prefetch(at + AHEAD);
+            __builtin_prefetch(at + AHEAD + 64);
+            const __m512i first = _mm512_loadu_si512(at), second = _mm512_loadu_si512(at + 64);
+            const __m512i a = _mm512_permutex2var_epi8(first, lower, second);
+            const __m512i d = _mm512_permutex2var_epi8(first, upper, second);
+            const __m512i y = (__m512i)spread(x.codes + c);
+            const __m512i weights[4] = {
+                _mm512_and_si512(a, low), _mm512_and_si512(d, low),
+                _mm512_and_si512(_mm512_srli_epi16(a, 4), low),
+                _mm512_and_si512(_mm512_srli_epi16(d, 4), low)
+            };
+            for (int v = 0; v < 4; v++)
+                sums[v] = _mm512_dpbusd_epi32(sums[v], weights[v], y);
+        }
+        const bf16 *pair = p->pairs + (b * BLOCK / p->group * p->stride + from) * 2;
+        if (b * BLOCK % p->group == 0)
+            for (int i = 0; i < 4; i++)
+                __builtin_prefetch(pair + 2 * TILE + i * 32);
+        for (int v = 0; v < 4; v++) {
+            const __m512i words = _mm512_loadu_si512(pair + v * 32);
+            const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+            const __m512 middle =
+                _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000)));
+            const __m512 product = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(sums[v]));
+            total[v] = _mm512_fmadd_ps(product, _mm512_set1_ps(x.scale[b]), total[v]);
+            total[v] = _mm512_fmadd_ps(middle, _mm512_set1_ps(x.sum[b]), total[v]);
+        }
+    }
+    memcpy(out, total, sizeof total);
+}
 #else
 enum { TILE = 0, SINGLE = 1 };
 static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
@@ -693,7 +748,7 @@ static int few_rows(const Product *p, int64_t t) {
         codes + (R) * n, scale + (R) * blocks, scale + (t + (R)) * blocks, start + (R) * blocks \
     })
         for (int64_t r = 0; r < t; r++)
-            round_row(p, r, ROUNDED(r));
+            minikv_round_blocks(p->x + r * p->pitch, n, 0, blocks, ROUNDED(r));
 #pragma omp parallel for schedule(static) if (p->outs * n > 65536)
         for (int64_t from = 0; from < p->outs; from += step)
             for (int64_t r = 0; r < t; r++) {
@@ -749,4 +804,33 @@ int minikv_int4_product(
         .out = out,
     };
     return t <= SINGLE && 2 * half == TILE ? few_rows(&p, t) : product(&p, t);
+}
+
+/* See row.h. */
+int64_t minikv_rows_together(const Matrix *m) {
+    return m->form == PLAIN ? 8 : m->form == EIGHT ? OUTS : 2 * m->half == TILE ? TILE : 0;
+}
+
+/* See row.h. */
+void minikv_packed_rows(const Matrix *m, Rounded x, int64_t first, int64_t end, bf16 *out) {
+    const Product p = {
+        .form = (int)m->form,
+        .n = m->n,
+        .outs = m->outs,
+        .codes = m->weights,
+        .scale = m->scales,
+        .packed = m->weights,
+        .pairs = m->scales,
+        .group = m->group,
+        .half = m->half,
+        .stride = m->stride,
+        .out = out,
+    };
+    const int64_t step = minikv_rows_together(m);
+    for (int64_t from = first; from < end; from += step) {
+        if (m->form == EIGHT)
+            eight_bits(&p, 0, from, x);
+        else
+            four_bits(&p, 0, from, x);
+    }
 }

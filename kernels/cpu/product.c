@@ -1,33 +1,44 @@
 /* Matrix products of one row, whose time is that of reading the matrix. See
    kernels/torch/product.py. */
-#include "numbers.h"
+#include "row.h"
 
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
-/* row_product: x [n], w [rows, n] -> out [rows], all bfloat16, summed in float32. A 32-bit word
-   holds two numbers: the upper one is a float once the lower half is 0, the lower one once it is
-   shifted up. So no instruction separates them. One row at a time, as prefetching follows few
-   streams best. */
-void minikv_row_product(int64_t n, int64_t rows, const bf16 *x, const bf16 *w, bf16 *out) {
+/* x [n] times one row of a matrix, summed in float32. A 32-bit word holds two numbers: the upper
+   one is a float once the lower half is 0, the lower one once it is shifted up. So no instruction
+   separates them. */
+static inline bf16 dot(int64_t n, const bf16 *x, const bf16 *row) {
     const int64_t whole = n / (2 * VEC) * (2 * VEC);
-#pragma omp parallel for schedule(static) if (rows * n > 65536)
-    for (int64_t o = 0; o < rows; o++) {
-        const bf16 *row = w + o * n;
-        vec low = {0}, high = {0};
-        for (int64_t b = 0; b < whole; b += 2 * VEC) {
-            uvec a, c;
-            memcpy(&a, x + b, sizeof a);
-            memcpy(&c, row + b, sizeof c);
-            low += (vec)(a << 16) * (vec)(c << 16);
-            high += (vec)(a & 0xffff0000u) * (vec)(c & 0xffff0000u);
-        }
-        float sum = sum_vec(low + high);
-        for (int64_t i = whole; i < n; i++)
-            sum += from_bf16(x[i]) * from_bf16(row[i]);
-        out[o] = to_bf16(sum);
+    vec low = {0}, high = {0};
+    for (int64_t b = 0; b < whole; b += 2 * VEC) {
+        uvec a, c;
+        memcpy(&a, x + b, sizeof a);
+        memcpy(&c, row + b, sizeof c);
+        low += (vec)(a << 16) * (vec)(c << 16);
+        high += (vec)(a & 0xffff0000u) * (vec)(c & 0xffff0000u);
     }
+    float sum = sum_vec(low + high);
+    for (int64_t i = whole; i < n; i++)
+        sum += from_bf16(x[i]) * from_bf16(row[i]);
+    return to_bf16(sum);
+}
+
+/* row_product: x [n], w [rows, n] -> out [rows], all bfloat16. One row at a time, as prefetching
+   follows few streams best. */
+void minikv_row_product(int64_t n, int64_t rows, const bf16 *x, const bf16 *w, bf16 *out) {
+#pragma omp parallel for schedule(static) if (rows * n > 65536)
+    for (int64_t o = 0; o < rows; o++)
+        out[o] = dot(n, x, w + o * n);
+}
+
+/* See row.h. */
+void minikv_plain_rows(
+    int64_t n, const bf16 *x, const bf16 *w, int64_t first, int64_t end, bf16 *out
+) {
+    for (int64_t o = first; o < end; o++)
+        out[o] = dot(n, x, w + o * n);
 }
 
 /* The number of threads that share a product. */

@@ -14,6 +14,7 @@ from minikv.kernels.cpu import (
     packing,
     prefill,
     product,
+    rest,
     step,
 )
 from minikv.kernels.dispatch import Kernels
@@ -40,6 +41,7 @@ class Native(Kernels):
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
+    rotate_append = staticmethod(append_row.rotate_append)
     hash_append = staticmethod(hash_append.hash_append)
     lowest_step = staticmethod(step.lowest_step)
     h2o_step = staticmethod(step.h2o_step)
@@ -55,6 +57,7 @@ class Native(Kernels):
     int8_product = staticmethod(integer.int8_product)
     int4_product = staticmethod(integer.int4_product)
     row_product = staticmethod(product.row_product)
+    rest = staticmethod(rest.rest)
     pack_int8 = staticmethod(packing.pack_int8)
     pack_int4 = staticmethod(packing.pack_int4)
     unpack_int4 = staticmethod(packing.unpack_int4)

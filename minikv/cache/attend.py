@@ -19,8 +19,8 @@ class Attend(Protocol):
     everything seen before it and causally to itself. `advance(T)` ends the forward.
 
     It may have `watch`, a function or None: what the layer's rows were made from, [t, hidden], is
-    shown to it before each `attend` of a prompt. One that takes single tokens only may have
-    `attend_unrotated`, which rotates them itself.
+    shown to it before each `attend` of a prompt. It may have `attend_unrotated`, a function or
+    None: `attend` for a single token, which rotates it itself (`DecodeStep.attend_unrotated`).
     """
 
     @property

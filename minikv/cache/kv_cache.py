@@ -426,6 +426,16 @@ class KVCache:
             return None
         return reading.watch
 
+    @property
+    def attend_unrotated(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor] | None:
+        """See `Attend`; None for a prompt."""
+        return None if self._reading is not None else self._step_unrotated
+
+    def _step_unrotated(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if layer == 0:
+            self.open_steps()
+        return self.decode.attend_unrotated(layer, qkv, cos, sin)
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`. After `begin` the rows are the prompt's; otherwise it is a step, t = 1."""
         reading = self._reading

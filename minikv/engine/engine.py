@@ -15,7 +15,7 @@ from minikv.cache.fidelity import divergence
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Fidelity
 from minikv.engine.decode_loop import Capture, CudaGraphs, DecodeLoop
-from minikv.engine.sampling import Sampling, pick
+from minikv.engine.sampling import Sampling, finite, pick
 from minikv.errors import ContextError, NumericsError
 
 T = TypeVar("T")
@@ -261,12 +261,17 @@ class _Withheld:
         """See `Attend`."""
         return self._kv.watch
 
+    @property
+    def attend_unrotated(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor] | None:
+        """See `Attend`."""
+        return self._kv.attend_unrotated
+
     def advance(self, tokens: int) -> None:
         """The engine does it."""
 
 
 def _check(logits: Tensor, doing: str) -> None:
-    if not bool(torch.isfinite(logits).all()):
+    if not finite(logits):
         raise NumericsError(
             f"the network produced NaN or infinite logits while {doing}",
             'the weights may be damaged, or too large for this dtype; try `dtype="float32"`',

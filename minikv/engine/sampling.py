@@ -6,6 +6,7 @@ is stopped, and the same question gets the same answer when it is asked again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,7 @@ def pick(logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: in
     `vocab` logits is NaN or infinite.
     """
     logits = logits[:vocab].float()
-    if not bool(torch.isfinite(logits).all()):
+    if not finite(logits):
         raise NumericsError(
             f"the network produced NaN or infinite logits at position {position:,}",
             'the turn was stopped; try `dtype="float32"`',
@@ -53,6 +54,12 @@ def pick(logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: in
     point = torch.tensor(draw(seed, position), dtype=torch.float64)
     s = sampling
     return int(kernels.drawn(logits.cpu(), s.temperature, s.top_k, s.top_p, s.min_p, point))
+
+
+def finite(logits: Tensor) -> bool:
+    """Whether no number is NaN or infinite, in one pass: the smallest and the largest of numbers
+    among which there is a NaN are NaN."""
+    return all(math.isfinite(float(end)) for end in torch.aminmax(logits))
 
 
 def draw(seed: int, position: int) -> float:

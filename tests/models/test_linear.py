@@ -302,6 +302,7 @@ def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> No
         int8_product=lambda x, codes, scale, out: x[:, :1] + codes.shape[0],
         int4_product=None,
         integer_prompts=True,
+        rest=None,
         row_product=lambda x, weight: x[:, :1] - weight.shape[0],
         products=True,
     )
@@ -338,6 +339,7 @@ def test_many_rows_are_left_to_torch_where_that_is_faster(form: str, tmp_path: P
         unpack_int4=None,
         products=True,
         integer_prompts=False,
+        rest=None,
     )
     few, many = (torch.ones(n, matrix.shape[1], dtype=torch.bfloat16) for n in (3, 40))  # type: ignore[attr-defined]
     made.use(ops)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from drawing import randoms
 from torch import Tensor
 
 from minikv.kernels.cpu import append as native
-from minikv.kernels.cpu import build
+from minikv.kernels.cpu import build, layer
 from minikv.kernels.torch import append as plain_torch
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
@@ -36,6 +36,40 @@ def test_append(dtype: torch.dtype, coded: bool) -> None:
     for one, two in zip([*ours, *mine], [*theirs, *other], strict=True):
         assert torch.equal(one, two)
     assert int(ours[2].sum()) == 5 * (rows - heads) + 77 * heads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotate_append(dtype: torch.dtype, coded: bool, normed: bool) -> None:
+    """As rotating and appending one after the other."""
+    heads, group, size, rows = 3, 2, 20, 40
+    qkv, slot = randoms(1, heads * (group + 2), size, dtype=dtype), torch.tensor([7, 39, 0])
+    angle = randoms(2, size // 2)
+    cos = torch.cat((angle, angle)).cos().to(dtype)[None, None]
+    sin = torch.cat((-angle, angle)).sin().to(dtype)[None, None]
+    kind = torch.int8 if coded else dtype
+    found = []
+    for together in (True, False):
+        k, v = (torch.full((rows, size), 5).to(kind) for _ in range(2))
+        pos = torch.full((rows,), 5, dtype=torch.int32)
+        blank, norm = torch.ones(rows), torch.ones(rows) if normed else None
+        scales = [torch.full((rows,), 5.0) for _ in range(2)] if coded else [None, None]
+        given = slot, torch.tensor(77), k, v, pos, [blank]
+        if together:
+            query, key = native.rotate_append(qkv, cos, sin, *given, *scales, norm)
+        else:
+            turned = layer.rotate(qkv[None, :-heads], cos, sin)[0]
+            query, key = turned[:-heads].view(heads, group, size), turned[-heads:]
+            native.append(key, qkv[-heads:], *given, *scales)
+            if norm is not None:
+                norm[slot] = key.float().square().sum(1).sqrt()
+        found.append((query, key, k, v, pos, blank, *(t for t in scales if t is not None), norm))
+    for one, two in zip(*found, strict=True):
+        if normed and one is found[0][-1]:
+            torch.testing.assert_close(one, two)
+        else:
+            assert (one is None and two is None) or torch.equal(one, two)
 
 
 @pytest.mark.parametrize("before", [False, True])

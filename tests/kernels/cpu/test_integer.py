@@ -65,13 +65,14 @@ def test_four_bits(shape: tuple[int, int], count: int, half: int) -> None:
     near(integer.int4_product(x, *parts), specification.int4_product(x, *parts))
 
 
+@pytest.mark.parametrize("half", [16, 32])
 @pytest.mark.parametrize("count", [3, 8, 9, 520])
-def test_a_prompt_in_parts_gives_the_same_numbers(count: int) -> None:
+def test_a_prompt_in_parts_gives_the_same_numbers(count: int, half: int) -> None:
     """Bit for bit, however many rows are multiplied together."""
     x = activations(count, 384)
     codes, scale = eight(130, 384)
     matrix = Int4(Plain(randoms(2, 130, 384, dtype=torch.bfloat16)))
-    four = (matrix.packed, matrix.scales, 16, 130)
+    four = (matrix.packed, matrix.scales, half, 130)
     whole = (integer.int8_product(x, codes, scale), integer.int4_product(x, *four))
     for size in (1, 5, 7, 11, 400):
         parts = x.split(size)

@@ -1,0 +1,135 @@
+"""The rest of a layer in a decode step, behind attention, in C: `rest.c`. Without it, the network
+calls one operation after the other (models/llama.py), with the same numbers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_double, c_int64, c_void_p
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minikv.kernels.cpu.binding import address, loaded, plain
+
+PLAIN, EIGHT, FOUR = range(3)
+"""Forms of weights, by their numbers in `row.h`."""
+
+
+class Matrix(Protocol):
+    """Weights [outs, n] in memory: bfloat16; int8 with bfloat16 scales [outs]; or four bits, packed
+    uint8 [N, n / 2] with bfloat16 scales [n / group, N, 2] as in `torch.integer.int4_product`.
+
+    bias: bfloat16 [outs] or None. half: of four bits, the layout.
+    """
+
+    @property
+    def outs(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def weights(self) -> Tensor: ...
+    @property
+    def scales(self) -> Tensor | None: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def half(self) -> int: ...
+
+
+class _Matrix(ctypes.Structure):
+    """`Matrix` of row.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("form", "n", "outs", "group", "half", "stride")),
+        *((name, c_void_p) for name in ("weights", "scales", "bias")),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The library, the arguments of its functions declared."""
+    found, p = loaded(), c_void_p
+    found.minikv_rest.argtypes = [p, c_int64, p, p, p, p, c_double, p]
+    found.minikv_rest_takes.argtypes = [p]
+    found.minikv_rest.restype = found.minikv_rest_takes.restype = ctypes.c_int
+    return found
+
+
+def rest(
+    out: Matrix,
+    gate_up: Matrix,
+    down: Matrix,
+    following: Matrix | None,
+    mlp_norm: Tensor,
+    next_norm: Tensor,
+    eps: float,
+) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """A function of x [1, hidden] and attention's result mixed [1, heads * D], both bfloat16. It
+    adds what the layer adds to x, in place, and returns the next layer's queries, keys and values
+    before rotation [1, outs of `following`]; the normed row [1, hidden] if there is no next layer.
+
+    mlp_norm, next_norm: weights [hidden] of the norms before gate and up, and before `following`.
+    None: C does not take such matrices.
+    """
+    given = [m for m in (out, gate_up, down, following) if m is not None]
+    made = [_form(m) for m in given]
+    if not all(made) or not plain(torch.bfloat16, mlp_norm, next_norm):
+        return None
+    matrices = (_Matrix * 4)(*(m for m in made if m is not None))
+    library = _library()
+    size = ctypes.sizeof(_Matrix)
+    first = ctypes.addressof(matrices)
+    if not all(library.minikv_rest_takes(first + i * size) for i in range(len(given))):
+        return None
+    hidden = out.outs
+    assert gate_up.n == hidden == down.outs
+    assert gate_up.outs == 2 * down.n
+    columns = hidden if following is None else following.outs
+    norms = mlp_norm.data_ptr(), next_norm.data_ptr()
+
+    def run(x: Tensor, mixed: Tensor) -> Tensor:
+        assert matrices
+        assert given  # they keep the memory of the matrices
+        assert plain(torch.bfloat16, x, mixed)
+        assert x.shape == (1, hidden)
+        assert mixed.shape == (1, out.n)
+        result = torch.empty((1, columns), dtype=x.dtype)
+        failed = library.minikv_rest(
+            first, hidden, mixed.data_ptr(), x.data_ptr(), *norms, eps, result.data_ptr()
+        )
+        if failed:
+            raise MemoryError("a layer found no memory")
+        return result
+
+    return run
+
+
+def _form(matrix: Matrix) -> _Matrix | None:
+    """As C takes it; None if it does not."""
+    weights, scales = matrix.weights, matrix.scales
+    group = stride = 0
+    if not weights.is_contiguous() or not weights.is_cpu:
+        return None
+    if scales is None:
+        form = PLAIN
+        if weights.dtype is not torch.bfloat16:
+            return None
+    elif weights.dtype is torch.int8:
+        form = EIGHT
+    else:
+        form, stride = FOUR, scales.shape[1]
+        group = matrix.n // scales.shape[0]
+    return _Matrix(
+        form,
+        matrix.n,
+        matrix.outs,
+        group,
+        matrix.half,
+        stride,
+        weights.data_ptr(),
+        address(scales),
+        address(matrix.bias),
+    )

@@ -1,0 +1,152 @@
+"""The rest of a layer in one call: bit for bit what its operations make one after the other."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from drawing import randoms
+from torch import Tensor
+
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
+from minikv.cache.stats import Shape
+from minikv.kernels.cpu import build, rest
+from minikv.models.config import ModelConfig
+from minikv.models.linear import Matrix, Plain, half_tile, kept
+from minikv.models.llama import Llama
+from minikv.models.rope import RopeConfig
+
+pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
+
+FORMS = ["auto", "int8", "int4"]
+SIZES = [(3, 96, 4, 2, 24, 160), (2, 64, 2, 1, 32, 224), (1, 768, 12, 4, 64, 2048)]
+"""Layers, hidden, heads, KV heads, head size, MLP: a part of a block, of a tile, and threads."""
+
+
+def network(sizes: tuple[int, ...], form: str, biased: bool = False) -> Llama:
+    layers, hidden, heads, kv_heads, size, mlp = sizes
+    config = ModelConfig(
+        family="llama",
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=size,
+        hidden=hidden,
+        mlp=mlp,
+        vocab=50,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4),
+        max_context=512,
+        windows=(None,) * layers,
+        tied=False,
+        qkv_bias=biased,
+        o_bias=biased,
+        mlp_bias=biased,
+    )
+    net = Llama(config, dtype=torch.bfloat16).randomise(1, 0.2)
+    for name, tensor in net.tensors():
+        if name.endswith(("norm.weight", "bias")):
+            tensor.copy_(randoms(len(name), *tensor.shape, dtype=torch.bfloat16))
+    for layer in net.layers if form != "auto" else ():
+        for slot in ("qkv", "out", "gate_up", "down"):
+            plain = getattr(layer, slot)
+            assert isinstance(plain, Plain)
+            setattr(layer, slot, kept(plain, form))
+    return net
+
+
+def cache_of(net: Llama) -> KVCache:
+    c = net.config
+    shape = Shape(c.layers, c.kv_heads, c.heads, c.head_dim, c.windows, c.max_context)
+    return KVCache(shape, Rules(), dtype=net.dtype, device=net.device)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_step_is_that_of_separate_calls(
+    sizes: tuple[int, ...], form: str, biased: bool, threads: int
+) -> None:
+    net = network(sizes, form, biased)
+    called = 0
+
+    def counted(run: Callable[[Tensor, Tensor], Tensor] | None) -> Any:
+        def counting(x: Tensor, mixed: Tensor) -> Tensor:
+            nonlocal called
+            called += 1
+            assert run is not None
+            return run(x, mixed)
+
+        return run and counting
+
+    found = []
+    for together in (True, False):
+        kv = cache_of(net)
+        ops: Any = kv.ops
+        make = ops.rest
+        ops.rest = (lambda *given, make=make: counted(make(*given))) if together else None
+        net.use(ops)
+        called = 0
+        found.append([net.forward(torch.tensor([3 + i]), kv) for i in range(3)])
+        taken = form != "int4" or 2 * (half_tile() or 0) == tile()
+        assert called == (3 * net.config.layers if together and taken else 0)
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+        assert bool(one.isfinite().all())
+
+
+def tile() -> int:
+    """Rows of four bits that C computes together on this processor, or 0."""
+    for half in (16, 32):
+        weights = torch.zeros(64, 16, dtype=torch.uint8)
+        scales = torch.zeros(1, 64, 2, dtype=torch.bfloat16)
+        four = rest._form(Matrix(64, 32, weights, scales, None, half))
+        assert four is not None
+        if rest._library().minikv_rest_takes(ctypes.addressof(four)):
+            return 2 * half
+    return 0
+
+
+def test_what_it_does_not_take() -> None:
+    """float32, and rows that lie apart."""
+    norm = torch.ones(32, dtype=torch.bfloat16)
+    square, gate_up, down = (
+        Matrix(rows, n, torch.zeros(rows, n, dtype=torch.bfloat16))
+        for rows, n in ((32, 32), (128, 32), (32, 64))
+    )
+    assert rest.rest(square, gate_up, down, None, norm, norm, 1e-5) is not None
+    wide = Matrix(32, 32, torch.zeros(32, 32))
+    apart = Matrix(32, 32, torch.zeros(32, 64, dtype=torch.bfloat16)[:, :32])
+    for bad in (wide, apart):
+        assert rest.rest(bad, gate_up, down, None, norm, norm, 1e-5) is None
+        assert rest.rest(square, gate_up, down, bad, norm, norm, 1e-5) is None
+    assert rest.rest(square, gate_up, down, None, norm.float(), norm, 1e-5) is None
+
+
+def test_a_network_in_float32_calls_one_operation_after_the_other() -> None:
+    net = network(SIZES[0], "auto")
+    plain = Llama(net.config).randomise(1)
+    kv = cache_of(plain)
+    plain.use(kv.ops)
+    assert plain._rests == []
+    assert bool(plain.forward(torch.tensor([3]), kv).isfinite().all())
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    net = network(SIZES[0], "int8")
+    kv = cache_of(net)
+    net.use(kv.ops)
+    net.layers[1].mlp_norm[5] = torch.nan
+    assert not bool(net.forward(torch.tensor([3]), kv).isfinite().any())
