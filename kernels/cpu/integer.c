@@ -1,7 +1,7 @@
 /* Matrix products of integers: packed weights of eight or four bits, and activations that are
    rounded to eight bits. See kernels/torch/product.py.
 
-   A panel is 64 rows and 128 columns of the weights, in the order in which it is
+   A panel is 64 rows and some columns of the weights, in the order in which it is
    multiplied: four columns of each row make a 32-bit word. It stays in the first cache while all
    activations pass. The sum of a block is of integers, so every form below gives the same. */
 #include "row.h"
@@ -16,15 +16,21 @@
 
 /* PART: columns of a panel. SPAN: its rows. ROWS: rows of activations that are multiplied at a
    time. CHUNK: rows whose sums stay in the second cache. FEW: rows up to which a panel of eight
-   bits is not worth making. AHEAD: bytes from the one that is read to the one that is asked for. */
-enum { PART = 128, SPAN = 64, ROWS = 6, CHUNK = 84 * ROWS, FEW = 8, AHEAD = 2048 };
+   bits is not worth making. AHEAD: bytes from the one that is read to the one that is asked for.
+   PART and FEW are as measured (docs/measurements/cpu.md). */
+enum { SPAN = 64, ROWS = 6, CHUNK = 86 * ROWS, AHEAD = 2048 };
+#ifdef __AVX512VNNI__
+enum { PART = 512, FEW = 4 };
+#else
+enum { PART = 128, FEW = 8 };
+#endif
 
 /* LANES: numbers of a vector. WIDE: vectors of rows of weights that are multiplied at a time; the
    sums of ROWS x WIDE vectors stay in registers. OFFSET: what is added to a weight of eight bits,
    where the instruction takes one factor without a sign. PAIRS: no instruction multiplies four
    bytes, so eight bits are widened to sixteen. */
 #if defined(__AVX512BW__)
-enum { LANES = 16, WIDE = 4 };
+enum { LANES = 16, WIDE = 2 };
 #elif defined(__AVX2__)
 enum { LANES = 8, WIDE = 2 };
 #else
@@ -126,11 +132,11 @@ typedef struct {
 /* Bytes of a weight in a panel. */
 INLINE int64_t width(int form) { return form == EIGHT && PAIRS ? 2 : 1; }
 
-/* sums [rows][SPAN] of `rows` activations and WIDE vectors of weights += those of a block with
-   `quads` words of four columns. pairs [SPAN]: scale and middle of four bits, as bfloat16. */
+/* sums of `rows` activations and WIDE vectors of weights += those of a block with `quads` words of
+   four columns. pairs [SPAN]: scale and middle of four bits, as bfloat16. */
 INLINE void multiply(
     const int form, const int rows, int64_t quads, const char *panel, const char *x,
-    const Block *block, const uint32_t *pairs, float *sums
+    const Block *block, const uint32_t *pairs, fvec (*sums)[WIDE]
 ) {
     ivec a[ROWS][WIDE];
     if (form == FOUR && PAIRS) {
@@ -177,34 +183,37 @@ INLINE void multiply(
             middle = (fvec)(pair & 0xffff0000u);
         }
         for (int r = 0; r < rows; r++) {
-            fvec sum, product = __builtin_convertvector(a[r][v], fvec);
-            float *at = sums + r * SPAN + v * LANES;
-            memcpy(&sum, at, sizeof sum);
+            const fvec product = __builtin_convertvector(a[r][v], fvec);
             if (form == FOUR) {
-                sum = fused(scale * product, block->scale[r], sum);
-                sum = fused(middle, block->sum[r], sum);
+                sums[r][v] = fused(scale * product, block->scale[r], sums[r][v]);
+                sums[r][v] = fused(middle, block->sum[r], sums[r][v]);
             } else {
-                sum = fused(product, block->scale[r], sum);
+                sums[r][v] = fused(product, block->scale[r], sums[r][v]);
             }
-            memcpy(at, &sum, sizeof sum);
         }
     }
 }
 
-/* `multiply` for all vectors and `columns` columns of a panel. */
+/* `multiply` for all vectors and `columns` columns of a panel; sums [rows][SPAN]. With 32 registers
+   of vectors, what is summed stays in them from block to block. */
 INLINE void multiply_panel(
     const int form, const int rows, int64_t columns, const char *panel, const char *x,
     const Block *block, const uint32_t *pairs, float *sums
 ) {
-    for (int o = 0; o < SPAN; o += WIDE * LANES)
+    for (int o = 0; o < SPAN; o += WIDE * LANES) {
+        fvec total[ROWS][WIDE];
+        for (int r = 0; r < rows; r++)
+            memcpy(total[r], sums + r * SPAN + o, sizeof total[r]);
         for (int64_t c = 0; c < columns; c += BLOCK) {
             const int64_t left = columns - c < BLOCK ? columns - c : BLOCK;
             multiply(
                 form, rows, (left + 3) / 4, panel + c * SPAN * width(form) + o * 4,
-                x + c * rows * width(form), block + c / BLOCK, pairs + c / BLOCK * SPAN + o,
-                sums + o
+                x + c * rows * width(form), block + c / BLOCK, pairs + c / BLOCK * SPAN + o, total
             );
         }
+        for (int r = 0; r < rows; r++)
+            memcpy(sums + r * SPAN + o, total[r], sizeof total[r]);
+    }
 }
 
 /* `multiply_panel` for a number of rows that is not known before. */
@@ -237,7 +246,7 @@ MULTIPLY_ROWS(multiply_eight, EIGHT)
 MULTIPLY_ROWS(multiply_four, FOUR)
 
 /* Round n activations to codes of eight bits; returns their scale, and NaN for infinity and NaN. */
-static float quantize(const bf16 *x, int64_t n, int8_t *codes) {
+INLINE float quantize(const bf16 *x, int64_t n, int8_t *codes) {
     /* Of numbers without their signs, the largest has the largest bits, and NaN larger ones. */
     uint16_t bits = 0;
 #pragma omp simd reduction(max : bits)
@@ -252,10 +261,15 @@ static float quantize(const bf16 *x, int64_t n, int8_t *codes) {
     const float scale = bits ? from_bf16(bits) / 127.0f : 1.0f;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        float y = rintf(from_bf16(x[i]) / scale);
-        codes[i] = (int8_t)(int32_t)(y > 127.0f ? 127.0f : y < -127.0f ? -127.0f : y);
+        const int32_t y = (int32_t)rintf(from_bf16(x[i]) / scale);
+        codes[i] = (int8_t)(y > 127 ? 127 : y < -127 ? -127 : y);
     }
     return scale;
+}
+
+/* `quantize` of a block: a constant number of columns, where it is whole, is a few instructions. */
+static float quantize_block(const bf16 *x, int64_t n, int8_t *codes) {
+    return n == BLOCK ? quantize(x, BLOCK, codes) : quantize(x, n, codes);
 }
 
 /* A product of integers: x [t, n], its rows `pitch` apart, and weights [outs, n]. */
@@ -285,11 +299,10 @@ INLINE int64_t part_bytes(const Product *p) { return PART * width(p->form); }
 static void load_block(
     const Product *p, const bf16 *x, int64_t columns, int r, int rows, char *out, Block *block
 ) {
-    int8_t codes[BLOCK + 4];
-    memset(codes + columns, 0, 4);
-    const float scale = quantize(x, columns, codes);
+    int8_t codes[BLOCK] = {0};
+    const float scale = quantize_block(x, columns, codes);
     int32_t sum = 0;
-    for (int64_t i = 0; i < columns; i++)
+    for (int64_t i = 0; i < BLOCK; i++)
         sum += codes[i];
     block->scale[r] = scale;
     block->sum[r] = scale * (float)sum;
@@ -346,12 +359,12 @@ INLINE void transpose_words(i4 *w) {
 static void load_eight(const Product *p, int64_t first, int64_t part, char *panel) {
     static const int8_t none[PART];
     const int64_t columns = columns_of(p, part), left = p->outs - first;
-    /* Of a part, each row has too few bytes for the processor to see what is read next. */
-    if ((part + 2) * PART <= p->n)
-        for (int64_t o = 0; o < SPAN && o < left; o++)
-            for (int64_t c = PART; c < 2 * PART; c += 64)
-                __builtin_prefetch(p->codes + (first + o) * p->n + part * PART + c, 0, 2);
-    for (int64_t o = 0; o < SPAN; o += 4)
+    const int64_t more = part + 1 < parts_of(p) ? columns_of(p, part + 1) : 0;
+    for (int64_t o = 0; o < SPAN; o += 4) {
+        /* Of a part, each row has too few bytes for the processor to see what is read next. */
+        for (int64_t i = o; i < o + 4 && i < left; i++)
+            for (int64_t c = 0; c < more; c += 64)
+                __builtin_prefetch(p->codes + (first + i) * p->n + (part + 1) * PART + c, 0, 2);
         for (int64_t c = 0; c < columns; c += 16) {
             i4 w[4];
             for (int i = 0; i < 4; i++) {
@@ -376,6 +389,7 @@ static void load_eight(const Product *p, int64_t first, int64_t part, char *pane
                 }
             }
         }
+    }
 }
 
 /* The panel of a part, of four bits, from row `first` on. */
@@ -507,7 +521,7 @@ void minikv_round_blocks(const bf16 *x, int64_t n, int64_t first, int64_t end, R
     for (int64_t b = first; b < end; b++) {
         const int64_t at = b * BLOCK, columns = n - at < BLOCK ? n - at : BLOCK;
         int32_t sum = 0;
-        out.scale[b] = quantize(x + at, columns, out.codes + at);
+        out.scale[b] = quantize_block(x + at, columns, out.codes + at);
         for (int64_t i = 0; i < columns; i++)
             sum += out.codes[at + i];
         out.sum[b] = out.scale[b] * (float)sum;
