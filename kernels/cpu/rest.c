@@ -1,7 +1,8 @@
 /* What follows attention in a layer of a decode step, up to the queries, keys and values of the
    next one: products, norms and the activation function of one row, all in bfloat16. Each makes
    the numbers of the call of its own, in integer.c, product.c and layer.c; here nobody goes back to
-   Python between them, and threads do not fall asleep. */
+   Python between them. Threads wait for each other after every product, and no more often: what is
+   small, each of them computes for itself. */
 #include "row.h"
 
 #include <stdlib.h>
@@ -11,63 +12,90 @@
 #endif
 
 /* THREADS_FROM: weights from which on threads are faster. EARLY: bytes that a thread asks for of
-   its part of a matrix while it waits for the others. */
+   its part of a matrix before it waits for the others. */
 enum { THREADS_FROM = 1 << 18, EARLY = 32768 };
 
-/* Ask for the first bytes of this thread's part of a matrix. */
-static void fetch(const Matrix *m) {
+/* The number of threads at most, of those that are here, and of this one. */
+static inline int64_t most_threads(void) {
 #ifdef _OPENMP
-    const int64_t bytes = m->form == PLAIN ? 2 * m->n : m->form == EIGHT ? m->n : m->n / 2;
-    const int64_t step = minikv_rows_together(m), groups = (m->outs + step - 1) / step;
-    const int64_t threads = omp_get_num_threads(), each = groups / threads, more = groups % threads;
-    const int64_t me = omp_get_thread_num(), first = each * me + (me < more ? me : more);
-    const int64_t rows = m->outs - first * step, most = rows * bytes < EARLY ? rows * bytes : EARLY;
-    const char *at = (const char *)m->weights + first * step * bytes;
-    for (int64_t i = 0; i < most; i += 64)
-        __builtin_prefetch(at + i, 0, 2);
+    return omp_get_max_threads();
 #else
-    (void)m;
+    return 1;
+#endif
+}
+static inline int64_t threads_here(void) {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+static inline int64_t this_thread(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
 #endif
 }
 
-/* x ready for a matrix: rounded if it is packed. By one thread. */
+/* The rows first to end - 1 of `rows` that are this thread's: whole groups of `step` rows, as
+   evenly as they can be shared. */
+typedef struct {
+    int64_t first, end;
+} Share;
+static Share share_of(int64_t rows, int64_t step) {
+    const int64_t groups = (rows + step - 1) / step, threads = threads_here(), me = this_thread();
+    const int64_t end = groups * (me + 1) / threads * step;
+    return (Share){groups * me / threads * step, end < rows ? end : rows};
+}
+
+/* Ask for the first bytes of rows of a matrix, from `first` on. */
+static void fetch(const Matrix *m, Share rows) {
+    const int64_t row = m->form == PLAIN ? 2 * m->n : m->form == EIGHT ? m->n : m->n / 2;
+    const int64_t all = (rows.end - rows.first) * row, bytes = all < EARLY ? all : EARLY;
+    const char *at = (const char *)m->weights + rows.first * row;
+    for (int64_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch(at + i, 0, 2);
+}
+
+/* x ready for a matrix: rounded if it is packed. */
 static void prepare(const Matrix *m, const bf16 *x, Rounded rounded) {
     if (m->form != PLAIN)
         minikv_round_blocks(x, m->n, 0, (m->n + BLOCK - 1) / BLOCK, rounded);
 }
 
-/* out = m x + bias, for which the matrix after it is asked for early. Every thread calls it; all
-   have the result when it returns. */
-static void multiply(
-    const Matrix *m, const bf16 *x, Rounded rounded, bf16 *out, const Matrix *after
-) {
-    const int64_t step = minikv_rows_together(m);
-#pragma omp for schedule(static) nowait
-    for (int64_t first = 0; first < m->outs; first += step) {
-        const int64_t end = first + step < m->outs ? first + step : m->outs;
-        if (m->form == PLAIN)
-            minikv_plain_rows(m->n, x, m->weights, first, end, out);
-        else
-            minikv_packed_rows(m, rounded, first, end, out);
-        for (int64_t i = first; m->bias && i < end; i++)
-            out[i] = to_bf16(from_bf16(out[i]) + from_bf16(m->bias[i]));
-    }
-    if (after)
-        fetch(after);
-#pragma omp barrier
+/* out = m x + bias, for some rows of m. */
+static void multiply(const Matrix *m, const bf16 *x, Rounded rounded, Share rows, bf16 *out) {
+    if (m->form == PLAIN)
+        minikv_plain_rows(m->n, x, m->weights, rows.first, rows.end, out);
+    else
+        minikv_packed_rows(m, rounded, rows.first, rows.end, out);
+    for (int64_t i = rows.first; m->bias && i < rows.end; i++)
+        out[i] = to_bf16(from_bf16(out[i]) + from_bf16(m->bias[i]));
 }
 
-/* silu(gate) * up of both [2 * n], the gate first, over the gate, and ready for the matrix m. Every
-   thread calls it, as `multiply`. */
-static void activate(const Matrix *m, bf16 *both, Rounded rounded) {
-    const int64_t n = m->n;
-#pragma omp for schedule(static)
-    for (int64_t b = 0; b < (n + BLOCK - 1) / BLOCK; b++) {
-        const int64_t at = b * BLOCK;
-        minikv_silu_row(n - at < BLOCK ? n - at : BLOCK, both + at, both + n + at);
-        if (m->form != PLAIN)
-            minikv_round_blocks(both, n, b, b + 1, rounded);
-    }
+/* silu(gate) * up for some columns of both [2 * n], the gate first, over the gate, and ready for
+   the matrix m; whole blocks. */
+static void activate(const Matrix *m, bf16 *both, Rounded rounded, Share columns) {
+    minikv_silu_row(columns.end - columns.first, both + columns.first, both + m->n + columns.first);
+    if (m->form != PLAIN)
+        minikv_round_blocks(both, m->n, columns.first / BLOCK, columns.end / BLOCK, rounded);
+}
+
+/* Rows of gate and of up that belong together in a share: whole blocks and whole tiles. */
+static int64_t unit(const Matrix *gate_up) {
+    const int64_t step = minikv_rows_together(gate_up);
+    return step > BLOCK ? step : BLOCK;
+}
+
+/* Room for a row of n numbers that is rounded, in memory of `rounded_bytes`. */
+static int64_t rounded_bytes(int64_t n) { return (n + BLOCK - 1) / BLOCK * (12 + BLOCK); }
+static Rounded rounded_in(char *memory, int64_t n) {
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    float *scale = (float *)memory;
+    return (Rounded){
+        (int8_t *)(scale + 3 * blocks), scale, scale + blocks, (int32_t *)(scale + 2 * blocks)
+    };
 }
 
 /* rest: m: the matrices behind attention, of gate and up, down, and of the next layer's queries,
@@ -79,48 +107,63 @@ int minikv_rest(
     const bf16 *next_norm, double eps, bf16 *result
 ) {
     const Matrix *out = m, *gate_up = m + 1, *down = m + 2, *next = m + 3;
-    int64_t longest = hidden, weights = 0;
-    for (int i = 0; i < 4; i++) {
-        longest = m[i].n > longest ? m[i].n : longest;
-        weights += m[i].n * m[i].outs;
-    }
-    const int64_t blocks = (longest + BLOCK - 1) / BLOCK;
-    const int64_t numbers = 2 * hidden + gate_up->outs;
-    char *memory = malloc((size_t)(blocks * (12 + BLOCK) + numbers * 2));
+    const int64_t mlp = down->n, widest = out->n > hidden ? out->n : hidden;
+    const int64_t weights = out->n * out->outs + gate_up->n * gate_up->outs + down->n * down->outs +
+                            next->n * next->outs;
+    /* Each thread's own: the row, its norm, and what is rounded of it, apart from other threads'.
+     */
+    const int64_t own = (rounded_bytes(widest) + 4 * hidden + 191) / 64 * 64;
+    const int64_t threads = weights > THREADS_FROM ? most_threads() : 1;
+    char *memory = malloc((size_t)(threads * own + rounded_bytes(mlp) + 2 * hidden + 4 * mlp));
     if (!memory)
         return 1;
-    float *scale = (float *)memory;
-    const Rounded rounded = {
-        (int8_t *)(scale + 3 * blocks), scale, scale + blocks, (int32_t *)(scale + 2 * blocks)
-    };
-    bf16 *y = (bf16 *)(rounded.codes + blocks * BLOCK), *normed = y + hidden;
-    bf16 *both = normed + hidden;
-#pragma omp parallel if (weights > THREADS_FROM)
+    const Rounded middle = rounded_in(memory + threads * own, mlp);
+    bf16 *y = (bf16 *)(memory + threads * own + rounded_bytes(mlp)), *both = y + hidden;
+#pragma omp parallel if (threads > 1)
     {
-        fetch(out);
-#pragma omp single
+        char *mine = memory + this_thread() * own;
+        const Rounded rounded = rounded_in(mine, widest);
+        bf16 *row = (bf16 *)(mine + rounded_bytes(widest)), *normed = row + hidden;
+        const Share first = share_of(out->outs, minikv_rows_together(out));
+        const Share gates = share_of(mlp, unit(gate_up));
+        const Share ups = {gates.first + mlp, gates.end + mlp};
+        const Share third = share_of(down->outs, minikv_rows_together(down));
+        const Share last = share_of(next->outs, next->outs ? minikv_rows_together(next) : 1);
+        fetch(out, first);
+        memcpy(row, x, (size_t)hidden * sizeof *row);
         prepare(out, mixed, rounded);
-        multiply(out, mixed, rounded, y, gate_up);
-#pragma omp single
-        {
-            minikv_norm_row(hidden, x, y, mlp_norm, eps, normed);
-            prepare(gate_up, normed, rounded);
+        multiply(out, mixed, rounded, first, y);
+        fetch(gate_up, gates);
+#pragma omp barrier
+        minikv_norm_row(hidden, row, y, mlp_norm, eps, normed);
+        prepare(gate_up, normed, rounded);
+        multiply(gate_up, normed, rounded, gates, both);
+        multiply(gate_up, normed, rounded, ups, both);
+        activate(down, both, middle, gates);
+        fetch(down, third);
+#pragma omp barrier
+        multiply(down, both, middle, third, y);
+        fetch(next, last);
+#pragma omp barrier
+        minikv_norm_row(hidden, row, y, next_norm, eps, normed);
+        if (next->outs) {
+            prepare(next, normed, rounded);
+            multiply(next, normed, rounded, last, result);
         }
-        multiply(gate_up, normed, rounded, both, down);
-        activate(down, both, rounded);
-        multiply(down, both, rounded, y, next);
-#pragma omp single
-        {
-            minikv_norm_row(hidden, x, y, next_norm, eps, next->outs ? normed : result);
-            if (next->outs)
-                prepare(next, normed, rounded);
+        if (this_thread() == 0) {
+            memcpy(x, row, (size_t)hidden * sizeof *row);
+            if (!next->outs)
+                memcpy(result, normed, (size_t)hidden * sizeof *normed);
         }
-        if (next->outs)
-            multiply(next, normed, rounded, result, NULL);
     }
     free(memory);
     return 0;
 }
 
-/* Whether `rest` takes such a matrix. */
-int minikv_rest_takes(const Matrix *m) { return m->form == PLAIN || minikv_rows_together(m) > 0; }
+/* Whether `rest` takes these matrices, the last one without rows if there is none. */
+int minikv_rest_takes(const Matrix *m) {
+    for (int i = 0; i < 4; i++)
+        if (m[i].outs && !minikv_rows_together(m + i))
+            return 0;
+    return m[2].n % unit(m + 1) == 0;
+}

@@ -38,7 +38,7 @@ HIDDEN void minikv_round_blocks(const bf16 *x, int64_t n, int64_t first, int64_t
 HIDDEN int64_t minikv_rows_together(const Matrix *m);
 
 /* out [outs]: x [n] times the rows `first` to `end` - 1 of the matrix, as the products of their own
-   files make them; `first` is a multiple of the rows that are computed together. */
+   files make them. Of four bits, whole tiles, but for the last one of the matrix. */
 HIDDEN void minikv_packed_rows(const Matrix *m, Rounded x, int64_t first, int64_t end, bf16 *out);
 HIDDEN void minikv_plain_rows(
     int64_t n, const bf16 *x, const bf16 *w, int64_t first, int64_t end, bf16 *out

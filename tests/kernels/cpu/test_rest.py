@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from minikv.models.rope import RopeConfig
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 
 FORMS = ["auto", "int8", "int4"]
-SIZES = [(3, 96, 4, 2, 24, 160), (2, 64, 2, 1, 32, 224), (1, 768, 12, 4, 64, 2048)]
+SIZES = [(3, 96, 4, 2, 24, 160), (2, 64, 2, 1, 32, 192), (1, 768, 12, 4, 64, 2048)]
 """Layers, hidden, heads, KV heads, head size, MLP: a part of a block, of a tile, and threads."""
 
 
@@ -100,27 +99,30 @@ def test_a_step_is_that_of_separate_calls(
         net.use(ops)
         called = 0
         found.append([net.forward(torch.tensor([3 + i]), kv) for i in range(3)])
-        taken = form != "int4" or 2 * (half_tile() or 0) == tile()
+        taken = form != "int4" or four_bits(half_tile() or 0, sizes[-1])
         assert called == (3 * net.config.layers if together and taken else 0)
     for one, two in zip(*found, strict=True):
         assert torch.equal(one, two)
         assert bool(one.isfinite().all())
 
 
-def tile() -> int:
-    """Rows of four bits that C computes together on this processor, or 0."""
-    for half in (16, 32):
-        weights = torch.zeros(64, 16, dtype=torch.uint8)
-        scales = torch.zeros(1, 64, 2, dtype=torch.bfloat16)
-        four = rest._form(Matrix(64, 32, weights, scales, None, half))
-        assert four is not None
-        if rest._library().minikv_rest_takes(ctypes.addressof(four)):
-            return 2 * half
-    return 0
+def four_bits(half: int, mlp: int = 64) -> bool:
+    """Whether C takes matrices of four bits in the layout of `half`."""
+
+    def matrix(rows: int, n: int) -> Matrix:
+        padded = -(-rows // 64) * 64
+        weights = torch.zeros(padded, n // 2, dtype=torch.uint8)
+        scales = torch.zeros(n // 32, padded, 2, dtype=torch.bfloat16)
+        return Matrix(rows, n, weights, scales, None, half)
+
+    norm = torch.ones(64, dtype=torch.bfloat16)
+    matrices = matrix(64, 64), matrix(2 * mlp, 64), matrix(64, mlp)
+    return rest.rest(*matrices, None, norm, norm, 1e-5) is not None
 
 
 def test_what_it_does_not_take() -> None:
-    """float32, and rows that lie apart."""
+    """float32, rows that lie apart, an MLP that is not whole blocks, and an unknown layout."""
+    assert not four_bits(16) or not four_bits(32)
     norm = torch.ones(32, dtype=torch.bfloat16)
     square, gate_up, down = (
         Matrix(rows, n, torch.zeros(rows, n, dtype=torch.bfloat16))
@@ -133,6 +135,8 @@ def test_what_it_does_not_take() -> None:
         assert rest.rest(bad, gate_up, down, None, norm, norm, 1e-5) is None
         assert rest.rest(square, gate_up, down, bad, norm, norm, 1e-5) is None
     assert rest.rest(square, gate_up, down, None, norm.float(), norm, 1e-5) is None
+    odd = (Matrix(rows, n, torch.zeros(rows, n).bfloat16()) for rows, n in ((80, 32), (32, 40)))
+    assert rest.rest(square, *odd, None, norm, norm, 1e-5) is None
 
 
 def test_a_network_in_float32_calls_one_operation_after_the_other() -> None:
