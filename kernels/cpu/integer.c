@@ -28,13 +28,14 @@ enum { PART = 128, FEW = 8 };
 /* LANES: numbers of a vector. WIDE: vectors of rows of weights that are multiplied at a time; the
    sums of ROWS x WIDE vectors stay in registers. OFFSET: what is added to a weight of eight bits,
    where the instruction takes one factor without a sign. PAIRS: no instruction multiplies four
-   bytes, so eight bits are widened to sixteen. */
+   bytes, so eight bits are widened to sixteen. KEPT: there are registers for the sums of blocks,
+   too. */
 #if defined(__AVX512BW__)
-enum { LANES = 16, WIDE = 2 };
+enum { LANES = 16, WIDE = 2, KEPT = 1 };
 #elif defined(__AVX2__)
-enum { LANES = 8, WIDE = 2 };
+enum { LANES = 8, WIDE = 2, KEPT = 0 };
 #else
-enum { LANES = 4, WIDE = 4 };
+enum { LANES = 4, WIDE = 4, KEPT = 0 };
 #endif
 
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512BW__))
@@ -48,6 +49,7 @@ enum { PAIRS = 0, OFFSET = 0 };
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef float fvec __attribute__((vector_size(4 * LANES)));
+typedef fvec floats __attribute__((aligned(4), may_alias)); /* in memory that holds single ones */
 typedef uint8_t b16 __attribute__((vector_size(16)));
 typedef int16_t h8 __attribute__((vector_size(16)));
 typedef int32_t i4 __attribute__((vector_size(16)));
@@ -132,11 +134,12 @@ typedef struct {
 /* Bytes of a weight in a panel. */
 INLINE int64_t width(int form) { return form == EIGHT && PAIRS ? 2 : 1; }
 
-/* sums of `rows` activations and WIDE vectors of weights += those of a block with `quads` words of
-   four columns. pairs [SPAN]: scale and middle of four bits, as bfloat16. */
+/* sums of `rows` activations, `pitch` vectors apart, and WIDE vectors of weights += those of a
+   block with `quads` words of four columns. pairs [SPAN]: scale and middle of four bits, as
+   bfloat16. */
 INLINE void multiply(
     const int form, const int rows, int64_t quads, const char *panel, const char *x,
-    const Block *block, const uint32_t *pairs, fvec (*sums)[WIDE]
+    const Block *block, const uint32_t *pairs, floats *sums, const int64_t pitch
 ) {
     ivec a[ROWS][WIDE];
     if (form == FOUR && PAIRS) {
@@ -184,35 +187,38 @@ INLINE void multiply(
         }
         for (int r = 0; r < rows; r++) {
             const fvec product = __builtin_convertvector(a[r][v], fvec);
+            floats *at = sums + r * pitch + v;
             if (form == FOUR) {
-                sums[r][v] = fused(scale * product, block->scale[r], sums[r][v]);
-                sums[r][v] = fused(middle, block->sum[r], sums[r][v]);
+                *at = fused(scale * product, block->scale[r], *at);
+                *at = fused(middle, block->sum[r], *at);
             } else {
-                sums[r][v] = fused(product, block->scale[r], sums[r][v]);
+                *at = fused(product, block->scale[r], *at);
             }
         }
     }
 }
 
-/* `multiply` for all vectors and `columns` columns of a panel; sums [rows][SPAN]. With 32 registers
-   of vectors, what is summed stays in them from block to block. */
+/* `multiply` for all vectors and `columns` columns of a panel; sums [rows][SPAN]. Where there are
+   registers for them, what is summed stays there from block to block. */
 INLINE void multiply_panel(
     const int form, const int rows, int64_t columns, const char *panel, const char *x,
     const Block *block, const uint32_t *pairs, float *sums
 ) {
     for (int o = 0; o < SPAN; o += WIDE * LANES) {
-        fvec total[ROWS][WIDE];
-        for (int r = 0; r < rows; r++)
-            memcpy(total[r], sums + r * SPAN + o, sizeof total[r]);
+        floats *all = (floats *)(sums + o);
+        fvec held[ROWS * WIDE];
+        for (int i = 0; KEPT && i < rows * WIDE; i++)
+            held[i] = all[i / WIDE * (SPAN / LANES) + i % WIDE];
         for (int64_t c = 0; c < columns; c += BLOCK) {
             const int64_t left = columns - c < BLOCK ? columns - c : BLOCK;
             multiply(
                 form, rows, (left + 3) / 4, panel + c * SPAN * width(form) + o * 4,
-                x + c * rows * width(form), block + c / BLOCK, pairs + c / BLOCK * SPAN + o, total
+                x + c * rows * width(form), block + c / BLOCK, pairs + c / BLOCK * SPAN + o,
+                KEPT ? (floats *)held : all, KEPT ? WIDE : SPAN / LANES
             );
         }
-        for (int r = 0; r < rows; r++)
-            memcpy(sums + r * SPAN + o, total[r], sizeof total[r]);
+        for (int i = 0; KEPT && i < rows * WIDE; i++)
+            all[i / WIDE * (SPAN / LANES) + i % WIDE] = held[i];
     }
 }
 
