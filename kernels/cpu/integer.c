@@ -20,7 +20,7 @@
    PART and FEW are as measured (docs/measurements/cpu.md). */
 enum { SPAN = 64, ROWS = 6, CHUNK = 86 * ROWS, AHEAD = 2048 };
 #ifdef __AVX512VNNI__
-enum { PART = 512, FEW = 4 };
+enum { PART = 512, FEW = 6 };
 #else
 enum { PART = 128, FEW = 8 };
 #endif
@@ -663,7 +663,7 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
     memcpy(out, total, sizeof total);
 }
 #elif defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
-enum { TILE = 64, SINGLE = 1 };
+enum { TILE = 64, SINGLE = 8 };
 
 /* As above. A column of the tile is 32 bytes, with row i below and row 32 + i above. */
 static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
