@@ -62,6 +62,16 @@ def test_a_method_is_a_policy_with_options(unseen: ModuleType) -> None:
         unseen.Method.read("snapkv[")
 
 
+def test_rows_stay_unless_there_are_more_documents(unseen: ModuleType) -> None:
+    def row(budget: str, documents: int, score: float) -> dict[str, Any]:
+        key = {"length": 500, "reuse": "once", "method": "keydiff", "budget": budget}
+        return key | {"documents": documents, "score": score}
+
+    old = [row("16", 9, 0.1), row("24", 9, 0.2), row("32", 9, 0.3)]
+    new = [row("24", 5, 0.4), row("32", 9, 0.5), row("48", 1, 0.6)]
+    assert unseen.joined(old, new) == [old[0], old[1], new[1], new[2]]
+
+
 def test_slices_go_on_from_each_other(unseen: ModuleType, tmp_path: Path) -> None:
     """What is in the state is not measured again; a method, a budget, a length can be added."""
     state = tmp_path / "state"

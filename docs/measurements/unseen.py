@@ -257,12 +257,23 @@ def table(state: Path) -> list[Row]:
 
 
 def write(args: argparse.Namespace) -> None:
-    """unseen.json from the state, and a picture for each length from that."""
+    """unseen.json from the state, and a picture for each length from that. Rows of the file stay
+    where the state has none, or has fewer documents."""
     if made := table(args.state):
-        FILE.write_text(json.dumps(made, separators=(",", ":")) + "\n")
+        FILE.write_text(json.dumps(joined(load(), made), separators=(",", ":")) + "\n")
     PICTURES.mkdir(exist_ok=True)
     for length in lengths_of(load()):
         picture(length).write_text(plot.drawn(panels(load(), length)))
+
+
+def joined(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """Of the rows about the same thing the one of more documents, the later of two as good."""
+    found: dict[tuple[object, ...], Row] = {}
+    for row in (*old, *new):
+        key = tuple(row[name] for name in ("length", "reuse", "method", "budget"))
+        if key not in found or int(str(row["documents"])) >= int(str(found[key]["documents"])):
+            found[key] = row
+    return list(found.values())
 
 
 def load() -> list[Row]:
