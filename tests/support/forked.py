@@ -206,6 +206,7 @@ def _start(
         ),
     )
     process.start()
+    told.close()  # else the end of a process that fails before it tells is not seen
     ready.recv()
     return process
 
