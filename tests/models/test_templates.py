@@ -23,6 +23,7 @@ from jinja2.exceptions import TemplateError
 from mistral_common.protocol.instruct.messages import AssistantMessage, SystemMessage, UserMessage
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+from pairwise import some_by_day
 
 from minikv.models import rendering, templates
 from minikv.models.builtin_templates import (
@@ -663,7 +664,12 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+SLOW = ("bare loops", "loops in sums", "loops in filters", "macro tree", "power of powers")
+SLOW += ("pairs", "loop condition")
+"""Each takes all of the second that it may. At night, beside others by day that are like them."""
+
+
+@pytest.mark.parametrize("name", some_by_day(HOSTILE, lambda name: name not in SLOW))
 def test_hostile_templates_are_stopped(name: str) -> None:
     started = time.monotonic()
     with pytest.raises(CorruptModel) as caught:
