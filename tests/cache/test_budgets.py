@@ -190,8 +190,14 @@ def test_walks_with_every_step_policy(step: str, data: st.DataObject) -> None:
     run(data, "", step)
 
 
-@pytest.mark.parametrize("name", [w[0] for w in COMPOSITIONS if len(w) == 1])
-@pytest.mark.parametrize("part", ["", "+pyramid"])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        pytest.param(name, part, marks=[] if i % 2 == bool(part) else [pytest.mark.soak])
+        for i, name in enumerate(w[0] for w in COMPOSITIONS if len(w) == 1)
+        for part in ("", "+pyramid")
+    ],
+)
 def test_the_smallest_budget_is_enough_at_every_extreme(name: str, part: str) -> None:
     """Whatever one of its options says, and beside pins: what is protected fits the budget."""
     info = policies.find(name + part)

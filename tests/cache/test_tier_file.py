@@ -7,11 +7,10 @@ import json
 import os
 import random
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forked
 import pytest
 import small
 import torch
@@ -406,9 +405,7 @@ def test_a_file_is_open_in_one_place(rows: FileRows, path: Path) -> None:
         "try: FileRows.open(Path(sys.argv[1]))\n"
         "except Exception as error: print(error)"
     )
-    run = [sys.executable, "-c", code, str(path)]
-    said = subprocess.run(run, capture_output=True, text=True, timeout=300).stdout
-    assert "is open in another minikv" in said
+    assert "is open in another minikv" in forked.run(str(path), code=code).out
     rows.close()
     assert not is_open(path)
     FileRows.open(path).close()

@@ -108,8 +108,14 @@ class Turns:
 @pytest.mark.parametrize(
     "asked", [8, pytest.param(TURNS, marks=pytest.mark.soak)], ids=["short", "long"]
 )
-@pytest.mark.parametrize("kv", [None, torch.int8], ids=["same", "int8"])
-@pytest.mark.parametrize("policy", sorted({*policies.prompt_names()} - UNSERVED))
+@pytest.mark.parametrize(
+    ("policy", "kv"),
+    [
+        pytest.param(name, kv, marks=[] if i % 2 == (kv is None) else [pytest.mark.soak])
+        for i, name in enumerate(sorted({*policies.prompt_names()} - UNSERVED))
+        for kv in (None, torch.int8)
+    ],
+)
 def test_every_turn_begins_as_with_the_full_cache(
     policy: str, kv: torch.dtype | None, asked: int
 ) -> None:

@@ -780,7 +780,7 @@ def test_10_forty_columns(screens: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     "env",
     [
-        {"LANG": "C", "LC_ALL": "C"},
+        pytest.param({"LANG": "C", "LC_ALL": "C"}, marks=pytest.mark.soak),
         {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
         {"PYTHONIOENCODING": "ascii"},
     ],

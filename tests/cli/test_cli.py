@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, ChatML, FakeEngine
-from forked import Forked
+from forked import Forked, Piped, run
 from pairwise import some_by_day
 from terminals import Terminals
 from typer.testing import CliRunner, Result
@@ -178,16 +178,9 @@ def test_the_message_and_a_document_cannot_both_be_stdin(world: World) -> None:
 def test_a_chat_over_piped_text_needs_a_terminal_for_its_questions(
     world: World, document: str
 ) -> None:
-    done = subprocess.run(
-        spawn("chat", document, "-"),
-        input=b"text",
-        capture_output=True,
-        check=False,
-        timeout=60,
-        start_new_session=True,
-    )
-    assert done.returncode == 2
-    assert b"no terminal to read questions from" in done.stderr
+    done = run("chat", document, "-", stdin="text", pace=0)
+    assert done.code == 2
+    assert "no terminal to read questions from" in done.err
 
 
 def test_a_directory_and_a_pattern_are_documents(world: World, tmp_path: Path) -> None:
@@ -823,21 +816,15 @@ def spawn(*arguments: str, pace: float = 0.0) -> list[str]:
 
 
 def test_an_unknown_flag_is_one_line(document: str) -> None:
-    done = subprocess.run(
-        spawn("ask", "q", "--xyzzy", document), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr == (
-        "error: No such option: --xyzzy\n  `minikv ask --help` shows the usage\n"
-    )
+    done = run("ask", "q", "--xyzzy", document, pace=0)
+    assert done.code == 2
+    assert done.err == ("error: No such option: --xyzzy\n  `minikv ask --help` shows the usage\n")
 
 
 def test_a_value_that_a_flag_does_not_take_is_one_line(document: str) -> None:
-    done = subprocess.run(
-        spawn("ask", "q", "--kv", "int4", document), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[0] == (
+    done = run("ask", "q", "--kv", "int4", document, pace=0)
+    assert done.code == 2
+    assert done.err.splitlines()[0] == (
         "error: Invalid value for '--kv': 'int4' is not one of 'auto', 'int8'."
     )
 
@@ -850,7 +837,8 @@ def test_no_document_and_no_terminal_does_not_hang() -> None:
 
 
 def test_a_loop_over_lines_runs_for_every_line(document: str) -> None:
-    script = 'while read -r line; do "$@" "$line" "$FILE" || exit; done'
+    """The first leaves what follows on standard input to the next."""
+    script = 'read -r line; "$@" "$line" "$FILE" && cat'
     done = subprocess.run(
         ["sh", "-c", script, "sh", *spawn("ask", "-q")],
         env={**os.environ, "FILE": document},
@@ -861,37 +849,22 @@ def test_a_loop_over_lines_runs_for_every_line(document: str) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert len(set(done.stdout.splitlines())) == 2  # an answer of its own for each
+    said = answer_of(Path(document).read_text(), "one?", 40)
+    assert done.stdout.splitlines() == [said, "two?"]
 
 
 def test_an_open_pipe_does_not_make_it_wait(document: str) -> None:
-    process = subprocess.Popen(
-        spawn("ask", "q", document),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    assert process.wait(60) == 0  # nobody has closed its standard input
-    assert process.stdout.read() != b""
-    process.stdin.close()
-    process.stdout.close()
+    with Piped("ask", "q", document, pace=0) as process:
+        assert process.wait() == 0  # nobody has closed its standard input
+        assert process.stdout.read() != b""
 
 
 def test_a_broken_pipe_ends_quietly(document: str) -> None:
-    process = subprocess.Popen(
-        spawn("ask", "q", document, "-q", pace=0.01),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.read(1)
-    process.stdout.close()
-    assert process.wait(60) == 0
-    assert process.stderr.read() == b""
+    with Piped("ask", "q", document, "-q", pace=0.01) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait() == 0
+        assert process.stderr.read() == b""
 
 
 def redirected(how: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -902,22 +875,37 @@ def redirected(how: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("how", ["2>&-", "2>/dev/full", "<&-"])
+@pytest.mark.parametrize("how", ["2>&-", "<&-"])
 def test_an_answer_needs_neither_stderr_nor_stdin(document: str, how: str) -> None:
     done = redirected(how, "ask", "q", document, "--stats")
-    assert (done.returncode, done.stdout) == (
-        0,
-        f"{answer_of(Path(document).read_text(), 'q', 40)}\n",
-    )
+    said = answer_of(Path(document).read_text(), "q", 40)
+    assert (done.returncode, done.stdout) == (0, f"{said}\n")
     assert redirected(how, "ask", "q", f"{document}.not").returncode == 2
 
 
+def test_an_answer_needs_no_room_for_what_is_said_beside_it(document: str) -> None:
+    done = run("ask", "q", document, "--stats", errors="/dev/full", pace=0)
+    said = answer_of(Path(document).read_text(), "q", 40)
+    assert (done.code, done.out) == (0, f"{said}\n")
+    assert run("ask", "q", f"{document}.not", errors="/dev/full", pace=0).code == 2
+
+
 @pytest.mark.parametrize(
-    ("how", "reason"), [(">&-", "Bad file descriptor"), (">/dev/full", "No space left on device")]
+    ("arguments", "how", "reason"),
+    some_by_day(
+        [
+            (arguments, *how)
+            for arguments in (("ask", "q"), ("policies",), ("--version",), ("--help",))
+            for how in (
+                (">&-", "Bad file descriptor"),
+                (">/dev/full", "No space left on device"),
+            )
+        ],
+        lambda case: case[:2] != (("ask", "q"), ">&-"),
+    ),
 )
-@pytest.mark.parametrize("arguments", [("ask", "q"), ("policies",), ("--version",), ("--help",)])
 def test_output_that_cannot_be_written_is_an_error_and_no_bug(
-    document: str, how: str, reason: str, arguments: tuple[str, ...]
+    document: str, arguments: tuple[str, ...], how: str, reason: str
 ) -> None:
     files = [document, "-q"] if arguments[0] == "ask" else []
     done = redirected(how, *arguments, *files)
@@ -938,38 +926,23 @@ def test_ctrl_c_while_python_imports_is_quiet(tmp_path: Path) -> None:
 
 
 def test_interrupted_ask_keeps_what_was_written_and_leaves_with_130(document: str) -> None:
-    process = subprocess.Popen(
-        spawn("ask", "q", document, pace=0.05),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    start = process.stdout.read(2)
-    process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert 2 < len(start + rest) < 40
-    assert (start + rest).endswith(b"\n")
-    assert b"Traceback" not in errors
+    with Piped("ask", "q", document, pace=0.05) as process:
+        start = process.stdout.read(2)
+        process.send_signal(signal.SIGINT)
+        said = start + process.stdout.read()
+        assert process.wait() == 130
+        assert 2 < len(said) < 40
+        assert said.endswith(b"\n")
+        assert b"Traceback" not in process.stderr.read()
 
 
 def test_a_piped_chat_that_waits_for_a_line_ends_with_ctrl_c(document: str) -> None:
-    process = subprocess.Popen(
-        spawn("chat", document),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(b"q\n")
-    process.stdin.flush()
-    assert process.stdout.readline()
-    time.sleep(0.3)  # from the answer to the next line
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-    process.stdin.close()
+    with Piped("chat", document, pace=0) as process:
+        process.stdin.write(b"q\n")
+        assert process.stdout.readline()
+        time.sleep(0.3)  # from the answer to the next line
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
 
 
 _ECHO = """
@@ -1001,7 +974,7 @@ run()
 """
 
 
-@pytest.mark.parametrize("out", ["/dev/stdout", "/dev/null"])
+@pytest.mark.parametrize("out", some_by_day(["/dev/null", "/dev/stdout"], "/dev/null".__eq__))
 def test_keys_pressed_while_something_runs_are_not_echoed(
     document: str, tmp_path: Path, out: str
 ) -> None:
@@ -1139,19 +1112,13 @@ def test_what_was_typed_ahead_is_sent_and_ctrl_c_drops_it(talk: Terminals) -> No
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_ends_a_question_with_143(document: str, number: int) -> None:
     """Without a terminal, too: what was written stays, and one newline ends it."""
-    done = subprocess.Popen(
-        spawn("ask", "first?", document, pace=0.05),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert done.stdout is not None
-    first = done.stdout.read(3)
-    done.send_signal(number)
-    out, err = done.communicate(timeout=60)
-    assert done.returncode == 143
-    assert re.fullmatch(rb"[a-z]{3,39}\n", first + out)
-    assert b"Traceback" not in err
+    with Piped("ask", "first?", document, pace=0.05) as process:
+        first = process.stdout.read(3)
+        process.send_signal(number)
+        out = process.stdout.read()
+        assert process.wait() == 143
+        assert re.fullmatch(rb"[a-z]{3,39}\n", first + out)
+        assert b"Traceback" not in process.stderr.read()
 
 
 @pytest.mark.parametrize(
@@ -1177,13 +1144,16 @@ def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
 
     home = tmp_path / "home"
     env = {"TERM": term, "COLUMNS": "100", "LINES": "24", "MINIKV_HOME": str(home)}
-    talk = Terminals(
-        ["sh", "-c", 'echo up; exec "$@"', "sh", *spawn("chat", document, pace=0.04)], env
-    )
-    try:
+    talk: Terminals
+    if moment == "loading":  # the imports of a process of its own take long enough
+        command = ["sh", "-c", 'echo up; exec "$@"', "sh", *spawn("chat", document)]
+        talk = Terminals(command, env)
         talk.until("up")
         before = termios.tcgetattr(talk.fd)
-        talk.prompt = "> " if term == "dumb" else "\x1b[?25h"
+    else:
+        talk = Forked("chat", document, env=env, pace=0.04)
+        before = talk.modes
+    try:
         if moment == "loading":
             while termios.tcgetattr(talk.fd) == before:
                 time.sleep(0.01)

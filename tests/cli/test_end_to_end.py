@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Spec, edit_json, edit_tensors, write
-from terminals import Terminals
+from forked import Forked
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
@@ -365,24 +365,10 @@ def test_ctrl_c_and_ctrl_d_on_a_terminal(tmp_path: Path, story: str) -> None:
         tensors["lm_head.weight"][CONTROL.index("<|end|>")] = 0.0
 
     edit_tensors(folder / "model.safetensors", never_end)
-    command = [
-        sys.executable,
-        "-m",
-        "minikv.cli",
-        "chat",
-        story,
-        "-m",
-        str(folder),
-        "--budget",
-        "64",
-        "--device",
-        "cpu",
-        "-n",
-        "100000",
-    ]
-    terminal = Terminals(command, {"TERM": "dumb", "COLUMNS": "200", "OMP_NUM_THREADS": "1"})
+    flags = ("-m", str(folder), "--budget", "64", "--device", "cpu", "-n", "100000")
+    env = {"TERM": "dumb", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    terminal = Forked("chat", story, *flags, env=env, columns=200)
     try:
-        terminal.prompt = "> "
         terminal.until("Ctrl-D leaves.")
         terminal.ready()
         terminal.type("first?\r")

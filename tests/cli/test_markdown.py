@@ -18,8 +18,10 @@ import pytest
 
 pyte = pytest.importorskip("pyte")
 
+from forked import Forked  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from pairwise import some_by_day  # noqa: E402
 from rich.cells import cell_len  # noqa: E402
 from terminals import Terminals  # noqa: E402
 
@@ -345,7 +347,13 @@ def test_code_in_a_list_gets_colours() -> None:
     assert window.text() == "• so:\n\n  ```sh\n  for i in 1 2; do echo $i; done\n  ```"
 
 
-@pytest.mark.parametrize("kind", ["py", "c", "js", "json", "html", "diff", "sql", "yaml", "rust"])
+@pytest.mark.parametrize(
+    "kind",
+    some_by_day(
+        ["py", "c", "js", "json", "html", "diff", "sql", "yaml", "rust"],
+        ("py", "c", "html", "diff").__contains__,
+    ),
+)
 @given(text=st.text(st.sampled_from("a1 \t\"'`{}()<>/*#-+\\\n=;:!$&é中"), max_size=120))
 @settings(max_examples=40, deadline=None)
 def test_colours_never_change_code(kind: str, text: str) -> None:
@@ -664,14 +672,17 @@ POOR = {
 }
 
 
-@pytest.mark.parametrize("kind", POOR)
+@pytest.mark.parametrize("kind", some_by_day(POOR, lambda kind: kind != "ascii"))
 def test_a_chat_on_a_poor_terminal(tmp_path: Path, kind: str) -> None:
     document = tmp_path / "mill.txt"
     document.write_text("The mill is run by Ada. " * 30)
-    command = [sys.executable, str(HERE / "support" / "fake_main.py"), "0", "chat", str(document)]
-    chat = Terminals(
-        command, {"COLUMNS": "40", "LINES": "20", "MINIKV_HOME": str(tmp_path), **POOR[kind]}
-    )
+    env = {"COLUMNS": "40", "LINES": "20", "MINIKV_HOME": str(tmp_path), **POOR[kind]}
+    chat: Terminals
+    if kind in ("ascii", "C"):  # encodings hang on how Python starts
+        main = HERE / "support" / "fake_main.py"
+        chat = Terminals([sys.executable, str(main), "0", "chat", str(document)], env)
+    else:
+        chat = Forked("chat", str(document), env=env, columns=40, pace=0)
     fcntl.ioctl(chat.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 40, 0, 0))
     try:
         chat.prompt = "> " if kind == "dumb" else "\x1b[?25h"

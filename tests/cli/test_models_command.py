@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked import Forked
-from test_hub import REPO, FakeHub, cache, files, put_in_cache  # noqa: F401
+from test_hub import REPO, FakeHub, cache, files, put_in_cache, written  # noqa: F401
 from typer.testing import CliRunner, Result
 
 from minikv.cli.main import app

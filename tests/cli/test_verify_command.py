@@ -9,10 +9,10 @@ import random
 import shutil
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 from checkpoints import Spec, write
-from test_hub import REPO, cache, files  # noqa: F401
+from test_hub import REPO, cache, files, written  # noqa: F401
 from typer.testing import CliRunner, Result
 
 from minikv.cli.main import app

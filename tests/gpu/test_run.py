@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pairwise import some_by_day
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -131,7 +132,7 @@ def test_it_runs_without_an_installation() -> None:
 OPTIONAL = ("hypothesis", "transformers", "mistral_common", "pypdf", "pyte", "matplotlib", "rouge")
 
 
-@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize("gpu", some_by_day([True, False], bool))
 def test_optional_packages_are_not_needed_on_a_gpu(tmp_path: Path, gpu: bool) -> None:
     """With -m gpu files are skipped whose packages are missing; without it they are an error."""
     (tmp_path / "missing.py").write_text(

@@ -1,5 +1,5 @@
-"""That the counting is right. Run by test_launches.py in a process of its own, which then launches
-on the stub and takes `stand_in.GPU` for a device."""
+"""That the counting is right, and what is counted by day. Run by test_launches.py in a process of
+its own, which then launches on the stub and takes `stand_in.GPU` for a device."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import counting
 import torch
 from counting import CHUNK, VOCAB, Bench, Case, ids, prompt_rows, step_row
 from stand_in import GPU, Counts, StandIn, near
+from test_launches import TABLE, differences
 
 from minikv.cache.kv_cache import KVCache
 from minikv.engine.decode_loop import Eager
@@ -151,3 +152,16 @@ def test_arguments_that_do_not_fit_are_an_error(bench: Bench) -> None:
     count = torch.ones(8, dtype=torch.int64, device=GPU)
     with pytest.raises(Exception, match=r"(?i)pointer|type|float|load"):
         compaction._column[(1, 8)](1.5, count, count, count, count, 1, 1, BN=64, num_warps=4)
+
+
+def test_steps_and_prompts_launch_what_the_table_says(bench: Bench) -> None:
+    found = counting.counted(bench, ["steps", "prompts"])
+    assert found["columns"] == TABLE["columns"]
+    for part in ("steps", "prompts"):
+        assert differences(found[part]) == []
+        assert {*found["kernels"][part]} <= {*TABLE["kernels"][part]}
+
+
+def test_no_kernel_is_compiled_in_the_middle_of_a_turn(bench: Bench) -> None:
+    """What prompts and steps launch was compiled while the model was loaded."""
+    assert counting.late(bench, Case("snapkv", "hashevict")) == {}

@@ -525,19 +525,23 @@ def main() -> int:
 
 
 def _found(bench: Bench, asked: argparse.Namespace) -> dict[str, object]:
-    what = asked.what or ([] if asked.late else ["steps", "prompts"])
     if asked.late:
-        cases = [Case(*name.split("/")) for name in what] or step_cases()
+        cases = [Case(*name.split("/")) for name in asked.what] or step_cases()
         return {"late": {case.name: late(bench, case) for case in cases}}
     if asked.names:
         return {case.name: _names(step_row(bench, case, Sampling())) for case in step_cases()}
-    found: dict[str, object] = {"columns": list(KINDS)}
+    return counted(bench, asked.what or ["steps", "prompts"], whole=asked.all or asked.write)
+
+
+def counted(bench: Bench, what: Sequence[str], *, whole: bool = False) -> dict[str, Any]:
+    """The table, or the parts of it that are asked for. whole: also what is counted at night."""
+    found: dict[str, Any] = {"columns": list(KINDS)}
     kernels: dict[str, list[str]] = {}
     for part, count in (("steps", steps), ("prompts", prompts)):
         if part in what:
             bench.launches.builds.clear()
             bench.launches.forget()
-            found[part] = count(bench, asked.all or asked.write)
+            found[part] = count(bench, whole)
             kernels[part] = sorted(name.strip("_") for name in bench.launches.builds)
     found["kernels"] = kernels
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 from checkpoints import Spec, write
 from huggingface_hub import errors
@@ -62,13 +62,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> dict[str, bytes]:
-    """A small sharded model with a tokenizer file."""
-    folder = tmp_path / "model"
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A small sharded model with a tokenizer file. It is made before a test takes the hub away:
+    transformers looks for it when it is imported."""
+    folder = tmp_path_factory.mktemp("model")
     write(Spec(layout="sharded"), folder)
     (folder / "tokenizer.json").write_text("{}")
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def files(written: dict[str, bytes]) -> dict[str, bytes]:
+    return dict(written)
 
 
 class FakeHub:

@@ -11,18 +11,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from checkpoints import ROPES, Spec, build, edit_json, edit_tensors, save, write
 from dense import DenseCache
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from minikv.cli.selftest import one_thread
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.weights import Checkpoint, load_network
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKENS = 40
 LIMIT = 1e-5

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import tokenizers
@@ -23,8 +23,7 @@ from jinja2.exceptions import TemplateError
 from mistral_common.protocol.instruct.messages import AssistantMessage, SystemMessage, UserMessage
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
-from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
+from pairwise import some_by_day
 
 from minikv.models import rendering, templates
 from minikv.models.builtin_templates import (
@@ -49,6 +48,9 @@ from minikv.models.rendering import (
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
 from minikv.models.tokenizer_json import JsonVocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # In the style of the published ones: white space control, macros, dates, refusals, tools, tags.
 PUBLISHED = {
@@ -159,6 +161,8 @@ CASES: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, str]]] = {
 @cache
 def prepared(case: str) -> tuple[Tokenizer, ChatTemplate, PreTrainedTokenizerFast]:
     """Our tokenizer and template, and transformers' of the same files."""
+    from transformers import PreTrainedTokenizerFast
+
     name, make, named = CASES[case]
     data = make()
     with tempfile.TemporaryDirectory() as folder:
@@ -561,6 +565,8 @@ FAITHFUL = [
 
 @pytest.mark.parametrize("source", FAITHFUL)
 def test_the_sandbox_writes_what_transformers_writes(source: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     chats = [
         [Message("user", " hi <b>\n")],
         [
@@ -658,7 +664,12 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+SLOW = ("bare loops", "loops in sums", "loops in filters", "macro tree", "power of powers")
+SLOW += ("pairs", "loop condition")
+"""Each takes all of the second that it may. At night, beside others by day that are like them."""
+
+
+@pytest.mark.parametrize("name", some_by_day(HOSTILE, lambda name: name not in SLOW))
 def test_hostile_templates_are_stopped(name: str) -> None:
     started = time.monotonic()
     with pytest.raises(CorruptModel) as caught:

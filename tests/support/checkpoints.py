@@ -11,29 +11,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MinistralConfig,
-    MinistralForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
-CLASSES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "ministral": (MinistralConfig, MinistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-}
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2"}
+"""What the names of transformers' classes begin with."""
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -100,9 +88,18 @@ class Spec:
         return "-".join(parts)
 
 
+def classes(family: str) -> tuple[type[PretrainedConfig], type[PreTrainedModel]]:
+    """Of its configuration and its model. transformers takes seconds to import: not every process
+    that collects the tests does it."""
+    import transformers
+
+    name = FAMILIES[family]
+    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+
+
 def build(spec: Spec) -> PreTrainedModel:
     """The oracle, in float32 with eager attention."""
-    config_class, model_class = CLASSES[spec.family]
+    config_class, model_class = classes(spec.family)
     settings: dict[str, Any] = {
         "hidden_size": spec.hidden,
         "intermediate_size": 56,

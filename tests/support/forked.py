@@ -66,20 +66,75 @@ def run(
     folder: Path | None = None,
     presses: Presses | None = None,
     limits: Mapping[int, int] | None = None,
+    pace: float | None = None,
+    code: str = "",
+    errors: str = "",
 ) -> Done:
     """minikv with files for its streams, until it ends. `stdin` is what it can read. `limits`: of
-    the system's resources, as `resource.RLIMIT_FSIZE`."""
+    the system's resources, as `resource.RLIMIT_FSIZE`. pace: over a fake model (`fake_main`).
+    `code` is run in the place of the command. `errors`: what its stderr is, in place of a file."""
     with tempfile.TemporaryDirectory() as place:
         given, out, err = (Path(place, name) for name in ("in", "out", "err"))
         given.write_bytes(stdin.encode() if isinstance(stdin, str) else stdin)
         process = _start(
-            arguments, (str(given), str(out), str(err)), env, folder, presses, limits=limits
+            arguments,
+            (str(given), str(out), errors or str(err)),
+            env,
+            folder,
+            presses,
+            pace=pace,
+            limits=limits,
+            code=code,
         )
         process.join(120)
         if process.is_alive():
             process.kill()
-            raise AssertionError(f"still running: {out.read_text()!r} {err.read_text()!r}")
-        return Done(process.exitcode, out.read_bytes().decode(), err.read_bytes().decode())
+            raise AssertionError(f"still running: {out.read_text()!r}")
+        said = "" if errors else err.read_bytes().decode()
+        return Done(process.exitcode, out.read_bytes().decode(), said)
+
+
+class Piped:
+    """minikv, or `code`, with a pipe for each of its streams. The end of the `with` kills it."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        pace: float | None = None,
+        code: str = "",
+    ) -> None:
+        with tempfile.TemporaryDirectory() as place:
+            paths = [os.path.join(place, name) for name in ("in", "out", "err")]
+            for path in paths:
+                os.mkfifo(path)
+            held = os.open(paths[0], os.O_RDWR)  # opening the other end does not wait then
+            ends = [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in paths[1:]]
+            self.process = _start(arguments, tuple(paths), env, folder, None, pace=pace, code=code)
+            self.stdin = open(paths[0], "wb", buffering=0)  # noqa: SIM115
+            os.close(held)
+        for end in ends:
+            os.set_blocking(end, True)
+        self.stdout, self.stderr = (open(end, "rb") for end in ends)  # noqa: SIM115
+
+    def __enter__(self) -> Piped:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.join()
+        for stream in (self.stdin, self.stdout, self.stderr):
+            stream.close()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def wait(self) -> int:
+        """Its exit code."""
+        self.process.join(60)
+        assert not self.process.is_alive(), "still running"
+        return int(self.process.exitcode)
 
 
 class Forked(Terminals):
@@ -96,8 +151,11 @@ class Forked(Terminals):
         """pace: over a fake model, with so many seconds for each of its steps (`fake_main`)."""
         self.fd, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        self.modes = termios.tcgetattr(theirs)
+        """Of the terminal, before the command began."""
         self.process = _start(arguments, (os.ttyname(theirs),) * 3, env, folder, None, pace=pace)
         os.close(theirs)
+        self.pid = self.process.pid
         self.seen = ""
         self.at = 0
         self.prompt = "> " if env.get("TERM", "dumb") == "dumb" else "\x1b[?25h"
@@ -123,12 +181,13 @@ class Forked(Terminals):
 
 def _start(
     arguments: tuple[str, ...],
-    streams: tuple[str, str, str],
+    streams: tuple[str, ...],
     env: Mapping[str, str] | None,
     folder: Path | None,
     presses: Presses | None,
     pace: float | None = None,
     limits: Mapping[int, int] | None = None,
+    code: str = "",
 ) -> Any:
     """A process that has its streams open when this returns."""
     ready, told = _SERVER.Pipe(duplex=False)
@@ -142,22 +201,25 @@ def _start(
             dict(presses or {}),
             pace,
             dict(limits or {}),
+            code,
             told,
         ),
     )
     process.start()
+    told.close()  # else the end of a process that fails before it tells is not seen
     ready.recv()
     return process
 
 
 def _enter(
     arguments: tuple[str, ...],
-    streams: tuple[str, str, str],
+    streams: tuple[str, ...],
     env: Mapping[str, str],
     folder: str,
     presses: Presses,
     pace: float | None,
     limits: Mapping[int, int],
+    code: str,
     told: Any,
 ) -> None:
     os.setsid()
@@ -176,6 +238,9 @@ def _enter(
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
     sys.argv = ["minikv", *arguments]
+    if code:
+        exec(compile(code, "code", "exec"), {"__name__": "__main__"})
+        return
     if presses:
         _press_at(presses)
     if pace is not None:

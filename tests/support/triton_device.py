@@ -35,9 +35,10 @@ SEED = int(os.environ.get("GPU_TEST_SEED", "5"))
 """Of random numbers: another one in each run on a GPU, see tests/conftest.py."""
 
 
-def interpret(files: list[Path]) -> None:
-    """Run the tests of files in Triton's interpreter, which is chosen at the first import."""
-    options = ["-q", "-p", "no:cacheprovider", "-n", "0"]
+def interpret(files: list[Path], *, soak: bool) -> None:
+    """Run the tests of files in Triton's interpreter, which is chosen at the first import: those
+    of every day, or with `soak` those of the night."""
+    options = ["-q", "-p", "no:cacheprovider", "-n", "0", "-m", "soak" if soak else "not soak"]
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore", "GPU_TEST_SEED": "5"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -128,7 +128,10 @@ def test_a_real_model_takes_the_place_of_a_shape() -> None:
     assert "smaller --length" in long.stderr
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (MemoryError, 4)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(KeyboardInterrupt, 130), pytest.param(MemoryError, 4, marks=pytest.mark.soak)],
+)
 def test_what_was_measured_is_shown_when_a_run_ends_early(
     error: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

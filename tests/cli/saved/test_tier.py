@@ -6,13 +6,12 @@ import errno
 import os
 import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from small_chat import chat, held_of, say
@@ -515,9 +514,7 @@ def test_the_files_are_of_one_process_at_a_time(home: Path) -> None:
         "try: keeper.load(session, 'one')\n"
         "except Exception as error: print(error)"
     )
-    run = [sys.executable, "-c", code, *PATHS]
-    said = subprocess.run(run, capture_output=True, text=True, timeout=300)
-    assert "is open in another minikv" in said.stdout
+    assert "is open in another minikv" in forked.run(*PATHS, code=code).out
     assert header_of(home / "one" / TIER).identity["dtype"] == "float32"
 
 
@@ -548,13 +545,10 @@ for turn in range(10_000):
 def killed(home: Path, after: float) -> ChatSession:
     """A process that talks is killed so many seconds after it has begun; then the chat is taken
     up."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _TALKER, *PATHS], stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
+    with forked.Piped(*PATHS, code=_TALKER) as process:
         assert process.stdout.readline() == b"begun\n"
         time.sleep(after)
-        os.kill(process.pid, signal.SIGKILL)
+        process.send_signal(signal.SIGKILL)
     return resumed("one")[1]
 
 

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 from pairwise import some_by_day
@@ -103,8 +104,8 @@ def test_a_library_that_was_cut_off_or_altered_is_made_anew(kept: Path) -> None:
             "from pathlib import Path; from minikv.kernels.cpu import build; "
             f"build.FOLDER = Path({str(build.FOLDER)!r}); print(build.library()[0].tiny())"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert (done.stdout, done.stderr, done.returncode) == ("7\n", "", 0)
+        done = forked.run(code=code)
+        assert (done.out, done.err, done.code) == ("7\n", "", 0)
         assert build._usable(path)
 
 

@@ -13,8 +13,11 @@ pytest.importorskip("triton", reason="no Triton on this system")
 NOT_HERE = {"test_interpreter.py", "test_compile_gate.py"}
 
 
-def test_in_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    "soak", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["day", "night"]
+)
+def test_in_the_interpreter(soak: bool) -> None:
     if INTERPRETED:
         pytest.skip("this is the interpreter")
     files = sorted(Path(__file__).parent.glob("test_*.py"))
-    interpret([file for file in files if file.name not in NOT_HERE])
+    interpret([file for file in files if file.name not in NOT_HERE], soak=soak)

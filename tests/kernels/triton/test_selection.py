@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+from pairwise import some_by_day
 from torch import Tensor
 from triton_device import close, draw, guarded, kernel, on_device, randoms
 
@@ -105,7 +106,7 @@ def test_how_much_attention_stayed(count: int) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", some_by_day(range(6), lambda seed: seed < 2))
 @pytest.mark.parametrize("heads", [1, 3, 8])
 def test_numbers_are_shared(heads: int, seed: int) -> None:
     made = kernel("triton.selection")
