@@ -4,7 +4,7 @@
     ---------------------  -----------------------  ----------------  --------------------
     ragged_attention       triton/decode            cpu/decode        torch/decode
     advance                triton/append            cpu/append        torch/append
-    append                 triton/append            cpu/append        torch/append
+    append                 -                        cpu/append        torch/append
     rotate_append          triton/append            cpu/append        torch/append
     hash_append            triton/hash_append       cpu/hash_append   policies
     lowest_step            triton/step              cpu/step          torch/decode

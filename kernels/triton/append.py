@@ -1,4 +1,4 @@
-"""The row of a new token, in Triton: writing it in one launch for a layer (`append`), rotated first
+"""The row of a new token, in Triton: rotating and writing it in one launch for a layer
 (`rotate_append`), and where it goes, in one launch for all layers (`advance`). Specification:
 `torch/append.py`."""
 
@@ -25,46 +25,6 @@ def quantized(x):
     scale = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), scale)
     code = tl.div_rn(x, scale) + 12582912.0  # 1.5 * 2^23: rounds to a whole number, half to even
     return tl.minimum(tl.maximum(code - 12582912.0, -127.0), 127.0), scale
-
-
-@triton.jit(
-    do_not_specialize=["key_row", "value_row"],
-    do_not_specialize_on_alignment=["key", "value", "slot", "position"],
-)
-def _append(
-    key,
-    value,
-    slot,
-    position,
-    k,
-    v,
-    pos,
-    blank,
-    k_scale,
-    v_scale,
-    key_row,
-    value_row,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    CODED: tl.constexpr,
-):
-    head = tl.program_id(0)
-    d = tl.arange(0, DP)
-    at = tl.load(slot + head)
-    new_key = tl.load(key + head * key_row + d, mask=d < D, other=0.0)
-    new_value = tl.load(value + head * value_row + d, mask=d < D, other=0.0)
-    if CODED:
-        new_key, scale = quantized(new_key)
-        tl.store(k_scale + at, scale)
-        new_value, scale = quantized(new_value)
-        tl.store(v_scale + at, scale)
-        new_key = new_key.to(tl.int8)
-        new_value = new_value.to(tl.int8)
-    tl.store(k + at * D + d, new_key, mask=d < D)
-    tl.store(v + at * D + d, new_value, mask=d < D)
-    tl.store(pos + at, tl.load(position).to(tl.int32))
-    for i in tl.static_range(len(blank)):
-        tl.store(blank[i] + at, tl.zeros((), tl.int32).to(blank[i].dtype.element_ty))
 
 
 @triton.jit
@@ -170,41 +130,6 @@ def _advance(
     tl.store(accepted, final & (final == 0))
 
 
-def append(
-    key: Tensor,
-    value: Tensor,
-    slot: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    blank: Sequence[Tensor],
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    """See `torch.append.append`."""
-    assert key.stride(1) == value.stride(1) == 1
-    size = key.shape[1]
-    _append[(len(key),)](
-        key,
-        value,
-        slot,
-        position,
-        k,
-        v,
-        pos,
-        tuple(blank),
-        k_scale,
-        v_scale,
-        key.stride(0),
-        value.stride(0),
-        D=size,
-        DP=power(size),
-        CODED=k_scale is not None,
-        num_warps=1,
-    )
-
-
 def rotate_append(
     qkv: Tensor,
     cos: Tensor,
@@ -290,7 +215,6 @@ def variants() -> list[Variant]:
     found = []
     kinds: dict[str, str | tuple[str, ...]] = {
         "key": "*bf16",
-        "value": "*bf16",
         "slot": "*i64",
         "position": "*i64",
         "k": "*bf16",
@@ -322,8 +246,6 @@ def variants() -> list[Variant]:
             else:
                 constants |= dict.fromkeys(scales)
             own = {n: t for n, t in scales.items() if n not in constants} | {"blank": blanks[name]}
-            signature = typed(_append, kinds | own, constants)
-            found.append(Variant(f"append-{name}-{size}", _append, signature, constants, 1))
             normed = name == "h2o"
             constants = constants | {"H": 8, "G": 4, "GP": 4, "NORM": normed}
             turned = dict.fromkeys(("qkv", "cos", "sin", "query"), "*bf16")
@@ -341,4 +263,4 @@ _BUILDS = [
     (128, ("int8", "h2o", "scissorhands")),
     (256, ("int8", "roco")),
 ]
-"""Head size; the policy whose columns `append` sets to 0, or "int8"."""
+"""Head size; the policy whose columns are set to 0, or "int8"."""

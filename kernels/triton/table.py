@@ -29,7 +29,6 @@ class Triton(Kernels):
     block = 1 << 22  # enough to occupy the device
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
-    append = staticmethod(append_row.append)
     rotate_append = staticmethod(append_row.rotate_append)
     appends_any = True
     hash_append = staticmethod(hash_append.hash_append)

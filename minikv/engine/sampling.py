@@ -59,7 +59,7 @@ def pick(logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: in
 def finite(logits: Tensor) -> bool:
     """Whether no number is NaN or infinite, in one pass: the smallest and the largest of numbers
     among which there is a NaN are NaN."""
-    return all(math.isfinite(float(end)) for end in torch.aminmax(logits))
+    return all(map(math.isfinite, torch.stack(torch.aminmax(logits)).tolist()))  # waits once
 
 
 def draw(seed: int, position: int) -> float:

@@ -157,23 +157,6 @@ def attention(s: Sizes, uses: str) -> str:
     return near(1e-2, mixed=(m1, m0), lse=(l1, l0), logits=(x1, x0))
 
 
-def newcomer(s: Sizes, coded: bool) -> str:
-    rows = 64 * s.heads
-    key, value = s.normal(s.heads, s.size), s.normal(s.heads, s.size)
-    slot = torch.randperm(rows, generator=s.made)[: s.heads].to(s.device)
-    outs = []
-    for ops in (Twins(), Triton()):
-        kind = torch.int8 if coded else s.kind
-        k, v = (torch.zeros(rows, s.size, dtype=kind, device=s.device) for _ in range(2))
-        pos = torch.zeros(rows, dtype=torch.int32, device=s.device)
-        blank = [torch.ones(rows, device=s.device) for _ in range(3)]
-        scales = [torch.ones(rows, device=s.device) for _ in range(2)] if coded else []
-        ops.append(key, value, slot, torch.tensor(9, device=s.device), k, v, pos, blank, *scales)
-        outs.append((k, v, pos, *blank, *scales))
-    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True)), "not equal"
-    return "equal"
-
-
 def turned(s: Sizes, coded: bool) -> str:
     """Rotated first; and the angles of a position far out."""
     rows, device = 64 * s.heads, s.device
@@ -663,8 +646,6 @@ def main() -> int:
         return 1
     for uses in ("", "some empty", "logits", "window", "window logits", "int8 logits"):
         check(f"ragged_attention {uses}".strip(), partial(attention, s, uses))
-    check("append", partial(newcomer, s, False))
-    check("append int8", partial(newcomer, s, True))
     check("rotate_append", partial(turned, s, False))
     check("rotate_append int8", partial(turned, s, True))
     check("hash_append", partial(hashed, s))

@@ -64,7 +64,7 @@ def test_a_check_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> No
     )
     assert ran.returncode == 1
     found = {one["check"]: one["state"] for one in json.loads(file.read_text())["checks"]}
-    assert found["append"] == "FAILED"
+    assert found["rotate_append"] == "FAILED"
     assert found["torch's attention"] == "ok"
     assert "failed: ragged_attention" in ran.stdout
 

@@ -49,44 +49,6 @@ def test_advance(final: bool, before: bool) -> None:
 @on_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("heads", "size", "coded"), [(1, 64, False), (5, 80, True), (9, 256, False)]
-)
-def test_append(heads: int, size: int, coded: bool, dtype: torch.dtype) -> None:
-    rows = 3 * heads + 2
-    key, value = (draw(i, (heads, size), dtype, 3.0) for i in (1, 2))
-    key[0, :3] = 0.0
-    if heads > 1:
-        value[1] = 0.0
-    wide = guarded(torch.cat((key, value), 1))  # rows of another stride, as a network hands over
-    slot = torch.randperm(rows, generator=randoms(3))[:heads]
-    stored = torch.int8 if coded else dtype
-    outcomes = []
-    for append in (plain_torch.append, kernel("triton.append").append):
-        k, v = (guarded(torch.full((rows, size), 3).to(stored)) for _ in range(2))
-        pos = guarded(torch.full((rows,), 5, dtype=torch.int32))
-        kinds = (torch.float32, torch.int16, torch.int64, torch.bool)
-        blank = [guarded(torch.ones(rows, dtype=kind)) for kind in kinds]
-        scales = [guarded(torch.full((rows,), 9.0)) for _ in range(2)] if coded else []
-        append(
-            wide[:, :size],
-            wide[:, size:],
-            slot.to(DEVICE),
-            torch.tensor(41, device=DEVICE),
-            k,
-            v,
-            pos,
-            blank,
-            *scales,
-        )
-        assert all(untouched(t) for t in (k, v, pos, *blank, *scales))
-        outcomes.append([k, v, pos, *blank, *scales])
-    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
-    assert bool((outcomes[1][2][slot.to(DEVICE)] == 41).all())
-
-
-@on_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
     ("heads", "group", "size", "coded", "normed"),
     [(1, 1, 64, False, True), (5, 3, 80, True, True), (3, 4, 256, False, False)],
 )
