@@ -489,6 +489,19 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_allocated(
     load_network(checkpoint, config)
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_a_processor_without_bfloat16_is_named(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "bf16_products", lambda: native)
+    cpu, bfloat16 = torch.device("cpu"), torch.bfloat16
+    notes = weights.slow_notes(cpu, bfloat16)
+    assert bool(notes) is not native
+    assert native or "does not multiply bfloat16" in notes[0]
+    assert weights.slow_notes(cpu, torch.float32) == []
+    assert weights.slow_notes(torch.device("cuda"), bfloat16) == []
+
+
 def test_free_memory_respects_a_containers_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
