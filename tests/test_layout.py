@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,14 @@ def test_every_module_has_its_test_file(module: Path) -> None:
 
 def test_the_list_names_no_module_that_is_gone() -> None:
     assert {*ELSEWHERE} <= {module.as_posix() for module in MODULES}
+
+
+def test_mutants_that_no_test_can_see_are_of_lines_that_stand() -> None:
+    rows = tomllib.loads((TESTS / "support/equivalent.toml").read_text())["mutant"]
+    gone = [
+        row["text"]
+        for row in rows
+        if row["text"] not in map(str.strip, (ROOT / row["path"]).read_text().splitlines())
+    ]
+    assert rows
+    assert gone == []
