@@ -163,6 +163,13 @@ def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
     before = err.getvalue()
     made.clear_status()
     assert err.getvalue() == before
+    made.status("before the answer")
+    made.answer("a word")
+    assert err.getvalue().endswith("before the answer\r\x1b[K")
+    made.status("before its end")
+    made.end_answer()
+    assert err.getvalue().endswith("before its end\r\x1b[K")
+    assert out.getvalue() == "a table\na word\n"
     made.status("once more")
     made.close()
     assert err.getvalue().endswith("once more\r\x1b[K")

@@ -9,6 +9,11 @@ from minikv.policies import PARTS, POLICIES, find, read_options
 from minikv.policies.options import Option
 
 OPTIONS = find("adakv").prompt_options
+DEFAULT = next(
+    f"the default is {str(option.default).lower()}"
+    for option in OPTIONS
+    if option.name == "normalize"
+)
 
 
 def test_defaults_are_overlaid() -> None:
@@ -31,6 +36,11 @@ def test_defaults_are_overlaid() -> None:
         ({"alpha": 2.0}, "alpha must be between 0.0 and 1.0, got 2.0", "the default is 0.2"),
         ({"pooling": "median"}, "pooling must be one of max, avg", "the default is max"),
         ({"normalize": "maybe"}, "normalize must be bool", "give true or false"),
+        (
+            {"normalize": "maybe"},
+            "normalize must be bool",
+            f"the default is {str(NORMALIZES).lower()}",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(given: dict[str, object], says: str, hint: str) -> None:
