@@ -210,7 +210,8 @@ class Llama:
         self._scratch = Scratch()
 
     def use(self, ops: Ops | None) -> None:
-        """Let `ops`, or with None torch, compute what they can, from now on."""
+        """Let `ops`, or with None torch, compute what they can, from now on, with the matrices and
+        norms that are there now: when one is replaced, call this again."""
         self.ops = ops
         own = ops if ops is not None and ops.products else None
         inside = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)

@@ -167,11 +167,11 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
             make = partial(_ragged, sizes, dtype, each, logits)
             yield Case("ragged attention", case, make, both + written, 0, "ragged_attention")
     yield Case(
-        "append",
+        "rotate, append",
         "1 row a head",
-        partial(_append, sizes, dtype, lengths[0]),
-        heads * 2 * (row + 4),
-        needs="append",
+        partial(_rotate_append, sizes, dtype, lengths[0]),
+        2 * (sizes.heads + 2 * heads) * row + heads * 4,
+        needs="rotate_append",
     )
     for n in lengths:
         moved = heads * (n * (2 + 4) + 3 * row)
@@ -271,13 +271,16 @@ def _ragged(
     return lambda ops: ops.ragged_attention(q, k, v, start, length, width=width, logits=out)
 
 
-def _append(sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device, seed: int) -> Call:
+def _rotate_append(
+    sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device, seed: int
+) -> Call:
     heads, size = sizes.kv_heads, sizes.head_dim
-    key, value = (normal(device, seed + i, dtype, heads, size) for i in (0, 1))
+    qkv = normal(device, seed, dtype, sizes.heads + 2 * heads, size)
+    cos, sin = normal(device, seed + 1, dtype, 2, 1, 1, size)
     k, v = (normal(device, seed + i, dtype, heads * n, size) for i in (2, 3))
     pos = torch.arange(n, device=device, dtype=torch.int32).repeat(heads)
     slot, position = torch.arange(heads, device=device) * n, torch.tensor(n, device=device)
-    return lambda ops: ops.append(key, value, slot, position, k, v, pos, ())
+    return lambda ops: ops.rotate_append(qkv, cos, sin, slot, position, k, v, pos, ())
 
 
 def _hash_append(sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device, seed: int) -> Call:

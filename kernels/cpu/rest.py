@@ -88,10 +88,10 @@ def rest(
     assert gate_up.outs == 2 * down.n
     columns = hidden if following is None else following.outs
     norms = mlp_norm.data_ptr(), next_norm.data_ptr()
+    read = matrices, given, mlp_norm, next_norm
 
     def run(x: Tensor, mixed: Tensor) -> Tensor:
-        assert matrices
-        assert given  # they keep the memory of the matrices
+        assert read  # so that its memory is kept
         assert plain(torch.bfloat16, x, mixed)
         assert x.shape == (1, hidden)
         assert mixed.shape == (1, out.n)

@@ -9,13 +9,14 @@ The step is the same on every device. In order:
     update     the policy's statistics take in this step's attention    (all heads at once)
     evict      the row that leaves each head over its cap               (all heads at once)
 
-`attend` does the second and the third, `end` the last two, and then the first of the next step. A
-policy that evicts before attention chooses between `place` and `append`: for all heads at once
-before the first layer, or layer by layer if it needs the query. What differs between devices is the
-kernels (`ops`) and who calls: on a CPU the engine calls `end` as soon as the logits are known to be
-finite; on CUDA one graph holds [`end` of the last step, the next step], because the next step is
-launched before the host knows whether its token belongs to the answer. So every change in `end`
-depends on the flag `accepted`, on the device, and shapes never depend on values.
+`attend_unrotated`, or `attend` of rows that are rotated already, does the second and the third,
+`end` the last two, and then the first of the next step. A policy that evicts before attention
+chooses between `place` and `append`: for all heads at once before the first layer, or layer by
+layer if it needs the query. What differs between devices is the kernels (`ops`) and who calls: on a
+CPU the engine calls `end` as soon as the logits are known to be finite; on CUDA one graph holds
+[`end` of the last step, the next step], because the next step is launched before the host knows
+whether its token belongs to the answer. So every change in `end` depends on the flag `accepted`, on
+the device, and shapes never depend on values.
 
 Until `end` a step has written only to rows that no head holds or that it keeps a copy of, so `drop`
 undoes it.

@@ -75,16 +75,12 @@ def _steps(kv: KVCache) -> None:
     decode = DecodeStep(shape, kv.device, kv.ops)
     with torch.inference_mode():
         decode.open(arena, step, 0, speculative=True)
-        heads = torch.zeros((1, shape.heads, shape.head_dim), dtype=kv.dtype, device=kv.device)
-        rows = heads[:, : shape.kv_heads]
-        both = torch.cat((heads, rows, rows), 1)[0]
+        rows = shape.heads + 2 * shape.kv_heads
+        qkv = torch.zeros((rows, shape.head_dim), dtype=kv.dtype, device=kv.device)
         still = torch.zeros((1, 1, shape.head_dim), dtype=kv.dtype, device=kv.device)
-        for unrotated in (False, True) * 2:
+        for _ in range(2):
             for layer in range(shape.layers):
-                if unrotated:
-                    decode.attend_unrotated(layer, both, still, still)
-                else:
-                    decode.attend(layer, heads, rows, rows)
+                decode.attend_unrotated(layer, qkv, still, still)
             decode.end()
 
 

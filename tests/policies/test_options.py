@@ -39,7 +39,7 @@ def test_defaults_are_overlaid() -> None:
         (
             {"normalize": "maybe"},
             "normalize must be bool",
-            f"the default is {str(NORMALIZES).lower()}",
+            DEFAULT,
         ),
     ],
 )

@@ -18,7 +18,7 @@ FLAGS = ("--device", "cpu", "--shape", "tiny", "--length", "64", "--repeat", "1"
 NAMES = {
     "sdpa decode",
     "ragged attention",
-    "append",
+    "rotate, append",
     "hash append",
     "h2o step",
     "tova step",
@@ -87,16 +87,16 @@ def test_one_that_is_missing_or_fails_is_named_and_the_others_are_measured(
         raise RuntimeError("does not compile")
 
     monkeypatch.setattr(dispatch.Kernels, "observe", None)
-    monkeypatch.setattr(dispatch.Kernels, "append", staticmethod(fails))
+    monkeypatch.setattr(dispatch.Kernels, "rotate_append", staticmethod(fails))
     out = bench(*FLAGS, "--kernels", "torch")
     assert out.exit_code == 1
     made = json.loads(out.stdout)
     assert made["complete"] is False
     assert "observe: torch has no observe" in made["notes"]
-    assert "append, 1 row a head: RuntimeError: does not compile" in made["notes"]
+    assert "rotate, append, 1 row a head: RuntimeError: does not compile" in made["notes"]
     measured = {row["kernel"] for row in made["kernels"]}
     assert {"gather rows", "ragged attention"} <= measured
-    assert not {"observe", "append"} & measured
+    assert not {"observe", "rotate, append"} & measured
 
 
 def test_uneven_heads_have_the_mean_and_one_has_four_times_it() -> None:
