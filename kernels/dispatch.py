@@ -61,12 +61,12 @@
     unpack_int4_rows       triton/packed_product    -                 models
 
 A "-" means that the torch form is used there. "policies" means that the torch form is in the
-policy's own file in minikv/policies, "models" that it is in models/linear.py; `Kernels` has None
-for both. torch/integer has the specification of int8_product and int4_product, which is too slow to
-run: models/linear.py then leaves activations as they are. On a CPU without C, `TorchOnCPU` takes
-ragged_attention from torch/decode_cpu. The choice is made once, for a device and a head size, and
-handed on as a `Kernels` object; nothing is remembered here. On a CPU it also depends on the
-processor: cpu/choice.py says which operations are left to torch.
+policy's own file in minikv/policies, "models" that it is in models/linear.py (`rest`: llama.py);
+`Kernels` has None for both. torch/integer has the specification of int8_product and int4_product,
+which is too slow to run: models/linear.py then leaves activations as they are. On a CPU without C,
+`TorchOnCPU` takes ragged_attention from torch/decode_cpu. The choice is made once, for a device and
+a head size, and handed on as a `Kernels` object; nothing is remembered here. On a CPU it also
+depends on the processor: cpu/choice.py says which operations are left to torch.
 """
 
 from __future__ import annotations

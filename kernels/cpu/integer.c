@@ -1,5 +1,5 @@
 /* Matrix products of integers: packed weights of eight or four bits, and activations that are
-   rounded to eight bits. See kernels/torch/product.py.
+   rounded to eight bits. See kernels/torch/integer.py.
 
    A panel is 64 rows and some columns of the weights, in the order in which it is
    multiplied: four columns of each row make a 32-bit word. It stays in the first cache while all

@@ -110,7 +110,8 @@ def _form(matrix: Matrix) -> _Matrix | None:
     """As C takes it; None if it does not."""
     weights, scales = matrix.weights, matrix.scales
     group = stride = 0
-    if not weights.is_contiguous() or not weights.is_cpu:
+    beside = [part for part in (scales, matrix.bias) if part is not None]
+    if not plain(weights.dtype, weights) or not plain(torch.bfloat16, *beside):
         return None
     if scales is None:
         form = PLAIN

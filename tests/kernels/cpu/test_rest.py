@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,8 +137,24 @@ def test_what_it_does_not_take() -> None:
         assert rest.rest(bad, gate_up, down, None, norm, norm, 1e-5) is None
         assert rest.rest(square, gate_up, down, bad, norm, norm, 1e-5) is None
     assert rest.rest(square, gate_up, down, None, norm.float(), norm, 1e-5) is None
+    biased = Matrix(32, 32, square.weights, None, torch.zeros(32))
+    assert rest.rest(biased, gate_up, down, None, norm, norm, 1e-5) is None
     odd = (Matrix(rows, n, torch.zeros(rows, n).bfloat16()) for rows, n in ((80, 32), (32, 40)))
     assert rest.rest(square, *odd, None, norm, norm, 1e-5) is None
+
+
+def test_what_is_read_is_kept() -> None:
+    """C has addresses; the function keeps every tensor that they are of."""
+    parts = [torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((32, 32), (128, 32), (32, 64))]
+    norms = [torch.ones(32, dtype=torch.bfloat16) for _ in range(2)]
+    made = rest.rest(*(Matrix(*part.shape, part) for part in parts), None, *norms, 1e-5)
+    alive = [weakref.ref(tensor) for tensor in (*parts, *norms)]
+    del parts, norms
+    gc.collect()
+    assert all(tensor() is not None for tensor in alive)
+    del made
+    gc.collect()
+    assert all(tensor() is None for tensor in alive)
 
 
 def test_a_network_in_float32_calls_one_operation_after_the_other() -> None:
