@@ -78,6 +78,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from minikv.kernels.cpu import choice
 from minikv.kernels.torch import append as append_row
 from minikv.kernels.torch import (
     attention,
@@ -109,6 +110,9 @@ class Kernels:
     """Whether row_product, int8_product and int4_product are faster than torch's own products."""
     integer_prompts = False
     """Whether int8_product and int4_product are also faster for many rows."""
+    float_rows: int | None = None
+    """Rows of bfloat16 from which torch's products are faster in float32. None: this is not known
+    to be so, or torch has no products of bfloat16."""
     each_sums = False
     """Whether each_attention wants `rows_lse` of the queries. If not, it is made of the logits."""
     block = 1 << 16
@@ -180,6 +184,9 @@ class TorchOnCPU(Kernels):
     ragged_attention = staticmethod(decode_cpu.ragged_attention)
     lowest_step = None  # a step has the positions at hand
 
+    def __init__(self, processor: str = "") -> None:
+        self.float_rows = choice.FLOAT_ROWS.get(processor or choice.processor())
+
 
 def choose(
     device: torch.device, name: str, head_dim: int, dtype: torch.dtype, processor: str = ""
@@ -192,7 +199,7 @@ def choose(
     seconds. processor: a class of `cpu.choice` to choose for, in place of the one that is there.
     """
     if name == "torch":
-        return (TorchOnCPU() if device.type == "cpu" else Kernels()), None
+        return (TorchOnCPU(processor) if device.type == "cpu" else Kernels()), None
     if name == "auto" and device.type == "cpu":
         return _native(head_dim, dtype, processor)
     reason = unfit(device, head_dim, dtype)
@@ -215,8 +222,8 @@ def _native(head_dim: int, dtype: torch.dtype, processor: str) -> tuple[Kernels,
             assert isinstance(made, Kernels)
             return made, None
         if build.switched_off():
-            return TorchOnCPU(), None
-    return TorchOnCPU(), f"the C kernels are not used, and steps are slower: {why}"
+            return TorchOnCPU(processor), None
+    return TorchOnCPU(processor), f"the C kernels are not used, and steps are slower: {why}"
 
 
 def unfit(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:

@@ -5,8 +5,8 @@ What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
 - one row in bfloat16: a kernel that only reads, or torch's own product of a matrix and a vector.
   oneDNN, which torch prefers, needs twice the time, and with weights prepacked for it about as much
   as torch's own, so nothing is prepacked: there is one copy, and a tied head is fast too.
-- many rows in bfloat16: oneDNN where the processor multiplies bfloat16; where it does not, the
-  same in float32, a block of the weights at a time.
+- many rows in bfloat16: oneDNN where the processor multiplies bfloat16; where it does not, or
+  slower than float32, the same in float32, a block of the weights at a time.
 - int8 and int4: our own kernels round activations to eight bits and multiply integers. Without
   them, torch's packed kernels multiply a few rows; many rows unpack a block at a time.
 
@@ -166,24 +166,27 @@ class Plain:
     """The weights as a checkpoint has them: all that training, float32 and CUDA know.
 
     `product` computes one row of bfloat16 on a CPU: torch's, until `Llama.use` names another and
-    gives a `scratch`.
+    gives a `scratch`. From `float_rows` rows on, which it names, too, float32 is faster although
+    the processor multiplies bfloat16.
     """
 
-    __slots__ = ("bias", "product", "scratch", "weight")
+    __slots__ = ("bias", "float_rows", "product", "scratch", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self.product: RowProduct = row_product
+        self.float_rows: int | None = None
         self.scratch: Scratch | None = None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        weight = self.weight
+        weight, rows = self.weight, x.shape[0]
         if weight.dtype is torch.bfloat16 and weight.is_cpu and not torch.is_grad_enabled():
-            if x.shape[0] == 1:
+            if rows == 1:
                 return _biased(self.product(x, weight), self.bias)
-            if not bf16_products():
-                return _biased(_by_blocks(x, self, out), self.bias)
+            native = bf16_products()
+            if not native or (self.float_rows is not None and rows >= self.float_rows):
+                return _biased(_by_blocks(x, self, out, native=False), self.bias)
         if out is None:
             return F.linear(x, weight, self.bias)
         return _biased(torch.mm(x, weight.t(), out=out[: x.shape[0]]), self.bias)
@@ -246,7 +249,7 @@ class Int8:
         if self.product is not None and (few or self.many):
             made = self.product(x, self.quantised, self.scale, out)
         elif not few:
-            made = _by_blocks(x, self, out)
+            made = _by_blocks(x, self, out, bf16_products())
         else:
             made = torch._weight_int8pack_mm(x.contiguous(), self.quantised, self.scale)
         return _biased(made, self.bias)
@@ -337,7 +340,7 @@ class Int4:
         if self.product is not None and half is not None and (few or self.many):
             made = self.product(x, self.packed, self.scales, half, self.shape[0], out)
         elif not few and half is not None:
-            made = _by_blocks(x, self, out)
+            made = _by_blocks(x, self, out, bf16_products())
         else:
             made = self._few(x)
         return _biased(made, self.bias)
@@ -527,11 +530,11 @@ class _Blocked(Protocol):
         ...
 
 
-def _by_blocks(x: Tensor, matrix: _Blocked, out: Tensor | None) -> Tensor:
-    """x [t, in] -> [t, out]: a matrix product in bfloat16, or in float32 where that is faster."""
+def _by_blocks(x: Tensor, matrix: _Blocked, out: Tensor | None, native: bool) -> Tensor:
+    """x [t, in] -> [t, out]: a matrix product in bfloat16 (`native`), or in float32."""
     rows = matrix.shape[0]
     made = x.new_empty(x.shape[0], rows) if out is None else out[: x.shape[0]]
-    scratch, native = matrix.scratch, bf16_products()
+    scratch = matrix.scratch
     if not native:
         x = x.float()
     for start, end in blocks(matrix.shape):

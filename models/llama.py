@@ -98,6 +98,11 @@ class Ops(Protocol):
         ...
 
     @property
+    def float_rows(self) -> int | None:
+        """Rows of bfloat16 from which a product is faster in float32; None: not known to be."""
+        ...
+
+    @property
     def unpack_int4(self) -> UnpackInt4 | None:
         """None: torch."""
         ...
@@ -221,6 +226,7 @@ class Llama:
                 matrix.many = own is not None and own.integer_prompts
             elif isinstance(matrix, Plain):
                 matrix.product = own.row_product if own else row_product
+                matrix.float_rows = None if ops is None else ops.float_rows
             elif isinstance(matrix, Int4):
                 matrix.product = own.int4_product if own else None
                 matrix.many = own is not None and own.integer_prompts

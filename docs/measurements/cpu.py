@@ -171,13 +171,15 @@ def loads(layers: int, repeat: int, folder: Path) -> list[dict[str, Any]]:
 
 def prompts(repeat: int) -> list[dict[str, Any]]:
     """GFLOP/s of the last 1,024 queries over all rows, C and torch in turns."""
+    ways = {"C in float32": prefill.FLOAT.last_rows_attention}
+    ways |= {"C": prefill.BF16.last_rows_attention} if prefill.BF16.available() else {}
+    ways |= {"torch": attention.last_rows_attention}
     rows = []
     for name, (heads, group, size) in HEADS.items():
         for keys in (1024, 2048, 8192):
             q = torch.randn(1024, heads, group, size).bfloat16().permute(1, 2, 0, 3)
             k, v = torch.randn(2, heads, keys, size).bfloat16().unbind(0)
             flops = 4 * heads * group * size * 1024 * (keys - 512)
-            ways = {"C": prefill.last_rows_attention, "torch": attention.last_rows_attention}
             took: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for turn in range(repeat + 1):
                 for way, work in ways.items():
@@ -203,7 +205,12 @@ def products(repeat: int) -> list[dict[str, Any]]:
     made = []
     weights = [torch.randn(COLUMNS, COLUMNS).to(torch.bfloat16) for _ in range(4)]
     scratch = Scratch()
-    forms: dict[str, list[Linear]] = {"bfloat16": [Plain(weight) for weight in weights]}
+    forms: dict[str, list[Linear]] = {}
+    for name, rows in (("bfloat16", None), ("bfloat16 in float32", 2)):
+        plain = [Plain(weight) for weight in weights]
+        for each in plain:
+            each.float_rows, each.scratch = rows, scratch
+        forms[name] = list(plain)
     for form in ("int8", "int4"):
         for how in ("unpacked", "integers"):
             matrices = [kept(Plain(weight), form) for weight in weights]
@@ -336,7 +343,7 @@ def main() -> None:
             "processor": _cpu_facts()[0],
             "class": choice.processor(),
             "choices": choice.describe(choice.processor()),
-            "c_prompt_attention": prefill.available(),
+            "bfloat16_prompt_attention": prefill.BF16.available(),
             "cores": len(os.sched_getaffinity(0)),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 
 import torch
 
-C, TORCH = "C", "torch"
+C, FLOATS, TORCH = "C", "C in float32", "torch"
 
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "prompt attention": ("rows_attention", "last_rows_attention", "ragged_prefill"),
@@ -40,6 +41,7 @@ activations of a prompt and multiplies integers (`Kernels.integer_prompts`); tor
 weights."""
 
 _C_BUT_PROMPTS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": TORCH}
+_C_IN_FLOATS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": FLOATS}
 
 CHOICES: Mapping[str, Mapping[str, str]] = {
     # torch multiplies tiles of bfloat16, three times as fast as C with vectors of it. C has no
@@ -47,14 +49,20 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
     "amx": _C_BUT_PROMPTS | {"prompts with packed weights": TORCH},
     # C is two and a half to four times as fast as torch, whose kernel converts.
     "avx512-bf16": dict.fromkeys(OPERATIONS, C),
-    # C has no prompt attention without products of bfloat16.
-    "avx512": _C_BUT_PROMPTS,
-    "avx2": _C_BUT_PROMPTS,
+    # Intel's, where tiles are missing or hidden: a product of bfloat16 takes twice the time of one
+    # of floats with as many bytes, so that floats are the faster ones.
+    "avx512-bf16-intel": _C_IN_FLOATS,
+    "avx512": _C_IN_FLOATS,
+    "avx2": _C_IN_FLOATS,
     "arm": _C_BUT_PROMPTS,
     "other": _C_BUT_PROMPTS,
 }
 """Class of instructions -> operation -> who computes it. Products of many rows are torch's
 everywhere, unless weights are packed."""
+
+FLOAT_ROWS: Mapping[str, int] = {"avx512-bf16-intel": 128}
+"""Class -> rows from which torch multiplies bfloat16 faster in float32, a block of the weights at a
+time. Others: never, or, without products of bfloat16, always (`linear.bf16_products`)."""
 
 
 @cache
@@ -70,13 +78,25 @@ def processor() -> str:
         return "avx2" if level == "AVX2" else "other"
     if torch.cpu._is_amx_tile_supported():
         return "amx"
-    return "avx512-bf16" if torch.cpu._is_avx512_bf16_supported() else "avx512"
+    if not torch.cpu._is_avx512_bf16_supported():
+        return "avx512"
+    return "avx512-bf16-intel" if vendor() == "GenuineIntel" else "avx512-bf16"
+
+
+def vendor() -> str:
+    """Who made this processor, by its own name; "" where Linux does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return ""
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in fields if name.strip() == "vendor_id"), "")
 
 
 def describe(kind: str) -> str:
     """A class and its choices in words: who computes what."""
     parts = []
-    for who in (C, TORCH):
+    for who in (C, FLOATS, TORCH):
         named = [name for name, chosen in CHOICES[kind].items() if chosen == who]
         if named:
             parts.append(f"{who} for {', '.join(named)}")

@@ -1,14 +1,17 @@
-"""Attention of a prompt's queries, in C: `prefill.c`.
+"""Attention of a prompt's queries, in C: by products of bfloat16 (prefill.c), which a processor may
+lack, or of floats (prefill_float.c). Which of them is the faster one: `choice`.
 
-It needs a processor with the bfloat16 products of AVX-512, bfloat16 tensors, and heads whose size
-is a multiple of 16 up to 256. Everything else goes to `torch/attention.py`.
+They take bfloat16 tensors, and heads whose size is a multiple of 16 up to 256. Everything else goes
+to `torch/attention.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,61 +24,79 @@ _MULTIPLE = 16
 _MAX_HEAD_DIM = 256
 _NO_MEMORY = 2
 
+Attend = Callable[..., int]
+"""Addresses of q, k, v, the output and the log-sum-exps, and a `_Shape` -> 0 or `_NO_MEMORY`."""
 
 _Shape = c_int64 * 16
 """H, G, T, N, D, first; strides of q over H, G, T, of k and of v over H, N, of the output over
 H, G, T."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One of the two, by the name of its function in the library."""
+
+    symbol: str
+
+    def library(self) -> Attend | None:
+        """The function in C; None where the library or the processor does not have it."""
+        return _function(self.symbol)
+
+    def available(self) -> bool:
+        """Whether there is a library, and the processor has the instructions."""
+        return self.library() is not None
+
+    def rows_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """See `torch.attention.rows_attention`. In memory the output is [T, H, G, D]."""
+        found = _attend(self.library(), q, k, v, 1 if causal else k.shape[1])
+        return plain_torch.rows_attention(q, k, v, causal=causal) if found is None else found
+
+    def last_rows_attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `torch.attention.last_rows_attention`. Computed at once, without `merge`."""
+        found = _attend(self.library(), q, k, v, k.shape[1] - q.shape[2] + 1)
+        return plain_torch.last_rows_attention(q, k, v) if found is None else found
+
+    def ragged_prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        start: Tensor,
+        length: Tensor,
+        free_slot: Tensor,
+        max_length: int,
+        *,
+        pos: Tensor | None = None,
+        q_pos: Tensor | None = None,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `torch.ragged_prefill.ragged_prefill`. Without a window, head by head in C."""
+        tables = torch.stack((start, length, free_slot), 1)
+        attend = self.rows_attention
+        return plain_ragged.head_by_head(q, k, v, tables, pos, q_pos, window, attend)
+
+
+BF16 = Prefill("minikv_rows_attention")
+FLOAT = Prefill("minikv_rows_attention_float")
+
+
 @cache
-def _library() -> ctypes.CDLL | None:
-    """The library, the arguments of its functions declared; None where it cannot compute this."""
+def _function(symbol: str) -> Attend | None:
+    """A function of the library, its arguments declared; None where it cannot compute this."""
     found, _ = library()
-    if found is None or not found.minikv_rows_attention_available():
+    if found is None or (symbol == BF16.symbol and not found.minikv_rows_attention_available()):
         return None
-    found.minikv_rows_attention.argtypes = [c_void_p] * 5 + [_Shape]
-    found.minikv_rows_attention.restype = c_int
-    return found
+    function = found[symbol]
+    function.argtypes = [c_void_p] * 5 + [_Shape]
+    function.restype = c_int
+    return cast(Attend, function)
 
 
-def available() -> bool:
-    """Whether there is a library, and the processor has the instructions."""
-    return _library() is not None
-
-
-def rows_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """See `torch.attention.rows_attention`. In memory the output is [T, H, G, D]."""
-    found = _attend(q, k, v, 1 if causal else k.shape[1])
-    return plain_torch.rows_attention(q, k, v, causal=causal) if found is None else found
-
-
-def last_rows_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """See `torch.attention.last_rows_attention`. Computed at once, without `merge`."""
-    found = _attend(q, k, v, k.shape[1] - q.shape[2] + 1)
-    return plain_torch.last_rows_attention(q, k, v) if found is None else found
-
-
-def ragged_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    length: Tensor,
-    free_slot: Tensor,
-    max_length: int,
-    *,
-    pos: Tensor | None = None,
-    q_pos: Tensor | None = None,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See `torch.ragged_prefill.ragged_prefill`. Without a window, head by head in C."""
-    tables = torch.stack((start, length, free_slot), 1)
-    return plain_ragged.head_by_head(q, k, v, tables, pos, q_pos, window, rows_attention)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
+def _attend(
+    function: Attend | None, q: Tensor, k: Tensor, v: Tensor, first: int
+) -> tuple[Tensor, Tensor] | None:
     """Query i over rows 0 .. first + i - 1; None if C does not take these tensors."""
     heads, group, rows, size = q.shape
     keys = k.shape[1]
@@ -83,8 +104,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor
     dense = q.stride(3) == k.stride(2) == v.stride(2) == 1
     if not (alike and dense and q.numel() and keys and first > 0):
         return None
-    found = _library() if size % _MULTIPLE == 0 and size <= _MAX_HEAD_DIM else None
-    if found is None:
+    if function is None or size % _MULTIPLE or size > _MAX_HEAD_DIM:
         return None
     out = torch.empty((rows, heads, group, size), dtype=q.dtype, device=q.device)
     out = out.permute(1, 2, 0, 3)
@@ -101,7 +121,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor
         *v.stride()[:2],
         *out.stride()[:3],
     )
-    failed = found.minikv_rows_attention(
+    failed = function(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), shape
     )
     if failed == _NO_MEMORY:

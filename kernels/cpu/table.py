@@ -30,9 +30,11 @@ class Native(Kernels):
         processor = processor or choice.processor()
         self.choices = choice.describe(processor)
         for operation, who in choice.CHOICES[processor].items():
-            if who == choice.TORCH:
+            if who != choice.C:
+                source = Kernels if who == choice.TORCH else prefill.FLOAT
                 for name in choice.OPERATIONS[operation]:
-                    setattr(self, name, getattr(Kernels, name))
+                    setattr(self, name, getattr(source, name))
+        self.float_rows = choice.FLOAT_ROWS.get(processor)
         prompts = choice.CHOICES[processor]["prompts with packed weights"]
         self.integer_prompts = prompts == choice.C
         # Compiled without threads, the products would use only one of the processors.
@@ -48,9 +50,9 @@ class Native(Kernels):
     tova_step = staticmethod(step.tova_step)
     roco_step = staticmethod(step.roco_step)
     scissorhands_step = staticmethod(step.scissorhands_step)
-    rows_attention = staticmethod(prefill.rows_attention)
-    ragged_prefill = staticmethod(prefill.ragged_prefill)
-    last_rows_attention = staticmethod(prefill.last_rows_attention)
+    rows_attention = staticmethod(prefill.BF16.rows_attention)
+    ragged_prefill = staticmethod(prefill.BF16.ragged_prefill)
+    last_rows_attention = staticmethod(prefill.BF16.last_rows_attention)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     silu_mul = staticmethod(layer.silu_mul)

@@ -68,7 +68,16 @@ def test_a_reason_is_one_line_and_never_an_error(
 
 
 def operations() -> list[str]:
-    facts = {"name", "choices", "products", "integer_prompts", "each_sums", "block", "appends_any"}
+    facts = {
+        "name",
+        "choices",
+        "products",
+        "integer_prompts",
+        "float_rows",
+        "each_sums",
+        "block",
+        "appends_any",
+    }
     return [n for n in vars(dispatch.Kernels) if not n.startswith("_") and n not in facts]
 
 

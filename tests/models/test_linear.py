@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import checkpoints
 import forked
@@ -81,6 +82,29 @@ def test_products_are_those_of_the_dense_values(shape: tuple[int, int], form: st
             room = torch.full((rows + 3, shape[0]), 7.0, dtype=torch.bfloat16)
             assert right(made, x, made(x, room))
             assert (room[rows:] == 7).all()
+
+
+def test_from_so_many_rows_on_float32_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a processor that multiplies bfloat16, but slowly."""
+    monkeypatch.setattr(linear, "bf16_products", lambda: True)
+    asked: list[int] = []
+    real = linear._by_blocks
+
+    def noted(x: Tensor, *others: Any, native: bool) -> Tensor:
+        assert not native
+        asked.append(len(x))
+        return real(x, *others, native=native)
+
+    monkeypatch.setattr(linear, "_by_blocks", noted)
+    made = matrix(130, 192)
+    assert isinstance(made, Plain)
+    with torch.no_grad():
+        for rows in (None, 9):
+            made.float_rows = rows
+            for t in (1, 2, 8, 9, 40):
+                x = torch.randn(t, 192).bfloat16()
+                assert right(made, x, made(x))
+    assert asked == [9, 40]
 
 
 def test_small_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,6 +328,7 @@ def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> No
         int8_product=lambda x, codes, scale, out: x[:, :1] + codes.shape[0],
         int4_product=None,
         integer_prompts=True,
+        float_rows=None,
         rest=None,
         row_product=lambda x, weight: x[:, :1] - weight.shape[0],
         products=True,
@@ -341,6 +366,7 @@ def test_many_rows_are_left_to_torch_where_that_is_faster(form: str, tmp_path: P
         unpack_int4=None,
         products=True,
         integer_prompts=False,
+        float_rows=None,
         rest=None,
     )
     few, many = (torch.ones(n, matrix.shape[1], dtype=torch.bfloat16) for n in (3, 40))  # type: ignore[attr-defined]

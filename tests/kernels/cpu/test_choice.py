@@ -30,8 +30,10 @@ def test_every_class_says_of_every_operation_who_computes_it() -> None:
     assert own == {name for names in choice.OPERATIONS.values() for name in names}
     for row in choice.CHOICES.values():
         assert row.keys() == choice.OPERATIONS.keys()
-        assert set(row.values()) <= {choice.C, choice.TORCH}
+        assert set(row.values()) <= {choice.C, choice.FLOATS, choice.TORCH}
+        assert {name for name, who in row.items() if who == choice.FLOATS} <= {"prompt attention"}
     assert choice.processor() in choice.CHOICES
+    assert choice.FLOAT_ROWS.keys() <= choice.CHOICES.keys()
 
 
 def test_nothing_is_timed() -> None:
@@ -52,7 +54,9 @@ def test_the_table_is_what_runs(processor: str) -> None:
     assert ops.choices.startswith(f"{processor}: C for ")
     for operation, names in choice.OPERATIONS.items():
         who = choice.CHOICES[processor][operation]
-        source = dispatch.Kernels if who == choice.TORCH else table.Native
+        source = {choice.TORCH: dispatch.Kernels, choice.FLOATS: prefill.FLOAT}.get(
+            who, table.Native
+        )
         for name in names:
             assert getattr(ops, name) == getattr(source, name), (operation, name)
         assert operation in ops.choices
@@ -67,9 +71,21 @@ def test_with_tiles_of_bfloat16_prompts_are_torchs() -> None:
     assert ops.ragged_prefill is ragged_prefill.ragged_prefill
     assert ops.ragged_attention is table.Native.ragged_attention
     assert "torch for prompt attention" in ops.choices
-    assert chosen("avx512-bf16").rows_attention is prefill.rows_attention
+    assert chosen("avx512-bf16").rows_attention == prefill.BF16.rows_attention
     assert not ops.integer_prompts
     assert chosen("avx512-bf16").integer_prompts
+
+
+@needs_compiler
+def test_where_bfloat16_is_slow_floats_multiply() -> None:
+    """Intel without tiles: attention of prompts in C, and torch's products of many rows."""
+    ops = chosen("avx512-bf16-intel")
+    assert ops.last_rows_attention == prefill.FLOAT.last_rows_attention
+    assert ops.float_rows == choice.FLOAT_ROWS["avx512-bf16-intel"]
+    assert "C in float32 for prompt attention" in ops.choices
+    assert chosen("avx512-bf16").float_rows is None
+    slow, _ = dispatch.choose(CPU, "torch", 64, torch.bfloat16, "avx512-bf16-intel")
+    assert slow.float_rows == ops.float_rows
 
 
 @needs_compiler
@@ -78,7 +94,7 @@ def test_an_imitated_class_computes_the_same(rows: int) -> None:
     q = randoms(1, 2, 2, rows, 64, dtype=torch.bfloat16)
     k, v = randoms(2, 2, 70, 64, dtype=torch.bfloat16), randoms(3, 2, 70, 64, dtype=torch.bfloat16)
     want, sums = attention.last_rows_attention(q.float(), k.float(), v.float())
-    for processor in ("amx", "avx512-bf16"):
+    for processor in ("amx", "avx512-bf16", "avx512-bf16-intel"):
         out, lse = chosen(processor).last_rows_attention(q, k, v)
         torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse, sums, rtol=2e-2, atol=2e-2)
@@ -93,22 +109,55 @@ def test_a_cache_takes_the_class_of_this_machine(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("machine", "level", "tiles", "bf16", "found"),
+    ("machine", "level", "tiles", "bf16", "vendor", "found"),
     [
-        ("x86_64", "AVX512", True, True, "amx"),
-        ("x86_64", "AVX512", False, True, "avx512-bf16"),
-        ("AMD64", "AVX512", False, False, "avx512"),
-        ("x86_64", "AVX2", True, True, "avx2"),  # torch was told to use no more
-        ("x86_64", "DEFAULT", False, False, "other"),
-        ("aarch64", "DEFAULT", False, False, "arm"),
-        ("riscv64", "DEFAULT", False, False, "other"),
+        ("x86_64", "AVX512", True, True, "GenuineIntel", "amx"),
+        ("x86_64", "AVX512", False, True, "AuthenticAMD", "avx512-bf16"),
+        ("x86_64", "AVX512", False, True, "GenuineIntel", "avx512-bf16-intel"),
+        ("x86_64", "AVX512", False, True, "", "avx512-bf16"),
+        ("AMD64", "AVX512", False, False, "GenuineIntel", "avx512"),
+        ("x86_64", "AVX2", True, True, "GenuineIntel", "avx2"),  # torch was told to use no more
+        ("x86_64", "DEFAULT", False, False, "GenuineIntel", "other"),
+        ("aarch64", "DEFAULT", False, False, "", "arm"),
+        ("riscv64", "DEFAULT", False, False, "", "other"),
     ],
 )
 def test_the_class_is_what_torch_may_use(
-    machine: str, level: str, tiles: bool, bf16: bool, found: str, monkeypatch: pytest.MonkeyPatch
+    machine: str,
+    level: str,
+    tiles: bool,
+    bf16: bool,
+    vendor: str,
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(choice, "vendor", lambda: vendor)
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: level)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
     assert choice.processor.__wrapped__() == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t: fpu\n\nprocessor\t: 1\n",
+            "GenuineIntel",
+        ),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\n", ""),
+        (None, ""),
+    ],
+)
+def test_the_maker_is_what_linux_says(
+    text: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> str:
+        assert path == Path("/proc/cpuinfo")
+        if text is None:
+            raise FileNotFoundError
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert choice.vendor() == found

@@ -1,5 +1,5 @@
-"""Attention of prompts in C, against float64 arithmetic and torch, on odd sizes and in the strides
-that a prefill has."""
+"""Attention of prompts in C, by products of bfloat16 and of floats, against float64 arithmetic and
+torch, on odd sizes and in the strides that a prefill has."""
 
 from __future__ import annotations
 
@@ -16,13 +16,21 @@ from minikv import kernels
 from minikv.kernels.cpu import build, prefill
 from minikv.kernels.torch import attention
 
-needs_kernel = pytest.mark.skipif(
-    not prefill.available(),
-    reason=f"no C kernel here: {build.library()[1] or 'the processor multiplies no bf16 vectors'}",
-)
+WAYS = {"bfloat16": prefill.BF16, "floats": prefill.FLOAT}
+why = build.library()[1] or "the processor multiplies no bf16 vectors"
+skips = {name: pytest.mark.skipif(not way.available(), reason=why) for name, way in WAYS.items()}
 NAN = math.nan
 
 Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(way, marks=skips[name], id=name) for name, way in WAYS.items()],
+)
+def way(request: pytest.FixtureRequest) -> prefill.Prefill:
+    found: prefill.Prefill = request.param
+    return found
 
 
 def make(
@@ -76,22 +84,22 @@ SIZES = [
 ]
 
 
-@needs_kernel
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", ["rows", "causal", "last"])
-def test_odd_sizes(sizes: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_sizes(
+    way: prefill.Prefill, sizes: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "rows_attention", lambda *_, **__: pytest.fail("the twin"))
     heads, group, rows, keys, size = sizes
     keys = rows if kind == "causal" else rows + keys if kind == "last" else keys
     q, k, v = make(heads, group, rows, keys, size)
     if kind == "last":
-        check(prefill.last_rows_attention(q, k, v), q, k, v, keys - rows + 1)
+        check(way.last_rows_attention(q, k, v), q, k, v, keys - rows + 1)
         return
-    found = prefill.rows_attention(q, k, v, causal=kind == "causal")
+    found = way.rows_attention(q, k, v, causal=kind == "causal")
     check(found, q, k, v, 1 if kind == "causal" else keys)
 
 
-@needs_kernel
 @settings(max_examples=60, deadline=None)
 @given(
     heads=st.integers(1, 3),
@@ -101,19 +109,20 @@ def test_odd_sizes(sizes: tuple[int, ...], kind: str, monkeypatch: pytest.Monkey
     steps=st.integers(1, 16),
     causal=st.booleans(),
 )
-def test_any_size(heads: int, group: int, rows: int, keys: int, steps: int, causal: bool) -> None:
+def test_any_size(
+    way: prefill.Prefill, heads: int, group: int, rows: int, keys: int, steps: int, causal: bool
+) -> None:
     q, k, v = make(heads, group, rows, rows if causal else keys, 16 * steps, seed=3)
-    found = prefill.rows_attention(q, k, v, causal=causal)
+    found = way.rows_attention(q, k, v, causal=causal)
     check(found, q, k, v, 1 if causal else keys)
 
 
-@needs_kernel
 @pytest.mark.parametrize("rows", [40, 300])
-def test_as_precise_as_the_twin(rows: int) -> None:
+def test_as_precise_as_the_twin(way: prefill.Prefill, rows: int) -> None:
     q, k, v = make(2, 3, rows, rows, 64, seed=5)
     want, sums = truth(q, k, v, 1)
     errors = []
-    for attend in (prefill.rows_attention, attention.rows_attention):
+    for attend in (way.rows_attention, attention.rows_attention):
         out, lse = attend(q, k, v, causal=True)
         off = (out.double() - want).square().mean().sqrt()
         errors.append((float(off), float((lse.double() - sums).abs().max())))
@@ -122,80 +131,77 @@ def test_as_precise_as_the_twin(rows: int) -> None:
     assert ours[1] < max(1e-5, 1.1 * theirs[1])
 
 
-@needs_kernel
 @pytest.mark.parametrize("steep", [4.0, -4.0, 40.0, -40.0])
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_logits_that_rise_and_fall_by_thousands(steep: float, size: int, causal: bool) -> None:
+def test_logits_that_rise_and_fall_by_thousands(
+    way: prefill.Prefill, steep: float, size: int, causal: bool
+) -> None:
     """Far beyond what an exponent holds, above or below the first logits: the bound must move."""
     q, k, v = make(2, 3, 270, 270, size, seed=1, by=1.0)
     q, k = q.clone(), k.clone()
     q[..., 0] = math.sqrt(size)
     q[:, 1, ::2, 0] *= -1
     k[..., 0] = steep * torch.arange(270)
-    found = prefill.rows_attention(q, k, v, causal=causal)
+    found = way.rows_attention(q, k, v, causal=causal)
     want, sums = truth(q, k, v, 1 if causal else 270)
     torch.testing.assert_close(found[1].double(), sums, rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(found[0].double(), want, rtol=2**-7, atol=2**-6)
 
 
-@needs_kernel
 @pytest.mark.parametrize("height", [10.0, 25.0, 80.0, 100.0])
-def test_one_row_that_outweighs_all_before_it(height: float) -> None:
+def test_one_row_that_outweighs_all_before_it(way: prefill.Prefill, height: float) -> None:
     """In the middle of a block, seen by some queries of a strip only, among large values."""
     q, k, v = make(1, 2, 200, 200, 64, seed=2, by=0.25)
     q, k, v = q.clone(), k.clone(), v * 2**17
     q[..., 0] = 8.0
     k[..., 0] = 0.0
     k[:, 150, 0] = height
-    out, lse = prefill.rows_attention(q, k, v, causal=True)
+    out, lse = way.rows_attention(q, k, v, causal=True)
     check((out / 2**17, lse), q, k, v / 2**17, 1)
     if height > 25:
         assert bool((out[:, :, 150:] == v[:, None, 150:151]).all())
 
 
-@needs_kernel
-def test_strides() -> None:
+def test_strides(way: prefill.Prefill) -> None:
     """Rows of an arena of all heads, of a wider row, at odd places; queries head by head."""
     q, k, v = make(4, 3, 60, 90, 64, seed=4)
-    want = prefill.rows_attention(q, k, v)
+    want = way.rows_attention(q, k, v)
     among = torch.full((2, 91, 6, 64), NAN).bfloat16()
     among[0, 1:, 1:5], among[1, 1:, 1:5] = k.transpose(0, 1), v.transpose(0, 1)
     wide = torch.full((2, 4, 90, 71), NAN).bfloat16()
     wide[0, :, :, 3:67], wide[1, :, :, 3:67] = k, v
     for rows in (among[:, 1:, 1:5].transpose(1, 2), wide[..., 3:67]):
         for queries in (q, q.contiguous(), q.transpose(0, 1).contiguous().transpose(0, 1)):
-            found = prefill.rows_attention(queries, rows[0], rows[1])
+            found = way.rows_attention(queries, rows[0], rows[1])
             for got, expected in zip(found, want, strict=True):
                 assert torch.equal(got, expected)
-    same = prefill.rows_attention(q[:, :1].expand(4, 3, 60, 64), k[:1].expand(4, -1, -1), v)
-    each = prefill.rows_attention(q[:, :1], k[:1].repeat(4, 1, 1), v)
+    same = way.rows_attention(q[:, :1].expand(4, 3, 60, 64), k[:1].expand(4, -1, -1), v)
+    each = way.rows_attention(q[:, :1], k[:1].repeat(4, 1, 1), v)
     assert torch.equal(same[0], each[0].expand(4, 3, 60, 64))
 
 
-@needs_kernel
-def test_parts_join_and_lie_as_the_products_take_them() -> None:
+def test_parts_join_and_lie_as_the_products_take_them(way: prefill.Prefill) -> None:
     q, k, v = make(4, 3, 70, 210, 64, seed=6)
     parts = [
-        prefill.rows_attention(q, k[:, :140], v[:, :140]),
-        prefill.rows_attention(q, k[:, 140:], v[:, 140:], causal=True),
+        way.rows_attention(q, k[:, :140], v[:, :140]),
+        way.rows_attention(q, k[:, 140:], v[:, 140:], causal=True),
     ]
-    whole = prefill.last_rows_attention(q, k, v)
+    whole = way.last_rows_attention(q, k, v)
     check(kernels.merge(parts), q, k, v, 141)
     check(whole, q, k, v, 141)
     for mixed in (whole[0], kernels.merge(parts)[0]):
         assert mixed.permute(2, 0, 1, 3).is_contiguous()
 
 
-@needs_kernel
-def test_threads_change_no_number() -> None:
+def test_threads_change_no_number(way: prefill.Prefill) -> None:
     q, k, v = make(3, 3, 260, 260, 64, seed=7)
     before = torch.get_num_threads()
     made = []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            made.append(prefill.rows_attention(q, k, v, causal=True))
+            made.append(way.rows_attention(q, k, v, causal=True))
     finally:
         torch.set_num_threads(before)
     for out, lse in made[1:]:
@@ -204,7 +210,9 @@ def test_threads_change_no_number() -> None:
 
 
 @pytest.mark.parametrize("what", ["float32", "size", "wide", "turned", "nothing", "no library"])
-def test_the_twin_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_twin_takes_the_rest(
+    way: prefill.Prefill, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     size = {"size": 40, "wide": 272}.get(what, 64)
     q, k, v = make(2, 3, 20, 30, size)
     if what == "float32":
@@ -214,8 +222,8 @@ def test_the_twin_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> 
     elif what == "nothing":
         q = q[:, :, :0]
     elif what == "no library":
-        monkeypatch.setattr(prefill, "_library", lambda: None)
-        assert not prefill.available()
+        monkeypatch.setattr(prefill, "_function", lambda _: None)
+        assert not way.available()
     asked = []
 
     def twin(*inputs: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
@@ -225,33 +233,36 @@ def test_the_twin_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     # Only who is asked: torch's kernel fails on no queries.
     monkeypatch.setattr(attention, "rows_attention", twin)
-    prefill.rows_attention(q, k, v)
-    prefill.rows_attention(q, k, v, causal=True)
-    prefill.last_rows_attention(q, k, v)
+    way.rows_attention(q, k, v)
+    way.rows_attention(q, k, v, causal=True)
+    way.last_rows_attention(q, k, v)
     assert asked == [False, True, True, False]
 
 
-def test_the_last_rows_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_library", lambda: None)
+def test_the_last_rows_without_the_kernel(
+    way: prefill.Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "_function", lambda _: None)
     q, k, v = make(2, 3, 20, 50, 64)
-    check(prefill.last_rows_attention(q, k, v), q, k, v, 31)
-    check(prefill.last_rows_attention(q, k[:, :20], v[:, :20]), q, k[:, :20], v[:, :20], 1)
+    check(way.last_rows_attention(q, k, v), q, k, v, 31)
+    check(way.last_rows_attention(q, k[:, :20], v[:, :20]), q, k[:, :20], v[:, :20], 1)
 
 
-@pytest.mark.parametrize("found", [None, SimpleNamespace(minikv_rows_attention_available=int)])
-def test_a_machine_without_the_instructions(found: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No library, or one that says no."""
-    monkeypatch.setattr(prefill, "library", lambda: (found, "" if found else "no compiler"))
-    prefill._library.cache_clear()
+@pytest.mark.parametrize("library", [None, SimpleNamespace(minikv_rows_attention_available=int)])
+def test_a_machine_without_the_instructions(
+    library: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No library, or one that says no: without it floats are not there either."""
+    monkeypatch.setattr(prefill, "library", lambda: (library, "" if library else "no compiler"))
+    prefill._function.cache_clear()
     try:
-        assert not prefill.available()
+        assert not prefill.BF16.available()
+        assert library is not None or not prefill.FLOAT.available()
     finally:
-        prefill._library.cache_clear()
+        prefill._function.cache_clear()
 
 
-@needs_kernel
-def test_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = SimpleNamespace(minikv_rows_attention=lambda *_: 2)
-    monkeypatch.setattr(prefill, "_library", lambda: failing)
+def test_memory_that_cannot_be_had(way: prefill.Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "_function", lambda _: lambda *_: 2)
     with pytest.raises(MemoryError):
-        prefill.rows_attention(*make(1, 1, 3, 3, 64))
+        way.rows_attention(*make(1, 1, 3, 3, 64))

@@ -1,0 +1,72 @@
+/* Vectors whose lanes are queries, and what is computed of them. */
+#ifndef MINIKV_LANES_H
+#define MINIKV_LANES_H
+
+#include "numbers.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+enum { LANES = VEC };
+
+typedef int32_t ivec __attribute__((vector_size(4 * VEC)));
+
+/* x in all lanes. */
+INLINE vec fill(float x) { return x - (vec){0}; }
+
+/* The vector at x, which is aligned. */
+INLINE vec load(const float *x) { return *(const vec *)x; }
+
+/* Write v to x, which is aligned. */
+INLINE void store(float *x, vec v) { *(vec *)x = v; }
+
+/* a where `those` is -1, b where it is 0. */
+INLINE vec where(ivec those, vec a, vec b) { return (vec)((those & (ivec)a) | (~those & (ivec)b)); }
+
+/* The larger of a and b; a if that is NaN. */
+INLINE vec larger(vec a, vec b) {
+#if VEC == 16
+    return _mm512_max_ps(b, a);
+#elif VEC == 8
+    return _mm256_max_ps(b, a);
+#else
+    return where(a < b, b, a);
+#endif
+}
+
+/* Whether any lane is -1. */
+INLINE int any(ivec those) {
+    int32_t found = 0;
+    for (int i = 0; i < VEC; i++)
+        found |= those[i];
+    return found != 0;
+}
+
+/* 2^x with a relative error of 4e-6; 0 below 2^-126, and at least 2^126 from there on. NaN stays
+   NaN. */
+INLINE vec power(vec x) {
+#if VEC == 16
+    vec f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+    vec y = larger(x, fill(-126.0f));
+    y = -larger(-y, fill(-126.0f));
+    vec whole = (y - 0.5f + 0x1.8p23f) - 0x1.8p23f; /* -126 .. 126: y, rounded down or nearly so */
+    vec f = y - whole;                              /* 0 .. 1 */
+#endif
+    vec p = f * 1.3534167e-2f + 5.2011464e-2f;
+    p = p * f + 2.4144275e-1f;
+    p = p * f + 6.9300383e-1f;
+    p = p * f + 1.0000026f;
+#if VEC == 16
+    return _mm512_scalef_ps(p, x);
+#else
+    p *= (vec)((__builtin_convertvector(whole, ivec) + 127) << 23);
+    return (vec)((ivec)p & ~(x < fill(-126.0f)));
+#endif
+}
+
+#endif

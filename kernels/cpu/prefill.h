@@ -1,0 +1,434 @@
+/* Attention of many queries over rows, in blocks that stay in the caches (FlashAttention-2, arXiv
+   2307.08691, section 3.1).
+
+   Queries lie along the lanes of a vector: logits are [keys, queries], and outputs [D, queries]
+   until they are written. So numbers of keys and values are broadcast, and sums over keys are sums
+   of vectors. The G heads of a KV head share its keys: row t * G + g of a block is query t of head
+   g.
+
+   The exponents of a query are relative to its `shift`, which need not be the maximum of its
+   logits: it is the largest of the first keys, and changes only when the sum of a block exceeds
+   SUM_LIMIT. Floats keep their relative precision up to there, and of most logits no maximum is
+   needed.
+
+   A file that includes this says how numbers are multiplied. It defines
+
+     TILE               keys, or numbers of a value, that are summed at once; 4 or 8
+     PAIR               numbers that lie together in an `item`, and whose products are summed at
+                        once: of a query and a key along D, of probabilities and values along keys
+     item               the type of so many numbers
+     VALUE_TILE(x, d)   where the values of d .. d + TILE - 1 begin in x->v, and, in items,
+     VALUE_NEXT(s)      from one pair of keys there to the next
+
+   and the functions that are declared below. */
+#include <stdlib.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+/* WIDE: vectors of a strip. STRIP: queries of a strip. STRIPS: the most strips of a block. */
+enum { WIDE = 3, STRIP = LANES * WIDE, STRIPS = 4 };
+
+/* Sizes H, G, T, N, D; how many rows query 0 sees; and strides in numbers. */
+typedef struct {
+    int64_t heads, group, rows, keys, size, first;
+    int64_t q_head, q_group, q_row, k_head, k_row, v_head, v_row, out_head, out_group, out_row;
+} Shape;
+
+/* How the work is divided: `blocks` blocks of `strips` strips for each KV head; `each`: bytes of
+   memory of a thread. */
+typedef struct {
+    int64_t strips, blocks, threads, each;
+} Division;
+
+/* LANES * wide queries, and what is known of them so far. */
+typedef struct {
+    int wide;
+    item *q;            /* [D / PAIR][lanes] */
+    float *out_sum;     /* [D][lanes], outputs before they are divided */
+    float *shift;       /* [lanes], in units of log2, as all exponents here */
+    float *sum;         /* [lanes], of probabilities before they are rounded */
+    float *rounded_sum; /* [lanes], of rounded probabilities */
+    int32_t *limit;     /* [lanes], how many rows a query sees; not decreasing */
+} Strip;
+
+/* Memory of one thread. */
+typedef struct {
+    Strip strips[STRIPS];
+    item *k;       /* [keys][D / PAIR], of one block of keys; zeros up to a multiple of TILE */
+    item *v;       /* their values, as the including file has them */
+    item *p;       /* [keys / PAIR][lanes], probabilities */
+    int64_t begin; /* the first key of the block */
+} Workspace;
+
+/* sum += a * b, over the pairs of each lane. b: the item in all lanes. */
+INLINE vec add_product(vec sum, const item *a, item b);
+
+/* Write the queries of the LANES rows `from` [D] to `to` [D / PAIR][wide][LANES], from there on;
+   NULL: zeros. */
+static void load_queries(const Shape *s, const bf16 *const *from, int wide, item *to);
+
+/* Copy a key; NULL: zeros. */
+INLINE void load_key(const Shape *s, const bf16 *from, item *to);
+
+/* Write the values of `count` keys to r->v, with zeros up to a multiple of TILE. */
+static void load_values(const Shape *s, const bf16 *v, int64_t count, item *to);
+
+/* Write the probabilities of PAIR keys, each [LANES], to `to`, and add the rounded ones to `sum`.
+ */
+INLINE void store_probs(const vec *p, item *to, vec *sum);
+
+/* Round the outputs of `count` queries x [D][wide][LANES] times `share` to rows `to`. */
+static void round_outputs(
+    const Shape *s, const float *x, int wide, vec share, int count, bf16 *const *to
+);
+
+#define SUM_LIMIT 1073741824.0f /* 2^30 */
+#define LOWEST -3e38f
+
+/* How many keys a block has: with their values they stay near. */
+static int64_t block_keys(int64_t size) { return size <= 64 ? 128 : 64; }
+
+/* The division for this shape and number of threads. */
+static Division divide(const Shape *s) {
+    Division c;
+#ifdef _OPENMP
+    c.threads = omp_get_max_threads();
+#else
+    c.threads = 1;
+#endif
+    int64_t all = (s->rows * s->group + STRIP - 1) / STRIP;
+    c.strips = STRIPS;
+    while (c.strips > 1 && s->heads * (all / c.strips) < 4 * c.threads)
+        c.strips /= 2;
+    c.blocks = (all + c.strips - 1) / c.strips;
+    if (c.threads > s->heads * c.blocks)
+        c.threads = s->heads * c.blocks;
+    /* Queries, keys, values, probabilities, outputs, and four numbers per query. Each is a multiple
+       of 64 bytes. */
+    int64_t keys = block_keys(s->size), rows = STRIPS * STRIP, number = sizeof(item) / PAIR;
+    c.each =
+        number * ((rows + 2 * keys) * s->size + keys * STRIP) + 4 * rows * s->size + 4 * 4 * rows;
+    c.each = (c.each + 63) / 64 * 64;
+    return c;
+}
+
+/* The next `bytes` bytes of the memory that begins at *at. */
+static void *carve(char **at, int64_t bytes) {
+    void *begin = *at;
+    *at += bytes;
+    return begin;
+}
+
+/* A workspace in `at`, for heads of `size`. */
+static Workspace init_workspace(char *at, int64_t size) {
+    int64_t keys = block_keys(size), number = sizeof(item) / PAIR;
+    Workspace r;
+    for (int i = 0; i < STRIPS; i++) {
+        Strip *x = &r.strips[i];
+        x->q = carve(&at, number * STRIP * size);
+        x->out_sum = carve(&at, 4 * STRIP * size);
+        x->shift = carve(&at, 4 * STRIP);
+        x->sum = carve(&at, 4 * STRIP);
+        x->rounded_sum = carve(&at, 4 * STRIP);
+        x->limit = carve(&at, 4 * STRIP);
+    }
+    r.k = carve(&at, number * keys * size);
+    r.v = carve(&at, number * keys * size);
+    r.p = carve(&at, number * keys * STRIP);
+    r.begin = 0;
+    return r;
+}
+
+/* Load the strip of one KV head that begins at row `begin`; rows beyond the last are zeros. */
+static void load_strip(const Shape *s, const bf16 *q, int64_t begin, Strip *x) {
+    int64_t all = s->rows * s->group;
+    x->wide = all - begin < STRIP ? (int)((all - begin + LANES - 1) / LANES) : WIDE;
+    for (int w = 0; w < x->wide; w++) {
+        const bf16 *from[LANES];
+        for (int i = 0; i < LANES; i++) {
+            int64_t row = begin + w * LANES + i, held = row < all ? row : all - 1;
+            int64_t t = held / s->group, g = held % s->group, seen = s->first + t;
+            from[i] = row < all ? q + t * s->q_row + g * s->q_group : NULL;
+            x->limit[w * LANES + i] = (int32_t)(seen < s->keys ? seen : s->keys);
+        }
+        load_queries(s, from, x->wide, x->q + w * LANES);
+    }
+}
+
+/* Load keys begin .. end - 1 and their values. */
+static void load_block(
+    const Shape *s, Workspace *r, const bf16 *k, const bf16 *v, int64_t begin, int64_t end
+) {
+    int64_t count = end - begin, used = (count + TILE - 1) / TILE * TILE;
+    r->begin = begin;
+    for (int64_t i = 0; i < used; i++)
+        load_key(s, i < count ? k + (begin + i) * s->k_row : NULL, r->k + i * (s->size / PAIR));
+    load_values(s, v + begin * s->v_row, count, r->v);
+}
+
+/* sum[i][w] += the sum over `steps` of item a[step][w] times the item of b at i * row + step *
+   next. */
+INLINE void add_products(
+    const int wide, vec sum[TILE][WIDE], int64_t steps, const item *a, const item *b, int64_t row,
+    int64_t next
+) {
+    for (int64_t step = 0; step < steps; step++) {
+        const item *x = a + step * wide * LANES, *y = b + step * next;
+        UNROLL
+        for (int i = 0; i < TILE; i++) {
+            UNROLL
+            for (int w = 0; w < wide; w++)
+                sum[i][w] = add_product(sum[i][w], x + w * LANES, y[i * row]);
+        }
+    }
+}
+
+/* The products of queries and the keys key .. key + TILE - 1, before they are scaled. */
+INLINE void find_logits(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, int64_t key,
+    vec x[TILE][WIDE]
+) {
+    int64_t items = s->size / PAIR;
+    UNROLL
+    for (int i = 0; i < TILE; i++) {
+        UNROLL
+        for (int w = 0; w < wide; w++)
+            x[i][w] = (vec){0};
+    }
+    add_products(wide, x, items, strip->q, r->k + (key - r->begin) * items, items, 1);
+}
+
+/* Which queries of vector w see a key. */
+INLINE ivec sees(const Strip *strip, int w, int64_t key) {
+    return *(const ivec *)(strip->limit + w * LANES) > (int32_t)key;
+}
+
+/* Raise `most` to the largest scaled logit of each query, among keys begin .. end - 1 that it
+   sees. */
+INLINE void raise_max(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, int64_t begin,
+    int64_t end, float scale, vec most[WIDE]
+) {
+    for (int64_t key = begin; key < end; key += TILE) {
+        vec x[TILE][WIDE];
+        find_logits(wide, s, r, strip, key, x);
+        UNROLL
+        for (int i = 0; i < TILE; i++) {
+            UNROLL
+            for (int w = 0; w < wide; w++) {
+                vec logit = larger(x[i][w] * scale, most[w]);
+                most[w] = where(sees(strip, w, key + i), logit, most[w]);
+            }
+        }
+    }
+}
+
+/* The probabilities of keys begin .. end - 1 relative to the shift, rounded, into r->p; their sums
+   before (`sum`) and after rounding (`rounded_sum`). */
+INLINE void find_probs(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, int64_t begin,
+    int64_t end, float scale, vec sum[WIDE], vec rounded_sum[WIDE]
+) {
+    item *to = r->p;
+    for (int w = 0; w < wide; w++)
+        sum[w] = rounded_sum[w] = (vec){0};
+    for (int64_t key = begin; key < end; key += TILE) {
+        vec x[TILE][WIDE];
+        find_logits(wide, s, r, strip, key, x);
+        if (key + TILE > strip->limit[0]) { /* some query does not see all of them */
+            UNROLL
+            for (int i = 0; i < TILE; i++) {
+                UNROLL
+                for (int w = 0; w < wide; w++)
+                    x[i][w] = where(sees(strip, w, key + i), x[i][w], fill(LOWEST));
+            }
+        }
+        UNROLL
+        for (int w = 0; w < wide; w++) {
+            vec shift = load(strip->shift + w * LANES);
+            UNROLL
+            for (int i = 0; i < TILE; i += PAIR) {
+                vec p[PAIR], all = {0};
+                UNROLL
+                for (int j = 0; j < PAIR; j++) {
+                    p[j] = power(x[i + j][w] * scale - shift);
+                    all += p[j];
+                }
+                sum[w] += all;
+                store_probs(p, to + (i / PAIR * wide + w) * LANES, &rounded_sum[w]);
+            }
+        }
+        to += TILE / PAIR * wide * LANES;
+    }
+}
+
+/* Make the largest logit up to key `end` the shift, and scale what was summed with the old one. */
+INLINE void move_shift(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, int64_t begin,
+    int64_t end, float scale
+) {
+    vec most[WIDE], less[WIDE];
+    for (int w = 0; w < wide; w++)
+        most[w] = load(strip->shift + w * LANES);
+    raise_max(wide, s, r, strip, begin, end, scale, most);
+    for (int w = 0; w < wide; w++) {
+        float *shift = strip->shift + w * LANES, *sum = strip->sum + w * LANES;
+        float *rounded_sum = strip->rounded_sum + w * LANES;
+        less[w] = power(load(shift) - most[w]);
+        store(shift, most[w]);
+        store(sum, load(sum) * less[w]);
+        store(rounded_sum, load(rounded_sum) * less[w]);
+    }
+    for (int64_t d = 0; d < s->size; d++)
+        for (int w = 0; w < wide; w++) {
+            float *at = strip->out_sum + (d * wide + w) * LANES;
+            store(at, load(at) * less[w]);
+        }
+}
+
+/* Attention of one strip over keys begin .. end - 1 of the block that is loaded. */
+INLINE void attend_strip(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, int64_t begin,
+    int64_t end, float scale
+) {
+    int64_t most = strip->limit[wide * LANES - 1];
+    if (end > most)
+        end = most;
+    if (end <= begin)
+        return;
+    vec sum[WIDE], rounded_sum[WIDE];
+    if (begin == 0) {
+        vec first[WIDE];
+        for (int w = 0; w < wide; w++)
+            first[w] = fill(LOWEST);
+        raise_max(wide, s, r, strip, 0, 1, scale, first);
+        for (int w = 0; w < wide; w++)
+            store(strip->shift + w * LANES, first[w]);
+        memset(strip->sum, 0, (size_t)(4 * wide * LANES));
+        memset(strip->rounded_sum, 0, (size_t)(4 * wide * LANES));
+        memset(strip->out_sum, 0, (size_t)(4 * s->size * wide * LANES));
+    }
+    find_probs(wide, s, r, strip, begin, end, scale, sum, rounded_sum);
+    int beyond = 0;
+    for (int w = 0; w < wide; w++) /* also if a sum is NaN */
+        beyond |= any(~(sum[w] <= fill(SUM_LIMIT)));
+    if (__builtin_expect(beyond, 0)) {
+        move_shift(wide, s, r, strip, begin, end, scale);
+        find_probs(wide, s, r, strip, begin, end, scale, sum, rounded_sum);
+    }
+    for (int w = 0; w < wide; w++) {
+        float *at = strip->sum + w * LANES, *rounded = strip->rounded_sum + w * LANES;
+        store(at, load(at) + sum[w]);
+        store(rounded, load(rounded) + rounded_sum[w]);
+    }
+    int64_t used = (end - begin + TILE - 1) / TILE * (TILE / PAIR);
+    for (int64_t d = 0; d < s->size; d += TILE) {
+        vec x[TILE][WIDE];
+        float *at = strip->out_sum + d * wide * LANES;
+        UNROLL
+        for (int i = 0; i < TILE; i++) {
+            UNROLL
+            for (int w = 0; w < wide; w++)
+                x[i][w] = load(at + (i * wide + w) * LANES);
+        }
+        add_products(wide, x, used, r->p, VALUE_TILE(r, s, d), 1, VALUE_NEXT(s));
+        UNROLL
+        for (int i = 0; i < TILE; i++) {
+            UNROLL
+            for (int w = 0; w < wide; w++)
+                store(at + (i * wide + w) * LANES, x[i][w]);
+        }
+    }
+}
+
+/* With a constant width, the sums of a tile are registers. */
+#define ATTEND_STRIP(WIDTH)                                                                 \
+    static __attribute__((noinline)) void attend_strip_##WIDTH(                             \
+        const Shape *s, const Workspace *r, const Strip *strip, int64_t begin, int64_t end, \
+        float scale                                                                         \
+    ) {                                                                                     \
+        attend_strip(WIDTH, s, r, strip, begin, end, scale);                                \
+    }
+ATTEND_STRIP(1)
+ATTEND_STRIP(2)
+ATTEND_STRIP(3)
+
+/* Divide the outputs of a strip, and write them and the log-sum-exps. */
+static void write_out(const Shape *s, int64_t begin, const Strip *strip, bf16 *out, float *lse) {
+    for (int w = 0; w < strip->wide; w++) {
+        int64_t row = begin + w * LANES, left = s->rows * s->group - row;
+        int count = (int)(left < LANES ? left : LANES);
+        const float *sum = strip->sum + w * LANES, *shift = strip->shift + w * LANES;
+        vec share = 1.0f / load(strip->rounded_sum + w * LANES);
+        bf16 *to[LANES];
+        for (int i = 0; i < count; i++) {
+            int64_t t = (row + i) / s->group, g = (row + i) % s->group;
+            to[i] = out + g * s->out_group + t * s->out_row;
+            lse[g * s->rows + t] = shift[i] * 0.69314718055994531f + logf(sum[i]);
+        }
+        round_outputs(s, strip->out_sum + w * LANES, strip->wide, share, count, to);
+    }
+}
+
+/* Attention of the block of queries that begins at row `begin`, over the rows of one KV head. */
+static void block(
+    const Shape *s, Workspace *r, const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out,
+    float *lse, int64_t begin, int64_t strips
+) {
+    int64_t all = s->rows * s->group, keys = block_keys(s->size), most = 0;
+    int count = 0;
+    for (; count < strips && begin + count * STRIP < all; count++) {
+        Strip *strip = &r->strips[count];
+        load_strip(s, q, begin + count * STRIP, strip);
+        most = strip->limit[strip->wide * LANES - 1];
+    }
+    float scale = (float)(1.44269504088896341 / sqrt((double)s->size));
+    for (int64_t at = 0; at < most; at += keys) {
+        int64_t end = at + keys < most ? at + keys : most;
+        load_block(s, r, k, v, at, end);
+        for (int i = 0; i < count; i++) {
+            const Strip *strip = &r->strips[i];
+            if (strip->wide == 3)
+                attend_strip_3(s, r, strip, at, end, scale);
+            else if (strip->wide == 2)
+                attend_strip_2(s, r, strip, at, end, scale);
+            else
+                attend_strip_1(s, r, strip, at, end, scale);
+        }
+    }
+    for (int i = 0; i < count; i++)
+        write_out(s, begin + i * STRIP, &r->strips[i], out, lse);
+}
+
+/* q [H, G, T, D], k and v [H, N, D], out [H, G, T, D] in bfloat16, lse [H, G, T] in float32, none
+   empty; D is a multiple of 16. Query i sees the first min(N, first + i) rows, first at least 1.
+   Returns 0, or 2: no memory. */
+static int rows_attention(
+    const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, const Shape *s
+) {
+    Division c = divide(s);
+    char *memory = aligned_alloc(64, (size_t)(c.threads * c.each));
+    if (memory == NULL)
+        return 2;
+#pragma omp parallel num_threads((int)c.threads)
+    {
+        int64_t thread = 0;
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+#endif
+        Workspace r = init_workspace(memory + thread * c.each, s->size);
+        /* The last queries see most rows, so they go first. */
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < s->heads * c.blocks; i++) {
+            int64_t h = i % s->heads, begin = (c.blocks - 1 - i / s->heads) * c.strips * STRIP;
+            block(
+                s, &r, q + h * s->q_head, k + h * s->k_head, v + h * s->v_head,
+                out + h * s->out_head, lse + h * s->group * s->rows, begin, c.strips
+            );
+        }
+    }
+    free(memory);
+    return 0;
+}
