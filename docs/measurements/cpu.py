@@ -44,7 +44,7 @@ from minikv.models.packed import Origin, Packed
 from minikv.models.pages import Pages
 from minikv.models.weights import Checkpoint, load_network
 
-PARTS = ("packing", "loading", "prompts", "products", "logits")
+PARTS = ("packing", "loading", "prompts", "prompts32", "products", "logits")
 FORMS = ("bfloat16", "int8", "int4")
 ROUNDINGS = ("none", "0", "128", "32", "kernel")
 """Columns of the input that share a scale; "0" is all of them."""
@@ -169,16 +169,17 @@ def loads(layers: int, repeat: int, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def prompts(repeat: int) -> list[dict[str, Any]]:
-    """GFLOP/s of the last 1,024 queries over all rows, C and torch in turns."""
+def prompts(repeat: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """GFLOP/s of the last 1,024 queries over all rows in `dtype`, C and torch in turns."""
     ways = {"C in float32": prefill.FLOAT.last_rows_attention}
-    ways |= {"C": prefill.BF16.last_rows_attention} if prefill.BF16.available() else {}
-    ways |= {"torch": attention.last_rows_attention}
+    if dtype == torch.bfloat16 and prefill.BF16.available():
+        ways["C"] = prefill.BF16.last_rows_attention
+    ways["torch"] = attention.last_rows_attention
     rows = []
     for name, (heads, group, size) in HEADS.items():
         for keys in (1024, 2048, 8192):
-            q = torch.randn(1024, heads, group, size).bfloat16().permute(1, 2, 0, 3)
-            k, v = torch.randn(2, heads, keys, size).bfloat16().unbind(0)
+            q = torch.randn(1024, heads, group, size).to(dtype).permute(1, 2, 0, 3)
+            k, v = torch.randn(2, heads, keys, size).to(dtype).unbind(0)
             flops = 4 * heads * group * size * 1024 * (keys - 512)
             took: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for turn in range(repeat + 1):
@@ -360,7 +361,9 @@ def main() -> None:
                 found["loading"] = loads(args.layers, args.repeat, Path(made))
                 shutil.rmtree(Path(made) / "cache", ignore_errors=True)
         if "prompts" in only:
-            found["prompts"] = prompts(args.repeat)
+            found["prompts"] = prompts(args.repeat, torch.bfloat16)
+        if "prompts32" in only:
+            found["prompts32"] = prompts(args.repeat, torch.float32)
         if "products" in only:
             found["products"] = products(args.repeat)
         if "logits" in only:

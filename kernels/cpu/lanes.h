@@ -46,7 +46,7 @@ INLINE int any(ivec those) {
     return found != 0;
 }
 
-/* 2^x with a relative error of 4e-6; 0 below 2^-126, and at least 2^126 from there on. NaN stays
+/* 2^x with a relative error of 2e-7; 0 below 2^-126, and at least 2^126 from there on. NaN stays
    NaN. */
 INLINE vec power(vec x) {
 #if VEC == 16
@@ -57,10 +57,11 @@ INLINE vec power(vec x) {
     vec whole = (y - 0.5f + 0x1.8p23f) - 0x1.8p23f; /* -126 .. 126: y, rounded down or nearly so */
     vec f = y - whole;                              /* 0 .. 1 */
 #endif
-    vec p = f * 1.3534167e-2f + 5.2011464e-2f;
-    p = p * f + 2.4144275e-1f;
-    p = p * f + 6.9300383e-1f;
-    p = p * f + 1.0000026f;
+    vec p = f * 1.8775766e-3f + 8.9893406e-3f;
+    p = p * f + 5.5826318e-2f;
+    p = p * f + 2.4015361e-1f;
+    p = p * f + 6.9315308e-1f;
+    p = p * f + 9.9999994e-1f;
 #if VEC == 16
     return _mm512_scalef_ps(p, x);
 #else

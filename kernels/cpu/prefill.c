@@ -17,6 +17,7 @@ int minikv_rows_attention_available(void) { return AVAILABLE; }
 /* Sums, with a row of queries and one pair, fill the registers. */
 enum { TILE = 8, PAIR = 2 };
 
+typedef bf16 stored;
 typedef uint32_t item;
 
 /* [D / TILE][keys / 2][TILE] */
@@ -119,7 +120,7 @@ INLINE void store_probs(const vec *p, item *to, vec *sum) {
     _mm512_store_si512(to, pairs);
 }
 
-static void round_outputs(
+static void write_rows(
     const Shape *s, const float *x, int wide, vec share, int count, bf16 *const *to
 ) {
     for (int64_t d = 0; d < s->size; d += LANES) {

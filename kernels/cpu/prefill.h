@@ -13,6 +13,7 @@
 
    A file that includes this says how numbers are multiplied. It defines
 
+     stored             the type of queries, keys, values and outputs in memory
      TILE               keys, or numbers of a value, that are summed at once; 4 or 8
      PAIR               numbers that lie together in an `item`, and whose products are summed at
                         once: of a query and a key along D, of probabilities and values along keys
@@ -67,21 +68,21 @@ INLINE vec add_product(vec sum, const item *a, item b);
 
 /* Write the queries of the LANES rows `from` [D] to `to` [D / PAIR][wide][LANES], from there on;
    NULL: zeros. */
-static void load_queries(const Shape *s, const bf16 *const *from, int wide, item *to);
+static void load_queries(const Shape *s, const stored *const *from, int wide, item *to);
 
 /* Copy a key; NULL: zeros. */
-INLINE void load_key(const Shape *s, const bf16 *from, item *to);
+INLINE void load_key(const Shape *s, const stored *from, item *to);
 
 /* Write the values of `count` keys to r->v, with zeros up to a multiple of TILE. */
-static void load_values(const Shape *s, const bf16 *v, int64_t count, item *to);
+static void load_values(const Shape *s, const stored *v, int64_t count, item *to);
 
 /* Write the probabilities of PAIR keys, each [LANES], to `to`, and add the rounded ones to `sum`.
  */
 INLINE void store_probs(const vec *p, item *to, vec *sum);
 
-/* Round the outputs of `count` queries x [D][wide][LANES] times `share` to rows `to`. */
-static void round_outputs(
-    const Shape *s, const float *x, int wide, vec share, int count, bf16 *const *to
+/* Write the outputs of `count` queries x [D][wide][LANES] times `share` to rows `to`. */
+static void write_rows(
+    const Shape *s, const float *x, int wide, vec share, int count, stored *const *to
 );
 
 #define SUM_LIMIT 1073741824.0f /* 2^30 */
@@ -142,11 +143,11 @@ static Workspace init_workspace(char *at, int64_t size) {
 }
 
 /* Load the strip of one KV head that begins at row `begin`; rows beyond the last are zeros. */
-static void load_strip(const Shape *s, const bf16 *q, int64_t begin, Strip *x) {
+static void load_strip(const Shape *s, const stored *q, int64_t begin, Strip *x) {
     int64_t all = s->rows * s->group;
     x->wide = all - begin < STRIP ? (int)((all - begin + LANES - 1) / LANES) : WIDE;
     for (int w = 0; w < x->wide; w++) {
-        const bf16 *from[LANES];
+        const stored *from[LANES];
         for (int i = 0; i < LANES; i++) {
             int64_t row = begin + w * LANES + i, held = row < all ? row : all - 1;
             int64_t t = held / s->group, g = held % s->group, seen = s->first + t;
@@ -159,7 +160,7 @@ static void load_strip(const Shape *s, const bf16 *q, int64_t begin, Strip *x) {
 
 /* Load keys begin .. end - 1 and their values. */
 static void load_block(
-    const Shape *s, Workspace *r, const bf16 *k, const bf16 *v, int64_t begin, int64_t end
+    const Shape *s, Workspace *r, const stored *k, const stored *v, int64_t begin, int64_t end
 ) {
     int64_t count = end - begin, used = (count + TILE - 1) / TILE * TILE;
     r->begin = begin;
@@ -356,25 +357,25 @@ ATTEND_STRIP(2)
 ATTEND_STRIP(3)
 
 /* Divide the outputs of a strip, and write them and the log-sum-exps. */
-static void write_out(const Shape *s, int64_t begin, const Strip *strip, bf16 *out, float *lse) {
+static void write_out(const Shape *s, int64_t begin, const Strip *strip, stored *out, float *lse) {
     for (int w = 0; w < strip->wide; w++) {
         int64_t row = begin + w * LANES, left = s->rows * s->group - row;
         int count = (int)(left < LANES ? left : LANES);
         const float *sum = strip->sum + w * LANES, *shift = strip->shift + w * LANES;
         vec share = 1.0f / load(strip->rounded_sum + w * LANES);
-        bf16 *to[LANES];
+        stored *to[LANES];
         for (int i = 0; i < count; i++) {
             int64_t t = (row + i) / s->group, g = (row + i) % s->group;
             to[i] = out + g * s->out_group + t * s->out_row;
             lse[g * s->rows + t] = shift[i] * 0.69314718055994531f + logf(sum[i]);
         }
-        round_outputs(s, strip->out_sum + w * LANES, strip->wide, share, count, to);
+        write_rows(s, strip->out_sum + w * LANES, strip->wide, share, count, to);
     }
 }
 
 /* Attention of the block of queries that begins at row `begin`, over the rows of one KV head. */
 static void block(
-    const Shape *s, Workspace *r, const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out,
+    const Shape *s, Workspace *r, const stored *q, const stored *k, const stored *v, stored *out,
     float *lse, int64_t begin, int64_t strips
 ) {
     int64_t all = s->rows * s->group, keys = block_keys(s->size), most = 0;
@@ -402,11 +403,11 @@ static void block(
         write_out(s, begin + i * STRIP, &r->strips[i], out, lse);
 }
 
-/* q [H, G, T, D], k and v [H, N, D], out [H, G, T, D] in bfloat16, lse [H, G, T] in float32, none
+/* q [H, G, T, D], k and v [H, N, D], out [H, G, T, D] as `stored`, lse [H, G, T] in float32, none
    empty; D is a multiple of 16. Query i sees the first min(N, first + i) rows, first at least 1.
    Returns 0, or 2: no memory. */
 static int rows_attention(
-    const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, const Shape *s
+    const stored *q, const stored *k, const stored *v, stored *out, float *lse, const Shape *s
 ) {
     Division c = divide(s);
     char *memory = aligned_alloc(64, (size_t)(c.threads * c.each));

@@ -1,8 +1,8 @@
 """Attention of a prompt's queries, in C: by products of bfloat16 (prefill.c), which a processor may
-lack, or of floats (prefill_float.c). Which of them is the faster one: `choice`.
+lack, or of floats (prefill_float.h). Which of them is the faster one: `choice`.
 
-They take bfloat16 tensors, and heads whose size is a multiple of 16 up to 256. Everything else goes
-to `torch/attention.py`.
+They take bfloat16, and float32, of which the products are always of floats, and heads whose size is
+a multiple of 16 up to 256. Everything else goes to `torch/attention.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from minikv.kernels.torch import ragged_prefill as plain_ragged
 _MULTIPLE = 16
 _MAX_HEAD_DIM = 256
 _NO_MEMORY = 2
+_FLOAT32 = "minikv_rows_attention_float32"
 
 Attend = Callable[..., int]
 """Addresses of q, k, v, the output and the log-sum-exps, and a `_Shape` -> 0 or `_NO_MEMORY`."""
@@ -34,28 +35,25 @@ H, G, T."""
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One of the two, by the name of its function in the library."""
+    """One of the two ways, by the name of its function in the library."""
 
     symbol: str
-
-    def library(self) -> Attend | None:
-        """The function in C; None where the library or the processor does not have it."""
-        return _function(self.symbol)
+    """Of the function for bfloat16."""
 
     def available(self) -> bool:
         """Whether there is a library, and the processor has the instructions."""
-        return self.library() is not None
+        return _function(self.symbol) is not None
 
     def rows_attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
     ) -> tuple[Tensor, Tensor]:
         """See `torch.attention.rows_attention`. In memory the output is [T, H, G, D]."""
-        found = _attend(self.library(), q, k, v, 1 if causal else k.shape[1])
+        found = self._attend(q, k, v, 1 if causal else k.shape[1])
         return plain_torch.rows_attention(q, k, v, causal=causal) if found is None else found
 
     def last_rows_attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `torch.attention.last_rows_attention`. Computed at once, without `merge`."""
-        found = _attend(self.library(), q, k, v, k.shape[1] - q.shape[2] + 1)
+        found = self._attend(q, k, v, k.shape[1] - q.shape[2] + 1)
         return plain_torch.last_rows_attention(q, k, v) if found is None else found
 
     def ragged_prefill(
@@ -77,6 +75,42 @@ class Prefill:
         attend = self.rows_attention
         return plain_ragged.head_by_head(q, k, v, tables, pos, q_pos, window, attend)
 
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
+        """Query i over rows 0 .. first + i - 1; None if C does not take these tensors."""
+        heads, group, rows, size = q.shape
+        keys = k.shape[1]
+        alike = q.dtype == k.dtype == v.dtype and all(x.is_cpu for x in (q, k, v))
+        dense = q.stride(3) == k.stride(2) == v.stride(2) == 1
+        if not (alike and dense and q.numel() and keys and first > 0):
+            return None
+        symbol = {torch.bfloat16: self.symbol, torch.float32: _FLOAT32}.get(q.dtype)
+        if symbol is None or size % _MULTIPLE or size > _MAX_HEAD_DIM:
+            return None
+        function = _function(symbol)
+        if function is None:
+            return None
+        out = torch.empty((rows, heads, group, size), dtype=q.dtype, device=q.device)
+        out = out.permute(1, 2, 0, 3)
+        lse = torch.empty((heads, group, rows), dtype=torch.float32, device=q.device)
+        shape = _Shape(
+            heads,
+            group,
+            rows,
+            keys,
+            size,
+            first,
+            *q.stride()[:3],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            *out.stride()[:3],
+        )
+        failed = function(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), shape
+        )
+        if failed == _NO_MEMORY:
+            raise MemoryError("attention found no memory")
+        return out, lse
+
 
 BF16 = Prefill("minikv_rows_attention")
 FLOAT = Prefill("minikv_rows_attention_float")
@@ -92,38 +126,3 @@ def _function(symbol: str) -> Attend | None:
     function.argtypes = [c_void_p] * 5 + [_Shape]
     function.restype = c_int
     return cast(Attend, function)
-
-
-def _attend(
-    function: Attend | None, q: Tensor, k: Tensor, v: Tensor, first: int
-) -> tuple[Tensor, Tensor] | None:
-    """Query i over rows 0 .. first + i - 1; None if C does not take these tensors."""
-    heads, group, rows, size = q.shape
-    keys = k.shape[1]
-    alike = all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in (q, k, v))
-    dense = q.stride(3) == k.stride(2) == v.stride(2) == 1
-    if not (alike and dense and q.numel() and keys and first > 0):
-        return None
-    if function is None or size % _MULTIPLE or size > _MAX_HEAD_DIM:
-        return None
-    out = torch.empty((rows, heads, group, size), dtype=q.dtype, device=q.device)
-    out = out.permute(1, 2, 0, 3)
-    lse = torch.empty((heads, group, rows), dtype=torch.float32, device=q.device)
-    shape = _Shape(
-        heads,
-        group,
-        rows,
-        keys,
-        size,
-        first,
-        *q.stride()[:3],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *out.stride()[:3],
-    )
-    failed = function(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), shape
-    )
-    if failed == _NO_MEMORY:
-        raise MemoryError("attention found no memory")
-    return out, lse

@@ -209,14 +209,84 @@ def test_threads_change_no_number(way: prefill.Prefill) -> None:
         assert torch.equal(lse, made[0][1])
 
 
-@pytest.mark.parametrize("what", ["float32", "size", "wide", "turned", "nothing", "no library"])
+def floats(
+    heads: int, group: int, rows: int, keys: int, size: int, *, seed: int = 0, by: float = 2.0
+) -> Inputs:
+    """`make`, with all the bits of a float32."""
+    q, k, v = (x.float() for x in make(heads, group, rows, keys, size, seed=seed, by=by))
+    generator = torch.Generator().manual_seed(seed)
+    for x in (q, k, v):
+        x *= 1 + 2**-8 * torch.rand(x.shape, generator=generator)
+    return q, k, v
+
+
+def close(found: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, first: int) -> None:
+    out, lse = found
+    want, sums = truth(q, k, v, first)
+    assert out.dtype == lse.dtype == torch.float32
+    assert out.permute(2, 0, 1, 3).is_contiguous()
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=st.integers(1, 3),
+    group=st.integers(1, 7),
+    rows=st.integers(1, 200),
+    keys=st.integers(0, 300),
+    steps=st.integers(1, 16),
+    kind=st.sampled_from(["rows", "causal", "last"]),
+)
+def test_float32_of_any_size(
+    way: prefill.Prefill, heads: int, group: int, rows: int, keys: int, steps: int, kind: str
+) -> None:
+    keys = {"rows": 1 + keys, "causal": rows, "last": rows + keys}[kind]
+    q, k, v = floats(heads, group, rows, keys, 16 * steps, seed=9)
+    if kind == "last":
+        close(way.last_rows_attention(q, k, v), q, k, v, keys - rows + 1)
+    else:
+        causal = kind == "causal"
+        close(way.rows_attention(q, k, v, causal=causal), q, k, v, 1 if causal else keys)
+
+
+@pytest.mark.parametrize("steep", [4.0, -4.0, 40.0, -40.0])
+def test_float32_logits_that_rise_and_fall_by_thousands(way: prefill.Prefill, steep: float) -> None:
+    q, k, v = floats(2, 3, 270, 270, 64, seed=1, by=1.0)
+    q[..., 0] = 8.0
+    q[:, 1, ::2, 0] *= -1
+    k[..., 0] = steep * torch.arange(270)
+    want, sums = truth(q, k, v, 1)
+    out, lse = way.rows_attention(q, k, v, causal=True)
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(out.double(), want, rtol=1e-2, atol=2e-3)  # logits have an error
+
+
+def test_float32_is_as_precise_as_the_twin(way: prefill.Prefill) -> None:
+    q, k, v = floats(2, 3, 300, 300, 64, seed=5)
+    want, sums = truth(q, k, v, 1)
+    errors = []
+    for attend in (way.rows_attention, attention.rows_attention):
+        out, lse = attend(q, k, v, causal=True)
+        off = (out.double() - want).square().mean().sqrt()
+        errors.append((float(off), float((lse.double() - sums).abs().max())))
+    ours, theirs = errors
+    assert ours[0] < 1.5 * theirs[0]
+    assert ours[1] < max(2e-6, 1.5 * theirs[1])
+
+
+@pytest.mark.parametrize(
+    "what", ["float16", "mixed", "size", "wide", "turned", "nothing", "no library"]
+)
 def test_the_twin_takes_the_rest(
     way: prefill.Prefill, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = {"size": 40, "wide": 272}.get(what, 64)
     q, k, v = make(2, 3, 20, 30, size)
-    if what == "float32":
-        q, k, v = q.float(), k.float(), v.float()
+    if what == "float16":
+        q, k, v = q.half(), k.half(), v.half()
+    elif what == "mixed":
+        q = q.float()
     elif what == "turned":
         k = k.transpose(1, 2).contiguous().transpose(1, 2)
     elif what == "nothing":

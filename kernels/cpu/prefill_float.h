@@ -1,0 +1,57 @@
+/* Attention of many queries over rows by products of floats, for any processor with vectors of
+   them. Keys and values become floats once for a block of queries. A file that includes this
+   defines, after lanes.h,
+
+     stored      the type of queries, keys, values and outputs in memory
+     widen(x)    such a number as a float, and
+     narrow(x)   a float as such a number */
+
+/* Sums, with a row of queries and one number, fill the registers. */
+#if VEC == 16 || defined(__aarch64__)
+enum { TILE = 8, PAIR = 1 };
+#else
+enum { TILE = 4, PAIR = 1 };
+#endif
+
+typedef float item;
+
+#define VALUE_TILE(r, s, d) ((r)->v + (d))
+#define VALUE_NEXT(s) ((s)->size)
+
+#include "prefill.h"
+
+INLINE vec add_product(vec sum, const item *a, item b) { return sum + load(a) * b; }
+
+static void load_queries(const Shape *s, const stored *const *from, int wide, item *to) {
+    for (int i = 0; i < LANES; i++)
+        for (int64_t d = 0; d < s->size; d++)
+            to[d * wide * LANES + i] = from[i] ? widen(from[i][d]) : 0.0f;
+}
+
+INLINE void load_key(const Shape *s, const stored *from, item *to) {
+    for (int64_t d = 0; d < s->size; d++)
+        to[d] = from ? widen(from[d]) : 0.0f;
+}
+
+static void load_values(const Shape *s, const stored *v, int64_t count, item *to) {
+    int64_t used = (count + TILE - 1) / TILE * TILE;
+    for (int64_t i = 0; i < used; i++)
+        load_key(s, i < count ? v + i * s->v_row : NULL, to + i * s->size);
+}
+
+INLINE void store_probs(const vec *p, item *to, vec *sum) {
+    store(to, *p);
+    *sum += *p;
+}
+
+static void write_rows(
+    const Shape *s, const float *x, int wide, vec share, int count, stored *const *to
+) {
+    for (int i = 0; i < count; i++) {
+        float row[256]; /* the largest head */
+        for (int64_t d = 0; d < s->size; d++)
+            row[d] = x[d * wide * LANES + i] * share[i];
+        for (int64_t d = 0; d < s->size; d++)
+            to[i][d] = narrow(row[d]);
+    }
+}
