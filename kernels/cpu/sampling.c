@@ -64,6 +64,7 @@ static inline double power_of_two(double x) {
 /* Fill mass, bin and sums. Returns the mass of the tokens that are at least `min_p` as likely as
    the best one. Memory is safe for any logits, also NaN. */
 static int64_t weigh(Tokens *t, double temperature, double min_p, double scale) {
+    /* By names of their own: for the compiler, what is stored could be an address in `t`. */
     const float *logits = t->logits;
     int64_t *masses = t->mass;
     uint16_t *bin = t->bin;
