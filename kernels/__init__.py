@@ -26,7 +26,6 @@ from minikv.kernels.torch.compaction import gather_column, gather_rows, held_row
 from minikv.kernels.torch.decode import Rows, lowest_step, ragged_attention
 from minikv.kernels.torch.int8 import from_codes, to_codes
 from minikv.kernels.torch.ragged_prefill import ragged_prefill
-from minikv.kernels.torch.sampling import drawn
 from minikv.kernels.torch.window import window_attention
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "advance",
     "append",
     "below_uniform",
-    "drawn",
     "each_attention",
     "from_codes",
     "gather_column",

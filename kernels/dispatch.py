@@ -49,6 +49,7 @@
     silu_mul               triton/layer             cpu/layer         torch/layer
     greedy                 triton/sampling          -                 torch/sampling
     sample                 triton/sampling          -                 torch/sampling
+    drawn                  -                        cpu/sampling      torch/sampling
     row_product            -                        cpu/product       torch/product
     rest                   -                        cpu/rest          models
     int8_product           -                        cpu/integer       models
@@ -166,6 +167,7 @@ class Kernels:
     silu_mul = staticmethod(layer.silu_mul)
     greedy = staticmethod(sampling.greedy)
     sample = staticmethod(sampling.sample)
+    drawn = staticmethod(sampling.drawn)
     row_product = staticmethod(product.row_product)
     rest: Callable[..., Callable[[Tensor, Tensor], Tensor] | None] | None = None
     int8_product: Callable[..., Tensor] | None = None

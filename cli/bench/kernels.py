@@ -233,6 +233,9 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
         ):
             moved = t * numbers * item
             yield Case(name.replace("_", " "), f"{t:,} tokens", make, moved, needs=name)
+    for case, top_p in (("all", 1.0), ("top_p 0.9", 0.9)):
+        make = partial(_drawn, sizes, top_p)
+        yield Case("draw", f"of {sizes.vocab:,}, {case}", make, sizes.vocab * 4, needs="drawn")
 
 
 def uneven(heads: int, mean: int) -> list[int]:
@@ -432,3 +435,10 @@ def _rotate(sizes: Sizes, dtype: torch.dtype, t: int, device: torch.device, seed
 def _silu_mul(sizes: Sizes, dtype: torch.dtype, t: int, device: torch.device, seed: int) -> Call:
     both = normal(device, seed, dtype, t, 2 * sizes.mlp)
     return lambda ops: ops.silu_mul(both)
+
+
+def _drawn(sizes: Sizes, top_p: float, device: torch.device, seed: int) -> Call:
+    """As `sampling.pick` draws, from logits as spread as a network's."""
+    logits = 3 * normal(device, seed, torch.float32, sizes.vocab)
+    point = torch.tensor(0.5, dtype=torch.float64, device=device)
+    return lambda ops: ops.drawn(logits, 0.7, 0, top_p, 0.0, point)

@@ -1,5 +1,5 @@
 """What a CPU's kernels do beside plain torch: packing, a second start, attention of a prompt, and
-its products with packed weights, and what rounding their input does to logits.
+its products with packed weights, what rounding their input does to logits, and drawing a token.
 
     GOMP_SPINCOUNT=2000 python docs/measurements/cpu.py --json docs/measurements/cpu.json
 
@@ -34,6 +34,8 @@ from weights import documents
 import minikv.models as models
 from minikv.cache.attend import DenseAttend
 from minikv.cli.doctor import _cpu_facts
+from minikv.engine.sampling import Sampling, pick
+from minikv.kernels import dispatch
 from minikv.kernels.cpu import choice, integer, packing, prefill
 from minikv.kernels.torch import attention
 from minikv.kernels.torch import integer as specification
@@ -44,13 +46,22 @@ from minikv.models.packed import Origin, Packed
 from minikv.models.pages import Pages
 from minikv.models.weights import Checkpoint, load_network
 
-PARTS = ("packing", "loading", "prompts", "prompts32", "products", "logits")
+PARTS = ("packing", "loading", "prompts", "prompts32", "products", "logits", "sampling")
 FORMS = ("bfloat16", "int8", "int4")
 ROUNDINGS = ("none", "0", "128", "32", "kernel")
 """Columns of the input that share a scale; "0" is all of them."""
 COLUMNS_OUT = (5, 77, 150)
 ROWS, COLUMNS = 28672, 4096  # gate and up of a layer of Llama-3-8B
 C = Packing(packing.pack_int8, packing.pack_int4)
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "temperature 0.7": Sampling(0.7),
+    "top_p 0.9": Sampling(0.7, top_p=0.9),
+    "top_k 40": Sampling(0.7, top_k=40),
+    "min_p 0.05": Sampling(0.7, min_p=0.05),
+    "temperature 2, flat": Sampling(2.0),
+    "temperature 1, all equal": Sampling(1.0),
+}
 HEADS = {"S": (4, 3, 64), "M": (4, 8, 64), "8B": (8, 4, 128)}  # KV heads, group, head size
 LIKE_8B = {
     "model_type": "llama",
@@ -330,6 +341,36 @@ def rounding(matrix: Linear, how: str) -> Linear:
     return matrix
 
 
+def sampling(repeat: int) -> list[dict[str, Any]]:
+    """`pick` with C's kernels and with torch's, in turns: one token from random logits (of a
+    standard deviation of 3, "flat" of 0.1), another place in the conversation each time."""
+    ways = {
+        name: dispatch.choose(torch.device("cpu"), kernels, 64, torch.bfloat16)[0]
+        for name, kernels in (("C", "auto"), ("torch", "torch"))
+    }
+    rows, threads = [], torch.get_num_threads()
+    for vocab in (32_000, 128_256):
+        spread = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab))
+        for used in sorted({1, threads}):
+            torch.set_num_threads(used)
+            for name, how in SAMPLINGS.items():
+                by = 0.0 if "equal" in name else 0.1 if "flat" in name else 3.0
+                logits = by * spread
+                took: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+                for turn in range(20 * repeat + 1):
+                    for way, ops in ways.items():
+                        draw = partial(pick, logits, vocab, how, 1, turn, ops)
+                        took[way].append(timed(draw))
+                row: dict[str, Any] = {"vocab": vocab, "threads": used, "how": name}
+                for way, times in took.items():
+                    clock, process = (median(part) for part in zip(*times[1:], strict=True))
+                    row[way] = {"ms": 1e3 * clock, "processor_ms": 1e3 * process}
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    torch.set_num_threads(threads)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS))
@@ -368,6 +409,8 @@ def main() -> None:
             found["products"] = products(args.repeat)
         if "logits" in only:
             found["logits"] = logits(args.chats)
+        if "sampling" in only:
+            found["sampling"] = sampling(args.repeat)
     for name in PARTS:
         for row in found.get(name, []):
             print(name, json.dumps(row))

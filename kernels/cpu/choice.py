@@ -30,6 +30,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
         "scissorhands_step",
     ),
     "norms and rotation": ("add_norm", "rotate", "silu_mul"),
+    "sampling": ("drawn",),
     "products of one row": ("row_product", "rest"),
     "int8 products": ("int8_product",),
     "int4 products": ("int4_product",),

@@ -15,6 +15,7 @@ from minikv.kernels.cpu import (
     prefill,
     product,
     rest,
+    sampling,
     step,
 )
 from minikv.kernels.dispatch import Kernels
@@ -58,6 +59,7 @@ class Native(Kernels):
     silu_mul = staticmethod(layer.silu_mul)
     int8_product = staticmethod(integer.int8_product)
     int4_product = staticmethod(integer.int4_product)
+    drawn = staticmethod(sampling.drawn)
     row_product = staticmethod(product.row_product)
     rest = staticmethod(rest.rest)
     pack_int8 = staticmethod(packing.pack_int8)

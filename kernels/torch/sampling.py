@@ -44,26 +44,34 @@ def drawn(
 ) -> Tensor:
     """int64 []: a token from finite float32 logits [V], at a temperature above 0.
 
-    point float64 []: a random number in [0, 1). The token is the one at this point of the
-    cumulative probabilities, the most likely token first. The filters in order: temperature, top_k
-    (0: off), top_p, min_p. If a logit is not finite, it is any token.
+    point float64 []: a random number in [0, 1). The tokens are ordered by their logits, the largest
+    first, and of equal ones the smaller id. Each filter keeps the first of them: top_k so many (0:
+    all); top_p those before which lies less than this share of what top_k kept; min_p those that
+    are at least this share as likely as the first one. The first one always stays. The result is
+    the token at this point of what all of them keep. If a logit is not finite, it is any token.
+
+    Probabilities are whole numbers, multiples of 2^-44 of the largest one, so that sums are exact
+    in any order. They have no error but that of exp, and of rounding it.
     """
-    # Without subtracting the maximum first, a tiny temperature would give inf - inf.
     ranked, ids = torch.sort(logits, descending=True, stable=True)
-    ranked = (ranked.double() - ranked[0].double()) / temperature
-    if top_k:
-        ranked = ranked[:top_k]
-    chances = torch.softmax(ranked, 0)
-    before = chances.cumsum(0) - chances
-    # The best token always stays, also with top_p 0.
-    first = torch.arange(len(chances), device=chances.device)
-    keep = (before < top_p) & (chances >= min_p * chances[0]) | (first == 0)
-    chances = torch.where(keep, chances, 0.0)
-    edges = chances.cumsum(0)
-    # right=True: a token of probability 0 has an empty interval and cannot be drawn.
-    rank = torch.searchsorted(edges, (point * edges[-1])[None], right=True)
-    rank = torch.minimum(rank, (first * keep).max())
+    # Without subtracting the maximum first, a tiny temperature would give inf - inf.
+    chance = torch.exp((ranked.double() - ranked[0].double()) / temperature)
+    mass = torch.round(chance * scale(len(logits))).long()
+    ends, last = mass.cumsum(0), len(mass) - 1
+    kept = ends[min(top_k, len(mass)) - 1]  # -1: all
+    if top_p < 1.0:
+        least = torch.ceil(kept.double() * top_p).long().clamp(min=1)
+        kept = ends.gather(0, torch.searchsorted(ends, least[None]).clamp(max=last))[0]
+    kept = torch.minimum(kept, torch.where(chance >= min_p, mass, 0).sum())
+    target = (kept.double() * point).long()
+    # right=True: the first that ends behind the target. A token without mass ends with another.
+    rank = torch.searchsorted(ends, target[None], right=True).clamp(max=last)
     return ids.gather(0, rank)[0]
+
+
+def scale(vocab: int) -> float:
+    """What the most likely of `vocab` tokens weighs, such that the sum of all is below 2^62."""
+    return float(2.0 ** min(44, 62 - vocab.bit_length()))
 
 
 def _note(best: Tensor, logits: Tensor, token: Tensor, found: Tensor, finite: Tensor) -> None:

@@ -2,9 +2,8 @@
 
 Two launches each: programs that read a tile of logits, and one that joins what they found. For a
 draw torch sorts the logits first. With the sums of the tiles at hand the second launch looks into
-four tiles at most: where the nucleus ends, where `min_p` ends, the last one that counts, and the
-one in which the drawn token lies. Probabilities are float64, as there; their sums are formed in
-another order, so that a point within rounding of an edge may fall on its other side.
+two tiles at most: the one in which the nucleus ends, and the one in which the drawn token lies.
+Sums of whole numbers are those of torch, in whatever order they are formed.
 
 Without sorting, each of these places would be found by radix, in four passes over the logits that
 wait for each other, and equal logits in two more.
@@ -21,12 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minikv.kernels.torch.sampling import scale
 from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import Variant
 
 _BLOCK, _WARPS = 1024, 4
 _TILES = 1024  # fewer tiles need no build of their own: it holds for every vocabulary there is
 _FAR = tl.constexpr((1 << 31) - 1)
+_WHOLE = tl.constexpr(1 << 52)  # from here on a float64 has no fraction
 
 
 @triton.jit
@@ -74,11 +75,18 @@ def _best_of_all(value, index, tile_finite, token, found, finite, tiles, vocab, 
 
 
 @triton.jit
-def _weights(ranked, j, limit, temperature):
-    """float64: the probabilities of ranks j, as multiples of the first one's; 0 from `limit` on."""
+def _chances(ranked, j, limit, temperature):
+    """float64: how likely ranks j are, as multiples of the first one; 0 from `limit` on."""
     best = tl.load(ranked).to(tl.float64)
     x = tl.load(ranked + j, mask=j < limit, other=0.0).to(tl.float64)
     return tl.where(j < limit, tl.exp((x - best) / temperature), 0.0)
+
+
+@triton.jit
+def _masses(chances, scale):
+    """int64: the nearest whole multiples of 1 / scale, which the lowest bits are once 2^52 is
+    added."""
+    return (chances * scale + _WHOLE).to(tl.int64, bitcast=True) & (_WHOLE - 1)
 
 
 @triton.jit
@@ -92,27 +100,34 @@ def _ranks(top_k, vocab):
     return tl.where((top_k > 0) & (top_k < vocab), top_k, vocab).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["temperature", "top_k", "vocab"])
+@triton.jit(do_not_specialize=["scale", "temperature", "top_k", "min_p", "tiles", "vocab"])
 def _weigh(
     ranked,
     total,
     finite,
+    scale: tl.int64,
     temperature: tl.int64,
     top_k: tl.int64,
+    min_p: tl.int64,
+    tiles,
     vocab,
     BN: tl.constexpr,
 ):
-    """Grid (tiles,): what each tile of sorted logits weighs, and whether all are finite."""
+    """Grid (tiles,): what each tile of sorted logits weighs, what of it `min_p` keeps, and whether
+    all are finite."""
     tile = tl.program_id(0)
     j = tile * BN + tl.arange(0, BN)
-    weights = _weights(ranked, j, _ranks(top_k, vocab), _float64(temperature))
-    tl.store(total + tile, tl.sum(weights, 0))
+    chances = _chances(ranked, j, _ranks(top_k, vocab), _float64(temperature))
+    masses = _masses(chances, _float64(scale))
+    tl.store(total + tile, tl.sum(masses, 0))
+    likely = tl.where(chances >= _float64(min_p), masses, 0)
+    tl.store(total + tiles + tile, tl.sum(likely, 0))
     x = tl.load(ranked + j, mask=j < vocab, other=0.0)
     tl.store(finite + tile, tl.min(_finite(x).to(tl.int32), 0))
 
 
 @triton.jit(
-    do_not_specialize=["temperature", "top_k", "top_p", "min_p", "draw_count", "tiles", "vocab"]
+    do_not_specialize=["scale", "temperature", "top_k", "top_p", "draw_count", "tiles", "vocab"]
 )
 def _draw(
     ranked,
@@ -125,56 +140,43 @@ def _draw(
     token,
     found,
     finite,
+    scale: tl.int64,
     temperature: tl.int64,
     top_k: tl.int64,
     top_p: tl.int64,
-    min_p: tl.int64,
     draw_count,
     tiles,
     vocab,
     BN: tl.constexpr,
     TN: tl.constexpr,
 ):
-    """Grid (1,). The ranks that the filters leave are the first ones, `kept` of them."""
+    """Grid (1,). What the filters leave is the smallest of the masses that each of them keeps."""
     heat = _float64(temperature)
     nucleus = _float64(top_p)
-    least = _float64(min_p)
+    unit = _float64(scale)
     b = tl.arange(0, TN)
     ok = b < tiles
     n = tl.arange(0, BN)
-    sums = tl.load(total + b, mask=ok, other=0.0)
+    sums = tl.load(total + b, mask=ok, other=0)
     ends = tl.cumsum(sums, 0)
-    whole = tl.sum(sums, 0)
     limit = _ranks(top_k, vocab)
-    kept = limit
+    kept = tl.sum(sums, 0)
+    likely = tl.sum(tl.load(total + tiles + b, mask=ok, other=0), 0)
     if nucleus < 1:
-        tile = tl.sum((ok & (ends / whole < nucleus)).to(tl.int32), 0)
-        j = tile * BN + n
-        weights = _weights(ranked, j, limit, heat)
-        before = tl.sum(tl.where(b < tile, sums, 0.0), 0) + tl.cumsum(weights, 0) - weights
-        inside = (j < limit) & (before / whole < nucleus)
-        kept = tl.minimum(kept, tile * BN + tl.sum(inside.to(tl.int32), 0))
-    if least > 0:
-        edge = least * (1.0 / whole)
-        begins = _weights(ranked, b * BN, limit, heat)
-        tile = tl.sum((ok & (begins / whole >= edge)).to(tl.int32), 0)
-        tile = tl.maximum(tile - 1, 0)
-        j = tile * BN + n
-        likely = _weights(ranked, j, limit, heat) / whole >= edge
-        kept = tl.minimum(kept, tile * BN + tl.sum((likely & (j < limit)).to(tl.int32), 0))
-    kept = tl.maximum(kept, 1)
-    last = (kept - 1) // BN
-    weights = _weights(ranked, last * BN + n, kept, heat)
-    reach = tl.sum(tl.where(b < last, sums, 0.0), 0) + tl.sum(weights, 0)
+        least = tl.maximum(tl.ceil(kept.to(tl.float64) * nucleus).to(tl.int64), 1)
+        tile = tl.sum((ok & (ends < least)).to(tl.int32), 0)
+        inner = tl.sum(tl.where(b < tile, sums, 0), 0)
+        inner += tl.cumsum(_masses(_chances(ranked, tile * BN + n, limit, heat), unit), 0)
+        kept = tl.min(tl.where(inner >= least, inner, kept), 0)
+    target = tl.minimum(kept, likely).to(tl.float64)
     place = tl.load(position) + 1 - tl.load(first)
     place = tl.minimum(tl.maximum(place, 0), draw_count - 1)
-    target = tl.load(draws + place) * reach
-    tile = tl.sum((ok & (b < last) & (ends <= target)).to(tl.int32), 0)
-    j = tile * BN + n
-    edges = tl.sum(tl.where(b < tile, sums, 0.0), 0)
-    edges += tl.cumsum(_weights(ranked, j, kept, heat), 0)
-    rank = tile * BN + tl.sum(((edges <= target) & (j < kept)).to(tl.int32), 0)
-    best = tl.load(ids + tl.minimum(rank, kept - 1))
+    target = (target * tl.load(draws + place)).to(tl.int64)
+    tile = tl.sum((ok & (ends <= target)).to(tl.int32), 0)
+    inner = tl.sum(tl.where(b < tile, sums, 0), 0)
+    inner += tl.cumsum(_masses(_chances(ranked, tile * BN + n, limit, heat), unit), 0)
+    rank = tile * BN + tl.sum((inner <= target).to(tl.int32), 0)
+    best = tl.load(ids + tl.minimum(rank, limit - 1))
     _note(best, tl.min(tl.load(tile_finite + b, mask=ok, other=1), 0), token, found, finite)
 
 
@@ -213,10 +215,22 @@ def sample(
     assert found.is_contiguous()
     vocab, tiles, most = _sizes(logits, block)
     ranked, ids = torch.sort(logits, descending=True, stable=True)
-    total = torch.empty(tiles, dtype=torch.float64, device=logits.device)
+    total = torch.empty((2, tiles), dtype=torch.int64, device=logits.device)
     good = torch.empty(tiles, dtype=torch.int32, device=logits.device)
-    heat = _bits(temperature)
-    _weigh[(tiles,)](ranked, total, good, heat, top_k, vocab, BN=block, num_warps=_WARPS)
+    unit, heat = _bits(scale(vocab)), _bits(temperature)
+    _weigh[(tiles,)](
+        ranked,
+        total,
+        good,
+        unit,
+        heat,
+        top_k,
+        _bits(min_p),
+        tiles,
+        vocab,
+        BN=block,
+        num_warps=_WARPS,
+    )
     _draw[(1,)](
         ranked,
         ids,
@@ -228,10 +242,10 @@ def sample(
         token,
         found,
         finite,
+        unit,
         heat,
         top_k,
         _bits(top_p),
-        _bits(min_p),
         len(draws),
         tiles,
         vocab,
@@ -257,9 +271,9 @@ def variants() -> list[Variant]:
     """Builds for the compile gate."""
     kinds: dict[str, str | tuple[str, ...]] = {"logits": "*fp32", "value": "*fp32"}
     kinds |= dict.fromkeys(("index", "tile_finite"), "*i32") | {"ranked": "*fp32"}
-    kinds |= dict.fromkeys(("total", "draws"), "*fp64")
-    kinds |= dict.fromkeys(("ids", "first", "position", "token", "found"), "*i64")
-    kinds |= dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "i64")
+    kinds |= {"draws": "*fp64"}
+    kinds |= dict.fromkeys(("ids", "total", "first", "position", "token", "found"), "*i64")
+    kinds |= dict.fromkeys(("scale", "temperature", "top_k", "top_p", "min_p"), "i64")
     found = []
     for name, fn, flag in (
         ("best-of-tile", _best_of_tile, "*i32"),

@@ -67,14 +67,15 @@ def rewritten(
     most = min(most, engine.kv.shape.max_context - read + 1)
     before = list(ids[read:])
     answer, found, ended = Answer(tokenizer.stream(), how["stop"]), [], False
-    steps = TierSteps(tier, read - 1, engine.kv.ops)
+    ops = engine.kv.ops
+    steps = TierSteps(tier, read - 1, ops)
     token = ids[read - 1]
     try:
         while not stopped() and answer.generated < most and not ended:
             logits = engine.network.forward(
                 torch.tensor([token], dtype=torch.int64, device=engine.kv.device), steps
             )
-            token = pick(logits, tokenizer.vocab, sampling, report.seed, steps.position)
+            token = pick(logits, tokenizer.vocab, sampling, report.seed, steps.position, ops)
             if progress is not None:
                 progress(answer.generated + 1, report.tokens.generated)
             if token in tokenizer.stop_ids:

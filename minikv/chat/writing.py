@@ -136,4 +136,5 @@ class Writer:
 
     def _pick(self, logits: Tensor) -> int:
         settings, position = self.settings, len(self.log.fed)
-        return pick(logits, self.tokenizer.vocab, settings.sampling, self.seed, position)
+        ops = self.engine.kv.ops
+        return pick(logits, self.tokenizer.vocab, settings.sampling, self.seed, position, ops)

@@ -228,8 +228,8 @@ class Engine:
                 self._loop = None
                 why = str(error).strip().partition("\n")[0] or type(error).__name__
                 self.notices.append(f"steps are not captured in a CUDA graph and slower: {why}")
-        at = self.kv.position + 1
-        return self._step(token, lambda logits: pick(logits, vocab, sampling, seed, at))
+        kv, at = self.kv, self.kv.position + 1
+        return self._step(token, lambda logits: pick(logits, vocab, sampling, seed, at, kv.ops))
 
     def _refuse_full(self) -> None:
         most = self.kv.shape.max_context

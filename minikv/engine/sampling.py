@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv import checks, kernels
+from minikv import checks
 from minikv.errors import NumericsError
+from minikv.kernels.dispatch import Kernels
 
 _MASK = (1 << 64) - 1
 
@@ -37,11 +38,13 @@ class Sampling:
         checks.number("min_p", self.min_p, 0.0, 1.0)
 
 
-def pick(logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: int) -> int:
+def pick(
+    logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: int, ops: Kernels
+) -> int:
     """One token id from logits [V]. Logits from `vocab` on are padding and are never chosen.
 
-    position: that of the new token in the conversation. Raises NumericsError if one of the first
-    `vocab` logits is NaN or infinite.
+    position: that of the new token in the conversation; ops: what draws. Raises NumericsError if
+    one of the first `vocab` logits is NaN or infinite.
     """
     logits = logits[:vocab].float()
     if not finite(logits):
@@ -53,7 +56,7 @@ def pick(logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: in
         return int(logits.argmax())
     point = torch.tensor(draw(seed, position), dtype=torch.float64)
     s = sampling
-    return int(kernels.drawn(logits.cpu(), s.temperature, s.top_k, s.top_p, s.min_p, point))
+    return int(ops.drawn(logits.cpu(), s.temperature, s.top_k, s.top_p, s.min_p, point))
 
 
 def finite(logits: Tensor) -> bool:

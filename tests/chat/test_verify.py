@@ -50,7 +50,7 @@ def full_answer(session: ChatSession, tokens: int, temperature: float) -> list[i
     how, found = Sampling(temperature), []
     logits = other.engine.prompt(session.fed[:read])
     for i in range(tokens):
-        found.append(pick(logits, session.tokenizer.vocab, how, 0, read + i))
+        found.append(pick(logits, session.tokenizer.vocab, how, 0, read + i, other.engine.kv.ops))
         logits = other.engine.step(found[-1])
     return found
 

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small import VOCAB, ids, network
+from stepping import engine
+from torch import Tensor
 
 from minikv.engine.sampling import Sampling, pick
 from minikv.errors import NumericsError
+from minikv.kernels.dispatch import Kernels, choose
+
+WHO = ("auto", "torch")
 
 
-def test_greedy_never_takes_a_padding_row() -> None:
+@pytest.fixture(params=WHO)
+def ops(request: pytest.FixtureRequest) -> Kernels:
+    """torch's kernels, and those of this CPU."""
+    return choose(torch.device("cpu"), request.param, 64, torch.float32)[0]
+
+
+def test_greedy_never_takes_a_padding_row(ops: Kernels) -> None:
     logits = torch.tensor([0.0, 2.0, 1.0, 50.0])
-    assert pick(logits, 3, Sampling(), 0, 0) == 1
-    assert {pick(logits, 3, Sampling(1.0), 0, p) for p in range(200)} == {0, 1, 2}
+    assert pick(logits, 3, Sampling(), 0, 0, ops) == 1
+    assert {pick(logits, 3, Sampling(1.0), 0, p, ops) for p in range(200)} == {0, 1, 2}
 
 
-def test_draws_follow_seed_and_position_alone() -> None:
+def test_draws_follow_seed_and_position_alone(ops: Kernels) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
-    first = [pick(logits, 50, Sampling(1.0), 7, p) for p in range(40)]
+    first = [pick(logits, 50, Sampling(1.0), 7, p, ops) for p in range(40)]
     torch.manual_seed(123)
-    assert first == [pick(logits, 50, Sampling(1.0), 7, p) for p in range(40)]
-    assert first != [pick(logits, 50, Sampling(1.0), 8, p) for p in range(40)]
+    assert first == [pick(logits, 50, Sampling(1.0), 7, p, ops) for p in range(40)]
+    assert first != [pick(logits, 50, Sampling(1.0), 8, p, ops) for p in range(40)]
 
 
 @pytest.mark.parametrize(
@@ -35,25 +47,52 @@ def test_draws_follow_seed_and_position_alone() -> None:
         (Sampling(1.0), {0, 1, 2, 3}),
     ],
 )
-def test_filters_leave_what_they_promise(sampling: Sampling, allowed: set[int]) -> None:
+def test_filters_leave_what_they_promise(
+    sampling: Sampling, allowed: set[int], ops: Kernels
+) -> None:
     logits = torch.tensor([0.6, 0.2, 0.15, 0.05]).log()
-    drawn = {pick(logits, 4, sampling, 3, p) for p in range(400)}
+    drawn = {pick(logits, 4, sampling, 3, p, ops) for p in range(400)}
     assert drawn == allowed
 
 
-def test_draws_have_the_right_frequencies() -> None:
+def test_draws_have_the_right_frequencies(ops: Kernels) -> None:
     logits = torch.tensor([0.6, 0.2, 0.15, 0.05]).log()
-    drawn = torch.tensor([pick(logits, 4, Sampling(1.0), 0, p) for p in range(4000)])
+    drawn = torch.tensor([pick(logits, 4, Sampling(1.0), 0, p, ops) for p in range(4000)])
     shares = torch.bincount(drawn, minlength=4) / 4000
     assert torch.allclose(shares, torch.tensor([0.6, 0.2, 0.15, 0.05]), atol=0.03)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_logits_are_never_sampled(bad: float) -> None:
+def test_non_finite_logits_are_never_sampled(bad: float, ops: Kernels) -> None:
     logits = torch.zeros(4)
     logits[1] = bad
     with pytest.raises(NumericsError):
-        pick(logits, 4, Sampling(), 0, 0)
+        pick(logits, 4, Sampling(), 0, 0, ops)
     logits = torch.zeros(4)
     logits[3] = bad  # in the padding: not looked at
-    assert pick(logits, 3, Sampling(), 0, 0) == 0
+    assert pick(logits, 3, Sampling(), 0, 0, ops) == 0
+
+
+def test_the_kernels_draw_the_same() -> None:
+    """C where there is a compiler."""
+    native, plain = (choose(torch.device("cpu"), name, 64, torch.float32)[0] for name in WHO)
+    logits = 3 * torch.randn(5000, generator=torch.Generator().manual_seed(2))
+    for sampling in (Sampling(0.7), Sampling(1.5, 40, 0.9, 0.05), Sampling(100.0, top_p=0.8)):
+        one, two = (
+            [pick(logits, 4990, sampling, 1, p, each) for p in range(200)]
+            for each in (native, plain)
+        )
+        assert one == two
+        assert len(set(one)) > 10
+
+
+def test_an_engine_draws_with_the_kernels_of_its_cache() -> None:
+    class Always(Kernels):
+        @staticmethod
+        def drawn(logits: Tensor, *how: object) -> Tensor:
+            return torch.tensor(len(logits) - 3)
+
+    made = engine(network(layers=1), None)
+    made.kv.use(Always())
+    made.prompt(ids(5))
+    assert made.next(1, VOCAB, Sampling(1.0), 0) == VOCAB - 3

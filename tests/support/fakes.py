@@ -20,6 +20,7 @@ from minikv.cache.rules import Rules
 from minikv.cache.snapshot import CacheSnapshot, Outcome
 from minikv.engine.sampling import Sampling, pick
 from minikv.errors import NumericsError, UsageError
+from minikv.kernels.dispatch import Kernels
 
 BOS, END, USER, ASSISTANT, SYSTEM = range(256, 261)
 VOCAB = 261
@@ -107,6 +108,7 @@ class FakeKv:
     fed: list[int] = field(default_factory=list)
     shape = SimpleNamespace(layers=1, kv_heads=1, windows=(None,))
     rules = Rules()
+    ops = Kernels()
     tier = scoring_tier = None
     scoring = False
     lost = ()
@@ -265,7 +267,8 @@ class FakeEngine:
     def next(
         self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool = True
     ) -> int:
-        return pick(self.step(token), vocab, sampling, seed, self.kv.position)
+        logits = self.step(token)
+        return pick(logits, vocab, sampling, seed, self.kv.position, self.kv.ops)
 
     def reset(self) -> None:
         self.fed = []

@@ -63,9 +63,10 @@ class Pair:
     drawn: list[int] = field(default_factory=list)
 
     def prompt(self, tokens: list[int], room: int = 256) -> None:
+        here = self.here.kv
         one, two = (e.prompt(tokens, room=room) for e in (self.here, self.there))
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
-        self.token = pick(one, VOCAB, self.sampling, self.seed, self.here.kv.position)
+        self.token = pick(one, VOCAB, self.sampling, self.seed, here.position, here.ops)
 
     def write(self, steps: int, *, ahead: bool = True, forced: int | None = None) -> None:
         """So many tokens of an answer; `forced` seeds tokens that nobody drew."""
