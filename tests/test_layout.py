@@ -31,6 +31,7 @@ ELSEWHERE = {
     "minikv/policies/tables/method.py": "policies/test_registry.py",
     "minikv/settings.py": "cli/test_settings.py",
     "models/builtin_templates.py": "models/test_templates.py",
+    "models/checkpoint.py": "models/test_weights.py",
     "models/bundled/exam.py": "models/test_bundled.py",
     "models/bundled/sample.py": "models/test_bundled.py",
     "models/bundled/train.py": "models/test_bundled.py",

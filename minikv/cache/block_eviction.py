@@ -27,7 +27,7 @@ class Schedule:
         """position: tokens counted so far; slides: rows slide out of a layer's window."""
         self.block = 1 if policy is None else policy.block
         self._cap, self._phases = arena.cap, frozenset[int]()
-        self._known: tuple[int, int] | None = None  # see `note_left`
+        self._known = position, 0  # see `note_left`
         self.drifts = slides and self.block > 1
         if self.block == 1:
             return
@@ -53,10 +53,9 @@ class Schedule:
             return True
         if not self.drifts:
             return position % self.block in self._phases
-        if self._known is None or position <= self._known[0]:
-            return True
         at, left = self._known
-        return left <= position - 1 - at  # a head grows by one row a step, or not at all
+        # A head grows by one row a step, or not at all.
+        return position <= at or left <= position - 1 - at
 
 
 def close_gaps(

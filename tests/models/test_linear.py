@@ -30,11 +30,12 @@ from minikv.cli.bench.shapes import Sizes
 from minikv.cli.plan import plan
 from minikv.cli.terminal import Terminal
 from minikv.models import linear, weights
+from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.linear import Int4, Int8, Linear, Plain, kept, kept_bytes
 from minikv.models.llama import Llama
-from minikv.models.weights import Checkpoint, load_network
+from minikv.models.weights import load_network
 from minikv.settings import Settings
 
 SHAPES = [(67, 48), (130, 192), (1, 128), (64, 32), (200, 384), (33, 50), (5, 7)]
@@ -528,7 +529,8 @@ PROBE = r"""
 import re, sys, torch
 from minikv.models import linear, load, weights
 from minikv.models.config import ModelConfig
-from minikv.models.weights import Checkpoint, load_network
+from minikv.models.checkpoint import Checkpoint
+from minikv.models.weights import load_network
 def highest():
     # Not ru_maxrss: that begins with what the process which started this one held.
     with open("/proc/self/status") as file:

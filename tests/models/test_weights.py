@@ -23,14 +23,17 @@ from pairwise import some_by_day
 from safetensors.torch import load_file, save_file
 
 import minikv.models as models
+import minikv.models.checkpoint as checkpoint
 import minikv.models.weights as weights
 from minikv.cli.bench import device as devices
 from minikv.cli.selftest import one_thread
+from minikv.models.checkpoint import Checkpoint, read_header
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
+from minikv.models.hub import open_regular
 from minikv.models.linear import bf16_products
 from minikv.models.llama import Llama
-from minikv.models.weights import Checkpoint, load_network, read_header
+from minikv.models.weights import load_network
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +193,7 @@ def test_damaged_headers_are_read_or_refused(data: st.DataObject, tmp_path: Path
 
 
 def test_too_many_tensors(tmp_path: Path) -> None:
-    header = {f"t{i}": entry(0, 0, [0]) for i in range(weights.TENSOR_LIMIT + 1)}
+    header = {f"t{i}": entry(0, 0, [0]) for i in range(checkpoint.TENSOR_LIMIT + 1)}
     path = raw_file(tmp_path / "model.safetensors", header)
     assert "tensors" in str(refused(lambda: read_header(path)))
 
@@ -615,7 +618,8 @@ def test_the_package_and_its_errors_import_without_torch() -> None:
 PROBE = r"""
 import re, sys, torch
 from minikv.models.config import ModelConfig
-from minikv.models.weights import Checkpoint, load_network
+from minikv.models.checkpoint import Checkpoint
+from minikv.models.weights import load_network
 def highest():
     # Not ru_maxrss: that begins with what the process which started this one held.
     with open("/proc/self/status") as file:
@@ -741,7 +745,7 @@ def test_a_disk_that_fails_while_weights_are_read_is_one_line(
     """At every read that there is, and in a folder that cannot be listed."""
     write(Spec(layout="sharded"), tmp_path)
     config = ModelConfig.from_folder(tmp_path)
-    real, reads, allowed = weights.open_regular, 0, 1 << 30
+    real, reads, allowed = open_regular, 0, 1 << 30
 
     class Broken:
         def __init__(self, file: Any) -> None:
@@ -763,7 +767,8 @@ def test_a_disk_that_fails_while_weights_are_read_is_one_line(
         def __exit__(self, *_: object) -> None:
             self.file.close()
 
-    monkeypatch.setattr(weights, "open_regular", lambda path: Broken(real(path)))
+    for module in (weights, checkpoint):
+        monkeypatch.setattr(module, "open_regular", lambda path: Broken(real(path)))
     load_network(Checkpoint.open(tmp_path), config)
     assert reads > 30
     for most in range(reads):

@@ -269,10 +269,10 @@ def _putting(path: Path, read: Callable[[], object]) -> Callable[[bytes], object
 def _models(folder: Path) -> list[Target]:
     import test_config
 
+    from minikv.models.checkpoint import read_header
     from minikv.models.config import ModelConfig
     from minikv.models.errors import ModelError
     from minikv.models.hub import weight_map
-    from minikv.models.weights import read_header
 
     refusals = (ModelError,)
 
