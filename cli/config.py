@@ -218,10 +218,10 @@ def given(context: typer.Context) -> set[str]:
 
 
 def install(context: typer.Context, config: Config) -> None:
-    """Make `config` the defaults of every command below `context`, and its object."""
-    below = getattr(context.command, "commands", {})
-    names = {name: [p.name for p in command.params] for name, command in below.items()}
-    context.default_map = config.default_map(names)
+    """Make `config` the defaults of the command below `context`, and its object."""
+    name, below = context.invoked_subcommand or "", getattr(context.command, "commands", {})
+    params = {name: [p.name for p in below[name].params]} if name in below else {}
+    context.default_map = config.default_map(params)
     context.obj = config
 
 

@@ -6,12 +6,11 @@ type of every value (`<bool>`, `<list[str]>`); here a value has a word, and a sw
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperArgument, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 if TYPE_CHECKING:
     from typer._click import Command, Context
@@ -28,42 +27,40 @@ _WORDS = {
 }
 
 
+class Later(TyperCommand):
+    """A command of which its group shows a line. Its function returns the app that has its flags,
+    or those of the commands below it: no other start imports them."""
+
+    def imported(self) -> Command:
+        """The command itself."""
+        assert self.callback is not None
+        made = typer.main.get_command(self.callback())
+        made.name = self.name
+        return made
+
+
 class Group(TyperGroup):
     """The commands of an app, with such a --help. An app in it must have this class, too."""
+
+    def whole(self, name: str) -> Command:
+        """The command of that name, with its flags. Raises KeyError."""
+        found = self.commands[name]
+        if isinstance(found, Later):
+            found = self.commands[name] = found.imported()
+        return found
 
     def resolve_command(
         self, ctx: Context, args: list[str]
     ) -> tuple[str | None, Command | None, list[str]]:
         name, found, rest = super().resolve_command(ctx, args)
-        if found is not None:
+        if name is not None:
+            found = self.whole(name)
             _prepare(found, ctx)
         return name, found, rest
 
     def format_help(self, ctx: Context, formatter: Any) -> None:
         _prepare(self, ctx)
         super().format_help(ctx, formatter)
-
-
-class Bench(Group):
-    """The commands of `minikv bench`, imported when one of them is wanted: no other start waits
-    for them."""
-
-    _imported: MutableMapping[str, Command] | None = None
-
-    @property
-    def commands(self) -> MutableMapping[str, Command]:
-        """Of the group, by name."""
-        if self._imported is None:
-            from minikv.cli.bench.app import app
-
-            made = typer.main.get_command(app)
-            assert isinstance(made, TyperGroup)
-            self._imported = made.commands
-        return self._imported
-
-    @commands.setter
-    def commands(self, made: object) -> None:
-        """Those that typer found, which are none."""
 
 
 class _Argument(TyperArgument):

@@ -203,8 +203,8 @@ def _line(one: File) -> tuple[str, str, str, str]:
 def _refuse_damaged(folder: Path) -> None:
     """Raise ModelError for a directory that cannot be a model: it is not taken as the measure."""
     refuse_without_torch()
+    from minikv.models.checkpoint import Checkpoint
     from minikv.models.config import ModelConfig
-    from minikv.models.weights import Checkpoint
 
     ModelConfig.from_folder(folder)
     Checkpoint.open(folder)

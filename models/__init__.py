@@ -83,12 +83,13 @@ def load(
 
     refuse_without_torch()
     rendering.process().start()  # it is ready when the first template is rendered
+    from minikv.models.checkpoint import Checkpoint
     from minikv.models.config import ModelConfig
     from minikv.models.hub import Source, resolve
     from minikv.models.linear import TORCH, packs
     from minikv.models.templates import ChatTemplate
     from minikv.models.tokenizer import Tokenizer
-    from minikv.models.weights import Checkpoint, load_network
+    from minikv.models.weights import load_network
 
     if model is None:
         source = Source("bundled", BUNDLED, None)

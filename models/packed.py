@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from minikv.models import packed_files
+from minikv.models.checkpoint import Checkpoint, Entry, header_of
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.hub import Progress, open_regular
 from minikv.models.linear import Int4, Int8, half_tile
 from minikv.models.llama import Llama
 from minikv.models.packed_files import FORMAT
-from minikv.models.weights import Checkpoint, Entry, header_of
 
 LEAST = 64 << 20
 """Bytes of packed weights that are worth a file: fewer are packed in less than a second."""

@@ -15,10 +15,10 @@ import pytest
 import typer
 from huggingface_hub import constants
 from llama_8b import LLAMA
-from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from minikv.chat.report import size
+from minikv.cli.help import Group
 from minikv.cli.main import _resume_alone, app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,10 +81,10 @@ def test_the_commands_of_the_readme_are_ones(words: list[str]) -> None:
     command: Any = typer.main.get_command(app)
     names: list[str] = []
     words = _resume_alone(words)
-    while isinstance(command, TyperGroup) and words:
+    while isinstance(command, Group) and words:
         names.append(words[0])
         assert words[0] in command.commands, names
-        command, words = command.commands[words[0]], words[1:]
+        command, words = command.whole(words[0]), words[1:]
     with command.make_context(" ".join(names), list(words)):
         pass
 

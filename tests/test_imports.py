@@ -225,21 +225,31 @@ def test_the_command_of_the_readme_asks_what_the_bundled_document_answers() -> N
     assert asked[1] in [entry["question"] for entry in known]
 
 
+_GO = (
+    "import sys, contextlib, io\n"
+    "from minikv.cli.main import run\n"
+    "def go(*a):\n"
+    "    sys.argv = ['minikv', *a]\n"
+    "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+    "        run()\n"
+)
+
+
 def test_light_commands_load_no_torch() -> None:
-    run = (
-        "import sys, contextlib, io\n"
-        "from minikv.cli.main import run\n"
-        "def go(*a):\n"
-        "    sys.argv = ['minikv', *a]\n"
-        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
-        "        run()\n"
-    )
     loaded = loaded_after(
-        f"{run}go('--help'); go('--version'); go('policies'); go('policies', 'show', 'adakv')\n"
+        f"{_GO}go('--help'); go('--version'); go('policies'); go('policies', 'show', 'adakv')\n"
         "go('ask', '--help'); go('ask', 'q', '--policy', 'nonsense', 'x')"
     )
     assert "minikv.cli.render" in loaded  # the commands did run
     assert not loaded & {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub"}
+
+
+def test_only_the_command_that_is_typed_is_imported() -> None:
+    entries = {path.stem for path in (ROOT / "cli/entry").glob("*.py")} - {"__init__", "shared"}
+    for typed, wanted in (("", set()), ("report", {"report"}), ("plan", {"plan"})):
+        loaded = loaded_after(f"{_GO}go(*'{typed} --help'.split())")
+        assert {name for name in entries if f"minikv.cli.entry.{name}" in loaded} == wanted
+        assert ("minikv.settings" in loaded) == bool(typed)
 
 
 def test_nothing_is_imported_under_a_bare_name() -> None:

@@ -15,6 +15,7 @@ FOLDERS = ("minikv", "models")
 ELSEWHERE = {
     "minikv/cache/attend.py": "cache/test_kv_cache.py",
     "minikv/cache/earlier.py": "cache/test_prefill.py",
+    "minikv/cache/tier_disk.py": "cache/test_tier_file.py",
     "minikv/cache/tier_rows.py": "cache/test_tier.py",
     "minikv/chat/eviction_config.py": "cli/test_settings.py",
     "minikv/chat/facts.py": "chat/test_session.py",
@@ -30,6 +31,7 @@ ELSEWHERE = {
     "minikv/policies/tables/method.py": "policies/test_registry.py",
     "minikv/settings.py": "cli/test_settings.py",
     "models/builtin_templates.py": "models/test_templates.py",
+    "models/checkpoint.py": "models/test_weights.py",
     "models/bundled/exam.py": "models/test_bundled.py",
     "models/bundled/sample.py": "models/test_bundled.py",
     "models/bundled/train.py": "models/test_bundled.py",

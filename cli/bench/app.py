@@ -26,10 +26,19 @@ from minikv.cli.bench.arguments import (
     Threads,
 )
 from minikv.cli.failures import guard
+from minikv.cli.help import Group
 from minikv.cli.terminal import Terminal
 from minikv.models import refuse_without_torch
 
-app = typer.Typer(rich_markup_mode="rich")  # its commands: see `help.Bench`
+app = typer.Typer(
+    cls=Group,
+    rich_markup_mode="rich",
+    add_completion=False,
+    no_args_is_help=True,
+    help="minikv bench decode --shape tinyllama --length 2048,8192\n\n"
+    "Whole steps and prompts on random weights of a given shape, beside the full cache, "
+    "transformers where it is installed, and what this machine's rates allow.",
+)
 
 
 def _ended(terminal: Terminal, debug: bool) -> AbstractContextManager[object]:

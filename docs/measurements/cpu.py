@@ -39,12 +39,13 @@ from minikv.kernels import dispatch
 from minikv.kernels.cpu import choice, integer, packing, prefill
 from minikv.kernels.torch import attention
 from minikv.kernels.torch import integer as specification
+from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int4, Int8, Linear, Packing, Plain, Scratch, kept
 from minikv.models.llama import Llama
 from minikv.models.packed import Origin, Packed
 from minikv.models.pages import Pages
-from minikv.models.weights import Checkpoint, load_network
+from minikv.models.weights import load_network
 
 PARTS = ("packing", "loading", "prompts", "prompts32", "products", "logits", "sampling")
 FORMS = ("bfloat16", "int8", "int4")

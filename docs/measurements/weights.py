@@ -32,9 +32,10 @@ from minikv.cache.attend import DenseAttend
 from minikv.kernels.dispatch import choose
 from minikv.models.bundled import exam, world
 from minikv.models.bundled.train import ASSISTANT, BOS, END, USER
+from minikv.models.checkpoint import Checkpoint
 from minikv.models.linear import Int4, Int8, Plain, kept, row_product
 from minikv.models.pages import Pages
-from minikv.models.weights import Checkpoint, load_network
+from minikv.models.weights import load_network
 
 FORMS = (
     ("float32", "auto"),

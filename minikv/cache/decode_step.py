@@ -31,9 +31,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minikv import kernels
 from minikv.cache.arena import Arena
+from minikv.cache.block_eviction import Schedule, close_gaps
 from minikv.cache.stats import Shape
+from minikv.cache.step_rows import StepRows
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
     StepAppend,
@@ -78,20 +79,19 @@ class DecodeStep:
             self._head = torch.arange(shape.kv_heads, device=device).repeat(sides[0])
             self._nothing = torch.empty(0, device=device)
         self._slides = any(w is not None for w in shape.windows)
-        self.arena: Arena | None = None
+        self._open: StepRows | None = None
         self.policy: StepPolicy | None = None
         self.speculative = False
-        self.width = self.pinned = 0
+        self.width = 0
         self.logits = self.lse = self._nothing
         self.leaves_last: Tensor | None = None
         self.shown: Tensor | None = None  # with leaves_last: positions as the policy sees them
         self.undo_rows: dict[str, Tensor] = {}
         self._layers: list[tuple[Tensor, ...]] = []  # views by layer: making them is not free
-        self._rows: tuple[Tensor, Tensor, Tensor] | None = None  # see `_in_use`
+        self._used: tuple[Tensor, Tensor, Tensor] | None = None  # see `_in_use`
         self.half_ended = False  # statistics and victims are final, the lengths are not
-        self.due = True  # the next `end` may find a head that has to give up rows; see `is_due`
-        self._phases: frozenset[int] | None = None
-        self._known: tuple[int, int] | None = None  # see `note_left`
+        self.schedule: Schedule
+        self.due = True  # what `schedule.is_due` says of the step that `end_if_accepted` ends
         self.key: tuple[object, ...] = ()
 
     # -- an answer begins and ends ------------------------------------------------------------
@@ -133,20 +133,32 @@ class DecodeStep:
             quota = None if policy is None else policy.quota(arena.cap)
             # A graph holds addresses: what it reads stays where it is.
             leaves_last = _in_place(self.leaves_last, leaves_last)
-            undo_rows = self._undo_rows(_written(arena, leaves_last), policy, arena.length.numel())
             shown = None if leaves_last is None else torch.zeros_like(arena.columns["pos"])
             shown = _in_place(self.shown, shown)
             quota = _in_place(self.quota, quota)
+            readable = not speculative and self.device.type == "cpu"
+            rows = StepRows(
+                arena,
+                self.ops,
+                self.position,
+                width,
+                pinned,
+                leaves_last,
+                shown,
+                self._layer,
+                self._head,
+                readable,
+            )
+            undo_rows = self._undo_rows(rows.written, policy, arena.length.numel())
         # From here on nothing fails.
-        self.policy, self.pinned = policy, pinned
-        self.speculative, self.width = speculative, width
+        self.policy, self.speculative, self.width = policy, speculative, width
         self.logits, self.lse, self.undo_rows = logits, lse, undo_rows
         self.leaves_last, self.shown, self.quota = leaves_last, shown, quota
         self.position.fill_(position)
         self.overwritten.zero_()
-        self.half_ended, self._rows = False, None
+        self.half_ended, self._used = False, None
         self.due = True
-        self._phases, self._known = self._foresee(arena, policy, position)
+        self.schedule = Schedule(policy, arena, position, slides=self._slides)
         whole = (arena.start, self.count, self.slot, self.oldest_seen)
         scratch = (logits, lse) if reads else ()
         self._layers = list(zip(*(t.unbind() for t in (*whole, *scratch)), strict=True))
@@ -162,52 +174,7 @@ class DecodeStep:
             arena.rows,
             *(t.data_ptr() for t in fixed if t is not None),
         )
-        self.arena = arena  # last: what is not complete is not open
-
-    def _foresee(
-        self, arena: Arena, policy: StepPolicy | None, position: int
-    ) -> tuple[frozenset[int] | None, tuple[int, int] | None]:
-        """Of a policy that evicts `block` rows at once: the positions, modulo `block`, at which a
-        head may have to give up rows, as it does so every `block` steps. Not where rows slide out
-        of windows, which slows a head down: there, what `note_left` would be told."""
-        if policy is None or policy.block == 1:
-            return None, None
-        steps = (arena.cap + policy.block - arena.held).flatten().tolist()
-        if self._slides:
-            return None, (position, min(steps) - 1)
-        return frozenset((position + left) % policy.block for left in steps), None
-
-    @property
-    def drifts(self) -> bool:
-        """Whether it depends on the rows when a head has to give up some. Then `left` is worth
-        noting."""
-        return self.policy is not None and self.policy.block > 1 and self._slides
-
-    @property
-    def left(self) -> Tensor:
-        """int64 []: the steps until a head has to give up rows, at least: 0 if one must at the end
-        of the step under way."""
-        assert self.arena is not None
-        assert self.policy is not None
-        return (self.arena.cap + self.policy.block - self.count).min()
-
-    def note_left(self, position: int, left: int) -> None:
-        """`left` was so much in the step of the token at `position`."""
-        self._known = position, left
-
-    def is_due(self, position: int) -> bool:
-        """Whether a head may have to give up rows when the step ends after which so many tokens
-        are counted. Known without asking the device, so that other steps need not compute who
-        would: set `due` before `end_if_accepted` is called or captured."""
-        policy = self.policy
-        if policy is None or policy.block == 1:
-            return True
-        if self._phases is not None:
-            return position % policy.block in self._phases
-        if self._known is None or position <= self._known[0]:
-            return True
-        at, left = self._known
-        return left <= position - 1 - at  # a head grows by one row a step, or not at all
+        self._open = rows  # last: what is not complete is not open
 
     def _undo_rows(
         self, columns: dict[str, Tensor], policy: StepPolicy | None, heads: int
@@ -226,11 +193,22 @@ class DecodeStep:
     @property
     def is_open(self) -> bool:
         """Between `open` and `close`."""
-        return self.arena is not None
+        return self._open is not None
+
+    @property
+    def rows(self) -> StepRows:
+        """The arena's, between `open` and `close`."""
+        assert self._open is not None
+        return self._open
+
+    @property
+    def left(self) -> Tensor:
+        """See `Schedule.left`, of the step under way."""
+        return self.schedule.left(self.count)
 
     def close(self) -> None:
         """No more steps: let the arena go and, unless a graph needs it, the memory of steps."""
-        self.arena, self._rows = None, None
+        self._open, self._used = None, None
         if not self.speculative:
             self.logits = self.lse = self._nothing
             self.leaves_last = self.shown = None
@@ -240,7 +218,7 @@ class DecodeStep:
     def nbytes(self) -> int:
         """Bytes held beside the arena."""
         held = (self.logits, self.lse, *self.undo_rows.values(), self.leaves_last, self.shown)
-        return sum(t.nbytes for t in (*held, *(self._rows or ())) if t is not None)
+        return sum(t.nbytes for t in (*held, *(self._used or ())) if t is not None)
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -256,8 +234,7 @@ class DecodeStep:
     def attend_unrotated(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """`attend` for rows of one token that were not rotated: qkv [H * G + 2 * H, D], queries,
         keys, values; cos and sin as `Rotary.table` makes them, [1, 1, D]."""
-        arena, policy, heads = self.arena, self.policy, self.shape.kv_heads
-        assert arena is not None
+        arena, policy, heads = self.rows.arena, self.policy, self.shape.kv_heads
         if layer == 0:
             self._make_room()
         if policy is not None and policy.evict_first and policy.needs_query:
@@ -291,8 +268,7 @@ class DecodeStep:
 
     def _attention(self, layer: int, query: Tensor) -> Tensor:
         """Of the layer's query [H, G, D] to the rows of each head; mixed values [1, H * G, D]."""
-        assert self.arena is not None
-        columns = self.arena.columns
+        columns = self.rows.arena.columns
         start, count, _, oldest, *scratch = self._layers[layer]
         window = self.shape.windows[layer]
         mixed, _ = self.ops.ragged_attention(
@@ -323,14 +299,13 @@ class DecodeStep:
         """
         self.accepted.fill_(True)
         self.due = True
-        if self._readable and self.policy is not None and self.policy.block > 1:
+        if self.rows.readable and self.policy is not None and self.policy.block > 1:
             self.due = int(self.left) <= 0
         self.end_if_accepted()
 
     def end_if_accepted(self) -> None:
         """As `end`, where the flag `accepted` says so."""
-        arena, policy = self.arena, self.policy
-        assert arena is not None
+        arena, policy = self.rows.arena, self.policy
         undo: list[Callable[[], object]] = []
         _undoable(arena.free_slot, undo)
         final = self.half_ended  # the statistics are changed, and nobody has those of before
@@ -381,14 +356,13 @@ class DecodeStep:
     def drop(self) -> None:
         """Undo the step under way, without allocating; nothing happens if there is none, or if it
         counts already (`half_ended`)."""
-        arena = self.arena
-        assert arena is not None
+        arena = self.rows.arena
         if self.half_ended:
             return
         self.accepted.zero_()
         if not self.undo_rows:
             return
-        columns = _written(arena, self.leaves_last)
+        columns = self.rows.written
         # In a layer for which no victim was chosen yet, no row was overwritten.
         tables = zip(
             self.overwritten.flatten().tolist(), arena.free_slot.flatten().tolist(), strict=True
@@ -405,17 +379,18 @@ class DecodeStep:
         """Before the first layer: what is known of the step without its query. Of a policy that
         evicts first, the row that leaves each full head: it is copied to `undo_rows`, and is the
         place of the new one."""
-        arena, policy = self.arena, self.policy
-        assert arena is not None
+        arena, policy = self.rows.arena, self.policy
         if policy is None or not policy.evict_first:
             return
-        if self._readable and not bool(((arena.free_slot < 0) & (arena.length >= arena.cap)).any()):
+        if self.rows.readable and not bool(
+            ((arena.free_slot < 0) & (arena.length >= arena.cap)).any()
+        ):
             return
-        self._show(policy, arena.length)
+        self.rows.show(policy, arena.length)
         if policy.needs_query:
             return
-        columns = _written(arena, self.leaves_last)
-        rows = self._rows_of(policy, arena.length)
+        columns = self.rows.written
+        rows = self.rows.for_kernel(policy, arena.length)
         room = StepRoom(rows, arena.free_slot, self.slot, columns, self.undo_rows)
         if policy.room_kernel(self.ops, room):
             return
@@ -425,8 +400,8 @@ class DecodeStep:
             part = slice(lo, min(lo + many, heads))
             start, length = arena.start.flatten()[part], arena.length.flatten()[part]
             cap = arena.cap.flatten()[part]
-            index, live = self._index(start, length)
-            view = self._view(policy, self.position, index, live, cap, part)
+            index, live = self.rows.index(start, length)
+            view = self.rows.view(policy, self.position, index, live, cap, part)
             scores, allowed = policy.score(view, 1)
             self.ops.overwrite_step(
                 scores,
@@ -440,8 +415,7 @@ class DecodeStep:
 
     def _append(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Write the new row of each head in every column. query [H, G, D]; key, value [H, D]."""
-        arena, policy, slot = self.arena, self.policy, self.slot[layer]
-        assert arena is not None
+        arena, policy, slot = self.rows.arena, self.policy, self.slot[layer]
         columns = arena.columns
         if policy is not None and policy.evict_first and policy.needs_query:
             if self._append_kernel(policy, layer, query, key, value):
@@ -473,8 +447,7 @@ class DecodeStep:
     ) -> bool:
         """Let a kernel choose who leaves by the query and write the new rows; False: there is
         none."""
-        arena = self.arena
-        assert arena is not None
+        arena = self.rows.arena
         heads = slice(layer * len(key), (layer + 1) * len(key))
         append = StepAppend(
             layer,
@@ -486,49 +459,46 @@ class DecodeStep:
             arena.cap[layer],
             arena.free_slot[layer],
             self.position,
-            _written(arena, self.leaves_last),
+            self.rows.written,
             {name: saved[heads] for name, saved in self.undo_rows.items()},
             self.width,
-            self.pinned,
-            self._positions,
+            self.rows.pinned,
+            self.rows.positions,
             turn,
         )
         return policy.append_kernel(self.ops, append)
 
     def _blank(self, without: str = "") -> list[Tensor]:
         """The columns in which a new row is 0 at first."""
-        assert self.arena is not None
-        columns = self.arena.columns
-        extra = [columns[name] for name in self.arena.extra if name != without]
+        columns = self.rows.arena.columns
+        extra = [columns[name] for name in self.rows.arena.extra if name != without]
         return extra if self.leaves_last is None else [*extra, self.leaves_last]
 
     def _init_state(self, policy: StepPolicy, layer: int, key: Tensor, slot: Tensor) -> None:
         """What a policy keeps of a new row from its key [H, D]."""
-        assert self.arena is not None
         for name, values in policy.init_state(layer, key).items():
-            self.arena.columns[name].index_copy_(0, slot, values)
+            self.rows.arena.columns[name].index_copy_(0, slot, values)
 
     def _evict_in_layer(self, policy: StepPolicy, layer: int, query: Tensor, key: Tensor) -> None:
         """Choose a victim in each full head of a layer by its query."""
-        arena = self.arena
-        assert arena is not None
+        arena = self.rows.arena
         start, length, cap = arena.start[layer], arena.length[layer], arena.cap[layer]
         free_slot = arena.free_slot[layer]
-        if self._readable and not bool(((free_slot < 0) & (length >= cap)).any()):
+        if self.rows.readable and not bool(((free_slot < 0) & (length >= cap)).any()):
             return
-        index, live = self._index(start, length)
+        index, live = self.rows.index(start, length)
         heads = slice(layer * len(key), (layer + 1) * len(key))
-        view = self._view(
+        view = self.rows.view(
             policy, self.position, index, live, cap, heads, layer=layer, query=query, key=key
         )
         scores, allowed = policy.score(view, 1)
         self.ops.overwrite_step(
             scores,
             allowed,
-            replace(self._rows_of(policy, length), start=start, cap=cap),
+            replace(self.rows.for_kernel(policy, length), start=start, cap=cap),
             free_slot,
             self.slot[layer],
-            _written(arena, self.leaves_last),
+            self.rows.written,
             {name: saved[heads] for name, saved in self.undo_rows.items()},
         )
 
@@ -539,11 +509,10 @@ class DecodeStep:
         its cap. By the policy's own kernel where there is one, else by its torch form, which adds
         how to take back what it is about to change to `undo`. Whether it was the kernel, and
         changed statistics that nobody can take back."""
-        arena = self.arena
-        assert arena is not None
+        arena = self.rows.arena
         if self.due:
-            self._show(policy, self.count)
-        rows = self._rows_of(policy, self.count)
+            self.rows.show(policy, self.count)
+        rows = self.rows.for_kernel(policy, self.count)
         columns = {name: arena.columns[name] for name in policy.columns}
         end = StepEnd(
             self.logits,
@@ -571,7 +540,7 @@ class DecodeStep:
         live = live & over[:, None]  # the other heads give up nothing and are not looked at
         cap = arena.cap.flatten()
         every = slice(None)
-        view = self._view(policy, self.position + 1, index, live, cap, every, attention=p)
+        view = self.rows.view(policy, self.position + 1, index, live, cap, every, attention=p)
         scores, allowed = policy.score(view, policy.block)
         if policy.block > 1:
             self._evict_block(policy, view, index, scores, allowed, undo)
@@ -597,7 +566,7 @@ class DecodeStep:
         if not columns:
             return
         index, live = self._in_use()
-        rows = self._arena_rows()
+        rows = self.rows.count
         # Padding is written to a row of its own behind the last one.
         place = torch.where(live, index, rows).flatten()
 
@@ -626,35 +595,17 @@ class DecodeStep:
     ) -> None:
         """Heads that are `block` rows over their cap give up so many; the rows behind the cap move
         into the gaps, in every column."""
-        arena, many = self.arena, policy.block
-        assert arena is not None
+        arena, many = self.rows.arena, policy.block
         over = view.pos.new_zeros(len(view.pos))
         over += (self.count > arena.cap + (many - 1)).flatten() & self.accepted
         gone = leaving(scores, view.pos, allowed, over * many)
-        place = torch.arange(index.shape[1], device=index.device)
-        inside = place < self.count.flatten()[:, None]
-        # Rows move so that a head's rows stay side by side.
-        end = self.count.flatten()[:, None] - gone.sum(1, keepdim=True)
-        gaps = gone & (place < end)
-        tails = inside & ~gone & (place >= end)
-        valid = place[:many] < gaps.sum(1, keepdim=True)
-        newest = self.slot.flatten()[:, None]  # never leaves: a move that is not needed is its own
-        order = (~gaps).to(torch.int8).argsort(dim=1, stable=True)[:, :many]
-        into = torch.where(valid, index.gather(1, order), newest).flatten()
-        order = (~tails).to(torch.int8).argsort(dim=1, stable=True)[:, :many]
-        moved = torch.where(valid, index.gather(1, order), newest).flatten()
-        every = [*arena.columns.values()]
-        if self.leaves_last is not None:
-            every.append(self.leaves_last)
-        arena.free_slot.masked_fill_(self.accepted, -1)
         left = self.count - gone.sum(1).view(self.count.shape)
+        arena.free_slot.masked_fill_(self.accepted, -1)
         _undoable(self.count, undo)
-        moves = [(column, column[moved], column[into]) for column in every]
-        for column, rows, old in moves:
-            undo.append(partial(column.index_copy_, 0, into, old))
-            column.index_copy_(0, into, rows)
+        every = self.rows.written.values()
+        close_gaps(every, index, gone, self.count.flatten(), self.slot.flatten(), many, undo)
         self.count.copy_(left)
-        self._rows = None
+        self._used = None
 
     def _find_unseen(self, arena: Arena) -> None:
         """In `unseen`: the row of each head that its window does not show to the next token, or -1.
@@ -670,122 +621,17 @@ class DecodeStep:
             width=self.width,
         )
 
-    # -- what a policy is shown ---------------------------------------------------------------
-
-    def _show(self, policy: StepPolicy, length: Tensor) -> None:
-        """Before a policy judges rows: see to it that those that leave last are not among them,
-        while there are enough others. length int64 [L, H]: the rows in use."""
-        arena = self.arena
-        assert arena is not None
-        if self.leaves_last is None or self.shown is None:
-            return
-        self.ops.shown_positions(
-            arena.start,
-            length,
-            arena.columns["pos"],
-            self.leaves_last,
-            self.shown,
-            width=self.width,
-            pinned=self.pinned,
-            least=policy.sinks + policy.recent + policy.block,
-        )
-
-    @property
-    def _positions(self) -> Tensor:
-        """int32 [R]: the position of each row, as the policy is shown it."""
-        assert self.arena is not None
-        return self.arena.columns["pos"] if self.shown is None else self.shown
-
-    def _rows_of(self, policy: StepPolicy, length: Tensor) -> kernels.Rows:
-        """What a kernel is told of all heads, which have so many rows in use."""
-        arena = self.arena
-        assert arena is not None
-        return kernels.Rows(
-            arena.start,
-            length,
-            arena.cap,
-            self._positions,
-            self.position,
-            policy.sinks,
-            policy.recent,
-            self.pinned,
-        )
-
-    def _view(
-        self,
-        policy: StepPolicy,
-        position: Tensor,
-        index: Tensor,
-        live: Tensor,
-        cap: Tensor,
-        heads: slice,
-        *,
-        layer: int | None = None,
-        attention: Tensor | None = None,
-        query: Tensor | None = None,
-        key: Tensor | None = None,
-    ) -> StepView:
-        """The rows `index` [F, N] of some of all L * H heads. Pinned rows are not shown, nor, while
-        there are enough others, those that leave last (after `_show`)."""
-        arena = self.arena
-        assert arena is not None
-        flat = index.flatten()
-
-        def at_rows(column: Tensor) -> Tensor:
-            return column.index_select(0, flat).view(index.shape)
-
-        pos = at_rows(self._positions).to(torch.int64)
-        return StepView(
-            position,
-            pos.masked_fill(~live | (pos < self.pinned), -1),
-            cap,
-            self._layer[heads],
-            self._head[heads],
-            {name: at_rows(arena.columns[name]) for name in policy.columns},
-            attention,
-            query,
-            None if key is None else key[:, None],
-            lambda heads: arena.read("k", index[heads]),
-            layer,
-            self._readable,
-        )
-
-    @property
-    def _readable(self) -> bool:
-        """Numbers may be read without waiting, and nothing is recorded."""
-        return not self.speculative and self.device.type == "cpu"
-
     def _in_use(self) -> tuple[Tensor, Tensor]:
-        """`_index` of all heads with the new row, [L * H, width]; kept while no head grows."""
-        arena = self.arena
-        assert arena is not None
-        if self._rows is not None and self._readable:
-            count, index, live = self._rows
+        """`StepRows.index` of all heads with the new row, [L * H, width]; kept while none grows."""
+        arena = self.rows.arena
+        if self._used is not None and self.rows.readable:
+            count, index, live = self._used
             if torch.equal(count, self.count):
                 return index, live
-        index, live = self._index(arena.start.flatten(), self.count.flatten())
+        index, live = self.rows.index(arena.start.flatten(), self.count.flatten())
         if not self.speculative:
-            self._rows = (self.count.clone(), index, live)
+            self._used = (self.count.clone(), index, live)
         return index, live
-
-    def _index(self, start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of heads [...]: (index into the columns [..., width], real [..., width] bool).
-
-        Padding repeats a head's last row.
-        """
-        reach = torch.arange(self.width, device=self.device)
-        last = (length[..., None] - 1).clamp(min=0)
-        index = start[..., None] + torch.minimum(reach, last)
-        return index.clamp(max=max(0, self._arena_rows() - 1)), reach < length[..., None]
-
-    def _arena_rows(self) -> int:
-        assert self.arena is not None
-        return len(self.arena.columns["pos"])
-
-
-def _written(arena: Arena, leaves_last: Tensor | None) -> dict[str, Tensor]:
-    """Every column that a new row is written to."""
-    return arena.columns if leaves_last is None else arena.columns | {"leaves_last": leaves_last}
 
 
 def _undoable(tensor: Tensor, undo: list[Callable[[], object]]) -> Tensor:

@@ -139,7 +139,7 @@ class DecodeLoop:
         self._network, self._kv, self._capture = network, kv, capture
         with torch.inference_mode(False):
             self._token = torch.zeros(1, dtype=torch.int64, device=kv.device)
-            # The token; whether all logits are finite; and see `DecodeStep.note_left`.
+            # The token; whether all logits are finite; and see `Schedule.note_left`.
             self._found = torch.zeros(3, dtype=torch.int64, device=kv.device)
             self._draws = torch.zeros(_DRAWS, dtype=torch.float64, device=kv.device)
             self._first_draw = torch.zeros((), dtype=torch.int64, device=kv.device)
@@ -190,7 +190,7 @@ class DecodeLoop:
                 f"the network produced NaN or infinite logits at position {kv.position + 1:,}",
                 'the turn was stopped; try `dtype="float32"`',
             )
-        kv.decode.note_left(kv.position, left)
+        kv.decode.schedule.note_left(kv.position, left)
         kv.position += 1
         self._guess = found
         return found
@@ -213,7 +213,7 @@ class DecodeLoop:
             return
         decode = self._kv.decode
         if int(decode.position) < self._kv.position:
-            decode.due = decode.is_due(self._kv.position)
+            decode.due = decode.schedule.is_due(self._kv.position)
             decode.end_if_accepted()
         else:
             decode.drop()
@@ -251,7 +251,9 @@ class DecodeLoop:
             loop._step(vocab, sampling)
 
         decode = self._kv.decode
-        decode.due = due = decode.is_due(self._at)  # of the last step, which this launch ends
+        decode.due = due = decode.schedule.is_due(
+            self._at
+        )  # of the last step, which this launch ends
         if due in self._replays:
             self._replays[due]()
         elif self._warmed[due] < _WARM:
@@ -269,7 +271,7 @@ class DecodeLoop:
         decode = self._kv.decode
         decode.end_if_accepted()
         logits = self._network.forward(self._token, decode)[:vocab]
-        if decode.drifts:
+        if decode.schedule.drifts:
             self._found[2].copy_(decode.left)
         written = self._token, self._found[:2], decode.accepted
         if sampling.temperature == 0.0:

@@ -6,7 +6,7 @@ That a policy's kernels compute what its torch form says is tested in tests/kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from minikv.cache.decode_step import DecodeStep
 from minikv.cache.rules import Rules
 from minikv.engine.decode_loop import Eager
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import PromptView, StepEnd, StepPolicy, StepView, unprotected
+from minikv.policies.base import StepEnd, StepPolicy
 from minikv.policies.rkv import RKV
 from minikv.policies.streaming import Streaming
 from minikv.policies.tova import Tova
@@ -251,113 +251,6 @@ def test_a_policy_without_a_kernel_sees_the_heads_that_give_up_a_row() -> None:
     run.agree()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Redundant(StepPolicy):
-    """Evicts `block` rows at once: those whose keys are most like the head's other keys. What a
-    method such as R-KV needs: old keys, and several rows of a head at a time."""
-
-    block: int = 4
-    sinks: int = 2
-    name: str = "redundant"
-
-    @property
-    def columns(self) -> dict[str, torch.dtype]:
-        return {"seen": torch.float32}
-
-    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(old)
-
-    def update(
-        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
-    ) -> None:
-        columns["seen"].add_(1.0)
-
-    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
-        assert view.keys is not None
-        keys = view.keys(torch.arange(len(view.pos))).float()
-        keys = (keys / keys.norm(dim=-1, keepdim=True)).masked_fill(view.pos[..., None] < 0, 0.0)
-        return -(keys @ keys.sum(1)[..., None])[..., 0], unprotected(view, self)
-
-
-@pytest.mark.parametrize("kv", [None, torch.int8])
-def test_several_rows_of_a_head_leave_at_once(kv: torch.dtype | None) -> None:
-    """Heads grow to cap + block - 1 rows, then are at their cap; the rows that stay are those of
-    the highest score, in every column, and steps launched ahead agree."""
-    budget, policy = 24, Redundant()
-    run = pair(Tape(), "full", "tova", budget, kv=kv)
-    for made in (run.here, run.there):
-        made.kv.configure(Rules(None, policy, made.kv.rules.budget))
-    run.prompt(ids(22))
-    lengths = []
-    for _ in range(14):
-        before = set(run.here.kv.kept(1, 0).tolist())
-        run.write(1)
-        run.agree()
-        after = set(run.here.kv.kept(1, 0).tolist())
-        lengths.append(len(after))
-        gone = before - after
-        assert len(gone) in (0, 4)
-        assert not gone & {0, 1}  # sinks
-        assert run.here.kv.position - 1 in after
-    assert lengths == [23, 24, 25, 26, 27, 24, 25, 26, 27, 24, 25, 26, 27, 24]
-    arena = run.here.kv.arena
-    for layer in range(len(arena.start)):
-        for head in range(arena.heads):
-            at = arena.segment("pos", layer, head)
-            seen = arena.segment("seen", layer, head)
-            # A row counts the steps since it came, so the columns moved with their rows.
-            want = (run.here.kv.position - at).clamp(max=14).to(torch.float32)
-            assert torch.equal(seen, want)
-
-
-@pytest.mark.parametrize("prompt", ["full", "snapkv+turns"])
-@pytest.mark.parametrize("windows", [None, (None, 12)])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_blocks_leave_beside_windows_and_soft_pins(
-    prompt: str, windows: tuple[int | None, ...] | None, ahead: bool
-) -> None:
-    """The newest row is always there, no head outgrows its cap by a block, and positions are
-    whole."""
-    run = pair(Tape(), prompt, "tova", 48, net=network(layers=2, windows=windows))
-    for made in (run.here, run.there):
-        made.kv.configure(Rules(made.kv.rules.prompt, Redundant(), made.kv.rules.budget))
-    for turn in range(2):
-        run.prompt(ids(60 if turn == 0 else 9, turn))
-        for _ in range(11):
-            run.write(1, ahead=ahead)
-            run.agree()
-            kv = run.here.kv
-            for layer in range(2):
-                for head in range(kv.shape.kv_heads):
-                    kept = kv.kept(layer, head).tolist()
-                    assert kept[-1] == kv.position - 1
-                    assert len(set(kept)) == len(kept)
-                    assert len(kept) < int(kv.arena.cap[layer, head]) + 4
-
-
-def test_a_block_that_left_is_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = engine(network(layers=2), None, "full", "tova", 24)
-    made.kv.configure(Rules(None, Redundant(), made.kv.rules.budget))
-    made.prompt(ids(22))
-    for token in ids(5):
-        made.step(token)
-    held = _held(made.kv.arena)  # the next step evicts
-    made.kv.open_steps()
-
-    def fail(*given: object, **more: object) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(made.kv.ops, "advance", fail, raising=False)
-        with pytest.raises(MemoryError):
-            made.step(7)
-    after = _held(made.kv.arena)
-    assert held.keys() == after.keys()
-    for name, rows in held.items():
-        assert torch.equal(rows, after[name]), name
-    assert made.kv.position == 27
-
-
 def test_heads_over_their_cap_are_trimmed_when_steps_begin() -> None:
     """A policy with a smaller budget came while an answer had grown without one."""
     made = engine(network(layers=2), None, "full", "roco", 40)
@@ -553,7 +446,7 @@ def test_between_two_evictions_a_kernel_may_take_the_statistics(
     monkeypatch.setattr(RKV, "update", lambda *given: pytest.fail("in torch"))
     for token in range(3):  # of four: the buffer is not full
         run.step(token)
-        assert bool((run.kv.decode.arena.free_slot == -1).all())  # type: ignore[union-attr]
+        assert bool((run.kv.decode.rows.arena.free_slot == -1).all())
     assert len(ends) == 3
     assert {*ends[0].columns} == {"seen0", "seen1", "seen2"}
     assert int(run.kv.arena.held.min()) == 47

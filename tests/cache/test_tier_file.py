@@ -16,10 +16,11 @@ import small
 import torch
 from torch import Tensor
 
-from minikv.cache import tier_file
+from minikv.cache import tier_file, tier_format
 from minikv.cache.stats import Shape
 from minikv.cache.tier import Tier
-from minikv.cache.tier_file import PAGE, FileRows, header_of, is_open
+from minikv.cache.tier_file import FileRows, header_of, is_open
+from minikv.cache.tier_format import PAGE
 from minikv.cache.tier_rows import Columns, RamRows, Rows, TierError, columns_of, copy_rows
 from minikv.engine.engine import Engine
 
@@ -431,24 +432,6 @@ def test_large_parts_take_several_calls(rows: FileRows, monkeypatch: pytest.Monk
     expect(rows, (0, 90, 0))
 
 
-def test_the_checksum_sees_words_pages_and_their_order() -> None:
-    draw = torch.Generator().manual_seed(1)
-    data = torch.randint(256, (3 * PAGE + 100,), generator=draw, dtype=torch.uint8).numpy()
-    found = {tier_file._checksum([data])}
-    for other in (data.copy() for _ in range(4)):
-        case = len(found)
-        if case == 1:
-            other[:PAGE], other[PAGE : 2 * PAGE] = data[PAGE : 2 * PAGE], data[:PAGE]
-        elif case == 2:
-            other[-1] ^= 1
-        elif case == 3:
-            other[512:1024] = 0
-        else:
-            other[PAGE + 7] ^= 128
-        found.add(tier_file._checksum([other]))
-    assert len(found) == 5
-
-
 # -- a file's life --------------------------------------------------------------------------------
 
 
@@ -583,7 +566,7 @@ def test_a_record_with_another_mark_is_none(rows: FileRows, path: Path) -> None:
     add(rows, 0, 20)
     add(rows, 20, 30)
     rows.close()
-    page = tier_file._sealed(tier_file._RECORD.pack(b"other\n\0\0", 9, 30, 2, 0), PAGE)
+    page = tier_format.sealed(tier_format.RECORD.pack(b"other\n\0\0", 9, 30, 2, 0), PAGE)
     put(path, PAGE * (1 + rows._number % 2), page)
     found = FileRows.open(path)
     assert found.damage == "one of its commit records cannot be read"
@@ -596,8 +579,8 @@ def test_a_segment_of_another_record_is_left_out(rows: FileRows, path: Path) -> 
     add(rows, 0, 20)
     add(rows, 20, 30)
     rows.close()
-    record = tier_file._RECORD.pack(tier_file._COMMIT, rows._number, 30, 2, 12345)
-    put(path, PAGE * (1 + rows._number % 2), tier_file._sealed(record, PAGE))
+    record = tier_format.RECORD.pack(tier_format.COMMIT, rows._number, 30, 2, 12345)
+    put(path, PAGE * (1 + rows._number % 2), tier_format.sealed(record, PAGE))
     found = FileRows.open(path)
     assert found.rows == 20
     assert found.damage == "from token 20 on it is damaged"
@@ -622,7 +605,9 @@ def test_a_first_page_that_says_what_cannot_be_is_refused(
 ) -> None:
     rows.close()
     text = json.dumps(says).encode()
-    put(path, 0, tier_file._sealed(tier_file._TOP.pack(tier_file._MAGIC, len(text)) + text, PAGE))
+    put(
+        path, 0, tier_format.sealed(tier_format.TOP.pack(tier_format.MAGIC, len(text)) + text, PAGE)
+    )
     for read in (header_of, FileRows.open):
         with pytest.raises(TierError, match=r"tier.kv does not say what it is"):
             read(path)
@@ -665,13 +650,6 @@ def test_a_system_that_cannot_keep_room_is_asked_what_is_free(
         rows.reserve(1 << 30, 20)
 
 
-def test_a_head_has_room_for_the_checksums_of_many_layers() -> None:
-    """4 bytes for each layer and each row: one page holds 1,000 together, two hold more."""
-    assert len(tier_file._head(0, [1] * 997, [2] * 3)) == PAGE
-    assert len(tier_file._head(0, [1] * 1100, [2] * 3)) == 2 * PAGE
-    assert len(tier_file._head(0, [1] * 3, [2] * 1100)) == 2 * PAGE
-
-
 def test_asking_whether_a_file_is_open_leaves_it_closed(path: Path) -> None:
     """Nobody's lock and no descriptor is left, whatever the answer was."""
     FileRows.create(path, LAYERS, HEADS, COLUMNS).close()
@@ -705,10 +683,10 @@ def test_a_forged_segment_is_damage(
     add(rows, 0, 20)
     at = rows.nbytes
     add(rows, 20, 30)
-    size = rows.nbytes - at - LAYERS * rows._part(10)
+    size = rows.nbytes - at - LAYERS * tier_format.part_size(rows.header, 10)
     rows.close()
-    text = tier_file._HEAD.pack(mark, first, count, layers) + bytes(4 * LAYERS + 4 * 10)
-    put(path, at, tier_file._sealed(text, size))
+    text = tier_format.HEAD.pack(mark, first, count, layers) + bytes(4 * LAYERS + 4 * 10)
+    put(path, at, tier_format.sealed(text, size))
     found = FileRows.open(path)
     assert found.rows == 20
     assert found.damage == "from token 20 on it is damaged"

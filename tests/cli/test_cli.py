@@ -836,21 +836,31 @@ def test_no_document_and_no_terminal_does_not_hang() -> None:
     assert done.returncode == 2
 
 
-def test_a_loop_over_lines_runs_for_every_line(document: str) -> None:
-    """The first leaves what follows on standard input to the next."""
-    script = 'read -r line; "$@" "$line" "$FILE" && cat'
+@pytest.mark.parametrize(
+    ("script", "answered"),
+    [
+        ('read -r line; "$@" "$line" "$FILE" && cat', 1),
+        pytest.param(
+            'while read -r line; do "$@" "$line" "$FILE" || exit; done', 3, marks=pytest.mark.soak
+        ),
+    ],
+    ids=["first", "loop"],
+)
+def test_a_loop_over_lines_runs_for_every_line(document: str, script: str, answered: int) -> None:
+    """Each one leaves what follows on standard input to the next."""
+    lines = ["one?", "two?", "three?"]
     done = subprocess.run(
         ["sh", "-c", script, "sh", *spawn("ask", "-q")],
         env={**os.environ, "FILE": document},
-        input="one?\ntwo?\n",
+        input="\n".join([*lines, ""]),
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    said = answer_of(Path(document).read_text(), "one?", 40)
-    assert done.stdout.splitlines() == [said, "two?"]
+    said = [answer_of(Path(document).read_text(), line, 40) for line in lines[:answered]]
+    assert done.stdout.splitlines() == [*said, *lines[answered:]]
 
 
 def test_an_open_pipe_does_not_make_it_wait(document: str) -> None:

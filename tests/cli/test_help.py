@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import typer
-from typer.core import TyperGroup
 from typer.testing import CliRunner
 
+from minikv.cli.help import Group
 from minikv.cli.main import app
 
 MOST = 13
@@ -19,9 +19,9 @@ MOST = 13
 def paths(group: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Every command and group, as the words that are typed for it."""
     yield path
-    if isinstance(group, TyperGroup):
-        for name, command in group.commands.items():
-            yield from paths(command, (*path, name))
+    if isinstance(group, Group):
+        for name in group.commands:
+            yield from paths(group.whole(name), (*path, name))
 
 
 PATHS = list(paths(typer.main.get_command(app)))
@@ -31,8 +31,8 @@ def flags_of(path: tuple[str, ...]) -> set[str]:
     """The long flags that the command parses."""
     command: object = typer.main.get_command(app)
     for word in path:
-        assert isinstance(command, TyperGroup)
-        command = command.commands[word]
+        assert isinstance(command, Group)
+        command = command.whole(word)
     found = set()
     for param in command.params:  # type: ignore[attr-defined]
         found |= {name for name in param.opts if name.startswith("--")}

@@ -17,10 +17,11 @@ import minikv.models as models
 from minikv.cli.progress import Live, Loading, duration
 from minikv.cli.terminal import Terminal
 from minikv.errors import Interrupted
+from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelUnavailable
 from minikv.models.hub import resolve
-from minikv.models.weights import Checkpoint, load_network
+from minikv.models.weights import load_network
 
 REPO = "owner/some-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -372,7 +372,7 @@ def test_the_help_shows_what_the_configuration_says(home: Path) -> None:
 def flags() -> dict[str, dict[str, Any]]:
     """Parameters and defaults of the real commands."""
     group: Any = typer.main.get_command(app)
-    return {name: {p.name: p for p in group.commands[name].params} for name in ("ask", "chat")}
+    return {name: {p.name: p for p in group.whole(name).params} for name in ("ask", "chat")}
 
 
 def test_every_key_is_a_real_flag_with_the_same_default() -> None:

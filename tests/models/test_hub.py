@@ -18,10 +18,11 @@ from checkpoints import Spec, write
 from huggingface_hub import errors
 
 import minikv.models.hub as hub
+from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.hub import resolve, wanted_files
-from minikv.models.weights import Checkpoint, load_network
+from minikv.models.weights import load_network
 
 REPO = "owner/some-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -16,15 +16,17 @@ from dense import DenseCache
 from test_parity import LIMIT, TOKENS, difference, oracle_logits, our_logits, tokens
 from torch import Tensor
 
+import minikv.models.checkpoint as checkpoint
 import minikv.models.llama as llama
 import minikv.models.weights as weights
 from minikv.cli.selftest import one_thread
+from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.linear import Plain
 from minikv.models.llama import Llama
 from minikv.models.rope import Rotary
-from minikv.models.weights import Checkpoint, load_network
+from minikv.models.weights import load_network
 
 CUTS = [17, 1, 22]
 
@@ -144,9 +146,9 @@ def _tie(net: Llama) -> None:
 def _drop_shard(folder: Path, patch: pytest.MonkeyPatch) -> Tensor:
     victim = sorted(folder.glob("model-*.safetensors"))[1]
     patch.setattr(
-        weights,
+        checkpoint,
         "weight_map",
-        lambda path, real=weights.weight_map: {
+        lambda path, real=checkpoint.weight_map: {
             name: shard for name, shard in real(path).items() if shard != victim.name
         },
     )
@@ -167,7 +169,7 @@ def _stale_copy(folder: Path, patch: pytest.MonkeyPatch) -> Tensor:
     """A left-over single file beside the shards must not win over the index."""
     first = sorted(folder.glob("model-*.safetensors"))[0]
     (folder / "model.safetensors").write_bytes(first.read_bytes())
-    patch.setattr(weights, "INDEX", "absent.json")
+    patch.setattr(checkpoint, "INDEX", "absent.json")
     return run(folder)
 
 

@@ -20,10 +20,11 @@ from safetensors import safe_open
 import minikv.models as models
 from minikv.errors import Interrupted
 from minikv.models import linear, packed, packed_files
+from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.packed import Origin, Packed
-from minikv.models.weights import Checkpoint, load_network
+from minikv.models.weights import load_network
 
 FORMS = ("int8", "int8+head", "int4", "int4+head")
 LIMIT = 1 << 30

@@ -20,9 +20,10 @@ from dense import DenseCache
 from torch import Tensor
 
 from minikv.cli.selftest import one_thread
+from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
-from minikv.models.weights import Checkpoint, load_network
+from minikv.models.weights import load_network
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

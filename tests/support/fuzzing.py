@@ -269,10 +269,10 @@ def _putting(path: Path, read: Callable[[], object]) -> Callable[[bytes], object
 def _models(folder: Path) -> list[Target]:
     import test_config
 
+    from minikv.models.checkpoint import read_header
     from minikv.models.config import ModelConfig
     from minikv.models.errors import ModelError
     from minikv.models.hub import weight_map
-    from minikv.models.weights import read_header
 
     refusals = (ModelError,)
 
@@ -389,7 +389,9 @@ def _tokenizers(folder: Path) -> list[Target]:
 def _chats(folder: Path) -> list[Target]:
     from small_chat import chat, say
 
-    from minikv.cache.tier_file import _MAGIC, _TOP, PAGE, FileRows, TierError, _sealed, header_of
+    from minikv.cache.tier_file import FileRows, header_of
+    from minikv.cache.tier_format import MAGIC, PAGE, TOP, sealed
+    from minikv.cache.tier_rows import TierError
     from minikv.cli import verify_command
     from minikv.cli.chats_command import _facts
     from minikv.cli.kept import held
@@ -472,7 +474,7 @@ def _chats(folder: Path) -> list[Target]:
     tier_bytes = tier.read_bytes()
 
     def tier_text(data: bytes) -> object:
-        page = _sealed((_TOP.pack(_MAGIC, len(data)) + data)[: PAGE - 4], PAGE)
+        page = sealed((TOP.pack(MAGIC, len(data)) + data)[: PAGE - 4], PAGE)
         tier.write_bytes(page + tier_bytes[PAGE:])
         return opened()
 

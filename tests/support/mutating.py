@@ -61,6 +61,7 @@ SOURCES = (
     "models/limits.py",
     "models/packed_files.py",
     "models/stream.py",
+    "models/checkpoint.py",
     "models/weights.py",
     "cli/terminal.py",
 )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.stats import Shape
+from minikv.cache.step_rows import StepRows
 from minikv.kernels import Rows
 from minikv.kernels.torch.layer import rotate
 from minikv.policies.h2o import H2O
@@ -70,6 +71,22 @@ class GivenHashEvict(HashEvict):
         return {"code": self.code}
 
 
+def _open(step: DecodeStep, arena: SimpleNamespace, pinned: int) -> None:
+    """Have it step over this arena, as `DecodeStep.open` does."""
+    step._open = StepRows(
+        arena,  # type: ignore[arg-type]
+        step.ops,
+        step.position,
+        step.width,
+        pinned,
+        None,
+        step.shown,
+        step._layer,
+        step._head,
+        readable=False,
+    )
+
+
 def end_of_step(
     policy: Any,
     logits: Tensor,
@@ -86,7 +103,7 @@ def end_of_step(
     layers, heads, group, width = logits.shape
     shape = Shape(layers, heads, heads * group, 1, (None,) * layers, _ENDLESS)
     step = DecodeStep(shape, logits.device)
-    step.arena = SimpleNamespace(  # type: ignore[assignment]
+    arena = SimpleNamespace(
         columns={**columns, "pos": rows.pos},
         extra=list(columns),
         start=rows.start,
@@ -97,7 +114,8 @@ def end_of_step(
     )
     step.logits, step.lse, step.width = logits, lse, width
     step.count, step.position, step.accepted = rows.length, rows.newest, go
-    step.pinned, step.speculative, step.due = rows.pinned, True, due
+    step.speculative, step.due = True, due
+    _open(step, arena, rows.pinned)
     if window is not None:
         step.window = window
     step._update_and_evict(policy, [])
@@ -115,7 +133,7 @@ def _make_room(
     layers, heads = free_slot.shape
     shape = Shape(layers, heads, heads, 1, (None,) * layers, _ENDLESS)
     step = DecodeStep(shape, free_slot.device)
-    step.arena = SimpleNamespace(  # type: ignore[assignment]
+    arena = SimpleNamespace(
         columns=columns,
         start=rows.start,
         length=rows.length,
@@ -124,8 +142,9 @@ def _make_room(
     )
     step.policy, step.position, step.slot = policy, rows.newest, slot
     step.shown = rows.pos
-    step.pinned, step.speculative, step.undo_rows = rows.pinned, True, dict(undo_rows)
+    step.speculative, step.undo_rows = True, dict(undo_rows)
     step.width = max(1, int(rows.length.max()))
+    _open(step, arena, rows.pinned)
     step._make_room()
 
 
@@ -282,7 +301,7 @@ def hash_append(
     names = ["k_scale", "v_scale"] * (k_scale is not None)
     names += [f"other{i}" for i in range(len(others) - len(names))]
     columns |= dict(zip(names, others, strict=True))
-    step.arena = SimpleNamespace(  # type: ignore[assignment]
+    arena = SimpleNamespace(
         columns=columns,
         extra=["code", *(name for name in names if name.startswith("other"))],
         start=start[None],
@@ -291,10 +310,11 @@ def hash_append(
         free_slot=free_slot[None],
         coded=False,
     )
-    step.policy, step.position, step.pinned = policy, position, pinned
+    step.policy, step.position = policy, position
     step.width, step.speculative = width, True
     step.undo_rows = dict(zip(columns, (*undo_rows, *undo_others), strict=True))
     if shown is not None:
         step.shown = shown
     step.slot = torch.where(free_slot >= 0, free_slot, start + length)[None]
+    _open(step, arena, pinned)
     step._append(0, probe, key, value)

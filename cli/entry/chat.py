@@ -1,0 +1,90 @@
+"""The flags of `minikv chat`."""
+
+from typing import Annotated
+
+import typer
+
+from minikv.cli import completion
+from minikv.cli.config import Interface
+from minikv.cli.entry.shared import SAVED, Files
+from minikv.cli.flags import Call, Only, command
+from minikv.settings import OUTPUT, Generation, Settings
+
+app = typer.Typer(rich_markup_mode="rich", add_completion=False)
+
+
+@app.command(
+    help="minikv chat report.txt --budget 256\n\n"
+    "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. With "
+    "FILEs, questions may be piped in, one per line; with the FILE `-`, the document is.\n\n"
+    "Each answer is written from the tokens that its question needs. The next question looks at "
+    "all that was read again; --reuse and --tier say how.",
+)
+@command
+def chat(
+    call: Call,
+    settings: Settings,
+    generation: Generation,
+    interface: Annotated[Interface, Only("preset encoding_errors quiet plain debug")],
+    files: Files = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", metavar="QUESTION", help="ask this first, then stay"),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="print a JSON object per turn, with its answer and figures; for piped questions",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[NAME]",
+            help="go on with a saved chat; without NAME the last one",
+            autocompletion=completion.saved,
+        ),
+    ] = None,
+    reread: Annotated[
+        bool,
+        typer.Option(
+            "--reread",
+            help="with --resume: do not load the saved cache; the next question reads everything "
+            "again",
+            rich_help_panel=SAVED,
+        ),
+    ] = False,
+    no_save: Annotated[
+        bool,
+        typer.Option("--no-save", help="do not save this chat", rich_help_panel=SAVED),
+    ] = False,
+    no_history: Annotated[
+        bool,
+        typer.Option(
+            "--no-history",
+            help="do not remember what is typed",
+            rich_help_panel=SAVED,
+        ),
+    ] = False,
+) -> None:
+    from minikv.cli.chat import chat as run_chat
+
+    run_chat(
+        files or [],
+        settings,
+        generation,
+        call.terminal,
+        errors=interface.encoding_errors,
+        first=prompt,
+        as_json=as_json,
+        resume=resume,
+        reread=reread,
+        save=not no_save,
+        given=call.given,
+        config=call.config,
+        history=not no_history,
+        debug=interface.debug,
+    )

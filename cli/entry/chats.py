@@ -1,0 +1,53 @@
+"""The commands of `minikv chats`, and their flags."""
+
+from typing import Annotated
+
+import typer
+
+from minikv.cli import completion
+from minikv.cli.entry.shared import Json, Yes
+from minikv.cli.flags import Call, command
+from minikv.cli.help import Group
+
+app = typer.Typer(
+    cls=Group,
+    rich_markup_mode="rich",
+    add_completion=False,
+    help="minikv chats show NAME\n\nThe saved chats, the newest first.",
+)
+
+
+@app.callback(invoke_without_command=True)
+@command
+def chats(call: Call, as_json: Json = False) -> None:
+    if call.subcommand is not None:
+        return
+    from minikv.cli import chats_command
+
+    chats_command.chats(call.terminal, as_json=as_json)
+
+
+@app.command("show", help="What was said in a saved chat.")
+@command
+def show_chat(
+    call: Call,
+    name: Annotated[
+        str, typer.Argument(help="a name from `minikv chats`", autocompletion=completion.saved)
+    ],
+    as_json: Json = False,
+) -> None:
+    from minikv.cli import chats_command
+
+    chats_command.show(name, call.terminal, as_json=as_json)
+
+
+@app.command("rm", help="Remove saved chats, with the text that is stored in them.")
+@command
+def remove_chats(
+    call: Call,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=completion.saved)],
+    yes: Yes = False,
+) -> None:
+    from minikv.cli import chats_command
+
+    chats_command.remove(names, call.terminal, yes=yes)

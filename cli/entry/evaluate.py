@@ -1,0 +1,109 @@
+"""The flags of `minikv eval`."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minikv.cli import completion
+from minikv.cli.config import SETTINGS, Interface
+from minikv.cli.entry.shared import MODEL, list_of
+from minikv.cli.flags import Call, Only, command
+from minikv.settings import CACHE, OUTPUT, Settings
+
+app = typer.Typer(rich_markup_mode="rich", add_completion=False)
+
+
+@app.command(
+    name="eval",
+    help="minikv eval --tasks facts,needle --policy adakv,snapkv --budget 64,128,256\n\n"
+    "Ask the same questions under every policy and budget, the full cache first. Tasks: needle, "
+    "facts, agree (with the full cache's answer), ppl, loss (attention lost); and chats: followup "
+    "(six questions), digits (32 and 64 digits), codes (the same in sixteen parts), several (three "
+    "values), count, back (earlier answers), interview (four values in one "
+    "answer), lists, passage (4 to 64 tokens to copy). FILEs are LongBench, LongBench v2 or RULER "
+    "records, asked with their official prompts; agree, ppl and loss are then theirs.",
+)
+@command
+def evaluate(
+    call: Call,
+    settings: Annotated[
+        Settings,
+        Only(
+            f"{MODEL} keep_packed threads policy budget decode stride kv tier_dtype options seed",
+            list_of("policy", "adakv,snapkv,streaming"),
+            list_of("budget", "128,256"),
+            list_of("decode", "auto"),
+            replace(SETTINGS["seed"], help="seed of the documents and of random draws"),
+        ),
+    ],
+    interface: Annotated[Interface, Only("quiet debug")],
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE", help="LongBench or RULER records")
+    ] = None,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="a list with commas; facts by default, with FILEs none",
+            autocompletion=completion.tasks,
+        ),
+    ] = "",
+    length: Annotated[
+        str, typer.Option(help="tokens of a document; needle takes a list with commas")
+    ] = "2000",
+    count: Annotated[
+        int, typer.Option("--count", "-n", help="questions per task (needle: per place)")
+    ] = 40,
+    questions: Annotated[
+        int,
+        typer.Option(
+            help="of these, about each document of facts, each asked as if it were the first"
+        ),
+    ] = 1,
+    reuses: Annotated[
+        str,
+        typer.Option(
+            "--reuse",
+            help="what questions find: once (a cache evicted for the first one), refresh, blind "
+            "(evicted before any question is seen), recall; a list with commas",
+            rich_help_panel=CACHE,
+        ),
+    ] = "once",
+    truncate: Annotated[
+        str,
+        typer.Option(
+            help="records of FILEs that are too long: none (skip and count them) or middle (cut "
+            "the middle out, as LongBench does)",
+        ),
+    ] = "none",
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="write the results and all answers here")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="write the results here", rich_help_panel=OUTPUT)
+    ] = None,
+    heat: Annotated[
+        list[Path] | None,
+        typer.Option("--map", help="a map of the needles, .png or .svg", rich_help_panel=OUTPUT),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="draw quality over budget here, .svg", rich_help_panel=OUTPUT),
+    ] = None,
+) -> None:
+    from minikv.cli.evaluation.command import Asked
+    from minikv.cli.evaluation.command import evaluate as run_evaluation
+
+    asked = Asked(
+        tasks=tasks or ("" if files else "facts"),
+        files=files or [],
+        lengths=length,
+        count=count,
+        questions=questions,
+        reuse=reuses,
+        truncate=truncate,
+        outputs=[path for path in (as_json, csv, *(heat or [])) if path],
+        plot=plot,
+    )
+    run_evaluation(asked, settings, call.terminal)

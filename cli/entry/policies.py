@@ -1,0 +1,48 @@
+"""The commands of `minikv policies`, and their flags."""
+
+from typing import Annotated
+
+import typer
+
+from minikv.cli import completion
+from minikv.cli.entry.shared import Json
+from minikv.cli.flags import Call, command
+from minikv.cli.help import Group
+
+app = typer.Typer(
+    cls=Group,
+    rich_markup_mode="rich",
+    add_completion=False,
+    help="minikv policies show adakv\n\nThe eviction methods, one line each.",
+)
+
+
+@app.callback(invoke_without_command=True)
+@command
+def policies(
+    call: Call,
+    as_json: Json = False,
+) -> None:
+    if call.subcommand is not None:
+        return
+    from minikv.cli import render
+
+    call.terminal.data(render.policies(as_json=as_json))
+
+
+@app.command(
+    help="minikv policies show adakv\n\nOne method: options, defaults, limits, and how it differs "
+    "from its paper and release."
+)
+@command
+def show(
+    call: Call,
+    name: Annotated[
+        str,
+        typer.Argument(help="a name from `minikv policies`", autocompletion=completion.rows),
+    ],
+    as_json: Json = False,
+) -> None:
+    from minikv.cli import render
+
+    call.terminal.data(render.policy(name, as_json=as_json))

@@ -1,0 +1,36 @@
+"""Flags and arguments that several commands have."""
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from minikv.cli.config import SETTINGS
+from minikv.settings import Setting
+
+SAVED = "Saved chats"
+"""A panel of --help-all."""
+
+MODEL = "model revision offline device dtype weights"
+"""The settings that name and place a model."""
+
+Files = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="FILE", help="what to ask about: text, PDFs, directories, 'patterns'; - is stdin"
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="do not ask")]
+
+
+def json(what: str) -> Any:
+    """A switch --json; `what` says what it prints."""
+    return typer.Option("--json", help=f"print {what}")
+
+
+Json = Annotated[bool, json("one JSON object")]
+
+
+def list_of(name: str, default: str) -> Setting:
+    """A setting that takes several values."""
+    return replace(SETTINGS[name], default=default, help="a list with commas")

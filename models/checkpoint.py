@@ -1,0 +1,337 @@
+"""A model folder's safetensors files: which tensors there are, and where their bytes lie.
+
+The header of each file is checked here before a byte of data is read. Both layouts: Hugging Face's
+names, and the original `consolidated` one, whose query and key rows come in rotary pairs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from minikv.models.config import quantised
+from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel, quote
+from minikv.models.hub import (
+    INDEX,
+    ORIGINAL,
+    ORIGINAL_INDEX,
+    SINGLE,
+    no_weights,
+    open_regular,
+    parse_json,
+    unreadable,
+    weight_map,
+)
+
+HEADER_LIMIT = 16 * 2**20  # bytes
+TENSOR_LIMIT = 100_000
+STAGING = 32 * 2**20
+"""Bytes read at a time."""
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_BITS = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "C64": 64,
+}
+_SMALL = frozenset(name for name, bits in _BITS.items() if bits <= 8 and name != "BOOL")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+_QUANTISED = (
+    (re.compile(r"\.(qweight|qzeros|g_idx)$"), "gptq or awq"),
+    (re.compile(r"\.weight\.(absmax|quant_map|nested_absmax|quant_state\..*)$"), "bitsandbytes"),
+    (re.compile(r"\.weight_packed$"), "compressed-tensors"),
+    (re.compile(r"\.weight_scale(_inv)?$"), "fp8 or int8"),
+    (re.compile(r"\.(weight_format|SCB)$"), "bitsandbytes"),
+)
+IGNORED = re.compile(r"(model\.)?layers\.\d+\.(self_attn|attention)\.rotary_emb\.inv_freq")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in one file. `start` and `end` are byte offsets in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    start: int
+    end: int
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The checked header of a safetensors file, by tensor name. Raises CorruptModel.
+
+    The data must be covered exactly: no overlap, no hole, nothing before or after.
+    """
+    with open_regular(path) as file:
+        return header_of(file, path)
+
+
+def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
+    """`read_header` of a file that is open, at its beginning."""
+    size = os.fstat(file.fileno()).st_size
+    first = _read_exactly(file, 8, path)
+    length = int.from_bytes(first, "little")
+    if length > HEADER_LIMIT:
+        raise CorruptModel(f"{path.name}: claims a header of {length} bytes: not safetensors?")
+    if not 2 <= length <= size - 8:
+        raise CorruptModel(
+            f"{path.name}: truncated, or not safetensors (header {length}, file {size} bytes)",
+            "download the file again",
+        )
+    raw = parse_json(_read_exactly(file, length, path), path.name)
+    _check_metadata(raw.pop("__metadata__", None), path)
+    if not raw:
+        raise CorruptModel(f"{path.name}: holds no tensors")
+    if len(raw) > TENSOR_LIMIT:
+        raise CorruptModel(f"{path.name}: {len(raw)} tensors; at most {TENSOR_LIMIT} are read")
+    base = 8 + length
+    entries = {name: _entry(name, facts, path, base) for name, facts in raw.items()}
+    _check_cover(sorted(entries.values(), key=lambda e: (e.start, e.end)), base, size, path)
+    return entries
+
+
+def _check_metadata(metadata: Any, path: Path) -> None:
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    ):
+        raise CorruptModel(f"{path.name}: __metadata__ is not a table of strings")
+
+
+def _entry(name: str, facts: Any, path: Path, base: int) -> Entry:
+    where = f"{path.name}: {quote(name)}"
+    if _NAME.fullmatch(name) is None:
+        raise CorruptModel(f"{where} is not a tensor name")
+    if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
+        raise CorruptModel(f"{where}: must have dtype, shape and data_offsets")
+    dtype, shape, span = facts["dtype"], facts["shape"], facts["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise CorruptModel(f"{where}: unknown dtype {quote(dtype)}")
+    if not _counts(shape) or len(shape) > 8:
+        raise CorruptModel(f"{where}: bad shape {quote(shape)}")
+    if not _counts(span) or len(span) != 2 or span[0] > span[1]:
+        raise CorruptModel(f"{where}: bad data_offsets {quote(span)}")
+    bits = _BITS[dtype]
+    for size in shape:
+        bits *= size
+    if bits != 8 * (span[1] - span[0]):
+        raise CorruptModel(f"{where}: {quote(shape)} of {dtype} does not fill {quote(span)}")
+    return Entry(name, dtype, tuple(shape), path, base + span[0], base + span[1])
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**62 for n in value
+    )
+
+
+def _check_cover(entries: list[Entry], base: int, size: int, path: Path) -> None:
+    if entries[0].start != base:
+        raise CorruptModel(f"{path.name}: a hole before {quote(entries[0].name)}")
+    for one, two in pairwise(entries):
+        if two.start != one.end:
+            what = "overlap" if two.start < one.end else "have a hole between them"
+            raise CorruptModel(f"{path.name}: {quote(one.name)} and {quote(two.name)} {what}")
+    end = entries[-1].end
+    if end != size:
+        what = "is truncated" if size < end else "has bytes after the last tensor"
+        raise CorruptModel(
+            f"{path.name} {what}: {size} bytes, expected {end}", "download the file again"
+        )
+
+
+def _read_exactly(file: BinaryIO, count: int, path: Path) -> bytes:
+    data = bytearray(count)
+    read_into(file, memoryview(data), path)
+    return bytes(data)
+
+
+def read_into(
+    file: BinaryIO, into: memoryview, path: Path, tell: Callable[[int], None] | None = None
+) -> None:
+    """Fill `into`; `tell` gets the bytes of each read."""
+    done = 0
+    while done < len(into):
+        try:
+            got = file.readinto(into[done : done + STAGING])  # type: ignore[attr-defined]
+        except OSError as error:
+            raise unreadable(path, error) from None
+        if not got:
+            raise CorruptModel(f"{path.name} is truncated", "download the file again")
+        done += got
+        if tell is not None:
+            tell(got)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All tensors of a model folder, by Hugging Face name. Nothing is open."""
+
+    entries: dict[str, Entry]
+    original: bool
+    """Query and key rows are in rotary pairs (the layout of Meta's and Mistral's releases)."""
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Checkpoint:
+        """Find and check the weight files of `folder`.
+
+        Preference: sharded, single, original layout; anything else is refused with its reason.
+        Raises CorruptModel, UnsupportedModel or ModelUnavailable.
+        """
+        folder = Path(folder)
+        try:
+            names = sorted(path.name for path in folder.iterdir())
+        except OSError as error:
+            raise unreadable(folder, error) from None
+        original = False
+        if INDEX in names:
+            entries = _sharded(folder, folder / INDEX)
+        elif SINGLE in names:
+            entries = read_header(folder / SINGLE)
+        else:
+            files = [name for name in names if ORIGINAL.fullmatch(name)]
+            if not files:
+                raise no_weights(names)
+            original = True
+            if ORIGINAL_INDEX in names:
+                entries = _sharded(folder, folder / ORIGINAL_INDEX)
+            else:
+                entries = _together(read_header(folder / name) for name in files)
+        _refuse_quantised(entries)
+        if original:
+            entries = _renamed(entries)
+        return cls(entries, original)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The storage dtype of most of the weights, by bytes."""
+        sizes: dict[torch.dtype, int] = {}
+        for entry in self.entries.values():
+            dtype = DTYPES.get(entry.dtype)
+            if dtype is not None:
+                sizes[dtype] = sizes.get(dtype, 0) + entry.end - entry.start
+        if not sizes:
+            odd = next(iter(self.entries.values()))
+            raise UnsupportedModel(f"{odd.path.name}: {quote(odd.name)} is stored as {odd.dtype}")
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
+    """The tensors of all shards, which must be exactly those that the index names."""
+    mapping = weight_map(index)
+    missing = sorted(name for name in set(mapping.values()) if not (folder / name).exists())
+    if missing:
+        raise ModelUnavailable(
+            f"{missing[0]} is missing ({len(missing)} of {len(set(mapping.values()))} shards are)",
+            "complete the download",
+        )
+    entries = _together(read_header(folder / name) for name in sorted(set(mapping.values())))
+    for name, shard in mapping.items():
+        entry = entries.get(name)
+        if entry is None:
+            raise CorruptModel(f"{index.name}: {quote(name)} is not in {shard}")
+        if entry.path.name != shard:
+            raise CorruptModel(f"{index.name}: {quote(name)} is in {entry.path.name}, not {shard}")
+    stray = next((n for n in entries if n not in mapping and not IGNORED.fullmatch(n)), None)
+    if stray is not None:
+        raise CorruptModel(f"{entries[stray].path.name}: {quote(stray)} is not in {index.name}")
+    return entries
+
+
+def _together(headers: Iterator[dict[str, Entry]]) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for header in headers:
+        for name, entry in header.items():
+            if name in entries:
+                raise CorruptModel(
+                    f"{quote(name)} is both in {entries[name].path.name} and {entry.path.name}",
+                    "model-parallel shards and left-over files are not supported",
+                )
+            entries[name] = entry
+    return entries
+
+
+def _refuse_quantised(entries: dict[str, Entry]) -> None:
+    for name, entry in entries.items():
+        for pattern, method in _QUANTISED:
+            if pattern.search(name):
+                raise quantised(method)
+        # Without its scales such a tensor would load, and give garbage.
+        if entry.dtype in _SMALL:
+            raise quantised(entry.dtype.lower())
+
+
+_ORIGINAL_NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_ORIGINAL_LAYER = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+
+def _renamed(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Original names to Hugging Face's; an unknown one stays, and accounting complains."""
+    made: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        match = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
+        if match and match[2] in _ORIGINAL_LAYER:
+            new = f"model.layers.{match[1]}.{_ORIGINAL_LAYER[match[2]]}.{match[3]}"
+        else:
+            new = _ORIGINAL_NAMES.get(name, name)
+        if new in made:
+            raise CorruptModel(f"{entry.path.name}: {quote(name)} and {quote(new)} are the same")
+        made[new] = entry
+    return made
+
+
+def same(one: Entry, two: Entry) -> bool:
+    """Are two stored tensors equal, bit for bit? Reads both in pieces."""
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    with open_regular(one.path) as a, open_regular(two.path) as b:
+        a.seek(one.start)
+        b.seek(two.start)
+        left = one.end - one.start
+        while left:
+            count = min(left, STAGING)
+            if _read_exactly(a, count, one.path) != _read_exactly(b, count, two.path):
+                return False
+            left -= count
+    return True

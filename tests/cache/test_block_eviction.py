@@ -1,0 +1,194 @@
+"""Policies that evict several rows of a head at once: which rows leave, when that is known, and
+that the others stay side by side."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from small import ids, network
+from stepping import engine, pair
+from tape import Tape
+from torch import Tensor
+
+from minikv.cache.arena import Arena
+from minikv.cache.block_eviction import Schedule, close_gaps
+from minikv.cache.rules import Rules
+from minikv.policies.base import PromptView, StepPolicy, StepView, unprotected
+
+
+def rows_of(arena: Arena) -> dict[str, Tensor]:
+    """A copy of every column's rows in use, by layer."""
+    found: dict[str, Tensor] = {}
+    for layer in range(len(arena.start)):
+        index, live = arena.index(layer)
+        for name, column in arena.columns.items():
+            found[f"{name} {layer}"] = column[index[live]].clone()
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redundant(StepPolicy):
+    """Evicts `block` rows at once: those whose keys are most like the head's other keys. What a
+    method such as R-KV needs: old keys, and several rows of a head at a time."""
+
+    block: int = 4
+    sinks: int = 2
+    name: str = "redundant"
+
+    @property
+    def columns(self) -> dict[str, torch.dtype]:
+        return {"seen": torch.float32}
+
+    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(old)
+
+    def update(
+        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+    ) -> None:
+        columns["seen"].add_(1.0)
+
+    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        assert view.keys is not None
+        keys = view.keys(torch.arange(len(view.pos))).float()
+        keys = (keys / keys.norm(dim=-1, keepdim=True)).masked_fill(view.pos[..., None] < 0, 0.0)
+        return -(keys @ keys.sum(1)[..., None])[..., 0], unprotected(view, self)
+
+
+@pytest.mark.parametrize("kv", [None, torch.int8])
+def test_several_rows_of_a_head_leave_at_once(kv: torch.dtype | None) -> None:
+    """Heads grow to cap + block - 1 rows, then are at their cap; the rows that stay are those of
+    the highest score, in every column, and steps launched ahead agree."""
+    budget, policy = 24, Redundant()
+    run = pair(Tape(), "full", "tova", budget, kv=kv)
+    for made in (run.here, run.there):
+        made.kv.configure(Rules(None, policy, made.kv.rules.budget))
+    run.prompt(ids(22))
+    lengths = []
+    for _ in range(14):
+        before = set(run.here.kv.kept(1, 0).tolist())
+        run.write(1)
+        run.agree()
+        after = set(run.here.kv.kept(1, 0).tolist())
+        lengths.append(len(after))
+        gone = before - after
+        assert len(gone) in (0, 4)
+        assert not gone & {0, 1}  # sinks
+        assert run.here.kv.position - 1 in after
+    assert lengths == [23, 24, 25, 26, 27, 24, 25, 26, 27, 24, 25, 26, 27, 24]
+    arena = run.here.kv.arena
+    for layer in range(len(arena.start)):
+        for head in range(arena.heads):
+            at = arena.segment("pos", layer, head)
+            seen = arena.segment("seen", layer, head)
+            # A row counts the steps since it came, so the columns moved with their rows.
+            want = (run.here.kv.position - at).clamp(max=14).to(torch.float32)
+            assert torch.equal(seen, want)
+
+
+@pytest.mark.parametrize("prompt", ["full", "snapkv+turns"])
+@pytest.mark.parametrize("windows", [None, (None, 12)])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_blocks_leave_beside_windows_and_soft_pins(
+    prompt: str, windows: tuple[int | None, ...] | None, ahead: bool
+) -> None:
+    """The newest row is always there, no head outgrows its cap by a block, and positions are
+    whole."""
+    run = pair(Tape(), prompt, "tova", 48, net=network(layers=2, windows=windows))
+    for made in (run.here, run.there):
+        made.kv.configure(Rules(made.kv.rules.prompt, Redundant(), made.kv.rules.budget))
+    for turn in range(2):
+        run.prompt(ids(60 if turn == 0 else 9, turn))
+        for _ in range(11):
+            run.write(1, ahead=ahead)
+            run.agree()
+            kv = run.here.kv
+            for layer in range(2):
+                for head in range(kv.shape.kv_heads):
+                    kept = kv.kept(layer, head).tolist()
+                    assert kept[-1] == kv.position - 1
+                    assert len(set(kept)) == len(kept)
+                    assert len(kept) < int(kv.arena.cap[layer, head]) + 4
+
+
+def test_a_block_that_left_is_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(network(layers=2), None, "full", "tova", 24)
+    made.kv.configure(Rules(None, Redundant(), made.kv.rules.budget))
+    made.prompt(ids(22))
+    for token in ids(5):
+        made.step(token)
+    held = rows_of(made.kv.arena)  # the next step evicts
+    made.kv.open_steps()
+
+    def fail(*given: object, **more: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.kv.ops, "advance", fail, raising=False)
+        with pytest.raises(MemoryError):
+            made.step(7)
+    after = rows_of(made.kv.arena)
+    assert held.keys() == after.keys()
+    for name, rows in held.items():
+        assert torch.equal(rows, after[name]), name
+    assert made.kv.position == 27
+
+
+def arena_of(held: list[int], cap: int) -> Arena:
+    """Two heads of one layer, with so many rows."""
+    arena = Arena(1, 2, 4, torch.float32, torch.device("cpu"), {}, rows=[64])
+    arena.lay(torch.full((1, 2), 32))
+    arena.length.copy_(torch.tensor([held]))
+    arena.cap.fill_(cap)
+    return arena
+
+
+def test_a_step_is_due_when_a_head_would_be_a_block_over_its_cap() -> None:
+    """Counted step by step: a head grows by a row, and gives up `block` where it is full. Before
+    it was full for the first time, it may be said to be due `block` steps too early."""
+    held, cap, block, begin = [22, 25], 24, 4, 100
+    schedule = Schedule(Redundant(), arena_of(held, cap), begin, slides=False)
+    assert not schedule.drifts
+    for position in range(begin + 1, begin + 20):
+        held = [count + 1 for count in held]
+        full = [count == cap + block for count in held]
+        assert schedule.is_due(position) == any(full) or position == begin + 2
+        held = [count - block * gone for count, gone in zip(held, full, strict=True)]
+
+
+def test_beside_windows_the_steps_tell_for_how_long_none_is_due() -> None:
+    schedule = Schedule(Redundant(), arena_of([22, 25], 24), 100, slides=True)
+    assert schedule.drifts
+    assert int(schedule.left(torch.tensor([[22, 25]]))) == 3
+    due = [position for position in range(99, 106) if schedule.is_due(position)]
+    assert due == [99, 100, 103, 104, 105]  # up to 100 nothing is known
+    schedule.note_left(103, 2)  # rows slid out meanwhile
+    assert [schedule.is_due(position) for position in range(104, 108)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("policy", [None, "tova"])
+def test_every_step_is_due_where_rows_leave_one_by_one(policy: str | None) -> None:
+    step = engine(network(), None, "full", policy or "none", 24).kv.rules.step
+    schedule = Schedule(step, arena_of([3, 3], 24), 0, slides=True)
+    assert not schedule.drifts
+    assert all(schedule.is_due(position) for position in range(9))
+
+
+def test_gaps_are_closed_in_every_column_and_opened_again() -> None:
+    """Head 0 loses rows 1 and 4 of 5, head 1 none of 3; what stays is side by side."""
+    ids_, values = torch.arange(10), torch.arange(20.0).view(10, 2)
+    columns, undo = [ids_.clone(), values.clone()], list[Callable[[], object]]()
+    index = torch.tensor([[0, 1, 2, 3, 4], [6, 7, 8, 8, 8]])
+    gone = torch.zeros(2, 5, dtype=torch.bool)
+    gone[0, [0, 2]] = True
+    before = copy.deepcopy(columns)
+    close_gaps(columns, index, gone, torch.tensor([5, 3]), torch.tensor([4, 8]), 2, undo)
+    assert sorted(columns[0][:3].tolist()) == [1, 3, 4]
+    assert columns[0][5:].tolist() == before[0][5:].tolist()
+    assert torch.equal(columns[1], values[columns[0]])  # of the same rows
+    for take_back in reversed(undo):
+        take_back()
+    assert all(map(torch.equal, columns, before))
