@@ -80,7 +80,7 @@ def steps(out: Path, *, small: bool) -> Mapping[str, Step]:
     profiled = script("profiled", *little[:2])
     ncu = ("ncu", "--clock-control", "none", "--csv", "--log-file", str(out / "ncu.csv"))
     kernels = ("--kernel-name-base", "function", "--kernel-name")
-    kernels += ("regex:^(split|join|_roco|_h2o|_hash_append)$", "--launch-count", "30")
+    kernels += ("regex:^(split|_roco|_h2o|_hash_append)$", "--launch-count", "30")
     found = [
         Step("facts", 60, script("facts")),
         Step(
