@@ -26,6 +26,7 @@ from minikv.cli.bench.shapes import Sizes
 from minikv.engine.decode_loop import captured
 from minikv.errors import UsageError
 from minikv.kernels import Rows, dispatch
+from minikv.models.linear import Matrix
 
 Call = Callable[[Any], object]
 """Calls an operation of a table of kernels on inputs that it holds."""
@@ -233,6 +234,9 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
         ):
             moved = t * numbers * item
             yield Case(name.replace("_", " "), f"{t:,} tokens", make, moved, needs=name)
+    moved = sizes.matrices // sizes.layers * item
+    make = partial(_rest, sizes, dtype)
+    yield Case("rest of a layer", "1 token", make, moved, needs="rest")
 
 
 def uneven(heads: int, mean: int) -> list[int]:
@@ -432,3 +436,29 @@ def _rotate(sizes: Sizes, dtype: torch.dtype, t: int, device: torch.device, seed
 def _silu_mul(sizes: Sizes, dtype: torch.dtype, t: int, device: torch.device, seed: int) -> Call:
     both = normal(device, seed, dtype, t, 2 * sizes.mlp)
     return lambda ops: ops.silu_mul(both)
+
+
+def _rest(sizes: Sizes, dtype: torch.dtype, device: torch.device, seed: int) -> Call:
+    """What follows attention in a layer, and the next one's queries, keys and values."""
+    attended = sizes.heads * sizes.head_dim
+    shapes = (
+        (sizes.hidden, attended),
+        (2 * sizes.mlp, sizes.hidden),
+        (sizes.hidden, sizes.mlp),
+        (attended + 2 * sizes.kv_heads * sizes.head_dim, sizes.hidden),
+    )
+    matrices = [
+        Matrix(rows, columns, normal(device, seed + i, dtype, rows, columns).div_(columns**0.5))
+        for i, (rows, columns) in enumerate(shapes)
+    ]
+    norms = [torch.ones(sizes.hidden, device=device, dtype=dtype) for _ in range(2)]
+    x = normal(device, seed + 4, dtype, 1, sizes.hidden)
+    mixed = normal(device, seed + 5, dtype, 1, attended)
+    made: dict[str, Any] = {}
+
+    def call(ops: Any) -> object:
+        if not made:
+            made["run"] = ops.rest(*matrices, *norms, 1e-5)
+        return made["run"](x, mixed)
+
+    return call

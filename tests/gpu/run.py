@@ -87,7 +87,9 @@ def steps(out: Path, *, small: bool) -> Mapping[str, Step]:
             "smoke", 180, script("smoke", *little, "--json", str(out / "smoke.json")), interpreted
         ),
         Step("tests", 400, (*tests, f"--junitxml={out / 'pytest.xml'}")),
-        Step("probe", 80, script("probe", *little, "--json", str(out / "probe.json"))),
+        Step(
+            "probe", 110, script("probe", *little, "--json", str(out / "probe.json")), interpreted
+        ),
         part("step", 85, "decode step", "peak"),
         part("kernels", 100, "kernels"),
         part("eviction", 90, "eviction"),

@@ -305,6 +305,7 @@ def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> No
         int4_product=None,
         integer_prompts=True,
         rest=None,
+        normed_product=None,
         row_product=lambda x, weight: x[:, :1] - weight.shape[0],
         products=True,
     )
@@ -342,6 +343,7 @@ def test_many_rows_are_left_to_torch_where_that_is_faster(form: str, tmp_path: P
         products=True,
         integer_prompts=False,
         rest=None,
+        normed_product=None,
     )
     few, many = (torch.ones(n, matrix.shape[1], dtype=torch.bfloat16) for n in (3, 40))  # type: ignore[attr-defined]
     made.use(ops)  # type: ignore[arg-type]

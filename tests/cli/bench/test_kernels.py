@@ -32,6 +32,7 @@ NAMES = {
     "add norm",
     "rotate",
     "silu mul",
+    "rest of a layer",
 }
 
 
