@@ -51,7 +51,8 @@
     sample                 triton/sampling          -                 torch/sampling
     drawn                  -                        cpu/sampling      torch/sampling
     row_product            -                        cpu/product       torch/product
-    rest                   -                        cpu/rest          models
+    rest                   triton/rest              cpu/rest          models
+    normed_product         triton/rest              -                 models
     int8_product           -                        cpu/integer       models
     int4_product           -                        cpu/integer       models
     pack_int8              -                        cpu/packing       models
@@ -62,12 +63,13 @@
     unpack_int4_rows       triton/packed_product    -                 models
 
 A "-" means that the torch form is used there. "policies" means that the torch form is in the
-policy's own file in minikv/policies, "models" that it is in models/linear.py (`rest`: llama.py);
-`Kernels` has None for both. torch/integer has the specification of int8_product and int4_product,
-which is too slow to run: models/linear.py then leaves activations as they are. On a CPU without C,
-`TorchOnCPU` takes ragged_attention from torch/decode_cpu. The choice is made once, for a device and
-a head size, and handed on as a `Kernels` object; nothing is remembered here. On a CPU it also
-depends on the processor: cpu/choice.py says which operations are left to torch.
+policy's own file in minikv/policies, "models" that it is in models/linear.py (`rest` and
+normed_product: llama.py); `Kernels` has None for both. torch/integer has the specification of
+int8_product and int4_product, which is too slow to run: models/linear.py then leaves activations as
+they are. On a CPU without C, `TorchOnCPU` takes ragged_attention from torch/decode_cpu. The choice
+is made once, for a device and a head size, and handed on as a `Kernels` object; nothing is
+remembered here. On a CPU it also depends on the processor: cpu/choice.py says which operations are
+left to torch.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ class Kernels:
     choices = ""
     """On a CPU with C: the class of the processor, and who computes what for it, in words."""
     products = False
-    """Whether row_product, int8_product and int4_product are faster than torch's own products."""
+    """Whether rest, normed_product, row_product, int8_product and int4_product take the place of
+    torch's own products."""
     integer_prompts = False
     """Whether int8_product and int4_product are also faster for many rows."""
     float_rows: int | None = None
@@ -170,6 +173,7 @@ class Kernels:
     drawn = staticmethod(sampling.drawn)
     row_product = staticmethod(product.row_product)
     rest: Callable[..., Callable[[Tensor, Tensor], Tensor] | None] | None = None
+    normed_product: Callable[..., Callable[[Tensor], Tensor] | None] | None = None
     int8_product: Callable[..., Tensor] | None = None
     int4_product: Callable[..., Tensor] | None = None
     pack_int8: Callable[..., None] | None = None

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minikv.models import linear
 from minikv.models.linear import (
     TORCH,
     Linear,
+    Matrix,
     Packing,
     Plain,
     blocks,
@@ -165,6 +167,17 @@ def kept_on(
     if not suits(form, plain.shape[1]):
         return plain
     return (Int8OnGpu if form == "int8" else Int4OnGpu)(plain, room)
+
+
+def as_read(made: Linear) -> Matrix | None:
+    """As `linear.as_read`, and of matrices on a GPU."""
+    if isinstance(made, Int8OnGpu):
+        rows, columns = made.shape
+        return Matrix(rows, columns, made.quantised, made.scale, made.bias)
+    if isinstance(made, Int4OnGpu):
+        rows, columns = made.shape
+        return Matrix(rows, columns, made.packed, made.scales, made.bias)
+    return linear.as_read(made)
 
 
 def pack_int4_rows(weight: Tensor, packed: Tensor, scales: Tensor) -> None:

@@ -28,10 +28,9 @@ from minikv.models.linear import (
     Plain,
     Scratch,
     UnpackInt4,
-    as_read,
     row_product,
 )
-from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu
+from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read
 from minikv.models.pages import Empty, Pages
 from minikv.models.rope import Rotary, rotate
 
@@ -83,6 +82,9 @@ Rest = Callable[[Tensor, Tensor], Tensor]
 to x in place. Returns the next layer's queries, keys and values [1, (heads + 2 * kv_heads) * D],
 not rotated; of the last layer, the row after the final norm [1, hidden]."""
 
+First = Callable[[Tensor], Tensor]
+"""Of one row x [1, hidden], the first layer's queries, keys and values, not rotated."""
+
 
 class Ops(Protocol):
     """What happens to rows between products, in one launch each, and products of few rows."""
@@ -127,7 +129,13 @@ class Ops(Protocol):
 
     @property
     def rest(self) -> Callable[..., Rest | None] | None:
-        """What makes a `Rest` of a layer's matrices (kernels/cpu/rest.py). None: there is none."""
+        """What makes a `Rest` of a layer's matrices (kernels/cpu/rest.py, kernels/triton/rest.py).
+        None: there is none."""
+        ...
+
+    @property
+    def normed_product(self) -> Callable[..., First | None] | None:
+        """What makes a `First` of a matrix, a norm's weights and epsilon. None: there is none."""
         ...
 
     @property
@@ -212,6 +220,7 @@ class Llama:
         self.rotary = Rotary(c.rope, c.head_dim, self.device)
         self.ops: Ops | None = None
         self._rests: list[Rest] = []  # of each layer, or none at all
+        self._first: First | None = None  # what comes before them; None: `_qkv`
         self._scratch = Scratch()
 
     def use(self, ops: Ops | None) -> None:
@@ -236,6 +245,11 @@ class Llama:
             if isinstance(matrix, Plain | Int8 | Int4):
                 matrix.scratch = self._scratch
         self._rests = [] if own is None else self._all_rests(own)
+        self._first = None
+        if own is not None and own.normed_product is not None and self._rests:
+            layer = self.layers[0]
+            qkv, eps = as_read(layer.qkv), self.config.norm_eps
+            self._first = own.normed_product(qkv, layer.attention_norm, eps)
 
     def _all_rests(self, ops: Ops) -> list[Rest]:
         """What follows attention in each layer, in one call; none if `ops` cannot for one layer."""
@@ -351,9 +365,10 @@ class Llama:
         # leave holes in the heap that count as resident memory.
         wide = None if grad else x.new_empty(min(rows, count), 2 * self.config.mlp)
         owed: Tensor | None = None  # of a step: what a layer adds to x, which the next norm does
-        ready: Tensor | None = None  # of a step: what `Rest` made of it
         watched = getattr(kv, "watch", None) is not None  # every norm is to be shown
         rests = self._rests if last and count == 1 and not grad and not watched else []
+        # Of a step: what `First` or `Rest` made for the next layer.
+        ready = self._first(x) if rests and self._first is not None else None
         for index, layer in enumerate(self.layers):
             closing = last and index == len(self.layers) - 1
             for start, (cos, sin) in zip(starts, tables, strict=True):

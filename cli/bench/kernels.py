@@ -26,6 +26,7 @@ from minikv.cli.bench.shapes import Sizes
 from minikv.engine.decode_loop import captured
 from minikv.errors import UsageError
 from minikv.kernels import Rows, dispatch
+from minikv.models.linear import Matrix
 
 Call = Callable[[Any], object]
 """Calls an operation of a table of kernels on inputs that it holds."""
@@ -236,6 +237,9 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
     for case, top_p in (("all", 1.0), ("top_p 0.9", 0.9)):
         make = partial(_drawn, sizes, top_p)
         yield Case("draw", f"of {sizes.vocab:,}, {case}", make, sizes.vocab * 4, needs="drawn")
+    moved = sizes.matrices // sizes.layers * item
+    make = partial(_rest, sizes, dtype)
+    yield Case("rest of a layer", "1 token", make, moved, needs="rest")
 
 
 def uneven(heads: int, mean: int) -> list[int]:
@@ -442,3 +446,29 @@ def _drawn(sizes: Sizes, top_p: float, device: torch.device, seed: int) -> Call:
     logits = 3 * normal(device, seed, torch.float32, sizes.vocab)
     point = torch.tensor(0.5, dtype=torch.float64, device=device)
     return lambda ops: ops.drawn(logits, 0.7, 0, top_p, 0.0, point)
+
+
+def _rest(sizes: Sizes, dtype: torch.dtype, device: torch.device, seed: int) -> Call:
+    """What follows attention in a layer, and the next one's queries, keys and values."""
+    attended = sizes.heads * sizes.head_dim
+    shapes = (
+        (sizes.hidden, attended),
+        (2 * sizes.mlp, sizes.hidden),
+        (sizes.hidden, sizes.mlp),
+        (attended + 2 * sizes.kv_heads * sizes.head_dim, sizes.hidden),
+    )
+    matrices = [
+        Matrix(rows, columns, normal(device, seed + i, dtype, rows, columns).div_(columns**0.5))
+        for i, (rows, columns) in enumerate(shapes)
+    ]
+    norms = [torch.ones(sizes.hidden, device=device, dtype=dtype) for _ in range(2)]
+    x = normal(device, seed + 4, dtype, 1, sizes.hidden)
+    mixed = normal(device, seed + 5, dtype, 1, attended)
+    made: dict[str, Any] = {}
+
+    def call(ops: Any) -> object:
+        if not made:
+            made["run"] = ops.rest(*matrices, *norms, 1e-5)
+        return made["run"](x, mixed)
+
+    return call

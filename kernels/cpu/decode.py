@@ -49,6 +49,7 @@ def ragged_attention(
     lse: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    arrived: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `torch.decode.ragged_attention`."""
     heads, group, size = q.shape

@@ -52,6 +52,7 @@ def ragged_attention(
     lse: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    arrived: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One query per head over the head's own segment of rows.
 
@@ -67,6 +68,9 @@ def ragged_attention(
     Written in place where given: `lse` float32 [H, G], which is then the one that is returned;
     `logits` float32 [H, G, C], C >= width: the scaled logits of rows 0 .. length - 1 of each head,
     -inf where a row is not seen. Beyond a head's length they mean nothing.
+
+    `arrived` int32 [H], zeros before and after: where programs count each other. Not needed here;
+    what needs it allocates it if it is None.
     """
     index, live = in_use(start, length, width, len(k))
     seen = live if pos is None or oldest is None else live & (pos[index] >= oldest)

@@ -1,12 +1,14 @@
 """Attention of a decode step, in Triton: one query per head over ragged segments of the arena.
 
-Two kernels, as in Flash-Decoding. `split`: the rows of all heads, in blocks, are divided evenly
+One launch of what Flash-Decoding does in two. The rows of all heads, in blocks, are divided evenly
 among a fixed number of programs. The lengths are read on the device, and the grid is the same at
 every step, so that one CUDA graph serves all steps. A program may have blocks of several heads, and
 writes a part for each. The number of a part is program + head: in the order of the blocks neither
-decreases and one of them increases, so that no two parts have the same number. `join`: the parts of
-a head are joined by their log-sum-exp. The G query heads of a KV head share a tile of 16 rows, the
-fewest that matrix instructions take. Specification: `torch/decode.py`.
+decreases and one of them increases, so that no two parts have the same number. Programs count the
+parts of a head that are written, and the one that writes the last joins all of them by their
+log-sum-exp, in the order of the rows: the result does not depend on who was last. The G query heads
+of a KV head share a tile of 16 rows, the fewest that matrix instructions take. Specification:
+`torch/decode.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -26,7 +28,7 @@ from minikv.kernels.triton.tiles import width as columns
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_MERGED = 16  # parts that a program of `join` reads at once
+_JOINED = 4096  # numbers of parts that are joined at once, of 16 parts at most
 
 
 @triton.jit
@@ -51,10 +53,66 @@ def _at_index(values, at, index):
     return tl.sum(tl.where(at == index, values, 0), 0)
 
 
+@triton.jit
+def _join(
+    part,
+    part_lse,
+    out,
+    lse,
+    head,
+    first,
+    last,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    GJ: tl.constexpr,
+    DP: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """The parts of programs `first` to `last` of a head, BP at once, make its output."""
+    g = tl.arange(0, GJ)
+    d = tl.arange(0, DP)
+    real = (g < G)[:, None] & (d < D)[None, :]
+    most = tl.full((GJ,), -1e30, tl.float32)
+    weight = tl.zeros((GJ,), tl.float32)
+    out_sum = tl.zeros((GJ, DP), tl.float32)
+    for s in tl.range(first, last + 1, BP):
+        i = s + tl.arange(0, BP)
+        ok = i <= last
+        at = (i + head)[:, None] * G + g[None, :]
+        # Not from the processor's own cache: others have written them in this launch.
+        sums = tl.load(
+            part_lse + at,
+            mask=ok[:, None] & (g < G)[None, :],
+            other=-float("inf"),
+            cache_modifier=".cg",
+        )
+        top = tl.maximum(most, tl.max(sums, 0))
+        w = tl.exp2(sums - top[None, :])
+        fade = tl.exp2(most - top)
+        parts = tl.load(
+            part + at[:, :, None] * D + d[None, None, :],
+            mask=ok[:, None, None] & real[None, :, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        out_sum = out_sum * fade[:, None] + tl.sum(parts * w[:, :, None], 0)
+        weight = weight * fade + tl.sum(w, 0)
+        most = top
+    some = weight > 0
+    weight = tl.where(some, weight, 1.0)
+    to = head * G + g
+    tl.store(
+        out + to[:, None] * D + d[None, :],
+        (out_sum / weight[:, None]).to(out.dtype.element_ty),
+        mask=real,
+    )
+    tl.store(lse + to, tl.where(some, (most + tl.log2(weight)) / _LOG2E, -float("inf")), mask=g < G)
+
+
 # The slices of the layers have any alignment; one build serves all layers.
 @triton.jit(
     do_not_specialize=["width"],
-    do_not_specialize_on_alignment=["start", "length", "pos", "oldest", "logits"],
+    do_not_specialize_on_alignment=["start", "length", "pos", "oldest", "logits", "lse"],
 )
 def split(
     q,
@@ -71,21 +129,27 @@ def split(
     scale,
     part,
     part_lse,
+    arrived,
+    out,
+    lse,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
     HP: tl.constexpr,
     GP: tl.constexpr,
+    GJ: tl.constexpr,
     DP: tl.constexpr,
     BN: tl.constexpr,
+    BP: tl.constexpr,
     WINDOW: tl.constexpr,
     LOGITS: tl.constexpr,
     SCALED: tl.constexpr,
     UPCAST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (P,). part [P + H - 1, G, D] and part_lse [P + H - 1, G] in base 2, float32."""
+    """Grid (P,). part [P + H - 1, G, D] and part_lse [P + H - 1, G] in base 2, float32; arrived
+    int32 [H], zeros before and after."""
     program = tl.program_id(0)
     heads = tl.arange(0, HP)
     rows = tl.load(length + heads, mask=heads < H, other=0)
@@ -94,6 +158,14 @@ def split(
     total = tl.sum(blocks, 0)
     lo = _block_of(program, total, P)
     hi = _block_of(program + 1, total, P)
+    for head in tl.range(program, H, P):
+        if _at_index(rows, heads, head) == 0:  # no program has a part of it
+            none = (tl.arange(0, GJ) < G)[:, None] & (tl.arange(0, DP) < D)[None, :]
+            to = head * G + tl.arange(0, GJ)
+            blank = tl.zeros((GJ, DP), out.dtype.element_ty)
+            tl.store(out + to[:, None] * D + tl.arange(0, DP)[None, :], blank, mask=none)
+            endless = tl.full((GJ,), -float("inf"), tl.float32)
+            tl.store(lse + to, endless, mask=tl.arange(0, GJ) < G)
     if lo < hi:
         n = tl.arange(0, BN)
         g = tl.arange(0, GP)
@@ -161,72 +233,43 @@ def split(
                     most = top
                 some = weight > 0
                 weight = tl.where(some, weight, 1.0)
-                lse = tl.where(some, most + tl.log2(weight), -float("inf"))
+                sums = tl.where(some, most + tl.log2(weight), -float("inf"))
                 out_sum = out_sum / weight[:, None]
                 to = (program + head) * G + g
-                tl.store(part_lse + to, lse, mask=g < G)
+                tl.store(part_lse + to, sums, mask=g < G)
                 tl.store(
                     part + to[:, None] * D + d[None, :],
                     out_sum,
                     mask=(g < G)[:, None] & real[None, :],
                 )
-
-
-@triton.jit(do_not_specialize_on_alignment=["length", "lse"])
-def join(
-    part,
-    part_lse,
-    length,
-    out,
-    lse,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    HP: tl.constexpr,
-    DP: tl.constexpr,
-    BN: tl.constexpr,
-    BP: tl.constexpr,
-):
-    """Grid (H * G,). Joins the parts of one query head; BP parts at once."""
-    mine = tl.program_id(0)
-    head = mine // G
-    g = mine % G
-    heads = tl.arange(0, HP)
-    blocks = tl.cdiv(tl.load(length + heads, mask=heads < H, other=0), BN).to(tl.int32)
-    total = tl.sum(blocks, 0)
-    count = _at_index(blocks, heads, head)
-    end = _at_index(tl.cumsum(blocks, 0), heads, head)
-    d = tl.arange(0, DP)
-    most = tl.full((), -1e30, tl.float32)
-    weight = tl.full((), 0.0, tl.float32)
-    out_sum = tl.zeros((DP,), tl.float32)
-    if count > 0:
-        last = _program_of(end - 1, total, P)
-        for s in tl.range(_program_of(end - count, total, P), last + 1, BP):
-            i = s + tl.arange(0, BP)
-            ok = i <= last
-            at = (i + head) * G + g
-            sums = tl.load(part_lse + at, mask=ok, other=-float("inf"))
-            top = tl.maximum(most, tl.max(sums, 0))
-            w = tl.exp2(sums - top)
-            fade = tl.exp2(most - top)
-            parts = tl.load(
-                part + at[:, None] * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0
-            )
-            out_sum = out_sum * fade + tl.sum(parts * w[:, None], 0)
-            weight = weight * fade + tl.sum(w, 0)
-            most = top
-    some = weight > 0
-    weight = tl.where(some, weight, 1.0)
-    tl.store(out + mine * D + d, (out_sum / weight).to(out.dtype.element_ty), mask=d < D)
-    tl.store(lse + mine, tl.where(some, (most + tl.log2(weight)) / _LOG2E, -float("inf")))
+                # One thread counts for its program. The barrier has all threads' stores before
+                # that; released and acquired by the counter, they are then before what the last
+                # program reads.
+                tl.debug_barrier()
+                others = tl.atomic_add(arrived + head, 1, sem="acq_rel", scope="gpu")
+                first_part = _program_of(before, total, P)
+                last_part = _program_of(before + count - 1, total, P)
+                if others == last_part - first_part:
+                    tl.store(arrived + head, 0)  # for the next launch
+                    _join(
+                        part,
+                        part_lse,
+                        out,
+                        lse,
+                        head,
+                        first_part,
+                        last_part,
+                        G,
+                        D,
+                        GJ,
+                        DP,
+                        BP,
+                    )
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """block: rows of a tile; programs: of `split`, each of `warps` warps that load `stages` tiles
-    ahead."""
+    """block: rows of a tile; programs: each of `warps` warps that load `stages` tiles ahead."""
 
     block: int
     warps: int
@@ -236,7 +279,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What `split` writes for `join`: part [P + H - 1, G, D], lse [P + H - 1, G]."""
+    """What programs write for each other: part [P + H - 1, G, D], lse [P + H - 1, G]."""
 
     part: Tensor
     lse: Tensor
@@ -274,7 +317,8 @@ def workspace(heads: int, group: int, size: int, config: Config, device: torch.d
 
 
 def _tiles(heads: int, group: int, size: int, config: Config) -> dict[str, int]:
-    """The constants of both kernels, and GP, which only `split` has."""
+    """Constants of `split`."""
+    joined = power(group) * columns(size)  # numbers of a part, padded
     return {
         "H": heads,
         "G": group,
@@ -282,8 +326,10 @@ def _tiles(heads: int, group: int, size: int, config: Config) -> dict[str, int]:
         "P": config.programs,
         "HP": power(heads),
         "GP": max(16, power(group)),
+        "GJ": power(group),
         "DP": columns(size),
         "BN": config.block,
+        "BP": max(1, min(16, _JOINED // joined)),
     }
 
 
@@ -301,12 +347,13 @@ def ragged_attention(
     lse: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    arrived: Tensor | None = None,
     config: Config | None = None,
     space: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `torch.decode.ragged_attention`. All tensors are contiguous; `width` is not needed.
 
-    `space`: memory between the kernels, from `workspace` for this `config`; allocated if None.
+    `space`: memory between programs, from `workspace` for this `config`; allocated if None.
     """
     assert all(t.is_contiguous() for t in (q, k, v, start, length))
     heads, group, size = q.shape
@@ -315,7 +362,8 @@ def ragged_attention(
     out = torch.empty_like(q)
     if lse is None:
         lse = torch.empty((heads, group), dtype=torch.float32, device=q.device)
-    shared = _tiles(heads, group, size, config)
+    if arrived is None:
+        arrived = torch.zeros(heads, dtype=torch.int32, device=q.device)
     split[(config.programs,)](
         q,
         k,
@@ -331,7 +379,10 @@ def ragged_attention(
         1.0 / math.sqrt(size),
         space.part,
         space.lse,
-        **shared,
+        arrived,
+        out,
+        lse,
+        **_tiles(heads, group, size, config),
         WINDOW=oldest is not None,
         LOGITS=logits is not None,
         SCALED=k_scale is not None,
@@ -339,17 +390,6 @@ def ragged_attention(
         STAGES=config.stages,
         num_warps=config.warps,
         num_stages=config.stages,
-    )
-    del shared["GP"]
-    join[(heads * group,)](
-        space.part,
-        space.lse,
-        length,
-        out,
-        lse,
-        **shared,
-        BP=_MERGED,
-        num_warps=4,
     )
     return out, lse
 
@@ -396,6 +436,9 @@ def variants(heads: int = 8, group: int = 4) -> list[Variant]:
                 "length": "*i64",
                 "part": "*fp32",
                 "part_lse": "*fp32",
+                "arrived": "*i32",
+                "out": kind,
+                "lse": "*fp32",
             }
             options = {
                 "window": (window, {"pos": "*i32", "oldest": "*i64"}),
@@ -417,26 +460,12 @@ def variants(heads: int = 8, group: int = 4) -> list[Variant]:
                     config.stages,
                     mma=True,
                     # Triton reads values in int8 only 8 bytes at a time here.
-                    reads={"q": WIDE, "k": WIDE, "v": WIDE // 2 if scaled else WIDE},
+                    reads={
+                        "q": WIDE,
+                        "k": WIDE,
+                        "v": WIDE // 2 if scaled else WIDE,
+                        "part": WIDE,
+                    },
                 )
             )
-        config = configure(size, dtype, torch.device("cpu"), (9, 0))
-        constants = {**_tiles(heads, group, size, config), "BP": _MERGED}
-        del constants["GP"]
-        kinds = {
-            "part": "*fp32",
-            "part_lse": "*fp32",
-            "length": "*i64",
-            "out": kind,
-            "lse": "*fp32",
-        }
-        found.append(
-            Variant(
-                f"join-{kind[1:]}-{size}",
-                join,
-                typed(join, kinds, constants),
-                constants,
-                reads={"part": WIDE},
-            )
-        )
     return found

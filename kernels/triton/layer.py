@@ -22,7 +22,7 @@ _PART = 1024  # numbers of a row that one program multiplies
 
 
 @triton.jit
-def _rounded(x, like):
+def rounded(x, like):
     """float32 x, rounded to the dtype of the pointer `like`."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
@@ -43,10 +43,10 @@ def _add_norm(
     ok = j < N
     here = tl.load(x + row + j, mask=ok, other=0.0).to(tl.float32)
     if ADD:
-        here = _rounded(here + tl.load(y + row + j, mask=ok, other=0.0).to(tl.float32), x)
+        here = rounded(here + tl.load(y + row + j, mask=ok, other=0.0).to(tl.float32), x)
         tl.store(x + row + j, here.to(x.dtype.element_ty), mask=ok)
     mean = tl.sum(here * here, 0) / N
-    here = _rounded(here * tl.rsqrt(mean + scale), x)
+    here = rounded(here * tl.rsqrt(mean + scale), x)
     by = tl.load(weight + j, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + row + j, (here * by).to(out.dtype.element_ty), mask=ok)
 
@@ -78,8 +78,8 @@ def _rotate(
     s1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     s2 = tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
     target = out + t * heads * D + at
-    tl.store(target, (_rounded(one * c1, x) + two * s1).to(out.dtype.element_ty), mask=ok)
-    tl.store(target + HALF, (_rounded(two * c2, x) + one * s2).to(out.dtype.element_ty), mask=ok)
+    tl.store(target, (rounded(one * c1, x) + two * s1).to(out.dtype.element_ty), mask=ok)
+    tl.store(target + HALF, (rounded(two * c2, x) + one * s2).to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def _silu_mul(both, N: tl.constexpr, BN: tl.constexpr):
     target = both + tl.program_id(0).to(tl.int64) * (2 * N) + j
     gate = tl.load(target, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(target + N, mask=ok, other=0.0).to(tl.float32)
-    gate = _rounded(gate / (1.0 + tl.exp(-gate)), both)
+    gate = rounded(gate / (1.0 + tl.exp(-gate)), both)
     tl.store(target, (gate * up).to(both.dtype.element_ty), mask=ok)
 
 

@@ -19,12 +19,14 @@ from minikv.kernels.triton import (
     step,
 )
 from minikv.kernels.triton import ragged_prefill as ragged
+from minikv.kernels.triton import rest as rest_of_layer
 
 
 class Triton(Kernels):
     """Operations of `Kernels` in Triton."""
 
     name = "triton"
+    products = True
     each_sums = True
     block = 1 << 22  # enough to occupy the device
     ragged_attention = staticmethod(decode.ragged_attention)
@@ -70,6 +72,8 @@ class Triton(Kernels):
     rotate = staticmethod(layer.rotate)
     rotary_table = staticmethod(layer.rotary_table)
     silu_mul = staticmethod(layer.silu_mul)
+    rest = staticmethod(rest_of_layer.rest)
+    normed_product = staticmethod(rest_of_layer.normed_product)
     w8a16_product = staticmethod(packed_product.w8a16_product)
     w4a16_product = staticmethod(packed_product.w4a16_product)
     unpack_int4_rows = staticmethod(packed_product.unpack_int4_rows)

@@ -68,6 +68,8 @@ class DecodeStep:
             self.count = torch.zeros(sides, dtype=torch.int64, device=device)
             self.slot = torch.zeros_like(self.count)
             self.unseen = torch.zeros_like(self.count)  # see `_find_unseen`
+            # For attention, of one layer after the other.
+            self.arrived = torch.zeros(shape.kv_heads, dtype=torch.int32, device=device)
             self.quota: Tensor | None = None
             self.overwritten = torch.zeros(sides, dtype=torch.bool, device=device)
             self.accepted = torch.zeros((), dtype=torch.bool, device=device)
@@ -156,6 +158,7 @@ class DecodeStep:
         self.leaves_last, self.shown, self.quota = leaves_last, shown, quota
         self.position.fill_(position)
         self.overwritten.zero_()
+        self.arrived.zero_()  # a launch that failed may have left counts
         self.half_ended, self._used = False, None
         self.due = True
         self.schedule = Schedule(policy, arena, position, slides=self._slides)
@@ -284,6 +287,7 @@ class DecodeStep:
             lse=scratch[1] if scratch else None,
             k_scale=columns.get("k_scale"),
             v_scale=columns.get("v_scale"),
+            arrived=self.arrived,
         )
         return mixed.reshape(1, self.shape.heads, -1)
 

@@ -1,8 +1,9 @@
-"""What decides how a step and a prompt are to be computed: products of one row, ways to attend
-within a chunk of a prompt, and the time of a captured step, kernel by kernel.
+"""What decides how a step and a prompt are to be computed: products of one row, torch's and our
+own, alone and in a layer; ways to attend within a chunk of a prompt; and the time of a captured
+step, kernel by kernel.
 
     python tests/gpu/probe.py [--json FILE]
-    python tests/gpu/probe.py --device cpu --small        tries it without a GPU
+    TRITON_INTERPRET=1 python tests/gpu/probe.py --device cpu --small     tries it without a GPU
 
 FILE is written after every part. A part that fails does not stop the next one. Status 1 if any did.
 """
@@ -24,8 +25,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,29 +36,11 @@ linked()
 from minikv.cli.bench import machine
 from minikv.engine.decode_loop import captured
 from minikv.kernels import last_rows_attention, merge, rows_attention
-
-
-@triton.jit
-def gemv(x, w, y, N, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """y [N] = w [N, K] @ x [K], BN rows a program: what a simple kernel of our own reaches."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    total = tl.zeros((BN, BK), tl.float32)
-    for s in tl.range(0, K, BK, num_stages=4):
-        k = s + tl.arange(0, BK)
-        part = tl.load(
-            w + n.to(tl.int64)[:, None] * K + k[None, :], mask=(n < N)[:, None], other=0.0
-        )
-        total += part.to(tl.float32) * tl.load(x + k).to(tl.float32)[None, :]
-    tl.store(y + n, tl.sum(total, 1).to(y.dtype.element_ty), mask=n < N)
-
-
-def own_product(
-    weights: list[Tensor], x: Tensor, y: Tensor, tile: tuple[int, int, int], i: int
-) -> None:
-    """`gemv` with one of the weights."""
-    rows, inside = weights[i].shape
-    bn, bk, warps = tile
-    gemv[(-(-rows // bn),)](x, weights[i], y, rows, K=inside, BN=bn, BK=bk, num_warps=warps)
+from minikv.kernels.triton import rest
+from minikv.kernels.triton.table import Triton
+from minikv.models.linear import Linear, Plain
+from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read, kept_on
+from minikv.models.pages import Pages
 
 
 def mean_seconds(
@@ -83,8 +64,36 @@ def mean_seconds(
     return median(clock.each(body, rounds)) / calls
 
 
+FORMS = ("auto", "int8", "int4")
+TILES = {
+    rest.PLAIN: ((8, 1024, 4), (4, 1024, 4), (16, 1024, 4), (8, 512, 2), (4, 2048, 8)),
+    rest.EIGHT: ((4, 2048, 4), (2, 2048, 4), (8, 1024, 2), (4, 1024, 2)),
+    rest.FOUR: ((4, 4096, 4), (2, 4096, 4), (8, 2048, 2), (4, 2048, 2)),
+}
+"""Rows, columns and warps of a program of our own product."""
+
+
+def matrix(device: torch.device, rows: int, columns: int, form: str) -> Linear:
+    """Random weights, kept as on a GPU."""
+    plain = Plain(torch.randn(rows, columns, device=device, dtype=torch.bfloat16) / columns**0.5)
+    made = kept_on(torch.device("cuda"), plain, form, Pages(device).empty)
+    if isinstance(made, Int8OnGpu | Int4OnGpu):
+        made.ops = Triton()
+    return made
+
+
+def own_product(made: Linear, tile: tuple[int, int, int]) -> rest.Product:
+    """The product with a matrix in our own kernel."""
+    read = as_read(made)
+    assert read is not None
+    found = rest.product_of(read, torch.bfloat16, rest.Config(*tile))
+    assert found is not None
+    return found
+
+
 def products(device: torch.device, small: bool) -> dict[str, Any]:
-    """Seconds and share of the copy rate, of one row in bfloat16."""
+    """Seconds and share of the copy rate, of one row in bfloat16: torch's product ("torch"; packed
+    weights in Triton), and our own one in several tiles."""
     copy = machine.copy_rate(device, (4 if small else 1024) << 20, 5)
     found: dict[str, Any] = {"copy_bytes_s": copy}
     for name, rows, inside in (
@@ -92,42 +101,88 @@ def products(device: torch.device, small: bool) -> dict[str, Any]:
         ("out", 4096, 4096),
         ("gate_up", 28672, 4096),
         ("down", 4096, 14336),
-        ("head", 128256, 4096),
     ):
         if small:
-            rows, inside = rows // 64, inside // 16
-        nbytes = 2 * rows * inside
-        count = 2 if small else max(2, (400 << 20) // nbytes)
-        weights = [
-            torch.randn(rows, inside, device=device, dtype=torch.bfloat16) for _ in range(count)
-        ]
-        x, y = weights[0][:1].clone(), torch.empty(rows, device=device, dtype=torch.bfloat16)
-        ways: dict[str, Callable[[int], object]] = {
-            "linear": lambda i, w=weights, x=x: F.linear(x, w[i])
+            rows, inside = rows // 256, inside // 32
+        for form in FORMS:
+            one = matrix(device, rows, inside, form)
+            count = 2 if small else max(2, (400 << 20) // one.nbytes)
+            kept = [one, *(matrix(device, rows, inside, form) for _ in range(count - 1))]
+            x = torch.randn(1, inside, device=device, dtype=torch.bfloat16)
+            out = torch.empty(1, rows, device=device, dtype=torch.bfloat16)
+            ways: dict[str, Callable[[int], object]] = {"torch": lambda i, k=kept, x=x: k[i](x)}
+            read = as_read(one)
+            assert read is not None
+            tiles = TILES[rest.product_of(read, torch.bfloat16).form]  # type: ignore[union-attr]
+            for tile in tiles[:1] if small else tiles:
+                own = [own_product(m, tile) for m in kept]
+                run = partial(_multiplied, own, x, out)
+                ways["own " + "x".join(map(str, tile))] = run
+            mine: dict[str, Any] = {}
+            for way, call in ways.items():
+                seconds = mean_seconds(call, device, count)
+                mine[way] = {"us": seconds * 1e6, "share_of_copy": one.nbytes / seconds / copy}
+            want = one(x).float()
+            ways["own " + "x".join(map(str, tiles[0]))](0)
+            mine["off"] = float((out.float() - want).norm() / want.norm())
+            best = min((k for k in mine if k.startswith("own ")), key=lambda k: mine[k]["us"])
+            mine["own_by_torch"] = mine[best]["us"] / mine["torch"]["us"]
+            found[f"{name} {form}"] = mine
+            print(
+                f"  {name:8} {form:5} torch {mine['torch']['us']:7.1f} us "
+                f"{mine['torch']['share_of_copy']:5.1%}   {best} {mine[best]['us']:7.1f} us "
+                f"{mine[best]['share_of_copy']:5.1%}   ratio {mine['own_by_torch']:.2f}",
+                flush=True,
+            )
+    return found
+
+
+def _multiplied(own: list[rest.Product], x: Tensor, out: Tensor, i: int) -> object:
+    return own[i](x, out, rest.KEEP)
+
+
+def layers(device: torch.device, small: bool) -> dict[str, Any]:
+    """Seconds of all behind attention in a layer, with the next one's queries, keys and values: the
+    separate calls ("separate") and our own products. Where `own_by_separate` is above 1, set
+    `products` of kernels/triton/table.py to False."""
+    hidden, mlp, attended, rows = (64, 96, 64, 96) if small else (4096, 14336, 4096, 6144)
+    ops = Triton()
+    found: dict[str, Any] = {}
+    shapes = ((hidden, attended), (2 * mlp, hidden), (hidden, mlp), (rows, hidden))
+    for form in FORMS:
+        kept = [[matrix(device, *shape, form) for shape in shapes] for _ in range(2)]
+        norms = [torch.ones(hidden, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        x = torch.randn(1, hidden, device=device, dtype=torch.bfloat16)
+        mixed = torch.randn(1, attended, device=device, dtype=torch.bfloat16)
+        made = [rest.rest(*map(as_read, four), *norms, 1e-5) for four in kept]  # type: ignore[arg-type]
+
+        def separate(
+            i: int,
+            kept: list[list[Linear]] = kept,
+            norms: list[Tensor] = norms,
+            x: Tensor = x,
+            mixed: Tensor = mixed,
+        ) -> Tensor:
+            out, gate_up, down, following = kept[i]
+            normed = ops.add_norm(x, out(mixed), norms[0], 1e-5)
+            owed = down(ops.silu_mul(gate_up(normed)))
+            return following(ops.add_norm(x, owed, norms[1], 1e-5))
+
+        def own(i: int, made: list[Any] = made, x: Tensor = x, mixed: Tensor = mixed) -> Tensor:
+            product: Tensor = made[i](x, mixed)
+            return product
+
+        mine = {
+            name: mean_seconds(run, device, 2) * 1e6
+            for name, run in (("separate", separate), ("own", own))
         }
-        if device.type == "cuda":
-            for bn, bk, warps in ((4, 1024, 4), (8, 512, 4), (2, 2048, 4), (16, 512, 8)):
-                ways[f"gemv {bn}x{bk}/{warps}"] = partial(
-                    own_product, weights, x, y, (bn, bk, warps)
-                )
-        mine = {}
-        for way, run in ways.items():
-            seconds = mean_seconds(run, device, count)
-            mine[way] = {"us": seconds * 1e6, "share_of_copy": nbytes / seconds / copy}
-        if device.type == "cuda":
-            ways["gemv 4x1024/4"](0)
-            want = F.linear(x, weights[0])[0].float()
-            mine["gemv_off"] = float((y.float() - want).norm() / want.norm())
-        found[name] = mine
-        best = max(
-            (k for k in mine if k.startswith("gemv ")),
-            key=lambda k: mine[k]["share_of_copy"],
-            default="linear",
-        )
+        mine["own_by_separate"] = mine["own"] / mine["separate"]
+        nbytes = sum(one.nbytes for one in kept[0])
+        mine["own_bytes_s"] = nbytes / mine["own"] * 1e6
+        found[form] = mine
         print(
-            f"  {name:8} linear {mine['linear']['us']:7.1f} us "
-            f"{mine['linear']['share_of_copy']:5.1%}   {best} {mine[best]['us']:7.1f} us "
-            f"{mine[best]['share_of_copy']:5.1%}",
+            f"  {form:5} separate {mine['separate']:7.1f} us, own {mine['own']:7.1f} us, "
+            f"ratio {mine['own_by_separate']:.2f}, {mine['own_bytes_s'] / 1e9:.0f} GB/s",
             flush=True,
         )
     return found
@@ -273,7 +328,8 @@ def main() -> int:
     asked = parser.parse_args()
     device, failed = torch.device(asked.device), 0
     found: dict[str, Any] = {}
-    for name, part in (("products", products), ("chunks", chunks), ("step", step)):
+    parts = (("products", products), ("layers", layers), ("chunks", chunks), ("step", step))
+    for name, part in parts:
         began = perf_counter()
         print(name, flush=True)
         try:

@@ -1,4 +1,4 @@
-"""Launches for a profiler: attention, its merge and the ends of steps, at the sizes of an 8B model.
+"""Launches for a profiler: attention and the ends of steps, at the sizes of an 8B model.
 Between them the cache of the GPU is overwritten.
 
     ncu --clock-control none python tests/gpu/profiled.py

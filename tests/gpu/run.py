@@ -80,14 +80,16 @@ def steps(out: Path, *, small: bool) -> Mapping[str, Step]:
     profiled = script("profiled", *little[:2])
     ncu = ("ncu", "--clock-control", "none", "--csv", "--log-file", str(out / "ncu.csv"))
     kernels = ("--kernel-name-base", "function", "--kernel-name")
-    kernels += ("regex:^(split|join|_roco|_h2o|_hash_append)$", "--launch-count", "30")
+    kernels += ("regex:^(split|_roco|_h2o|_hash_append)$", "--launch-count", "30")
     found = [
         Step("facts", 60, script("facts")),
         Step(
             "smoke", 180, script("smoke", *little, "--json", str(out / "smoke.json")), interpreted
         ),
         Step("tests", 400, (*tests, f"--junitxml={out / 'pytest.xml'}")),
-        Step("probe", 80, script("probe", *little, "--json", str(out / "probe.json"))),
+        Step(
+            "probe", 110, script("probe", *little, "--json", str(out / "probe.json")), interpreted
+        ),
         part("step", 85, "decode step", "peak"),
         part("kernels", 100, "kernels"),
         part("eviction", 90, "eviction"),

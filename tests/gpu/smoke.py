@@ -34,13 +34,14 @@ from plain_tree import linked
 
 linked()
 
+import rest_twin
 import step_oracle
 
 from minikv.kernels import Rows, dispatch, last_rows_attention, to_codes, window_attention
 from minikv.kernels.torch import attention_mass, decode
 from minikv.kernels.triton.table import Triton
 from minikv.models.linear import Plain
-from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu
+from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read, kept_on
 from minikv.models.pages import Pages
 
 SEED = int(os.environ.get("GPU_TEST_SEED") or int.from_bytes(os.urandom(3)))
@@ -147,9 +148,16 @@ def attention(s: Sizes, uses: str) -> str:
     outs = []
     for ops in (Twins(), Triton()):
         logits = torch.zeros(s.heads, s.group, width, device=s.device) if "logits" in uses else None
+        arrived = torch.zeros(s.heads, dtype=torch.int32, device=s.device)
         mixed, lse = ops.ragged_attention(
-            q, k, v, start, length, width=width, logits=logits, **more
+            q, k, v, start, length, width=width, logits=logits, arrived=arrived, **more
         )
+        for _ in range(1 if s.rows < 100 else 50):  # whoever arrives last
+            again, _ = ops.ragged_attention(
+                q, k, v, start, length, width=width, logits=logits, arrived=arrived, **more
+            )
+            assert torch.equal(mixed, again), "other numbers in another launch"
+        assert not bool(arrived.any()), "the counter is not zero again"
         seen = torch.isfinite(lse)
         shown = logits if logits is not None else lse
         outs.append((mixed[seen], lse[seen], shown.masked_fill(shown == -torch.inf, 0.0)))
@@ -524,6 +532,38 @@ def packed(s: Sizes, form: str) -> str:
     return said[-1]
 
 
+def behind_attention(s: Sizes, form: str) -> str:
+    """The rest of a layer, and of the last one, in launches of its own."""
+    attended = s.heads * s.group * s.size
+    matrices = []
+    for rows, columns in (
+        (s.hidden, attended),
+        (2 * s.mlp, s.hidden),
+        (s.hidden, s.mlp),
+        (attended + 2 * s.heads * s.size, s.hidden),
+    ):
+        plain = Plain(s.normal(rows, columns) / columns**0.5)
+        on_gpu = torch.device("cuda")  # also in the interpreter: a CPU has other layouts
+        matrices.append(as_read(kept_on(on_gpu, plain, form, Pages(s.device).empty)))
+    norms = [s.normal(s.hidden) for _ in range(2)]
+    x, mixed = s.normal(1, s.hidden), s.normal(1, attended)
+    said = ""
+    for last in (False, True):
+        given = (*matrices[:3], None if last else matrices[3], *norms, 1e-5)
+        outs = []
+        for make in (rest_twin.rest, Triton().rest, Triton().rest):
+            made, here = make(*given), x.clone()
+            assert made is not None, "not taken"
+            outs.append((made(here, mixed), here))
+        assert all(torch.equal(*pair) for pair in zip(*outs[1:], strict=True)), "not the same again"
+        said = near(2e-2, made=(outs[1][0], outs[0][0]), x=(outs[1][1], outs[0][1]))
+    got, want = (
+        make(matrices[3], norms[0], 1e-5)(x)
+        for make in (Triton().normed_product, rest_twin.normed_product)
+    )
+    return said + ", " + near(2e-2, first=(got, want))
+
+
 def library(s: Sizes) -> str:
     """torch's own attention, called beneath its front door: results and log-sum-exps."""
     t, n = (256, 1024) if s.rows > 100 else (8, 24)
@@ -665,6 +705,9 @@ def main() -> int:
     check("add_norm, rotate, silu_mul", partial(between, s))
     for form in ("int8", "int4"):
         check(f"{form} weights", partial(packed, s, form))
+    for form in ("auto", "int8", "int4"):
+        name = "bfloat16" if form == "auto" else form
+        check(f"rest of a layer, {name} weights", partial(behind_attention, s, form))
     check("torch's attention", partial(library, s))
     check("beyond 2^31 numbers", partial(far_rows, s))
     if not asked.small:

@@ -53,7 +53,9 @@ def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
     smoke = json.loads((tmp_path / "smoke.json").read_text())
     assert {check["state"] for check in smoke["checks"]} == {"ok"}
     assert smoke["seed"] == 77
-    assert {"products", "chunks", "step"} == {*json.loads((tmp_path / "probe.json").read_text())}
+    assert {"products", "layers", "chunks", "step"} == {
+        *json.loads((tmp_path / "probe.json").read_text())
+    }
 
 
 def test_a_check_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> None:

@@ -331,6 +331,7 @@ def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> No
         integer_prompts=True,
         float_rows=None,
         rest=None,
+        normed_product=None,
         row_product=lambda x, weight: x[:, :1] - weight.shape[0],
         products=True,
     )
@@ -369,6 +370,7 @@ def test_many_rows_are_left_to_torch_where_that_is_faster(form: str, tmp_path: P
         integer_prompts=False,
         float_rows=None,
         rest=None,
+        normed_product=None,
     )
     few, many = (torch.ones(n, matrix.shape[1], dtype=torch.bfloat16) for n in (3, 40))  # type: ignore[attr-defined]
     made.use(ops)  # type: ignore[arg-type]

@@ -33,6 +33,7 @@ NAMES = {
     "rotate",
     "silu mul",
     "draw",
+    "rest of a layer",
 }
 
 

@@ -181,10 +181,42 @@ def test_the_gate_refuses_keys_or_values_that_are_read_narrowly(
     ]
 
 
+def test_every_part_is_written_before_it_is_counted(tmp_path: Path) -> None:
+    """Of attention, the program that arrives last reads what all threads of the others wrote: each
+    program has a barrier between its stores and the counter, which releases and acquires."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    variant = VARIANTS["split-bf16-128"]
+    names = list(variant.signature)
+    constants = {(names.index(n),): value for n, value in variant.constants.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in variant.aligned}
+    source = ASTSource(variant.fn, dict(variant.signature), constants, aligned)
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path / "cache")
+        made = triton.compile(
+            source, target=GPUTarget("cuda", DEFAULT, 32), options={"num_warps": variant.warps}
+        )
+    before, counter, after = re.split(r"(atom\.\S+)", made.asm["ptx"])
+    assert {"gpu", "acq_rel", "add"} <= set(counter.split("."))
+    assert "bar.sync" in before[before.rindex("st.global") :]
+    assert "ld.global.cg" in after
+    assert "ld.global.b" not in after
+
+
 def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None:
     """The kernels that go over all rows; a step's own row is read by the numbers."""
-    walks = ("split", "join", "mass", "lse", "each", "rows", "ragged-prefill", "add-norm")
-    walks += ("silu-mul", "rotate", "merge", "norms", "w8a16-product", "w4a16-product")
+    walks = ("split", "mass", "lse", "each", "rows", "ragged-prefill", "add-norm")
+    walks += (
+        "silu-mul",
+        "rotate",
+        "merge",
+        "norms",
+        "w8a16-product",
+        "w4a16-product",
+        "row-product",
+    )
     for name, variant in VARIANTS.items():
         assert bool(variant.reads) == name.startswith(walks), name
         assert set(variant.reads) <= set(variant.signature)

@@ -1,0 +1,405 @@
+"""The rest of a layer in a decode step, behind attention, in Triton: four launches, each a product
+of one row with all that happens to it before and after.
+
+    out        x += W mixed
+    gate, up   silu(gate) * up of W norm(x)
+    down       x += W of that
+    following  W norm(x): queries, keys and values of the next layer
+
+A step reads every weight once, so reading is what takes the time. A program has a few rows of the
+weights and reads them whole, 16 bytes a thread, the next columns while it multiplies the present
+ones. Its row of x is small and comes from a cache; a thread loads of it what it has weights for.
+Every sum is made by one program in a fixed order, so a result depends on nothing else. How weights
+are kept makes a difference where they are unpacked (`_added`), and nowhere else.
+
+Rounded is where the separate calls round: the norm before and after its weight, the product, silu
+and the sum with x. Packed weights are multiplied as they are unpacked, in float32, where others
+(packed_product.py, models/linear_gpu.py) round those of four bits to bfloat16. A bias is added in
+float32, before the product is rounded.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minikv.kernels.triton.layer import add_norm, rounded
+from minikv.kernels.triton.tiles import power, typed
+from minikv.kernels.triton.variants import WIDE, Variant
+
+PLAIN, EIGHT, FOUR = range(3)
+"""How weights are kept."""
+KEEP, ADD, GATE = range(3)
+"""What becomes of a product: it is the result, it is added to what is there, or it is the gate of
+a second one."""
+_PLAIN, _EIGHT, _FOUR = tl.constexpr(PLAIN), tl.constexpr(EIGHT), tl.constexpr(FOUR)
+_ADD, _GATE = tl.constexpr(ADD), tl.constexpr(GATE)
+_MOST = 16384  # columns of a row that is normed
+_AT_ONCE = 4096  # of them that are read at once
+
+
+class Matrix(Protocol):
+    """Weights [outs, n] in memory: bfloat16 or float16; int8 with bfloat16 scales [outs]; or four
+    bits, packed uint8 [outs, n / 2] with bfloat16 scales [n / group, outs, 2], as in
+    models/linear_gpu.py. bias: [outs] or None. half: 0, but for layouts of a CPU.
+    """
+
+    @property
+    def outs(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def weights(self) -> Tensor: ...
+    @property
+    def scales(self) -> Tensor | None: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def half(self) -> int: ...
+
+
+@triton.jit
+def _asked(weights, row, start, N: tl.constexpr, EACH: tl.constexpr, IN: tl.constexpr):
+    """What is kept of columns start to start + IN of rows [OUT], EACH columns in a number."""
+    j = start // EACH + tl.arange(0, IN // EACH)
+    at = row.to(tl.int64)[:, None] * (N // EACH) + j[None, :]
+    return tl.load(weights + at, mask=(j < N // EACH)[None, :], other=0)
+
+
+@triton.jit
+def _columns(x, norm, length, j, N: tl.constexpr):
+    """Columns j of the row x; normed, if there is a norm: x times `length`, times the norm."""
+    here = tl.load(x + j, mask=j < N, other=0.0).to(tl.float32)
+    if norm is not None:
+        by = tl.load(norm + j, mask=j < N, other=0.0).to(tl.float32)
+        here = rounded(rounded(here * length, x) * by, x)
+    return here
+
+
+@triton.jit
+def _halves(kept, T: tl.constexpr):
+    """Of the 16 bytes of a thread, [OUT, T * 16], the first 8 and the others, [OUT, T, 8]."""
+    each = tl.reshape(kept, [kept.shape[0], T, 2, 8])
+    return tl.split(tl.permute(each, (0, 1, 3, 2)))
+
+
+@triton.jit
+def _dot(w, x):
+    """[OUT, T, 8] times [T, 8], summed over the columns of a thread: [OUT, T]."""
+    return tl.sum(w.to(tl.float32) * x[None, :, :], 2)
+
+
+@triton.jit
+def _added(
+    total,
+    kept,
+    x0,
+    x1,
+    x2,
+    x3,
+    scales,
+    row,
+    outputs,
+    start,
+    N: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    T: tl.constexpr,
+):
+    """`total` [OUT, T] and the products of what `_asked` loaded with the columns of x, [T, 8] each,
+    that a thread has numbers of."""
+    if FORM == _FOUR:
+        first, second = _halves(kept, T)
+        sums = _dot(first & 15, x0) + _dot(second & 15, x1)
+        sums += _dot(first >> 4, x2) + _dot(second >> 4, x3)
+        g = start // GROUP + tl.arange(0, T) // (GROUP // 32)
+        # Scale and offset of a group in one number: the scale is its lower half.
+        pair = tl.load(
+            scales + g.to(tl.int64)[None, :] * outputs + row[:, None],
+            mask=(g < N // GROUP)[None, :],
+            other=0,
+        )
+        by = (pair << 16).to(tl.float32, bitcast=True)
+        least = (pair & -65536).to(tl.float32, bitcast=True) - 8.0 * by
+        total += sums * by + tl.sum(x0 + x1 + x2 + x3, 1)[None, :] * least
+    elif FORM == _EIGHT:
+        first, second = _halves(kept, T)
+        total += _dot(first, x0) + _dot(second, x1)
+    else:
+        total += _dot(tl.reshape(kept, [kept.shape[0], T, 8]), x0)
+    return total
+
+
+@triton.jit
+def _summed(total, scales, bias, row, out, FORM: tl.constexpr):
+    """The product of each row, rounded as it would be in memory."""
+    made = tl.sum(total, 1)
+    if FORM == _EIGHT:
+        made *= tl.load(scales + row).to(tl.float32)
+    if bias is not None:
+        made += tl.load(bias + row).to(tl.float32)
+    return rounded(made, out)
+
+
+@triton.jit(do_not_specialize=["outputs"])
+def _row_product(
+    x,
+    norm,
+    weights,
+    scales,
+    bias,
+    out,
+    scale,
+    outputs,
+    N: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    THEN: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """Grid (rows of the result / OUT,). x [N]; out: as many rows as the weights, or half as many
+    gated ones; scale: what keeps the norm from dividing by zero."""
+    EACH: tl.constexpr = 2 if FORM == _FOUR else 1  # columns in a number
+    WIDTH: tl.constexpr = 8 * (1 if FORM == _PLAIN else 2) * EACH  # columns in 16 bytes
+    T: tl.constexpr = IN // WIDTH
+    results = outputs // 2 if THEN == _GATE else outputs
+    n = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    row = tl.minimum(n, results - 1)  # beyond the last row it is read again, and not written
+    ahead = _asked(weights, row, 0, N, EACH, IN)
+    total = tl.zeros([OUT, T], tl.float32)
+    if THEN == _GATE:
+        up_ahead = _asked(weights, row + results, 0, N, EACH, IN)
+        up_total = tl.zeros([OUT, T], tl.float32)
+    length = tl.full((), 0.0, tl.float32)
+    if norm is not None:
+        squares = tl.zeros([NORMED], tl.float32)
+        for s in tl.static_range(0, N, NORMED):
+            here = _columns(x, None, length, s + tl.arange(0, NORMED), N)
+            squares += here * here
+        length = tl.rsqrt(tl.sum(squares, 0) / N + scale)
+    t = tl.arange(0, T)
+    begins = t * WIDTH
+    if FORM == _FOUR:  # 16 bytes have as many columns of a group's lower half, and of the upper one
+        begins = t // (GROUP // 32) * GROUP + t % (GROUP // 32) * 16
+    columns = begins[:, None] + tl.arange(0, 8)[None, :]
+    for start in tl.range(0, N, IN):
+        kept = ahead
+        ahead = _asked(weights, row, start + IN, N, EACH, IN)
+        x0 = _columns(x, norm, length, start + columns, N)
+        x1 = x0
+        x2 = x0
+        x3 = x0
+        if FORM != _PLAIN:
+            x1 = _columns(x, norm, length, start + columns + 8, N)
+        if FORM == _FOUR:
+            x2 = _columns(x, norm, length, start + columns + GROUP // 2, N)
+            x3 = _columns(x, norm, length, start + columns + GROUP // 2 + 8, N)
+        total = _added(total, kept, x0, x1, x2, x3, scales, row, outputs, start, N, FORM, GROUP, T)
+        if THEN == _GATE:
+            kept = up_ahead
+            up_ahead = _asked(weights, row + results, start + IN, N, EACH, IN)
+            up = row + results
+            up_total = _added(
+                up_total, kept, x0, x1, x2, x3, scales, up, outputs, start, N, FORM, GROUP, T
+            )
+    made = _summed(total, scales, bias, row, out, FORM)
+    if THEN == _GATE:
+        gate = rounded(made / (1.0 + tl.exp(-made)), out)
+        made = gate * _summed(up_total, scales, bias, row + results, out, FORM)
+    if THEN == _ADD:
+        made += tl.load(out + row).to(tl.float32)
+    tl.store(out + n, made.to(out.dtype.element_ty), mask=n < results)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """rows: of the result, of a program of so many `warps`; columns: that it reads at once."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+CONFIGS = {PLAIN: Config(8, 1024, 4), EIGHT: Config(4, 2048, 4), FOUR: Config(4, 4096, 4)}
+"""Each thread has 16 bytes of each row at once. Of gated results, half as many rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix and how it is multiplied: `group` columns of four bits share a scale."""
+
+    matrix: Matrix
+    form: int
+    group: int
+    scales: Tensor | None
+    config: Config
+
+    def __call__(
+        self, x: Tensor, out: Tensor, then: int, norm: Tensor | None = None, eps: float = 0.0
+    ) -> Tensor:
+        """x [1, n], and what the product becomes in out [1, outs], [1, outs / 2] gated ones."""
+        matrix, config = self.matrix, self.config
+        results = matrix.outs // 2 if then == GATE else matrix.outs
+        assert x.shape == (1, matrix.n)
+        assert out.shape == (1, results)
+        assert x.is_contiguous()
+        assert out.is_contiguous()
+        tiles = _tiles(config, matrix.n, self.form, self.group, then, norm is not None)
+        _row_product[(-(-results // tiles["OUT"]),)](
+            x,
+            norm,
+            matrix.weights,
+            self.scales,
+            matrix.bias,
+            out,
+            eps,
+            matrix.outs,
+            **tiles,
+            num_warps=config.warps,
+            num_stages=1,
+        )
+        return out
+
+
+def _tiles(
+    config: Config, n: int, form: int, group: int, then: int, normed: bool
+) -> dict[str, int]:
+    """The constants of `_row_product`."""
+    return {
+        "N": n,
+        "FORM": form,
+        "GROUP": group,
+        "THEN": then,
+        "OUT": config.rows // 2 if then == GATE else config.rows,
+        "IN": min(config.columns, power(n)),
+        "NORMED": min(_AT_ONCE, power(n)) if normed else 0,
+    }
+
+
+def rest(
+    out: Matrix,
+    gate_up: Matrix,
+    down: Matrix,
+    following: Matrix | None,
+    mlp_norm: Tensor,
+    next_norm: Tensor,
+    eps: float,
+) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """A function of x [1, hidden] and attention's result mixed [1, heads * D] in the dtype of the
+    norms. It adds what the layer adds to x, in place, and returns the next layer's queries, keys
+    and values before rotation [1, outs of `following`]; the normed row [1, hidden] if there is no
+    next layer.
+
+    mlp_norm, next_norm: weights [hidden] of the norms before gate and up, and before `following`.
+    None: these kernels do not take such matrices or norms.
+    """
+    kind = mlp_norm.dtype
+    made = [product_of(matrix, kind) for matrix in (out, gate_up, down)]
+    first, second, third = made
+    if first is None or second is None or third is None or not _norms(mlp_norm, out.outs):
+        return None
+    last = None if following is None else normed_product(following, next_norm, eps)
+    if following is not None and (last is None or next_norm.dtype != kind):
+        return None
+
+    def run(x: Tensor, mixed: Tensor) -> Tensor:
+        first(mixed, x, ADD)
+        gated = second(x, x.new_empty((1, down.n)), GATE, mlp_norm, eps)
+        third(gated, x, ADD)
+        return add_norm(x, None, next_norm, eps) if last is None else last(x)
+
+    return run
+
+
+def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> Callable[[Tensor], Tensor] | None:
+    """A function of x [1, n]: the product [1, outs] of its norm, whose weights are `norm` [n].
+    None: this kernel does not take such a matrix or norm."""
+    made = product_of(matrix, norm.dtype)
+    if made is None or not _norms(norm, matrix.n):
+        return None
+
+    def run(x: Tensor) -> Tensor:
+        return made(x, x.new_empty((1, matrix.outs)), KEEP, norm, eps)
+
+    return run
+
+
+def product_of(matrix: Matrix, kind: torch.dtype, config: Config | None = None) -> Product | None:
+    """The product of rows of this dtype; None if the kernel does not take them."""
+    weights, scales = matrix.weights, matrix.scales
+    beside = [part for part in (scales, matrix.bias) if part is not None]
+    if kind not in (torch.bfloat16, torch.float16) or matrix.n % 16 or matrix.half:
+        return None
+    if not all(part.is_contiguous() for part in (weights, *beside)):
+        return None
+    form, group = PLAIN, 0
+    if scales is None:
+        if weights.dtype != kind:
+            return None
+    elif weights.dtype == torch.int8:
+        form = EIGHT
+    else:
+        form, group = FOUR, matrix.n // len(scales)
+        if scales.dtype != torch.bfloat16 or group < 32 or group & (group - 1):
+            return None
+        scales = scales.view(torch.int32)
+    return Product(matrix, form, group, scales, config or CONFIGS[form])
+
+
+def _norms(norm: Tensor, size: int) -> bool:
+    """Whether a row of so many columns is normed in the products."""
+    return size <= _MOST and norm.shape == (size,) and norm.is_contiguous()
+
+
+_KINDS = {PLAIN: "*bf16", EIGHT: "*i8", FOUR: "*u8"}
+_NAMES = {PLAIN: "plain", EIGHT: "int8", FOUR: "int4"}
+_BUILDS = (
+    ("out", 4096, ADD, False),
+    ("gate-up", 4096, GATE, True),
+    ("down", 14336, ADD, False),
+    ("qkv", 4096, KEEP, True),
+)
+"""The four products of an 8B model: columns, what becomes of it, whether x is normed."""
+
+
+def variants() -> list[Variant]:
+    """Builds for the compile gate."""
+    found = []
+    for form, stored in _KINDS.items():
+        for name, n, then, normed in _BUILDS:
+            group = 128 if form == FOUR else 0
+            constants: dict[str, object] = {
+                **_tiles(CONFIGS[form], n, form, group, then, normed),
+                "bias": None,
+            }
+            kinds = {"x": "*bf16", "weights": stored, "out": "*bf16"}
+            if normed:
+                kinds["norm"] = "*bf16"
+            else:
+                constants["norm"] = None
+            if form == PLAIN:
+                constants["scales"] = None
+            else:
+                kinds["scales"] = "*bf16" if form == EIGHT else "*i32"
+            found.append(
+                Variant(
+                    f"row-product-{_NAMES[form]}-{name}",
+                    _row_product,
+                    typed(_row_product, kinds, constants),
+                    constants,
+                    CONFIGS[form].warps,
+                    1,
+                    reads={"weights": WIDE, "x": WIDE} | ({"norm": WIDE} if normed else {}),
+                )
+            )
+    return found

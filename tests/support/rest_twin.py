@@ -1,0 +1,55 @@
+"""The rest of a layer as separate calls make it, in torch: the twin of kernels/triton/rest.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minikv.kernels.torch import layer
+from minikv.models.linear import Matrix
+from minikv.models.linear_gpu import unpack_int4_rows
+
+
+def dense(matrix: Matrix) -> Tensor:
+    """The weights [outs, n], float32; of four bits, rounded to bfloat16."""
+    weights, scales = matrix.weights, matrix.scales
+    if scales is None:
+        return weights.float()
+    if weights.dtype == torch.int8:
+        return weights.float() * scales.float()[:, None]
+    made = torch.empty((matrix.outs, matrix.n), device=weights.device)
+    unpack_int4_rows(weights, scales, made)
+    return made
+
+
+def rest(
+    out: Matrix,
+    gate_up: Matrix,
+    down: Matrix,
+    following: Matrix | None,
+    mlp_norm: Tensor,
+    next_norm: Tensor,
+    eps: float,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """As `rest` of kernels/triton/rest.py, which may be None for what this takes."""
+
+    def run(x: Tensor, mixed: Tensor) -> Tensor:
+        normed = layer.add_norm(x, _times(out, mixed), mlp_norm, eps)
+        gated = layer.silu_mul(_times(gate_up, normed))
+        normed = layer.add_norm(x, _times(down, gated), next_norm, eps)
+        return normed if following is None else _times(following, normed)
+
+    return run
+
+
+def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+    """As the function of that name in kernels/triton/rest.py."""
+    return lambda x: _times(matrix, layer.add_norm(x, None, norm, eps))
+
+
+def _times(matrix: Matrix, x: Tensor) -> Tensor:
+    bias = None if matrix.bias is None else matrix.bias.float()
+    return F.linear(x.float(), dense(matrix), bias).to(x.dtype)
