@@ -103,7 +103,7 @@ def products(device: torch.device, small: bool) -> dict[str, Any]:
         ("down", 4096, 14336),
     ):
         if small:
-            rows, inside = rows // 256, inside // 32
+            rows, inside = rows // 512, inside // 32
         for form in FORMS:
             one = matrix(device, rows, inside, form)
             count = 2 if small else max(2, (400 << 20) // one.nbytes)
@@ -120,7 +120,7 @@ def products(device: torch.device, small: bool) -> dict[str, Any]:
                 ways["own " + "x".join(map(str, tile))] = run
             mine: dict[str, Any] = {}
             for way, call in ways.items():
-                seconds = mean_seconds(call, device, count)
+                seconds = mean_seconds(call, device, count, 1 if small else 7)
                 mine[way] = {"us": seconds * 1e6, "share_of_copy": one.nbytes / seconds / copy}
             want = one(x).float()
             ways["own " + "x".join(map(str, tiles[0]))](0)
@@ -145,7 +145,7 @@ def layers(device: torch.device, small: bool) -> dict[str, Any]:
     """Seconds of all behind attention in a layer, with the next one's queries, keys and values: the
     separate calls ("separate") and our own products. Where `own_by_separate` is above 1, set
     `products` of kernels/triton/table.py to False."""
-    hidden, mlp, attended, rows = (64, 96, 64, 96) if small else (4096, 14336, 4096, 6144)
+    hidden, mlp, attended, rows = (32, 32, 32, 32) if small else (4096, 14336, 4096, 6144)
     ops = Triton()
     found: dict[str, Any] = {}
     shapes = ((hidden, attended), (2 * mlp, hidden), (hidden, mlp), (rows, hidden))
@@ -173,7 +173,7 @@ def layers(device: torch.device, small: bool) -> dict[str, Any]:
             return product
 
         mine = {
-            name: mean_seconds(run, device, 2) * 1e6
+            name: mean_seconds(run, device, 2, 1 if small else 7) * 1e6
             for name, run in (("separate", separate), ("own", own))
         }
         mine["own_by_separate"] = mine["own"] / mine["separate"]
