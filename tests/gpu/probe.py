@@ -173,7 +173,7 @@ def layers(device: torch.device, small: bool) -> dict[str, Any]:
             return product
 
         mine = {
-            name: mean_seconds(run, device, 2, 1 if small else 7) * 1e6
+            name: mean_seconds(run, device, 1 if small else 2, 1 if small else 7) * 1e6
             for name, run in (("separate", separate), ("own", own))
         }
         mine["own_by_separate"] = mine["own"] / mine["separate"]

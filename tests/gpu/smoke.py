@@ -92,6 +92,7 @@ class Sizes:
         self.device = torch.device(device)
         self.layers, self.heads, self.group, self.size = (2, 2, 2, 32) if small else (32, 8, 4, 128)
         self.rows = 70 if small else 5000
+        self.interprets = small
         self.hidden, self.mlp = (64, 96) if small else (4096, 14336)
         self.kind = torch.bfloat16
         self.made = torch.Generator().manual_seed(SEED)
@@ -534,28 +535,31 @@ def packed(s: Sizes, form: str) -> str:
 
 def behind_attention(s: Sizes, form: str) -> str:
     """The rest of a layer, and of the last one, in launches of its own."""
-    attended = s.heads * s.group * s.size
+    attended, heads, hidden, mlp = s.heads * s.group * s.size, 2 * s.heads * s.size, s.hidden, s.mlp
+    if s.interprets:
+        attended, heads, hidden, mlp = 32, 16, 32, 32  # a program takes tens of milliseconds
     matrices = []
     for rows, columns in (
-        (s.hidden, attended),
-        (2 * s.mlp, s.hidden),
-        (s.hidden, s.mlp),
-        (attended + 2 * s.heads * s.size, s.hidden),
+        (hidden, attended),
+        (2 * mlp, hidden),
+        (hidden, mlp),
+        (attended + heads, hidden),
     ):
         plain = Plain(s.normal(rows, columns) / columns**0.5)
         on_gpu = torch.device("cuda")  # also in the interpreter: a CPU has other layouts
         matrices.append(as_read(kept_on(on_gpu, plain, form, Pages(s.device).empty)))
-    norms = [s.normal(s.hidden) for _ in range(2)]
-    x, mixed = s.normal(1, s.hidden), s.normal(1, attended)
-    said = ""
+    norms = [s.normal(hidden) for _ in range(2)]
+    x, mixed = s.normal(1, hidden), s.normal(1, attended)
+    said, again = "", [] if s.interprets else [Triton().rest]
     for last in (False, True):
         given = (*matrices[:3], None if last else matrices[3], *norms, 1e-5)
         outs = []
-        for make in (rest_twin.rest, Triton().rest, Triton().rest):
+        for make in (rest_twin.rest, Triton().rest, *again):
             made, here = make(*given), x.clone()
             assert made is not None, "not taken"
             outs.append((made(here, mixed), here))
-        assert all(torch.equal(*pair) for pair in zip(*outs[1:], strict=True)), "not the same again"
+        for other in outs[2:]:
+            assert all(map(torch.equal, other, outs[1])), "not the same again"
         said = near(2e-2, made=(outs[1][0], outs[0][0]), x=(outs[1][1], outs[0][1]))
     got, want = (
         make(matrices[3], norms[0], 1e-5)(x)
