@@ -494,7 +494,7 @@ def half_tile() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix [outs, n] by its parts in memory, for kernels (`rest` of kernels/cpu/rest.py)."""
+    """A matrix [outs, n] by its parts in memory, for kernels: `Matrix` of kernels/matrix.py."""
 
     outs: int
     n: int

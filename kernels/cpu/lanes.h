@@ -4,7 +4,7 @@
 
 #include "numbers.h"
 
-#if defined(__AVX2__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -49,7 +49,7 @@ INLINE int any(ivec those) {
 /* 2^x with a relative error of 2e-7; 0 below 2^-126, and at least 2^126 from there on. NaN stays
    NaN. */
 INLINE vec power(vec x) {
-#if VEC == 16
+#if defined(__AVX512DQ__)
     vec f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 #else
     vec y = larger(x, fill(-126.0f));
@@ -62,7 +62,7 @@ INLINE vec power(vec x) {
     p = p * f + 2.4015361e-1f;
     p = p * f + 6.9315308e-1f;
     p = p * f + 9.9999994e-1f;
-#if VEC == 16
+#if defined(__AVX512DQ__)
     return _mm512_scalef_ps(p, x);
 #else
     p *= (vec)((__builtin_convertvector(whole, ivec) + 127) << 23);

@@ -18,8 +18,8 @@
      PAIR               numbers that lie together in an `item`, and whose products are summed at
                         once: of a query and a key along D, of probabilities and values along keys
      item               the type of so many numbers
-     VALUE_TILE(x, d)   where the values of d .. d + TILE - 1 begin in x->v, and, in items,
-     VALUE_NEXT(s)      from one pair of keys there to the next
+     VALUE_TILE(r, s, d)  where the values of d .. d + TILE - 1 begin in r->v, and
+     VALUE_NEXT(s)        how many items lie from one pair of keys there to the next, of Shape s
 
    and the functions that are declared below. */
 #include <stdlib.h>

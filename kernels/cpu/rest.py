@@ -7,36 +7,15 @@ import ctypes
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.cpu.binding import address, loaded, plain
+from minikv.kernels.matrix import Matrix
 
 PLAIN, EIGHT, FOUR = range(3)
 """Forms of weights, by their numbers in `row.h`."""
-
-
-class Matrix(Protocol):
-    """Weights [outs, n] in memory: bfloat16; int8 with bfloat16 scales [outs]; or four bits, packed
-    uint8 [N, n / 2] with bfloat16 scales [n / group, N, 2] as in `torch.integer.int4_product`.
-
-    bias: bfloat16 [outs] or None. half: of four bits, the layout.
-    """
-
-    @property
-    def outs(self) -> int: ...
-    @property
-    def n(self) -> int: ...
-    @property
-    def weights(self) -> Tensor: ...
-    @property
-    def scales(self) -> Tensor | None: ...
-    @property
-    def bias(self) -> Tensor | None: ...
-    @property
-    def half(self) -> int: ...
 
 
 class _Matrix(ctypes.Structure):

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from minikv.kernels.matrix import Matrix
 from minikv.kernels.triton.layer import add_norm, rounded
 from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import WIDE, Variant
@@ -44,26 +44,6 @@ _PLAIN, _EIGHT, _FOUR = tl.constexpr(PLAIN), tl.constexpr(EIGHT), tl.constexpr(F
 _ADD, _GATE = tl.constexpr(ADD), tl.constexpr(GATE)
 _MOST = 16384  # columns of a row that is normed
 _AT_ONCE = 4096  # of them that are read at once
-
-
-class Matrix(Protocol):
-    """Weights [outs, n] in memory: bfloat16 or float16; int8 with bfloat16 scales [outs]; or four
-    bits, packed uint8 [outs, n / 2] with bfloat16 scales [n / group, outs, 2], as in
-    models/linear_gpu.py. bias: [outs] or None. half: 0, but for layouts of a CPU.
-    """
-
-    @property
-    def outs(self) -> int: ...
-    @property
-    def n(self) -> int: ...
-    @property
-    def weights(self) -> Tensor: ...
-    @property
-    def scales(self) -> Tensor | None: ...
-    @property
-    def bias(self) -> Tensor | None: ...
-    @property
-    def half(self) -> int: ...
 
 
 @triton.jit

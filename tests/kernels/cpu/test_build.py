@@ -269,3 +269,26 @@ def test_an_empty_home_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "mkdir", lambda path, *how, **more: made.append(path))
     assert build.store() is None
     assert made == []
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86's names")
+@pytest.mark.parametrize(
+    "processor",
+    some_by_day(
+        ["sandybridge", "bdver4", "knl", "skylake-avx512", "cooperlake"],
+        lambda name: name == "sandybridge",
+    ),
+)
+def test_every_set_of_instructions_compiles(processor: str, tmp_path: Path) -> None:
+    """Between AVX and AVX-512 a set may have wide vectors and lack an instruction for them."""
+    sources = sorted(Path(build.__file__).parent.glob("*.c"))
+    flags = ("-std=gnu11", "-O1", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-c")
+    done = subprocess.run(
+        [str(build.find()), *flags, f"-march={processor}", *map(str, sources)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
