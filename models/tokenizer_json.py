@@ -44,6 +44,7 @@ class JsonVocabulary:
         with library_errors(name, "unexpected structure"):
             check_added([str(t["content"]) for t in data.get("added_tokens") or []], name)
             _check_growth(data, name)
+            _check_merges(data["model"], name)
             data = _prepared(data, frozenset(named))
             added = {str(token["content"]): token for token in data["added_tokens"]}
             largest = max((int(token["id"]) for token in added.values()), default=-1)
@@ -213,6 +214,18 @@ def _check_growth(data: dict[str, Any], name: str) -> None:
                 growth *= _GROWS.get(part["type"], 1.0)
         if growth > _GROWTH:
             raise CorruptModel(f"{name}: the {key} makes a text {growth:,.0f} times as long")
+
+
+def _check_merges(model: dict[str, Any], name: str) -> None:
+    """Raises CorruptModel where the second piece of a merge does not begin with the prefix of such
+    pieces: the library removes as many bytes unseen, and aborts where that cuts a character."""
+    prefix = model.get("continuing_subword_prefix")
+    if not prefix:
+        return
+    for merge in model.get("merges") or []:
+        piece = merge.partition(" ")[2] if isinstance(merge, str) else str(merge[-1])
+        if not piece.startswith(prefix):
+            raise CorruptModel(f"{name}: a merge adds a piece that does not continue a word")
 
 
 def _longest_target(charsmap: str) -> float:

@@ -381,6 +381,32 @@ TOO_MUCH = {
 }
 
 
+@pytest.mark.parametrize("merge", ["a \u0120", ["a", "\u0120"], ["a", ""]])
+def test_a_merge_without_the_prefix_of_its_pieces_is_refused(
+    tmp_path: Path, merge: str | list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would cut the character in two, and abort as it says so."""
+    data = v.byte_level_json(v.LLAMA_3, 1000)
+    data["model"] |= {"continuing_subword_prefix": "x", "merges": [["a", "xb"], merge]}
+    folder = v.write_folder(tmp_path, data)
+    monkeypatch.delattr("tokenizers.Tokenizer.from_str")
+    with pytest.raises(CorruptModel, match="does not continue a word"):
+        Tokenizer.from_folder(folder)
+
+
+def test_pieces_that_continue_a_word_may_have_a_prefix(tmp_path: Path) -> None:
+    data = v.byte_level_json(v.LLAMA_3, 1000)
+    vocab = {"a": 0, "##b": 1, "ab": 2}
+    data["model"] |= {
+        "continuing_subword_prefix": "##",
+        "merges": [["a", "##b"]],
+        "vocab": vocab,
+        "ignore_merges": False,
+    }
+    data |= {"added_tokens": [], "pre_tokenizer": None}
+    assert Tokenizer.from_folder(v.write_folder(tmp_path, data)).encode("ab", "after") == [2]
+
+
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_what_would_take_memory_or_time_is_refused_before_the_library_sees_it(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
