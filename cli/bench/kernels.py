@@ -199,12 +199,12 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
             f"{few} queries, {n:,} rows",
             partial(_observe, sizes, dtype, n, few),
             heads * n * row,
-            needs="observe",
+            needs="add_attention_mass",
         )
         yield Case(
             "column sums",
             f"{n:,} queries, causal",
-            partial(_column_sums, sizes, dtype, n),
+            partial(_observe, sizes, dtype, n, n),
             heads * n * (sizes.head_dim * item + 4 * group + 4),
             2 * sizes.heads * sizes.head_dim * (n * (n + 1) // 2),
             "add_attention_mass",
@@ -377,20 +377,14 @@ def _observe(
 ) -> Call:
     """A prompt of n tokens, of which the last `queries` look back."""
     heads, size = sizes.kv_heads, sizes.head_dim
-    q = normal(device, seed, dtype, queries, heads, sizes.heads // heads, size)
-    k, at = normal(device, seed + 1, dtype, heads, n, size), torch.arange(n, device=device)
-    return lambda ops: ops.observe(q, at[n - queries :], [(k, at[None])], None)
-
-
-def _column_sums(sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device, seed: int) -> Call:
-    """A prompt of n tokens, all of which look back."""
-    heads, group, size = sizes.kv_heads, sizes.heads // sizes.kv_heads, sizes.head_dim
-    q = normal(device, seed, dtype, n, heads, group, size).permute(1, 2, 0, 3)
+    group = sizes.heads // heads
+    q = normal(device, seed, dtype, queries, heads, group, size).permute(1, 2, 0, 3)
     k, at = normal(device, seed + 1, dtype, heads, n, size), torch.arange(n, device=device)
     # Any sums of exponentials will do for a clock, as long as nothing overflows.
-    lse = torch.full((heads, group, n), 20.0, device=device)
-    mass, squares = torch.zeros_like(lse), torch.zeros((heads, n), device=device)
-    return lambda ops: ops.add_attention_mass(mass, squares, q, lse, at, k, at[None], None)
+    lse = torch.full((heads, group, queries), 20.0, device=device)
+    mass, squares = (torch.zeros((heads, *x, n), device=device) for x in ((group,), ()))
+    last = at[n - queries :]
+    return lambda ops: ops.add_attention_mass(mass, squares, q, lse, last, k, at[None], None)
 
 
 def _segments(

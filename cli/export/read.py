@@ -118,7 +118,7 @@ def _kept(value: object, model: Model, tokens: int) -> tuple[tuple[str, ...], ..
         tuple(checked(str, head, "kept") for head in checked(list, layer, "kept"))
         for layer in checked(list, value, "kept")
     )
-    if [len(layer) for layer in kept] != [model.kv_heads] * model.layers:
+    if len(kept) != model.layers or any(len(layer) != model.kv_heads for layer in kept):
         raise Wrong("kept has not one bitmap per layer and KV head")
     for bits in (bits for layer in kept for bits in layer):
         try:

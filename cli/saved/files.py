@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from minikv.chat.shown import clipped
 from minikv.cli.paths import chats_folder
-from minikv.cli.terminal import clean
 from minikv.errors import UsageError
 
 TRANSCRIPT = "chat.jsonl"
@@ -191,5 +191,4 @@ def damage(name: str) -> Iterator[None]:
         raise UsageError(f"chat {name} cannot be read: {error.strerror}") from None
     except DAMAGE as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        what = clean(" ".join(what.split()))
-        raise UsageError(f"chat {name} is damaged: {what:.200}", _UNUSED) from None
+        raise UsageError(f"chat {name} is damaged: {clipped(what, 200)}", _UNUSED) from None

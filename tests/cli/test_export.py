@@ -195,6 +195,7 @@ def test_a_missing_key_is_named(facts: ChatFacts, key: str) -> None:
         (put("kept.2.1", "!!"), "base64"),
         (put("kept.2.1", "é"), "base64"),
         (put("model.layers", 2), "kept"),
+        (put("model.layers", 1 << 53), "kept"),
         (put("model.layers", True), "whole number"),
         (put("model.name", ["x"]), "text"),
         (put("tokens.text.3", 7), "text"),

@@ -23,6 +23,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.facts import Facts
 from minikv.chat.session import ChatSession
 from minikv.cli.saved import cache, transcript
+from minikv.cli.saved.files import damage as damage_of
 from minikv.cli.saved.identity import identity, model_identity
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import listing, newest
@@ -383,6 +384,13 @@ def test_damaged_files_are_refused_with_the_reason(home: Path, how: str) -> None
             fresh.reset()
             say(fresh, "mine")
             before = state(fresh)
+
+
+def test_a_librarys_words_are_one_line_that_a_terminal_shows() -> None:
+    with pytest.raises(UsageError, match="is damaged: no such I32 kind") as caught, damage_of("x"):
+        raise ValueError("no such \ufeffI32\x1b\n kind" + "." * 500)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 250
 
 
 def test_a_cache_with_other_figures_per_token_is_no_damage(
