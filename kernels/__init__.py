@@ -19,7 +19,6 @@ from minikv.kernels.torch.attention_mass import (
     add_attention_mass,
     below_uniform,
     each_attention,
-    observe,
     peak_attention,
 )
 from minikv.kernels.torch.compaction import gather_column, gather_rows, held_rows
@@ -43,7 +42,6 @@ __all__ = [
     "last_rows_attention",
     "lowest_step",
     "merge",
-    "observe",
     "peak_attention",
     "ragged_attention",
     "ragged_prefill",

@@ -1,66 +1,65 @@
 """Who computes what: Triton on a CUDA device, C on a CPU, plain torch for the rest.
 
-    operation              Triton                   C on a CPU        torch
-    ---------------------  -----------------------  ----------------  --------------------
-    ragged_attention       triton/decode            cpu/decode        torch/decode
-    advance                triton/append            cpu/append        torch/append
-    append                 -                        cpu/append        torch/append
-    rotate_append          triton/append            cpu/append        torch/append
-    hash_append            triton/hash_append       cpu/hash_append   policies
-    lowest_step            triton/step              cpu/step          torch/decode
-    overwrite_step         triton/overwrite         -                 torch/decode
-    shown_positions        triton/overwrite         -                 torch/decode
-    unseen_rows            triton/overwrite         -                 torch/decode
-    streaming_step         triton/overwrite         -                 policies
-    l2_step                triton/overwrite         -                 policies
-    random_step            triton/overwrite         -                 policies
-    h2o_step               triton/step              cpu/step          policies
-    tova_step              triton/step              cpu/step          policies
-    roco_step              triton/step              cpu/step          policies
-    scissorhands_step      triton/step              cpu/step          policies
-    shift_step             triton/step              -                 policies
-    rows_attention         -                        cpu/prefill       torch/attention
-    last_rows_attention    -                        cpu/prefill       torch/attention
-    merge                  triton/attention         -                 torch/attention
-    ragged_prefill         triton/ragged_prefill    cpu/prefill       torch/ragged_prefill
-    observe                triton/attention_mass    -                 torch/attention_mass
-    add_attention_mass     triton/attention_mass    -                 torch/attention_mass
-    each_attention         triton/attention_mass    -                 torch/attention_mass
-    peak_attention         triton/attention_mass    -                 torch/attention_mass
-    rows_lse               triton/attention_mass    -                 torch/attention_mass
-    output_norms           triton/outputs           -                 torch/outputs
-    ends                   triton/selection         -                 torch/selection
-    divide                 triton/selection         -                 torch/selection
-    order_key              triton/selection         -                 torch/selection
-    best                   triton/selection         -                 torch/selection
-    wanted                 triton/selection         -                 torch/selection
-    pool                   triton/selection         -                 torch/selection
-    stayed                 triton/selection         -                 torch/selection
-    share                  triton/selection         -                 torch/selection
-    ensure_least           triton/selection         -                 torch/selection
-    held_rows              triton/compaction        -                 torch/compaction
-    survivors              triton/compaction        -                 torch/compaction
-    lay_out                triton/compaction        -                 torch/compaction
-    gather_rows            triton/compaction        -                 torch/compaction
-    gather_column          triton/compaction        -                 torch/compaction
-    add_norm               triton/layer             cpu/layer         torch/layer
-    rotate                 triton/layer             cpu/layer         torch/layer
-    rotary_table           triton/layer             -                 torch/layer
-    silu_mul               triton/layer             cpu/layer         torch/layer
-    greedy                 triton/sampling          -                 torch/sampling
-    sample                 triton/sampling          -                 torch/sampling
-    drawn                  -                        cpu/sampling      torch/sampling
-    row_product            -                        cpu/product       torch/product
-    rest                   triton/rest              cpu/rest          models
-    normed_product         triton/rest              -                 models
-    int8_product           -                        cpu/integer       models
-    int4_product           -                        cpu/integer       models
-    pack_int8              -                        cpu/packing       models
-    pack_int4              -                        cpu/packing       models
-    unpack_int4            -                        cpu/packing       models
-    w8a16_product          triton/packed_product    -                 models
-    w4a16_product          triton/packed_product    -                 models
-    unpack_int4_rows       triton/packed_product    -                 models
+    operation              Triton                   C on a CPU          torch
+    ---------------------  -----------------------  ------------------  --------------------
+    ragged_attention       triton/decode            cpu/decode          torch/decode
+    advance                triton/append            cpu/append          torch/append
+    append                 -                        cpu/append          torch/append
+    rotate_append          triton/append            cpu/append          torch/append
+    hash_append            triton/hash_append       cpu/hash_append     policies
+    lowest_step            triton/step              cpu/step            torch/decode
+    overwrite_step         triton/overwrite         -                   torch/decode
+    shown_positions        triton/overwrite         -                   torch/decode
+    unseen_rows            triton/overwrite         -                   torch/decode
+    streaming_step         triton/overwrite         -                   policies
+    l2_step                triton/overwrite         -                   policies
+    random_step            triton/overwrite         -                   policies
+    h2o_step               triton/step              cpu/step            policies
+    tova_step              triton/step              cpu/step            policies
+    roco_step              triton/step              cpu/step            policies
+    scissorhands_step      triton/step              cpu/step            policies
+    shift_step             triton/step              -                   policies
+    rows_attention         -                        cpu/prefill         torch/attention
+    last_rows_attention    -                        cpu/prefill         torch/attention
+    merge                  triton/attention         -                   torch/attention
+    ragged_prefill         triton/ragged_prefill    cpu/prefill         torch/ragged_prefill
+    add_attention_mass     triton/attention_mass    cpu/attention_mass  torch/attention_mass
+    each_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
+    peak_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
+    rows_lse               triton/attention_mass    -                   torch/attention_mass
+    output_norms           triton/outputs           -                   torch/outputs
+    ends                   triton/selection         -                   torch/selection
+    divide                 triton/selection         -                   torch/selection
+    order_key              triton/selection         -                   torch/selection
+    best                   triton/selection         -                   torch/selection
+    wanted                 triton/selection         -                   torch/selection
+    pool                   triton/selection         -                   torch/selection
+    stayed                 triton/selection         -                   torch/selection
+    share                  triton/selection         -                   torch/selection
+    ensure_least           triton/selection         -                   torch/selection
+    held_rows              triton/compaction        -                   torch/compaction
+    survivors              triton/compaction        -                   torch/compaction
+    lay_out                triton/compaction        -                   torch/compaction
+    gather_rows            triton/compaction        -                   torch/compaction
+    gather_column          triton/compaction        -                   torch/compaction
+    add_norm               triton/layer             cpu/layer           torch/layer
+    rotate                 triton/layer             cpu/layer           torch/layer
+    rotary_table           triton/layer             -                   torch/layer
+    silu_mul               triton/layer             cpu/layer           torch/layer
+    greedy                 triton/sampling          -                   torch/sampling
+    sample                 triton/sampling          -                   torch/sampling
+    drawn                  -                        cpu/sampling        torch/sampling
+    row_product            -                        cpu/product         torch/product
+    rest                   triton/rest              cpu/rest            models
+    normed_product         triton/rest              -                   models
+    int8_product           -                        cpu/integer         models
+    int4_product           -                        cpu/integer         models
+    pack_int8              -                        cpu/packing         models
+    pack_int4              -                        cpu/packing         models
+    unpack_int4            -                        cpu/packing         models
+    w8a16_product          triton/packed_product    -                   models
+    w4a16_product          triton/packed_product    -                   models
+    unpack_int4_rows       triton/packed_product    -                   models
 
 A "-" means that the torch form is used there. "policies" means that the torch form is in the
 policy's own file in minikv/policies, "models" that it is in models/linear.py (`rest` and
@@ -117,8 +116,6 @@ class Kernels:
     float_rows: int | None = None
     """Rows of bfloat16 from which torch's products are faster in float32. None: this is not known
     to be so, or torch has no products of bfloat16."""
-    each_sums = False
-    """Whether each_attention wants `rows_lse` of the queries. If not, it is made of the logits."""
     block = 1 << 16
     """Numbers of what is computed at once where it could be any many: here they stay in a cache."""
     ragged_attention = staticmethod(decode.ragged_attention)
@@ -144,7 +141,6 @@ class Kernels:
     last_rows_attention = staticmethod(attention.last_rows_attention)
     merge = staticmethod(attention.merge)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
-    observe = staticmethod(attention_mass.observe)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
     peak_attention = staticmethod(attention_mass.peak_attention)

@@ -17,6 +17,7 @@ C, FLOATS, TORCH = "C", "C in float32", "torch"
 
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "prompt attention": ("rows_attention", "last_rows_attention", "ragged_prefill"),
+    "prompt statistics": ("add_attention_mass", "each_attention", "peak_attention"),
     "step attention": ("ragged_attention",),
     "eviction": (
         "advance",
@@ -37,11 +38,12 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "prompts with packed weights": (),
     "packing": ("pack_int8", "pack_int4", "unpack_int4"),
 }
-"""The operations of `dispatch.Kernels`, by what a user reads. With packed weights, C rounds the
-activations of a prompt and multiplies integers (`Kernels.integer_prompts`); torch unpacks the
-weights."""
+"""The operations of `dispatch.Kernels`, by what a user reads. Prompt statistics are what a prompt's
+queries give each row. With packed weights, C rounds the activations of a prompt and multiplies
+integers (`Kernels.integer_prompts`); torch unpacks the weights."""
 
 _C_BUT_PROMPTS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": TORCH}
+_NOT_MEASURED = _C_BUT_PROMPTS | {"prompt statistics": TORCH}
 _C_IN_FLOATS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": FLOATS}
 
 CHOICES: Mapping[str, Mapping[str, str]] = {
@@ -55,8 +57,8 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
     "avx512-bf16-intel": _C_IN_FLOATS,
     "avx512": _C_IN_FLOATS,
     "avx2": _C_IN_FLOATS,
-    "arm": _C_BUT_PROMPTS,
-    "other": _C_BUT_PROMPTS,
+    "arm": _NOT_MEASURED,
+    "other": _NOT_MEASURED,
 }
 """Class of instructions -> operation -> who computes it. Products of many rows are torch's
 everywhere, unless weights are packed."""

@@ -6,6 +6,7 @@ import torch
 
 from minikv.kernels.cpu import append as append_row
 from minikv.kernels.cpu import (
+    attention_mass,
     choice,
     decode,
     hash_append,
@@ -54,6 +55,9 @@ class Native(Kernels):
     rows_attention = staticmethod(prefill.BF16.rows_attention)
     ragged_prefill = staticmethod(prefill.BF16.ragged_prefill)
     last_rows_attention = staticmethod(prefill.BF16.last_rows_attention)
+    add_attention_mass = staticmethod(attention_mass.add_attention_mass)
+    each_attention = staticmethod(attention_mass.each_attention)
+    peak_attention = staticmethod(attention_mass.peak_attention)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     silu_mul = staticmethod(layer.silu_mul)

@@ -12,31 +12,12 @@ from minikv.kernels.torch.attention import visible
 
 _LOGITS = 1 << 19
 """Logits of one block of rows: 2 MiB, which stay in a cache of the processor."""
+_EVEN = 2.0**-16
+"""How far below the even share, of it, is no less: what the log-sum-exp may be off."""
 
 Part = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 """Keys [H, n, D] and their positions [H or 1, n], -1 for padding. Or keys of an arena [R, D], the
 positions, and which of the arena's rows they are, int64 [H, n]."""
-
-
-def observe(
-    q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
-) -> tuple[Tensor, Tensor]:
-    """The attention that the last rows of a prompt (the observation window) give every row.
-
-    q [W, H, G, D]; q_pos [W], not decreasing; `parts` have N rows together. Which rows a query
-    sees: as in `visible_attention`; every query sees one at least. Returns, in float32, the
-    probabilities summed over W [H, G, N], and the squares of their means over G, summed over W
-    [H, N].
-    """
-    _, heads, group, _ = q.shape
-    count = sum(part[1].shape[1] for part in parts)
-    mass = q.new_empty((heads, group, count), dtype=torch.float32)
-    squares = q.new_empty((heads, count), dtype=torch.float32)
-    for h, begin, _, p in _probabilities(q, q_pos, parts, window):
-        end = begin + p.shape[-1]
-        mass[h, :, begin:end] = p.sum(1)
-        squares[h, begin:end] = p.mean(0).square_().sum(0)
-    return mass, squares
 
 
 def each_attention(
@@ -44,20 +25,24 @@ def each_attention(
     q_pos: Tensor,
     parts: Sequence[Part],
     window: int | None,
-    lse: Tensor | None,
+    lse: Tensor,
     heads: slice,
 ) -> Tensor:
-    """What each of the last queries gives each row of some KV heads: float32 [h, G, W, N].
+    """What each of a prompt's last queries gives each row of some KV heads: float32 [h, G, W, N].
 
-    Arguments as in `observe`; lse float32 [H, G, W]: `rows_lse` of all heads, where it is known. 0
-    for rows that a query does not see.
+    q [H, G, W, D]; q_pos [W], not decreasing; lse float32 [H, G, W]: the log-sum-exp over all rows
+    that a query sees; `parts` have N rows together. 0 for rows that a query does not see: see
+    `torch.attention.visible_attention`.
     """
-    mine = [_some_heads(part, heads) for part in parts]
-    count = sum(part[1].shape[1] for part in mine)
-    q = q[:, heads]
-    found = torch.empty((q.shape[1], q.shape[2], q.shape[0], count), device=q.device)
-    for h, begin, _, p in _probabilities(q, q_pos, mine, window):
-        found[h, ..., begin : begin + p.shape[-1]] = p
+    count = sum(part[1].shape[1] for part in parts)
+    some = range(q.shape[0])[heads]
+    found = torch.empty((len(some), *q.shape[1:3], count), device=q.device)
+    begin = 0
+    for part in parts:
+        for i, h in enumerate(some):
+            for lo, p in _probabilities(q[h], lse[h], q_pos, *_of_head(part, h), window):
+                found[i, ..., begin + lo : begin + lo + p.shape[-1]] = p
+        begin += part[1].shape[1]
     return found
 
 
@@ -66,16 +51,18 @@ def below_uniform(
     q_pos: Tensor,
     parts: Sequence[Part],
     window: int | None,
+    lse: Tensor,
     each: Callable[..., Tensor] = each_attention,
     most: int = _LOGITS,
 ) -> Tensor:
     """Which of the last queries gave a row less than an even share: int64 [H, N].
 
-    Arguments as in `observe`, W at most 32. Bit i is set if the i-th query from the end sees the
-    row and its probability, in the mean over G, is below 1 / (number of rows that it sees). each:
-    an `each_attention`, which is asked for about `most` numbers at once.
+    Arguments as in `each_attention`, W at most 32. Bit i is set if the i-th query from the end sees
+    the row and its probability, in the mean over G, is below 1 / (number of rows that it sees), by
+    more than rounding explains. each: an `each_attention`, which is asked for about `most` numbers
+    at once.
     """
-    rows, heads, group, _ = q.shape
+    heads, group, rows, _ = q.shape
     pos = torch.cat([at.expand(heads, at.shape[1]) for _, at, *_ in parts], 1)
     value = 1 << torch.arange(rows - 1, -1, -1, device=q.device)
     bits = q.new_empty(pos.shape, dtype=torch.int64)
@@ -83,53 +70,29 @@ def below_uniform(
     for lo in range(0, heads, count):
         some = slice(lo, min(lo + count, heads))
         seen = visible(q_pos, pos[some], window)
-        share = 1.0 / seen.sum(2, keepdim=True)
-        low = (each(q, q_pos, parts, window, None, some).mean(1) < share) & seen
+        share = (1.0 - _EVEN) / seen.sum(2, keepdim=True)
+        low = (each(q, q_pos, parts, window, lse, some).mean(1) < share) & seen
         bits[some] = (low * value[:, None]).sum(1)
     return bits
 
 
-def _some_heads(part: Part, each: slice) -> Part:
-    """A part of which some heads are left."""
-    at = part[1][each] if len(part[1]) > 1 else part[1]
-    return (part[0][each], at) if len(part) == 2 else (part[0], at, part[2][each])
-
-
 def _probabilities(
-    q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
-) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Blocks of rows one after the other: head, first row, positions [n], probabilities [G, W, n].
+    q: Tensor, lse: Tensor, q_pos: Tensor, k: Tensor, k_pos: Tensor, window: int | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Blocks of a KV head's rows one after the other: first row, probabilities [G, T, n].
 
-    Arguments as in `observe`.
+    q [G, T, D]; lse [G, T]; q_pos [T], not decreasing; k [N, D]; k_pos [N].
     """
-    rows, heads, group, size = q.shape
+    query = q.float() * (1.0 / math.sqrt(q.shape[-1]))
     # On a GPU it takes longer to ask whether all rows are seen than to mask.
     earliest = int(q_pos[0]) if window is None and q.device.type == "cpu" else -1
-    for h in range(heads):
-        query = q[:, h].float().transpose(0, 1) * (1.0 / math.sqrt(size))  # [G, W, D]
-
-        def logits(k: Tensor, at: Tensor, query: Tensor = query) -> Tensor:
-            found = torch.matmul(query, k.float().T)  # [G, W, n]
-            if earliest >= 0 and int(at.min()) >= 0 and int(at.max()) <= earliest:
-                return found  # every query sees every row
-            return found.masked_fill_(~visible(q_pos, at[None], window), -math.inf)
-
-        step = max(1, _LOGITS // (group * rows))
-        blocks = [
-            (k[lo : lo + step], at[lo : lo + step])
-            for k, at in (_of_head(part, h) for part in parts)
-            for lo in range(0, len(k), step)
-        ]
-        # Logits of few blocks are kept. Those of many are computed twice: for the log-sum-exp and
-        # for the probabilities.
-        kept = [logits(*block) for block in blocks] if len(blocks) <= 2 else None
-        sums = [torch.logsumexp(x, -1) for x in kept or map(logits, *zip(*blocks, strict=True))]
-        lse = torch.logsumexp(torch.stack(sums), 0)[..., None]  # [G, W, 1]
-        begin = 0
-        for i, block in enumerate(blocks):
-            p = (kept[i] if kept else logits(*block)).sub_(lse).exp_()
-            yield h, begin, block[1], p
-            begin += p.shape[-1]
+    step = max(1, _LOGITS // (q.shape[0] * q.shape[1]))
+    for lo in range(0, len(k), step):
+        at = k_pos[lo : lo + step]
+        p = torch.matmul(query, k[lo : lo + step].float().T).sub_(lse[..., None]).exp_()
+        if not (earliest >= 0 and int(at.min()) >= 0 and int(at.max()) <= earliest):
+            p.masked_fill_(~visible(q_pos, at[None], window), 0.0)
+        yield lo, p
 
 
 def add_attention_mass(
@@ -145,22 +108,16 @@ def add_attention_mass(
 ) -> None:
     """Add the attention that T queries give each row to mass and squares, in place.
 
-    mass [H, G, N] and squares [H, N] float32, as `observe` returns them; q [H, G, T, D]; lse
-    [H, G, T]: the log-sum-exp over all rows that a query sees, those of other parts too; q_pos [T],
-    not decreasing; k, k_pos and index are one `Part`.
+    mass float32 [H, G, N]: the sums of probabilities over queries; squares float32 [H, N]: the
+    squares of their means over G, summed over queries. q [H, G, T, D]; lse [H, G, T]: the
+    log-sum-exp over all rows that a query sees, those of other parts too; q_pos [T], not
+    decreasing; k, k_pos and index are one `Part`. Which rows a query sees: as in
+    `torch.attention.visible_attention`.
     """
-    heads, group, rows, size = q.shape
     part: Part = (k, k_pos) if index is None else (k, k_pos, index)
-    step = max(1, _LOGITS // (group * rows))
-    for h in range(heads):
-        query = q[h].float() * (1.0 / math.sqrt(size))
-        keys, positions = _of_head(part, h)
-        for lo in range(0, len(keys), step):
-            hi = min(lo + step, len(keys))
-            logits = torch.matmul(query, keys[lo:hi].float().T)
-            at = positions[lo:hi]
-            p = logits.sub_(lse[h, ..., None]).exp_()
-            p.masked_fill_(~visible(q_pos, at[None], window), 0.0)
+    for h in range(len(q)):
+        for lo, p in _probabilities(q[h], lse[h], q_pos, *_of_head(part, h), window):
+            hi = lo + p.shape[-1]
             mass[h, :, lo:hi] += p.sum(1)
             squares[h, lo:hi] += p.mean(0).square_().sum(0)
 
@@ -235,15 +192,15 @@ def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
 
     q [H, G, T, D] at q_pos [T]. Returns float32 [H, G, T]; -inf for a query that sees no row.
     """
-    each = []
-    for k, k_pos in map(_keys_of, parts):
-        logits = torch.matmul(q.float(), k[:, None].float().transpose(2, 3))
-        logits = logits * (1.0 / math.sqrt(q.shape[-1]))
-        seen = visible(q_pos, k_pos, window)[:, None]
-        each.append(logits.masked_fill(~seen, -math.inf).logsumexp(-1))
-    return torch.logsumexp(torch.stack(each), 0)
-
-
-def _keys_of(part: Part) -> tuple[Tensor, Tensor]:
-    """The keys of a part as [H, n, D], and their positions."""
-    return part if len(part) == 2 else (part[0][part[2]], part[1])
+    heads, group, rows, size = q.shape
+    whole = q.new_full((heads, group, rows), -math.inf, dtype=torch.float32)
+    step = max(1, _LOGITS // max(1, group * rows))
+    for h in range(heads):
+        query = q[h].float() * (1.0 / math.sqrt(size))
+        for k, at in (_of_head(part, h) for part in parts):
+            for lo in range(0, len(k), step):
+                logits = torch.matmul(query, k[lo : lo + step].float().T)
+                unseen = ~visible(q_pos, at[None, lo : lo + step], window)
+                found = logits.masked_fill_(unseen, -math.inf).logsumexp(-1)
+                whole[h] = torch.logaddexp(whole[h], found)
+    return whole

@@ -2,8 +2,8 @@
 
 A program has a block of keys of one KV head and reads all queries that see them, so that no two
 programs add to the same number. Keys are the rows of its products: sums over queries stay inside a
-warp. It needs the log-sum-exp of each query. For the observation window another kernel computes it
-first, over spans of keys in parallel. Specification: `torch/attention_mass.py`.
+warp. It needs the log-sum-exp of each query, which attention has left. Where it has not, another
+kernel computes it, over spans of keys in parallel. Specification: `torch/attention_mass.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -93,7 +93,6 @@ def _mass(
     BN: tl.constexpr,
     INDEXED: tl.constexpr,
     WINDOW: tl.constexpr,
-    ADD: tl.constexpr,
     PEAK: tl.constexpr,
     UPCAST: tl.constexpr,
     FAR: tl.constexpr,
@@ -158,12 +157,11 @@ def _mass(
     mass_at = mass + h * mass_head + g_[None, :] * mass_group + j[:, None]
     some = inside[:, None] & (g_ < G)[None, :]
     squares_at = squares + h * squares_head + j
-    if ADD:
+    if not PEAK:
         sums += tl.load(mass_at, mask=some, other=0.0)
         square += tl.load(squares_at, mask=inside, other=0.0)
-    tl.store(mass_at, sums, mask=some)
-    if not PEAK:
         tl.store(squares_at, square, mask=inside)
+    tl.store(mass_at, sums, mask=some)
 
 
 @triton.jit(
@@ -355,27 +353,7 @@ def add_attention_mass(
     index: Tensor | None = None,
 ) -> None:
     """See `torch.attention_mass.add_attention_mass`."""
-    _launch(mass, squares, q, lse, q_pos, (k, k_pos, index), window, add=True)
-
-
-def observe(
-    q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
-) -> tuple[Tensor, Tensor]:
-    """See `torch.attention_mass.observe`. A query that sees no row adds nothing."""
-    q = in_rows(q.permute(1, 2, 0, 3))
-    heads, group = q.shape[:2]
-    each = [_with_index(part) for part in parts]
-    counts = [k_pos.shape[1] for _, k_pos, _ in each]
-    lse = rows_lse(q, q_pos, parts, window)
-    mass = q.new_empty((heads, group, sum(counts)), dtype=torch.float32)
-    squares = q.new_empty((heads, sum(counts)), dtype=torch.float32)
-    begin = 0
-    for part, count in zip(each, counts, strict=True):
-        end = begin + count
-        target = mass[:, :, begin:end], squares[:, begin:end]
-        _launch(*target, q, lse, q_pos, part, window, add=False)
-        begin = end
-    return mass, squares
+    _launch(mass, squares, q, lse, q_pos, (k, k_pos, index), window)
 
 
 def each_attention(
@@ -383,13 +361,12 @@ def each_attention(
     q_pos: Tensor,
     parts: Sequence[Part],
     window: int | None,
-    lse: Tensor | None,
+    lse: Tensor,
     heads: slice,
 ) -> Tensor:
     """See `torch.attention_mass.each_attention`."""
-    q, q_pos = in_rows(q.permute(1, 2, 0, 3)), q_pos.contiguous()
+    q, q_pos, lse = in_rows(q), q_pos.contiguous(), lse.contiguous()
     _, group, rows, size = q.shape
-    lse = rows_lse(q, q_pos, parts, window) if lse is None else lse.contiguous()
     count, columns = heads.stop - heads.start, sum(part[1].shape[1] for part in parts)
     out = q.new_empty((count, group, rows, columns), dtype=torch.float32)
     tile, begin = _span_tile(q.dtype, size, rows * group), 0
@@ -447,7 +424,7 @@ def peak_attention(
         lse = lse - scale.float().log()
     part = _with_index(parts[scored])
     peak = q.new_empty((*q.shape[:2], part[1].shape[1]), dtype=torch.float32)
-    _launch(peak, peak[:, 0], q, lse, q_pos, part, window, add=False, peak=True)
+    _launch(peak, peak[:, 0], q, lse, q_pos, part, window, peak=True)
     return peak
 
 
@@ -510,11 +487,10 @@ def _launch(
     part: tuple[Tensor, Tensor, Tensor | None],
     window: int | None,
     *,
-    add: bool,
     peak: bool = False,
 ) -> None:
-    """Write, or add, the attention that the queries give the keys of one part. peak: write the most
-    that a query gives them, and nothing to `squares`."""
+    """Add the attention that the queries give the keys of one part. peak: write the most that a
+    query gives them, and nothing to `squares`."""
     k, k_pos, index = part
     q, k, lse, q_pos = in_rows(q), in_rows(k), lse.contiguous(), q_pos.contiguous()
     heads, group, rows, size = q.shape
@@ -549,7 +525,6 @@ def _launch(
         BN=tile.left,
         INDEXED=index is not None,
         WINDOW=window is not None,
-        ADD=add,
         PEAK=peak,
         UPCAST=upcast(q.dtype),
         FAR=FAR,
@@ -606,7 +581,6 @@ def variants() -> list[Variant]:
             "GP": power(group),
             "BM": tile.right,
             "BN": tile.left,
-            "ADD": rows > 64 and not peak,
             "PEAK": peak,
             "STAGES": tile.stages,
         }
@@ -622,7 +596,7 @@ def variants() -> list[Variant]:
                 reads={"q": WIDE, "k": WIDE},
             )
         )
-        if rows > 64:  # the log-sum-exp of so many queries is known from attention
+        if rows > 64:  # so many are not asked for one by one
             continue
         tile = _span_tile(dtype, size, rows * group)
         constants = same | {"BM": tile.left, "BN": tile.right}

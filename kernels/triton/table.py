@@ -27,7 +27,6 @@ class Triton(Kernels):
 
     name = "triton"
     products = True
-    each_sums = True
     block = 1 << 22  # enough to occupy the device
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
@@ -48,7 +47,6 @@ class Triton(Kernels):
     shift_step = staticmethod(step.shift_step)
     merge = staticmethod(attention.merge)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
-    observe = staticmethod(attention_mass.observe)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
     peak_attention = staticmethod(attention_mass.peak_attention)

@@ -39,13 +39,15 @@ from minikv.policies.selection import fill, order_key
 class LayerTrace:
     """What a layer of a first prompt told, whatever the policy: all that `finish` judges by.
 
-    key and value [H, T, D]; tail [t, H * G, D]: the last queries, lengths [t]: of the input at
-    them; mass, squares and moments as in `PromptView`, where every query was asked for.
+    key and value [H, T, D]; tail [t, H * G, D]: the last queries, tail_lse float32 [H, G, t]: their
+    log-sum-exps, lengths [t]: of the input at them; mass, squares and moments as in `PromptView`,
+    where every query was asked for.
     """
 
     key: Tensor
     value: Tensor
     tail: Tensor
+    tail_lse: Tensor
     mass: Tensor | None
     squares: Tensor | None
     moments: Moments | None
@@ -128,6 +130,8 @@ class Prefill:
             self._key = torch.empty(wide, dtype=dtype, device=arena.device)
             self._value = torch.empty(wide, dtype=dtype, device=arena.device)
         self._tail = torch.empty(tail, dtype=dtype, device=arena.device)
+        sums = (shape.kv_heads, shape.heads // shape.kv_heads, last)
+        self._tail_lse = torch.empty(sums, device=arena.device)
         begin = plan.position
         self._positions = torch.arange(begin, begin + plan.tokens, device=arena.device)
         self._lengths: Tensor | None = None
@@ -188,12 +192,14 @@ class Prefill:
         assert self._old is None
         key, value, tail = (t.clone() for t in (self._key, self._value, self._tail))
         lengths = None if self._lengths is None else self._lengths.clone()
-        return LayerTrace(key, value, tail, self._mass, self._squares, self._moments, lengths)
+        noted = self._mass, self._squares, self._moments
+        return LayerTrace(key, value, tail, self._tail_lse.clone(), *noted, lengths)
 
     def replay(self, trace: LayerTrace) -> None:
         """In place of staging a layer of a first prompt: what another one of equal needs noted."""
         assert not self.plan.position
-        self._key, self._value, self._tail = trace.key, trace.value, trace.tail
+        self._key, self._value = trace.key, trace.value
+        self._tail, self._tail_lse = trace.tail, trace.tail_lse
         self._mass, self._squares, self._moments = trace.mass, trace.squares, trace.moments
         self._lengths = trace.lengths
 
@@ -227,6 +233,7 @@ class Prefill:
                 self._key, self._value = self.tier.stage(layer, tokens)
             self._old = EarlierRows.of(self._ops, self.arena, self._held, layer)
             self._note_peak()
+            self._mass = self._squares = None
             if self._all:
                 self._clear_sums()
             if self._from is not None:
@@ -277,8 +284,12 @@ class Prefill:
         else:
             parts.append(kernels.window_attention(query, *new, window, self._ops.rows_attention))
         mixed, lse = self._ops.merge(parts)
+        first = self.plan.tokens - len(self._tail)
+        if hi > first:
+            begin = max(lo, first)
+            self._tail_lse[..., begin - first : hi - first] = lse[..., begin - lo :]
         if self._all:
-            self._add_sums(query, lse, at, hi, window)
+            self._add_sums(query, lse, at, self._sources(hi), window)
         out = mixed.permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
         if self.tier is not None and self.layer_complete:
             self.exact.append((q[-1].clone(), out[-1].clone()))
@@ -303,18 +314,23 @@ class Prefill:
         angle = at[skipped:, None].to(torch.float64) * self.plan.rotary.to(torch.float64)
         self._moments.add(query[:, :, skipped:], angle)
 
+    def _sources(self, hi: int) -> list[kernels.Part]:
+        """Earlier rows, and the prompt's rows below `hi`."""
+        own: kernels.Part = self._key[:, :hi], self._positions[None, :hi]
+        return [own] if self._old is None else [self._old.part, own]
+
     def _add_sums(
-        self, query: Tensor, lse: Tensor, at: Tensor, hi: int, window: int | None
+        self,
+        query: Tensor,
+        lse: Tensor,
+        at: Tensor,
+        sources: Sequence[kernels.Part],
+        window: int | None,
     ) -> None:
-        """Add what the queries at positions `at`, the prompt's up to row `hi`, gave every row that
-        they saw."""
+        """Add what the queries at positions `at` gave every row that they saw."""
         assert self._mass is not None
         assert self._squares is not None
         begin = 0
-        own = torch.arange(self.plan.position, self.plan.position + hi, device=at.device)[None]
-        sources: list[kernels.Part] = [(self._key[:, :hi], own)]
-        if self._old is not None:
-            sources.insert(0, self._old.part)
         for key, pos, *index in sources:
             end = begin + pos.shape[1]
             self._ops.add_attention_mass(
@@ -413,46 +429,39 @@ class Prefill:
         gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, old)
 
     def _view(self, layer: int, pos: Tensor, new: Tensor, carried: dict[str, Tensor]) -> PromptView:
-        mass, squares = self._mass, self._squares
         observed, old = self._observed, self._old
         window, evicts = self.shape.windows[layer], self.plan.evicts(layer)
-        sources: list[kernels.Part] = [(self._key, new[None])]
-        if old is not None:
-            sources.insert(0, old.part)
+        sources, ops = self._sources(self.plan.tokens), self._ops
         group = self.shape.heads // self.shape.kv_heads
         tail = self._tail.view(-1, self.shape.kv_heads, group, self.shape.head_dim)
+
+        def last(count: int) -> tuple[Tensor, Tensor, Tensor]:
+            """The last queries [H, G, t, D], their log-sum-exps and positions."""
+            begin = len(tail) - count
+            queries = tail[begin:].permute(1, 2, 0, 3)
+            return queries, self._tail_lse[..., begin:], new[len(new) - count :]
+
+        query, lse, at = last(observed)
         if self._queries:
             observed = self._queries
         elif observed and (evicts or (self.step is not None and self.step.observe > 0)):
-            mass, squares = self._ops.observe(
-                tail[len(tail) - observed :],
-                new[-observed:] if self._causal else new[-1:].expand(observed),
-                sources,
-                window,
-            )
-            self._note_peak(mass, squares, *carried.values())
+            if not self._causal:
+                at = new[-1:].expand(observed)
+                lse = ops.rows_lse(query, at, sources, window)
+            self._clear_sums()
+            self._add_sums(query, lse, at, sources, window)
+            self._note_peak(*carried.values())
+        mass, squares = self._mass, self._squares
 
         def below() -> Tensor:
             assert self.step is not None
-            last = min(len(tail), self.step.prompt_history)
-            queries, at = tail[len(tail) - last :], new[len(new) - last :]
-            ops = self._ops
-            return kernels.below_uniform(
-                queries, at, sources, window, ops.each_attention, ops.block
-            )
-
-        sums: list[Tensor] = []
+            queries, sums, where = last(min(len(tail), self.step.prompt_history))
+            each = ops.each_attention
+            return kernels.below_uniform(queries, where, sources, window, sums, each, ops.block)
 
         def attention(heads: slice) -> Tensor:
-            at = new[-observed:] if self._causal else new[-1:].expand(observed)
-            seen = tail[len(tail) - observed :], at, sources, window
-            if not sums and self._ops.each_sums:
-                query = seen[0].permute(1, 2, 0, 3)
-                sums.append(self._ops.rows_lse(query, at, sources, window))
-            found = self._ops.each_attention(*seen, sums[0] if sums else None, heads)
-            assert mass is not None
-            assert squares is not None
-            self._note_peak(mass, squares, *carried.values(), found)
+            found = ops.each_attention(query, at, sources, window, lse, heads)
+            self._note_peak(*carried.values(), found)
             return found
 
         def key() -> Tensor:
@@ -492,7 +501,7 @@ class Prefill:
             plan.predicted,
             peak=self._peak,
             asks=self.plan.asks,
-            ops=self._ops,
+            ops=ops,
         )
 
     def _carried(self, pos: Tensor) -> dict[str, Tensor]:
@@ -511,7 +520,8 @@ class Prefill:
             staging = self.tier.staging_nbytes
         else:
             staging = self._key.nbytes + self._value.nbytes
-        held = self._held_bytes + staging + self._tail.nbytes + self._positions.nbytes
+        held = self._held_bytes + staging + self._positions.nbytes
+        held += self._tail.nbytes + self._tail_lse.nbytes
         held += self._old.copied if self._old is not None else 0
         held += sum(t.nbytes for t in (self._mass, self._squares) if t is not None)
         held += sum(t.nbytes for pair in self.exact for t in pair)

@@ -18,7 +18,7 @@ from minikv.errors import NumericsError, UsageError
 from minikv.kernels import Part
 from minikv.kernels.cpu import build
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import ALL, smallest_budget
+from minikv.policies.base import ALL, Evidence, smallest_budget
 
 _ROWS = 4  # per head; no kernel is compiled for a number of rows
 _LATER = (72, 24, 8, 3)  # tokens of later prompts: tiles of 16, 32, 64 and more queries
@@ -118,8 +118,9 @@ def _tiles(kv: KVCache) -> None:
     length, slot, index = torch.ones_like(start), torch.full_like(start, -1), start[:, None]
     pos = torch.zeros(heads, dtype=torch.int32, device=device)
     seen = torch.zeros_like(index)
-    each = kv.rules.prompt is not None and kv.rules.prompt.evidence.each_query
-    each = each or (kv.rules.step is not None and kv.rules.step.prompt_history > 0)
+    evidence = kv.rules.prompt.evidence if kv.rules.prompt is not None else Evidence()
+    each = evidence.each_query or (kv.rules.step is not None and kv.rules.step.prompt_history > 0)
+    apart = evidence.second_pass or not evidence.causal
     with torch.inference_mode():
         mixed = rows.view(heads, 1, 1, -1), torch.zeros((heads, 1, 1), device=device)
         for parts in (2, 4):  # more than two are joined in float32
@@ -134,17 +135,20 @@ def _tiles(kv: KVCache) -> None:
                         q, rows, rows, start, length, slot, most, pos=pos, q_pos=at, window=window
                     )
                 sources: tuple[Part, ...] = (rows[:, None], seen), (rows, seen, index)
+                lse = torch.zeros((heads, group, count), device=device)
                 for source in sources:
-                    kv.ops.rows_lse(q, at, (source,), window)
+                    if apart:
+                        kv.ops.rows_lse(q, at, (source,), window)
                     if each:
-                        kv.ops.each_attention(
-                            q.permute(2, 0, 1, 3), at, (source,), window, None, slice(0, heads)
-                        )
+                        kv.ops.each_attention(q, at, (source,), window, lse, slice(0, heads))
+            mass, squares = (torch.zeros((heads, *n, 1), device=device) for n in ((group,), ()))
             for count in _observed(kv):
-                q = rows.new_zeros((count, heads, group, shape.head_dim))
+                q = rows.new_zeros((count, heads, group, shape.head_dim)).permute(1, 2, 0, 3)
                 at = torch.ones(count, dtype=torch.int64, device=device)
-                kv.ops.observe(q, at, ((rows[:, None], seen),), window)
-                kv.ops.observe(q, at, ((rows, seen, index),), window)
+                lse = torch.zeros((heads, group, count), device=device)
+                for source in ((rows[:, None], seen), (rows, seen, index)):
+                    add = kv.ops.add_attention_mass
+                    add(mass, squares, q, lse, at, *source[:2], window, *source[2:])
 
 
 def _observed(kv: KVCache) -> list[int]:

@@ -317,18 +317,6 @@ def test_a_tier_does_not_serve_a_policy_that_asks_for_probabilities() -> None:
     assert run.kv.rules.cannot_recall == "asks needs the probabilities of all tokens"
 
 
-def test_kernels_may_take_the_sums_of_each_query_from_all_rows() -> None:
-    """As those of a GPU do, once a layer; the rows that stay are those of the logits' own sums."""
-    held = []
-    for sums in (False, True):
-        run = small.engine(small.network(), "defensive", "none", 40)
-        run.kv.use(Kernels())
-        run.kv.ops.each_sums = sums
-        run.prompt(small.ids(90))
-        held.append([run.kv.kept(i, h).tolist() for i in range(3) for h in range(3)])
-    assert held[0] == held[1]
-
-
 @pytest.mark.parametrize("kv", [None, torch.int8])
 @pytest.mark.parametrize("free", [None, 0, 1])
 @pytest.mark.parametrize("lengths", [[5, 5, 5], [5, 3, 5], [1, 5, 2]])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import small
 import step_oracle
 import torch
 
-from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine import warmup as warming
 from minikv.engine.warmup import _tiles, warm
@@ -19,6 +19,7 @@ from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch import attention_mass as mass
 from minikv.kernels.torch import compaction, selection
 from minikv.kernels.torch import ragged_prefill as ragged
+from minikv.policies.base import Evidence
 
 
 class Recorder(Kernels):
@@ -80,7 +81,7 @@ def test_what_a_policy_launches(
     warm(kv, net)
     assert kv.notice is None
     names = {name for name, _ in recorder.calls}
-    names -= {"advance", "observe", "add_attention_mass", "rows_attention", "last_rows_attention"}
+    names -= {"advance", "add_attention_mass", "rows_attention", "last_rows_attention"}
     names -= {"ragged_prefill", "merge", "each_attention"}
     names -= vars(compaction).keys() | vars(selection).keys()
     assert names == expected | {
@@ -96,9 +97,9 @@ def test_what_a_policy_launches(
 @pytest.mark.parametrize(
     ("prompt", "step", "expected"),
     [
-        ("adakv", "roco", {"observe", "ragged_prefill", "roco_step"}),
+        ("adakv", "roco", {"add_attention_mass", "ragged_prefill", "roco_step"}),
         ("h2o", "none", {"add_attention_mass", "append"}),
-        ("snapkv+pyramid", "h2o", {"observe", "ragged_prefill", "h2o_step"}),
+        ("snapkv+pyramid", "h2o", {"add_attention_mass", "ragged_prefill", "h2o_step"}),
     ],
 )
 def test_what_prompts_launch(
@@ -138,9 +139,9 @@ def test_the_tiles_of_few_queries_are_among_them() -> None:
 
     class Counting(Kernels):
         @staticmethod
-        def observe(q: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
-            seen.append(len(q))
-            return mass.observe(q, *args)  # type: ignore[arg-type]
+        def add_attention_mass(*args: Any) -> None:
+            seen.append(args[2].shape[2])
+            mass.add_attention_mass(*args)
 
     net = small.network()
     kv = small.scheduler(net, "snapkv", "none", 512, prompt_options={"window": 64})
@@ -194,7 +195,9 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
         device=torch.device("cpu"),
         dtype=torch.bfloat16,
         ops=Counting(),
-        rules=Rules(),
+        rules=SimpleNamespace(
+            prompt=SimpleNamespace(evidence=Evidence(second_pass=True)), step=None
+        ),
     )
     _tiles(kv)  # type: ignore[arg-type]
     counts = range(1, 200)
@@ -225,11 +228,9 @@ def test_every_tile_of_the_observed_queries_is_among_them(observe: int) -> None:
 
     class Counting(Kernels):
         @staticmethod
-        def observe(
-            q: torch.Tensor, at: torch.Tensor, parts: Sequence[mass.Part], window: int | None
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            seen.add((len(q), len(parts[0]), window))
-            return mass.observe(q, at, parts, window)
+        def add_attention_mass(*args: Any) -> None:
+            seen.add((args[2].shape[2], len(args) - 6, args[7]))
+            mass.add_attention_mass(*args)
 
     kv = SimpleNamespace(
         shape=Shape(2, 2, 4, 64, (None, 40), 1000),
@@ -281,7 +282,7 @@ def test_a_full_cache_needs_the_tiles_where_rows_slide_out_of_a_window(
     assert (called == [kv]) == wanted
 
 
-@pytest.mark.parametrize("broken", ["ragged_attention", "observe"])
+@pytest.mark.parametrize("broken", ["ragged_attention", "add_attention_mass"])
 def test_kernels_that_cannot_be_built_are_replaced_and_a_line_says_so(broken: str) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")

@@ -427,25 +427,18 @@ def lowest(s: Sizes) -> str:
     return "equal"
 
 
-def looked(s: Sizes) -> str:
-    n, w = 4 * s.rows // 5, 32 if s.rows > 100 else 8
-    q = s.normal(w, s.heads, s.group, s.size)
-    k, at = s.normal(s.heads, n, s.size), torch.arange(n, device=s.device)
-    outs = [ops.observe(q, at[n - w :], [(k, at[None])], None) for ops in (Twins(), Triton())]
-    return near(1e-2, mass=(outs[1][0], outs[0][0]), squares=(outs[1][1], outs[0][1]))
-
-
-def columns(s: Sizes) -> str:
-    n = s.rows // 5 * 2
-    q, k = s.normal(s.heads, s.group, n, s.size), s.normal(s.heads, n, s.size)
+def columns(s: Sizes, n: int, queries: int) -> str:
+    """What the last queries of n give every row."""
+    q, k = s.normal(s.heads, s.group, queries, s.size), s.normal(s.heads, n, s.size)
     at = torch.arange(n, device=s.device)
-    lse = attention_mass.rows_lse(q, at, [(k, at[None])], None)
-    said = near(1e-3, lse=(Triton().rows_lse(q, at, [(k, at[None])], None), lse))
+    last, parts = at[n - queries :], [(k, at[None])]
+    lse = attention_mass.rows_lse(q, last, parts, None)
+    said = near(1e-3, lse=(Triton().rows_lse(q, last, parts, None), lse))
     outs = []
     for ops in (Twins(), Triton()):
         mass = torch.zeros(s.heads, s.group, n, device=s.device)
         squares = torch.zeros(s.heads, n, device=s.device)
-        ops.add_attention_mass(mass, squares, q, lse, at, k, at[None], None)
+        ops.add_attention_mass(mass, squares, q, lse, last, k, at[None], None)
         outs.append((mass, squares))
     return said + ", " + near(1e-2, mass=(outs[1][0], outs[0][0]), squares=(outs[1][1], outs[0][1]))
 
@@ -701,8 +694,9 @@ def main() -> int:
     for name in ("h2o", "tova", "tova by layer", "roco", "scissorhands"):
         check(f"{name} step", partial(judged, s, name))
     check("lowest_step", partial(lowest, s))
-    check("observe", partial(looked, s))
-    check("add_attention_mass, rows_lse", partial(columns, s))
+    few = 32 if s.rows > 100 else 8
+    check("the last queries' attention", partial(columns, s, 4 * s.rows // 5, few))
+    check("add_attention_mass, rows_lse", partial(columns, s, s.rows // 5 * 2, s.rows // 5 * 2))
     for new in (3, 9 if asked.small else 300):
         check(f"ragged_prefill, {new} new", partial(segments, s, new))
     check("gather_rows, gather_column", partial(gathered, s))

@@ -74,7 +74,6 @@ def operations() -> list[str]:
         "products",
         "integer_prompts",
         "float_rows",
-        "each_sums",
         "block",
         "appends_any",
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from prompts import observed
 from safetensors.torch import load_file
 from small import victims
 from torch import Tensor
@@ -138,14 +139,17 @@ def test_adakv(name: str, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", of("snapkv") + of("adakv"))
 def test_scores(name: str, tensors: dict[str, Tensor]) -> None:
     """The pooled scores themselves, to 2e-4, where the case has them."""
-    from minikv import kernels
+    from minikv.kernels.torch import attention_mass
 
     case, data = CASES[name], roles(CASES[name], tensors)
     params = case["params"]
     n, w = params["N"], params["W"]
     pos = torch.arange(n)
-    query = data["q_window"].transpose(0, 1).unflatten(1, (params["Hk"], params["G"]))
-    mass, squares = kernels.observe(query, pos[-w:], [(data["k"], pos[None])], None)
+    query = data["q_window"].unflatten(0, (params["Hk"], params["G"]))
+    parts, at = [(data["k"], pos[None])], pos[-w:]
+    lse = attention_mass.rows_lse(query, at, parts, None)
+    add = attention_mass.add_attention_mass
+    mass, squares = observed(add, query, at, parts, None, lse)
     torch.testing.assert_close(mass.sum(-1), torch.full(mass.shape[:2], float(w)))
     view = PromptView(
         0, n, pos.expand(params["Hk"], n), w, mass, squares, lambda: mass, lambda: mass

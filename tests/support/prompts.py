@@ -1,11 +1,14 @@
-"""Attention of a prompt's queries in float64."""
+"""Attention of a prompt's queries in float64, and what a kernel says of it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from minikv.kernels import Part
 
 
 def weights(
@@ -19,3 +22,25 @@ def weights(
         seen &= distance < window
     logits = (logits / math.sqrt(q.shape[-1])).masked_fill(~seen[:, None], -math.inf)
     return logits.softmax(-1).nan_to_num(0.0), logits.logsumexp(-1)
+
+
+def observed(
+    add: Callable[..., None],
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[Part],
+    window: int | None,
+    lse: Tensor,
+    new: Callable[[Tensor], Tensor] = Tensor.clone,
+) -> tuple[Tensor, Tensor]:
+    """What an `add_attention_mass` makes of zeros, part by part: mass [H, G, N], squares [H, N].
+
+    new: what becomes of a tensor before it is given away.
+    """
+    found = []
+    for k, k_pos, *index in parts:
+        shape = k_pos.shape[1]
+        mass, squares = (new(torch.zeros(*size, shape)) for size in (q.shape[:2], q.shape[:1]))
+        add(mass, squares, q, lse, q_pos, k, k_pos, window, *index)
+        found.append((mass, squares))
+    return torch.cat([mass for mass, _ in found], 2), torch.cat([s for _, s in found], 1)

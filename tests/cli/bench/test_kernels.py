@@ -88,17 +88,17 @@ def test_one_that_is_missing_or_fails_is_named_and_the_others_are_measured(
     def fails(*given: object, **more: object) -> None:
         raise RuntimeError("does not compile")
 
-    monkeypatch.setattr(dispatch.Kernels, "observe", None)
+    monkeypatch.setattr(dispatch.Kernels, "ragged_prefill", None)
     monkeypatch.setattr(dispatch.Kernels, "rotate_append", staticmethod(fails))
     out = bench(*FLAGS, "--kernels", "torch")
     assert out.exit_code == 1
     made = json.loads(out.stdout)
     assert made["complete"] is False
-    assert "observe: torch has no observe" in made["notes"]
+    assert "segments attention: torch has no ragged_prefill" in made["notes"]
     assert "rotate, append, 1 row a head: RuntimeError: does not compile" in made["notes"]
     measured = {row["kernel"] for row in made["kernels"]}
     assert {"gather rows", "ragged attention"} <= measured
-    assert not {"observe", "rotate, append"} & measured
+    assert not {"segments attention", "rotate, append"} & measured
 
 
 def test_uneven_heads_have_the_mean_and_one_has_four_times_it() -> None:

@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from prompts import observed, weights
 
 from minikv import kernels
+from minikv.kernels.torch import attention_mass
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -22,15 +24,11 @@ def test_observation(window: int | None, keys: int) -> None:
     pos[1, 3:20] = -1
     at = torch.arange(keys - rows, keys)
     cut = keys - 11
-    mass, squares = kernels.observe(
-        q.permute(2, 0, 1, 3), at, [(k[:, :cut], pos[:, :cut]), (k[:, cut:], pos[:1, cut:])], window
-    )
-    distance = at[None, :, None] - pos[:, None]
-    seen = (distance >= 0) & (pos >= 0)[:, None]
-    if window is not None:
-        seen &= distance < window
-    logits = torch.einsum("hgtd,hnd->hgtn", q.double(), k.double()) / math.sqrt(size)
-    p = logits.masked_fill(~seen[:, None], -math.inf).softmax(-1)
+    p, lse = weights(q, k, at, pos, window)
+    parts = [(k[:, :cut], pos[:, :cut]), (k[:, cut:], pos[:1, cut:])]
+    known = attention_mass.rows_lse(q, at, parts, window)
+    torch.testing.assert_close(known.double(), lse, rtol=1e-5, atol=1e-6)
+    mass, squares = observed(kernels.add_attention_mass, q, at, parts, window, known)
     torch.testing.assert_close(mass.double(), p.sum(2), rtol=1e-5, atol=1e-6)
     want = p.mean(1).square().sum(1)
     torch.testing.assert_close(squares.double(), want, rtol=1e-5, atol=1e-6)
@@ -83,7 +81,7 @@ def test_what_each_query_gives_one_head_sums_to_the_observation(
     share."""
     heads, group, rows, size = 3, 2, 6, 8
     generator = torch.Generator().manual_seed(keys)
-    q = torch.randn(rows, heads, group, size, generator=generator) * 2
+    q = torch.randn(heads, group, rows, size, generator=generator) * 2
     arena = torch.randn(50, size, generator=generator)
     index = torch.randint(50, (heads, 7), generator=generator)
     k = torch.randn(heads, keys, size, generator=generator)
@@ -95,9 +93,10 @@ def test_what_each_query_gives_one_head_sums_to_the_observation(
         (k[:, :cut], pos[:, :cut]),
         (k[:, cut:], pos[:1, cut:]),
     ]
-    mass, squares = kernels.observe(q, at, parts, window)
+    lse = attention_mass.rows_lse(q, at, parts, window)
+    mass, squares = observed(kernels.add_attention_mass, q, at, parts, window, lse)
     for h in range(heads):
-        found = kernels.each_attention(q, at, parts, window, None, slice(h, h + 1))[0]
+        found = kernels.each_attention(q, at, parts, window, lse, slice(h, h + 1))[0]
         assert found.shape == (group, rows, 7 + keys)
         torch.testing.assert_close(found.sum(-1), torch.ones(group, rows))
         torch.testing.assert_close(found.sum(1), mass[h])

@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 from pairwise import some_by_day
-from prompts import weights
+from prompts import observed, weights
 from torch import Tensor
 from triton_device import close, draw, guarded, kernel, on_device, randoms
 
@@ -60,9 +60,11 @@ def scene(
 @pytest.mark.parametrize("case", ODD, ids=str)
 def test_what_the_last_queries_look_at(case: tuple[int, ...]) -> None:
     q, q_pos, parts, window, k, pos = scene(case)
-    asked = guarded(q.permute(2, 0, 1, 3).contiguous())
-    mass, squares = kernel("triton.attention_mass").observe(asked, guarded(q_pos), parts, window)
-    p, _ = weights(q, k, q_pos, pos, window)
+    asked = guarded(q.permute(2, 0, 1, 3).contiguous()).permute(1, 2, 0, 3)
+    p, lse = weights(q, k, q_pos, pos, window)
+    add = kernel("triton.attention_mass").add_attention_mass
+    given = guarded(lse.float())
+    mass, squares = observed(add, asked, guarded(q_pos), parts, window, given, guarded)
     close(mass, p.sum(2))
     close(squares, p.mean(1).square().sum(1))
 
@@ -75,18 +77,13 @@ def test_queries_at_one_position(listed: bool) -> None:
     q, q_pos, parts, window, k, pos = scene(case)
     place = guarded(torch.tensor([int(q_pos[-1]), *[-1] * 15]))
     one = place[:1].expand(len(q_pos))
-    asked = guarded(q.permute(2, 0, 1, 3).contiguous())
-    mass, squares = kernel("triton.attention_mass").observe(asked, one, parts, window)
+    asked = guarded(q.permute(2, 0, 1, 3).contiguous()).permute(1, 2, 0, 3)
     p, lse = weights(q, k, one.cpu(), pos, window)
+    add = kernel("triton.attention_mass").add_attention_mass
+    mass, squares = observed(add, asked, one, parts, window, guarded(lse.float()), guarded)
     close(mass, p.sum(2))
     close(squares, p.mean(1).square().sum(1))
     close(kernel("triton.attention_mass").rows_lse(guarded(q), one, parts, window), lse)
-    if not listed:
-        into = guarded(torch.zeros(3, 2, 33)), guarded(torch.zeros(3, 33))
-        kernel("triton.attention_mass").add_attention_mass(
-            *into, guarded(q), guarded(lse.float()), one, *parts[0], None
-        )
-        close(into[0], p.sum(2)[..., :33])
 
 
 @on_device
@@ -144,12 +141,13 @@ def test_all_columns_chunk_by_chunk(
 @pytest.mark.parametrize("case", some_by_day(range(len(ODD)), lambda i: ODD[i][2] < 256))
 def test_what_each_of_the_last_queries_looks_at(case: int) -> None:
     q, q_pos, parts, window, k, pos = scene(ODD[case])
-    made, asked = kernel("triton.attention_mass"), guarded(q.permute(2, 0, 1, 3).contiguous())
+    made = kernel("triton.attention_mass")
+    asked = guarded(q.permute(2, 0, 1, 3).contiguous()).permute(1, 2, 0, 3)
     p, lse = weights(q, k, q_pos, pos, window)
     for heads in (slice(0, len(q)), slice(len(q) - 1, len(q))):
-        for known in (None, guarded(lse.float())):
-            got = made.each_attention(asked, guarded(q_pos), parts, window, known, heads)
-            close(got, p[heads])
+        known = guarded(lse.float())
+        got = made.each_attention(asked, guarded(q_pos), parts, window, known, heads)
+        close(got, p[heads])
 
 
 @on_device
