@@ -295,9 +295,9 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
     evicts = evicts or (plan.pool is not None and plan.evicts(0))
     handed = step.observe if step is not None else 0
     observed = (prompt.evidence.observe if prompt is not None else 0) or handed
-    scratch = 0
+    mass = scratch = 0
     if observed and (observed == ALL or evicts or handed):
-        scratch = 4 * heads * tokens * (shape.heads // heads + 1)  # mass and squares, float32
+        mass = scratch = 4 * heads * tokens * (shape.heads // heads + 1)  # and squares, float32
         if observed != ALL:
             scratch += heads * tokens * state
     if prompt is not None and evicts and prompt.evidence.each_query:
@@ -305,12 +305,12 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
         scratch += 4 * each * min(heads, max(1, kv.ops.block // each))
     told = 4 * tokens if reading.foresees else 0
     if plan.pool is not None:
-        kept = scratch if observed == ALL else 0  # while rows enter the pool and are put in order
         entering = min(plan.pool, heads * tokens) * shape.head_dim * kv.kv.itemsize
         if arena.coded:  # a layer's codes and scales
             entering += 2 * heads * tokens * (shape.head_dim + 4)
         largest = max(column.nbytes for column in arena.columns.values())
-        scratch = max(scratch, kept + entering, kept + largest)
+        # While rows enter the pool and are put in order, the last layer's mass is there.
+        scratch = max(scratch, mass + entering, mass + largest)
     return reading.peak + told + scratch
 
 

@@ -21,7 +21,7 @@
     shift_step             triton/step              -                   policies
     rows_attention         -                        cpu/prefill         torch/attention
     last_rows_attention    -                        cpu/prefill         torch/attention
-    merge                  triton/attention         -                   torch/attention
+    merge                  triton/attention         cpu/merge           torch/attention
     ragged_prefill         triton/ragged_prefill    cpu/prefill         torch/ragged_prefill
     add_attention_mass     triton/attention_mass    cpu/attention_mass  torch/attention_mass
     each_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass

@@ -17,6 +17,7 @@ C, FLOATS, TORCH = "C", "C in float32", "torch"
 
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "prompt attention": ("rows_attention", "last_rows_attention", "ragged_prefill"),
+    "joined attention": ("merge",),
     "prompt statistics": ("add_attention_mass", "each_attention", "peak_attention"),
     "step attention": ("ragged_attention",),
     "eviction": (

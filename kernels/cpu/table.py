@@ -12,6 +12,7 @@ from minikv.kernels.cpu import (
     hash_append,
     integer,
     layer,
+    merge,
     packing,
     prefill,
     product,
@@ -55,6 +56,7 @@ class Native(Kernels):
     rows_attention = staticmethod(prefill.BF16.rows_attention)
     ragged_prefill = staticmethod(prefill.BF16.ragged_prefill)
     last_rows_attention = staticmethod(prefill.BF16.last_rows_attention)
+    merge = staticmethod(merge.merge)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
     peak_attention = staticmethod(attention_mass.peak_attention)

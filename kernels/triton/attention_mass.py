@@ -34,6 +34,7 @@ _INTEGERS = [
     "mass_head",
     "mass_group",
     "squares_head",
+    "lse_line",
     "rows",
     "keys",
     "span",
@@ -78,6 +79,7 @@ def _mass(
     k_row,
     index_head,
     pos_head,
+    lse_line,
     mass_head,
     mass_group,
     squares_head,
@@ -132,7 +134,7 @@ def _mass(
         )
         if UPCAST:
             query = query.to(tl.float32)
-        whole = tl.load(lse + (h * G + g) * rows + i, mask=real, other=0.0) * 1.4426950408889634
+        whole = tl.load(lse + (h * G + g) * lse_line + i, mask=real, other=0.0) * 1.4426950408889634
         now = tl.load(q_pos + i, mask=real, other=-1).to(tl.int32)
         x = tl.dot(key, query, input_precision="ieee") * scale - whole[None, :]
         seen = now[None, :] >= at[:, None]
@@ -183,6 +185,7 @@ def _each(
     k_row,
     index_head,
     pos_head,
+    lse_line,
     rows,
     keys,
     window,
@@ -213,7 +216,7 @@ def _each(
     if UPCAST:
         query = query.to(tl.float32)
     now = tl.load(q_pos + i, mask=real, other=-1).to(tl.int32)
-    whole = tl.load(lse + (h * G + g) * rows + i, mask=real, other=0.0) * 1.4426950408889634
+    whole = tl.load(lse + (h * G + g) * lse_line + i, mask=real, other=0.0) * 1.4426950408889634
     j = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = j < keys
     at = tl.load(k_pos + h * pos_head + j, mask=inside, other=-1).to(tl.int32)
@@ -365,7 +368,7 @@ def each_attention(
     heads: slice,
 ) -> Tensor:
     """See `torch.attention_mass.each_attention`."""
-    q, q_pos, lse = in_rows(q), q_pos.contiguous(), lse.contiguous()
+    q, q_pos, lse = in_rows(q), q_pos.contiguous(), _in_lines(lse)
     _, group, rows, size = q.shape
     count, columns = heads.stop - heads.start, sum(part[1].shape[1] for part in parts)
     out = q.new_empty((count, group, rows, columns), dtype=torch.float32)
@@ -386,6 +389,7 @@ def each_attention(
             *(row_stride(q, dim) for dim in (0, 1, 2)),
             *_key_strides(k, index),
             0 if len(k_pos) == 1 else k_pos.stride(0),
+            lse.stride(1),
             rows,
             keys,
             window or 0,
@@ -492,7 +496,7 @@ def _launch(
     """Add the attention that the queries give the keys of one part. peak: write the most that a
     query gives them, and nothing to `squares`."""
     k, k_pos, index = part
-    q, k, lse, q_pos = in_rows(q), in_rows(k), lse.contiguous(), q_pos.contiguous()
+    q, k, lse, q_pos = in_rows(q), in_rows(k), _in_lines(lse), q_pos.contiguous()
     heads, group, rows, size = q.shape
     keys = k_pos.shape[1]
     if keys == 0:
@@ -510,6 +514,7 @@ def _launch(
         *(row_stride(q, dim) for dim in (0, 1, 2)),
         *_key_strides(k, index),
         0 if len(k_pos) == 1 else k_pos.stride(0),
+        lse.stride(1),
         mass.stride(0),
         mass.stride(1),
         squares.stride(0),
@@ -532,6 +537,13 @@ def _launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def _in_lines(lse: Tensor) -> Tensor:
+    """lse [H, G, T], its lines equally far from each other; those of a prompt's last queries are
+    the ends of longer ones."""
+    even = lse.stride(0) == lse.shape[1] * lse.stride(1) and lse.stride(2) == 1
+    return lse if even else lse.contiguous()
 
 
 def _with_index(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:

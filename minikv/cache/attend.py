@@ -90,9 +90,9 @@ class DenseAttend:
         else:
             before, parts = self.position, []
             if before:
-                parts.append(kernels.rows_attention(query, keys[:, :before], values[:, :before]))
-            parts.append(kernels.last_rows_attention(query, keys[:, before:], values[:, before:]))
-            mixed, _ = kernels.merge(parts)
+                parts.append(self._ops.rows_attention(query, keys[:, :before], values[:, :before]))
+            parts.append(self._ops.last_rows_attention(query, keys[:, before:], values[:, before:]))
+            mixed, _ = self._ops.merge(parts)
         return mixed.permute(2, 0, 1, 3).reshape(rows, q.shape[1], -1)
 
     def advance(self, tokens: int) -> None:

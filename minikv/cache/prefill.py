@@ -131,7 +131,7 @@ class Prefill:
             self._value = torch.empty(wide, dtype=dtype, device=arena.device)
         self._tail = torch.empty(tail, dtype=dtype, device=arena.device)
         sums = (shape.kv_heads, shape.heads // shape.kv_heads, last)
-        self._tail_lse = torch.empty(sums, device=arena.device)
+        self._tail_lse = torch.empty(sums, device=arena.device)  # [H, G, t]
         begin = plan.position
         self._positions = torch.arange(begin, begin + plan.tokens, device=arena.device)
         self._lengths: Tensor | None = None
@@ -285,7 +285,11 @@ class Prefill:
             parts.append(kernels.window_attention(query, *new, window, self._ops.rows_attention))
         mixed, lse = self._ops.merge(parts)
         first = self.plan.tokens - len(self._tail)
-        if hi > first:
+        if lo <= first and hi == self.plan.tokens:
+            self._tail_lse = lse[..., first - lo :]
+        elif hi > first:
+            if lo <= first:
+                self._tail_lse = torch.empty_like(self._tail_lse)
             begin = max(lo, first)
             self._tail_lse[..., begin - first : hi - first] = lse[..., begin - lo :]
         if self._all:
@@ -299,8 +303,9 @@ class Prefill:
         """A layer begins: nothing was observed of its rows."""
         heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
         rows = self.plan.tokens + (self._old.pos.shape[-1] if self._old is not None else 0)
-        self._mass = torch.zeros((heads, group, rows), device=self._key.device)
-        self._squares = torch.zeros((heads, rows), device=self._key.device)
+        both = torch.zeros(heads * (group + 1) * rows, device=self._key.device)
+        mass, squares = both[: heads * group * rows], both[heads * group * rows :]
+        self._mass, self._squares = mass.view(heads, group, rows), squares.view(heads, rows)
         self._note_peak()
 
     def _add_moments(self, query: Tensor, at: Tensor, begin: int) -> None:

@@ -223,7 +223,10 @@ def test_the_class_of_the_processor_and_the_choice_are_shown(
     monkeypatch.setattr(choice, "processor", lambda: "amx")
     (check,) = examination.kernels()
     assert check.state == OK
-    assert "compiled on this machine; processor class amx: C for step attention, " in check.detail
+    assert (
+        "compiled on this machine; processor class amx: C for joined attention, prompt statistics, "
+        in check.detail
+    )
     assert "; torch for prompt attention" in check.detail
     assert check.detail.endswith("prompts with packed weights")
 
