@@ -673,8 +673,13 @@ class KVCache:
             self._set(under, later)
 
     def accepts(self, held: CacheSnapshot, rules: Rules) -> bool:
-        """Whether `held` has what such a network and these rules' policies store of every row."""
-        arena = self._empty(rules)
+        """Whether `held` has what such a network and these rules' policies store of every row, and
+        no more room than caches have: at most a context and a few rows for each head."""
+        arena, shape = self._empty(rules), self.shape
+        if held.region[-1] > 4 * shape.layers * shape.kv_heads * (
+            shape.max_context + held.position
+        ):
+            return False
         kinds = [
             {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
             for columns in (arena.columns, held.columns)

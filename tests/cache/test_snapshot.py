@@ -212,6 +212,17 @@ def test_a_cache_of_another_network_or_policy_is_not_taken() -> None:
         assert other.step(3).isfinite().all()
 
 
+def test_a_cache_that_claims_more_room_than_any_has_is_not_taken() -> None:
+    """A forged file must not choose how much memory is asked for."""
+    run = engine(network(), "adakv", "roco", 48)
+    run.prompt(ids(90))
+    held = run.kv.snapshot()
+    region = (*held.region[:-1], 1 << 40)
+    with pytest.raises(ValueError, match="not one of this network"):
+        put_back(run.kv, replace(held, region=region))
+    put_back(run.kv, held)
+
+
 def through_json(held: CacheSnapshot) -> CacheSnapshot:
     return CacheSnapshot.read(json.loads(json.dumps(held.record())), held.columns)
 
