@@ -1,5 +1,6 @@
-"""What a CPU's kernels do beside plain torch: packing, a second start, attention of a prompt, and
-its products with packed weights, what rounding their input does to logits, and drawing a token.
+"""What a CPU's kernels do beside plain torch: packing, a second start, attention of a prompt, what
+its queries give each row, how parts of it are joined, its products with packed weights, what
+rounding their input does to logits, and drawing a token.
 
     GOMP_SPINCOUNT=2000 python docs/measurements/cpu.py --json docs/measurements/cpu.json
 
@@ -36,8 +37,9 @@ from minikv.cache.attend import DenseAttend
 from minikv.cli.doctor import _cpu_facts
 from minikv.engine.sampling import Sampling, pick
 from minikv.kernels import dispatch
-from minikv.kernels.cpu import choice, integer, packing, prefill
+from minikv.kernels.cpu import attention_mass, choice, integer, merge, packing, prefill
 from minikv.kernels.torch import attention
+from minikv.kernels.torch import attention_mass as mass_in_torch
 from minikv.kernels.torch import integer as specification
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
@@ -47,7 +49,16 @@ from minikv.models.packed import Origin, Packed
 from minikv.models.pages import Pages
 from minikv.models.weights import load_network
 
-PARTS = ("packing", "loading", "prompts", "prompts32", "products", "logits", "sampling")
+PARTS = (
+    "packing",
+    "loading",
+    "prompts",
+    "prompts32",
+    "statistics",
+    "products",
+    "logits",
+    "sampling",
+)
 FORMS = ("bfloat16", "int8", "int4")
 ROUNDINGS = ("none", "0", "128", "32", "kernel")
 """Columns of the input that share a scale; "0" is all of them."""
@@ -208,6 +219,50 @@ def prompts(repeat: int, dtype: torch.dtype) -> list[dict[str, Any]]:
             }
             rows.append({"shape": name, "rows": keys, **rate})
     return rows
+
+
+def statistics(repeat: int) -> list[dict[str, Any]]:
+    """What the last queries give every row ("mass"), the most that one gives ("peak"), and joining
+    the outputs of five parts ("merge"): seconds, C and torch in turns. Rates are of products, of
+    all rows, also those that a query does not see."""
+    made = []
+    for name, (heads, group, size) in HEADS.items():
+        for queries, keys in ((32, 2048), (32, 8192), (1024, 2048), (1024, 8192)):
+            q = torch.randn(queries, heads, group, size).bfloat16().permute(1, 2, 0, 3)
+            k = torch.randn(heads, keys, size).bfloat16()
+            at, row = torch.arange(keys - queries, keys), torch.arange(keys)[None]
+            parts = [(k, row)]
+            lse = mass_in_torch.rows_lse(q, at, parts, None)
+            sums, squares = torch.zeros(heads, group, keys), torch.zeros(heads, keys)
+            outs = [(torch.randn_like(q), lse + i) for i in range(5)]
+            calls: dict[str, dict[str, Callable[[], object]]] = {
+                "mass": {},
+                "peak": {},
+                "merge": {},
+            }
+            for way, own in (("C", attention_mass), ("torch", mass_in_torch)):
+                calls["mass"][way] = partial(
+                    own.add_attention_mass, sums, squares, q, lse, at, k, row, None
+                )
+                calls["peak"][way] = partial(own.peak_attention, q, at, parts, 0, None, None, lse)
+            calls["merge"] = {
+                "C": partial(merge.merge, outs),
+                "torch": partial(attention.merge, outs),
+            }
+            flops = 2 * heads * group * size * queries * keys
+            for what, ways in calls.items():
+                taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+                for _ in range(repeat + 1):
+                    for way, call in ways.items():
+                        taken[way].append(timed(call))
+                row_of = {"shape": name, "what": what, "queries": queries, "rows": keys}
+                for way, times in taken.items():
+                    clock, used = (median(each) for each in zip(*times[1:], strict=True))
+                    row_of[way] = {"seconds": clock, "cpu_seconds": used}
+                    if what != "merge":
+                        row_of[way]["gflop_cpu_s"] = flops / 1e9 / used
+                made.append(row_of)
+    return made
 
 
 def products(repeat: int) -> list[dict[str, Any]]:
@@ -406,6 +461,8 @@ def main() -> None:
             found["prompts"] = prompts(args.repeat, torch.bfloat16)
         if "prompts32" in only:
             found["prompts32"] = prompts(args.repeat, torch.float32)
+        if "statistics" in only:
+            found["statistics"] = statistics(args.repeat)
         if "products" in only:
             found["products"] = products(args.repeat)
         if "logits" in only:

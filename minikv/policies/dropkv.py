@@ -52,7 +52,8 @@ def output_changes(p: Tensor, value: Tensor, epsilon: float, numbers: int) -> Te
     """float32 [h, G, N]: the sum over queries of (p / (1 - p + epsilon))^2 |v - o|^2.
 
     p [h, G, W, N]: the attention of some heads; value [h, N, D] float32. numbers: about as many are
-    computed at once.
+    computed at once. Where a query gives one row nearly all, 1 - p and v - o are small differences,
+    and what they make of rounding is large. So they are made of what the query gives the others.
     """
     heads, group, _, rows = p.shape
     found = p.new_empty((heads, group, rows))
@@ -62,11 +63,19 @@ def output_changes(p: Tensor, value: Tensor, epsilon: float, numbers: int) -> Te
         mine = value[some, None]
         for part in blocks(group, each * (some.stop - some.start), numbers):
             given = p[some, part]  # [h, g, W, N]
-            output = given @ mine  # [h, g, W, D]
-            weight = (given / (1.0 - given + epsilon)).square_()
+            top, at = given.max(-1, keepdim=True)  # [h, g, W, 1]
+            others = given.scatter(-1, at, 0.0)
+            left = others.sum(-1, keepdim=True)
+            moved = others @ mine  # [h, g, W, D]
+            own = mine.expand(*given.shape[:2], -1, -1).gather(2, at.expand_as(moved))
+            output = moved + top * own
+            most = (moved - left * own).square().sum(-1, keepdim=True)
+            most = most * (top / (left + epsilon)).square()
+            weight = (others / (1.0 - others + epsilon)).square_()
             across = weight.transpose(2, 3)
             crossed = ((across @ output) * mine).sum(-1)
             lengths = (across @ (output * output).sum(-1, keepdim=True))[..., 0]
             change = weight.sum(2) * squares[some] - 2.0 * crossed + lengths
             found[some, part] = change.clamp_(min=0.0)
+            found[some, part] += weight.zero_().scatter_(-1, at, most).sum(2)
     return found

@@ -329,6 +329,9 @@ def test_ctrl_c_on_a_terminal_at_random_moments(
             terminal.ready()
             came += 1
             time.sleep(2.0)  # twice in a moment leaves
+        terminal.type("And now?\r")  # the last one above may have been stopped before it was read
+        terminal.until("And now?\r\n")
+        terminal.ready()
         terminal.type("/save whole\r")
         terminal.until("whole")
         terminal.ready()
