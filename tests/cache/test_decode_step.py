@@ -444,12 +444,16 @@ def test_between_two_evictions_a_kernel_may_take_the_statistics(
 
     monkeypatch.setattr(RKV, "update_kernel", update_kernel)
     monkeypatch.setattr(RKV, "update", lambda *given: pytest.fail("in torch"))
+    arena = run.kv.arena
+    arena.free_slot[0, 1] = arena.start[0, 1] + 9  # it slid out of sight; the first token takes it
     for token in range(3):  # of four: the buffer is not full
         run.step(token)
         assert bool((run.kv.decode.rows.arena.free_slot == -1).all())
     assert len(ends) == 3
     assert {*ends[0].columns} == {"seen0", "seen1", "seen2"}
-    assert int(run.kv.arena.held.min()) == 47
+    held = run.kv.arena.held
+    assert int(held[0, 1]) == 46
+    assert int(held.sum()) == 9 * 47 - 1
 
 
 def test_the_scratch_is_as_wide_as_the_longest_head_in_steps_of_sixteen() -> None:
@@ -524,3 +528,65 @@ def test_what_a_kernel_added_to_the_statistics_counts_once(monkeypatch: pytest.M
     assert run.kv.position == 62
     run.step(3)
     assert (run.kv.position, len(added)) == (63, 3)
+
+
+@pytest.mark.parametrize(
+    ("step", "layers", "windows", "budget"),
+    [
+        ("rkv", 2, (12, None), 40),
+        ("rkv", 2, (20, None), 14),
+        ("random", 5, None, 40),
+        ("l2", 5, None, 40),
+        ("tova", 5, None, 40),
+    ],
+)
+def test_torch_alone_evicts_what_kernels_do(
+    step: str, layers: int, windows: tuple[int | None, ...] | None, budget: int
+) -> None:
+    """One step at a time, with more layers than heads, and where rows slide out of a window between
+    two evictions: every row of it, or now and then one of those that an eviction left."""
+    net = network(layers=layers, windows=windows)
+    fast, plain = (engine(net, None, "full", step, budget) for _ in range(2))
+    plain.kv.use(Kernels())
+    for run in (fast, plain):
+        run.prompt(ids(budget - 2))
+    for token in ids(30):
+        for run in (fast, plain):
+            run.step(token)
+        for layer in range(layers):
+            for head in range(3):
+                kept = plain.kv.kept(layer, head).tolist()
+                assert kept == fast.kv.kept(layer, head).tolist()
+                assert kept[-1] == plain.kv.position - 1
+                if windows == (12, None) and not layer:
+                    assert kept == [*range(kept[-1] - 10, kept[-1] + 1)]  # what the next token sees
+
+
+def test_nothing_slides_out_of_sight_without_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step looks for rows that did."""
+    run = engine(network(), None, "full", "tova", 40)
+    run.prompt(ids(38))
+    ops = run.kv.open_steps().ops
+    monkeypatch.setattr(ops, "unseen_rows", lambda *given, **more: pytest.fail("looked for"))
+    for token in range(3):
+        run.step(token)
+
+
+def test_what_a_graph_reads_stays_where_it_is() -> None:
+    """A later answer under caps of the same size: the policy's tables are written in place."""
+    run = engine(network(layers=2), None, "snapkv+turns", "rkv", 60)
+    held, keys = [], []
+    for turn in range(3):
+        run.prompt(ids(40 + turn, seed=turn))
+        for _ in range(2):
+            decode = run.kv.open_steps(speculative=True)
+            assert decode.leaves_last is not None
+            want = run.kv._leaves_last(run.kv._arena)
+            assert want is not None
+            assert torch.equal(decode.leaves_last, want)
+            held.append((decode.leaves_last, decode.shown))
+            keys.append(decode.key)
+            run.kv.settle()
+    assert keys[0] == keys[1]
+    assert keys[2] == keys[3]
+    assert keys[4] == keys[5]

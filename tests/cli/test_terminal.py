@@ -170,6 +170,9 @@ def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
     made.end_answer()
     assert err.getvalue().endswith("before its end\r\x1b[K")
     assert out.getvalue() == "a table\na word\n"
+    made.status("before a page")
+    made.page(["one", "two"])
+    assert err.getvalue().endswith("before a page\r\x1b[Kone\ntwo\n")
     made.status("once more")
     made.close()
     assert err.getvalue().endswith("once more\r\x1b[K")
