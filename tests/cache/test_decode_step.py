@@ -590,3 +590,22 @@ def test_what_a_graph_reads_stays_where_it_is() -> None:
     assert keys[0] == keys[1]
     assert keys[2] == keys[3]
     assert keys[4] == keys[5]
+
+
+@pytest.mark.parametrize(("step", "undo"), [("tova", False), ("hashevict", True), ("none", False)])
+def test_what_steps_hold_beside_the_arena_is_counted(step: str, undo: bool) -> None:
+    """Logits of all heads and which rows they have, or a row of each head to go back to; nothing
+    when they are over."""
+    run = engine(network(), None, "full", step, None if step == "none" else 44)
+    run.kv.use(Kernels())
+    assert run.kv.decode.nbytes == 0
+    run.prompt(ids(60))
+    run.step(1)
+    row = run.kv._arena.row_nbytes()
+    width = 64  # of 60 rows and the new one
+    logits = 9 * 2 * (width + 1) * 4
+    used = 9 * (8 + width * (8 + 1))
+    want = 9 * row if undo else logits + used if step == "tova" else 0
+    assert run.kv.decode.nbytes == want
+    run.kv.settle()
+    assert run.kv.decode.nbytes == 0

@@ -13,6 +13,7 @@ import small
 import torch
 from layouts import HEADS, SIZE, Silent, empty, even, filled, random, uneven
 from pairwise import beside
+from spy import Spy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -410,3 +411,30 @@ def test_the_peak_is_all_that_a_prompt_holds_at_once(
     carried = 3 * tokens * columns if sums and queries else 0
     want = arena.nbytes + staging + codes + tail + given + carried
     assert run.kv.stats().peak_bytes == want
+
+
+@pytest.mark.parametrize("name", ["snapkv", "snapkv+global", "snapkv+ada"])
+def test_what_each_layer_lost_is_told(name: str) -> None:
+    """Of the attention of the last queries, the mean over a layer's heads; what slid out of a
+    window was not lost."""
+    made = policies.prompt_policy(name, {"window": 4, "kernel": 1})
+    assert made is not None
+    given: dict[int, list[dict[int, float]]] = {}
+
+    def note(view: PromptView, scores: Tensor) -> None:
+        assert view.mass is not None
+        mass = view.mass.mean(1).masked_fill(view.pos < 0, 0.0)
+        mass = mass / mass.sum(1, keepdim=True)
+        rows = zip(view.pos.tolist(), mass.tolist(), strict=True)
+        given[view.layer] = [dict(zip(pos, row, strict=True)) for pos, row in rows]
+
+    made = replace(made, scorer=Spy(made.scorer, note))
+    net = small.network(windows=(24, None, 60))
+    run = Engine(net, small.over(net, Rules(made, None, Budget.parse(15))))
+    for turn in range(2):
+        run.prompt(small.ids(60, seed=turn))
+        for layer, lost in enumerate(run.kv.lost):
+            held = [run.kv.kept(layer, h).tolist() for h in range(3)]
+            stayed = [sum(map(given[layer][h].get, held[h])) for h in range(3)]
+            assert lost == pytest.approx(1 - sum(stayed) / 3, abs=1e-5)
+            assert lost > 0.01

@@ -427,6 +427,7 @@ def test_columns_makes_a_window_narrower_and_never_wider(
 def test_long_lines_are_broken_behind_a_narrow_first_column() -> None:
     wrapped = terminal._wrapped
     assert wrapped("x" * 40, 40) == "x" * 40
+    assert wrapped("a\t" + "b" * 36 + "  ", 40) == "a\t" + "b" * 36 + "  "  # it fits as it is
     assert wrapped("name  " + "word " * 9 + "end", 40).split("\n") == [
         "name  word word word word word word word",
         "      word word end",
