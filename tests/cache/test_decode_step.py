@@ -24,7 +24,7 @@ from minikv.cache.arena import Arena
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.rules import Rules
 from minikv.engine.decode_loop import Eager
-from minikv.kernels.dispatch import Kernels
+from minikv.kernels.dispatch import Kernels, TorchOnCPU
 from minikv.policies.base import StepEnd, StepPolicy
 from minikv.policies.rkv import RKV
 from minikv.policies.streaming import Streaming
@@ -546,18 +546,20 @@ def test_torch_alone_evicts_what_kernels_do(
     """One step at a time, with more layers than heads, and where rows slide out of a window between
     two evictions: every row of it, or now and then one of those that an eviction left."""
     net = network(layers=layers, windows=windows)
-    fast, plain = (engine(net, None, "full", step, budget) for _ in range(2))
-    plain.kv.use(Kernels())
-    for run in (fast, plain):
+    runs = [engine(net, None, "full", step, budget) for _ in range(3)]
+    runs[1].kv.use(Kernels())
+    runs[2].kv.use(TorchOnCPU())
+    for run in runs:
         run.prompt(ids(budget - 2))
     for token in ids(30):
-        for run in (fast, plain):
+        for run in runs:
             run.step(token)
+            assert int(run.kv.arena.free_slot.min()) >= -1
         for layer in range(layers):
             for head in range(3):
-                kept = plain.kv.kept(layer, head).tolist()
-                assert kept == fast.kv.kept(layer, head).tolist()
-                assert kept[-1] == plain.kv.position - 1
+                kept, *others = (run.kv.kept(layer, head).tolist() for run in runs)
+                assert others == [kept, kept]
+                assert kept[-1] == run.kv.position - 1
                 if windows == (12, None) and not layer:
                     assert kept == [*range(kept[-1] - 10, kept[-1] + 1)]  # what the next token sees
 

@@ -244,19 +244,3 @@ def test_what_a_pool_takes_is_known_before_it_is_made() -> None:
     assert pool.entering_nbytes(45, staged, earlier=False) == 45 * 8
     assert pool.entering_nbytes(70, staged, earlier=False) == 60 * 8
     assert pool.entering_nbytes(70, staged, earlier=True) == 3 * 60 * 8
-
-
-def test_the_peak_of_a_pool_is_all_that_exists_at_once() -> None:
-    """The pool, the larger of a layer that enters it and a column that is put in order, and what
-    the prompt holds."""
-    net = network()
-    prompt, _ = policy("l2")
-    run = Engine(net, over(net, Rules(prompt, None, Budget.parse(20))))
-    run.prompt(ids(200), room=1)
-    arena, row = run.kv.arena, 8 * 4
-    staging = 2 * 3 * 200 * row + 200 * 8
-    pool = 9 * 20 * 8 + arena.rows * 12
-    entering = min(9 * 20, 3 * 200) * row
-    placing = arena.rows * row
-    want = arena.nbytes + staging + pool + max(entering, placing)
-    assert run.kv.stats().peak_bytes == want

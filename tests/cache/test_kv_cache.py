@@ -922,3 +922,24 @@ def test_all_of_a_later_prompt_is_scored_by_a_second_pass() -> None:
         run.kv.rollback()
         assert run.kv.second_pass(ids(60)) == ()
         run.prompt(ids(60))
+
+
+@pytest.mark.parametrize("how", ["reset", "restart", "use"])
+def test_nothing_that_steps_work_with_outlives_them(how: str) -> None:
+    """Where a conversation is forgotten, and where others compute: steps that are under way are
+    finished, and their memory is free."""
+    run = engine(network(), "snapkv", "tova", 48)
+    run.prompt(ids(60))
+    run.step(1)
+    kv, asked = run.kv, []
+    kv.before_settling = lambda: asked.append(kv.position)
+    decode = kv.decode
+    assert decode.nbytes > 0
+    if how == "use":
+        kv.use(kv.ops)
+    else:
+        kv.reset() if how == "reset" else kv.restart(kv.rules)
+        assert (kv.position, kv._arena.rows) == (0, 0)
+    assert asked[0] == 61
+    assert not decode.is_open
+    assert decode.nbytes == 0

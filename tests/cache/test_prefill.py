@@ -438,3 +438,28 @@ def test_what_each_layer_lost_is_told(name: str) -> None:
             stayed = [sum(map(given[layer][h].get, held[h])) for h in range(3)]
             assert lost == pytest.approx(1 - sum(stayed) / 3, abs=1e-5)
             assert lost > 0.01
+
+
+@pytest.mark.parametrize("kv", [None, torch.int8])
+def test_the_peak_of_layers_that_share_a_budget(kv: torch.dtype | None) -> None:
+    """Beside both caches and the layer that is read: the pool's tables, and the larger of what is
+    copied of a layer that enters it and a column that is put in order."""
+    net = small.network()
+    rules = Rules(policies.prompt_policy("l2+global"), None, Budget.parse(20))
+    run = Engine(net, small.over(net, rules, kv=kv))
+    size, row = 9 * 20, 8 * (4 if kv is None else 1)
+    for turn in range(2):
+        before, most = run.kv.arena.nbytes, int(run.kv.arena.length.max())
+        run.prompt(small.ids(200, seed=turn), room=1)
+        arena = run.kv.arena
+        reading = 2 * 3 * 200 * 8 * 4 + 200 * 8
+        pool = size * 8 + arena.rows * 12
+        entering = size * row * (3 if turn else 1)
+        if kv is None:
+            earlier = most * row  # keys of one head, as the heads are uneven
+        else:
+            earlier = 3 * most * (2 * 8 * 4 + 4)  # decoded, with positions
+            entering += 2 * 3 * 200 * (8 + 4)  # and the layer's codes
+        copied = max(entering, arena.rows * row)
+        want = before + arena.nbytes + reading + pool + earlier + copied
+        assert run.kv.stats().peak_bytes == want
