@@ -20,6 +20,7 @@ from minikv.kernels import dispatch
 from minikv.kernels.dispatch import Kernels
 from minikv.loader import build, check_budget, check_names, output_of, packing_of, shape_of
 from minikv.models import linear
+from minikv.models.errors import ModelError
 from minikv.models.linear import TORCH
 from minikv.settings import Settings
 
@@ -301,3 +302,15 @@ def test_the_output_projection_is_cut_by_query_head(folder: Path) -> None:
         found: Tensor = torch.einsum("hgd,hgdc->c", mixed, output_of(network)(1))  # type: ignore[arg-type]
         want = network.layers[1].out(mixed.reshape(1, -1))[0]
     torch.testing.assert_close(found, want)
+
+
+def test_threads_learn_how_to_wait_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a program that uses the package, too."""
+    calls: list[str] = []
+    monkeypatch.setattr(threads, "wait_briefly", lambda: calls.append("wait"))
+    monkeypatch.setattr("minikv.models.refuse_without_torch", lambda: calls.append("torch"))
+    with pytest.raises(ModelError):
+        build(Settings(model=str(tmp_path / "nowhere")))
+    assert calls[:2] == ["wait", "torch"]

@@ -157,9 +157,7 @@ class BlockPrefill:
         pos = columns["pos"][:, :end]
         mixed, lse = kernels.visible_attention(query, *seen, at, pos, window)
         self._done += rows
-        if step.evict_first:
-            self._compact(columns["pos"] >= 0)
-        else:
+        if not step.evict_first:
             self._learn(query, lse, at, window)
             self._evict(layer, first + rows, 0, self._last, None, None)
         return mixed.permute(2, 0, 1, 3).reshape(rows, shape.heads, -1)

@@ -42,4 +42,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _signed(x: int) -> int:
-    return x - (1 << 64) if x >> 63 else x
+    """The int64 with the bits of x, the highest of which is set."""
+    return x - (1 << 64)

@@ -17,7 +17,7 @@ def test_a_wider_copy_holds_the_same() -> None:
     for layer, h in itertools.product(range(2), range(HEADS)):
         for name in old.columns:
             assert torch.equal(wide.segment(name, layer, h), old.segment(name, layer, h))
-    assert (wide.free_slot >= 0).sum() == 1
+    assert (wide.free_slot == -1).sum() == 5
     assert int(wide.free_slot[1, 1]) == int(wide.start[1, 1]) + 2
     assert wide.region == [0, 64, 163]
     with pytest.raises(AssertionError):
@@ -58,3 +58,39 @@ def test_an_arena_of_another_shape_is_not_taken() -> None:
         other.length.fill_(5)
         assert not mine.take(other)
     assert mine.length.tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_segments_that_were_just_laid_hold_nothing() -> None:
+    arena = filled([60, 90], [[6, 0, 20], [3, 4, 5]], None)
+    arena.free_slot.fill_(7)
+    arena.lay(torch.tensor([[10, 20, 30], [40, 0, 50]]))
+    assert arena.start.tolist() == [[0, 10, 30], [60, 100, 100]]
+    assert arena.capacity.tolist() == [[10, 20, 30], [40, 0, 50]]
+    assert (arena.length == 0).all()
+    assert (arena.free_slot == -1).all()
+
+
+def test_no_more_is_held_than_asked_for_and_the_oldest_rows_leave() -> None:
+    """But for sinks, pinned rows and what is no row any more; every column goes along."""
+    arena = filled([60, 60], [[10, 20, 5], [10, 0, 5]], None)
+    for layer, head in itertools.product(range(2), range(HEADS)):
+        pos = arena.segment("pos", layer, head)
+        pos.copy_(torch.arange(len(pos)).flip(0))
+        arena.segment("sum", layer, head).copy_(pos)
+    arena.free_slot[0, 0] = arena.start[0, 0] + 1  # position 8
+    cap = torch.tensor([[6, 30, 5], [4, 6, 1]])
+    arena.cap.copy_(cap)
+    most = torch.tensor([[6, 8, 5], [4, 6, 1]])
+    for sinks, pinned in ((2, 0), (0, 2), (2, 1)):
+        made = arena.trimmed(sinks, pinned, most)
+        held = [[0, 1, 5, 6, 7, 9], [0, 1, *range(14, 20)], [*range(5)]]
+        held += [[0, 1, 8, 9], [], [1]]
+        for i, want in enumerate(held):
+            for name in ("pos", "sum"):
+                assert sorted(made.segment(name, *divmod(i, HEADS)).tolist()) == want
+        assert torch.equal(made.cap, cap)
+        assert torch.equal(made.capacity, arena.capacity)
+        assert (made.free_slot == -1).all()
+    wide = arena.trimmed(0, 0, torch.full_like(cap, 25))
+    assert wide.capacity.tolist() == [[25] * 3] * 2
+    assert torch.equal(wide.held, arena.held)

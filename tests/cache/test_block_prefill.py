@@ -324,3 +324,27 @@ def test_just_the_pinned_rows_stay_in_blocks(pinned: int) -> None:
         held = [p for p in rows if p < 100]
         assert held == [*range(first)]
         assert rows[first:] == [*range(200 - len(rows) + first, 200)]
+
+
+@pytest.mark.parametrize("name", ["roco", "hashevict"])
+def test_progress_in_blocks_goes_once_from_nothing_to_all(name: str) -> None:
+    seen: list[tuple[int, int]] = []
+    run = strided(network(rows=16), name, 40, 8)
+    run.prompt(ids(100), progress=lambda done, total: seen.append((done, total)))
+    done = [n for n, _ in seen]
+    assert done == sorted(done)
+    assert done[:2] == [5, 10]  # 16 tokens of the first of three layers, then 32
+    assert seen[-1] == (100, 100)
+
+
+def test_the_peak_in_blocks_is_both_caches_and_one_layer() -> None:
+    """Of the layer: keys, values, positions, the policy's columns; for the budget and a block."""
+    run = strided(network(), "roco", 64, 16)
+    arena = run.kv.arena
+    before = arena.nbytes
+    for _ in range(2):
+        run.prompt(ids(100))
+        stats, states = run.kv.stats(), len(run.kv.arena.extra)
+        layer = 3 * (64 + 16) * (2 * 8 * 4 + 8 + 4 * states)
+        assert stats.peak_bytes == before + run.kv.arena.nbytes + layer
+        before = run.kv.arena.nbytes

@@ -24,7 +24,7 @@ from minikv.cache.arena import Arena
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.rules import Rules
 from minikv.engine.decode_loop import Eager
-from minikv.kernels.dispatch import Kernels
+from minikv.kernels.dispatch import Kernels, TorchOnCPU
 from minikv.policies.base import StepEnd, StepPolicy
 from minikv.policies.rkv import RKV
 from minikv.policies.streaming import Streaming
@@ -444,12 +444,16 @@ def test_between_two_evictions_a_kernel_may_take_the_statistics(
 
     monkeypatch.setattr(RKV, "update_kernel", update_kernel)
     monkeypatch.setattr(RKV, "update", lambda *given: pytest.fail("in torch"))
+    arena = run.kv.arena
+    arena.free_slot[0, 1] = arena.start[0, 1] + 9  # it slid out of sight; the first token takes it
     for token in range(3):  # of four: the buffer is not full
         run.step(token)
         assert bool((run.kv.decode.rows.arena.free_slot == -1).all())
     assert len(ends) == 3
     assert {*ends[0].columns} == {"seen0", "seen1", "seen2"}
-    assert int(run.kv.arena.held.min()) == 47
+    held = run.kv.arena.held
+    assert int(held[0, 1]) == 46
+    assert int(held.sum()) == 9 * 47 - 1
 
 
 def test_the_scratch_is_as_wide_as_the_longest_head_in_steps_of_sixteen() -> None:
@@ -524,3 +528,86 @@ def test_what_a_kernel_added_to_the_statistics_counts_once(monkeypatch: pytest.M
     assert run.kv.position == 62
     run.step(3)
     assert (run.kv.position, len(added)) == (63, 3)
+
+
+@pytest.mark.parametrize(
+    ("step", "layers", "windows", "budget"),
+    [
+        ("rkv", 2, (12, None), 40),
+        ("rkv", 2, (20, None), 14),
+        ("random", 5, None, 40),
+        ("l2", 5, None, 40),
+        ("tova", 5, None, 40),
+    ],
+)
+def test_torch_alone_evicts_what_kernels_do(
+    step: str, layers: int, windows: tuple[int | None, ...] | None, budget: int
+) -> None:
+    """One step at a time, with more layers than heads, and where rows slide out of a window between
+    two evictions: every row of it, or now and then one of those that an eviction left."""
+    net = network(layers=layers, windows=windows)
+    runs = [engine(net, None, "full", step, budget) for _ in range(3)]
+    runs[1].kv.use(Kernels())
+    runs[2].kv.use(TorchOnCPU())
+    for run in runs:
+        run.prompt(ids(budget - 2))
+    for token in ids(30):
+        for run in runs:
+            run.step(token)
+            assert int(run.kv.arena.free_slot.min()) >= -1
+        for layer in range(layers):
+            for head in range(3):
+                kept, *others = (run.kv.kept(layer, head).tolist() for run in runs)
+                assert others == [kept, kept]
+                assert kept[-1] == run.kv.position - 1
+                if windows == (12, None) and not layer:
+                    assert kept == [*range(kept[-1] - 10, kept[-1] + 1)]  # what the next token sees
+
+
+def test_nothing_slides_out_of_sight_without_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step looks for rows that did."""
+    run = engine(network(), None, "full", "tova", 40)
+    run.prompt(ids(38))
+    ops = run.kv.open_steps().ops
+    monkeypatch.setattr(ops, "unseen_rows", lambda *given, **more: pytest.fail("looked for"))
+    for token in range(3):
+        run.step(token)
+
+
+def test_what_a_graph_reads_stays_where_it_is() -> None:
+    """A later answer under caps of the same size: the policy's tables are written in place."""
+    run = engine(network(layers=2), None, "snapkv+turns", "rkv", 60)
+    held, keys = [], []
+    for turn in range(3):
+        run.prompt(ids(40 + turn, seed=turn))
+        for _ in range(2):
+            decode = run.kv.open_steps(speculative=True)
+            assert decode.leaves_last is not None
+            want = run.kv._leaves_last(run.kv._arena)
+            assert want is not None
+            assert torch.equal(decode.leaves_last, want)
+            held.append((decode.leaves_last, decode.shown))
+            keys.append(decode.key)
+            run.kv.settle()
+    assert keys[0] == keys[1]
+    assert keys[2] == keys[3]
+    assert keys[4] == keys[5]
+
+
+@pytest.mark.parametrize(("step", "undo"), [("tova", False), ("hashevict", True), ("none", False)])
+def test_what_steps_hold_beside_the_arena_is_counted(step: str, undo: bool) -> None:
+    """Logits of all heads and which rows they have, or a row of each head to go back to; nothing
+    when they are over."""
+    run = engine(network(), None, "full", step, None if step == "none" else 44)
+    run.kv.use(Kernels())
+    assert run.kv.decode.nbytes == 0
+    run.prompt(ids(60))
+    run.step(1)
+    row = run.kv._arena.row_nbytes()
+    width = 64  # of 60 rows and the new one
+    logits = 9 * 2 * (width + 1) * 4
+    used = 9 * (8 + width * (8 + 1))
+    want = 9 * row if undo else logits + used if step == "tova" else 0
+    assert run.kv.decode.nbytes == want
+    run.kv.settle()
+    assert run.kv.decode.nbytes == 0

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import filled
 from small import ids, network, over
 from spy import Spy
 from torch import Tensor
 
 from minikv import policies
 from minikv.cache.budget import Budget
+from minikv.cache.global_pool import GlobalPool
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
@@ -175,3 +177,70 @@ def test_the_pool_has_the_rows_that_heads_will_own_and_one_more() -> None:
         run = Engine(net, over(net, Rules(prompt, made, Budget.parse(40))))
         run.prompt(ids(90), room=7)
         assert run.kv.arena.rows == 9 * (40 + spare) + 1
+
+
+@pytest.mark.parametrize("windows", [None, (24, None, 60)])
+def test_what_each_layer_lost_is_the_attention_of_the_rows_that_left(
+    windows: tuple[int | None, ...] | None,
+) -> None:
+    """The mean over a layer's heads, of every layer; what slid out of a window was not lost."""
+    net = network(windows=windows)
+    made = policies.prompt_policy("snapkv", {"window": 4, "kernel": 1})
+    assert made is not None
+    shares: dict[int, list[dict[int, float]]] = {}
+
+    def note(view: PromptView, scores: Tensor) -> None:
+        assert view.mass is not None
+        given = view.mass.mean(1).masked_fill(view.pos < 0, 0.0)
+        given = given / given.sum(1, keepdim=True)
+        rows = zip(view.pos.tolist(), given.tolist(), strict=True)
+        shares[view.layer] = [dict(zip(pos, row, strict=True)) for pos, row in rows]
+
+    spied = replace(made, scorer=Spy(made.scorer, note), layers=Global())
+    run = Engine(net, over(net, Rules(spied, None, Budget.parse(15))))
+    for turn in range(2):
+        run.prompt(ids(60, seed=turn))
+        for layer, lost in enumerate(run.kv.lost):
+            heads = enumerate(shares[layer])
+            stayed = [sum(given[p] for p in run.kv.kept(layer, h).tolist()) for h, given in heads]
+            assert lost == pytest.approx(1 - sum(stayed) / 3, abs=1e-5)
+    assert len({*run.kv.lost}) == 3
+
+
+def test_the_tables_say_where_the_rows_lie() -> None:
+    """Segments follow each other without a gap; each has its rows, its cap and the room above it;
+    without a step policy the heads own all but the pool's last row."""
+    net = network()
+    for step, spare in (("roco", 1), ("streaming", 0), (None, None)):
+        prompt, _ = policy("snapkv")
+        made = policies.step_policy(step) if step else None
+        run = Engine(net, over(net, Rules(prompt, made, Budget.parse(40))))
+        for tokens in (30, 80):
+            run.prompt(ids(tokens), room=7)
+            arena = run.kv.arena
+            start, capacity = arena.start.flatten(), arena.capacity.flatten()
+            assert start.tolist() == (capacity.cumsum(0) - capacity).tolist()
+            assert arena.region[:3] == arena.start[:, 0].tolist()
+            assert int(arena.cap.sum()) == 9 * 40
+            assert bool((arena.length <= arena.cap).all())
+            if spare is None:
+                assert int(capacity.sum()) == arena.rows - 1
+                assert bool((arena.capacity >= arena.cap + 7).all())
+            else:
+                assert torch.equal(arena.capacity, arena.cap + spare)
+            assert bool((arena.free_slot == -1).all())
+
+
+def test_what_a_pool_takes_is_known_before_it_is_made() -> None:
+    """Its tables; and of a layer that enters it, the largest column of the rows that may enter,
+    three times where rows of before the prompt are among them."""
+    target = filled([0, 91], [[0] * 3, [0] * 3], torch.int8)
+    pool = GlobalPool(target, 60)
+    assert pool.nbytes == GlobalPool.planned(target, 60) == 60 * 8 + 91 * (8 + 4)
+    staged = {
+        "k": torch.zeros(1, 20, 8, dtype=torch.int8),
+        "k_scale": torch.zeros(1, 20),
+    }
+    assert pool.entering_nbytes(45, staged, earlier=False) == 45 * 8
+    assert pool.entering_nbytes(70, staged, earlier=False) == 60 * 8
+    assert pool.entering_nbytes(70, staged, earlier=True) == 3 * 60 * 8

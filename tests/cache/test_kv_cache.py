@@ -5,22 +5,25 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from pairwise import beside
-from small import PAIRS, SOON, Dense, by_day, engine, ids, network, scheduler
+from small import PAIRS, SOON, Dense, Walk, by_day, engine, ids, network, scheduler
 from tiers import tiered
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minikv import policies
+from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.errors import ContextError, NumericsError, UsageError
 from minikv.models.llama import Llama
 from minikv.policies.base import LayerAllocator, policy_columns, smallest_budget
@@ -882,3 +885,61 @@ def test_a_step_that_begins_again_is_the_one_that_a_graph_holds() -> None:
         held.append((decode.leaves_last, decode.shown, decode.quota, decode.logits))
         run.kv.settle()
     assert keys[0] == keys[1] == keys[2]
+
+
+def test_the_oracle_has_the_shape_that_attend_promises() -> None:
+    """[t, H * G, D], of a prompt and of a step."""
+    dense = DenseAttend((None, 4))
+    for rows in (7, 1):
+        if rows > 1:
+            dense.begin(rows)
+        for layer in range(2):
+            q, k, v = (torch.randn(rows, n, 5) for n in (6, 3, 3))
+            assert dense.attend(layer, q, k, v).shape == (rows, 6, 5)
+        dense.advance(rows)
+    assert dense.position == 8
+
+
+@pytest.mark.parametrize("step", ["roco", "rkv"])
+def test_a_step_policy_that_needs_more_room_gets_it(step: str) -> None:
+    """The prompt was read under one that needs no row above the cap."""
+    walk = Walk(EvictionConfig.read("full", "hashevict", 40))
+    walk.prompt(ids(40))
+    assert torch.equal(walk.kv.arena.capacity, walk.kv.arena.cap)
+    later = EvictionConfig.read("full", step, 40)
+    walk.configure(replace(later, decode_options={**later.decode_options, **SOON.get(step, {})}))
+    for token in ids(9):
+        walk.step(token)
+
+
+def test_all_of_a_later_prompt_is_scored_by_a_second_pass() -> None:
+    """The first positions of the conversation are not; those of a later prompt are not first."""
+    run = engine(network(), "kvzip", "none", 20)
+    for first in (4, 0):
+        run.kv.begin(60)
+        texts = run.kv.second_pass(ids(60))
+        assert [texts[0].begin, texts[-1].end] == [first, 60]
+        run.kv.rollback()
+        assert run.kv.second_pass(ids(60)) == ()
+        run.prompt(ids(60))
+
+
+@pytest.mark.parametrize("how", ["reset", "restart", "use"])
+def test_nothing_that_steps_work_with_outlives_them(how: str) -> None:
+    """Where a conversation is forgotten, and where others compute: steps that are under way are
+    finished, and their memory is free."""
+    run = engine(network(), "snapkv", "tova", 48)
+    run.prompt(ids(60))
+    run.step(1)
+    kv, asked = run.kv, []
+    kv.before_settling = lambda: asked.append(kv.position)
+    decode = kv.decode
+    assert decode.nbytes > 0
+    if how == "use":
+        kv.use(kv.ops)
+    else:
+        kv.reset() if how == "reset" else kv.restart(kv.rules)
+        assert (kv.position, kv._arena.rows) == (0, 0)
+    assert asked[0] == 61
+    assert not decode.is_open
+    assert decode.nbytes == 0

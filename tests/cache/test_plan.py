@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from layouts import HEADS, SIZE, filled
 
 from minikv.cache.arena import Layout
 from minikv.cache.plan import Plan, RowsBefore, plan_prompt
@@ -121,3 +122,19 @@ def test_rows_that_slid_out_of_a_window_are_not_among_those_of_before() -> None:
     empty = RowsBefore.read(SHAPE, None, 0, 10)  # type: ignore[arg-type]
     assert empty.seen == [0, 0]
     assert not empty.held.held.any()
+
+
+def test_rows_before_are_those_that_the_first_token_after_the_prompt_sees() -> None:
+    """Of a layer whose window slides by then; of the others all that are held."""
+    arena = filled([60, 60], [[10, 20, 5], [10, 20, 5]], None)
+    for layer in range(2):
+        for head, count in enumerate((10, 20, 5)):
+            arena.segment("pos", layer, head).copy_(torch.arange(20, 20 + count))
+    arena.free_slot[:, 1] = arena.start[:, 1] + 19  # position 39
+    shape = Shape(2, HEADS, HEADS, SIZE, (None, 50), 1000)
+    for tokens, seen in ((9, 34), (31, 8 + 17 + 3), (41, 7), (60, 0)):
+        found = RowsBefore.read(shape, arena, 40, tokens)
+        assert found.seen == [34, seen]
+        assert torch.equal(found.held.held, arena.held)
+        for name in ("start", "length", "capacity", "cap", "free_slot"):
+            assert torch.equal(getattr(found.held, name), getattr(arena, name))

@@ -13,6 +13,7 @@ import small
 import torch
 from layouts import HEADS, SIZE, Silent, empty, even, filled, random, uneven
 from pairwise import beside
+from spy import Spy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -204,7 +205,7 @@ def told(net: small.Llama, tokens: list[int]) -> Tensor:
     return logits.softmax(-1)[:-1].gather(1, torch.tensor(tokens)[1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("windows", [None, (30, None, None)])
+@pytest.mark.parametrize("windows", [None, (30, None, None), (15, None, None)])
 def test_the_probability_of_every_token_is_told(windows: tuple[int | None, ...] | None) -> None:
     """In any number of chunks of logits; 0 for the first token, and for those of an answer. That
     of an earlier prompt is remembered; a later prompt is read over the rows that are left."""
@@ -213,7 +214,7 @@ def test_the_probability_of_every_token_is_told(windows: tuple[int | None, ...] 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minikv.engine.engine._LOGITS", 7 * small.VOCAB)
         run.prompt(first)
-    found = scorer.seen[0].predicted
+    found = scorer.seen[1].predicted
     assert found is not None
     want = told(net, first)
     torch.testing.assert_close(found, torch.cat((torch.zeros(1), want)))
@@ -319,7 +320,7 @@ def test_a_tier_does_not_serve_a_policy_that_asks_for_probabilities() -> None:
 
 @pytest.mark.parametrize("kv", [None, torch.int8])
 @pytest.mark.parametrize("free", [None, 0, 1])
-@pytest.mark.parametrize("lengths", [[5, 5, 5], [5, 3, 5], [1, 5, 2]])
+@pytest.mark.parametrize("lengths", [[5, 5, 5], [5, 3, 5], [1, 5, 2], [1, 1, 1]])
 def test_a_prompt_attends_to_the_earlier_rows_that_are_held(
     lengths: list[int], free: int | None, kv: torch.dtype | None
 ) -> None:
@@ -345,3 +346,120 @@ def test_a_prompt_attends_to_the_earlier_rows_that_are_held(
         logits = query[h] @ key.T * SIZE**-0.5
         torch.testing.assert_close(out[h], logits.softmax(-1) @ value, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(lse[h], logits.logsumexp(-1))
+
+
+class Later(Scorer):
+    """Reads the moments of the queries from position 50 on."""
+
+    evidence = Evidence(window=2, queries_from=50)
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def score(self, view: PromptView) -> Tensor:
+        assert view.queries is not None
+        self.counts.append(view.queries.count)
+        return view.pos.float()
+
+
+@pytest.mark.parametrize(("tokens", "counted"), [(49, 49), (50, 50), (51, 1), (80, 30)])
+def test_the_first_queries_are_counted_where_there_are_no_others(tokens: int, counted: int) -> None:
+    scorer = Later()
+    net = small.network(rows=16)
+    policy = PromptPolicy(name="later", scorer=scorer)
+    run = Engine(net, small.over(net, Rules(policy, None, Budget.parse(20))))
+    run.prompt(small.ids(tokens))
+    run.prompt(small.ids(30))
+    assert scorer.counts == [counted] * 3 + [30 - max(0, 50 - tokens)] * 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "step", "queries", "sums", "kv"),
+    [
+        ("full", "none", 0, False, None),
+        ("streaming", "none", 0, False, None),
+        ("snapkv", "none", 8, True, None),
+        ("full", "roco", 32, True, None),
+        ("full", "scissorhands", 32, False, None),
+        ("h2o", "none", 0, True, None),
+        ("h2o", "h2o", 0, True, None),
+        ("streaming", "none", 0, False, torch.int8),
+    ],
+)
+def test_the_peak_is_all_that_a_prompt_holds_at_once(
+    prompt: str, step: str, queries: int, sums: bool, kv: torch.dtype | None
+) -> None:
+    """Both caches; a layer's keys, values and positions, once more as codes if there are any; the
+    last queries that are looked at, with their log-sum-exps; and what they gave every row, with
+    the policy's columns of before."""
+    net = small.network(layers=2)
+    options = {"window": 8} if prompt == "snapkv" else None
+    rules = Rules(
+        policies.prompt_policy(prompt, options),
+        policies.step_policy(step),
+        None if prompt == "full" and step == "none" else Budget.parse(40),
+    )
+    run = Engine(net, small.over(net, rules, kv=kv))
+    tokens = 100
+    run.prompt(small.ids(tokens), room=3)
+    arena = run.kv.arena
+    staging = 2 * 3 * tokens * 8 * 4 + 8 * tokens
+    codes = 0 if kv is None else 2 * 3 * tokens * (8 + 4)
+    tail = queries * 6 * (8 + 1) * 4
+    given = 3 * tokens * (2 + 1) * 4 if sums else 0
+    columns = sum(arena.columns[name].element_size() for name in arena.extra)
+    carried = 3 * tokens * columns if sums and queries else 0
+    want = arena.nbytes + staging + codes + tail + given + carried
+    assert run.kv.stats().peak_bytes == want
+
+
+@pytest.mark.parametrize("name", ["snapkv", "snapkv+global", "snapkv+ada"])
+def test_what_each_layer_lost_is_told(name: str) -> None:
+    """Of the attention of the last queries, the mean over a layer's heads; what slid out of a
+    window was not lost."""
+    made = policies.prompt_policy(name, {"window": 4, "kernel": 1})
+    assert made is not None
+    given: dict[int, list[dict[int, float]]] = {}
+
+    def note(view: PromptView, scores: Tensor) -> None:
+        assert view.mass is not None
+        mass = view.mass.mean(1).masked_fill(view.pos < 0, 0.0)
+        mass = mass / mass.sum(1, keepdim=True)
+        rows = zip(view.pos.tolist(), mass.tolist(), strict=True)
+        given[view.layer] = [dict(zip(pos, row, strict=True)) for pos, row in rows]
+
+    made = replace(made, scorer=Spy(made.scorer, note))
+    net = small.network(windows=(24, None, 60))
+    run = Engine(net, small.over(net, Rules(made, None, Budget.parse(15))))
+    for turn in range(2):
+        run.prompt(small.ids(60, seed=turn))
+        for layer, lost in enumerate(run.kv.lost):
+            held = [run.kv.kept(layer, h).tolist() for h in range(3)]
+            stayed = [sum(map(given[layer][h].get, held[h])) for h in range(3)]
+            assert lost == pytest.approx(1 - sum(stayed) / 3, abs=1e-5)
+            assert lost > 0.01
+
+
+@pytest.mark.parametrize("kv", [None, torch.int8])
+def test_the_peak_of_layers_that_share_a_budget(kv: torch.dtype | None) -> None:
+    """Beside both caches and the layer that is read: the pool's tables, and the larger of what is
+    copied of a layer that enters it and a column that is put in order."""
+    net = small.network()
+    rules = Rules(policies.prompt_policy("l2+global"), None, Budget.parse(20))
+    run = Engine(net, small.over(net, rules, kv=kv))
+    size, row = 9 * 20, 8 * (4 if kv is None else 1)
+    for turn in range(2):
+        before, most = run.kv.arena.nbytes, int(run.kv.arena.length.max())
+        run.prompt(small.ids(200, seed=turn), room=1)
+        arena = run.kv.arena
+        reading = 2 * 3 * 200 * 8 * 4 + 200 * 8
+        pool = size * 8 + arena.rows * 12
+        entering = size * row * (3 if turn else 1)
+        if kv is None:
+            earlier = most * row  # keys of one head, as the heads are uneven
+        else:
+            earlier = 3 * most * (2 * 8 * 4 + 4)  # decoded, with positions
+            entering += 2 * 3 * 200 * (8 + 4)  # and the layer's codes
+        copied = max(entering, arena.rows * row)
+        want = before + arena.nbytes + reading + pool + earlier + copied
+        assert run.kv.stats().peak_bytes == want

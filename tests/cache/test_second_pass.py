@@ -565,14 +565,17 @@ def test_a_file_that_fails_is_said_and_changes_nothing(
 
 @pytest.mark.parametrize("name", ["kvzip", "kvzip+uniform"])
 @pytest.mark.parametrize("step", ["none", "roco", "tova"])
-def test_the_peak_is_planned_before_anything_is_read(name: str, step: str) -> None:
-    run, _ = made(network(), name, 24, step, chunk=25)
-    run.kv.begin(120)
+@pytest.mark.parametrize(("kv", "room"), [(None, 256), (torch.int8, 1)])
+def test_the_peak_is_planned_before_anything_is_read(
+    name: str, step: str, kv: torch.dtype | None, room: int
+) -> None:
+    run, _ = made(network(), name, 24, step, kv=kv, chunk=25)
+    run.kv.begin(120, room)
     reading = run.kv.scored_twice
     assert reading is not None
     planned = reading.planned
     run.kv.rollback()
-    run.prompt(ids(120))
+    run.prompt(ids(120), room=room)
     peak = run.kv.last_prompt.peak_bytes
     assert peak <= planned <= 1.5 * peak
 

@@ -261,6 +261,8 @@ def spoil(record: dict[str, Any], key: str, value: object) -> None:
         ("position", 2.5),
         ("position", True),
         ("position", 1 << 70),
+        ("peak", 1 << 62),  # nothing else bounds it
+        ("peak", -1),
         ("turns", 3),
         ("turns", [[0]]),
         ("turns", [[0, "a"]]),

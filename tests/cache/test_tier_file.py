@@ -9,6 +9,7 @@ import random
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
@@ -701,3 +702,33 @@ def test_what_is_no_regular_file_is_not_held_open(kind: str, path: Path) -> None
         with pytest.raises(TierError):
             read(path)
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_parts_are_filled_up_with_zeros(rows: FileRows, path: Path) -> None:
+    add(rows, 0, 100)
+    rows.sync()
+    data, size = path.read_bytes(), 100 * HEADS * 2 * 32
+    part = -(-size // PAGE) * PAGE
+    for layer in range(LAYERS):
+        begin = 4 * PAGE + layer * part
+        assert data[begin : begin + size].strip(b"\0")
+        assert data[begin + size : begin + part] == bytes(part - size)
+
+
+def test_every_layer_is_read_once_and_the_next_one_while_this_one_is_computed(
+    rows: FileRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(rows, 0, 100)
+    loaded: list[int] = []
+    load = FileRows._load
+
+    def listen(self: FileRows, layer: int, buffer: Any) -> None:
+        loaded.append(layer)
+        load(self, layer, buffer)
+
+    monkeypatch.setattr(FileRows, "_load", listen)
+    rows.reserve(120, 100)
+    for layer in range(LAYERS):
+        rows.read(layer, 120)
+        rows._wait()
+        assert loaded == [*range(min(layer + 2, LAYERS))]

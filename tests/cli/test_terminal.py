@@ -170,6 +170,9 @@ def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
     made.end_answer()
     assert err.getvalue().endswith("before its end\r\x1b[K")
     assert out.getvalue() == "a table\na word\n"
+    made.status("before a page")
+    made.page(["one", "two"])
+    assert err.getvalue().endswith("before a page\r\x1b[Kone\ntwo\n")
     made.status("once more")
     made.close()
     assert err.getvalue().endswith("once more\r\x1b[K")
@@ -424,6 +427,7 @@ def test_columns_makes_a_window_narrower_and_never_wider(
 def test_long_lines_are_broken_behind_a_narrow_first_column() -> None:
     wrapped = terminal._wrapped
     assert wrapped("x" * 40, 40) == "x" * 40
+    assert wrapped("a\t" + "b" * 36 + "  ", 40) == "a\t" + "b" * 36 + "  "  # it fits as it is
     assert wrapped("name  " + "word " * 9 + "end", 40).split("\n") == [
         "name  word word word word word word word",
         "      word word end",

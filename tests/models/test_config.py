@@ -814,3 +814,32 @@ def test_sizes_from_one_to_their_limit_are_read(
             with pytest.raises(ModelError, match=key):
                 ModelConfig.from_folder(tmp_path)
         (tmp_path / name).unlink()
+
+
+def test_params_name_the_size_of_a_head_or_it_is_the_width_by_the_heads(tmp_path: Path) -> None:
+    """Only where it is not named do the heads have to divide the width."""
+    plain = without(PARAMS, "head_dim")
+    assert params(tmp_path, plain | {"dim": 96}).head_dim == 24
+    assert params(tmp_path, plain | {"dim": 98, "head_dim": 16}).head_dim == 16
+    with pytest.raises(ModelError, match="dim 98 is not a multiple of n_heads 4"):
+        params(tmp_path, plain | {"dim": 98})
+
+
+def test_the_smallest_params(tmp_path: Path) -> None:
+    """One of everything, and a head of two numbers."""
+    least = {"dim": 2, "head_dim": 2, "n_heads": 1, "n_kv_heads": 1, "n_layers": 1}
+    config = params(tmp_path, PARAMS | least | {"hidden_dim": 1, "vocab_size": 1, "max_seq_len": 1})
+    assert (config.hidden, config.head_dim, config.heads, config.kv_heads) == (2, 2, 1, 1)
+    assert (config.layers, config.mlp, config.vocab, config.max_context) == (1, 1, 1, 1)
+    for key in ("dim", "head_dim", "n_heads", "n_kv_heads", "n_layers", "hidden_dim"):
+        with pytest.raises(ModelError, match=key):
+            params(tmp_path, PARAMS | least | {key: 0})
+
+
+def test_qwen_may_say_that_more_layers_are_full_than_there_are(tmp_path: Path) -> None:
+    slides = QWEN | {"use_sliding_window": True, "sliding_window": 7}
+    for full in (0, 1, 100, 2**31):
+        windows = read(tmp_path, slides | {"max_window_layers": full}).windows
+        assert windows == tuple(None if layer < full else 7 for layer in range(2))
+    with pytest.raises(ModelError, match="max_window_layers"):
+        read(tmp_path, slides | {"max_window_layers": 2**31 + 1})

@@ -33,3 +33,23 @@ def test_gumbel_top_k_draws_without_replacement() -> None:
         float(p[i] + sum(p[j] * p[i] / (1 - p[j]) for j in range(4) if j != i)) for i in range(4)
     ]
     assert torch.allclose(both, torch.tensor(want), atol=0.012)
+
+
+def test_draws_are_splitmix64_to_the_last_bit() -> None:
+    """The same for ever, so that an answer can be repeated: against whole numbers of Python."""
+    word = (1 << 64) - 1
+
+    def mix(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) & word
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & word
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & word
+        return x ^ (x >> 31)
+
+    keys = [*range(20), 1 << 40, -1]
+    for seed in (0, 7, -3):
+        got = uniform(seed, 5, torch.tensor(keys))
+        for key, found in zip(keys, got.tolist(), strict=True):
+            state = seed & word
+            for one in (5, key):
+                state = mix(state ^ mix(one & word))
+            assert found == ((state >> 41) + 0.5) / (1 << 23)

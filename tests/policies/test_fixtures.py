@@ -7,6 +7,7 @@ Everything runs through the scheduler, on a network of one layer that is its key
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 import torch
 from prompts import observed
 from safetensors.torch import load_file
-from small import victims
+from small import ids, network, over, victims
+from spy import Spy
 from torch import Tensor
 
 from minikv import policies
@@ -22,6 +24,7 @@ from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
+from minikv.engine.engine import Engine
 from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
 from minikv.policies import kvcrush, selection
 from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, StepView
@@ -600,3 +603,21 @@ def test_kvcrush_selects_what_the_release_does(
     found = chosen[asked] & (scores[asked] == 0.0)
     assert found.nonzero().flatten().tolist() == sorted(data["expected_retained"].tolist())
     assert int(chosen.sum()) == count
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.5])
+def test_expected_attention_is_a_share_of_the_rows_that_compete(epsilon: float) -> None:
+    """The mean over a group's query heads sums to 1 over the rows behind the sinks; `epsilon` is
+    added to it, and the length of the value multiplies both."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for long in (False, True):
+        made = policies.prompt_policy("expected", {"value_norm": long, "epsilon": epsilon})
+        assert made is not None
+        spy = Spy(made.scorer, lambda view, scores: found.append((scores, view.value())))
+        net = network(layers=1)
+        rules = Rules(replace(made, scorer=spy), None, Budget.parse(20))
+        Engine(net, over(net, rules)).prompt(ids(60))
+    (share, value), (scores, _) = found
+    torch.testing.assert_close(share.sum(1), torch.ones(3))
+    assert bool((share[:, :4] == 0).all())
+    torch.testing.assert_close(scores, (share + epsilon) * value.norm(dim=-1))

@@ -58,3 +58,18 @@ def test_blocks_keep_the_fewest_rows_that_a_budget_can_have(keeps: int) -> None:
     kept = choose(build("keydiff", {"sinks": 0, "recent": 0, "block": 4}), seen, 3 * keeps)
     for h in range(3):
         assert kept[h].nonzero().flatten().tolist() == loop(key[h], keeps, 4, 0)
+
+
+@pytest.mark.parametrize("budget", [90, 89, 200])
+def test_rows_that_fit_the_budget_are_one_block(budget: int) -> None:
+    """All of them, or all and the block that follows: scores as of all rows at once."""
+    generator = torch.Generator().manual_seed(4)
+    key = torch.randn(3, 90, 8, generator=generator) + 1.0
+    seen = replace(view(torch.zeros(3, 1, 90)), key=lambda: key, budget=budget)
+    blocks, once = (
+        build("keydiff", {"sinks": 0, "recent": 0, "block": block}).scorer.score(seen)
+        for block in (7, 0)
+    )
+    stays = blocks > -2  # a row that left with a block is below all others
+    assert stays.sum(1).tolist() == [min(budget, 90)] * 3
+    torch.testing.assert_close(blocks[stays], once[stays])

@@ -446,3 +446,12 @@ def test_few_rows_of_long_keys_stay_below_the_block(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(got, want)
     assert heads * wide * size > block
     assert largest.most <= block
+
+
+def test_the_very_first_row_may_be_the_newest_that_is_alike() -> None:
+    """Two keys alike, the older at position 0: each excuses the other. Nothing is left of them but
+    what the third key, which is like none, has in common with them."""
+    unit = plane((0.0, 0.0, 60.0), 1.0)[None]
+    for pos in ([0, 7, 9], [7, 0, 9], [3, 7, 9]):
+        got = sums(unit, torch.tensor([pos], dtype=torch.int32), 0.9)
+        torch.testing.assert_close(got, torch.tensor([[0.5, 0.5, 1.0]]), atol=1e-6, rtol=0)

@@ -48,7 +48,7 @@ def test_scissorhands_takes_uniform_attention_for_enough() -> None:
         assert int(columns["below0"].sum()) == 0, rows
 
 
-@pytest.mark.parametrize(("tokens", "history"), [(90, 400), (90, 20), (12, 400)])
+@pytest.mark.parametrize(("tokens", "history"), [(90, 400), (90, 20), (20, 400), (12, 400)])
 def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -> None:
     """Every one of them for itself, and a row only from its own query on."""
     net = network()
@@ -137,5 +137,8 @@ def test_queries_of_earlier_turns_are_not_counted_again() -> None:
     }
     found = step.prompt(seen, old)
     assert found["below0"].tolist()[0][:4] == [0b1011111, 0b1111, 0b11, 0b1]
+    old["below0"][0, 0] |= 0b1011 << 28
+    moved = step.prompt(seen, old)
+    assert [moved["below0"][0, 0], moved["below1"][0, 0]] == [0b1011111, 0b1011]
     assert found["below1"].tolist()[0][:4] == [0, 0, 0, 0]
     assert found["queries"].tolist()[0][:4] == [40.0, 4.0, 2.0, 1.0]

@@ -31,6 +31,7 @@ import inspect
 import json
 import os
 import resource
+import runpy
 import signal
 import time
 import tomllib
@@ -300,8 +301,18 @@ class Reach:
         return own + [one for turn in turns for one in turn if one is not None]
 
 
+@functools.cache
+def _elsewhere() -> dict[str, str]:
+    """Sources whose tests are in another file, and which."""
+    found = runpy.run_path(str(ROOT / "tests/test_layout.py"))["ELSEWHERE"]
+    assert isinstance(found, dict)
+    return found
+
+
 def _own_tests(path: str) -> str:
     """minikv/cache/arena.py -> tests/cache/test_arena.py"""
+    if path in _elsewhere():
+        return f"tests/{_elsewhere()[path]}"
     folder, _, name = path.removeprefix("minikv/").rpartition("/")
     return os.path.join("tests", folder, f"test_{name}")
 
