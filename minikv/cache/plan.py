@@ -89,7 +89,7 @@ class RowsBefore:
             return RowsBefore(Layout(none, none, none, none, none - 1), [0] * shape.layers)
         end = position + tokens
         tables = arena.start, arena.length, arena.capacity, arena.cap, arena.free_slot
-        slid = [i for i, w in enumerate(shape.windows) if w is not None and end > w]
+        slid = [i for i, w in enumerate(shape.windows) if w is not None and end >= w]
         firsts = [end - (shape.windows[i] or 0) + 1 for i in slid]
         counts = [arena.count_from(i, first) for i, first in zip(slid, firsts, strict=True)]
         numbers = torch.cat([*map(torch.flatten, tables), *(n[None] for n in counts)]).cpu()
@@ -181,7 +181,7 @@ def _fits(plan: Plan, shape: Shape, held: Layout, *, grows: bool) -> bool:
     for layer, window in enumerate(shape.windows):
         count = held.held[layer]
         uneven = bool((count != count[0]).any()) or bool((held.free_slot[layer] >= 0).any())
-        slides = window is not None and plan.position + plan.tokens > window
+        slides = window is not None and plan.position + plan.tokens >= window
         if uneven or slides or not int(count[0]) or plan.evicts(layer):
             return False
         kept = count + plan.tokens

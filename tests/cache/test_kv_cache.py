@@ -943,3 +943,20 @@ def test_nothing_that_steps_work_with_outlives_them(how: str) -> None:
     assert asked[0] == 61
     assert not decode.is_open
     assert decode.nbytes == 0
+
+
+@pytest.mark.parametrize(("first", "second"), [(40, 29), (40, 30), (40, 31), (69, 1), (1, 69)])
+@pytest.mark.parametrize(("prompt", "step"), [("full", "none"), ("adakv", "streaming")])
+def test_a_window_that_ends_with_a_later_prompt_has_lost_its_first_row(
+    prompt: str, step: str, first: int, second: int
+) -> None:
+    """Rows may be added where the older ones lie. What the next token does not see is gone."""
+    run = engine(network(windows=(70, None, 70)), prompt, step, 80 if prompt != "full" else None)
+    run.prompt(ids(first), room=60)
+    run.prompt(ids(second, seed=1))
+    end = first + second
+    for layer, window in enumerate((70, end + 1, 70)):
+        for head in range(3):
+            assert run.kv.kept(layer, head).tolist() == list(range(max(0, end - window + 1), end))
+    held = run.kv.stats().held_bytes
+    assert held <= run.kv.stats().full_bytes
