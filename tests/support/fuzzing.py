@@ -5,7 +5,7 @@ checksum that guards a file is made to fit again, because anyone can do that. Th
 what it gets or refuse it by the errors that it documents. Anything else is a finding, as is more
 than two seconds of processor time.
 
-    python tests/support/fuzzing.py --count 1000000 --seed 1      # all targets, for hours
+    python tests/support/fuzzing.py --count 1000000 --seed 1      # all targets, half an hour
     python tests/support/fuzzing.py --target config --count 20000
 """
 
