@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from minikv.cache.stats import full_cache_bytes
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.report import size
 from minikv.cli.wording import worded
 from minikv.errors import ContextError, UsageError
 from minikv.settings import Settings
@@ -88,6 +89,7 @@ class Forecast:
     token_bytes and full: of a cache without eviction, as in the turn record.
     kept: what matrices are kept in, as --weights has it, or plain.
     workspace: an estimate of what the network itself needs at once, beside weights and cache.
+    disk: of packed weights that the first start keeps; 0: none.
     """
 
     model: str
@@ -109,6 +111,7 @@ class Forecast:
     free: int | None
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    disk: int = 0
     tier: TierForecast | None = None  # None where nothing is evicted that could be recalled
 
 
@@ -131,12 +134,14 @@ def forecast(
     from minikv.chat.repeating import too_much
     from minikv.loader import shape_of
     from minikv.models.config import ModelConfig
+    from minikv.models.packed import LEAST
     from minikv.models.weights import (
         check_form,
         form_notes,
         free_memory,
         loading_bytes,
         matrices,
+        packed_bytes,
         weight_bytes,
     )
 
@@ -151,6 +156,16 @@ def forecast(
     notes += form_notes(config, form)
     weights = weight_bytes(config, kind, form)
     load = loading_bytes(config, kind, form)
+    disk = packed_bytes(config, form) if packed and where.type == "cpu" else 0
+    limit = settings.packed_bytes()
+    if disk < LEAST or not limit:
+        disk = 0
+    elif disk > limit:
+        notes.append(
+            f"the packed weights take {size(disk)} and --keep-packed allows {size(limit)}: every "
+            "start packs them again"
+        )
+        disk = 0
     space = workspace(config, tokens, kind.itemsize, cuda=where.type == "cuda")
     if packed and where.type == "cuda":  # a matrix is unpacked for each product of many rows
         space += max(rows * columns for rows, columns in matrices(config).values()) * kind.itemsize
@@ -222,6 +237,7 @@ def forecast(
         free=free,
         rows=tuple(rows),
         notes=tuple(notes),
+        disk=disk,
         tier=_tier(shape, kind, tokens, rows, free if where.type == "cpu" else None),
     )
 

@@ -152,6 +152,7 @@ def shown(
     facts = [
         ("model", f"{one.model} · {one.family} · {_billions(one.parameters)} parameters"),
         ("weights", f"{size(one.weights)} in {one.dtype}" + _kept(one.kept)),
+        *_disk(one.disk),
         ("context", _context(made, whole=whole)),
         ("cache", _cache(made)),
         ("memory", f"{free} ({one.memory})"),
@@ -180,6 +181,12 @@ def shown(
     for hint in suggestions:
         lines += _broken(_advice(hint, one.model), width, 2)
     return "\n".join(lines)
+
+
+def _disk(packed: int) -> list[tuple[str, str]]:
+    if not packed:
+        return []
+    return [("disk", f"{size(packed)} of packed weights, from the first start on (--keep-packed)")]
 
 
 def _context(made: Sequence[Forecast], *, whole: bool) -> str:

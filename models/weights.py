@@ -263,6 +263,17 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
     return config.parameters * dtype.itemsize - config.layers * inside - head
 
 
+def packed_bytes(config: ModelConfig, form: str) -> int:
+    """Bytes of the matrices that `form` packs, as they may be kept on disk (`packed.Packed`)."""
+    layers, logits = split(form)
+
+    def kept(rows: int, columns: int, kind: str) -> int:
+        return kept_bytes(rows, columns, kind, 2) if suits(kind, columns) else 0
+
+    inside = sum(kept(*shape, layers) for shape in matrices(config).values())
+    return config.layers * inside + kept(config.vocab, config.hidden, logits)
+
+
 def slow_notes(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Says so where bfloat16 is not what the processor multiplies."""
     if device.type != "cpu" or dtype != torch.bfloat16 or bf16_products():

@@ -22,7 +22,10 @@ def plan(
     call: Call,
     settings: Annotated[
         Settings,
-        Only(f"{MODEL} policy budget decode stride kv tier options", list_of("policy", "")),
+        Only(
+            f"{MODEL} keep_packed policy budget decode stride kv tier options",
+            list_of("policy", ""),
+        ),
     ],
     generation: Annotated[Generation, Only("max_tokens")],
     interface: Annotated[Interface, Only("debug")],

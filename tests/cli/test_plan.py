@@ -42,7 +42,9 @@ from minikv.models import BUNDLED
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError, ModelUnavailable
 from minikv.models.llama import Llama
+from minikv.models.packed import _parts
 from minikv.models.rope import RopeConfig
+from minikv.models.weights import packed_bytes
 from minikv.settings import Settings
 
 # Every kind of reading: nothing observed, the last queries, all queries, none; blocks; a decode
@@ -133,6 +135,32 @@ def test_packed_weights_are_counted_to_the_byte(form: str, words: str) -> None:
     text = run(None, "1000", weights=form, device="cpu")
     assert f"weights  {made.weights / 2**20:.1f} MiB in {words}" in text
     assert json.loads(run(None, "1000", weights=form, device="cpu", as_json=True))["kept"] == form
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "int8+head", "int4+head"])
+def test_what_is_kept_on_disk_is_counted_to_the_byte(form: str) -> None:
+    there = minikv.load(weights=form, device="cpu", tier="none")
+    network = there.engine.network
+    kept = sum(part.nbytes for _, part in _parts(network))
+    assert packed_bytes(network.config, form) == kept
+
+
+def test_disk_use_is_told_where_there_is_some(llama: str) -> None:
+    """Of a model that is small nothing is kept, nor of one that a GPU packs."""
+    told = {"weights": "int4", "device": "cpu", "memory": "24GiB", "keep_packed": "20GiB"}
+    disk = json.loads(run(llama, "4k", as_json=True, **told))["disk"]
+    assert 3 << 30 < disk < 4 << 30
+    line = f"disk     {size(disk)} of packed weights, from the first start on (--keep-packed)"
+    assert line in run(llama, "4k", **told)
+    for other in ({"keep_packed": "off"}, {"weights": "auto"}, {"device": "cuda"}):
+        assert json.loads(run(llama, "4k", as_json=True, **(told | other)))["disk"] == 0
+    assert "disk  " not in run(None, "1000", **(told | {"weights": "int8"}))
+    small = json.loads(run(llama, "4k", as_json=True, **(told | {"keep_packed": "1GiB"})))
+    assert small["disk"] == 0
+    assert (
+        f"the packed weights take {size(disk)} and --keep-packed allows 1.0 GiB: every start "
+        in ("".join(small["notes"]))
+    )
 
 
 @pytest.mark.parametrize("form", ["int8+head", "int4+head"])
