@@ -319,6 +319,9 @@ def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
     if prompt is not None and evicts and prompt.evidence.each_query:
         each = (shape.heads // heads) * min(tokens, observed) * tokens
         scratch += 4 * each * min(heads, max(1, kv.ops.block // each))
+    if arena.coded and plan.pool is None:  # a layer's codes and scales
+        kept = mass if observed == ALL else 0
+        scratch = max(scratch, kept + 2 * heads * tokens * (shape.head_dim + 4))
     told = 4 * tokens if reading.foresees else 0
     if plan.pool is not None:
         entering = min(plan.pool, heads * tokens) * shape.head_dim * kv.kv.itemsize

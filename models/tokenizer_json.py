@@ -223,6 +223,8 @@ def _check_merges(model: dict[str, Any], name: str) -> None:
     if not prefix:
         return
     for merge in model.get("merges") or []:
+        if isinstance(merge, str) and merge.startswith("#version"):
+            continue
         piece = merge.partition(" ")[2] if isinstance(merge, str) else str(merge[-1])
         if not piece.startswith(prefix):
             raise CorruptModel(f"{name}: a merge adds a piece that does not continue a word")

@@ -177,8 +177,8 @@ static void tile(
                 float *sum = r->sums + g * BLOCK + w * LANES;
                 vec most = load(sum);
                 UNROLL
-                for (int j = 0; j < TILE; j++) /* of a query that is there twice, too */
-                    most = larger(p[j][w], most);
+                for (int j = 0; j < TILE; j++) /* of a query that is there twice, too; NaN stays */
+                    most = where(most == most, larger(p[j][w], most), most);
                 store(sum, most);
             }
             continue;

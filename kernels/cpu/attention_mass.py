@@ -47,7 +47,8 @@ def add_attention_mass(
 ) -> None:
     """See `torch.attention_mass.add_attention_mass`."""
     part = _with_index((k, k_pos) if index is None else (k, k_pos, index))
-    if _fits(q, part) and mass.stride(2) == squares.stride(1) == 1:
+    exact = mass.dtype == squares.dtype == torch.float32
+    if _fits(q, q_pos, part) and exact and mass.stride(2) == squares.stride(1) == 1:
         _run(_SUM, q, q_pos, lse, part, window, mass=mass, squares=squares)
     else:
         plain_torch.add_attention_mass(mass, squares, q, lse, q_pos, k, k_pos, window, index)
@@ -63,7 +64,7 @@ def each_attention(
 ) -> Tensor:
     """See `torch.attention_mass.each_attention`."""
     each = [_with_index(part) for part in parts]
-    if not all(_fits(q, part) for part in each):
+    if not all(_fits(q, q_pos, part) for part in each):
         return plain_torch.each_attention(q, q_pos, parts, window, lse, heads)
     q, lse = q[heads], lse[heads]
     out = torch.empty((*lse.shape, sum(part[1].shape[1] for part in each)))
@@ -91,7 +92,7 @@ def peak_attention(
 ) -> Tensor:
     """See `torch.attention_mass.peak_attention`."""
     part = _with_index(parts[scored])
-    if not _fits(q, part):
+    if not _fits(q, q_pos, part):
         return plain_torch.peak_attention(q, q_pos, parts, scored, window, scale, lse)
     lse = plain_torch.rows_lse(q, q_pos, parts, window) if lse is None else lse
     if scale is not None:
@@ -105,12 +106,13 @@ def _with_index(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
     return (*part, None) if len(part) == 2 else part
 
 
-def _fits(q: Tensor, part: tuple[Tensor, Tensor, Tensor | None]) -> bool:
+def _fits(q: Tensor, q_pos: Tensor, part: tuple[Tensor, Tensor, Tensor | None]) -> bool:
     """Whether C takes such queries [H, G, T, D] and keys."""
     k, k_pos, index = part
     known = q.dtype == k.dtype and q.dtype in KINDS and q.shape[3] <= _MAX_HEAD_DIM
     rows = (k_pos,) if index is None else (k_pos, index)
     listed = all(x.dtype == torch.int64 and (x.stride(1) == 1 or x.shape[1] == 1) for x in rows)
+    listed = listed and q_pos.dtype == torch.int64
     return known and listed and q.stride(3) == k.stride(-1) == 1 and q.is_cpu
 
 
@@ -131,7 +133,7 @@ def _run(
     keys = k_pos.shape[1]
     if not q.numel() or not keys:
         return
-    lse = lse.contiguous()
+    lse = lse.float().contiguous()
     tensors = _Tensors(*map(address, (q, k, q_pos, k_pos, index, lse, mass, squares, each)))
     shape = _Shape(
         heads,

@@ -47,6 +47,8 @@ _C_BUT_PROMPTS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": TORCH}
 _NOT_MEASURED = _C_BUT_PROMPTS | {"prompt statistics": TORCH}
 _C_IN_FLOATS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": FLOATS}
 
+# Joined attention and prompt statistics were measured on avx512-bf16-intel alone; the instructions
+# that they use are those of every AVX-512 and AVX2.
 CHOICES: Mapping[str, Mapping[str, str]] = {
     # torch multiplies tiles of bfloat16, three times as fast as C with vectors of it. C has no
     # tiles of integers, and was not measured beside them.

@@ -1,4 +1,4 @@
-/* Vectors whose lanes are queries, and what is computed of them. */
+/* Vectors whose lanes are queries, or keys, and what is computed of them. */
 #ifndef MINIKV_LANES_H
 #define MINIKV_LANES_H
 

@@ -39,7 +39,7 @@ void minikv_merge(
                 float lse[PARTS], most = -INFINITY, total = 0.0f, sum[SIZE] = {0};
                 for (int64_t i = 0; i < s->count; i++) {
                     lse[i] = lses[i][row_of(s->lse[i], h, g, t)];
-                    most = lse[i] <= most ? most : lse[i]; /* also NaN */
+                    most = most != most || lse[i] <= most ? most : lse[i]; /* NaN stays */
                 }
                 for (int64_t i = 0; i < s->count; i++)
                     total += lse[i] == -INFINITY ? 0.0f : expf(lse[i] - most);

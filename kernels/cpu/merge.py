@@ -31,7 +31,7 @@ def _library() -> ctypes.CDLL:
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """See `torch.attention.merge`. In memory the output is as that of the first part."""
+    """See `torch.attention.merge`."""
     if len(parts) == 1:
         return parts[0]
     outs, lses = [out for out, _ in parts], [lse for _, lse in parts]

@@ -206,7 +206,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tu
 
     q [H, G, T, D], k and v [H, N, D]. A query that sees no row gets zeros and -inf.
     """
-    logits = torch.matmul(q, k[:, None].transpose(2, 3)).float() * (1.0 / math.sqrt(q.shape[-1]))
+    logits = torch.matmul(q.float(), k[:, None].float().transpose(2, 3))
+    logits = logits * (1.0 / math.sqrt(q.shape[-1]))
     if mask is not None:
         logits = logits.masked_fill(~mask[:, None], -math.inf)
         # A row that no query sees may hold NaN, and 0 x NaN is not 0.

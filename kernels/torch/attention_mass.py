@@ -12,8 +12,9 @@ from minikv.kernels.torch.attention import visible
 
 _LOGITS = 1 << 19
 """Logits of one block of rows: 2 MiB, which stay in a cache of the processor."""
-_EVEN = 2.0**-16
-"""How far below the even share, of it, is no less: what the log-sum-exp may be off."""
+_EVEN = 2.0**-13
+"""A probability that is less than the even share by no more than this part of it counts as even:
+attention's log-sum-exps have errors of up to 6e-5 in bfloat16."""
 
 Part = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 """Keys [H, n, D] and their positions [H or 1, n], -1 for padding. Or keys of an arena [R, D], the

@@ -389,7 +389,7 @@ def each_attention(
             *(row_stride(q, dim) for dim in (0, 1, 2)),
             *_key_strides(k, index),
             0 if len(k_pos) == 1 else k_pos.stride(0),
-            lse.stride(1),
+            lse.stride(0),
             rows,
             keys,
             window or 0,
@@ -514,7 +514,7 @@ def _launch(
         *(row_stride(q, dim) for dim in (0, 1, 2)),
         *_key_strides(k, index),
         0 if len(k_pos) == 1 else k_pos.stride(0),
-        lse.stride(1),
+        lse.stride(0),
         mass.stride(0),
         mass.stride(1),
         squares.stride(0),
@@ -540,10 +540,10 @@ def _launch(
 
 
 def _in_lines(lse: Tensor) -> Tensor:
-    """lse [H, G, T], its lines equally far from each other; those of a prompt's last queries are
-    the ends of longer ones."""
-    even = lse.stride(0) == lse.shape[1] * lse.stride(1) and lse.stride(2) == 1
-    return lse if even else lse.contiguous()
+    """lse [H, G, T] as lines [H * G, T], equally far from each other; those of a prompt's last
+    queries are the ends of longer ones."""
+    lines = lse.flatten(0, 1)
+    return lines if lines.stride(1) == 1 else lines.contiguous()
 
 
 def _with_index(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -38,7 +38,7 @@ class EarlierRows:
         """The rows of a layer whose tables on the host are `held`; None if it has none.
 
         Heads that are alike are views of the arena, int8 rows a copy. `copied` is its bytes, or,
-        where heads are uneven, those of one head's keys, which `kernels.observe` may copy.
+        where heads are uneven, those of one head's keys, which `add_attention_mass` may copy.
         """
         length, free_slot = held.length[layer], held.free_slot[layer]
         if not bool((held.held[layer] > 0).any()):
@@ -71,7 +71,7 @@ class EarlierRows:
 
     @property
     def part(self) -> kernels.Part:
-        """The keys as `kernels.observe` takes them."""
+        """The keys as a `kernels.Part`."""
         return (self.key, self.pos, self.index) if self.listed else (self.key, self.pos)
 
     def keys(self) -> Tensor:

@@ -192,7 +192,8 @@ class Prefill:
         assert self._old is None
         key, value, tail = (t.clone() for t in (self._key, self._value, self._tail))
         lengths = None if self._lengths is None else self._lengths.clone()
-        noted = self._mass, self._squares, self._moments
+        sums = (self._mass, self._squares) if self._all else (None, None)
+        noted = *sums, self._moments
         return LayerTrace(key, value, tail, self._tail_lse.clone(), *noted, lengths)
 
     def replay(self, trace: LayerTrace) -> None:
@@ -231,9 +232,9 @@ class Prefill:
             self._done, self._old = self.plan.given, None
             if self.tier is not None:
                 self._key, self._value = self.tier.stage(layer, tokens)
+            self._mass = self._squares = None
             self._old = EarlierRows.of(self._ops, self.arena, self._held, layer)
             self._note_peak()
-            self._mass = self._squares = None
             if self._all:
                 self._clear_sums()
             if self._from is not None:
@@ -286,7 +287,8 @@ class Prefill:
         mixed, lse = self._ops.merge(parts)
         first = self.plan.tokens - len(self._tail)
         if lo <= first and hi == self.plan.tokens:
-            self._tail_lse = lse[..., first - lo :]
+            if len(self._tail):
+                self._tail_lse = lse[..., first - lo :]  # nothing is copied: the chunk's stays
         elif hi > first:
             if lo <= first:
                 self._tail_lse = torch.empty_like(self._tail_lse)
@@ -373,6 +375,9 @@ class Prefill:
                 self._stayed[layer] = self._ops.stayed(view.mass, keep, view.pos)
         else:
             keep = view.live
+        del view
+        if not self._all:  # a trace may ask for them
+            self._mass = self._squares = None
         self._store(layer, pos, keep, extra)
 
     def _judged(self, layer: int) -> PromptView:

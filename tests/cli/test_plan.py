@@ -826,5 +826,6 @@ def test_codes_are_planned_as_they_are_kept(bundled: ChatSession) -> None:
         rows[budget] = kv.budget_rows, wide.budget_rows
         held = report.kv_bytes.allocated
         assert held == kv.target.nbytes < wide.target.nbytes * 1.1
+        assert report.kv_bytes.peak_prefill <= figures.peak(kv, choice, prompt)
     assert rows["72"] == (72, 72)
     assert rows["600KiB"][0] > 2 * rows["600KiB"][1]

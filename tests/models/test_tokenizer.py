@@ -394,12 +394,13 @@ def test_a_merge_without_the_prefix_of_its_pieces_is_refused(
         Tokenizer.from_folder(folder)
 
 
-def test_pieces_that_continue_a_word_may_have_a_prefix(tmp_path: Path) -> None:
+@pytest.mark.parametrize("merges", [[["a", "##b"]], ["#version: 0.2", "a ##b"]])
+def test_pieces_that_continue_a_word_may_have_a_prefix(tmp_path: Path, merges: list[Any]) -> None:
     data = v.byte_level_json(v.LLAMA_3, 1000)
     vocab = {"a": 0, "##b": 1, "ab": 2}
     data["model"] |= {
         "continuing_subword_prefix": "##",
-        "merges": [["a", "##b"]],
+        "merges": merges,
         "vocab": vocab,
         "ignore_merges": False,
     }

@@ -47,6 +47,7 @@ def test_a_document_read_once_is_as_if_each_had_read_it(
             for layer in range(3):
                 for head in range(kv.shape.kv_heads):
                     assert torch.equal(alone.kv.kept(layer, head), kv.kept(layer, head)), name
+            assert alone.kv.stats().peak_bytes == kv.stats().peak_bytes, name
             assert torch.equal(alone.step(5), shared.step(5)), name
     assert 1 < forwards < len(names) // 2
     assert glances == [150, 20, 20]

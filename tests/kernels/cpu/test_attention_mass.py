@@ -183,7 +183,19 @@ def test_what_is_not_a_number_stays_so_where_it_is_seen() -> None:
         assert found.isnan().tolist() == [i == 4 for i in range(8)]
 
 
-@pytest.mark.parametrize("what", ["float16", "mixed", "wide", "turned", "positions"])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_query_that_is_not_a_number_makes_a_peak_of_none(at: int) -> None:
+    scene = Scene(1, 1, 16, 4, 8, 8, dtype=torch.float32)
+    scene.q[:, :, at] = math.nan
+    given = scene.q, scene.at, scene.parts
+    peak = attention_mass.peak_attention(*given, 1, None, None, torch.zeros_like(scene.lse))
+    seen = scene.parts[1][1][0] <= scene.at[at]
+    assert peak[0, 0].isnan().tolist() == seen.tolist()
+
+
+@pytest.mark.parametrize(
+    "what", ["float16", "mixed", "wide", "turned", "positions", "queries' positions"]
+)
 def test_the_twin_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, pos = torch.randn(2, 2, 3, 264)[..., :32], torch.randn(2, 9, 32), torch.arange(9)[None]
     if what == "float16":
@@ -194,12 +206,13 @@ def test_the_twin_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> 
         q, k = torch.randn(2, 2, 3, 264), torch.randn(2, 9, 264)
     elif what == "turned":
         k = k.transpose(1, 2).contiguous().transpose(1, 2)
-    else:
+    elif what == "positions":
         pos = pos.int()
     asked = []
     for name in ("add_attention_mass", "each_attention", "peak_attention"):
         monkeypatch.setattr(twin, name, lambda *given, name=name: asked.append(name))
     lse, at = torch.zeros(2, 2, 3), torch.arange(6, 9)
+    at = at.int() if what == "queries' positions" else at
     mass, squares = torch.zeros(2, 2, 9), torch.zeros(2, 9)
     attention_mass.add_attention_mass(mass, squares, q, lse, at, k, pos, None)
     attention_mass.each_attention(q, at, [(k, pos)], None, lse, slice(0, 2))

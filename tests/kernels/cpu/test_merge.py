@@ -93,6 +93,9 @@ def test_what_is_not_a_number_stays_so() -> None:
     out, lse = native.merge(parts)
     assert lse[0, 0].isnan().tolist() == [False, True, False]
     assert out[0, 0].isnan().all(-1).tolist() == [False, True, False]
+    nothing = parts[0][0], torch.full_like(parts[0][1], -math.inf)
+    for order in ([parts[1], nothing], [nothing, parts[1]]):
+        assert native.merge(order)[1][0, 0].isnan().tolist() == [False, True, False]
 
 
 def test_one_part_is_what_it_was() -> None:
