@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minikv.kernels.cpu.binding import KINDS, address, loaded
 from minikv.kernels.torch import attention_mass as plain_torch
-from minikv.kernels.torch.attention_mass import Part
+from minikv.kernels.torch.attention_mass import Part, with_index
 
 _SUM, _PEAK, _EACH = range(3)
 _MAX_HEAD_DIM = 256
@@ -46,7 +46,7 @@ def add_attention_mass(
     index: Tensor | None = None,
 ) -> None:
     """See `torch.attention_mass.add_attention_mass`."""
-    part = _with_index((k, k_pos) if index is None else (k, k_pos, index))
+    part = with_index((k, k_pos) if index is None else (k, k_pos, index))
     exact = mass.dtype == squares.dtype == torch.float32
     if _fits(q, q_pos, part) and exact and mass.stride(2) == squares.stride(1) == 1:
         _run(_SUM, q, q_pos, lse, part, window, mass=mass, squares=squares)
@@ -63,7 +63,7 @@ def each_attention(
     heads: slice,
 ) -> Tensor:
     """See `torch.attention_mass.each_attention`."""
-    each = [_with_index(part) for part in parts]
+    each = [with_index(part) for part in parts]
     if not all(_fits(q, q_pos, part) for part in each):
         return plain_torch.each_attention(q, q_pos, parts, window, lse, heads)
     q, lse = q[heads], lse[heads]
@@ -91,7 +91,7 @@ def peak_attention(
     lse: Tensor | None = None,
 ) -> Tensor:
     """See `torch.attention_mass.peak_attention`."""
-    part = _with_index(parts[scored])
+    part = with_index(parts[scored])
     if not _fits(q, q_pos, part):
         return plain_torch.peak_attention(q, q_pos, parts, scored, window, scale, lse)
     lse = plain_torch.rows_lse(q, q_pos, parts, window) if lse is None else lse
@@ -100,10 +100,6 @@ def peak_attention(
     peak = torch.zeros((*q.shape[:2], part[1].shape[1]))
     _run(_PEAK, q, q_pos, lse, part, window, mass=peak)
     return peak
-
-
-def _with_index(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
-    return (*part, None) if len(part) == 2 else part
 
 
 def _fits(q: Tensor, q_pos: Tensor, part: tuple[Tensor, Tensor, Tensor | None]) -> bool:

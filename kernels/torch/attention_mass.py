@@ -21,6 +21,11 @@ Part = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 positions, and which of the arena's rows they are, int64 [H, n]."""
 
 
+def with_index(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A part as three: None for the rows where its keys are not an arena's."""
+    return (*part, None) if len(part) == 2 else part
+
+
 def each_attention(
     q: Tensor,
     q_pos: Tensor,

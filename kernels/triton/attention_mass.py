@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.torch.attention_mass import Part
+from minikv.kernels.torch.attention_mass import Part, with_index
 from minikv.kernels.triton.tiles import FAR, Tile, in_rows, power, row_stride, typed, upcast, width
 from minikv.kernels.triton.variants import WIDE, Variant
 
@@ -373,7 +373,7 @@ def each_attention(
     count, columns = heads.stop - heads.start, sum(part[1].shape[1] for part in parts)
     out = q.new_empty((count, group, rows, columns), dtype=torch.float32)
     tile, begin = _span_tile(q.dtype, size, rows * group), 0
-    for k, k_pos, index in map(_with_index, parts):
+    for k, k_pos, index in map(with_index, parts):
         keys = k_pos.shape[1]
         if keys == 0:
             continue
@@ -426,7 +426,7 @@ def peak_attention(
     lse = rows_lse(q, q_pos, parts, window) if lse is None else lse
     if scale is not None:
         lse = lse - scale.float().log()
-    part = _with_index(parts[scored])
+    part = with_index(parts[scored])
     peak = q.new_empty((*q.shape[:2], part[1].shape[1]), dtype=torch.float32)
     _launch(peak, peak[:, 0], q, lse, q_pos, part, window, peak=True)
     return peak
@@ -438,7 +438,7 @@ def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
     heads, group, rows, size = q.shape
     lines = rows * group
     sums = []
-    for k, k_pos, index in map(_with_index, parts):
+    for k, k_pos, index in map(with_index, parts):
         keys = k_pos.shape[1]
         if keys == 0:
             continue
@@ -544,10 +544,6 @@ def _in_lines(lse: Tensor) -> Tensor:
     queries are the ends of longer ones."""
     lines = lse.flatten(0, 1)
     return lines if lines.stride(1) == 1 else lines.contiguous()
-
-
-def _with_index(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
-    return (*part, None) if len(part) == 2 else part
 
 
 def _key_strides(k: Tensor, index: Tensor | None) -> tuple[int, int, int]:

@@ -90,6 +90,8 @@ STEP_METHODS = (
             "the first 4 tokens stay (`sinks`); in the paper only the newest 10",
             "of a prompt the last 32 queries count; the paper's window of 400 includes the "
             "prompt's",
+            "of a prompt, what is below the even share by up to 1/8192 of it is not below: that "
+            "may be rounding",
             "a fixed budget, as in the paper; the authors' code keeps whatever got more "
             "than a quantile",
         ),
