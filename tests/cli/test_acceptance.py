@@ -613,8 +613,9 @@ def test_08_a_damaged_tier_or_cache_costs_what_is_damaged(
     program: Program, saved: Path, damage: str
 ) -> None:
     """The one is used in the place of the other, and the answer stays the same."""
+    flags = ("-n", str(3 * TOKENS))
     whole = Path(shutil.copytree(saved, saved.parent / "whole"))
-    want = run("chat", "--resume", whole.name, stdin="Who?\n", folder=program.folder)
+    want = run("chat", "--resume", whole.name, *flags, stdin="Who?\n", folder=program.folder)
     for file in ("cache-", "tier.kv"):
         broken = Path(shutil.copytree(saved, saved.parent / f"{damage}-{file.partition('.')[0]}"))
         (path,) = (p for p in broken.iterdir() if p.name.startswith(file))
@@ -624,7 +625,7 @@ def test_08_a_damaged_tier_or_cache_costs_what_is_damaged(
         else:
             at = len(data) // 2
             path.write_bytes(data[:at] + (b"" if damage == "cut" else b"?????" + data[at + 5 :]))
-        done = run("chat", "--resume", broken.name, stdin="Who?\n", folder=program.folder)
+        done = run("chat", "--resume", broken.name, *flags, stdin="Who?\n", folder=program.folder)
         assert (done.code, done.out) == (0, want.out)
         if file == "cache-":
             assert "the tier is used in its place" in done.err
