@@ -109,14 +109,35 @@ def _joint(
     keys, values = k[part], v[part]
     scale, other = (None if t is None else t[part] for t in (k_scale, v_scale))
     bias, place = _layout(tuple(s - first for s in starts), tuple(counts))
-    if sum(counts) < end - first:
-        # What nobody has written yet is weighed with 0, and 0 x NaN is not 0.
-        unused = (bias < 0).all(0)[0]
+    if pos is not None and oldest is not None:
+        bias = bias.masked_fill(pos[part] < oldest, -math.inf)
+    found, mixed, sums = _over_all(q, keys, values, bias, scale, other)
+    if sum(counts) < end - first and not bool(mixed.isfinite().all()):
+        # Rows between two heads are weighed with 0, and what nobody has written yet may be NaN.
+        unused = torch.ones(end - first, dtype=torch.bool)
+        for s, n in zip(starts, counts, strict=True):
+            unused[s - first : s - first + n] = False
         keys, values = (t.masked_fill(unused[:, None], 0) for t in (keys, values))
         if scale is not None and other is not None:
             scale, other = (t.masked_fill(unused, 0) for t in (scale, other))
-    if pos is not None and oldest is not None:
-        bias = bias.masked_fill(pos[part] < oldest, -math.inf)
+        found, mixed, sums = _over_all(q, keys, values, bias, scale, other)
+    if logits is not None:
+        reach = place.shape[2]
+        torch.gather(found, 2, place.expand(heads, group, reach), out=logits[..., :reach])
+    return mixed.to(q.dtype).view(heads, group, size), sums.view(heads, group)
+
+
+def _over_all(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    scale: Tensor | None,
+    other: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [H, g, rows], mixed values [H * g, D] and log-sum-exps [H * g] of all queries over all
+    rows."""
+    heads, group, size = q.shape
     query = q.view(heads * group, size)
     if scale is not None:
         query, keys, values = (t.to(_kind(q)) for t in (query, keys, values))
@@ -125,14 +146,10 @@ def _joint(
         found *= scale
     own = found.view(heads, group, -1)
     own += bias
-    if logits is not None:
-        reach = place.shape[2]
-        torch.gather(own, 2, place.expand(heads, group, reach), out=logits[..., :reach])
     p, sums = _softmax(found)
     if other is not None:
         p *= other
-    mixed = torch.mm(p.to(values.dtype), values)
-    return mixed.to(q.dtype).view(heads, group, size), sums.view(heads, group)
+    return own, torch.mm(p.to(values.dtype), values), sums
 
 
 @lru_cache(maxsize=_LAYOUTS)
