@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-C, FLOATS, TORCH = "C", "C in float32", "torch"
+C, TILES, FLOATS, TORCH = "C", "C with tiles", "C in float32", "torch"
 
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "prompt attention": ("rows_attention", "last_rows_attention", "ragged_prefill"),
@@ -43,16 +43,19 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
 queries give each row. With packed weights, C rounds the activations of a prompt and multiplies
 integers (`Kernels.integer_prompts`); torch unpacks the weights."""
 
-_C_BUT_PROMPTS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": TORCH}
-_NOT_MEASURED = _C_BUT_PROMPTS | {"prompt statistics": TORCH}
+_NOT_MEASURED = dict.fromkeys(OPERATIONS, C) | {
+    "prompt attention": TORCH,
+    "prompt statistics": TORCH,
+}
 _C_IN_FLOATS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": FLOATS}
 
 # Joined attention and prompt statistics were measured on avx512-bf16-intel alone; the instructions
 # that they use are those of every AVX-512 and AVX2.
 CHOICES: Mapping[str, Mapping[str, str]] = {
-    # torch multiplies tiles of bfloat16, three times as fast as C with vectors of it. C has no
-    # tiles of integers, and was not measured beside them.
-    "amx": _C_BUT_PROMPTS | {"prompts with packed weights": TORCH},
+    # Attention by tiles of bfloat16 is two to three times as fast as torch's, and four as C's by
+    # floats. C has no tiles of integers, and was not measured beside them.
+    "amx": dict.fromkeys(OPERATIONS, C)
+    | {"prompt attention": TILES, "prompts with packed weights": TORCH},
     # C is two and a half to four times as fast as torch, whose kernel converts.
     "avx512-bf16": dict.fromkeys(OPERATIONS, C),
     # Intel's, where tiles are missing or hidden: a product of bfloat16 takes twice the time of one
@@ -82,11 +85,17 @@ def processor() -> str:
     level = torch.backends.cpu.get_cpu_capability()
     if not level.startswith("AVX512"):
         return "avx2" if level == "AVX2" else "other"
-    if torch.cpu._is_amx_tile_supported():
+    if torch.cpu._is_amx_tile_supported() and not tiles_refused():
         return "amx"
     if not torch.cpu._is_avx512_bf16_supported():
         return "avx512"
     return "avx512-bf16-intel" if vendor() == "GenuineIntel" else "avx512-bf16"
+
+
+def tiles_refused() -> bool:
+    """Whether the processor has tiles, and Linux does not let this process use them: it has to be
+    asked, and says no where a signal's stack is too small for them, or a filter forbids to ask."""
+    return torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx()
 
 
 def vendor() -> str:
@@ -102,7 +111,7 @@ def vendor() -> str:
 def describe(kind: str) -> str:
     """A class and its choices in words: who computes what."""
     parts = []
-    for who in (C, FLOATS, TORCH):
+    for who in (C, TILES, FLOATS, TORCH):
         named = [name for name, chosen in CHOICES[kind].items() if chosen == who]
         if named:
             parts.append(f"{who} for {', '.join(named)}")

@@ -13,23 +13,25 @@
 
    A file that includes this says how numbers are multiplied. It defines
 
-     stored             the type of queries, keys, values and outputs in memory
-     TILE               keys, or numbers of a value, that are summed at once; 4 or 8
-     PAIR               numbers that lie together in an `item`, and whose products are summed at
-                        once: of a query and a key along D, of probabilities and values along keys
-     item               the type of so many numbers
-     VALUE_TILE(r, s, d)  where the values of d .. d + TILE - 1 begin in r->v, and
-     VALUE_NEXT(s)        how many items lie from one pair of keys there to the next, of Shape s
+     stored   the type of queries, keys, values and outputs in memory
+     PAIR     numbers that lie together in an `item`, and whose products are summed at once: of a
+              query and a key along D, of probabilities and values along keys
+     item     the type of so many numbers
+     TILE     keys whose logits are computed at once
+     STEP     numbers of a key that are multiplied at once: rows end with zeros up to a multiple
+     WIDE     vectors of queries in a strip; 2 or 3
+     STRIPS   the most strips of a block
+     block_keys(size)  keys of a block: with their values they stay near
 
-   and the functions that are declared below. */
+   and the functions that are declared below; prefill_vectors.h has some of them. */
 #include <stdlib.h>
 
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
-/* WIDE: vectors of a strip. STRIP: queries of a strip. STRIPS: the most strips of a block. */
-enum { WIDE = 3, STRIP = LANES * WIDE, STRIPS = 4 };
+/* Queries of a strip. */
+enum { STRIP = LANES * WIDE };
 
 /* Sizes H, G, T, N, D; how many rows query 0 sees; and strides in numbers. */
 typedef struct {
@@ -57,24 +59,36 @@ typedef struct {
 /* Memory of one thread. */
 typedef struct {
     Strip strips[STRIPS];
-    item *k;       /* [keys][D / PAIR], of one block of keys; zeros up to a multiple of TILE */
-    item *v;       /* their values, as the including file has them */
+    item *k;       /* one block of keys, as the including file has them */
+    item *v;       /* their values, likewise */
     item *p;       /* [keys / PAIR][lanes], probabilities */
     int64_t begin; /* the first key of the block */
 } Workspace;
 
-/* sum += a * b, over the pairs of each lane. b: the item in all lanes. */
-INLINE vec add_product(vec sum, const item *a, item b);
+/* Prepare a thread, and undo this. */
+INLINE void begin_thread(void);
+INLINE void end_thread(void);
 
-/* Write the queries of the LANES rows `from` [D] to `to` [D / PAIR][wide][LANES], from there on;
+/* Write the queries of the LANES rows `from` [D] to `to` [items_of(s)][wide][LANES], from there on;
    NULL: zeros. */
 static void load_queries(const Shape *s, const stored *const *from, int wide, item *to);
 
-/* Copy a key; NULL: zeros. */
-INLINE void load_key(const Shape *s, const stored *from, item *to);
+/* Write `count` keys, from k [count, D] on, to `to`, with zeros up to a multiple of TILE. */
+static void load_keys(const Shape *s, const stored *k, int64_t count, item *to);
 
-/* Write the values of `count` keys to r->v, with zeros up to a multiple of TILE. */
+/* The same of their values. */
 static void load_values(const Shape *s, const stored *v, int64_t count, item *to);
+
+/* The products of queries and the keys key .. key + TILE - 1, before they are scaled. */
+INLINE void find_logits(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, int64_t key,
+    vec x[TILE][WIDE]
+);
+
+/* strip->out_sum += the values of the first `count` keys, a multiple of TILE, times r->p. */
+INLINE void add_values(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, int64_t count
+);
 
 /* Write the probabilities of PAIR keys, each [LANES], to `to`, and add the rounded ones to `sum`.
  */
@@ -88,8 +102,11 @@ static void write_rows(
 #define SUM_LIMIT 1073741824.0f /* 2^30 */
 #define LOWEST -3e38f
 
-/* How many keys a block has: with their values they stay near. */
-static int64_t block_keys(int64_t size) { return size <= 64 ? 128 : 64; }
+/* A size with the zeros at the end of its rows. */
+INLINE int64_t padded(int64_t size) { return (size + STEP - 1) / STEP * STEP; }
+
+/* Items of a row of queries. */
+INLINE int64_t items_of(const Shape *s) { return padded(s->size) / PAIR; }
 
 /* The division for this shape and number of threads. */
 static Division divide(const Shape *s) {
@@ -109,8 +126,8 @@ static Division divide(const Shape *s) {
     /* Queries, keys, values, probabilities, outputs, and four numbers per query. Each is a multiple
        of 64 bytes. */
     int64_t keys = block_keys(s->size), rows = STRIPS * STRIP, number = sizeof(item) / PAIR;
-    c.each =
-        number * ((rows + 2 * keys) * s->size + keys * STRIP) + 4 * rows * s->size + 4 * 4 * rows;
+    c.each = number * ((rows + 2 * keys) * padded(s->size) + keys * STRIP) + 4 * rows * s->size +
+             4 * 4 * rows;
     c.each = (c.each + 63) / 64 * 64;
     return c;
 }
@@ -128,15 +145,15 @@ static Workspace init_workspace(char *at, int64_t size) {
     Workspace r;
     for (int i = 0; i < STRIPS; i++) {
         Strip *x = &r.strips[i];
-        x->q = carve(&at, number * STRIP * size);
+        x->q = carve(&at, number * STRIP * padded(size));
         x->out_sum = carve(&at, 4 * STRIP * size);
         x->shift = carve(&at, 4 * STRIP);
         x->sum = carve(&at, 4 * STRIP);
         x->rounded_sum = carve(&at, 4 * STRIP);
         x->limit = carve(&at, 4 * STRIP);
     }
-    r.k = carve(&at, number * keys * size);
-    r.v = carve(&at, number * keys * size);
+    r.k = carve(&at, number * keys * padded(size));
+    r.v = carve(&at, number * keys * padded(size));
     r.p = carve(&at, number * keys * STRIP);
     r.begin = 0;
     return r;
@@ -156,49 +173,6 @@ static void load_strip(const Shape *s, const stored *q, int64_t begin, Strip *x)
         }
         load_queries(s, from, x->wide, x->q + w * LANES);
     }
-}
-
-/* Load keys begin .. end - 1 and their values. */
-static void load_block(
-    const Shape *s, Workspace *r, const stored *k, const stored *v, int64_t begin, int64_t end
-) {
-    int64_t count = end - begin, used = (count + TILE - 1) / TILE * TILE;
-    r->begin = begin;
-    for (int64_t i = 0; i < used; i++)
-        load_key(s, i < count ? k + (begin + i) * s->k_row : NULL, r->k + i * (s->size / PAIR));
-    load_values(s, v + begin * s->v_row, count, r->v);
-}
-
-/* sum[i][w] += the sum over `steps` of item a[step][w] times the item of b at i * row + step *
-   next. */
-INLINE void add_products(
-    const int wide, vec sum[TILE][WIDE], int64_t steps, const item *a, const item *b, int64_t row,
-    int64_t next
-) {
-    for (int64_t step = 0; step < steps; step++) {
-        const item *x = a + step * wide * LANES, *y = b + step * next;
-        UNROLL
-        for (int i = 0; i < TILE; i++) {
-            UNROLL
-            for (int w = 0; w < wide; w++)
-                sum[i][w] = add_product(sum[i][w], x + w * LANES, y[i * row]);
-        }
-    }
-}
-
-/* The products of queries and the keys key .. key + TILE - 1, before they are scaled. */
-INLINE void find_logits(
-    const int wide, const Shape *s, const Workspace *r, const Strip *strip, int64_t key,
-    vec x[TILE][WIDE]
-) {
-    int64_t items = s->size / PAIR;
-    UNROLL
-    for (int i = 0; i < TILE; i++) {
-        UNROLL
-        for (int w = 0; w < wide; w++)
-            x[i][w] = (vec){0};
-    }
-    add_products(wide, x, items, strip->q, r->k + (key - r->begin) * items, items, 1);
 }
 
 /* Which queries of vector w see a key. */
@@ -324,24 +298,7 @@ INLINE void attend_strip(
         store(at, load(at) + sum[w]);
         store(rounded, load(rounded) + rounded_sum[w]);
     }
-    int64_t used = (end - begin + TILE - 1) / TILE * (TILE / PAIR);
-    for (int64_t d = 0; d < s->size; d += TILE) {
-        vec x[TILE][WIDE];
-        float *at = strip->out_sum + d * wide * LANES;
-        UNROLL
-        for (int i = 0; i < TILE; i++) {
-            UNROLL
-            for (int w = 0; w < wide; w++)
-                x[i][w] = load(at + (i * wide + w) * LANES);
-        }
-        add_products(wide, x, used, r->p, VALUE_TILE(r, s, d), 1, VALUE_NEXT(s));
-        UNROLL
-        for (int i = 0; i < TILE; i++) {
-            UNROLL
-            for (int w = 0; w < wide; w++)
-                store(at + (i * wide + w) * LANES, x[i][w]);
-        }
-    }
+    add_values(wide, s, r, strip, (end - begin + TILE - 1) / TILE * TILE);
 }
 
 /* With a constant width, the sums of a tile are registers. */
@@ -354,7 +311,9 @@ INLINE void attend_strip(
     }
 ATTEND_STRIP(1)
 ATTEND_STRIP(2)
+#if WIDE == 3
 ATTEND_STRIP(3)
+#endif
 
 /* Divide the outputs of a strip, and write them and the log-sum-exps. */
 static void write_out(const Shape *s, int64_t begin, const Strip *strip, stored *out, float *lse) {
@@ -388,15 +347,19 @@ static void block(
     float scale = (float)(1.44269504088896341 / sqrt((double)s->size));
     for (int64_t at = 0; at < most; at += keys) {
         int64_t end = at + keys < most ? at + keys : most;
-        load_block(s, r, k, v, at, end);
+        r->begin = at;
+        load_keys(s, k + at * s->k_row, end - at, r->k);
+        load_values(s, v + at * s->v_row, end - at, r->v);
         for (int i = 0; i < count; i++) {
             const Strip *strip = &r->strips[i];
-            if (strip->wide == 3)
-                attend_strip_3(s, r, strip, at, end, scale);
+            if (strip->wide == 1)
+                attend_strip_1(s, r, strip, at, end, scale);
             else if (strip->wide == 2)
                 attend_strip_2(s, r, strip, at, end, scale);
+#if WIDE == 3
             else
-                attend_strip_1(s, r, strip, at, end, scale);
+                attend_strip_3(s, r, strip, at, end, scale);
+#endif
         }
     }
     for (int i = 0; i < count; i++)
@@ -420,6 +383,7 @@ static int rows_attention(
         thread = omp_get_thread_num();
 #endif
         Workspace r = init_workspace(memory + thread * c.each, s->size);
+        begin_thread();
         /* The last queries see most rows, so they go first. */
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < s->heads * c.blocks; i++) {
@@ -429,6 +393,7 @@ static int rows_attention(
                 out + h * s->out_head, lse + h * s->group * s->rows, begin, c.strips
             );
         }
+        end_thread();
     }
     free(memory);
     return 0;

@@ -112,6 +112,7 @@ class Prefill:
         return out, lse
 
 
+TILES = Prefill("minikv_rows_attention_tiles")
 BF16 = Prefill("minikv_rows_attention")
 FLOAT = Prefill("minikv_rows_attention_float")
 
@@ -120,7 +121,9 @@ FLOAT = Prefill("minikv_rows_attention_float")
 def _function(symbol: str) -> Attend | None:
     """A function of the library, its arguments declared; None where it cannot compute this."""
     found, _ = library()
-    if found is None or (symbol == BF16.symbol and not found.minikv_rows_attention_available()):
+    if found is None:
+        return None
+    if symbol in (TILES.symbol, BF16.symbol) and not getattr(found, f"{symbol}_available")():
         return None
     function = found[symbol]
     function.argtypes = [c_void_p] * 5 + [_Shape]

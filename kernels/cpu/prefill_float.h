@@ -6,11 +6,11 @@
      widen(x)    such a number as a float, and
      narrow(x)   a float as such a number */
 
-/* Sums, with a row of queries and one number, fill the registers. */
+#define WIDE 3
 #if VEC == 16 || defined(__aarch64__)
-enum { TILE = 8, PAIR = 1 };
+enum { TILE = 8, PAIR = 1, STEP = 1, STRIPS = 4 };
 #else
-enum { TILE = 4, PAIR = 1 };
+enum { TILE = 4, PAIR = 1, STEP = 1, STRIPS = 4 };
 #endif
 
 typedef float item;
@@ -18,7 +18,10 @@ typedef float item;
 #define VALUE_TILE(r, s, d) ((r)->v + (d))
 #define VALUE_NEXT(s) ((s)->size)
 
+INLINE int64_t block_keys(int64_t size) { return size <= 64 ? 128 : 64; }
+
 #include "prefill.h"
+#include "prefill_vectors.h"
 
 INLINE vec add_product(vec sum, const item *a, item b) { return sum + load(a) * b; }
 

@@ -22,6 +22,9 @@ from minikv.kernels.cpu import (
 )
 from minikv.kernels.dispatch import Kernels
 
+_SOURCES = {choice.TORCH: Kernels, choice.FLOATS: prefill.FLOAT, choice.TILES: prefill.TILES}
+"""Where operations are that are not those of `Native`."""
+
 
 class Native(Kernels):
     """Operations of `Kernels` in C, but for those that `choice` leaves to torch on a processor of
@@ -34,7 +37,7 @@ class Native(Kernels):
         self.choices = choice.describe(processor)
         for operation, who in choice.CHOICES[processor].items():
             if who != choice.C:
-                source = Kernels if who == choice.TORCH else prefill.FLOAT
+                source = _SOURCES[who]
                 for name in choice.OPERATIONS[operation]:
                     setattr(self, name, getattr(source, name))
         self.float_rows = choice.FLOAT_ROWS.get(processor)

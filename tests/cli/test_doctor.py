@@ -221,14 +221,19 @@ def test_the_class_of_the_processor_and_the_choice_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(choice, "processor", lambda: "amx")
+    monkeypatch.setattr(choice, "tiles_refused", lambda: False)
     (check,) = examination.kernels()
     assert check.state == OK
     assert (
         "compiled on this machine; processor class amx: C for joined attention, prompt statistics, "
         in check.detail
     )
-    assert "; torch for prompt attention" in check.detail
-    assert check.detail.endswith("prompts with packed weights")
+    assert "; C with tiles for prompt attention" in check.detail
+    assert "refuses" not in check.detail
+    monkeypatch.setattr(choice, "tiles_refused", lambda: True)
+    (check,) = examination.kernels()
+    assert check.state == OK
+    assert check.detail.endswith("Linux refuses this process the tiles (AMX) of the processor")
 
 
 def test_a_check_that_breaks_is_a_failed_check(

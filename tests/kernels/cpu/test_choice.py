@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Shape
 from minikv.kernels import dispatch
 from minikv.kernels.cpu import build, choice, prefill, table
-from minikv.kernels.torch import attention, ragged_prefill
+from minikv.kernels.torch import attention
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
@@ -30,8 +32,9 @@ def test_every_class_says_of_every_operation_who_computes_it() -> None:
     assert own == {name for names in choice.OPERATIONS.values() for name in names}
     for row in choice.CHOICES.values():
         assert row.keys() == choice.OPERATIONS.keys()
-        assert set(row.values()) <= {choice.C, choice.FLOATS, choice.TORCH}
-        assert {name for name, who in row.items() if who == choice.FLOATS} <= {"prompt attention"}
+        assert set(row.values()) <= {choice.C, choice.TILES, choice.FLOATS, choice.TORCH}
+        special = {name for name, who in row.items() if who in (choice.TILES, choice.FLOATS)}
+        assert special <= {"prompt attention"}
     assert choice.processor() in choice.CHOICES
     assert choice.FLOAT_ROWS.keys() <= choice.CHOICES.keys()
 
@@ -54,23 +57,25 @@ def test_the_table_is_what_runs(processor: str) -> None:
     assert ops.choices.startswith(f"{processor}: C for ")
     for operation, names in choice.OPERATIONS.items():
         who = choice.CHOICES[processor][operation]
-        source = {choice.TORCH: dispatch.Kernels, choice.FLOATS: prefill.FLOAT}.get(
-            who, table.Native
-        )
+        source = {
+            choice.TORCH: dispatch.Kernels,
+            choice.FLOATS: prefill.FLOAT,
+            choice.TILES: prefill.TILES,
+        }.get(who, table.Native)
         for name in names:
             assert getattr(ops, name) == getattr(source, name), (operation, name)
         assert operation in ops.choices
 
 
 @needs_compiler
-def test_with_tiles_of_bfloat16_prompts_are_torchs() -> None:
-    """The rule for AMX, where torch's attention of a prompt is three times as fast as C."""
+def test_with_tiles_of_bfloat16_prompts_take_them() -> None:
+    """The rule for AMX."""
     ops = chosen("amx")
-    assert ops.rows_attention is attention.rows_attention
-    assert ops.last_rows_attention is attention.last_rows_attention
-    assert ops.ragged_prefill is ragged_prefill.ragged_prefill
+    assert ops.rows_attention == prefill.TILES.rows_attention
+    assert ops.last_rows_attention == prefill.TILES.last_rows_attention
+    assert ops.ragged_prefill == prefill.TILES.ragged_prefill
     assert ops.ragged_attention is table.Native.ragged_attention
-    assert "torch for prompt attention" in ops.choices
+    assert "C with tiles for prompt attention" in ops.choices
     assert chosen("avx512-bf16").rows_attention == prefill.BF16.rows_attention
     assert not ops.integer_prompts
     assert chosen("avx512-bf16").integer_prompts
@@ -135,8 +140,47 @@ def test_the_class_is_what_torch_may_use(
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: level)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
     assert choice.processor.__wrapped__() == found
+
+
+def test_tiles_that_are_refused_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "vendor", lambda: "GenuineIntel")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    for there, granted in ((True, True), (True, False), (False, False)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda there=there: there)
+        monkeypatch.setattr(torch.cpu, "_init_amx", lambda granted=granted: granted)
+        assert choice.tiles_refused() == (there and not granted)
+        assert (choice.processor.__wrapped__() == "amx") == (there and granted)
+
+
+SMALL_STACK = """
+import ctypes, torch
+
+class Stack(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+room = ctypes.create_string_buffer(4096)
+given = Stack(ctypes.addressof(room), 0, 4096)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(given), None) == 0
+from minikv.kernels.cpu import choice, prefill
+
+q, k = torch.randn(1, 1, 40, 64).bfloat16(), torch.randn(1, 40, 64).bfloat16()
+out, _ = prefill.TILES.rows_attention(q, k, k)
+assert out.isfinite().all()
+print(choice.tiles_refused(), choice.processor(), prefill.TILES.available())
+"""
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no tiles")
+def test_linux_refuses_tiles_and_attention_goes_on() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "True avx512-bf16-intel False\n", done.stderr
 
 
 @pytest.mark.parametrize(

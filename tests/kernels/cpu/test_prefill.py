@@ -16,7 +16,7 @@ from minikv import kernels
 from minikv.kernels.cpu import build, prefill
 from minikv.kernels.torch import attention
 
-WAYS = {"bfloat16": prefill.BF16, "floats": prefill.FLOAT}
+WAYS = {"tiles": prefill.TILES, "bfloat16": prefill.BF16, "floats": prefill.FLOAT}
 why = build.library()[1] or "the processor multiplies no bf16 vectors"
 skips = {name: pytest.mark.skipif(not way.available(), reason=why) for name, way in WAYS.items()}
 NAN = math.nan
@@ -315,7 +315,12 @@ def test_the_last_rows_without_the_kernel(
     check(way.last_rows_attention(q, k[:, :20], v[:, :20]), q, k[:, :20], v[:, :20], 1)
 
 
-@pytest.mark.parametrize("library", [None, SimpleNamespace(minikv_rows_attention_available=int)])
+NO_INSTRUCTIONS = SimpleNamespace(
+    minikv_rows_attention_available=int, minikv_rows_attention_tiles_available=int
+)
+
+
+@pytest.mark.parametrize("library", [None, NO_INSTRUCTIONS])
 def test_a_machine_without_the_instructions(
     library: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +328,7 @@ def test_a_machine_without_the_instructions(
     monkeypatch.setattr(prefill, "library", lambda: (library, "" if library else "no compiler"))
     prefill._function.cache_clear()
     try:
+        assert not prefill.TILES.available()
         assert not prefill.BF16.available()
         assert library is not None or not prefill.FLOAT.available()
     finally:

@@ -1,0 +1,191 @@
+/* Attention of many queries over rows by the products of tiles of bfloat16 (AMX): a tile of keys
+   [16, 32 numbers] times one of queries, which are pairs along D [16, LANES], are logits [16 keys,
+   LANES]; a tile of values [16 numbers, 32 keys] times probabilities are outputs. Two by two tiles
+   are summed at once. */
+#include "lanes.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && \
+    defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__linux__)
+#define AVAILABLE 1
+#else
+#define AVAILABLE 0
+#endif
+
+#if AVAILABLE
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Whether Linux lets this process use tiles, which it has to be asked for. */
+int minikv_rows_attention_tiles_available(void) {
+    enum { REQUEST = 0x1023, TILES = 18 };
+    return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+}
+
+#define WIDE 2
+enum { TILE = 32, STEP = 32, STRIPS = 8 };
+
+INLINE int64_t block_keys(int64_t size) { return size <= 128 ? 256 : 128; }
+
+#include "prefill_pairs.h"
+
+/* Numbers of a tile, and bytes of its row. */
+enum { NUMBERS = 512, ROW = 64 };
+
+/* Tile N is what lies at x, its rows `row` bytes apart. Compilers may not know that this reads
+   memory, so they are told. */
+#define LOAD_TILE(N, x, row)               \
+    do {                                   \
+        __asm__ volatile("" ::: "memory"); \
+        _tile_loadd(N, x, row);            \
+    } while (0)
+
+/* All eight tiles have 16 rows of 64 bytes. */
+INLINE void begin_thread(void) {
+    struct {
+        uint8_t palette, start, none[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        shape.bytes[i] = ROW;
+        shape.rows[i] = 16;
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(shape));
+}
+
+INLINE void end_thread(void) { _tile_release(); }
+
+/* To [keys / 16][D / 32][16][32]. */
+static void load_keys(const Shape *s, const bf16 *k, int64_t count, item *to) {
+    int64_t used = (count + TILE - 1) / TILE * TILE, steps = padded(s->size) / STEP;
+    bf16 *tiles = (bf16 *)to;
+    for (int64_t i = 0; i < used; i++)
+        for (int64_t step = 0; step < steps; step++) {
+            int64_t left = s->size - step * STEP;
+            __mmask32 mask = i >= count ? 0 : left < STEP ? (1u << left) - 1 : ~0u;
+            __m512i x = _mm512_maskz_loadu_epi16(mask, k + i * s->k_row + step * STEP);
+            _mm512_store_si512(tiles + ((i / 16) * steps + step) * NUMBERS + i % 16 * STEP, x);
+        }
+}
+
+/* To [keys / 32][D / 16][16][32], keys along a row. */
+static void load_values(const Shape *s, const bf16 *v, int64_t count, item *to) {
+    int64_t used = (count + TILE - 1) / TILE * TILE;
+    bf16 *tile = (bf16 *)to;
+    for (int64_t key = 0; key < used; key += TILE)
+        for (int64_t d = 0; d < s->size; d += 16, tile += NUMBERS) {
+            __m512i x[16];
+            for (int i = 0; i < 16; i++) {
+                int64_t at = key + 2 * i;
+                const bf16 *from = v + at * s->v_row + d;
+                __m256i even = _mm256_setzero_si256(), odd = even;
+                if (at < count)
+                    even = _mm256_loadu_si256((const void *)from);
+                if (at + 1 < count)
+                    odd = _mm256_loadu_si256((const void *)(from + s->v_row));
+                x[i] = interleave(_mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1));
+            }
+            transpose(x);
+            for (int i = 0; i < 16; i++)
+                _mm512_store_si512(tile + i * STEP, x[i]);
+        }
+}
+
+/* Tiles 0 .. 3 += the sum over `steps` of tiles a, `a_next` numbers from one to the next, times
+   tiles b [step][16][wide][LANES]; tile 2 * i + w is of the i-th a, `a_row` numbers behind the
+   first, and vector w. two: whether there is a second a. */
+INLINE void add_tiles(
+    const int wide, const int two, int64_t steps, const bf16 *a, int64_t a_row, int64_t a_next,
+    const item *b
+) {
+    for (int64_t step = 0; step < steps; step++, a += a_next, b += 16 * wide * LANES) {
+        LOAD_TILE(4, a, ROW);
+        LOAD_TILE(6, b, wide * ROW);
+        _tile_dpbf16ps(0, 4, 6);
+        if (wide == 2) {
+            LOAD_TILE(7, b + LANES, wide * ROW);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (two) {
+            LOAD_TILE(5, a + a_row, ROW);
+            _tile_dpbf16ps(2, 5, 6);
+            if (wide == 2)
+                _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+}
+
+INLINE void find_logits(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, int64_t key,
+    vec x[TILE][WIDE]
+) {
+    int64_t steps = padded(s->size) / STEP, next = steps * NUMBERS;
+    const bf16 *k = (const bf16 *)r->k + (key - r->begin) / 16 * next;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    add_tiles(wide, 1, steps, k, next, NUMBERS, strip->q);
+    _tile_stored(0, &x[0][0], WIDE * ROW);
+    _tile_stored(2, &x[16][0], WIDE * ROW);
+    if (wide == 2) {
+        _tile_stored(1, &x[0][1], WIDE * ROW);
+        _tile_stored(3, &x[16][1], WIDE * ROW);
+    }
+}
+
+/* `add_values` of the numbers of a value in one tile, or in two, from `sum` on. */
+INLINE void add_some_values(
+    const int wide, const int two, int64_t steps, const bf16 *v, int64_t next, const item *p,
+    float *sum
+) {
+    float *below = sum + 16 * wide * LANES;
+    LOAD_TILE(0, sum, wide * ROW);
+    if (wide == 2)
+        LOAD_TILE(1, sum + LANES, wide * ROW);
+    if (two)
+        LOAD_TILE(2, below, wide * ROW);
+    if (two && wide == 2)
+        LOAD_TILE(3, below + LANES, wide * ROW);
+    add_tiles(wide, two, steps, v, NUMBERS, next, p);
+    _tile_stored(0, sum, wide * ROW);
+    if (wide == 2)
+        _tile_stored(1, sum + LANES, wide * ROW);
+    if (two)
+        _tile_stored(2, below, wide * ROW);
+    if (two && wide == 2)
+        _tile_stored(3, below + LANES, wide * ROW);
+}
+
+INLINE void add_values(
+    const int wide, const Shape *s, const Workspace *r, const Strip *strip, int64_t count
+) {
+    int64_t next = s->size / 16 * NUMBERS, d = 0;
+    const bf16 *v = (const bf16 *)r->v;
+    for (; d + 32 <= s->size; d += 32)
+        add_some_values(
+            wide, 1, count / TILE, v + d / 16 * NUMBERS, next, r->p,
+            strip->out_sum + d * wide * LANES
+        );
+    if (d < s->size)
+        add_some_values(
+            wide, 0, count / TILE, v + d / 16 * NUMBERS, next, r->p,
+            strip->out_sum + d * wide * LANES
+        );
+}
+
+#else
+int minikv_rows_attention_tiles_available(void) { return 0; }
+#endif
+
+/* See `rows_attention` in prefill.h; returns 1 where there are no tiles. */
+int minikv_rows_attention_tiles(
+    const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, const int64_t *shape
+) {
+#if AVAILABLE
+    return rows_attention(q, k, v, out, lse, (const Shape *)shape);
+#else
+    (void)q, (void)k, (void)v, (void)out, (void)lse, (void)shape;
+    return 1;
+#endif
+}
