@@ -57,6 +57,7 @@
     pack_int8              -                        cpu/packing         models
     pack_int4              -                        cpu/packing         models
     unpack_int4            -                        cpu/packing         models
+    rows_product           -                        cpu/product_tiles   models
     w8a16_product          triton/packed_product    -                   models
     w4a16_product          triton/packed_product    -                   models
     unpack_int4_rows       triton/packed_product    -                   models
@@ -68,7 +69,7 @@ int8_product and int4_product, which is too slow to run: models/linear.py then l
 they are. On a CPU without C, `TorchOnCPU` takes ragged_attention from torch/decode_cpu. The choice
 is made once, for a device and a head size, and handed on as a `Kernels` object; nothing is
 remembered here. On a CPU it also depends on the processor: cpu/choice.py says which operations are
-left to torch.
+left to torch. rows_product is there only with tiles (AMX).
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ class Kernels:
     choices = ""
     """On a CPU with C: the class of the processor, and who computes what for it, in words."""
     products = False
-    """Whether rest, normed_product, row_product, int8_product and int4_product take the place of
-    torch's own products."""
+    """Whether rest, normed_product, row_product, rows_product, int8_product and int4_product take
+    the place of torch's own products."""
     integer_prompts = False
     """Whether int8_product and int4_product are also faster for many rows."""
     float_rows: int | None = None
@@ -175,6 +176,7 @@ class Kernels:
     pack_int8: Callable[..., None] | None = None
     pack_int4: Callable[..., None] | None = None
     unpack_int4: Callable[..., None] | None = None
+    rows_product: Callable[..., Callable[..., Tensor] | None] | None = None
     w8a16_product: Callable[..., torch.Tensor] | None = None
     w4a16_product: Callable[..., torch.Tensor] | None = None
     unpack_int4_rows: Callable[..., None] | None = None

@@ -8,7 +8,8 @@ What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
 - many rows in bfloat16: oneDNN where the processor multiplies bfloat16; where it does not, or
   slower than float32, the same in float32, a block of the weights at a time.
 - int8 and int4: our own kernels round activations to eight bits and multiply integers. Without
-  them, torch's packed kernels multiply a few rows; many rows unpack a block at a time.
+  them, torch's packed kernels multiply a few rows; many rows unpack a block at a time. With tiles
+  (AMX) our own kernel unpacks many rows, and activations stay as they are.
 
 float32 and plain weights on a CUDA device do what `F.linear` does; packed ones are in
 models/linear_gpu.py.
@@ -78,6 +79,10 @@ room bfloat16 [>= t, out] or None) -> bfloat16 [t, out], in the room. As for `Pa
 
 RowProduct = Callable[[Tensor, Tensor], Tensor]
 """(x bfloat16 [1, in], weight bfloat16 [out, in]) -> bfloat16 [1, out]."""
+
+RowsProduct = Callable[[Tensor, Tensor | None], Tensor]
+"""Of one matrix: (x bfloat16 [t, in], room bfloat16 [>= t, out] or None) -> bfloat16 [t, out], in
+the room."""
 
 
 PackInt8 = Callable[[Tensor, Tensor, Tensor], None]
@@ -216,15 +221,26 @@ class Int8:
     A row's largest magnitude is 127 steps. `in` must be a multiple of 16: torch's kernel reads
     whole vectors. `product` and `scratch` are None, which stands for torch and its own memory,
     until `Llama.use` names others. torch leaves activations in bfloat16; `product` may round them
-    (kernels/torch/integer.py), and computes many rows only if `many`. Made of weights without
-    memory (on torch's meta device) it is empty, and `pack` brings the rows.
+    (kernels/torch/integer.py), and computes many rows only if `many`. If not, `rows_product` does,
+    if there is one. Made of weights without memory (on torch's meta device) it is empty, and `pack`
+    brings the rows.
     """
 
-    __slots__ = ("bias", "many", "packing", "product", "quantised", "scale", "scratch")
+    __slots__ = (
+        "bias",
+        "many",
+        "packing",
+        "product",
+        "quantised",
+        "rows_product",
+        "scale",
+        "scratch",
+    )
 
     def __init__(self, plain: Plain, room: Empty = empty, packing: Packing = TORCH) -> None:
         weight, self.bias = plain.weight, plain.bias
         self.product: Int8Product | None = None
+        self.rows_product: RowsProduct | None = None
         self.many = True
         self.scratch: Scratch | None = None
         self.packing = packing
@@ -248,6 +264,8 @@ class Int8:
         few = x.shape[0] <= FEW["int8"]
         if self.product is not None and (few or self.many):
             made = self.product(x, self.quantised, self.scale, out)
+        elif not few and self.rows_product is not None:
+            made = self.rows_product(x, out)
         elif not few:
             made = _by_blocks(x, self, out, bf16_products())
         else:
@@ -297,6 +315,7 @@ class Int4:
         "packed",
         "packing",
         "product",
+        "rows_product",
         "scales",
         "scratch",
         "shape",
@@ -315,6 +334,7 @@ class Int4:
         self.scales = room((columns // group, padded, 2), torch.bfloat16)
         self.packing = packing
         self.product: Int4Product | None = None
+        self.rows_product: RowsProduct | None = None
         self.many = True
         self.unpack: UnpackInt4 | None = None
         self.scratch: Scratch | None = None
@@ -339,6 +359,8 @@ class Int4:
         half, few = half_tile(), x.shape[0] <= FEW["int4"]
         if self.product is not None and half is not None and (few or self.many):
             made = self.product(x, self.packed, self.scales, half, self.shape[0], out)
+        elif not few and self.rows_product is not None:
+            made = self.rows_product(x, out)
         elif not few and half is not None:
             made = _by_blocks(x, self, out, bf16_products())
         else:

@@ -26,6 +26,7 @@ from minikv.models.linear import (
     Int8Product,
     Linear,
     Plain,
+    RowsProduct,
     Scratch,
     UnpackInt4,
     row_product,
@@ -139,6 +140,12 @@ class Ops(Protocol):
         ...
 
     @property
+    def rows_product(self) -> Callable[..., RowsProduct | None] | None:
+        """What makes a `RowsProduct` of a packed matrix (kernels/cpu/product_tiles.py). None:
+        there is none."""
+        ...
+
+    @property
     def int8_product(self) -> Int8Product | None:
         """None: torch."""
         ...
@@ -233,12 +240,14 @@ class Llama:
             if isinstance(matrix, Int8):
                 matrix.product = own.int8_product if own else None
                 matrix.many = own is not None and own.integer_prompts
+                matrix.rows_product = _rows_product(own, matrix)
             elif isinstance(matrix, Plain):
                 matrix.product = own.row_product if own else row_product
                 matrix.float_rows = None if ops is None else ops.float_rows
             elif isinstance(matrix, Int4):
                 matrix.product = own.int4_product if own else None
                 matrix.many = own is not None and own.integer_prompts
+                matrix.rows_product = _rows_product(own, matrix)
                 matrix.unpack = None if ops is None else ops.unpack_int4
             elif isinstance(matrix, Int8OnGpu | Int4OnGpu):
                 matrix.ops = ops
@@ -463,6 +472,14 @@ class Llama:
         else:
             mixed = F.silu(both[:, :width], inplace=True).mul_(both[:, width:])
         return _add(x, mixed, layer.down, wide is None)
+
+
+def _rows_product(ops: Ops | None, matrix: Int8 | Int4) -> RowsProduct | None:
+    """What multiplies many rows by a packed matrix; None: torch, or its `product`."""
+    read = as_read(matrix)
+    if ops is None or ops.rows_product is None or read is None:
+        return None
+    return ops.rows_product(read)
 
 
 def _kinds(matrix: Linear) -> Iterator[str]:

@@ -36,12 +36,13 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "products of one row": ("row_product", "rest"),
     "int8 products": ("int8_product",),
     "int4 products": ("int4_product",),
-    "prompts with packed weights": (),
+    "prompts with packed weights": ("rows_product",),
     "packing": ("pack_int8", "pack_int4", "unpack_int4"),
 }
 """The operations of `dispatch.Kernels`, by what a user reads. Prompt statistics are what a prompt's
 queries give each row. With packed weights, C rounds the activations of a prompt and multiplies
-integers (`Kernels.integer_prompts`); torch unpacks the weights."""
+integers (`Kernels.integer_prompts`); with tiles it unpacks the weights (`Kernels.rows_product`), as
+torch does."""
 
 _NOT_MEASURED = dict.fromkeys(OPERATIONS, C) | {
     "prompt attention": TORCH,
@@ -52,10 +53,10 @@ _C_IN_FLOATS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": FLOATS}
 # Joined attention and prompt statistics were measured on avx512-bf16-intel alone; the instructions
 # that they use are those of every AVX-512 and AVX2.
 CHOICES: Mapping[str, Mapping[str, str]] = {
-    # Attention by tiles of bfloat16 is two to three times as fast as torch's, and four as C's by
-    # floats. C has no tiles of integers, and was not measured beside them.
+    # Tiles of bfloat16 make attention two to three times as fast as torch does, and four as C's
+    # floats. Prompts with packed weights are as fast as with bfloat16, whose products stay torch's.
     "amx": dict.fromkeys(OPERATIONS, C)
-    | {"prompt attention": TILES, "prompts with packed weights": TORCH},
+    | {"prompt attention": TILES, "prompts with packed weights": TILES},
     # C is two and a half to four times as fast as torch, whose kernel converts.
     "avx512-bf16": dict.fromkeys(OPERATIONS, C),
     # Intel's, where tiles are missing or hidden: a product of bfloat16 takes twice the time of one

@@ -2,24 +2,9 @@
    [16, 32 numbers] times one of queries, which are pairs along D [16, LANES], are logits [16 keys,
    LANES]; a tile of values [16 numbers, 32 keys] times probabilities are outputs. Two by two tiles
    are summed at once. */
-#include "lanes.h"
+#include "tiles.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && \
-    defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__linux__)
-#define AVAILABLE 1
-#else
-#define AVAILABLE 0
-#endif
-
-#if AVAILABLE
-#include <sys/syscall.h>
-#include <unistd.h>
-
-/* Whether Linux lets this process use tiles, which it has to be asked for. */
-int minikv_rows_attention_tiles_available(void) {
-    enum { REQUEST = 0x1023, TILES = 18 };
-    return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
-}
+#if TILES
 
 #define WIDE 2
 enum { TILE = 32, STEP = 32, STRIPS = 8 };
@@ -28,30 +13,7 @@ INLINE int64_t block_keys(int64_t size) { return size <= 128 ? 256 : 128; }
 
 #include "prefill_pairs.h"
 
-/* Numbers of a tile, and bytes of its row. */
-enum { NUMBERS = 512, ROW = 64 };
-
-/* Tile N is what lies at x, its rows `row` bytes apart. Compilers may not know that this reads
-   memory, so they are told. */
-#define LOAD_TILE(N, x, row)               \
-    do {                                   \
-        __asm__ volatile("" ::: "memory"); \
-        _tile_loadd(N, x, row);            \
-    } while (0)
-
-/* All eight tiles have 16 rows of 64 bytes. */
-INLINE void begin_thread(void) {
-    struct {
-        uint8_t palette, start, none[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } shape = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        shape.bytes[i] = ROW;
-        shape.rows[i] = 16;
-    }
-    __asm__ volatile("ldtilecfg %0" ::"m"(shape));
-}
+INLINE void begin_thread(void) { shape_tiles(); }
 
 INLINE void end_thread(void) { _tile_release(); }
 
@@ -174,15 +136,16 @@ INLINE void add_values(
         );
 }
 
-#else
-int minikv_rows_attention_tiles_available(void) { return 0; }
 #endif
+
+/* Whether there are tiles, and this process may use them. */
+int minikv_rows_attention_tiles_available(void) { return granted(); }
 
 /* See `rows_attention` in prefill.h; returns 1 where there are no tiles. */
 int minikv_rows_attention_tiles(
     const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, const int64_t *shape
 ) {
-#if AVAILABLE
+#if TILES
     return rows_attention(q, k, v, out, lse, (const Shape *)shape);
 #else
     (void)q, (void)k, (void)v, (void)out, (void)lse, (void)shape;

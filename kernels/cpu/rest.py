@@ -11,20 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from minikv.kernels.cpu.binding import address, loaded, plain
+from minikv.kernels.cpu import matrix as cpu
+from minikv.kernels.cpu.binding import loaded, plain
 from minikv.kernels.matrix import Matrix
-
-PLAIN, EIGHT, FOUR = range(3)
-"""Forms of weights, by their numbers in `row.h`."""
-
-
-class _Matrix(ctypes.Structure):
-    """`Matrix` of row.h."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("form", "n", "outs", "group", "half", "stride")),
-        *((name, c_void_p) for name in ("weights", "scales", "bias")),
-    )
 
 
 @cache
@@ -54,10 +43,10 @@ def rest(
     None: C does not take such matrices.
     """
     given = [m for m in (out, gate_up, down, following) if m is not None]
-    made = [_form(m) for m in given]
+    made = [cpu.form(m) for m in given]
     if not all(made) or not plain(torch.bfloat16, mlp_norm, next_norm):
         return None
-    matrices = (_Matrix * 4)(*(m for m in made if m is not None))
+    matrices = (cpu.Matrix * 4)(*(m for m in made if m is not None))
     library = _library()
     first = ctypes.addressof(matrices)
     if not library.minikv_rest_takes(first):
@@ -83,32 +72,3 @@ def rest(
         return result
 
     return run
-
-
-def _form(matrix: Matrix) -> _Matrix | None:
-    """As C takes it; None if it does not."""
-    weights, scales = matrix.weights, matrix.scales
-    group = stride = 0
-    beside = [part for part in (scales, matrix.bias) if part is not None]
-    if not plain(weights.dtype, weights) or not plain(torch.bfloat16, *beside):
-        return None
-    if scales is None:
-        form = PLAIN
-        if weights.dtype is not torch.bfloat16:
-            return None
-    elif weights.dtype is torch.int8:
-        form = EIGHT
-    else:
-        form, stride = FOUR, scales.shape[1]
-        group = matrix.n // scales.shape[0]
-    return _Matrix(
-        form,
-        matrix.n,
-        matrix.outs,
-        group,
-        matrix.half,
-        stride,
-        weights.data_ptr(),
-        address(scales),
-        address(matrix.bias),
-    )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from minikv.kernels.cpu import append as append_row
 from minikv.kernels.cpu import (
@@ -16,6 +19,7 @@ from minikv.kernels.cpu import (
     packing,
     prefill,
     product,
+    product_tiles,
     rest,
     sampling,
     step,
@@ -39,10 +43,12 @@ class Native(Kernels):
             if who != choice.C:
                 source = _SOURCES[who]
                 for name in choice.OPERATIONS[operation]:
-                    setattr(self, name, getattr(source, name))
+                    setattr(self, name, getattr(source, name, getattr(self, name)))
         self.float_rows = choice.FLOAT_ROWS.get(processor)
         prompts = choice.CHOICES[processor]["prompts with packed weights"]
         self.integer_prompts = prompts == choice.C
+        if prompts != choice.TILES:
+            self.rows_product = None
         # Compiled without threads, the products would use only one of the processors.
         self.products = product.threads() > 1 or torch.get_num_threads() == 1
 
@@ -66,6 +72,9 @@ class Native(Kernels):
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     silu_mul = staticmethod(layer.silu_mul)
+    rows_product: Callable[..., Callable[..., Tensor] | None] | None = staticmethod(
+        product_tiles.rows_product
+    )
     int8_product = staticmethod(integer.int8_product)
     int4_product = staticmethod(integer.int4_product)
     drawn = staticmethod(sampling.drawn)

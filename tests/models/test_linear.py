@@ -330,6 +330,7 @@ def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> No
         int4_product=None,
         integer_prompts=True,
         float_rows=None,
+        rows_product=None,
         rest=None,
         normed_product=None,
         row_product=lambda x, weight: x[:, :1] - weight.shape[0],
@@ -370,6 +371,7 @@ def test_many_rows_are_left_to_torch_where_that_is_faster(form: str, tmp_path: P
         integer_prompts=False,
         float_rows=None,
         rest=None,
+        rows_product=None,
         normed_product=None,
     )
     few, many = (torch.ones(n, matrix.shape[1], dtype=torch.bfloat16) for n in (3, 40))  # type: ignore[attr-defined]
@@ -377,10 +379,16 @@ def test_many_rows_are_left_to_torch_where_that_is_faster(form: str, tmp_path: P
     assert bool(matrix(many).any())
     assert not bool(matrix(few).any())
     assert asked == [3]
+    ops.rows_product = lambda matrix: lambda x, out: x[:, :1] - matrix.outs
+    made.use(ops)  # type: ignore[arg-type]
+    assert not bool(matrix(few).any())
+    assert bool((matrix(many) == 1 - matrix.shape[0]).all())  # type: ignore[attr-defined]
     ops.integer_prompts = True
     made.use(ops)  # type: ignore[arg-type]
     assert not bool(matrix(many).any())
-    assert asked == [3, 40]
+    assert asked == [3, 3, 40]
+    made.use(None)
+    assert bool(matrix(many).any())
 
 
 def test_a_head_that_is_stored_wider_is_packed_as_bfloat16(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_every_class_says_of_every_operation_who_computes_it() -> None:
         assert row.keys() == choice.OPERATIONS.keys()
         assert set(row.values()) <= {choice.C, choice.TILES, choice.FLOATS, choice.TORCH}
         special = {name for name, who in row.items() if who in (choice.TILES, choice.FLOATS)}
-        assert special <= {"prompt attention"}
+        assert special <= {"prompt attention", "prompts with packed weights"}
     assert choice.processor() in choice.CHOICES
     assert choice.FLOAT_ROWS.keys() <= choice.CHOICES.keys()
 
@@ -56,6 +56,9 @@ def test_the_table_is_what_runs(processor: str) -> None:
     ops = chosen(processor)
     assert ops.choices.startswith(f"{processor}: C for ")
     for operation, names in choice.OPERATIONS.items():
+        assert operation in ops.choices
+        if names == ("rows_product",):
+            continue
         who = choice.CHOICES[processor][operation]
         source = {
             choice.TORCH: dispatch.Kernels,
@@ -64,7 +67,9 @@ def test_the_table_is_what_runs(processor: str) -> None:
         }.get(who, table.Native)
         for name in names:
             assert getattr(ops, name) == getattr(source, name), (operation, name)
-        assert operation in ops.choices
+    packed = choice.CHOICES[processor]["prompts with packed weights"]
+    assert (ops.rows_product is not None) == (packed == choice.TILES)
+    assert ops.integer_prompts == (packed == choice.C)
 
 
 @needs_compiler

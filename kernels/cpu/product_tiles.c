@@ -1,0 +1,288 @@
+/* Products of many rows of activations by tiles of bfloat16 (AMX): a tile of activations [16, 32
+   columns] times one of weights, which are pairs along the columns [16, 16 rows of weights].
+
+   A panel is SPAN rows of the weights and PART columns of them, unpacked, in the order in which it
+   is multiplied. 32 of its rows stay in the first cache while CHUNK rows of activations pass, and
+   those stay in the second one, into which the next ones are asked for meanwhile. Weights of eight
+   bits are whole numbers, which bfloat16 has exactly; those of four are rounded to it, as
+   `unpack_int4` of packing.c rounds them. Activations are multiplied as they are. */
+#include "row.h"
+#include "tiles.h"
+
+#include <stdlib.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+/* A product: x [t, n], its rows `pitch` apart, and weights [m.outs, m.n]. */
+typedef struct {
+    Matrix m;
+    int64_t t, pitch;
+    const bf16 *x;
+    bf16 *out; /* [t, outs] */
+} Product;
+
+#if TILES
+
+/* MOST: rows that a panel is made for. STEP: columns of a tile. */
+enum { SPAN = 128, PART = 256, CHUNK = 256, MOST = 1024, STEP = 32, STEPS = PART / STEP };
+
+/* Parts of a row, the steps of one of them, and tiles that so many rows are. */
+INLINE int64_t parts_of(const Product *p) { return (p->m.n + PART - 1) / PART; }
+INLINE int64_t steps_of(const Product *p, int64_t part) {
+    int64_t left = p->m.n - part * PART;
+    return ((left < PART ? left : PART) + STEP - 1) / STEP;
+}
+INLINE int64_t tiles_of(int64_t rows) { return (rows + 15) / 16; }
+
+/* Which of the columns from `at` on there are. */
+INLINE __mmask32 columns_from(const Product *p, int64_t at) {
+    int64_t left = p->m.n - at;
+    return left < STEP ? (1u << left) - 1 : ~0u;
+}
+
+/* Write 16 rows of activations from row `first` on to `to` [parts][tiles][STEPS][16][32], with
+   zeros for rows and columns that are not there. */
+static void load_rows(const Product *p, int64_t first, int64_t tiles, bf16 *to) {
+    int64_t left = p->t - first, held = left < 16 ? left : 16;
+    for (int64_t at = 0; at < p->m.n; at += STEP) {
+        bf16 *tile = to + (at / PART * tiles * STEPS + at % PART / STEP) * NUMBERS;
+        __mmask32 mask = columns_from(p, at);
+        const bf16 *from = p->x + first * p->pitch + at;
+        for (int64_t i = 0; i < 16; i++)
+            _mm512_store_si512(
+                tile + i * STEP, _mm512_maskz_loadu_epi16(i < held ? mask : 0, from + i * p->pitch)
+            );
+    }
+}
+
+/* 32 whole numbers of eight bits, as bfloat16. */
+INLINE __m512i whole_numbers(__m256i codes) {
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+/* One tile of the panel: columns `at` .. at + 31 of 16 rows of weights from row `from` on. */
+INLINE void load_wide(const Product *p, const int form, int64_t from, int64_t at, uint32_t *to) {
+    __m512i x[16];
+    __mmask32 mask = columns_from(p, at);
+    for (int64_t i = 0; i < 16; i++) {
+        int64_t begin = (from + i) * p->m.n + at;
+        __mmask32 held = from + i < p->m.outs ? mask : 0;
+        if (form == EIGHT)
+            x[i] =
+                whole_numbers(_mm256_maskz_loadu_epi8(held, (const int8_t *)p->m.weights + begin));
+        else
+            x[i] = _mm512_maskz_loadu_epi16(held, (const bf16 *)p->m.weights + begin);
+    }
+    transpose(x);
+    for (int i = 0; i < 16; i++)
+        _mm512_store_si512(to + i * 16, x[i]);
+}
+
+/* `load_wide` for weights of four bits, of which 16 lie together. */
+INLINE void load_four(const Product *p, int64_t from, int64_t at, uint32_t *to) {
+    const Matrix *m = &p->m;
+    int64_t tile = from / (2 * m->half), inside = from % (2 * m->half);
+    const uint8_t *bytes =
+        (const uint8_t *)m->weights + tile * m->half * m->n + at * m->half + inside % m->half;
+    const bf16 *pairs = (const bf16 *)m->scales + (at / m->group * m->stride + from) * 2;
+    const __m512i words = _mm512_loadu_si512(pairs);
+    const __m512 scale = (__m512)_mm512_slli_epi32(words, 16);
+    const __m512 middle = (__m512)_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000));
+    const __m128i high = _mm_cvtsi32_si128(inside < m->half ? 0 : 4);
+    for (int i = 0; i < 16; i++) {
+        __m512 value[2];
+        for (int j = 0; j < 2; j++) {
+            __m128i four = _mm_loadu_si128((const void *)(bytes + (2 * i + j) * m->half));
+            four = _mm_and_si128(_mm_srl_epi16(four, high), _mm_set1_epi8(15));
+            __m512 code = _mm512_cvtepi32_ps(
+                _mm512_sub_epi32(_mm512_cvtepu8_epi32(four), _mm512_set1_epi32(8))
+            );
+            value[j] = _mm512_fmadd_ps(code, scale, middle);
+        }
+        _mm512_store_si512(
+            to + i * 16, interleave((__m512i)_mm512_cvtne2ps_pbh(value[1], value[0]))
+        );
+    }
+}
+
+/* The panel of a part from row `from` on: [SPAN / 32][STEPS][2][16][16]. */
+static void load_panel(const Product *p, int64_t from, int64_t part, uint32_t *panel) {
+    for (int64_t o = 0; o < SPAN && from + o < p->m.outs; o += 16)
+        for (int64_t step = 0; step < steps_of(p, part); step++) {
+            uint32_t *to = panel + ((o / 32 * STEPS + step) * 2 + o / 16 % 2) * 256;
+            int64_t at = part * PART + step * STEP;
+            if (p->m.form == FOUR)
+                load_four(p, from + o, at, to);
+            else if (p->m.form == EIGHT)
+                load_wide(p, EIGHT, from + o, at, to);
+            else
+                load_wide(p, PLAIN, from + o, at, to);
+        }
+}
+
+/* sums [tiles][SPAN / 16][16][16] += the activations x [tiles][STEPS][16][32] times the panel; of
+   the first part: = . outs: tiles of the panel. next: what is multiplied after x. */
+static void multiply(
+    int64_t tiles, int64_t outs, int64_t steps, int first, const bf16 *x, const uint32_t *panel,
+    float *sums, const bf16 *next
+) {
+    const char *ahead = (const char *)next;
+    const int lines = (int)((64 + outs - 1) / outs); /* of a step, so that all are asked for */
+    for (int64_t o = 0; o < outs; o += 2)
+        for (int64_t r = 0; r < tiles; r += 2) {
+            const int two = r + 1 < tiles; /* else what is computed there is not used */
+            const bf16 *a = x + r * STEPS * NUMBERS, *below = a + two * STEPS * NUMBERS;
+            const uint32_t *b = panel + o * STEPS * 256;
+            float *sum = sums + (r * (SPAN / 16) + o) * 256, *under = sum + two * (SPAN * 16);
+            if (first) {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+            } else {
+                LOAD_TILE(0, sum, ROW);
+                LOAD_TILE(1, sum + 256, ROW);
+                LOAD_TILE(2, under, ROW);
+                LOAD_TILE(3, under + 256, ROW);
+            }
+            for (int64_t step = 0; step < steps; step++) {
+                for (int i = 0; i < lines; i++, ahead += 64)
+                    __builtin_prefetch(ahead, 0, 2);
+                LOAD_TILE(4, a + step * NUMBERS, ROW);
+                LOAD_TILE(6, b + step * 512, ROW);
+                LOAD_TILE(5, below + step * NUMBERS, ROW);
+                LOAD_TILE(7, b + step * 512 + 256, ROW);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(2, under, ROW);
+            _tile_stored(3, under + 256, ROW);
+            _tile_stored(0, sum, ROW);
+            _tile_stored(1, sum + 256, ROW);
+        }
+}
+
+/* Write the sums of `rows` rows from row `first` on, of the weights from row `from` on. */
+static void write_out(
+    const Product *p, int64_t first, int64_t rows, int64_t from, const float *sums
+) {
+    int64_t left = p->m.outs - from, outs = tiles_of(left < SPAN ? left : SPAN);
+    __mmask16 mask[SPAN / 16];
+    vec scale[SPAN / 16];
+    for (int64_t o = 0; o < outs; o++, left -= 16) {
+        mask[o] = left < 16 ? (__mmask16)((1u << left) - 1) : 0xffff;
+        scale[o] = fill(1.0f);
+        if (p->m.form == EIGHT) {
+            const bf16 *at = (const bf16 *)p->m.scales + from + o * 16;
+            __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask[o], at));
+            scale[o] = (vec)_mm512_slli_epi32(wide, 16);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        const float *sum = sums + r / 16 * (SPAN * 16) + r % 16 * 16;
+        bf16 *to = p->out + (first + r) * p->m.outs + from;
+        for (int64_t o = 0; o < outs; o++) {
+            vec made = load(sum + o * 256) * scale[o];
+            _mm256_mask_storeu_epi16(
+                to + o * 16, mask[o], (__m256i)_mm512_cvtneps_pbh((__m512)made)
+            );
+        }
+    }
+}
+
+/* All sums of SPAN rows of weights from row `from` on, for `rows` rows of activations whose tiles
+   begin at x; from one part to the next they are `part_next` numbers apart. */
+static void sum_span(
+    const Product *p, int64_t from, int64_t rows, const bf16 *x, int64_t part_next, uint32_t *panel,
+    float *sums
+) {
+    int64_t left = p->m.outs - from, outs = tiles_of(left < SPAN ? left : SPAN);
+    for (int64_t part = 0; part < parts_of(p); part++) {
+        const bf16 *here = x + part * part_next;
+        const bf16 *after = part + 1 < parts_of(p) ? here + part_next : x;
+        load_panel(p, from, part, panel);
+        for (int64_t r = 0; r < rows; r += CHUNK) {
+            int64_t tiles = tiles_of(rows - r < CHUNK ? rows - r : CHUNK);
+            const bf16 *chunk = here + r * STEPS * STEP;
+            multiply(
+                tiles, outs, steps_of(p, part), part == 0, chunk, panel, sums + r * SPAN,
+                r + CHUNK < rows ? chunk + CHUNK * STEPS * STEP : after
+            );
+        }
+    }
+}
+
+/* Rows for which one thread makes a panel, of `rows` rows: all of them, where there are panels
+   enough for all threads. */
+static int64_t rows_together(const Product *p, int64_t rows) {
+    int64_t threads = 1, spans = (p->m.outs + SPAN - 1) / SPAN, together = MOST;
+#ifdef _OPENMP
+    threads = omp_get_max_threads();
+#endif
+    while (together > CHUNK && spans * ((rows + together - 1) / together) < 3 * threads)
+        together /= 2;
+    return together;
+}
+
+/* All of the product; returns 0, or 2 if there is no memory. */
+static int product(const Product *p) {
+    int64_t most = p->t < MOST ? p->t : MOST, spans = (p->m.outs + SPAN - 1) / SPAN;
+    int64_t together = rows_together(p, most);
+    bf16 *x = aligned_alloc(64, (size_t)(parts_of(p) * tiles_of(most) * STEPS * NUMBERS * 2));
+    int failed = !x;
+#pragma omp parallel if (p->t * p->m.n * p->m.outs > 65536)
+    {
+        uint32_t *panel = aligned_alloc(64, SPAN * PART * 2);
+        float *sums = aligned_alloc(64, (size_t)(tiles_of(most) * 16 * SPAN * 4));
+        if (!panel || !sums)
+#pragma omp atomic write
+            failed = 1;
+#pragma omp barrier
+        shape_tiles();
+        for (int64_t begin = 0; begin < p->t && !failed; begin += MOST) {
+            int64_t here = p->t - begin < MOST ? p->t - begin : MOST, tiles = tiles_of(here);
+            int64_t groups = (here + together - 1) / together;
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < tiles; i++)
+                load_rows(p, begin + i * 16, tiles, x + i * STEPS * NUMBERS);
+#pragma omp for schedule(dynamic)
+            for (int64_t i = 0; i < groups * spans; i++) {
+                int64_t first = i % groups * together, from = i / groups * SPAN;
+                int64_t rows = here - first < together ? here - first : together;
+                sum_span(
+                    p, from, rows, x + first * STEPS * STEP, tiles * STEPS * NUMBERS, panel, sums
+                );
+                write_out(p, begin + first, rows, from, sums);
+            }
+        }
+        _tile_release();
+        free(panel);
+        free(sums);
+    }
+    free(x);
+    return failed ? 2 : 0;
+}
+
+#endif
+
+/* Whether there are tiles, and this process may use them. */
+int minikv_rows_product_available(void) { return granted(); }
+
+/* x bfloat16 [t, n], its rows `pitch` apart, times the transpose of a matrix [outs, n] of any form
+   -> out bfloat16 [t, outs]; nothing is empty. Of four bits, n is a multiple of 32. The bias is not
+   added. Returns 0, or 1 where there are no tiles, or 2: no memory. */
+int minikv_rows_product(int64_t t, int64_t pitch, const Matrix *m, const bf16 *x, bf16 *out) {
+#if TILES
+    const Product p = {.m = *m, .t = t, .pitch = pitch, .x = x, .out = out};
+    return product(&p);
+#else
+    (void)t, (void)pitch, (void)m, (void)x, (void)out;
+    return 1;
+#endif
+}

@@ -1,0 +1,50 @@
+/* Tiles of bfloat16 (AMX): eight registers of 16 rows of 64 bytes. */
+#include "lanes.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && \
+    defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__linux__)
+#define TILES 1
+#else
+#define TILES 0
+#endif
+
+#if TILES
+#include "pairs.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Whether Linux lets this process use tiles, which it has to be asked for. */
+INLINE int granted(void) {
+    enum { REQUEST = 0x1023, STATE = 18 };
+    return syscall(SYS_arch_prctl, REQUEST, STATE) == 0;
+}
+
+/* Numbers of a tile of bfloat16, and bytes of its row. */
+enum { NUMBERS = 512, ROW = 64 };
+
+/* Tile N is what lies at x, its rows `row` bytes apart. Compilers may not know that this reads
+   memory, so they are told. */
+#define LOAD_TILE(N, x, row)               \
+    do {                                   \
+        __asm__ volatile("" ::: "memory"); \
+        _tile_loadd(N, x, row);            \
+    } while (0)
+
+/* All eight tiles of this thread have 16 rows of 64 bytes, until it releases them. */
+INLINE void shape_tiles(void) {
+    struct {
+        uint8_t palette, start, none[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        shape.bytes[i] = ROW;
+        shape.rows[i] = 16;
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(shape));
+}
+
+#else
+INLINE int granted(void) { return 0; }
+#endif
