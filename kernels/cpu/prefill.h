@@ -225,11 +225,11 @@ INLINE void find_probs(
             vec shift = load(strip->shift + w * LANES);
             UNROLL
             for (int i = 0; i < TILE; i += PAIR) {
-                vec p[PAIR], all = {0};
+                vec p[PAIR], all;
                 UNROLL
                 for (int j = 0; j < PAIR; j++) {
                     p[j] = power(x[i + j][w] * scale - shift);
-                    all += p[j];
+                    all = j ? all + p[j] : p[j];
                 }
                 sum[w] += all;
                 store_probs(p, to + (i / PAIR * wide + w) * LANES, &rounded_sum[w]);

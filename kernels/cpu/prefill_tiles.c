@@ -7,7 +7,7 @@
 #if TILES
 
 #define WIDE 2
-enum { TILE = 32, STEP = 32, STRIPS = 8 };
+enum { TILE = 32, STEP = 32, STRIPS = 16 };
 
 INLINE int64_t block_keys(int64_t size) { return size <= 128 ? 256 : 128; }
 
