@@ -117,6 +117,9 @@ class Kernels:
     float_rows: int | None = None
     """Rows of bfloat16 from which torch's products are faster in float32. None: this is not known
     to be so, or torch has no products of bfloat16."""
+    prompt_rows: int | None = None
+    """Rows of bfloat16 that pass through a layer of a prompt together, where more than the network
+    would take are faster."""
     block = 1 << 16
     """Numbers of what is computed at once where it could be any many: here they stay in a cache."""
     ragged_attention = staticmethod(decode.ragged_attention)
@@ -190,6 +193,7 @@ class TorchOnCPU(Kernels):
 
     def __init__(self, processor: str = "") -> None:
         self.float_rows = choice.FLOAT_ROWS.get(processor or choice.processor())
+        self.prompt_rows = choice.PROMPT_ROWS.get(processor or choice.processor())
 
 
 def choose(

@@ -40,6 +40,14 @@ from minikv.models.rope import Rotary, rotate
 CPU_BYTES, CUDA_ROWS = 2048, 2048
 
 
+def chunk_rows(cuda: bool, itemsize: int, asked: int | None) -> int:
+    """Rows of a prompt that pass through a layer together, where numbers have so many bytes. asked:
+    what the processor's kernels ask for of bfloat16 (`Ops.prompt_rows`)."""
+    if cuda:
+        return CUDA_ROWS
+    return asked if asked is not None and itemsize == 2 else CPU_BYTES // itemsize
+
+
 @dataclass(slots=True)
 class Layer:
     """The weights of one layer; matrices as [out, in]."""
@@ -103,6 +111,11 @@ class Ops(Protocol):
     @property
     def float_rows(self) -> int | None:
         """Rows of bfloat16 from which a product is faster in float32; None: not known to be."""
+        ...
+
+    @property
+    def prompt_rows(self) -> int | None:
+        """Rows of bfloat16 that a prompt is best read in; None: this is not known."""
         ...
 
     @property
@@ -196,9 +209,8 @@ class Llama:
         self.config = config
         self.device = torch.device(device)
         self.dtype = dtype
-        self.rows = rows or (
-            CUDA_ROWS if self.device.type == "cuda" else CPU_BYTES // dtype.itemsize
-        )
+        self._given = rows
+        self.rows = self._chunk(None)
 
         room = room or Pages(self.device).empty
 
@@ -234,6 +246,7 @@ class Llama:
         """Let `ops`, or with None torch, compute what they can, from now on, with the matrices and
         norms that are there now: when one is replaced, call this again."""
         self.ops = ops
+        self.rows = self._chunk(None if ops is None else ops.prompt_rows)
         own = ops if ops is not None and ops.products else None
         inside = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)
         for matrix in (self.head, *chain.from_iterable(inside)):
@@ -259,6 +272,11 @@ class Llama:
             layer = self.layers[0]
             qkv, eps = as_read(layer.qkv), self.config.norm_eps
             self._first = own.normed_product(qkv, layer.attention_norm, eps)
+
+    def _chunk(self, asked: int | None) -> int:
+        """See `chunk_rows`, unless whoever made this network said how many."""
+        cuda = self.device.type == "cuda"
+        return self._given or chunk_rows(cuda, self.dtype.itemsize, asked)
 
     def _all_rests(self, ops: Ops) -> list[Rest]:
         """What follows attention in each layer, in one call; none if `ops` cannot for one layer."""

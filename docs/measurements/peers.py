@@ -47,11 +47,20 @@ MODULES = {
 
 
 class LlamaCpp:
-    """A GGUF file through llama-cpp-python."""
+    """A GGUF file through llama-cpp-python. plain: weights stay as the file has them."""
 
-    def __init__(self, path: str, threads: int, context: int, vocab: int) -> None:
+    def __init__(self, path: str, threads: int, context: int, vocab: int, plain: bool) -> None:
         import llama_cpp
 
+        if plain:
+            defaults = llama_cpp.llama_cpp.llama_model_default_params
+
+            def without() -> Any:
+                made = defaults()
+                made.use_extra_bufts = False
+                return made
+
+            llama_cpp.llama_cpp.llama_model_default_params = without
         self.device, self.vocab = torch.device("cpu"), vocab
         self._model = llama_cpp.Llama(
             path,
@@ -180,7 +189,14 @@ def systems(args: argparse.Namespace, spec: models.Spec) -> dict[str, Callable[[
         elif name == "llama.cpp":
             for path in map(str, sources):
                 found[f"{name}, {path}"] = partial(
-                    peer.Process, name, LlamaCpp, path, threads, context, vocab
+                    peer.Process,
+                    name,
+                    LlamaCpp,
+                    path,
+                    threads,
+                    context,
+                    vocab,
+                    args.plain and "bf16" not in path,
                 )
         else:
             for path in map(str, sources):
@@ -244,6 +260,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="the exported model, to be loaded from there")
     parser.add_argument(
         "--gguf", type=Path, action="append", default=[], help="the same, converted for llama.cpp"
+    )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="llama.cpp does not rearrange quantised weights: with AMX, 0.3.36 crashes in its own",
     )
     parser.add_argument(
         "--openvino",

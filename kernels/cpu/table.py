@@ -44,6 +44,7 @@ class Native(Kernels):
                 source = _SOURCES[who]
                 for name in choice.OPERATIONS[operation]:
                     setattr(self, name, getattr(source, name, getattr(self, name)))
+        self.prompt_rows = choice.PROMPT_ROWS.get(processor)
         self.float_rows = choice.FLOAT_ROWS.get(processor)
         prompts = choice.CHOICES[processor]["prompts with packed weights"]
         self.integer_prompts = prompts == choice.C

@@ -74,6 +74,7 @@ def operations() -> list[str]:
         "products",
         "integer_prompts",
         "float_rows",
+        "prompt_rows",
         "block",
         "appends_any",
     }

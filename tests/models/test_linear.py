@@ -30,6 +30,7 @@ from minikv.cli.bench import models as random_models
 from minikv.cli.bench.shapes import Sizes
 from minikv.cli.plan import plan
 from minikv.cli.terminal import Terminal
+from minikv.kernels.dispatch import Kernels
 from minikv.models import linear, weights
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
@@ -333,6 +334,7 @@ def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> No
         rows_product=None,
         rest=None,
         normed_product=None,
+        prompt_rows=None,
         row_product=lambda x, weight: x[:, :1] - weight.shape[0],
         products=True,
     )
@@ -373,6 +375,7 @@ def test_many_rows_are_left_to_torch_where_that_is_faster(form: str, tmp_path: P
         rest=None,
         rows_product=None,
         normed_product=None,
+        prompt_rows=None,
     )
     few, many = (torch.ones(n, matrix.shape[1], dtype=torch.bfloat16) for n in (3, 40))  # type: ignore[attr-defined]
     made.use(ops)  # type: ignore[arg-type]
@@ -389,6 +392,29 @@ def test_many_rows_are_left_to_torch_where_that_is_faster(form: str, tmp_path: P
     assert asked == [3, 3, 40]
     made.use(None)
     assert bool(matrix(many).any())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "asked", "rows"),
+    [
+        (torch.bfloat16, None, None, 1024),
+        (torch.bfloat16, None, 2048, 2048),
+        (torch.bfloat16, 96, 2048, 96),
+        (torch.float32, None, 2048, 512),
+    ],
+)
+def test_kernels_may_ask_for_more_rows_of_a_prompt(
+    dtype: torch.dtype, given: int | None, asked: int | None, rows: int
+) -> None:
+    config = random_models.config_of(Sizes(1, 64, 4, 2, 16, 64, 32))
+    made = Llama(config, dtype=dtype, rows=given)
+    before = made.rows
+    ops = Kernels()
+    ops.prompt_rows = asked
+    made.use(ops)
+    assert made.rows == rows
+    made.use(None)
+    assert made.rows == before
 
 
 def test_a_head_that_is_stored_wider_is_packed_as_bfloat16(tmp_path: Path) -> None:

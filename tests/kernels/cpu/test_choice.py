@@ -37,6 +37,7 @@ def test_every_class_says_of_every_operation_who_computes_it() -> None:
         assert special <= {"prompt attention", "prompts with packed weights"}
     assert choice.processor() in choice.CHOICES
     assert choice.FLOAT_ROWS.keys() <= choice.CHOICES.keys()
+    assert choice.PROMPT_ROWS.keys() <= choice.CHOICES.keys()
 
 
 def test_nothing_is_timed() -> None:
@@ -80,6 +81,8 @@ def test_with_tiles_of_bfloat16_prompts_take_them() -> None:
     assert ops.last_rows_attention == prefill.TILES.last_rows_attention
     assert ops.ragged_prefill == prefill.TILES.ragged_prefill
     assert ops.ragged_attention is table.Native.ragged_attention
+    assert ops.prompt_rows == 2048
+    assert chosen("avx512-bf16").prompt_rows is None
     assert "C with tiles for prompt attention" in ops.choices
     assert chosen("avx512-bf16").rows_attention == prefill.BF16.rows_attention
     assert not ops.integer_prompts
