@@ -66,6 +66,12 @@ def test_load_says_what_is_wrong(given: dict[str, Any], words: str, hint: str) -
     assert not TYPED.search(f"{caught.value} {caught.value.hint}")
 
 
+def test_nothing_is_guessed_for_a_name_like_no_other() -> None:
+    with pytest.raises(UsageError, match="unknown policy 'qqqq'") as caught:
+        minikv.load(policy="qqqq")
+    assert caught.value.hint.startswith("`policy` takes: ")
+
+
 def test_load_takes_what_its_help_says(tmp_path: Path) -> None:
     """A path object as the model, a system prompt, and policy options."""
     with pytest.raises(ModelError, match="no model"):

@@ -37,13 +37,21 @@ from minikv.cache.attend import DenseAttend
 from minikv.cli.doctor import _cpu_facts
 from minikv.engine.sampling import Sampling, pick
 from minikv.kernels import dispatch
-from minikv.kernels.cpu import attention_mass, choice, integer, merge, packing, prefill
+from minikv.kernels.cpu import (
+    attention_mass,
+    choice,
+    integer,
+    merge,
+    packing,
+    prefill,
+    product_tiles,
+)
 from minikv.kernels.torch import attention
 from minikv.kernels.torch import attention_mass as mass_in_torch
 from minikv.kernels.torch import integer as specification
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int4, Int8, Linear, Packing, Plain, Scratch, kept
+from minikv.models.linear import Int4, Int8, Linear, Packing, Plain, Scratch, as_read, kept
 from minikv.models.llama import Llama
 from minikv.models.packed import Origin, Packed
 from minikv.models.pages import Pages
@@ -197,6 +205,8 @@ def prompts(repeat: int, dtype: torch.dtype) -> list[dict[str, Any]]:
     ways = {"C in float32": prefill.FLOAT.last_rows_attention}
     if dtype == torch.bfloat16 and prefill.BF16.available():
         ways["C"] = prefill.BF16.last_rows_attention
+    if dtype == torch.bfloat16 and prefill.TILES.available():
+        ways["C with tiles"] = prefill.TILES.last_rows_attention
     ways["torch"] = attention.last_rows_attention
     rows = []
     for name, (heads, group, size) in HEADS.items():
@@ -280,7 +290,9 @@ def products(repeat: int) -> list[dict[str, Any]]:
             each.float_rows, each.scratch = rows, scratch
         forms[name] = list(plain)
     for form in ("int8", "int4"):
-        for how in ("unpacked", "integers"):
+        for how in ("unpacked", "integers", "tiles"):
+            if how == "tiles" and not prefill.TILES.available():
+                continue
             matrices = [kept(Plain(weight), form) for weight in weights]
             forms[f"{form}, {how}"] = matrices
             for matrix in matrices:
@@ -292,6 +304,10 @@ def products(repeat: int) -> list[dict[str, Any]]:
                     matrix.product = integer.int8_product
                 elif how == "integers" and isinstance(matrix, Int4):
                     matrix.product = integer.int4_product
+                elif how == "tiles":
+                    given = as_read(matrix)
+                    assert given is not None
+                    matrix.rows_product = product_tiles.rows_product(given)
     held = {form: forms[f"{form}, integers"] for form in ("int8", "int4")}
     for rows in (1, 8, 32, 128, 512, 1024, 4096):
         x = torch.randn(rows, COLUMNS).to(torch.bfloat16)

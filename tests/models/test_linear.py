@@ -291,16 +291,17 @@ def test_logits_of_a_packed_head_are_those_of_its_values(
 ) -> None:
     monkeypatch.setattr(linear, "PACKED", 1)  # read and packed in three blocks
     checkpoint, config = stored(tmp_path, replace(WIDE, tied=tied, layout=layout, vocab=131))
-    told: list[int] = []
+    told: list[tuple[int, int]] = []
     made = load_network(
-        checkpoint, config, form=form, progress=lambda done, total: told.append(total - done)
+        checkpoint, config, form=form, progress=lambda done, total: told.append((done, total))
     )
     plain = load_network(checkpoint, config, form=form.removesuffix("+head"))
     assert isinstance(made.layers[0].qkv, PACKED[form.removesuffix("+head")])
     head = made.head
     assert isinstance(head, Int8)
     assert torch.equal(head.dense(), kept(Plain(plain.head.dense()), "int8").dense())
-    assert told[-1] == 0
+    assert told[0][0] == 0
+    assert told[-1][0] == told[-1][1] == told[0][1] > 0
     assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, form)
     saved = head.dense().nbytes - head.nbytes
     assert made.weight_bytes == plain.weight_bytes - saved < plain.weight_bytes
