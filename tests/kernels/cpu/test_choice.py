@@ -188,7 +188,9 @@ def test_linux_refuses_tiles_and_attention_goes_on() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, timeout=300
     )
-    assert done.stdout == "True avx512-bf16-intel False\n", done.stderr
+    refused, found, available = done.stdout.split() or [done.stderr, "", ""]
+    assert (refused, available) == ("True", "False")
+    assert found == "avx512-bf16-intel" or choice.processor() != "amx"
 
 
 @pytest.mark.parametrize(
