@@ -187,7 +187,6 @@ def kernels() -> list[Check]:
 
     from minikv.cache.kv_cache import KVCache
     from minikv.cache.stats import Shape
-    from minikv.kernels.cpu import choice
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     made = KVCache(Shape(1, 1, 1, 64, (None,), 64), dtype=torch.bfloat16, device=device)
@@ -195,8 +194,6 @@ def kernels() -> list[Check]:
     found = who.get(made.ops.name, "plain torch")
     if made.ops.choices:
         found = f"{found}; processor class {made.ops.choices}"
-        if choice.tiles_refused():
-            found += "; Linux refuses this process the tiles (AMX) of the processor"
     if made.notice is None:
         return [Check("kernels", OK, found)]
     hint = "install gcc or clang" if "compiler" in made.notice else ""

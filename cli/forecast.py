@@ -372,11 +372,10 @@ def _held_of_pool(kv: KVCache, pool: int, tokens: int, steps: int) -> int:
 def workspace(config: ModelConfig, tokens: int, itemsize: int, *, cuda: bool) -> int:
     """About what the network needs at once to read, beside weights and cache: the residual stream
     and the tables of positions in full, and of one chunk the widest intermediates, twice."""
-    from minikv.kernels.cpu import choice
+    from minikv.loader import prompt_rows
     from minikv.models.llama import chunk_rows
 
-    asked = None if cuda else choice.PROMPT_ROWS.get(choice.processor())
-    rows = min(tokens, chunk_rows(cuda, itemsize, asked))
+    rows = min(tokens, chunk_rows(cuda, itemsize, None if cuda else prompt_rows()))
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = 2 * (q + 2 * kv) + 2 * q
     chunk = rows * (2 * config.mlp + attention + 4 * config.hidden) * itemsize

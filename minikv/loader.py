@@ -197,6 +197,13 @@ def shape_of(config: ModelConfig) -> Shape:
     )
 
 
+def prompt_rows() -> int | None:
+    """What the kernels of this processor ask for: see `Kernels.prompt_rows`."""
+    from minikv.kernels.cpu import choice
+
+    return choice.PROMPT_ROWS.get(choice.processor())
+
+
 def output_of(network: Llama) -> Callable[[int], Tensor]:
     """W_O of a layer as [H, G, D, hidden], for policies that weigh values."""
     config = network.config

@@ -114,10 +114,12 @@ def vendor() -> str:
 
 
 def describe(kind: str) -> str:
-    """A class and its choices in words: who computes what."""
+    """A class and its choices in words: who computes what, and why not with tiles."""
     parts = []
     for who in (C, TILES, FLOATS, TORCH):
         named = [name for name, chosen in CHOICES[kind].items() if chosen == who]
         if named:
             parts.append(f"{who} for {', '.join(named)}")
+    if tiles_refused():
+        parts.append("Linux refuses this process the tiles (AMX) of the processor")
     return f"{kind}: {'; '.join(parts)}"
