@@ -16,9 +16,14 @@
 
 /* PART: columns of a panel. SPAN: its rows. ROWS: rows of activations that are multiplied at a
    time. CHUNK: rows whose sums stay in the second cache. FEW: rows up to which a panel of eight
-   bits is not worth making. AHEAD: bytes from the one that is read to the one that is asked for.
+   bits is not worth making. AHEAD, NEAR: as in product.c.
    PART and FEW are as measured (docs/measurements/cpu.md). */
-enum { SPAN = 64, ROWS = 6, CHUNK = 86 * ROWS, AHEAD = 2048 };
+enum { SPAN = 64, ROWS = 6, CHUNK = 86 * ROWS };
+#ifdef __AMX_TILE__
+enum { AHEAD = 6144, NEAR = 2 };
+#else
+enum { AHEAD = 2048, NEAR = 3 };
+#endif
 #ifdef __AVX512VNNI__
 enum { PART = 512, FEW = 6 };
 #else
@@ -407,7 +412,7 @@ static void load_four(const Product *p, int64_t first, int64_t part, char *panel
         bytes += half == 16 ? 0 : side * 16;
         for (int64_t q = 0; q < columns_of(p, part) / 4; q++) {
             b16 c[4], word[4];
-            __builtin_prefetch(bytes + q * 4 * half + AHEAD);
+            __builtin_prefetch(bytes + q * 4 * half + AHEAD, 0, NEAR);
             for (int i = 0; i < 4; i++)
                 memcpy(&c[i], bytes + (q * 4 + i) * half, 16);
             const h8 ab = (h8)LOWER_BYTES(c[0], c[1]), cd = (h8)LOWER_BYTES(c[2], c[3]);
@@ -625,7 +630,7 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
         };
         for (int64_t c = b * BLOCK; c < (b + 1) * BLOCK; c += 4) {
             const __m256i *at = (const void *)(bytes + c * (TILE / 2));
-            __builtin_prefetch((const char *)at + AHEAD);
+            __builtin_prefetch((const char *)at + AHEAD, 0, NEAR);
             const __m256i first = _mm256_loadu_si256(at), second = _mm256_loadu_si256(at + 1);
             const __m256i even = _mm256_permute2x128_si256(first, second, 0x20);
             const __m256i odd = _mm256_permute2x128_si256(first, second, 0x31);
@@ -684,8 +689,8 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
             sums[v] = _mm512_set1_epi32(x.start[b]);
         for (int64_t c = b * BLOCK; c < (b + 1) * BLOCK; c += 4) {
             const char *at = (const char *)bytes + c * (TILE / 2);
-            __builtin_prefetch(at + AHEAD);
-            __builtin_prefetch(at + AHEAD + 64);
+            __builtin_prefetch(at + AHEAD, 0, NEAR);
+            __builtin_prefetch(at + AHEAD + 64, 0, NEAR);
             const __m512i first = _mm512_loadu_si512(at), second = _mm512_loadu_si512(at + 64);
             const __m512i a = _mm512_permutex2var_epi8(first, lower, second);
             const __m512i d = _mm512_permutex2var_epi8(first, upper, second);

@@ -6,9 +6,15 @@
 #include <omp.h>
 #endif
 
-/* Bytes from the one that is read to the one that is asked for: rows follow each other, and the
-   processor by itself stops at the end of a page. */
-enum { AHEAD = 4096 };
+/* AHEAD: bytes from the one that is read to the one that is asked for: rows follow each other, and
+   the processor by itself stops at the end of a page. NEAR: the cache that it is asked into, 3 the
+   first, 2 the second. Of processors with AMX, the first one is too busy
+   (docs/measurements/cpu.md); others were measured with it. */
+#ifdef __AMX_TILE__
+enum { AHEAD = 8192, NEAR = 2 };
+#else
+enum { AHEAD = 4096, NEAR = 3 };
+#endif
 
 /* x [n] times one row of a matrix, summed in float32. A 32-bit word holds two numbers: the upper
    one is a float once the lower half is 0, the lower one once it is shifted up. So no instruction
@@ -18,7 +24,7 @@ static inline bf16 dot(int64_t n, const bf16 *x, const bf16 *row) {
     vec low = {0}, high = {0};
     for (int64_t b = 0; b < whole; b += 2 * VEC) {
         uvec a, c;
-        __builtin_prefetch((const char *)(row + b) + AHEAD);
+        __builtin_prefetch((const char *)(row + b) + AHEAD, 0, NEAR);
         memcpy(&a, x + b, sizeof a);
         memcpy(&c, row + b, sizeof c);
         low += (vec)(a << 16) * (vec)(c << 16);
