@@ -42,7 +42,7 @@ CPU_BYTES, CUDA_ROWS = 2048, 2048
 
 def chunk_rows(cuda: bool, itemsize: int, asked: int | None) -> int:
     """Rows of a prompt that pass through a layer together, where numbers have so many bytes. asked:
-    what the processor's kernels ask for of bfloat16 (`Ops.prompt_rows`)."""
+    what the processor's kernels ask for of numbers of two bytes (`Ops.prompt_rows`)."""
     if cuda:
         return CUDA_ROWS
     return asked if asked is not None and itemsize == 2 else CPU_BYTES // itemsize

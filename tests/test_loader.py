@@ -18,8 +18,17 @@ from minikv.cache import kv_cache
 from minikv.engine import threads, warmup
 from minikv.errors import UsageError
 from minikv.kernels import dispatch
+from minikv.kernels.cpu import choice
 from minikv.kernels.dispatch import Kernels
-from minikv.loader import build, check_budget, check_names, output_of, packing_of, shape_of
+from minikv.loader import (
+    build,
+    check_budget,
+    check_names,
+    output_of,
+    packing_of,
+    prompt_rows,
+    shape_of,
+)
 from minikv.models import linear
 from minikv.models.errors import ModelError
 from minikv.models.linear import TORCH
@@ -106,6 +115,12 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
     assert facts.weight_bytes == net.weight_bytes
     assert 0 < facts.load_s < perf_counter() - began
     assert facts.notes == net.config.notes
+
+
+def test_processors_with_tiles_read_more_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for processor, rows in (("amx", 2048), ("avx2", None)):
+        monkeypatch.setattr(choice, "processor", lambda processor=processor: processor)
+        assert prompt_rows() == rows
 
 
 def test_defaults_are_those_of_the_device(folder: Path) -> None:

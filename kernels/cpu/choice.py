@@ -79,6 +79,10 @@ PROMPT_ROWS: Mapping[str, int] = {"amx": 2048}
 rows by narrow matrices at half its speed there."""
 
 
+WITHOUT_TILES = "avx512-bf16-intel"
+"""The class of a processor with AMX whose tiles cannot be used."""
+
+
 @cache
 def processor() -> str:
     """The class of this processor, a key of `CHOICES`: by what torch may use of it."""
@@ -113,13 +117,11 @@ def vendor() -> str:
     return next((value.strip() for name, _, value in fields if name.strip() == "vendor_id"), "")
 
 
-def describe(kind: str) -> str:
-    """A class and its choices in words: who computes what, and why not with tiles."""
-    parts = []
+def describe(kind: str, choices: Mapping[str, str] | None = None) -> str:
+    """A class and its choices in words: who computes what. choices: if not those of `CHOICES`."""
+    choices, parts = choices or CHOICES[kind], []
     for who in (C, TILES, FLOATS, TORCH):
-        named = [name for name, chosen in CHOICES[kind].items() if chosen == who]
+        named = [name for name, chosen in choices.items() if chosen == who]
         if named:
             parts.append(f"{who} for {', '.join(named)}")
-    if tiles_refused():
-        parts.append("Linux refuses this process the tiles (AMX) of the processor")
     return f"{kind}: {'; '.join(parts)}"

@@ -1,6 +1,5 @@
 /* Attention of many queries over rows by the products of bfloat16 of AVX-512: numbers are pairs
-   along what is summed. Probabilities are rounded to bfloat16, and the output is divided by the sum
-   of the rounded ones; the log-sum-exp is that of the sum before rounding. */
+   along what is summed. */
 #include "lanes.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__)

@@ -124,7 +124,7 @@ static Division divide(const Shape *s) {
     if (c.threads > s->heads * c.blocks)
         c.threads = s->heads * c.blocks;
     /* Queries, keys, values, probabilities, outputs, and four numbers per query. Each is a multiple
-       of 64 bytes. */
+       of the bytes of a vector. */
     int64_t keys = block_keys(s->size), rows = STRIPS * STRIP, number = sizeof(item) / PAIR;
     c.each = number * ((rows + 2 * keys) * padded(s->size) + keys * STRIP) + 4 * rows * s->size +
              4 * 4 * rows;

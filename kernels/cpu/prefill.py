@@ -1,5 +1,6 @@
-"""Attention of a prompt's queries, in C: by products of bfloat16 (prefill.c), which a processor may
-lack, or of floats (prefill_float.h). Which of them is the faster one: `choice`.
+"""Attention of a prompt's queries, in C: by products of tiles (prefill_tiles.c) or of vectors
+(prefill.c) of bfloat16, which a processor may lack, or of floats (prefill_float.h). Which of them
+is the fastest one: `choice`.
 
 They take bfloat16, and float32, of which the products are always of floats, and heads whose size is
 a multiple of 16 up to 256. Everything else goes to `torch/attention.py`.
@@ -35,7 +36,7 @@ H, G, T."""
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One of the two ways, by the name of its function in the library."""
+    """One of the three ways, by the name of its function in the library."""
 
     symbol: str
     """Of the function for bfloat16."""

@@ -10,7 +10,7 @@
 enum { PLAIN, EIGHT, FOUR };
 
 /* `group`, `half` and `stride` are those of four bits, as in integer.c. bias [outs] may be NULL.
-   The fields are those of kernels/cpu/rest.py. */
+   The fields are those of kernels/cpu/matrix.py. */
 typedef struct {
     int64_t form, n, outs, group, half, stride;
     const void *weights, *scales;

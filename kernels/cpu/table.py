@@ -37,21 +37,27 @@ class Native(Kernels):
     name = "native"
 
     def __init__(self, processor: str = "") -> None:
-        processor = processor or choice.processor()
-        self.choices = choice.describe(processor)
-        for operation, who in choice.CHOICES[processor].items():
-            if who != choice.C:
-                source = _SOURCES[who]
-                for name in choice.OPERATIONS[operation]:
-                    setattr(self, name, getattr(source, name, getattr(self, name)))
-        self.prompt_rows = choice.PROMPT_ROWS.get(processor)
-        self.float_rows = choice.FLOAT_ROWS.get(processor)
-        prompts = choice.CHOICES[processor]["prompts with packed weights"]
+        kind = processor or choice.processor()
+        if not processor and kind == "amx" and not prefill.TILES.available():
+            kind = choice.WITHOUT_TILES  # the compiler does not know them
+        # Compiled without threads, products and tiles would use only one of the processors.
+        self.products = product.threads() > 1 or torch.get_num_threads() == 1
+        choices = dict(choice.CHOICES[kind])
+        if not self.products:
+            choices |= {name: choice.TORCH for name, who in choices.items() if who == choice.TILES}
+        self.choices = choice.describe(kind, choices)
+        if not processor and choice.tiles_refused():
+            self.choices += "; Linux refuses this process the tiles (AMX) of the processor"
+        prompts = choices.pop("prompts with packed weights")
         self.integer_prompts = prompts == choice.C
         if prompts != choice.TILES:
             self.rows_product = None
-        # Compiled without threads, the products would use only one of the processors.
-        self.products = product.threads() > 1 or torch.get_num_threads() == 1
+        for operation, who in choices.items():
+            if who != choice.C:
+                for name in choice.OPERATIONS[operation]:
+                    setattr(self, name, getattr(_SOURCES[who], name))
+        self.prompt_rows = choice.PROMPT_ROWS.get(kind)
+        self.float_rows = choice.FLOAT_ROWS.get(kind)
 
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)

@@ -2,7 +2,7 @@
 #include "lanes.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && \
-    defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__linux__)
+    defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__linux__)
 #define TILES 1
 #else
 #define TILES 0

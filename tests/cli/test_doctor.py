@@ -23,7 +23,7 @@ from minikv.cli import selftest
 from minikv.cli.doctor import FAILED, OK, WARNING, Check, doctor, line, policies
 from minikv.cli.selftest import attempt, tiny
 from minikv.cli.terminal import Terminal
-from minikv.kernels.cpu import build, choice
+from minikv.kernels.cpu import build, choice, prefill
 from minikv.policies.roco import RoCo
 
 SECRET = "hf_a_secret_that_must_not_be_seen"
@@ -222,6 +222,7 @@ def test_the_class_of_the_processor_and_the_choice_are_shown(
 ) -> None:
     monkeypatch.setattr(choice, "processor", lambda: "amx")
     monkeypatch.setattr(choice, "tiles_refused", lambda: False)
+    monkeypatch.setattr(prefill.Prefill, "available", lambda _: True)
     (check,) = examination.kernels()
     assert check.state == OK
     assert (

@@ -118,7 +118,39 @@ def test_a_cache_takes_the_class_of_this_machine(monkeypatch: pytest.MonkeyPatch
     for processor in choice.CHOICES:
         monkeypatch.setattr(choice, "processor", lambda processor=processor: processor)
         made = KVCache(Shape(1, 1, 1, 64, (None,), 64), dtype=torch.bfloat16, device="cpu")
-        assert made.ops.choices == choice.describe(processor)
+        without = processor == "amx" and not prefill.TILES.available()
+        assert made.ops.choices == choice.describe(choice.WITHOUT_TILES if without else processor)
+
+
+@needs_compiler
+def test_a_compiler_that_knows_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "processor", lambda: "amx")
+    monkeypatch.setattr(choice, "tiles_refused", lambda: False)
+    monkeypatch.setattr(prefill.Prefill, "available", lambda _: False)
+    assert table.Native().choices == choice.describe(choice.WITHOUT_TILES)
+    monkeypatch.setattr(prefill.Prefill, "available", lambda _: True)
+    assert table.Native().choices == choice.describe("amx")
+    monkeypatch.setattr(choice, "tiles_refused", lambda: True)
+    assert table.Native().choices.endswith("; " + REFUSED)
+    assert REFUSED not in chosen("amx").choices
+
+
+REFUSED = "Linux refuses this process the tiles (AMX) of the processor"
+
+
+@needs_compiler
+def test_without_threads_torch_reads_prompts_in_place_of_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(table.product, "threads", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    ops = table.Native("amx")
+    assert ops.rows_attention is attention.rows_attention
+    assert ops.rows_product is None
+    assert not ops.integer_prompts
+    assert "torch for prompt attention, prompts with packed weights" in ops.choices
+    others = table.Native("avx512-bf16")
+    assert others.rows_attention == prefill.BF16.rows_attention
 
 
 @pytest.mark.parametrize(
