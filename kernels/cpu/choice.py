@@ -79,10 +79,6 @@ PROMPT_ROWS: Mapping[str, int] = {"amx": 2048}
 rows by narrow matrices at half its speed there."""
 
 
-WITHOUT_TILES = "avx512-bf16-intel"
-"""The class of a processor with AMX whose tiles cannot be used."""
-
-
 @cache
 def processor() -> str:
     """The class of this processor, a key of `CHOICES`: by what torch may use of it."""

@@ -38,12 +38,12 @@ class Native(Kernels):
 
     def __init__(self, processor: str = "") -> None:
         kind = processor or choice.processor()
-        if not processor and kind == "amx" and not prefill.TILES.available():
-            kind = choice.WITHOUT_TILES  # the compiler does not know them
         # Compiled without threads, products and tiles would use only one of the processors.
         self.products = product.threads() > 1 or torch.get_num_threads() == 1
+        # A compiler may know no tiles. torch has them.
+        tiles = self.products and (bool(processor) or prefill.TILES.available())
         choices = dict(choice.CHOICES[kind])
-        if not self.products:
+        if not tiles:
             choices |= {name: choice.TORCH for name, who in choices.items() if who == choice.TILES}
         self.choices = choice.describe(kind, choices)
         if not processor and choice.tiles_refused():

