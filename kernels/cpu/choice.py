@@ -54,7 +54,8 @@ _C_IN_FLOATS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": FLOATS}
 # that they use are those of every AVX-512 and AVX2.
 CHOICES: Mapping[str, Mapping[str, str]] = {
     # Tiles of bfloat16 make attention two to three times as fast as torch does, and four as C's
-    # floats. Prompts with packed weights are as fast as with bfloat16, whose products stay torch's.
+    # floats. Prompts with packed weights take about the time of bfloat16, whose products stay
+    # torch's.
     "amx": dict.fromkeys(OPERATIONS, C)
     | {"prompt attention": TILES, "prompts with packed weights": TILES},
     # C is two and a half to four times as fast as torch, whose kernel converts.

@@ -23,8 +23,8 @@ class Matrix(ctypes.Structure):
     )
 
 
-def form(given: matrix.Matrix) -> Matrix | None:
-    """As C takes it; None if it does not."""
+def addresses(given: matrix.Matrix) -> Matrix | None:
+    """A matrix as C takes it; None if it does not."""
     weights, scales = given.weights, given.scales
     group = stride = 0
     beside = [part for part in (scales, given.bias) if part is not None]

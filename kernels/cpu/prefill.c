@@ -41,15 +41,8 @@ static void load_values(const Shape *s, const bf16 *v, int64_t count, item *to) 
     int64_t steps = block_keys(s->size) / 2;
     int64_t used = (count + TILE - 1) / TILE * TILE / 2;
     for (int64_t step = 0; step < used; step++) {
-        int64_t key = 2 * step;
         for (int64_t d = 0; d < s->size; d += LANES) {
-            __m256i even = _mm256_setzero_si256(), odd = even;
-            if (key < count)
-                even = _mm256_loadu_si256((const void *)(v + key * s->v_row + d));
-            if (key + 1 < count)
-                odd = _mm256_loadu_si256((const void *)(v + (key + 1) * s->v_row + d));
-            __m512i pairs = _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1);
-            pairs = interleave(pairs);
+            __m512i pairs = load_pair(s, v, 2 * step, count, d);
             uint32_t *at = to + (d * steps + step * TILE);
             _mm256_store_si256((void *)at, _mm512_castsi512_si256(pairs));
             _mm256_store_si256((void *)(at + steps * TILE), _mm512_extracti64x4_epi64(pairs, 1));

@@ -26,6 +26,17 @@ static void load_queries(const Shape *s, const bf16 *const *from, int wide, item
     }
 }
 
+/* Numbers d .. d + 15 of the values of `key` and key + 1, as pairs; zeros from key `count` on. */
+INLINE __m512i load_pair(const Shape *s, const bf16 *v, int64_t key, int64_t count, int64_t d) {
+    const bf16 *from = v + key * s->v_row + d;
+    __m256i even = _mm256_setzero_si256(), odd = even;
+    if (key < count)
+        even = _mm256_loadu_si256((const void *)from);
+    if (key + 1 < count)
+        odd = _mm256_loadu_si256((const void *)(from + s->v_row));
+    return interleave(_mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1));
+}
+
 INLINE void store_probs(const vec *p, item *to, vec *sum) {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
     __m512i pairs = interleave((__m512i)_mm512_cvtne2ps_pbh(p[1], p[0]));

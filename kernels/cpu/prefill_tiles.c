@@ -37,16 +37,8 @@ static void load_values(const Shape *s, const bf16 *v, int64_t count, item *to) 
     for (int64_t key = 0; key < used; key += TILE)
         for (int64_t d = 0; d < s->size; d += 16, tile += NUMBERS) {
             __m512i x[16];
-            for (int i = 0; i < 16; i++) {
-                int64_t at = key + 2 * i;
-                const bf16 *from = v + at * s->v_row + d;
-                __m256i even = _mm256_setzero_si256(), odd = even;
-                if (at < count)
-                    even = _mm256_loadu_si256((const void *)from);
-                if (at + 1 < count)
-                    odd = _mm256_loadu_si256((const void *)(from + s->v_row));
-                x[i] = interleave(_mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1));
-            }
+            for (int i = 0; i < 16; i++)
+                x[i] = load_pair(s, v, key + 2 * i, count, d);
             transpose(x);
             for (int i = 0; i < 16; i++)
                 _mm512_store_si512(tile + i * STEP, x[i]);

@@ -8,8 +8,8 @@
 
 /* AHEAD: bytes from the one that is read to the one that is asked for: rows follow each other, and
    the processor by itself stops at the end of a page. NEAR: the cache that it is asked into, 3 the
-   first, 2 the second. Of processors with AMX, the first one is too busy
-   (docs/measurements/cpu.md); others were measured with it. */
+   first, 2 the second. A Xeon with AMX was measured to read faster so (docs/measurements/cpu.md);
+   others were measured with the first. */
 #ifdef __AMX_TILE__
 enum { AHEAD = 8192, NEAR = 2 };
 #else

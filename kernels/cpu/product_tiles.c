@@ -36,6 +36,12 @@ INLINE int64_t steps_of(const Product *p, int64_t part) {
 }
 INLINE int64_t tiles_of(int64_t rows) { return (rows + 15) / 16; }
 
+/* Tiles of the panel of rows of weights from row `from` on. */
+INLINE int64_t outs_of(const Product *p, int64_t from) {
+    int64_t left = p->m.outs - from;
+    return tiles_of(left < SPAN ? left : SPAN);
+}
+
 /* Which of the columns from `at` on there are. */
 INLINE __mmask32 columns_from(const Product *p, int64_t at) {
     int64_t left = p->m.n - at;
@@ -65,24 +71,19 @@ INLINE __m512i whole_numbers(__m256i codes) {
 }
 
 /* One tile of the panel: columns `at` .. at + 31 of 16 rows of weights from row `from` on. */
-INLINE void load_wide(const Product *p, const int form, int64_t from, int64_t at, uint32_t *to) {
+INLINE void load_eight(const Product *p, int64_t from, int64_t at, uint32_t *to) {
     __m512i x[16];
     __mmask32 mask = columns_from(p, at);
     for (int64_t i = 0; i < 16; i++) {
-        int64_t begin = (from + i) * p->m.n + at;
-        __mmask32 held = from + i < p->m.outs ? mask : 0;
-        if (form == EIGHT)
-            x[i] =
-                whole_numbers(_mm256_maskz_loadu_epi8(held, (const int8_t *)p->m.weights + begin));
-        else
-            x[i] = _mm512_maskz_loadu_epi16(held, (const bf16 *)p->m.weights + begin);
+        const int8_t *row = (const int8_t *)p->m.weights + (from + i) * p->m.n + at;
+        x[i] = whole_numbers(_mm256_maskz_loadu_epi8(from + i < p->m.outs ? mask : 0, row));
     }
     transpose(x);
     for (int i = 0; i < 16; i++)
         _mm512_store_si512(to + i * 16, x[i]);
 }
 
-/* `load_wide` for weights of four bits, of which 16 lie together. */
+/* `load_eight` for weights of four bits, of which 16 lie together. */
 INLINE void load_four(const Product *p, int64_t from, int64_t at, uint32_t *to) {
     const Matrix *m = &p->m;
     int64_t tile = from / (2 * m->half), inside = from % (2 * m->half);
@@ -117,10 +118,8 @@ static void load_panel(const Product *p, int64_t from, int64_t part, uint32_t *p
             int64_t at = part * PART + step * STEP;
             if (p->m.form == FOUR)
                 load_four(p, from + o, at, to);
-            else if (p->m.form == EIGHT)
-                load_wide(p, EIGHT, from + o, at, to);
             else
-                load_wide(p, PLAIN, from + o, at, to);
+                load_eight(p, from + o, at, to);
         }
 }
 
@@ -172,7 +171,7 @@ static void multiply(
 static void write_out(
     const Product *p, int64_t first, int64_t rows, int64_t from, const float *sums
 ) {
-    int64_t left = p->m.outs - from, outs = tiles_of(left < SPAN ? left : SPAN);
+    int64_t left = p->m.outs - from, outs = outs_of(p, from);
     __mmask16 mask[SPAN / 16];
     vec scale[SPAN / 16];
     for (int64_t o = 0; o < outs; o++, left -= 16) {
@@ -202,7 +201,7 @@ static void sum_span(
     const Product *p, int64_t from, int64_t rows, const bf16 *x, int64_t part_next, uint32_t *panel,
     float *sums
 ) {
-    int64_t left = p->m.outs - from, outs = tiles_of(left < SPAN ? left : SPAN);
+    int64_t outs = outs_of(p, from);
     for (int64_t part = 0; part < parts_of(p); part++) {
         const bf16 *here = x + part * part_next;
         const bf16 *after = part + 1 < parts_of(p) ? here + part_next : x;
@@ -271,11 +270,8 @@ static int product(const Product *p) {
 
 #endif
 
-/* Whether there are tiles, and this process may use them. */
-int minikv_rows_product_available(void) { return granted(); }
-
-/* x bfloat16 [t, n], its rows `pitch` apart, times the transpose of a matrix [outs, n] of any form
-   -> out bfloat16 [t, outs]; nothing is empty. Of four bits, n is a multiple of 32. The bias is not
+/* x bfloat16 [t, n], its rows `pitch` apart, times the transpose of a packed matrix [outs, n] ->
+   out bfloat16 [t, outs]; nothing is empty. Of four bits, n is a multiple of 32. The bias is not
    added. Returns 0, or 1 where there are no tiles, or 2: no memory. */
 int minikv_rows_product(int64_t t, int64_t pitch, const Matrix *m, const bf16 *x, bf16 *out) {
 #if TILES

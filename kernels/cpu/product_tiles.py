@@ -1,4 +1,4 @@
-"""Products of many rows and weights of any form, by tiles of bfloat16, in C: `product_tiles.c`.
+"""Products of many rows and packed weights, by tiles of bfloat16, in C: `product_tiles.c`.
 
 Weights are unpacked as `Linear.dense` of models/linear.py has them, but for the scale of eight
 bits, which multiplies the sums. Activations are multiplied as they are, and sums are float32.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minikv.kernels import matrix
 from minikv.kernels.cpu.binding import loaded
-from minikv.kernels.cpu.matrix import form
+from minikv.kernels.cpu.matrix import PLAIN, addresses
 
 _NO_MEMORY = 2
 
@@ -26,17 +26,18 @@ def _library() -> ctypes.CDLL | None:
     """The library, the arguments of its functions declared; None where there are no tiles."""
     found = loaded()
     found.minikv_rows_product.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
-    return found if found.minikv_rows_product_available() else None
+    return found if found.minikv_rows_attention_tiles_available() else None
 
 
 def rows_product(given: matrix.Matrix) -> Callable[[Tensor, Tensor | None], Tensor] | None:
     """A function of x bfloat16 [t, n] and of room bfloat16 [>= t, outs] or None, that returns x
-    times the transpose of the matrix, [t, outs], in the room. The bias is not added.
+    times the transpose of the matrix, bfloat16 [t, outs], in the room. The bias is not added. It
+    raises MemoryError.
 
-    None: C does not take such a matrix, or there are no tiles.
+    None: the matrix is not packed, or C does not take it, or there are no tiles.
     """
-    made, library = form(given), _library()
-    if made is None or library is None:
+    made, library = addresses(given), _library()
+    if made is None or made.form == PLAIN or library is None:
         return None
     at = ctypes.addressof(made)
 

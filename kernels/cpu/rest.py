@@ -43,7 +43,7 @@ def rest(
     None: C does not take such matrices.
     """
     given = [m for m in (out, gate_up, down, following) if m is not None]
-    made = [cpu.form(m) for m in given]
+    made = [cpu.addresses(m) for m in given]
     if not all(made) or not plain(torch.bfloat16, mlp_norm, next_norm):
         return None
     matrices = (cpu.Matrix * 4)(*(m for m in made if m is not None))
