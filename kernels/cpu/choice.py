@@ -98,6 +98,14 @@ def processor() -> str:
     return "avx512-bf16-intel" if vendor() == "GenuineIntel" else "avx512-bf16"
 
 
+@cache
+def multiplies_bf16() -> bool:
+    """Whether the processor has products of bfloat16. If not, torch converts every number first."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return processor() in ("amx", "avx512-bf16", "avx512-bf16-intel")
+
+
 def tiles_refused() -> bool:
     """Whether the processor has tiles, and Linux does not let this process use them: it has to be
     asked, and says no where a signal's stack is too small for them, or a filter forbids to ask."""

@@ -16,6 +16,7 @@ from minikv.cache.stats import Shape
 from minikv.kernels import dispatch
 from minikv.kernels.cpu import build, choice, prefill, table
 from minikv.kernels.torch import attention
+from minikv.models.linear import bf16_products
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
@@ -186,6 +187,11 @@ def test_the_class_is_what_torch_may_use(
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
     assert choice.processor.__wrapped__() == found
+    monkeypatch.setattr(choice, "processor", lambda: found)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: bf16)
+    native = found in ("amx", "avx512-bf16", "avx512-bf16-intel")
+    assert choice.multiplies_bf16.__wrapped__() == native
+    assert bf16_products.__wrapped__() == native  # models may not import kernels
 
 
 def test_tiles_that_are_refused_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
