@@ -1,14 +1,13 @@
 """The storage of the cache: a table whose rows are (layer, KV head, token) and whose columns travel
 together.
 
-Every (layer, head) owns a contiguous segment of `capacity` rows, of which the first `length` are
-in use. The segments of a layer lie side by side in the layer's region. Keys are stored rotated, so
-the order of rows is free, and `pos` keeps the truth about positions. A row that was evicted and
-not yet overwritten is the head's free slot: in use, but gone.
+Every (layer, head) owns a contiguous segment of `capacity` rows, of which the first `length` are in
+use. The segments of a layer lie side by side in the layer's region. Keys are stored rotated, so the
+order of rows is free; the column `pos` has each row's position. A row that was evicted and is not
+yet overwritten is the head's free slot: `length` counts it, but it is no longer held.
 
-An arena is never made wider or narrower in place. `fresh`, `sharing`, `grown`, `trimmed` and
-`unpack` make another one, and whoever holds the old one may go on with it until the new one is
-complete.
+An arena never changes its size in place. `fresh`, `sharing`, `grown`, `trimmed` and `unpack` make
+another one, and the old one stays valid.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _FIRST = 1 << 40  # above every position
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A copy of the tables on the host: int64 [L, H] each, see `Arena`."""
+    """A copy of an arena's tables on the host: int64 [L, H] each, see `Arena`."""
 
     start: Tensor
     length: Tensor
@@ -43,14 +42,16 @@ class Layout:
 
 
 class Arena:
-    """Storage only: it never judges a row.
+    """Stores rows. It never decides which rows leave.
 
-    columns: k, v [R, D]; with a `kv` of int8 their k_scale, v_scale [R] float32; pos [R] int32;
-    and the policy's own [R].
-    start, length, capacity, cap, free_slot: int64 [L, H] on the device of the columns: first row;
-    rows in use; rows owned; rows that the head may keep; the evicted row's index into the columns,
-    or -1.
-    region: L + 1 row numbers on the host, the first row of each layer, then R.
+    columns: k and v [R, D]; if `kv` is int8, their scales k_scale and v_scale, float32 [R]; pos,
+    int32 [R]; and the policies' columns [R].
+
+    The tables are int64 [L, H] on the device of the columns. start: the head's first row. length:
+    rows in use. capacity: rows owned. cap: rows that the head may keep. free_slot: the index of the
+    evicted row into the columns, or -1.
+
+    region: L + 1 row numbers on the host: the first row of each layer, then R.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Arena:
         poison: bool = False,
         rows: Sequence[int] = (),
     ) -> None:
-        """`dtype` is the network's; `kv` what k and v are stored in, the same by default; `rows`:
-        those of each layer's region, none by default.
+        """dtype: the network's. kv: the dtype that k and v are stored in: `dtype` (the default) or
+        int8. extra: dtypes of the policies' columns. rows: how many rows each layer's region has;
+        none by default.
 
         `poison` fills new memory with NaN, so that a test sees any read of an unwritten row.
         """
@@ -76,7 +78,7 @@ class Arena:
         self.device, self.poison, self.dtype = device, poison, dtype
         self.coded = kv == torch.int8
         self.region = [0, *accumulate(rows or [0] * layers)]
-        with torch.inference_mode(False):  # written in a forward, and outside of one
+        with torch.inference_mode(False):  # written inside and outside of a forward
             self.start = torch.zeros((layers, heads), dtype=torch.int64, device=device)
             self.length = torch.zeros_like(self.start)
             self.capacity = torch.zeros_like(self.start)
@@ -93,7 +95,7 @@ class Arena:
             self.columns[name] = self._blank(kind)
 
     def _blank(self, dtype: torch.dtype, *size: int) -> Tensor:
-        """A column [R, *size] that nobody has written yet."""
+        """A new column [R, *size], not yet written."""
         with torch.inference_mode(False):
             blank = torch.empty((self.rows, *size), dtype=dtype, device=self.device)
         if self.poison:
@@ -103,26 +105,27 @@ class Arena:
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Names of the columns by which k and v are scaled."""
+        """Names of the columns with the scales of k and v; none if these are not int8."""
         return ("k_scale", "v_scale") if self.coded else ()
 
     def stored(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """Keys and values [..., D] in the network's dtype, as the columns hold them."""
+        """Convert keys and values [..., D] from the network's dtype to what the columns hold: k and
+        v, and for int8 also k_scale and v_scale [...]."""
         if not self.coded:
             return {"k": k, "v": v}
         (k, k_scale), (v, v_scale) = kernels.to_codes(k), kernels.to_codes(v)
         return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
     def read(self, name: str, index: Tensor) -> Tensor:
-        """Keys ("k") or values ("v") of the rows `index` [...], [..., D] in the network's dtype."""
+        """Keys ("k") or values ("v") of the rows `index` [...]: [..., D] in the network's dtype."""
         rows = self.columns[name][index]
         if not self.coded:
             return rows
         return kernels.from_codes(rows, self.columns[f"{name}_scale"][index], self.dtype)
 
     def declare(self, extra: Mapping[str, torch.dtype], *, anew: Collection[str] = ()) -> None:
-        """Have exactly these policy columns; one that is new, or among `anew`, starts at zero.
-        Where there is no memory for one, nothing changes."""
+        """Make the policies' columns exactly `extra`. New columns, and those in `anew`, start at
+        zero; the others keep their values. If memory runs out, nothing changes."""
         stays = [name for name in extra if name not in anew]
         columns = {name: c for name, c in self.columns.items() if name in _CORE or name in stays}
         for name, dtype in extra.items():
@@ -163,7 +166,7 @@ class Arena:
     # -- other arenas -------------------------------------------------------------------------
 
     def fresh(self, rows: Sequence[int], extra: Mapping[str, torch.dtype]) -> Arena:
-        """An arena of the same kind, without rows: layer i's region has rows[i] of them."""
+        """An arena of the same kind that holds nothing: layer i's region has rows[i] rows."""
         return Arena(
             self.layers,
             self.heads,
@@ -177,10 +180,10 @@ class Arena:
         )
 
     def sharing(self, extra: Mapping[str, torch.dtype]) -> Arena:
-        """An arena with the same rows in the same memory, but with tables and policy columns of its
-        own; what the latter hold is not copied.
+        """An arena with the same rows in the same memory, but with its own tables and its own
+        policy columns, which are not yet written.
 
-        Rows that are written behind those in use are in neither arena until a table says so.
+        A row that is written after those in use belongs to neither arena until a table counts it.
         """
         made = self.fresh([0] * self.layers, {})
         made.region = list(self.region)
@@ -191,7 +194,7 @@ class Arena:
         return made
 
     def grown(self, capacity: Tensor) -> Arena:
-        """A copy in which head h of layer l owns capacity[l, h] rows, int64 [L, H]; rows keep their
+        """A copy in which head h of layer l owns capacity[l, h] rows, int64 [L, H]. Rows keep their
         place in their segment. Waits for the device."""
         assert bool((self.length <= capacity).all()), "a segment would lose rows"
         kinds = {name: self.columns[name].dtype for name in self.extra}
@@ -209,8 +212,8 @@ class Arena:
         return made
 
     def trimmed(self, sinks: int, pinned: int, most: Tensor) -> Arena:
-        """A copy in which no head holds more than most int64 [L, H] rows: the oldest leave, but for
-        the first `sinks` positions and those below `pinned`. Waits for the device."""
+        """A copy in which no head holds more than most int64 [L, H] rows. The oldest rows leave
+        first; positions below `sinks` or `pinned` leave last. Waits for the device."""
         kinds = {name: self.columns[name].dtype for name in self.extra}
         capacity = torch.maximum(self.capacity, most)
         made = self.fresh(capacity.sum(1).tolist(), kinds)
@@ -230,8 +233,9 @@ class Arena:
         return made
 
     def take(self, other: Arena) -> bool:
-        """Hold what `other` holds, in the memory of this one, where that has the same shape; says
-        whether it does. `other` may share columns with this one."""
+        """Copy the rows and tables of `other` into the memory of this arena. Returns False, with
+        nothing changed, if the two differ in regions, columns or dtypes. `other` may share columns
+        with this arena."""
         mine, theirs = self.columns, other.columns
         alike = self.region == other.region and mine.keys() == theirs.keys()
         if not alike or any(mine[name].dtype != theirs[name].dtype for name in mine):
@@ -246,7 +250,7 @@ class Arena:
     # -- rows -----------------------------------------------------------------------------
 
     def lay(self, capacity: Tensor) -> None:
-        """Divide the regions into segments of capacity int64 [L, H] rows; they hold nothing."""
+        """Divide the regions into segments of capacity int64 [L, H] rows, which hold nothing."""
         first = torch.tensor(self.region[:-1], device=self.device)[:, None]
         self.capacity.copy_(capacity)
         self.start.copy_(first + capacity.cumsum(1) - capacity)
@@ -261,9 +265,9 @@ class Arena:
     def index(self, layer: int, most: int | None = None) -> tuple[Tensor, Tensor]:
         """The rows of a layer's heads: (index into the columns [H, N], live [H, N] bool).
 
-        A free slot is not live. Padding points at the head's last row; where a head has no row at
-        all, at one that may never have been written. N is `most`, by default the longest length,
-        for which it waits for the device.
+        A free slot is not live. Padding points at the head's last row, or, if the head has no row,
+        at one that may never have been written. N is `most`. By default it is the longest length,
+        for which this waits for the device.
         """
         if most is None:
             most = int(self.length[layer].max())
@@ -272,7 +276,7 @@ class Arena:
         return index, live
 
     def count_from(self, layer: int, position: int) -> Tensor:
-        """int64 []: rows that a layer's heads hold at this position and later ones."""
+        """int64 []: how many rows a layer's heads hold at this position and later ones."""
         begin, end = self.region[layer], self.region[layer + 1]
         row = torch.arange(begin, end, device=self.device)
         start, free_slot = self.start[layer][:, None], self.free_slot[layer][:, None]
@@ -292,8 +296,8 @@ class Arena:
         return {name: column[used].to("cpu") for name, column in self.columns.items()}
 
     def unpack(self, layout: Layout, region: Sequence[int], columns: Mapping[str, Tensor]) -> Arena:
-        """An arena of the same kind, laid out as the one was that `pack` was called of, and its
-        rows."""
+        """The reverse of `layout` and `pack`: an arena of the same kind with the same tables,
+        regions and rows. columns: as `pack` returned them."""
         assert columns.keys() == self.columns.keys()
         sizes = [b - a for a, b in pairwise(region)]
         made = self.fresh(sizes, {name: columns[name].dtype for name in self.extra})

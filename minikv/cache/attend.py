@@ -1,4 +1,4 @@
-"""The narrow waist: all that a network may know about memory; and the oracle of every test."""
+"""`Attend`: all that a network knows about the KV cache. `DenseAttend`: the reference for tests."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Attend(Protocol):
     over its T rows in several chunks, in order (t rows each, sum of t = T). Each chunk attends to
     everything seen before it and causally to itself. `advance(T)` ends the forward.
 
-    It may have `watch`, a function or None: what the layer's rows were made from, [t, hidden], is
-    shown to it before each `attend` of a prompt. It may have `attend_unrotated`, a function or
-    None: `attend` for a single token, which rotates it itself (`DecodeStep.attend_unrotated`).
+    Two members are optional, and each is a function or None. `watch`: the network calls it before
+    each `attend` of a prompt, with the layer's normed input [t, hidden]. `attend_unrotated`:
+    `attend` for a single token that also rotates its query and key (`DecodeStep.attend_unrotated`).
     """
 
     @property
     def position(self) -> int | Tensor:
-        """Tokens already seen, which is the rotary position of the next one. Where no value may be
-        asked of the device, it is there, int64 []."""
+        """Tokens already seen: the rotary position of the next one. An int64 [] tensor on the
+        device where no value may be read back."""
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -41,10 +41,10 @@ class Attend(Protocol):
 class DenseAttend:
     """`Attend` that keeps every row and evicts nothing; windows[i] is layer i's sliding window.
 
-    Uses the same kernels as the cache on the same rows in the same order, so that a cache
-    which has evicted nothing must agree to the last bit (a layer whose window has begun to slide:
-    to rounding, as rows that slid out are not kept there). A chunk of one row is a step unless
-    `begin` announced a prompt.
+    Uses the same kernels as the cache on the same rows in the same order. So a cache that has
+    evicted nothing must agree to the last bit. In a layer whose window has begun to slide it must
+    agree up to rounding, because the cache does not keep rows that slid out. A chunk of one row is
+    a decode step unless `begin` announced a prompt.
     """
 
     def __init__(self, windows: tuple[int | None, ...], ops: Kernels | None = None) -> None:

@@ -1,5 +1,5 @@
-"""Step policies that evict several rows of a head at once (`StepPolicy.block`): at which steps a
-head can be full, and how the gaps are closed."""
+"""For step policies that evict several rows of a head at once (`StepPolicy.block`): at which steps
+a head can be full, and how the gaps between the rows that stay are closed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from minikv.policies.base import StepPolicy
 
 
 class Schedule:
-    """At which steps of an answer a head may have to give up rows, known without asking the device,
-    so that other steps need not compute who would.
+    """Knows, without asking the device, at which steps of an answer a head may have to evict. No
+    other step needs to choose victims.
 
-    A head of a policy that evicts `block` rows at once does so every `block` steps. Where rows
-    slide out of windows it grows more slowly: there it `drifts`, and the steps tell (`note_left`).
+    A head evicts `block` rows every `block` steps. Where rows slide out of a layer's window, a head
+    grows more slowly: the schedule `drifts`, and each step reports to `note_left`.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class Schedule:
             self._phases = frozenset((position + left) % self.block for left in steps)
 
     def left(self, count: Tensor) -> Tensor:
-        """int64 []: of heads with so many rows [L, H], the new ones included, the steps until one
-        has to give up rows, at least: 0 if one must at the end of the step under way."""
+        """int64 []: how many more steps no head has to evict, at least, if the heads use `count`
+        [L, H] rows, the new ones included. 0: one has to at the end of the step under way."""
         return (self._cap + self.block - count).min()
 
     def note_left(self, position: int, left: int) -> None:
-        """`left` was so much in the step of the token at `position`."""
+        """Note the value of `left` in the step of the token at `position`."""
         self._known = position, left
 
     def is_due(self, position: int) -> bool:
-        """Whether a head may have to give up rows when the step ends after which so many tokens
-        are counted."""
+        """Whether a head may have to evict at the end of the step after which `position` tokens are
+        counted."""
         if self.block == 1:
             return True
         if not self.drifts:
@@ -67,12 +67,12 @@ def close_gaps(
     many: int,
     undo: list[Callable[[], object]],
 ) -> None:
-    """Move the rows behind those that stay into the gaps of those that are `gone` bool [F, N], at
-    most `many` of a head, in every column [R, ...]: a head's rows stay side by side.
+    """Move each head's last rows into the gaps of the rows that are `gone` bool [F, N], in every
+    column [R, ...], so that a head's rows stay side by side. At most `many` rows of a head move.
 
-    index int64 [F, N]: the heads' rows; count int64 [F]: how many of them are real; newest [F]: a
-    row of each head that never leaves. How to take the moves back is added to `undo`. Nothing is
-    changed before all that is needed was allocated.
+    index int64 [F, N]: the heads' rows. count int64 [F]: how many of them are real. newest int64
+    [F]: a row of each head that never leaves. Adds functions to `undo` that take the moves back.
+    Allocates everything before it changes anything.
     """
     place = torch.arange(index.shape[1], device=index.device)
     inside = place < count[:, None]
@@ -80,7 +80,7 @@ def close_gaps(
     gaps = gone & (place < end)
     tails = inside & ~gone & (place >= end)
     valid = place[:many] < gaps.sum(1, keepdim=True)
-    still = newest[:, None]  # a move that is not needed is its own
+    still = newest[:, None]  # padding of the moves: this row is copied onto itself
     order = (~gaps).to(torch.int8).argsort(dim=1, stable=True)[:, :many]
     into = torch.where(valid, index.gather(1, order), still).flatten()
     order = (~tails).to(torch.int8).argsort(dim=1, stable=True)[:, :many]

@@ -1,8 +1,8 @@
-"""A prompt read in blocks: after each block every head is back at its cap.
+"""Reads a prompt in blocks. After each block the step policy evicts until every head is at its cap.
 
 This is how the papers of step policies read a prompt (RoCo's evict-and-encode, arXiv 2402.06262,
-section 4.3; HashEvict, arXiv 2412.16187, section 3). Later rows see only what is left, so the
-result is an approximation; in return no layer's keys are ever held in full.
+section 4.3; HashEvict, arXiv 2412.16187, section 3). Later tokens attend only to the rows that are
+left, so the result is an approximation; in return no layer's keys are ever held in full.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from minikv.policies.base import StepPolicy, StepView, leaving
 
 
 class BlockPrefill:
-    """In place of `Prefill`: the same calls, on `cap` + `stride` rows per head and layer.
+    """Has the methods of `Prefill`, and works on `cap` + `stride` rows per head of one layer.
 
-    Blocks begin at multiples of `stride` in the prompt; chunks that the network hands over must
-    too, so `stride` divides their length.
+    Blocks begin at multiples of `stride` in the prompt, and so must the chunks that the network
+    hands over: `stride` divides the length of each but the last.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class BlockPrefill:
         self._dtype, self._held = dtype, held
         self._front: int  # rows before those of the block
         self._columns: dict[str, Tensor] = {}
-        self._last: Tensor | None = None  # what the block's last query gave each row
+        self._last: Tensor | None = None  # attention that the block's last query gave each row
         self._done = plan.tokens
         self.peak = arena.nbytes + target.nbytes
 
     def complete(self) -> Outcome:
-        """As `Prefill.complete`; what left is not known."""
+        """As `Prefill.complete`, but the attention mass of the evicted rows is not known."""
         check_places(self.target, ())
         return Outcome((None,) * self.shape.layers)
 
@@ -65,11 +65,11 @@ class BlockPrefill:
         return self._done == self.plan.tokens
 
     def done(self, layer: int) -> int:
-        """Tokens read so far, in whole-prompt terms."""
+        """Progress over all layers, as a number of the prompt's tokens."""
         return (layer * self.plan.tokens + self._done) // self.shape.layers
 
     def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Take in a chunk of rows and mix it: shapes as in `Attend.attend`."""
+        """Take in a chunk of rows and attend: shapes as in `Attend.attend`."""
         if self._done == self.plan.tokens:
             self._begin(layer)
         mixed = []
@@ -79,7 +79,7 @@ class BlockPrefill:
         return torch.cat(mixed)
 
     def finish(self, layer: int) -> None:
-        """Write what is left to the target."""
+        """The layer is complete: write the rows that are left to the target."""
         target, columns = self.target, self._columns
         pos = columns["pos"]
         staged = target.stored(columns["k"], columns["v"])
@@ -97,7 +97,7 @@ class BlockPrefill:
         )
 
     def _begin(self, layer: int) -> None:
-        """Rows of earlier turns, oldest first."""
+        """Start a layer with the rows of earlier turns, oldest first."""
         arena, heads = self.arena, self.shape.kv_heads
         count = int(self._held.length[layer].max())
         index, live = arena.index(layer, count)
@@ -116,14 +116,14 @@ class BlockPrefill:
         for name, column in self._columns.items():
             rows = arena.read(name, index) if name in ("k", "v") else arena.columns[name][index]
             column[:, :count] = rows.to(column.dtype)
-        # What a key says of its row may be missing: another policy may have been in force.
+        # Columns that are computed from keys may be missing: another policy may have been in force.
         for name, values in self.step.init_state(layer, self._columns["k"][:, :count]).items():
             self._columns[name][:, :count] = values
         self._columns["pos"][:, :count].masked_fill_(~live, -1)
         self._compact(self._columns["pos"] >= 0)
 
     def _compact(self, keep: Tensor) -> None:
-        """The rows of `keep` [H, W] move to the front, oldest first; the others are gone."""
+        """Move the rows of `keep` bool [H, N] to the front, oldest first, and drop the others."""
         pos = self._columns["pos"]
         order = pos.masked_fill(~keep, _NEVER).argsort(dim=1, stable=True)
         for name, column in self._columns.items():
@@ -139,7 +139,7 @@ class BlockPrefill:
         query = q.view(rows, heads, -1, shape.head_dim).permute(1, 2, 0, 3)  # [H, G, t, D]
         key = k.transpose(0, 1)
         window = shape.windows[layer]
-        if window is not None:  # what the block's first row no longer sees is dead
+        if window is not None:  # drop what the block's first token no longer sees
             columns["pos"].masked_fill_(columns["pos"] <= first - window, -1)
         if step.evict_first:
             self._evict(layer, first, rows, None, query, key)
@@ -163,7 +163,7 @@ class BlockPrefill:
         return mixed.permute(2, 0, 1, 3).reshape(rows, shape.heads, -1)
 
     def _learn(self, query: Tensor, lse: Tensor, at: Tensor, window: int | None) -> None:
-        """Every query of the block is a step for the rows that it could see."""
+        """Update the policy's columns: every query counts as one step for the rows that it sees."""
         columns, end = self._columns, self._front + len(at)
         pos = columns["pos"][:, None, :end]
         logits = query.float() @ columns["k"][:, None, :end].float().transpose(2, 3)
@@ -192,7 +192,7 @@ class BlockPrefill:
         query: Tensor | None,
         key: Tensor | None,
     ) -> None:
-        """Bring every head down to its cap, with room for the rows that come."""
+        """Evict until every head's rows and `coming` new ones fit its cap."""
         columns = self._columns
         pos = columns["pos"]
         over = ((pos >= 0).sum(1) + coming - self.cap).clamp(min=0)
@@ -200,7 +200,7 @@ class BlockPrefill:
         most = int(over.max())
         if most:
             heads = torch.arange(len(pos), device=pos.device)
-            shown = pos.masked_fill(pos < self.plan.pinned, -1)  # pinned rows are not shown
+            shown = pos.masked_fill(pos < self.plan.pinned, -1)  # hides pinned rows from the policy
             view = StepView(
                 position,
                 shown,

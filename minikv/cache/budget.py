@@ -1,4 +1,4 @@
-"""A budget as the user writes it, and its one translation into a count of rows."""
+"""A budget as the user writes it, and the only place where it becomes a number of rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`value` in `unit`: "rows" (mean rows per KV head and layer), "share" (of the first prompt
-    read under it and all before), "bytes".
+    """`value` in `unit`: "rows" (the mean per KV head and layer), "share" (of all tokens read when
+    the first prompt under this budget ends) or "bytes" (of all layers and heads together).
 
     Rows are counted right after eviction, sinks and observation window included.
     """
@@ -34,7 +34,7 @@ class Budget:
 
     @staticmethod
     def parse(text: str | int) -> Budget:
-        """Read "512", "20%" or "64MiB"; UsageError otherwise."""
+        """Parse "512", "20%" or "64MiB". Raises UsageError for anything else."""
         raw = str(text).strip()
         found = re.fullmatch(r"(\d{1,30}(?:\.\d{1,18})?)\s*(%|[A-Za-z]*)", raw)
         if found:
@@ -51,10 +51,9 @@ class Budget:
         )
 
     def rows(self, prompt: int, row_bytes: int, heads: int) -> int:
-        """The budget as tokens per head, when `prompt` tokens have been read.
+        """The budget in rows per head, at least 1, when `prompt` tokens have been read.
 
-        `row_bytes` is one row of one KV head, policy columns included; `heads` is L x H. At
-        least 1.
+        row_bytes: bytes of one row of one KV head, policy columns included. heads: L x H.
         """
         if self.unit == "rows":
             return int(self.value)

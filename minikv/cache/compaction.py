@@ -1,7 +1,7 @@
-"""The end of a layer of a prompt: the rows that stay move to their places in the target arena.
+"""Copies the rows of a layer that survive a prompt to their places in the target arena.
 
-How many rows a head keeps is known on the device alone, so the segments are laid out there, and
-nothing is read back.
+Only the device knows how many rows each head keeps. So it lays out the segments, and nothing is
+read back.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from minikv.kernels.dispatch import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a layer's heads may keep and own, as `lay_out` takes it. floor: rows that a head may
-    keep at least; total: what they may keep together (-1: what they hold); spare: rows that a head
-    owns above that; all: what they own together (-1: no more than that)."""
+    """How many rows a layer's heads may keep and own, as the kernel `lay_out` takes it.
+
+    total: the sum of the heads' caps (-1: each cap is what the head holds, but at least `floor`).
+    spare: rows that a head owns above its cap. all: rows that the heads own together (-1: only caps
+    and spare rows)."""
 
     floor: int = 0
     total: int = -1
@@ -42,10 +44,11 @@ def gather_survivors(
 ) -> None:
     """Copy the kept rows, ascending by position, into segments side by side.
 
-    keep bool and pos int64 [H, N]; staged: what the prompt adds, as `Arena.stored` makes it of keys
-    and values [H, T, D]; extra: the policy's columns [H, N]; earlier: the arena that holds the rows
-    that come before those in N, and which of its rows they are, int64 [H, N - T]. unordered: how
-    many first rows are in any order; by default the earlier ones.
+    keep bool and pos int64 [H, N]: the rows of earlier turns, then the T of the prompt. staged: the
+    prompt's rows, as `Arena.stored` makes them of keys and values [H, T, D]. extra: the policies'
+    columns [H, N]. earlier: the arena that holds the rows of earlier turns, and their indices in
+    it, int64 [H, N - T]. unordered: how many of the first rows are in any order; by default those
+    of earlier turns.
     """
     begin = target.region[layer]
     most = min(keep.shape[1], target.region[layer + 1] - begin)
@@ -80,10 +83,10 @@ def append_rows(
     staged: Mapping[str, Tensor],
     extra: Mapping[str, Tensor],
 ) -> None:
-    """Write a prompt's rows behind those of earlier turns, which stay where they are.
+    """Write a prompt's rows after those of earlier turns, which stay where they are.
 
-    As `gather_survivors`, for a target that shares its memory with the arena before the prompt;
-    every head holds the first N - T of the rows, in this order.
+    As `gather_survivors`, for a target that shares its memory with the arena before the prompt.
+    Every head holds the first N - T rows of `pos`, in this order. caps int64 [H]: the new caps.
     """
     heads, tokens = staged["k"].shape[:2]
     rows = pos.shape[1]

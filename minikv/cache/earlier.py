@@ -1,4 +1,4 @@
-"""The rows that a layer held before a prompt, as the prompt's attention and scores see them."""
+"""The rows that a layer held before a prompt, as the prompt's attention and scoring read them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from minikv.kernels.dispatch import Kernels
 class EarlierRows:
     """N rows of each head, padded.
 
-    index int64 [H, N]: the arena's rows; live bool [H, N]: those that are held; pos int64 [H, N],
-    -1 for the others. key and value: [H, N, D], or with `listed` all of the arena's [R, D], of
-    which `index` are meant. segments: start, length and free slot [H] of each head's rows in
-    `rows`, which are keys, values [R, D] and positions [R]. even: the heads are alike.
+    index int64 [H, N]: their indices in the arena. live bool [H, N]: those that are held. pos int64
+    [H, N]: their positions, -1 where not live. key and value: [H, N, D]; if `listed`, the arena's
+    whole columns [R, D], which `index` points into. rows: keys and values [R, D] and positions [R];
+    segments: start, length and free slot [H] of each head in these. even: all heads have N rows and
+    no free slot. copied: see `of`.
     """
 
     index: Tensor
@@ -35,10 +36,11 @@ class EarlierRows:
 
     @staticmethod
     def of(ops: Kernels, arena: Arena, held: Layout, layer: int) -> EarlierRows | None:
-        """The rows of a layer whose tables on the host are `held`; None if it has none.
+        """The rows of a layer; None if it has none. held: the arena's tables on the host.
 
-        Heads that are alike are views of the arena, int8 rows a copy. `copied` is its bytes, or,
-        where heads are uneven, those of one head's keys, which `add_attention_mass` may copy.
+        Rows of even heads are views of the arena; int8 rows are copies. `copied` is the bytes of
+        these copies, or, where heads are uneven, of one head's keys, which `add_attention_mass` may
+        copy.
         """
         length, free_slot = held.length[layer], held.free_slot[layer]
         if not bool((held.held[layer] > 0).any()):
@@ -71,22 +73,22 @@ class EarlierRows:
 
     @property
     def part(self) -> kernels.Part:
-        """The keys as a `kernels.Part`."""
+        """The keys and positions as a `kernels.Part`."""
         return (self.key, self.pos, self.index) if self.listed else (self.key, self.pos)
 
     def keys(self) -> Tensor:
-        """[H, N, D]; padding is anything."""
+        """[H, N, D]. Padding rows may hold any value."""
         return self.key[self.index] if self.listed else self.key
 
     def values(self) -> Tensor:
-        """[H, N, D]; padding is anything."""
+        """[H, N, D]. Padding rows may hold any value."""
         return self.value[self.index] if self.listed else self.value
 
     def attention(
         self, ops: Kernels, query: Tensor, at: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """As `kernels.rows_attention`: what queries [H, G, T, D] at positions `at` [T] see of the
-        rows."""
+        """Attention of the queries [H, G, T, D] at positions `at` [T] to these rows: output and
+        log-sum-exp, as `kernels.rows_attention` returns them."""
         if self.even and window is None:
             return ops.rows_attention(query, self.key, self.value)
         key, value, pos = self.rows

@@ -1,13 +1,13 @@
-"""What the rows under the budget lose, measured when a prompt was read from a tier.
+"""Measures what eviction loses, when a prompt was read from a tier.
 
-Two figures, of the prompt's last token. In each layer: how far the attention's output over the rows
-that stayed is from the exact one. And for the first token of the answer: KL(full || hot), in nats,
-between the exact distribution and that of one more forward over the rows that stayed.
+Two figures, both for the prompt's last token. For each layer: how far the output of attention over
+the rows that stayed is from the exact output. For the first token of the answer: KL(full || hot),
+in nats, between the exact distribution and that of one more forward over the rows that stayed.
 
-In that forward the token's own row is another one in every layer but the first, because what came
-in was computed from fewer rows. It takes the place of the row that a head already holds of the
-token, and the old row is put back, bit for bit. A head that holds none sees its own row beside the
-others, which changes nothing either. So the cache is the same afterwards.
+In every layer but the first, that forward computes another row for the token than the prompt did,
+because the layer's input comes from fewer rows. The new row temporarily replaces the one that a
+head holds of the token; the old row is then put back, bit for bit. For a head that holds none, the
+new row is added to the attention and not stored. So the cache is the same afterwards.
 
 Where a layer's window has slid, the row that the next token no longer sees is missing: it left
 before anything was measured.
@@ -28,13 +28,13 @@ from minikv.kernels.dispatch import Kernels
 
 
 class LastToken:
-    """`Attend` for the last token that was read, once more, over the rows that stayed.
+    """`Attend` for one more forward of the last token that was read, over the rows that stayed.
 
-    Waits for the device once, when it is made.
+    Waits for the device only in the constructor.
     """
 
     def __init__(self, shape: Shape, arena: Arena, position: int, ops: Kernels) -> None:
-        """position: that of the token. Every head holds a row."""
+        """position: of the token. Every head must hold a row."""
         self.shape, self.arena, self.position, self._ops = shape, arena, position, ops
         self.width = int(arena.length.max())
         own, held = [], []
@@ -86,11 +86,11 @@ class LastToken:
         )
 
     def advance(self, tokens: int) -> None:
-        """See `Attend`: the token was counted before."""
+        """See `Attend`. Does nothing: the token was counted when it was first read."""
 
     def output_errors(self, exact: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """float32 [L]: ||hot - full|| / ||full|| of each layer. exact: the token's query and the
-        exact output of attention [H * G, D] in every layer."""
+        """float32 [L]: ||hot - full|| / ||full|| of each layer's attention output. exact: for every
+        layer, the token's query and the exact output, [H * G, D] each."""
         errors = []
         for layer, (q, full) in enumerate(exact):
             hot, _ = self.over_rows(layer, q)
@@ -107,7 +107,8 @@ def divergence(full: Tensor, hot: Tensor) -> Tensor:
 
 
 def _with_own(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """The output [H, G, D] of attention over rows, joined with the token's own row k, v [H, D]."""
+    """Merge attention over rows, out [H, G, D] and lse [H, G], with the token's own row k, v [H,
+    D]; q [H * G, D]."""
     heads, size = k.shape
     query = q.view(heads, -1, size)
     logit = (query.float() @ k.float()[..., None])[..., 0] / math.sqrt(size)

@@ -1,8 +1,8 @@
-"""One budget for all layers and heads: while layers are read, the best rows of all so far.
+"""One budget for all layers and heads: a pool with the best rows of all layers read so far.
 
-How many rows a layer keeps is known only when the last one was scored. Until then the rows lie in
-one pool, whose size is the whole budget: a layer's better rows overwrite the worst ones of it. At
-the end they are put in order, head by head. No value is read back before that.
+How many rows a layer keeps is known only when the last layer was scored. Until then the rows lie in
+one pool, whose size is the whole budget. Each layer's better rows overwrite the pool's worst ones.
+At the end the rows are put in order, head by head. No value is read back before that.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from minikv.policies.selection import NOT_FREE, fill
 
 
 class GlobalPool:
-    """The first `size` rows of `target` hold the pool, in any order; its last row holds what nobody
-    wants. The target has a row more than its heads will own together."""
+    """The first `size` rows of `target` hold the pool, in any order. Padding is written to the last
+    row of `target`, which therefore has one row more than its heads will own together."""
 
     def __init__(self, target: Arena, size: int) -> None:
         self.target, self.size = target, size
@@ -31,18 +31,19 @@ class GlobalPool:
 
     @staticmethod
     def planned(target: Arena, size: int) -> int:
-        """`nbytes` of a pool that is not made yet."""
+        """What `nbytes` will be for a pool of `size` rows in `target`."""
         exact, share = torch.int64.itemsize, torch.float32.itemsize
         return size * exact + target.rows * (exact + share)
 
     @property
     def nbytes(self) -> int:
-        """Bytes beside the target."""
+        """Bytes allocated in addition to the target."""
         return self._key.nbytes + self._owner.nbytes + self._share.nbytes
 
     def entering_nbytes(self, rows: int, staged: Mapping[str, Tensor], *, earlier: bool) -> int:
-        """Bytes that `add` copies at once of a layer of so many rows: of those that may enter, one
-        column at a time; `earlier`: of a layer that has rows of before the prompt, three times."""
+        """The most bytes that the copies in `add` take at once. It copies the rows that may enter,
+        one column at a time; with rows of earlier turns (`earlier`) three copies exist at once.
+        rows: of all heads of the layer."""
         row = max(column[0, :1].nbytes for column in staged.values())
         return min(self.size, rows) * row * (3 if earlier else 1)
 
@@ -58,8 +59,9 @@ class GlobalPool:
     ) -> None:
         """Take in the rows of a layer that are better than the worst of the pool.
 
-        key int64 [H, N]: larger for a better row, `NOT_FREE` for none; share float32 [H, N]: of the
-        attention that was observed in the layer. The others as `compaction.gather_survivors`.
+        key int64 [H, N]: larger for a better row, `NOT_FREE` where there is no row. share float32
+        [H, N]: each row's share of the attention mass that was observed in the layer. The others
+        are as for `compaction.gather_survivors`.
         """
         heads, count = key.shape
         flat, size = key.flatten(), self.size
@@ -68,7 +70,7 @@ class GlobalPool:
         stays.scatter_(0, best, True)
         enters = stays[size:]
         wide = min(size, len(flat))
-        # As many rows enter as leave; behind them both lists go on with rows that do neither.
+        # As many rows enter as leave. After those, both lists are padded with other rows.
         slot = (~stays[:size]).to(torch.int8).argsort(descending=True, stable=True)[:wide]
         row = enters.to(torch.int8).argsort(descending=True, stable=True)[:wide]
         real = torch.arange(wide, device=key.device) < enters.sum()
@@ -99,9 +101,9 @@ class GlobalPool:
     def place(self, spare: int, *, grows: bool) -> Tensor:
         """Put every row into the segment of its head, ascending by position, and write the tables.
 
-        spare: rows that a head owns above its cap; grows: the heads own all that is left, too.
-        Returns, float32 [L], the share of each layer's attention that stayed. The regions are
-        still to be read (`Arena.region`).
+        spare: rows that a head owns above its cap. grows: the heads also own all rows that are
+        left. Returns the share of each layer's attention mass that stayed, float32 [L]. The caller
+        must still set `Arena.region`.
         """
         target, size = self.target, self.size
         layers, heads = target.start.shape
@@ -110,7 +112,7 @@ class GlobalPool:
         kept = torch.zeros(layers * heads + 1, dtype=torch.int64, device=held.device)
         kept.scatter_add_(0, owner, torch.ones_like(owner))
         kept = kept[:-1]
-        caps = fill(kept, size)  # where nothing left, heads may still grow to the budget
+        caps = fill(kept, size)  # if nothing was evicted, heads may still grow to the budget
         sizes = caps + spare
         if grows:
             sizes = fill(sizes, self._owned)

@@ -4,8 +4,9 @@ At the end of a prompt the prompt policy chooses which rows stay (`Prefill`). Wh
 written, a new token's row overwrites the row that the step policy evicted (`DecodeStep`). Between
 two steps no head holds more rows than its cap.
 
-A prompt is a transaction: `begin` allocates another arena, the target, to which the rows that stay
-are written, and `advance` puts it in the place of the old one, which until then is never changed.
+A prompt is a transaction. `begin` allocates another arena, the target, and the rows that stay are
+written there. `advance` then replaces the old arena with the target. Until then the old one is
+never changed.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from minikv.policies.base import (
     policy_columns,
 )
 
-_ROOM = 256  # rows that a head gains when it is full and nothing may leave
+_ROOM = 256  # rows that a full head gains when there is no step policy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mark:
-    """A cache between two turns, see `KVCache.mark`. The fields are the cache's own."""
+    """The state of a cache between two turns, see `KVCache.mark`. The tensors are not copied."""
 
     arena: Arena
     position: int
@@ -62,10 +63,10 @@ class Mark:
 
 
 class KVCache:
-    """`Attend` over an arena under rules, by default those that evict nothing. One conversation.
+    """`Attend` over an arena, for one conversation. By default the rules evict nothing.
 
-    Raises UsageError for a budget too small for the policies. `progress(done, total)` is called
-    while a prompt is read; it may raise, after which `rollback` restores the cache.
+    Raises UsageError if the budget is too small for the policies. `progress(done, total)` is called
+    while a prompt is read, with tokens. It may raise; then `rollback` restores the cache.
     """
 
     def __init__(
@@ -81,12 +82,12 @@ class KVCache:
         kernels: str = "auto",
         poison: bool = False,
     ) -> None:
-        """`kv` is what keys and values are kept in: the network's dtype (None), or int8 with a
-        float32 scale per row. `output`(layer) is the network's output projection
-        [H, G, D, hidden], for policies that weigh values by what becomes of them; `rotary` [D / 2]
-        its angles per position, for policies that look at queries before rotation. `kernels`, as
-        `dispatch.choose` takes it, decides who computes: `ops`; `notice` says why not the device's
-        own."""
+        """dtype: the network's. kv: the dtype of stored keys and values: `dtype` (None), or int8
+        with a float32 scale per row. output(layer): the network's output projection [H, G, D,
+        hidden], for policies that use what attention makes of a value. rotary [D / 2]: the
+        network's rotary angles per position, in radians, for policies that need queries before
+        rotation. kernels: as `dispatch.choose` takes it; `ops` is the choice, and `notice` says why
+        it is not the device's own kernels. poison: see `Arena`."""
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self.kv = kv or dtype
         self.ops, self.notice = choose(self.device, kernels, shape.head_dim, dtype)
@@ -95,28 +96,27 @@ class KVCache:
         self._open: bool
         self._arena: Arena
         self.decode = DecodeStep(shape, self.device, self.ops)
-        self.before_settling: Callable[[], None] | None = (
-            None  # who makes steps ahead finishes them
-        )
+        # Called by `settle`, so that whoever has launched steps ahead can finish them.
+        self.before_settling: Callable[[], None] | None = None
         self._full = 0  # see `full_at`
-        self._marked = False  # somebody may go back to the arena as it is
+        self._marked = False  # `go_back` may need the arena as it is
         self.keeps_addresses = self.device.type == "cuda"
         self.progress: Callable[[int, int], None] | None = None
         self.output, self.rotary = output, rotary
         self._poison = poison
         self.tier: Tier | None = None
-        # Where a prompt that is read twice is until it is scored; None: in the host's memory.
+        # Keeps the rows of a prompt with a second pass until they are scored; None: host memory.
         self.scoring_tier: Tier | None = None
-        self.words = Wording()  # for policies that read everything twice
+        self.words = Wording()  # for policies with a second pass
         rules = rules or Rules()
         self._set(rules, self._known_rows(rules))
         self.reset()
 
     def configure(self, rules: Rules) -> None:
-        """Other policies or another budget from the next prompt on. Between turns only.
+        """Use other policies or another budget from the next prompt on. Between turns only.
 
         Rows already evicted do not come back; a smaller budget evicts at the end of the next
-        prompt. Raises UsageError, and changes nothing, if they do not go together.
+        prompt. Raises UsageError, and changes nothing, if the budget is too small for the policies.
         """
         assert self._reading is None
         rows = self._known_rows(rules)
@@ -128,26 +128,26 @@ class KVCache:
         self._known_rows(rules)
 
     def _known_rows(self, rules: Rules) -> int | None:
-        """The budget in rows per head, where that is known before a prompt. Raises UsageError where
-        it is too small for the policies."""
+        """The budget in rows per head; None if there is none or it depends on the prompt. Raises
+        UsageError if it is too small for the policies."""
         if rules.budget is None or rules.takes_share:
             return None
         return rules.budget_rows(0, self.shape, self.kv)
 
     def _set(self, rules: Rules, rows: int | None) -> None:
         self.rules, self._rows = rules, rows
-        # A share is of all that was read when the next prompt ends; until then it is open.
+        # A share counts all tokens read when the next prompt ends. Until then it is not known.
         self._open = rules.takes_share
 
     def reset(self) -> None:
-        """Forget the conversation and give its memory back."""
+        """Forget the conversation and free its memory."""
         empty = self._empty(self.rules)
         self.settle()
         self._restart(empty)
 
     def restart(self, rules: Rules) -> None:
-        """`reset`, and be under these rules. Raises UsageError as `configure`; then, as when
-        there is no memory, nothing changes."""
+        """`reset`, and use these rules. Raises UsageError as `configure` does. After an error, also
+        for lack of memory, nothing has changed."""
         rows = self._known_rows(rules)
         arena = self._empty(rules)
         self.settle()
@@ -164,7 +164,7 @@ class KVCache:
             self._open, self._rows = True, None
         self._reading: Prefill | BlockPrefill | SecondPassPrefill | None = None
         self._last = Outcome()
-        # By the position of its first token, how likely the network found the tokens of a prompt.
+        # Of each prompt: the position of its first token, and the probabilities of its tokens.
         self._predicted: list[tuple[int, Tensor]] = []
         self._exact: list[tuple[Tensor, Tensor]] = []  # see `Prefill.exact`; until the first step
         self._peak = 0
@@ -177,7 +177,8 @@ class KVCache:
         self.decode = DecodeStep(self.shape, self.device, ops)
 
     def pin(self, rows: int) -> None:
-        """The first `rows` positions of the conversation never leave. Before the first prompt.
+        """Pin the first `rows` positions of the conversation: they are never evicted. Before the
+        first prompt only.
 
         Raises UsageError if the budget leaves no room beside them.
         """
@@ -195,12 +196,12 @@ class KVCache:
         rows: int | None = None,
         begins: int | None = None,
     ) -> int:
-        """As `begin`, for the whole conversation of `tokens` tokens, of which the tier gives what
-        it has. Returns the position from which on they must be fed: that is what the tier does not
-        have, and at least the queries that the policies observe: of the last turn only.
+        """As `begin`, for the whole conversation of `tokens` tokens; the tier gives the rows that
+        it has. Returns the position from which on tokens must be fed: those that the tier does not
+        have, and at least the tokens of the last turn whose queries the policies observe.
 
-        The rows that stay are chosen from all of it, as if the conversation were read anew. `rows`:
-        under a smaller budget this once, in rows per head (see `budgets`). `begins`: the position
+        The rows that stay are chosen from the whole conversation, as if it were read anew. rows: a
+        smaller budget for this prompt only, in rows per head (see `budgets`). begins: the position
         at which the last turn begins; by default where the turn before ended.
         """
         assert self.tier is not None
@@ -215,8 +216,8 @@ class KVCache:
         return given
 
     def budgets(self, tokens: int) -> list[int]:
-        """Budgets in rows per head for a recall of so many tokens: from the smallest one that is
-        of use, each twice the one before, up to the user's."""
+        """Budgets in rows per head for a recall of `tokens` tokens: from the smallest that the
+        policies can work with, each twice the one before, up to the user's budget."""
         most = self._usable(self._rows_after(tokens, anew=True))
         assert most is not None
         rows, found = self.rules.least(self._pinned), []
@@ -234,13 +235,14 @@ class KVCache:
         asks: bool = False,
         turn_tokens: int | None = None,
     ) -> None:
-        """The next forward is a prompt of `tokens` tokens (a single token may be a prompt, too).
+        """Announce that the next forward is a prompt of `tokens` tokens (a single token may be a
+        prompt, too).
 
-        `room`: answer rows to make place for when no step policy keeps the answer in bounds. asks:
-        the prompt only asks about what was read before. turn_tokens: how many of the last tokens
-        are the last turn's; by default all are. Waits for the device. Raises UsageError for a
-        budget that is too small, ContextError where no position is left for a second pass; then,
-        as when there is no memory, nothing has changed.
+        room: rows per head to allocate for the answer if there is no step policy. asks: the prompt
+        only asks about what was read before. turn_tokens: how many of the last tokens belong to the
+        last turn; by default all. Waits for the device. Raises UsageError for a budget that is too
+        small, and ContextError where no position is left for a second pass. After an error, also
+        for lack of memory, nothing has changed.
         """
         self._begin(tokens, room, None, asks=asks, turn_tokens=turn_tokens)
 
@@ -255,13 +257,13 @@ class KVCache:
         asks: bool = False,
         turn_tokens: int | None = None,
     ) -> None:
-        """`begin`; or `recall`, where the tier gives so many of the tokens, under a smaller budget
-        if one is given, of a turn that begins where it says."""
+        """`begin`, or `recall` if `given` is not None: the tier then gives so many of the first
+        tokens. smaller and begins: `rows` and `begins` of `recall`."""
         assert tokens > 0
         assert self._reading is None, "a prompt is under way"
         arena, rules = self.arena, self.rules
         position = self.position if given is None else 0
-        # Others are of turns that were taken back.
+        # The others belong to turns that were taken back.
         self._predicted = [one for one in self._predicted if one[0] < position]
         rows = self._rows_after(position + tokens, anew=given is not None)
         each = self._usable(rows)
@@ -303,7 +305,7 @@ class KVCache:
         *,
         recalls: bool,
     ) -> Prefill | BlockPrefill | SecondPassPrefill:
-        """Who reads the prompt, with a target of its own."""
+        """The object that reads the prompt, with its own target arena."""
         shape, rules = self.shape, self.rules
         prompt, step = rules.prompt, rules.step
         columns = policy_columns(prompt, step)
@@ -350,20 +352,21 @@ class KVCache:
         )
 
     def _rows_after(self, tokens: int, *, anew: bool) -> int | None:
-        """The budget in rows per head for a prompt after which so many tokens have been read. A
-        share is counted once, by the first prompt under it, or `anew`."""
+        """The budget in rows per head for a prompt after which `tokens` tokens have been read. A
+        share becomes a number of rows once, with the first prompt under it; `anew` counts it
+        again."""
         counted = self._rows is not None and not self._open
         if self.rules.budget is None or (counted and not (anew and self.rules.takes_share)):
             return self._rows
         return self.rules.budget_rows(tokens, self.shape, self.kv)
 
     def _usable(self, rows: int | None) -> int | None:
-        """More rows than positions can never be used."""
+        """`rows`, but at most one per position of the context."""
         return None if rows is None else min(rows, self.shape.max_context)
 
     def second_pass(self, ids: Sequence[int]) -> Sequence[Repeat]:
-        """Texts to feed when the prompt of these ids has been through the network, before
-        `advance`: each between `begin_pass` and `end_pass`."""
+        """Texts to feed after the prompt of these ids went through the network and before
+        `advance`: each between `begin_pass` and `end_pass`. Empty if there is no second pass."""
         reading = self._reading
         if not isinstance(reading, SecondPassPrefill):
             return ()
@@ -372,8 +375,8 @@ class KVCache:
         return reading.prompt.scorer.second_pass(ids, first, self.words, left)
 
     def scoring_cost(self, tokens: int, position: int, *, asks: bool) -> PassCost | None:
-        """What a second pass over a prompt of so many tokens at this position takes; None if there
-        is none. Raises as `begin`."""
+        """What the second pass costs for a prompt of `tokens` tokens at this position; None if
+        there is none. Raises as `begin`."""
         each = self._usable(self._rows_after(position + tokens, anew=False))
         repeats = self._repeats(range(tokens), position, each, asks=asks)
         if not repeats:
@@ -383,33 +386,34 @@ class KVCache:
 
     @property
     def scoring(self) -> bool:
-        """What was read is being scored by a second pass."""
+        """Whether a second pass is scoring the prompt that was read."""
         return isinstance(self._reading, SecondPassPrefill) and self._reading.scoring
 
     def begin_pass(self, repeat: Repeat) -> int:
-        """The next forward is one of those texts; the position at which it begins."""
+        """Announce that the next forward is a text of `second_pass`. Returns the position at which
+        it begins. Raises TierError if the prompt's rows could not be kept."""
         assert isinstance(self._reading, SecondPassPrefill)
         self._reading.begin_pass(repeat)
         return self._reading.end
 
     def end_pass(self) -> None:
-        """The text has been through the network."""
+        """The text went through the network in every layer."""
         assert isinstance(self._reading, SecondPassPrefill)
         self._reading.end_pass()
 
     @property
     def foresees(self) -> bool:
-        """The prompt that has begun is to be read once before, only to learn how likely the network
-        finds each of its tokens: between `begin_glance` and `end_glance`."""
+        """Whether the prompt that was begun must first be fed once between `begin_glance` and
+        `end_glance`, only to get the network's probability of each of its tokens."""
         return isinstance(self._reading, Prefill) and self._reading.foresees
 
     def begin_glance(self) -> None:
-        """The next forward is that; it has no `advance`."""
+        """The next forward only yields probabilities, and is not ended by `advance`."""
         assert isinstance(self._reading, Prefill)
         self._reading.glancing = True
 
     def end_glance(self, predicted: Tensor) -> None:
-        """The probabilities of the prompt's tokens, float32 [T]."""
+        """predicted: the probabilities of the prompt's tokens, float32 [T]."""
         assert isinstance(self._reading, Prefill)
         begin = self._reading.plan.position
         self._predicted.append((begin, predicted))
@@ -437,7 +441,8 @@ class KVCache:
         return self.decode.attend_unrotated(layer, qkv, cos, sin)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Attend`. After `begin` the rows are the prompt's; otherwise it is a step, t = 1."""
+        """See `Attend`. After `begin` the rows belong to the prompt; otherwise this is a decode
+        step, t = 1."""
         reading = self._reading
         if reading is None:
             if layer == 0:
@@ -454,14 +459,14 @@ class KVCache:
         return out
 
     def advance(self, tokens: int) -> None:
-        """See `Attend`: every layer has seen the forward's tokens."""
+        """See `Attend`. Ends a prompt or a decode step."""
         if self._reading is None:
             assert tokens == 1
             try:
                 self.decode.end()
             finally:
-                # Also after an interrupt: the decode step knows whether its token counts. What is
-                # half done is done before the next step.
+                # Also after an interrupt: the decode step knows whether its token counts. If it is
+                # half ended, `open_steps` or `settle` ends it before the next step.
                 self.position = int(self.decode.position) + self.decode.half_ended
             return
         reading, plan = self._reading, self._reading.plan
@@ -477,7 +482,7 @@ class KVCache:
         turns = list(plan.turns)
         # From here on nothing fails.
         self._reading = None
-        # A graph holds addresses: where no mark needs the old rows, the new ones take their place.
+        # A CUDA graph holds addresses: if no mark needs the old rows, overwrite them in place.
         if not (self.keeps_addresses and not self._marked and self._arena.take(reading.target)):
             self._arena = reading.target
         self._last, self._evict_s, self._turns = outcome, evict_s, turns
@@ -487,7 +492,8 @@ class KVCache:
         self._peak = reading.peak
 
     def rollback(self) -> None:
-        """Undo an unfinished prompt or step: rows exist for exactly the tokens fed before it."""
+        """Undo an unfinished prompt or step. Then rows exist for exactly the tokens fed before
+        it."""
         if self._open:
             self._rows = None
         for tier in (self.tier, self.scoring_tier):
@@ -502,15 +508,15 @@ class KVCache:
 
     @property
     def arena(self) -> Arena:
-        """The rows, as of the last token that counts."""
+        """The arena, up to date with the last token that counts. Settles the steps."""
         self.settle()
         return self._arena
 
     def open_steps(self, *, speculative: bool = False) -> DecodeStep:
         """The decode step, ready for the next token: every head has room for its row.
 
-        See `DecodeStep.open`. May raise what torch raises; then nothing has changed. `settle` ends
-        it.
+        speculative: see `DecodeStep.open`. May raise what torch raises; then nothing has changed.
+        `settle` closes it.
         """
         assert self._reading is None, "a prompt is under way"
         step, decode = self.rules.step, self.decode
@@ -521,7 +527,7 @@ class KVCache:
             return decode
         self.settle()
         self._exact = []
-        with torch.inference_mode(False):  # what is made here is written outside of a forward, too
+        with torch.inference_mode(False):  # these tensors are also written outside of a forward
             self._arena = arena = self._with_room()  # the same rows
             decode.open(
                 arena,
@@ -535,13 +541,13 @@ class KVCache:
         return decode
 
     def _with_room(self) -> Arena:
-        """The arena, or a copy of it, in which every head can take a row and none is over its
-        cap."""
+        """The arena, or a copy of it, in which every head has room for a row and holds no more rows
+        than its policy allows."""
         arena, step = self._arena, self.rules.step
         if step is not None:
             block = 0 if step.evict_first else step.block
-            # Between two evictions a head may be some rows over its cap; more came when another
-            # policy was in force.
+            # Between two evictions a head may be up to block - 1 rows over its cap. It holds more
+            # only if they came when another policy was in force.
             most = arena.cap + (step.block - 1)
             if bool((arena.held > most).any()):
                 arena = arena.trimmed(step.sinks, self._pinned, most)
@@ -555,7 +561,7 @@ class KVCache:
         return arena
 
     def settle(self) -> None:
-        """Finish what steps have begun, and free what they work with. Between steps only."""
+        """Finish steps that were begun, and free their working memory. Between steps only."""
         if self.before_settling is not None:
             self.before_settling()
         if self.decode.half_ended:
@@ -565,12 +571,13 @@ class KVCache:
 
     @property
     def full_at(self) -> int:
-        """The position at which a head may be without room, where no step policy makes some."""
+        """The position at which a head may have no room left. With a step policy: the end of the
+        context."""
         return self._full if self.rules.step is None else self.shape.max_context
 
     @property
     def pinned(self) -> int:
-        """Positions below it never leave."""
+        """Positions below it are never evicted."""
         return self._pinned
 
     @property
@@ -585,10 +592,11 @@ class KVCache:
             return None
         return prefers.prefers(arena.columns["pos"].to(torch.int64), self._turns)
 
-    # -- the way back ---------------------------------------------------------------------------
+    # -- going back to an earlier state ---------------------------------------------------------
 
     def mark(self) -> Mark:
-        """The cache as it is, to go back to. Holds its memory, copies nothing. Between turns."""
+        """The present state, for `go_back`. It keeps the memory alive and copies nothing. Between
+        turns only."""
         self.settle()
         assert self._reading is None
         self._marked = True
@@ -606,27 +614,28 @@ class KVCache:
         )
 
     def forget_mark(self) -> None:
-        """Nobody will go back."""
+        """`go_back` will not be called for the last mark: prompts may overwrite the arena."""
         self._marked = False
 
     def go_back(self, mark: Mark) -> None:
-        """Be as at `mark`, if only prompts came after it: steps write to the arena they find.
+        """Return to the state of `mark`. Only prompts may have come after it, because decode steps
+        write to the arena in place.
 
         Allocates nothing and cannot fail.
         """
         self._reading, self._marked = None, False
         if self.tier is not None:
             self.tier.drop()
-            self.tier.truncate(mark.tier)  # of several prompts, some may have been read
+            self.tier.truncate(mark.tier)  # prompts after the mark may have been committed
         self.decode.close()
         self._arena, self.position, self._turns = mark.arena, mark.position, list(mark.turns)
         self._pinned, self._rows, self._open = mark.pinned, mark.rows, mark.open
         self._peak, self._evict_s, self._last = mark.peak, mark.evict_s, mark.outcome
 
-    # -- set aside ----------------------------------------------------------------------------
+    # -- snapshots ----------------------------------------------------------------------------
 
     def snapshot(self) -> CacheSnapshot:
-        """A copy of everything but the policies. Between turns only."""
+        """A copy of the cache, without its policies. Between turns only."""
         assert self._reading is None
         return CacheSnapshot(
             self.position,
@@ -648,12 +657,12 @@ class KVCache:
         rules: Rules,
         under: Rules | None = None,
     ) -> None:
-        """Be again as `held` was taken, under these rules: what follows is bit-identical if they
-        are the ones of then. Between turns only. under: other ones, to be under from then on, as
-        `configure` would do after it.
+        """Return to the snapshot `held`, under the rules `rules`. What follows is bit-identical if
+        these are the rules under which it was taken. Between turns only. under: rules to use from
+        then on, as if `configure` were called afterwards.
 
-        Raises UsageError as `configure`, ValueError if the rows are not those of such a network
-        and such rules; then, as when there is no memory, nothing changes.
+        Raises UsageError as `configure`, and ValueError if the snapshot does not fit this network
+        and `rules`. After an error, also for lack of memory, nothing has changed.
         """
         assert self._reading is None
         rows, later = self._known_rows(rules), None if under is None else self._known_rows(under)
@@ -673,8 +682,8 @@ class KVCache:
             self._set(under, later)
 
     def accepts(self, held: CacheSnapshot, rules: Rules) -> bool:
-        """Whether `held` has what such a network and these rules' policies store of every row, and
-        no more room than caches have: at most a context and a few rows for each head."""
+        """Whether `held` has the columns of this network and these policies, and no more rows than
+        a real cache could have: at most 4 * (context + position) per head."""
         arena, shape = self._empty(rules), self.shape
         if held.region[-1] > 4 * shape.layers * shape.kv_heads * (
             shape.max_context + held.position
@@ -700,7 +709,7 @@ class KVCache:
             poison=self._poison,
         )
 
-    # -- what it tells ----------------------------------------------------------------------
+    # -- what the cache reports -------------------------------------------------------------
 
     def kept(self, layer: int, head: int) -> Tensor:
         """Positions that a KV head holds, ascending, int64."""
@@ -709,7 +718,8 @@ class KVCache:
 
     @property
     def last_prompt(self) -> PromptFigures:
-        """What the last prompt cost. Computed from numbers that are there: it cannot fail."""
+        """What the last prompt cost. Uses only numbers that are already on the host: it cannot
+        fail."""
         lost = [(s, i) for i, s in enumerate(self._last.lost) if s is not None]
         return PromptFigures(
             self._evict_s,
@@ -722,13 +732,15 @@ class KVCache:
 
     @property
     def lost(self) -> tuple[float | None, ...]:
-        """Per layer, the share of the last window's attention that was evicted; None: not known."""
+        """Per layer, the share of the attention mass of the last observed queries that fell on
+        evicted rows; None: not measured."""
         return self._last.lost
 
     def last_token(self) -> tuple[LastToken, Tensor] | None:
-        """The last token of the prompt that was just recalled, to be fed once more over the rows
-        that stayed, and the error of each layer's output [L] (see `minikv.cache.fidelity`). None if
-        no prompt was, or nothing left. Changes nothing."""
+        """For measuring what a recall lost (see `minikv.cache.fidelity`): an `Attend` for feeding
+        the prompt's last token once more over the rows that stayed, and the error of each layer's
+        output, float32 [L]. None if no prompt was just recalled, or no row was evicted. Changes
+        nothing."""
         if len(self._exact) != self.shape.layers or not self.evicted:
             return None
         last = LastToken(self.shape, self.arena, self.position - 1, self.ops)
@@ -736,13 +748,13 @@ class KVCache:
 
     @property
     def evicted(self) -> bool:
-        """Whether the rows are not just those of a cache without eviction."""
+        """Whether the rows differ from those of a cache without eviction: fewer, or int8."""
         rows = int(self.arena.held.sum())
         return self.arena.coded or rows < full_cache_rows(self.shape, self.position)
 
     @property
     def reading(self) -> bool:
-        """A prompt is under way."""
+        """Whether a prompt is under way."""
         return self._reading is not None
 
     @property
@@ -759,7 +771,7 @@ class KVCache:
 
     @property
     def target(self) -> Arena | None:
-        """What the prompt under way is written to."""
+        """The arena that the prompt under way is written to."""
         return self._reading.target if self._reading is not None else None
 
     @property
@@ -768,18 +780,19 @@ class KVCache:
         return self._rows
 
     def attended(self, layer: int, head: int) -> Tensor:
-        """Positions that the query of the step under way sees in a layer it has been through."""
+        """Positions, int64 [n], of the rows that the head's query attends to in the step under way.
+        Only for a layer that the step has been through."""
         begin, count = int(self._arena.start[layer, head]), int(self.decode.count[layer, head])
         pos = self._arena.columns["pos"][begin : begin + count]
         return pos.to(torch.int64)
 
     @property
     def _allocated(self) -> int:
-        """Bytes of the arena and of what the steps work with."""
+        """Bytes of the arena and of the steps' working memory."""
         return self._arena.nbytes + self.decode.nbytes
 
     def stats(self) -> CacheStats:
-        """Counted from the tensors; see `CacheStats`."""
+        """The present figures, counted from the tensors; see `CacheStats`."""
         arena, shape, last = self.arena, self.shape, self.last_prompt
         held = arena.layout().held
         rows = int(held.sum())
@@ -807,11 +820,11 @@ class KVCache:
 
 
 def _declare(arena: Arena, before: StepPolicy | None, rules: Rules) -> None:
-    """Have the columns of these rules' policies in the arena, in which those of the step policy
-    `before` are. Where there is no memory for one, nothing changes."""
+    """Give the arena, which has the columns of the step policy `before`, the columns of these
+    rules' policies. If memory runs out, nothing changes."""
     step, prompt = rules.step, rules.prompt
     columns = step.columns if step else {}
-    # What one policy noted means something else to another.
+    # Another policy's values mean nothing to this one.
     same = before is not None and step is not None and before.name == step.name
     anew = not same or (before is not None and before.columns != columns)
     mine = {} if prompt is None else prompt.scorer.columns

@@ -1,6 +1,6 @@
-"""What a prompt is read under: how many rows there are, how many may stay, where they have room.
+"""The plan for a prompt: how many rows there are, how many may stay, and where they have room.
 
-All of it is decided on the host, before anything of the prompt is read.
+Everything is decided on the host, before the prompt is read.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from minikv.policies.selection import fill
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a prompt of `tokens` tokens that starts at `position` is read under.
+    """How a prompt of `tokens` tokens that starts at `position` is read.
 
-    totals[i]: rows that layer i may keep over all its heads (None: all). floor: rows that every
-    head's cap has at least when only the step policy evicts. spare: rows a head needs above its
-    cap while an answer is written. needed[i]: rows of layer i's region in a target of its own.
-    visible[i]: rows over all heads that exist after the prompt and can still be seen. shares: all
-    rows stay and have room where they are. turns, output(layer) and rotary: as `PromptView` has
-    them; pinned: positions below it never leave. pool: rows that all layers and heads may keep
-    together, where they share one budget. given: how many first tokens of the prompt the tier has
-    (or would have); they are not read, but their rows compete with the others. asks: the prompt
-    only asks about what was read before. turn_tokens: how many of the last tokens are the last
-    turn's: no earlier queries are observed, as those of the answer before would choose what that
-    answer needed (None: all tokens).
+    totals[i]: rows that layer i may keep over all its heads (None: all). floor: the least cap of a
+    head when only the step policy evicts. spare: rows that a head needs above its cap while an
+    answer is written. needed[i]: rows of layer i's region in a new target. visible[i]: rows over
+    all heads that exist after the prompt and that the next token can still see. shares: all rows
+    stay where they are, and the new ones have room after them. turns, output(layer) and rotary: as
+    in `PromptView`. pinned: positions below it are never evicted. pool: rows that all layers and
+    heads may keep together, where they share one budget. given: how many first tokens of the prompt
+    are not read because the tier has (or would have) their rows; these rows compete with the
+    others. asks: the prompt only asks about what was read before. turn_tokens: how many of the last
+    tokens belong to the last turn (None: all). Earlier queries are not observed: those of the last
+    answer would keep what that answer needed.
     """
 
     position: int
@@ -54,17 +54,17 @@ class Plan:
 
     @property
     def read(self) -> int:
-        """Tokens that go through the network."""
+        """How many tokens go through the network."""
         return self.tokens - self.given
 
     def observes(self, queries: int) -> int:
-        """How many last queries are observed, where so many are wanted."""
+        """How many of the last queries are observed, if a policy wants `queries`."""
         return min(
             self.read, queries, self.tokens if self.turn_tokens is None else self.turn_tokens
         )
 
     def evicts(self, layer: int) -> bool:
-        """The prompt policy may evict rows of the layer."""
+        """Whether the prompt policy may evict rows of the layer."""
         if self.pool is not None:
             return sum(self.visible) > self.pool
         return self.totals is not None and self.visible[layer] > self.totals[layer]
@@ -72,10 +72,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class RowsBefore:
-    """The rows that there are before a prompt, on the host.
+    """The rows that exist before a prompt; all numbers are on the host.
 
-    held: the tables of the arena's rows. seen[i]: rows of layer i, over all heads, that the first
-    token after the prompt can still see.
+    held: the arena's tables. seen[i]: rows of layer i, over all heads, that the first token after
+    the prompt can still see.
     """
 
     held: Layout
@@ -83,8 +83,9 @@ class RowsBefore:
 
     @staticmethod
     def read(shape: Shape, arena: Arena, position: int, tokens: int) -> RowsBefore:
-        """Of the rows below `position`, before a prompt of so many tokens. One transfer."""
-        if not position:  # nothing to ask for, and a device without memory can be planned for
+        """Read the arena's tables before a prompt of `tokens` tokens at `position`. One transfer
+        from the device."""
+        if not position:  # no transfer, so that planning also works for the device "meta"
             none = torch.zeros((shape.layers, shape.kv_heads), dtype=torch.int64)
             return RowsBefore(Layout(none, none, none, none, none - 1), [0] * shape.layers)
         end = position + tokens
@@ -119,11 +120,11 @@ def plan_prompt(
     output: Callable[[int], Tensor] | None,
     rotary: Tensor | None,
 ) -> Plan:
-    """The plan for a prompt under a budget of `each` rows per head (None: nothing evicts). The rest
-    is as in `Plan`.
+    """The plan for a prompt under a budget of `each` rows per head (None: nothing is evicted).
 
-    arena_rows: rows that the arena has. room: answer rows to make place for when no step policy
-    keeps the answer in bounds. Raises UsageError where a layer gets less than the policies need.
+    arena_rows: R of the present arena. room: rows per head for the answer if there is no step
+    policy. The others are as in `Plan`. Raises UsageError if a layer gets fewer rows than the
+    policies need.
     """
     step, held = rules.step, before.held
     spare = room if step is None else 0 if step.evict_first else step.block
@@ -163,21 +164,22 @@ def plan_prompt(
         asks=asks,
         turn_tokens=turn_tokens,
     )
-    # A smaller budget gives its memory back.
+    # If the arena has become more than twice as large as needed, a new target frees memory.
     shares = blocks is None and pool is None and position > 0 and 2 * sum(needed) > arena_rows
     return replace(plan, shares=shares and _fits(plan, shape, held, grows=step is None))
 
 
 def _all_rows(rows: Tensor, window: int | None, floor: int) -> int:
-    """Rows of a layer from which none leaves but those out of its window; rows: int64 [H]."""
+    """Rows of a layer that only loses rows which slide out of its window. rows: of each head, int64
+    [H]."""
     if window is not None:
         rows = rows.clamp(max=window)
     return int(rows.clamp(min=floor).sum())
 
 
 def _fits(plan: Plan, shape: Shape, held: Layout, *, grows: bool) -> bool:
-    """Every row stays, and every head has room for the new ones behind its old ones. grows: nothing
-    keeps the answer in bounds."""
+    """Whether every row stays and every head has room for its new rows after its old ones. grows:
+    there is no step policy, so the answer's rows need room as well."""
     for layer, window in enumerate(shape.windows):
         count = held.held[layer]
         uneven = bool((count != count[0]).any()) or bool((held.free_slot[layer] >= 0).any())

@@ -1,8 +1,8 @@
-"""A prompt under way: one layer's new rows are staged, attended to exactly, scored and compacted.
+"""Reads a prompt: layer by layer, new rows are staged, attended to exactly, scored and compacted.
 
 Peak memory is one layer's keys and values beside the cache: the next layer uses the same buffers.
-The rows that stay are written to another arena, the target. The arena of before is never changed,
-so that a prompt is undone by forgetting its target.
+The rows that stay are written to another arena, the target. The arena from before the prompt is
+never changed, so a prompt is undone by dropping its target.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from minikv.policies.selection import fill, order_key
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """What a layer of a first prompt told, whatever the policy: all that `finish` judges by.
+    """What `finish` needs of a layer of a first prompt, whatever the policy.
 
-    key and value [H, T, D]; tail [t, H * G, D]: the last queries, tail_lse float32 [H, G, t]: their
-    log-sum-exps, lengths [t]: of the input at them; mass, squares and moments as in `PromptView`,
-    where every query was asked for.
+    key and value [H, T, D]. tail [t, H * G, D]: the last t queries. tail_lse float32 [H, G, t]:
+    their log-sum-exps. lengths float32 [t]: the norms of the layer's input at these queries; None
+    if not needed. mass, squares and moments: as in `PromptView`; None unless the policy uses the
+    queries of all tokens.
     """
 
     key: Tensor
@@ -55,24 +56,25 @@ class LayerTrace:
 
 
 class Staging(Protocol):
-    """Where a prompt's keys and values come from and go to: a `Tier`, or what is like one."""
+    """Where a prompt's keys and values come from and go to: a `Tier`, or a class with the same
+    methods."""
 
     @property
     def length(self) -> int:
-        """First rows of the prompt that are there, and stay as they are."""
+        """How many first rows of the prompt are already stored. They do not change."""
         ...
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes on the device, beside what is counted apart."""
+        """Bytes of the staging buffers on the device."""
         ...
 
     def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, rows, D], to be written from `length` on."""
+        """Buffers for keys and values [H, rows, D]. The caller writes the rows from `length` on."""
         ...
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """A layer was read: keep what `stage` gave and the prompt has filled in."""
+        """The layer was read: keep the rows that were written to the buffers of `stage`."""
         ...
 
 
@@ -92,10 +94,10 @@ class Prefill:
         ops: Kernels | None = None,
         tier: Staging | None = None,
     ) -> None:
-        """arena and held: the rows before the prompt, and its tables on the host. target: where
-        the rows go that stay; with `plan.shares` it shares its memory with `arena`. `ops`: who
-        computes; the torch twins by default. tier: keeps every row that is read, and gives those
-        of the first `plan.given` tokens; it is open for this prompt."""
+        """arena: the rows before the prompt. held: its tables on the host. target: gets the rows
+        that stay; if `plan.shares`, it shares its memory with `arena`. dtype: of keys and values.
+        ops: the kernels; by default their torch forms. tier: keeps every row that is read, and
+        gives those of the first `plan.given` tokens; it must be open for this prompt."""
         self._ops = ops or Kernels()
         self.shape, self.arena, self.target = shape, arena, target
         self.prompt, self.step, self.plan = prompt, step, plan
@@ -107,7 +109,7 @@ class Prefill:
         self._causal = evidence is None or evidence.causal
         self._all = observe == ALL
         if self._all:
-            observe = 0  # summed as chunks are mixed, not from a copy of the last queries
+            observe = 0  # sums are taken chunk by chunk, not from a copy of the last queries
         self.tier = tier
         assert not plan.given or not self._all, "queries of tokens that are not read are not known"
         self._observed = plan.observes(observe)
@@ -116,11 +118,11 @@ class Prefill:
         self._each = evidence is not None and evidence.each_query
         self._foresees = evidence is not None and evidence.predicted
         self.glancing = False
-        """The tokens are read only to learn how likely the network finds them."""
+        """The tokens are read only to get the network's probability of each of them."""
         self._moments: Moments | None = None
         self._mass: Tensor | None = None
         self._squares: Tensor | None = None
-        self._queries = plan.tokens if self._all else 0  # that mass and squares are sums of
+        self._queries = plan.tokens if self._all else 0  # how many queries mass and squares sum
         self._peak: Tensor | None = None  # see `PromptView.peak`
         wide = (shape.kv_heads, plan.tokens, shape.head_dim)
         tail = (last, shape.heads, shape.head_dim)
@@ -137,15 +139,15 @@ class Prefill:
         self._lengths: Tensor | None = None
         if evidence is not None and evidence.lengths:
             self._lengths = torch.ones(last, device=arena.device)
-        self._coming: Tensor | None = None  # lengths of the rows that are attended to next
+        self._coming: Tensor | None = None  # see `watch`; of the chunk that is staged next
         self._old: EarlierRows | None = None
-        # Of each layer, the last token's query and the output of its attention, [H * G, D] each.
+        # For each layer: the last token's query and its attention output, [H * G, D] each.
         self.exact: list[tuple[Tensor, Tensor]] = []
         self._done = plan.tokens
-        # Share of the attention that stayed, float32 [H]; of a pool, [].
+        # By layer: the share of attention mass on rows that stayed, float32 [H]; of a pool, [].
         self._stayed: dict[int, Tensor] = {}
-        # A head needs a row that an answer may overwrite; before attention a second one, if the
-        # newest is protected.
+        # A head needs a row that a decode step may evict. A policy that evicts before attention
+        # and protects the newest rows needs a second one.
         self._least = 2 if step is not None and step.evict_first and step.recent else 1
         self._shaped = False
         self._pool = None if plan.pool is None else GlobalPool(target, plan.pool)
@@ -158,7 +160,8 @@ class Prefill:
         self._note_peak()
 
     def complete(self) -> Outcome:
-        """Every layer is in the target. Waits for the device, the one time that a prompt does."""
+        """Every layer has been finished: check the target and report what was lost. This is the
+        only time that a prompt waits for the device."""
         lost: list[float | None] = [None] * self.shape.layers
         if self._pool is not None:
             self._place()
@@ -184,11 +187,12 @@ class Prefill:
 
     @property
     def needs(self) -> tuple[bool, int, int | None, bool]:
-        """What is taken note of: prompts of the same tokens and needs have the same traces."""
+        """What a trace has to contain. First prompts of the same tokens and equal needs have equal
+        traces."""
         return self._all, len(self._tail), self._from, self._lengths is not None
 
     def trace(self) -> LayerTrace:
-        """What was noted of the layer that was just completed. Of a first prompt only."""
+        """A copy of what was recorded of the layer just completed. For a first prompt only."""
         assert self._old is None
         key, value, tail = (t.clone() for t in (self._key, self._value, self._tail))
         lengths = None if self._lengths is None else self._lengths.clone()
@@ -197,7 +201,8 @@ class Prefill:
         return LayerTrace(key, value, tail, self._tail_lse.clone(), *noted, lengths)
 
     def replay(self, trace: LayerTrace) -> None:
-        """In place of staging a layer of a first prompt: what another one of equal needs noted."""
+        """Instead of staging a layer of a first prompt, use the trace of another one with equal
+        `needs`."""
         assert not self.plan.position
         self._key, self._value = trace.key, trace.value
         self._tail, self._tail_lse = trace.tail, trace.tail_lse
@@ -206,11 +211,12 @@ class Prefill:
 
     @property
     def foresees(self) -> bool:
-        """The policy needs `Plan.predicted`, as rows must leave."""
+        """Whether the policy needs `Plan.predicted`. It does not if no row must leave."""
         return self._foresees and any(map(self.plan.evicts, range(self.shape.layers)))
 
     def predict(self, predicted: Tensor) -> None:
-        """The glance is over: what it told of every position, float32 [P]."""
+        """The forward for probabilities is over. predicted: the probability of the token at every
+        position, float32 [P]."""
         self.glancing = False
         self.plan = replace(self.plan, predicted=predicted)
         self._held_bytes += predicted.nbytes
@@ -218,7 +224,7 @@ class Prefill:
 
     @property
     def watches(self) -> bool:
-        """`watch` is wanted."""
+        """Whether the network should call `watch`."""
         return self._lengths is not None and not self.glancing
 
     def watch(self, states: Tensor) -> None:
@@ -241,7 +247,7 @@ class Prefill:
                 heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
                 self._moments = Moments(heads, group, self.shape.head_dim, q.device)
         lo, hi = self._done, self._done + len(q)
-        # What the tier has stays as it is, so that a prompt that fails changes nothing.
+        # Rows that the tier has are not written again, so a prompt that fails changes nothing.
         new = lo if self.tier is None else min(hi, max(lo, self.tier.length))
         self._key[:, new:hi] = k[new - lo :].transpose(0, 1)
         self._value[:, new:hi] = v[new - lo :].transpose(0, 1)
@@ -256,18 +262,20 @@ class Prefill:
 
     @property
     def layer_complete(self) -> bool:
-        """Every row of the layer has been staged and attended to."""
+        """Whether every row of the layer has been staged and attended to."""
         return self._done == self.plan.tokens
 
     def done(self, layer: int) -> int:
-        """Tokens read so far, in whole-prompt terms. A glance is half of the way."""
+        """Progress over all layers, as a number of the prompt's tokens. A forward for probabilities
+        counts as half of the prompt."""
         done = (layer * self.plan.read + self._done - self.plan.given) // self.shape.layers
         if self.glancing:
             return done // 2
         return done if self.plan.predicted is None else (self.plan.read + done) // 2
 
     def _mix(self, layer: int, q: Tensor, lo: int, hi: int) -> Tensor:
-        """Exact attention of staged rows lo..hi over old rows, earlier new rows and themselves."""
+        """Exact attention of the prompt's tokens lo to hi to the rows of earlier turns and to the
+        prompt's own rows below hi, causally. Returns [hi - lo, H * G, D]."""
         shape, base = self.shape, self.plan.position
         window = shape.windows[layer]
         if window is not None and base + hi <= window:
@@ -288,7 +296,7 @@ class Prefill:
         first = self.plan.tokens - len(self._tail)
         if lo <= first and hi == self.plan.tokens:
             if len(self._tail):
-                self._tail_lse = lse[..., first - lo :]  # nothing is copied: the chunk's stays
+                self._tail_lse = lse[..., first - lo :]  # a view: nothing is copied
         elif hi > first:
             if lo <= first:
                 self._tail_lse = torch.empty_like(self._tail_lse)
@@ -302,7 +310,7 @@ class Prefill:
         return out
 
     def _clear_sums(self) -> None:
-        """A layer begins: nothing was observed of its rows."""
+        """Set the sums of attention of all rows of the layer to zero."""
         heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
         rows = self.plan.tokens + (self._old.pos.shape[-1] if self._old is not None else 0)
         both = torch.zeros(heads * (group + 1) * rows, device=self._key.device)
@@ -311,8 +319,8 @@ class Prefill:
         self._note_peak()
 
     def _add_moments(self, query: Tensor, at: Tensor, begin: int) -> None:
-        """Count the chunk's queries, from position `begin` on, those of the very first rows aside
-        if there are others."""
+        """Add the chunk's queries, from position `begin` on, to the moments. Queries below
+        `Evidence.queries_from` are left out, unless the conversation has no others."""
         assert self._moments is not None
         assert self._from is not None
         assert self.plan.rotary is not None, "the network's rotary frequencies are not known"
@@ -322,7 +330,7 @@ class Prefill:
         self._moments.add(query[:, :, skipped:], angle)
 
     def _sources(self, hi: int) -> list[kernels.Part]:
-        """Earlier rows, and the prompt's rows below `hi`."""
+        """The keys of rows of earlier turns, if any, and of the prompt's rows below `hi`."""
         own: kernels.Part = self._key[:, :hi], self._positions[None, :hi]
         return [own] if self._old is None else [self._old.part, own]
 
@@ -334,7 +342,7 @@ class Prefill:
         sources: Sequence[kernels.Part],
         window: int | None,
     ) -> None:
-        """Add what the queries at positions `at` gave every row that they saw."""
+        """Add the attention that the queries at positions `at` give to each row that they see."""
         assert self._mass is not None
         assert self._squares is not None
         begin = 0
@@ -371,23 +379,23 @@ class Prefill:
             keep = prompt.keep(view, plan.totals[layer], plan.pinned, self._least)
             self._shaped = self._shaped or prompt.evidence.asks
             if prompt.evidence.observe and view.mass is not None:
-                # What slid out of a window was not evicted.
+                # Rows that slid out of a window do not count as evicted.
                 self._stayed[layer] = self._ops.stayed(view.mass, keep, view.pos)
         else:
             keep = view.live
         del view
-        if not self._all:  # a trace may ask for them
+        if not self._all:  # `trace` may still need them
             self._mass = self._squares = None
         self._store(layer, pos, keep, extra)
 
     def _judged(self, layer: int) -> PromptView:
-        """The layer that was just completed, as the policies see it."""
+        """The policies' view of the layer that was just completed."""
         plan, heads, window = self.plan, self.shape.kv_heads, self.shape.windows[layer]
         end, new = plan.position + plan.tokens, self._positions
         pos = new.expand(heads, plan.tokens)
         if self._old is not None:
             pos = torch.cat((self._old.pos, pos), 1)
-        if window is not None:  # what the next token will no longer see is dead
+        if window is not None:  # the next token no longer sees these rows
             pos = pos.masked_fill(pos <= end - window, -1)
         return self._view(layer, pos, new, self._carried(pos))
 
@@ -401,7 +409,8 @@ class Prefill:
         return extra
 
     def _add(self, pool: GlobalPool, view: PromptView, extra: dict[str, Tensor]) -> None:
-        """Let the layer's rows compete with those of all layers before it."""
+        """Add the layer's rows to the pool, where they compete with those of all layers before
+        it."""
         assert self.prompt is not None
         evicts = self.plan.evicts(view.layer)
         if evicts:
@@ -420,9 +429,9 @@ class Prefill:
         pool.add(view.layer, key, view.pos, staged, extra, share, old)
 
     def _store(self, layer: int, pos: Tensor, keep: Tensor, extra: dict[str, Tensor]) -> None:
-        """Write the rows to keep to the target, with what each head may keep and own."""
+        """Write the rows to keep to the target, and the cap and capacity of each head."""
         plan, target = self.plan, self.target
-        total = -1  # what the heads hold; if nothing has left, they may grow to the budget
+        total = -1  # caps are what the heads hold; if nothing was evicted, the budget
         if plan.totals is not None and not plan.evicts(layer):
             total = plan.totals[layer]
         floor = plan.floor if plan.totals is None else 0
@@ -433,7 +442,7 @@ class Prefill:
             caps = fill(kept, total) if total >= 0 else kept.clamp(min=floor)
             append_rows(self._ops, target, layer, pos, caps, staged, extra)
             return
-        # Without a step policy an answer may grow into all of the region.
+        # Without a step policy the heads own the whole region, so that the answer has room.
         room = Room(floor, total, plan.spare, plan.needed[layer] if self.step is None else -1)
         old = None if self._old is None else (self.arena, self._old.index)
         gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, old)
@@ -446,7 +455,8 @@ class Prefill:
         tail = self._tail.view(-1, self.shape.kv_heads, group, self.shape.head_dim)
 
         def last(count: int) -> tuple[Tensor, Tensor, Tensor]:
-            """The last queries [H, G, t, D], their log-sum-exps and positions."""
+            """The last `count` queries [H, G, t, D], their log-sum-exps [H, G, t] and positions
+            [t]."""
             begin = len(tail) - count
             queries = tail[begin:].permute(1, 2, 0, 3)
             return queries, self._tail_lse[..., begin:], new[len(new) - count :]
@@ -515,7 +525,7 @@ class Prefill:
         )
 
     def _carried(self, pos: Tensor) -> dict[str, Tensor]:
-        """The policies' columns [H, N] from before the prompt, zero for new rows."""
+        """The policies' columns [H, N] from before the prompt; zero for new rows."""
         before = pos.shape[1] - self.plan.tokens
         carried: dict[str, Tensor] = {}
         for name, dtype in policy_columns(self.prompt, self.step).items():
@@ -526,7 +536,7 @@ class Prefill:
         return carried
 
     def _note_peak(self, *scratch: Tensor, more: int = 0) -> None:
-        if self.tier is not None:  # its rows may be the staging buffer, and are counted apart
+        if self.tier is not None:  # its rows are counted elsewhere, and may be the staging buffer
             staging = self.tier.staging_nbytes
         else:
             staging = self._key.nbytes + self._value.nbytes
@@ -539,13 +549,11 @@ class Prefill:
 
 
 def check_places(target: Arena, shares: Sequence[Tensor]) -> list[float]:
-    """Read the tables of a complete target, and so many numbers [] with them, in one transfer.
-
-    Asserts that every head's rows have their place.
-    """
+    """Check that every head of a complete target has room for its rows. Returns the values of the
+    tensors `shares` ([] each), which come to the host in the same transfer as the tables."""
     tables = torch.stack((target.length, target.capacity)).to(torch.float64)
     numbers = torch.cat((tables.flatten(), *(share[None] for share in shares))).cpu()
-    size = tables.numel()  # exact: counts are far below 2^53
+    size = tables.numel()  # float64 is exact: counts are far below 2^53
     length, capacity = numbers[:size].view(tables.shape)
     room = [b - a for a, b in pairwise(target.region)]
     assert bool((length <= capacity).all()), "more rows were kept than there is place for"

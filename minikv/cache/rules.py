@@ -1,4 +1,4 @@
-"""The rules that a cache is under: two policies and their budget, and what they come to in rows."""
+"""The rules of a cache: two policies and their budget, and what these amount to in rows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from minikv.policies.base import (
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A prompt policy, a step policy and their budget; None evicts nothing. With a `stride` the
-    step policy also reads prompts, in blocks of so many rows.
+    """A prompt policy, a step policy (None: evicts nothing) and their budget. With a `stride` the
+    step policy also evicts while a prompt is read, in blocks of `stride` tokens.
 
     Raises UsageError for a policy without a budget.
     """
@@ -47,24 +47,25 @@ class Rules:
 
     @property
     def takes_share(self) -> bool:
-        """The budget is a share of what has been read, so that a prompt decides how much it is."""
+        """Whether the budget is a share of the tokens read, so that a prompt decides its size."""
         return self.budget is not None and self.budget.unit == "share"
 
     @property
     def shares_layers(self) -> bool:
-        """All layers and heads share one budget."""
+        """Whether all layers and heads share one budget."""
         return self.prompt is not None and isinstance(self.prompt.layers, GlobalAllocator)
 
     def least(self, pinned: int = 0) -> int:
-        """Rows per head that the policies need beside so many pinned ones."""
+        """The least rows per head with which the policies work, if `pinned` positions are
+        pinned."""
         sinks = max(
             self.prompt.evidence.sinks if self.prompt else 0, self.step.sinks if self.step else 0
         )
         return smallest_budget(self.prompt, self.step, self.stride) + max(0, pinned - sinks)
 
     def budget_rows(self, tokens: int, shape: Shape, kv: torch.dtype) -> int:
-        """The budget as rows per head of a cache that keeps `kv`, when so many tokens have been
-        read. Raises UsageError when the policies need more."""
+        """The budget in rows per head, when `tokens` tokens have been read and keys and values are
+        stored in the dtype `kv`. Raises UsageError if the policies need more."""
         budget = self.budget
         assert budget is not None
         state = sum(dtype.itemsize for dtype in policy_columns(self.prompt, self.step).values())
@@ -82,7 +83,8 @@ class Rules:
         return rows
 
     def refuse_pins(self, pinned: int, each: int) -> None:
-        """Raise UsageError where `each` rows per head leave no room beside so many pinned ones."""
+        """Raise UsageError if `each` rows per head leave too little room beside `pinned`
+        positions."""
         least = self.least(pinned)
         if pinned and each < least:
             raise UsageError(
@@ -91,7 +93,8 @@ class Rules:
             )
 
     def serves(self, each: int, tokens: int, layers: int, pinned: int) -> bool:
-        """Whether `each` rows per head leave every layer what the policies need."""
+        """Whether every layer gets the rows that the policies need, of `each` rows per head and a
+        prompt of `tokens` tokens."""
         if self.prompt is None or self.shares_layers:
             return True
         least = self.least(pinned)
@@ -100,9 +103,9 @@ class Rules:
     def layer_totals(
         self, each: int | None, most: int, shape: Shape, pinned: int
     ) -> list[int] | None:
-        """Rows that each layer may keep over all its heads; None if the prompt policy gives no
-        layer a number of its own. each: the budget in rows per head; most: rows that a head could
-        hold at all. Raises UsageError where a layer gets less than the policies need."""
+        """Rows that each layer may keep over all its heads; None without a prompt policy, or if all
+        layers share one budget. each: the budget in rows per head. most: the rows that a head could
+        hold at most. Raises UsageError if a layer gets fewer rows than the policies need."""
         if self.prompt is None or self.shares_layers:
             return None
         assert each is not None
@@ -120,7 +123,7 @@ class Rules:
         ]
 
     def first_rows(self, pinned: int) -> int:
-        """Positions below it never leave, if so many are pinned."""
+        """Positions below it never leave: those that are pinned, and the sinks."""
         return max(pinned, self.prompt.evidence.sinks if self.prompt is not None else 0)
 
     def repeats(
@@ -134,11 +137,13 @@ class Rules:
         pinned: int,
         asks: bool,
     ) -> Sequence[Repeat]:
-        """The texts of the second pass over a prompt of these ids at this position, under a budget
-        of so many rows per head, where the network has `most` positions. None where the policy
-        makes none, for a question, unless it takes more than half of the budget, and for a text
-        that takes less with all before it: rows that always have room need no score. Raises
-        ContextError where no position is left for them."""
+        """The texts of the second pass over a prompt of these ids at this position. each: the
+        budget in rows per head. most: the context of the network, in tokens. asks: the prompt only
+        asks about what was read before.
+
+        Empty if the policy has no second pass. Also empty if the prompt, with all tokens before it
+        unless it `asks`, takes at most half of the budget: rows that always have room need no
+        score. Raises ContextError if no position is left for the texts."""
         prompt, tokens = self.prompt, len(ids)
         if prompt is None or each is None or not prompt.evidence.second_pass:
             return ()

@@ -1,12 +1,13 @@
-"""A prompt that is read twice before anything leaves: once to be read, and again to be scored.
+"""Reads a prompt whose rows are scored by a second pass over further texts before any row leaves.
 
 First the keys and values of all layers are kept beside the cache: in the host's memory (`FullRows`)
-or in a tier in a file. Then further texts are fed behind the prompt, each on its own, over one
-layer's rows at a time. None of their rows is stored, but what their queries look at scores the rows
-of the prompt. At the end the rows that stay are chosen, layer by layer.
+or in a tier in a file. Then further texts are fed after the prompt, each on its own, over one
+layer's rows at a time. None of their rows is stored, but the attention of their queries scores the
+rows of the prompt. At the end the rows that stay are chosen, layer by layer.
 
-What exists at once: the rows of all layers (on the host, or of two layers of a file), one layer's
-rows with those of a further text (on the device), the scores, and the cache before and after.
+These exist at the same time: the rows of all layers (on the host, or of two layers of a file), one
+layer's rows with those of a further text (on the device), the scores, and the cache before and
+after.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ T = TypeVar("T", bound=Prefill)
 
 
 class KeptRows(Staging, Protocol):
-    """Where the rows of a prompt are until they are scored: `FullRows`, or a `Tier` in a file.
+    """Keeps the rows of a prompt until they are scored: `FullRows`, or a `Tier` in a file.
 
-    `store` keeps a layer until `reread` is called; after that it keeps nothing.
+    `store` keeps a layer before `reread` is called; afterwards it keeps nothing.
     """
 
     @property
@@ -50,15 +51,15 @@ class KeptRows(Staging, Protocol):
 
 
 class FullRows:
-    """`KeptRows` of all layers on the host, and a staging buffer of one layer on the device.
+    """`KeptRows` with all layers on the host and a staging buffer of one layer on the device.
 
-    Of a layer with a sliding window only those rows are kept that the next token can still see.
+    Of a layer with a sliding window it keeps only the rows that the next token can still see.
     """
 
     def __init__(
         self, shape: Shape, tokens: int, longest: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """tokens: of the prompt; longest: of the longest further text."""
+        """tokens: of the prompt. longest: tokens of the longest further text."""
         gpu = device.type == "cuda"
         host = torch.device("cpu") if gpu else device
         wide = (2, shape.kv_heads, tokens + longest, shape.head_dim)
@@ -82,7 +83,7 @@ class FullRows:
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes on the device; where it is the host, with those of all layers."""
+        """Bytes on the device; if that is the host, `nbytes` is included."""
         return self._staging.nbytes + (self.nbytes if self._counted else 0)
 
     def reread(self, rows: int, beside: int) -> None:
@@ -91,7 +92,7 @@ class FullRows:
         self.length = rows
 
     def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-        """See `Staging`. Rows that were not kept hold anything finite."""
+        """See `Staging`. Rows that were not kept hold arbitrary finite values."""
         if self.length:
             kept = self._rows[layer]
             begin = self._tokens - kept.shape[2]
@@ -108,17 +109,18 @@ class FullRows:
 
 
 def _kept(tokens: int, window: int | None) -> int:
-    """Rows that the next token sees."""
+    """How many of the rows the next token sees."""
     return tokens if window is None else max(1, min(tokens, window - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """What the second pass over a prompt takes beside reading it.
+    """What the second pass over a prompt costs beside reading the prompt.
 
-    tokens: of the further texts together; reads: how often each layer's rows are staged. In bytes
-    of the host's memory: ram: where the rows are in it; file_ram: where they are in a file, which
-    has `file` bytes. Both have the staging buffer, where that is not on a GPU.
+    tokens: of all further texts. reads: how often each layer's rows are staged. ram: bytes of host
+    memory if the rows are kept there. file: bytes of the file if they are kept in one. file_ram:
+    bytes of host memory in that case. ram and file_ram include the staging buffer unless it is on a
+    GPU.
     """
 
     tokens: int = 0
@@ -137,7 +139,7 @@ class PassCost:
         *,
         gpu: bool,
     ) -> PassCost:
-        """For a prompt of so many tokens and these texts."""
+        """The cost for a prompt of `tokens` tokens and the texts `repeats`."""
         texts = [len(repeat.ids) for repeat in repeats]
         row = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
         wide = row * (tokens + max(texts))  # a layer with a text
@@ -152,7 +154,7 @@ class PassCost:
 
 
 class _Reading(Prefill):
-    """The prompt itself: every row stays, and what the step policy noted."""
+    """Reads the prompt itself: keeps every row, and the step policy's columns in `noted`."""
 
     noted: list[dict[str, Tensor]]
 
@@ -164,7 +166,8 @@ class _Reading(Prefill):
 
 
 class _Pass(Prefill):
-    """A further text behind the prompt: what its queries give the rows that it scores."""
+    """Feeds a further text after the prompt, and updates `peaks`, the scores of the prompt's
+    rows."""
 
     prompt_policy: PromptPolicy
     repeat: Repeat
@@ -173,11 +176,11 @@ class _Pass(Prefill):
     lengths: Tensor | None = None
 
     def watch(self, states: Tensor) -> None:
-        """See `Attend`: of the rows that are attended to next."""
+        """See `Attend`. Takes the norms of the layer's input, for the chunk that is staged next."""
         self.lengths = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
 
     def finish(self, layer: int) -> None:
-        """Nothing of the text stays."""
+        """The layer is complete: keep nothing of the text."""
 
     def _mix(self, layer: int, q: Tensor, lo: int, hi: int) -> Tensor:
         plan, repeat, shape = self.plan, self.repeat, self.shape
@@ -189,7 +192,7 @@ class _Pass(Prefill):
             out = super()._mix(layer, q, lo, hi)
         at = torch.arange(plan.position, plan.position + hi, device=q.device)
         begin, end = repeat.begin, repeat.end
-        # Of the conversation's first rows those that are not among the scored ones.
+        # The conversation's first rows, except those that are among the scored ones.
         first: list[kernels.Part] = []
         if self._old is not None and self.first:
             pos = self._old.pos
@@ -217,8 +220,10 @@ class _Pass(Prefill):
         return out
 
     def _mix_apart(self, query: Tensor, hi: int) -> tuple[Tensor, Tensor]:
-        """Exact attention of the text's rows up to `hi`, and the log-sum-exp [H, G, T] over the
-        rows that are compared alone: these are attended to apart from the rest of the prompt."""
+        """Exact attention of the text's queries [H, G, T, D], [T, H * G, D], over the rows up to
+        `hi`. Also the log-sum-exp [H, G, T] over only the rows that the scores compare: the first
+        ones, the scored ones and the text's own. For this, they are attended to apart from the
+        prompt's other rows."""
         plan, begin, end = self.plan, self.repeat.begin, self.repeat.end
         first = min(max(0, self.first - plan.position), begin)
 
@@ -237,12 +242,13 @@ class _Pass(Prefill):
 
 
 class _Choice(Prefill):
-    """A prompt of which every row is there: which of them stay."""
+    """Chooses which rows of the prompt stay, when all of them are kept and scored."""
 
     noted: dict[str, Tensor]
 
     def choose(self, layer: int, peak: Tensor, noted: dict[str, Tensor]) -> None:
-        """peak [H, N]: the scores of the layer's rows; noted: the step policy's columns."""
+        """Choose and write a layer's rows. peak [H, T]: the scores of the prompt's rows. noted: the
+        step policy's columns."""
         assert self.tier is not None
         self._key, self._value = self.tier.stage(layer, self.plan.tokens)
         self._old = EarlierRows.of(self._ops, self.arena, self._held, layer)
@@ -257,8 +263,8 @@ class _Choice(Prefill):
 
 
 class SecondPassPrefill:
-    """In place of `Prefill`: the same calls for the prompt itself, then `begin_pass`, the calls of
-    a forward and `end_pass` for each further text, then `complete`."""
+    """Has the methods of `Prefill`. After the prompt itself, each further text needs `begin_pass`,
+    the calls of a forward, and `end_pass`; at last `complete`."""
 
     def __init__(
         self,
@@ -275,9 +281,9 @@ class SecondPassPrefill:
         ops: Kernels,
         rows: KeptRows | None = None,
     ) -> None:
-        """As `Prefill`. repeats: the texts, of which the lengths count; first: positions below it
-        are the conversation's first rows. rows: where those of the prompt are until they are
-        scored; it is open for this prompt, and empty. By default in the host's memory."""
+        """As `Prefill`. repeats: the further texts; only their lengths are used here. first:
+        positions below it are the conversation's first rows. rows: keeps the prompt's rows until
+        they are scored; it must be open for this prompt, and empty. By default `FullRows`."""
         self.shape, self.arena, self.target = shape, arena, target
         self.prompt, self.step, self.plan = prompt, step, plan
         self.repeats, self._first = repeats, first
@@ -292,8 +298,8 @@ class SecondPassPrefill:
             for _ in range(shape.layers)
         ]
         self.replayed = False
-        """The forwards are those of another prompt."""
-        self._passed = 0  # tokens of the texts that are over
+        """Whether `replay` took over the forwards of another prompt."""
+        self._passed = 0  # tokens of the further texts that are done
         self._in_pass = False
         self._noted: list[dict[str, Tensor]] = []
         whole = replace(plan, totals=None, shares=False, pool=None)
@@ -305,7 +311,7 @@ class SecondPassPrefill:
     def _made(
         self, kind: type[T], prompt: PromptPolicy | None, step: StepPolicy | None, plan: Plan
     ) -> T:
-        """One of the parts, over the same rows."""
+        """A `Prefill` for one part of the work, over the same rows."""
         return kind(
             self.shape,
             self.arena,
@@ -321,20 +327,21 @@ class SecondPassPrefill:
 
     @property
     def _beside(self) -> int:
-        """Bytes that `Prefill` does not know of, while the target waits to be written."""
+        """Bytes that the present `Prefill` does not count: the target, the step policy's columns
+        and the scores."""
         noted = sum(column.nbytes for columns in self._noted for column in columns.values())
         return self.target.nbytes + noted + sum(peak.nbytes for peak in self._peaks)
 
     @property
     def planned(self) -> int:
-        """The most bytes of a first prompt that will exist at once, known before it is read."""
+        """The peak of bytes that a first prompt will allocate, known before it is read."""
         shape, tokens, target = self.shape, self.plan.tokens, self.target
         layer = shape.kv_heads * tokens  # rows
         noted = scratch = 0
         if self.step is not None:
             state = sum(dtype.itemsize for dtype in self.step.columns.values())
             noted = shape.layers * layer * state
-            if self.step.observe:  # mass and squares, float32, and the columns of before
+            if self.step.observe:  # mass and squares, float32, and the columns from before
                 scratch = layer * (4 * (shape.heads // shape.kv_heads + 1) + state)
         pool = 0
         if self.plan.pool is not None:
@@ -345,32 +352,33 @@ class SecondPassPrefill:
 
     @property
     def planned_in_file(self) -> int:
-        """`planned`, were the rows in a file, where the host's memory is the device's."""
+        """What `planned` would be if the rows were kept in a file. Only where the device is the
+        host."""
         cost = self.cost(gpu=False)
         return self.planned - cost.ram + cost.file_ram
 
     def cost(self, *, gpu: bool) -> PassCost:
-        """What the passes take."""
+        """What the second pass costs."""
         return PassCost.of(self.shape, self.plan.tokens, self.repeats, self._dtype, gpu=gpu)
 
     @property
     def end(self) -> int:
-        """The position behind the prompt, at which every pass begins."""
+        """The position after the prompt, at which every further text begins."""
         return self.plan.position + self.plan.tokens
 
     @property
     def work(self) -> int:
-        """Tokens that go through the network, the prompt's and those of all texts."""
+        """How many tokens go through the network: the prompt's and those of all further texts."""
         return self.plan.tokens + sum(len(repeat.ids) for repeat in self.repeats)
 
     @property
     def scoring(self) -> bool:
-        """A further text is under way, or over."""
+        """Whether a further text is under way or done."""
         return self.rows.length > 0
 
     @property
     def watches(self) -> bool:
-        """`watch` is wanted."""
+        """Whether the network should call `watch`."""
         return self._in_pass and self.prompt.evidence.lengths
 
     def watch(self, states: Tensor) -> None:
@@ -380,19 +388,19 @@ class SecondPassPrefill:
 
     @property
     def needs(self) -> object:
-        """First prompts of the same tokens and needs are scored alike; None: only this one is, or
-        its rows do not stay."""
+        """First prompts of the same tokens and equal needs get equal scores. None: the work cannot
+        be shared, because there is a step policy or the rows are in a file."""
         if self.step is not None or not isinstance(self.rows, FullRows):
             return None
         return self.prompt.scorer, *self.repeats
 
     @property
     def scored(self) -> bool:
-        """All further texts are over."""
+        """Whether all further texts are done."""
         return self._passed == self.work - self.plan.tokens
 
     def replay(self, other: SecondPassPrefill) -> None:
-        """In place of all forwards: what another one of equal needs read and scored."""
+        """Instead of all forwards, use the rows and scores of another prompt with equal `needs`."""
         assert other.scored
         self.rows, self._peaks = other.rows, other._peaks
         self._noted[:] = other._noted
@@ -400,11 +408,11 @@ class SecondPassPrefill:
 
     @property
     def layer_complete(self) -> bool:
-        """Every row of the layer has been staged and attended to."""
+        """Whether every row of the layer has been staged and attended to."""
         return self._reading.layer_complete
 
     def done(self, layer: int) -> int:
-        """Tokens read so far, of `work`."""
+        """Progress over all layers and texts, as a number of the tokens of `work`."""
         before = self.plan.tokens if self.scoring else 0
         return before + self._passed + self._reading.done(layer)
 
@@ -413,15 +421,15 @@ class SecondPassPrefill:
         return self._reading.stage(layer, q, k, v)
 
     def finish(self, layer: int) -> None:
-        """The layer is complete: keep its rows, or, of a pass, nothing."""
+        """The layer is complete: keep the prompt's rows, but nothing of a further text."""
         self._reading.finish(layer)
 
     def begin_pass(self, repeat: Repeat) -> None:
-        """The next forward is a further text, whose first position is `end`. Raises TierError where
-        the rows could not be kept."""
+        """Announce that the next forward is a further text, which begins at position `end`. Raises
+        TierError if the prompt's rows could not be kept."""
         self._note_peak()
         if not self.scoring:
-            del self._reading  # it holds a layer of a file
+            del self._reading  # frees its buffers of a layer
             self.rows.reread(self.plan.tokens, self._longest)
         plan = replace(
             self.plan,
@@ -437,13 +445,14 @@ class SecondPassPrefill:
         self._reading, self._in_pass = reading, True
 
     def end_pass(self) -> None:
-        """The forward is over: its own rows are forgotten."""
+        """The forward of the further text is over."""
         self._note_peak()
         self._passed += self._reading.plan.read
         self._in_pass = False
 
     def complete(self) -> Outcome:
-        """Compact all layers. Waits for the device."""
+        """Choose the rows that stay and write them to the target, layer by layer. Waits for the
+        device."""
         assert self.scoring, "no pass scored the rows"
         plan = replace(self.plan, given=self.plan.tokens)
         beside = self._beside - self.target.nbytes

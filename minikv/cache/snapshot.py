@@ -1,4 +1,4 @@
-"""A copy of the cache between two turns: exact, and small, since only rows in use are copied.
+"""An exact copy of the cache between two turns. It is small, because only rows in use are copied.
 
 Everything in it is a copy or never changes, so a snapshot can be restored any number of times.
 """
@@ -15,13 +15,13 @@ from minikv.cache.arena import Layout
 
 _TABLES = ("start", "length", "capacity", "cap", "free_slot")
 _MOST = 1 << 40  # rows
-_KEYS = {"free_slot": "hole"}  # in JSON, as the first files have it
+_KEYS = {"free_slot": "hole"}  # names in JSON that differ: the first files were written with them
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the last prompt left: `lost` share of attention by layer (None: no evidence); `shaped`:
-    its question decided what stayed."""
+    """The result of the last prompt. lost: for each layer, the share of attention mass that fell on
+    evicted rows (None: not measured). shaped: the prompt's question decided which rows stayed."""
 
     lost: tuple[float | None, ...] = ()
     shaped: bool = False
@@ -29,11 +29,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheSnapshot:
-    """A cache between two turns, its policies aside.
+    """A cache between two turns, without its policies.
 
-    turns, pinned, peak, evict_s: as the cache has them. rows: the budget as counted, `open`
-    until the next prompt makes a share of it. layout and region: where everything lies. columns:
-    the rows in use, layer by layer and head by head, on the host.
+    position: tokens counted. turns: first position and end of each turn. pinned: positions below it
+    are never evicted. rows: the budget in rows per head, or None. open: the budget is a share, and
+    the next prompt turns it into rows. peak: bytes, and evict_s: seconds, of the last prompt.
+    layout and region: the arena's tables. columns: the rows in use, layer by layer and head by
+    head, on the host.
     """
 
     position: int
@@ -54,7 +56,7 @@ class CacheSnapshot:
         return sum(column.nbytes for column in self.columns.values())
 
     def record(self) -> dict[str, object]:
-        """All but the columns, ready for JSON."""
+        """Everything except the columns, ready for JSON."""
         return {
             "position": self.position,
             "turns": [list(turn) for turn in self.turns],
@@ -71,8 +73,8 @@ class CacheSnapshot:
 
     @staticmethod
     def read(record: Mapping[str, object], columns: Mapping[str, Tensor]) -> CacheSnapshot:
-        """The reverse of `record`. Raises ValueError, TypeError or KeyError for what no cache would
-        have written."""
+        """The reverse of `record`. Raises ValueError, TypeError or KeyError if no cache can have
+        written the record or the columns."""
         try:
             tables = [torch.tensor(record[_KEYS.get(n, n)], dtype=torch.int64) for n in _TABLES]
         except RuntimeError as error:  # pragma: no cover - of more than 64 bits, in older torch
@@ -98,7 +100,8 @@ class CacheSnapshot:
         return held
 
     def check(self) -> None:
-        """Every segment lies in its region, alone; every row in use is there. Raises ValueError."""
+        """Raise ValueError unless segments lie inside their regions and do not overlap, and the
+        columns have a value for every row in use."""
         layout, region = self.layout, self.region
         start, length, capacity = layout.start, layout.length, layout.capacity
         if start.dim() != 2 or len(region) != len(start) + 1 or region[0] != 0:

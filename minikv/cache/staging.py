@@ -1,7 +1,7 @@
 """The staging buffers of a tier: one layer's keys and values on the device.
 
-On CUDA there are two of them and a stream for copies: while the network computes with a layer, the
-next layer's rows come from the host and the last layer's new rows go there.
+On CUDA there are two of them and a stream for copies. While the network computes with one layer,
+the next layer's rows are copied from the host, and the last layer's new rows are copied to it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from minikv.cache.tier_rows import SCALE, Rows, copy_heads
 
 
 class Copies(Protocol):
-    """A stream for copies, beside the one that computes."""
+    """A stream for copies, separate from the stream that computes."""
 
     def run(self) -> contextlib.AbstractContextManager[None]:
-        """What is launched within runs on it, after all that was launched for computing."""
+        """Within this context, launches go to this stream, after all that was launched on the
+        computing stream."""
         ...
 
     def mark(self) -> Any:
-        """A point behind all that was launched on it."""
+        """A point after everything launched so far on this stream."""
         ...
 
     def wait(self, mark: Any) -> None:
-        """What is launched for computing from now on waits for that point."""
+        """Later launches on the computing stream wait for that point."""
         ...
 
     def finish(self) -> None:
-        """Wait on the host until all of it is done."""
+        """Block the host until everything launched on this stream is done."""
         ...
 
 
@@ -69,8 +70,8 @@ class CudaCopies:  # pragma: no cover - CUDA only
 
 @dataclass(slots=True)
 class _Buffer:
-    """key and value [H, N, D]; the layer whose rows are in them or on their way; `there`: the point
-    of the copies' stream at which they are."""
+    """key and value [H, N, D]. layer: whose rows they hold, or will hold once the copies are done.
+    there: the point of the copy stream at which the copies are done."""
 
     key: Tensor
     value: Tensor
@@ -79,11 +80,11 @@ class _Buffer:
 
 
 class Staging:
-    """For one prompt of `tokens` tokens, the first `length` of which are in `rows`.
+    """Staging for one prompt of `tokens` tokens, the first `length` of which are in `rows`.
 
-    coded: the rows are int8 codes with a scale each. copies: a stream for them, with which the next
-    layer is brought while one is computed with; only for rows whose `read` of one layer leaves
-    another's valid.
+    coded: `rows` holds int8 codes with a scale per row. copies: a stream with which the next layer
+    is copied while the network computes with the present one. Only for `rows` whose `read` of one
+    layer leaves another layer's result valid (`Rows.apart`).
     """
 
     def __init__(
@@ -115,7 +116,8 @@ class Staging:
         return sum(buffer.key.nbytes + buffer.value.nbytes for buffer in self._buffers)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, N, D]; the rows below `length` are there for what is launched now."""
+        """Keys and values [H, N, D]. Work launched from now on finds the rows below `length` in
+        them."""
         buffer = self._fetched(layer)
         if self._copies is not None:
             self._copies.wait(buffer.there)
@@ -124,7 +126,7 @@ class Staging:
         return buffer.key, buffer.value
 
     def _fetched(self, layer: int) -> _Buffer:
-        """The layer's buffer, with its rows in it or on their way."""
+        """The layer's buffer. Its rows are in it, or their copy has been launched."""
         buffer = self._buffers[layer % len(self._buffers)]
         if buffer.layer == layer:
             return buffer
@@ -133,13 +135,13 @@ class Staging:
                 columns = self._rows.read(layer, self._length)
                 for name, into in (("k", buffer.key), ("v", buffer.value)):
                     self._fill(into[:, : self._length], columns[name], columns.get(f"{name}_scale"))
-        if self._copies is not None:  # also without rows: the last layer's may still be going out
+        if self._copies is not None:  # also if length is 0: new rows may still be copied from here
             buffer.there = self._copies.mark()
         buffer.layer = layer
         return buffer
 
     def _fill(self, into: Tensor, rows: Tensor, scales: Tensor | None) -> None:
-        """Bring rows [H, n, D] to the device."""
+        """Copy rows [H, n, D] to the device, and decode them if they have scales [H, n]."""
         wait = self._copies is None
         if scales is None:
             copy_heads(into, rows, wait=wait)
@@ -150,7 +152,7 @@ class Staging:
         into.copy_(kernels.from_codes(codes, scale.float(), self._dtype))
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """A layer was computed with: keep its rows from `length` on."""
+        """The network is done with the layer: write its rows from `length` on to `rows`."""
         with contextlib.nullcontext() if self._copies is None else self._copies.run():
             new = {"k": key[:, self._length :], "v": value[:, self._length :]}
             if self._coded:
@@ -160,7 +162,7 @@ class Staging:
             self._rows.write(layer, self._length, new)
 
     def close(self) -> None:
-        """Wait for the copies. Cannot fail: what a copy ran into is met by the next computation."""
+        """Wait for the copies. Cannot fail: if a copy failed, the next computation raises."""
         if self._copies is not None:
             with contextlib.suppress(RuntimeError):
                 self._copies.finish()

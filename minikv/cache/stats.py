@@ -1,4 +1,4 @@
-"""What the cache must know of a network, and what it tells about itself."""
+"""What the cache must know of a network (`Shape`), and the figures that it reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ POSITION_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a network. windows[i] is layer i's sliding window in tokens, or None."""
+    """Sizes of a network. heads: query heads, H * G. windows[i]: layer i's sliding window in
+    tokens, or None. max_context: tokens."""
 
     layers: int
     kv_heads: int
@@ -22,16 +23,18 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """The cache right now, counted from its tensors. Rows per (layer, KV head), bytes over all.
+    """The present figures of the cache, counted from its tensors. Rows are per (layer, KV head),
+    bytes are totals.
 
-    row_bytes: k and v of one row. full_bytes: k, v and pos of every row that this cache would
-    hold of the tokens seen if nothing were evicted, see `full_cache_bytes`. held_bytes: every
-    column of the rows held; state_bytes: the part of it that is the policy's own. allocated_bytes:
-    all that is allocated between turns. peak_bytes: the most allocated at once during the last
-    prompt, staging and backup included. evicted: tokens seen less the mean of those held. lost_*:
-    share of the observation queries' attention that fell on evicted rows at the last eviction by a
-    policy that observes (an estimate; None without evidence). shaped: the last prompt's question
-    decided what stayed. gaps: some head lacks a row that a cache without eviction would hold.
+    seen: tokens. row_bytes: k and v of one row. kept_*: rows held. full_bytes: what
+    `full_cache_bytes` says of the tokens seen. held_bytes: all columns of the rows held.
+    state_bytes: the part of it that is the policies' columns. allocated_bytes: everything allocated
+    between turns. peak_bytes: the most allocated at once during the last prompt, with the staging
+    buffer and both arenas. evicted: tokens seen minus kept_mean. lost_*: share of the observed
+    queries' attention mass that fell on evicted rows at the last prompt (an estimate; None: not
+    measured). evict_s: seconds that eviction took in the last prompt. budget_rows: the budget in
+    rows per head. shaped: the last prompt's question decided which rows stayed. gaps: the heads
+    hold fewer rows than in a cache without eviction.
     """
 
     seen: int
@@ -60,36 +63,36 @@ class CacheStats:
 
 
 def full_cache_rows(shape: Shape, tokens: int) -> int:
-    """Rows that a cache without eviction holds after `tokens` tokens: those that the next token can
-    see."""
+    """Rows that a cache without eviction holds after `tokens` tokens, over all layers and heads:
+    those that the next token can see."""
     rows = sum(tokens if w is None else min(tokens, w - 1) for w in shape.windows)
     return rows * shape.kv_heads
 
 
 def full_cache_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
-    """What these rows take: a key and a value in numbers of `itemsize` bytes, and a position."""
+    """Bytes of these rows: a key and a value, of `itemsize` bytes per number, and a position."""
     row = 2 * shape.head_dim * itemsize + POSITION_BYTES
     return full_cache_rows(shape, tokens) * row
 
 
 def share_saved(held: int, full: int) -> float:
-    """The share of a full cache that is not held, from 0 to 1.
+    """The share of a full cache's bytes that is saved, from 0 to 1.
 
-    What the policy stores counts as held. While little was evicted, it can be more than what was
-    freed: then nothing is saved yet, and the share is 0.
+    The policies' columns count as held. While few rows are evicted, they can take more than
+    eviction has freed; then the share is 0.
     """
     return max(0.0, 1.0 - held / full) if full else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """What the rows under the budget lose of a prompt that was read from a tier, see
-    `minikv.cache.fidelity`; None where it was not measured.
+    """What eviction lost of a prompt that was read from a tier, see `minikv.cache.fidelity`. None:
+    not measured.
 
-    kl_first_token: KL(full || hot) of the first token of the answer, in nats. output_error_*: of
-    the attention's output for the last token, relative, by layer. Where the budget was chosen by
-    `--quality`: bound, the nats that it allows; budget, the tokens per head that were taken; tried,
-    how many budgets.
+    kl_first_token: KL(full || hot) of the first token of the answer, in nats. output_error_*:
+    relative error of the attention output for the last token, over the layers. If `--quality` chose
+    the budget: bound: the nats that it allows; budget: the chosen tokens per head; tried: how many
+    budgets were tried.
     """
 
     kl_first_token: float | None = None
@@ -112,8 +115,7 @@ class Fidelity:
 
 @dataclass(frozen=True, slots=True)
 class PromptFigures:
-    """What the last prompt cost: seconds of eviction, the most bytes allocated at once, whether its
-    question decided what stayed, and the loss as `CacheStats` has it."""
+    """What the last prompt cost. The fields are those of `CacheStats` with the same names."""
 
     evict_s: float
     peak_bytes: int

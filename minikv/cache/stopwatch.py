@@ -1,4 +1,4 @@
-"""How long a device works on something that is asked of it in parts."""
+"""Measures how long a device works on something that is done in several parts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 
 class Stopwatch:
-    """Seconds inside `running`, summed; on CUDA the device's own, which nobody waits for until the
-    sum is asked for."""
+    """Sums the seconds spent inside `running`. On CUDA it measures with events, so only `total`
+    waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -20,7 +20,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What is begun inside counts."""
+        """Work that is started inside this context counts."""
         if self._device.type == "cuda":
             begin, end = _event(), _event()
             begin.record(torch.cuda.current_stream(self._device))

@@ -1,12 +1,13 @@
-"""The tier: the exact keys and values of everything that was read, beside the rows under a budget.
+"""The tier: exact keys and values of all tokens that were read, kept beside the rows under the
+budget.
 
-A later question attends to the whole tier, so that it is answered as by a cache without eviction,
-and the rows that the answer is written with are chosen from all of it (`KVCache.recall`). Rows of
-an answer are not exact, because a step attends to the rows under the budget; they never come here.
-The next prompt reads the answer's tokens again instead.
+A later question attends to the whole tier, so the question is read as by a cache without eviction.
+The rows that the answer is written with are chosen from all rows of the tier (`KVCache.recall`). An
+answer's own rows are not exact, because a decode step attends only to the rows under the budget. So
+they are never stored here; the next prompt reads the answer's tokens again instead.
 
-The first `length` rows are final. A prompt writes behind them, and `commit` makes its rows final: a
-prompt that fails leaves nothing to undo.
+The first `length` rows are final. A prompt writes its rows after them, and `commit` makes these
+final. So a prompt that fails leaves nothing to undo.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Tier:
     """Rows of all layers and KV heads in the order of their positions, and a staging buffer of one
     layer on the device.
 
-    Where the host's memory is the device's and nothing is converted, the staging buffer is the
-    memory that the rows are kept in or go through: then nothing is written twice.
+    If the device is the host and nothing is converted, the prompt is staged directly in the memory
+    of `rows`, and nothing is written twice.
 
-    `ids`: the tokens of the conversation, to be kept beside the rows. `failed`: why the rows of the
-    last prompt could not be kept.
+    length: how many rows are final. ids: the token ids of the conversation, which are stored with
+    the rows. failed: why the rows of the last prompt could not be kept, or None.
     """
 
     def __init__(
@@ -41,8 +42,8 @@ class Tier:
         coded: bool = False,
         rows: Rows | None = None,
     ) -> None:
-        """dtype: the network's. coded: keys and values are kept as int8 with a scale per row.
-        rows: where; in memory by default, `columns_of` says of which columns."""
+        """dtype: the network's. coded: keys and values are stored as int8 with a scale per row.
+        rows: the storage, with the columns of `columns_of`; by default host memory."""
         self.shape, self.dtype, self.device, self.coded = shape, dtype, device, coded
         columns = columns_of(shape, dtype, coded)
         gpu = device.type == "cuda"
@@ -52,51 +53,52 @@ class Tier:
         self._direct = not gpu and not coded
         self._copies = CudaCopies(device) if gpu and self._rows.apart else None
         self._staging: Staging | None = None
-        self._room = 0  # rows that `stage` has room for
+        self._room = 0  # rows per layer that `stage` has room for
         self.length = 0
         self.ids: Sequence[int] = ()
         self.failed: TierError | None = None
 
     @property
     def rows(self) -> Rows:
-        """Where they are kept."""
+        """The storage of the rows."""
         return self._rows
 
     @property
     def kind(self) -> str:
-        """Where the rows are: ram or file."""
+        """Where the rows are: "ram" or "file"."""
         return self._rows.kind
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows, wherever they are."""
+        """Bytes of the rows, in memory or in a file."""
         return self._rows.nbytes
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes beside them, on the device, while a prompt is read."""
+        """Bytes on the device, in addition to `nbytes`, while a prompt is read."""
         staged = 0 if self._staging is None else self._staging.nbytes
         return staged + (self._rows.working if self.device.type == "cpu" else 0)
 
     def open(self, rows: int) -> None:
-        """A prompt begins after which there are so many rows. Raises what the host or the device
-        raises when it has no memory, and TierError; then nothing has changed."""
+        """Begin a prompt after which the tier will have `rows` rows. Raises TierError, or what
+        torch raises when memory runs out; then nothing has changed."""
         assert rows >= self.length
         self.failed = None
         self._rows.reserve(rows, self.length)
         self._open(rows)
 
     def reread(self, rows: int, beside: int) -> None:
-        """The prompt is read, and is now read again: `stage` gives all of its rows, and room for up
-        to `beside` rows behind them, which are not kept. Of a tier in a file. Raises TierError
-        where the rows could not be kept."""
+        """Commit the prompt's `rows` rows and open them again: `stage` then gives all of them, with
+        room for up to `beside` further rows, which are not kept. For a tier in a file. Raises
+        TierError if the rows could not be kept."""
         self.commit(rows)
         if self.failed is not None:
             raise self.failed
         self._open(rows + beside)
 
     def _open(self, room: int) -> None:
-        """Have a staging buffer of so many rows, unless it is that of where they are kept."""
+        """Allocate a staging buffer of `room` rows, unless rows are staged directly in the
+        storage."""
         self._room = room
         if not self._direct:
             self._staging = Staging(
@@ -111,8 +113,8 @@ class Tier:
             )
 
     def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, rows, D] on the device, to be written from `length` on. Those below
-        are there."""
+        """Keys and values [H, rows, D] on the device. The first `length` rows are filled; the
+        caller writes the others."""
         if self._direct:
             columns = self._rows.read(layer, self._room)
             key, value = columns["k"], columns["v"]
@@ -122,7 +124,7 @@ class Tier:
         return key[:, :rows], value[:, :rows]
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """A layer was read: keep what `stage` gave and the prompt has filled in."""
+        """The layer was read: keep the rows that were written to the buffers of `stage`."""
         if self._direct:
             new = {"k": key[:, self.length :], "v": value[:, self.length :]}
             self._rows.write(layer, self.length, new)
@@ -136,8 +138,9 @@ class Tier:
             staging.close()
 
     def commit(self, rows: int) -> None:
-        """The prompt is read: all of its rows are final. Waits for what is being written. Where
-        that fails, `failed` says why: the prompt itself is not lost with it."""
+        """The prompt was read: make its rows final, `rows` in all. Waits for writes that are under
+        way. If they fail, `failed` says why, and `length` stays; the prompt itself is not
+        affected."""
         self._close()
         try:
             self._rows.commit(rows, self.ids)
@@ -147,16 +150,16 @@ class Tier:
             self.length = rows
 
     def drop(self) -> None:
-        """The prompt failed: its rows are no longer wanted. Cannot fail."""
+        """Discard the rows of the prompt under way. Cannot fail."""
         self._close()
         self._rows.drop()
 
     def truncate(self, rows: int) -> None:
-        """Only the first rows are of the conversation as it is now. Cannot fail."""
+        """Keep only the first `rows` rows: the conversation has become shorter. Cannot fail."""
         self.length = min(self.length, rows)
 
     def clear(self) -> None:
-        """Forget the conversation and give its memory back."""
+        """Forget the conversation and free its memory."""
         self._close()
         self._rows.clear()
         self.length = 0

@@ -1,4 +1,4 @@
-"""Files as a tier uses them: locked, read and written whole, with room on the disk."""
+"""File operations of a tier: open, lock, read and write completely, and reserve disk space."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import numpy as np
 from minikv.cache.tier_rows import TierError
 
 FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""How a tier's file is opened."""
+"""Flags with which a tier's file is opened."""
 
-_MOST = 512  # pieces of one call; systems allow 1,024
+_MOST = 512  # buffers in one preadv or pwritev; systems allow 1,024
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def opened(path: Path, flags: int) -> int:
-    """A regular file, no link. Raises TierError."""
+    """Open a regular file that is not a link, and return its descriptor. Raises TierError."""
     try:
         handle = os.open(path, flags)
     except OSError as error:
@@ -35,7 +35,8 @@ def opened(path: Path, flags: int) -> int:
 
 
 def lock(handle: int, path: Path) -> None:
-    """Raises TierError if another one has the file; where locks do not work, nobody is asked."""
+    """Lock the file. Raises TierError if another process holds the lock. On a file system without
+    locks, does nothing."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -45,7 +46,7 @@ def lock(handle: int, path: Path) -> None:
 
 
 def read(handle: int, size: int, at: int) -> bytes:
-    """So many bytes. Raises OSError."""
+    """Read `size` bytes at the offset `at`. Raises OSError."""
     data = bytearray(size)
     whole(os.preadv, handle, [data], at)
     return bytes(data)
@@ -57,7 +58,8 @@ def whole(
     pieces: Sequence[Bytes | bytes | bytearray],
     at: int,
 ) -> None:
-    """`preadv` or `pwritev` of everything. Raises OSError, also where the file ends."""
+    """Repeat `call`, which is `preadv` or `pwritev`, until all of `pieces` is transferred. Raises
+    OSError, also if the file ends early."""
     left = [memoryview(piece) for piece in pieces if len(piece)][::-1]  # type: ignore[arg-type]
     while left:
         done = call(handle, left[: -_MOST - 1 : -1], at)
@@ -71,7 +73,7 @@ def whole(
 
 
 def allocate(handle: int, at: int, size: int) -> None:
-    """Have room on the disk. Raises OSError."""
+    """Reserve disk space for `size` bytes at the offset `at`. Raises OSError."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(handle, at, size)
@@ -79,11 +81,11 @@ def allocate(handle: int, at: int, size: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-    facts = os.fstatvfs(handle)  # a disk that cannot keep room: at least it has some
+    facts = os.fstatvfs(handle)  # space cannot be reserved here: check at least that it is free
     if facts.f_bavail * facts.f_frsize < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def said(path: Path, error: OSError) -> str:
-    """What went wrong with a file, for a message."""
+    """The message for an error with a file."""
     return f"{path.name}: {error.strerror or error}"

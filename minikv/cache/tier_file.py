@@ -1,9 +1,9 @@
-"""A tier in a file: what was read stays on disk, and one layer of it at a time is in memory.
+"""`FileRows`: the rows of a tier in a file. At most two layers of them are in memory.
 
-Its bytes are in `tier_format.py`.
+`tier_format.py` describes the file's format.
 
-One thread of its own does all reading and writing in order. So a layer's rows are read while the
-layer before is computed, and written while the next ones are.
+A separate thread does all reading and writing, in order. So a layer's rows are read while the layer
+before is computed, and are written while the next layers are computed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from minikv.cache.tier_rows import Columns, TierError
 
 
 class _Buffer:
-    """Room for one layer: columns [H, N] or [H, N, D], and the same memory as bytes [H, N * n]."""
+    """Memory for one layer: columns [H, N] or [H, N, D], and the same memory as bytes [H, N * n],
+    with n bytes per row."""
 
     def __init__(self, heads: int, rows: int, columns: Columns, *, pinned: bool) -> None:
         with torch.inference_mode(False):
@@ -60,25 +61,24 @@ class _Buffer:
             ]
         self.rows = rows
         self.layer: int | None = None
-        self.job: Future[None] | None = None  # what is being done with it
+        self.job: Future[None] | None = None  # the read or write that uses this memory
 
     @property
     def nbytes(self) -> int:
         return sum(column.nbytes for column in self.columns.values())
 
     def pieces(self, begin: int, end: int) -> list[Bytes]:
-        """The bytes of these rows, in the order of a part."""
+        """The bytes of the rows `begin` to `end`, in the order of a part of the file."""
         return [
             head[begin * width : end * width] for column, width in self._bytes for head in column
         ]
 
 
 class FileRows:
-    """`Rows` in a file, which nobody else has open.
+    """`Rows` in a file that is locked against other processes.
 
-    `path`: where it is. `kept`: it stays when it is closed. `damage`: what was found wrong when it
-    was opened, else "". `ids`: the token ids of the rows that were committed, -1 where they were
-    not said.
+    path: of the file. kept: whether `close` leaves the file. damage: what was damaged when the file
+    was opened, or "". ids: the token ids of the committed rows, -1 where unknown.
     """
 
     kind = "file"
@@ -91,11 +91,11 @@ class FileRows:
         self._named = True
         self._segments: list[Segment] = []
         self._number = 0  # of the last commit record
-        self._recorded = (0, 0)  # rows and segments that it has
+        self._recorded = (0, 0)  # rows and segments that this record counts
         self._worker = ThreadPoolExecutor(1, "tier")
         self._last: Future[None] | None = None  # the last job
-        self._failed: OSError | None = None  # of a write
-        self._begin = self._rows = 0  # the prompt's first new row, and its last one's successor
+        self._failed: OSError | None = None  # error of a write
+        self._begin = self._rows = 0  # the prompt's first new row, and the row after its last
         self._checks: dict[int, int] = {}
         self._buffers: list[_Buffer | None] = [None, None]
 
@@ -112,7 +112,8 @@ class FileRows:
         *,
         pinned: bool = False,
     ) -> FileRows:
-        """A new file, the user's alone. Raises TierError; then there is none."""
+        """Create a file that only the user can read. Raises TierError, also if the file exists;
+        then no file was created."""
         header = Header(layers, heads, columns, identity or {})
         try:
             handle = os.open(path, FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
@@ -132,8 +133,8 @@ class FileRows:
 
     @classmethod
     def open(cls, path: Path, *, pinned: bool = False) -> FileRows:
-        """What was committed to a file. Raises TierError. What is damaged is left out, and
-        `damage` says so."""
+        """Open a file with its committed rows. Damaged ones are left out, and `damage` says so.
+        Raises TierError."""
         handle = opened(path, FLAGS)
         try:
             lock(handle, path)
@@ -148,7 +149,8 @@ class FileRows:
         return made
 
     def close(self) -> None:
-        """Wait for what is being written, and let others open the file. Cannot fail."""
+        """Wait for writes under way, then close and unlock the file; delete it unless `kept`.
+        Cannot fail."""
         if self._handle < 0:
             return
         self.drop()
@@ -162,15 +164,16 @@ class FileRows:
             os.close(handle)
 
     def unlink(self) -> None:
-        """Take its name away: it is gone once it is closed, however the process ends."""
+        """Remove the file's name. The file is deleted when it is closed, however the process
+        ends."""
         named, self._named = self._named, False
         if named:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
 
     def move(self, path: Path) -> bool:
-        """Have another name on the same disk, and stay there. Whether that could be; raises
-        OSError."""
+        """Rename the file, and keep it when it is closed. Returns False if it has no name any more
+        or `path` is on another file system. Raises OSError for other failures."""
         if not self._named:
             return False
         try:
@@ -183,7 +186,7 @@ class FileRows:
         return True
 
     def is_at(self, path: Path) -> bool:
-        """Whether this file is there now; if so, that is its name from now on."""
+        """Whether `path` is this file. If so, `self.path` becomes that name."""
         try:
             same = os.path.samestat(os.fstat(self._handle), os.lstat(path))
         except OSError:
@@ -193,14 +196,14 @@ class FileRows:
         return same
 
     def _take(self, found: Committed) -> None:
-        """Be what a file has."""
+        """Take over the committed content of the file."""
         self._segments, self._number = found.segments, found.number
         self._recorded, self.damage = found.recorded, found.damage
 
     # -- rows -------------------------------------------------------------------------------
 
     def reserve(self, rows: int, have: int = 0) -> None:
-        """See `Rows`. Raises TierError where the disk has no room."""
+        """See `Rows`. Raises TierError if the disk has no room."""
         self.drop()
         self._check_writes()
         try:
@@ -212,8 +215,8 @@ class FileRows:
         self._begin, self._rows = have, rows
 
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
-        """See `Rows`. Raises TierError where the file is damaged. Between two of `reserve`,
-        `commit` and `drop` no later `count` is larger than the first."""
+        """See `Rows`. Raises TierError if the file is damaged. After `reserve`, `commit` or `drop`,
+        the first call must have the largest `count`."""
         buffer = self._taken(layer, count)
         following = layer + 1
         if self.rows and following < self.header.layers:
@@ -224,7 +227,7 @@ class FileRows:
         return {name: column[:, :count] for name, column in buffer.columns.items()}
 
     def write(self, layer: int, begin: int, columns: Mapping[str, Tensor]) -> None:
-        """See `Rows`. What goes wrong is said by `commit`."""
+        """See `Rows`. `commit` raises the errors of writes."""
         assert begin == self._begin
         end = begin + columns["k"].shape[1]
         assert end == self._rows
@@ -238,9 +241,9 @@ class FileRows:
         buffer.job = self._submit(self._store, layer, buffer)
 
     def commit(self, rows: int, ids: Sequence[int] = ()) -> None:
-        """See `Rows`. Returns when the rows are written, and while they are brought to the disk.
-        Raises TierError where that fails; the next `reserve` or `sync` does where it fails
-        later."""
+        """See `Rows`. Returns when the rows are written to the file; they and the commit record
+        reach the disk in the background. Raises TierError if a write has failed. If one fails
+        later, the next `reserve`, `commit` or `sync` raises it."""
         begin = self._begin
         assert rows == self._rows
         self.drop()
@@ -283,13 +286,13 @@ class FileRows:
         self._begin = self._rows = 0
 
     def sync(self) -> None:
-        """Wait until all that was committed is on disk. Raises TierError."""
+        """Wait until everything committed is on disk. Raises TierError."""
         self._wait()
         self._check_writes()
 
     @property
     def rows(self) -> int:
-        """Rows that were committed."""
+        """How many rows are committed."""
         return rows_in(self._segments)
 
     @property
@@ -299,22 +302,22 @@ class FileRows:
 
     @property
     def nbytes(self) -> int:
-        """See `Rows`: bytes of the file."""
+        """See `Rows`: bytes of the file up to the end of its last segment."""
         return self._end
 
     @property
     def working(self) -> int:
-        """See `Rows`: two layers."""
+        """See `Rows`: the memory of at most two layers."""
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
-    # -- the layer at hand --------------------------------------------------------------------
+    # -- layers in memory ---------------------------------------------------------------------
 
     def _buffer(self, layer: int, count: int) -> _Buffer:
-        """The memory that the layer goes through; every second one has the same. It has room for
-        `count` rows, and for all that are stored."""
+        """The memory that the layer uses; layers of the same parity share it. It has room for
+        `count` rows and for all stored rows."""
         buffer = self._buffers[layer % 2]
         if buffer is None:
-            # The last rows of a segment may be unused, and are read with the others.
+            # The unused last rows of a segment are read with the others.
             stored = max((s.begin + s.rows for s in self._segments), default=0)
             header, rows = self.header, max(count, self._rows, stored)
             buffer = _Buffer(header.heads, rows, header.columns, pinned=self._pinned)
@@ -323,11 +326,11 @@ class FileRows:
         return buffer
 
     def _taken(self, layer: int, count: int = 0) -> _Buffer:
-        """The memory with the layer's rows in it, when nothing is being done with it any more."""
+        """The memory with the layer's rows, after its read or write has finished."""
         buffer = self._buffer(layer, count)
         if buffer.layer != layer:
             if buffer.job is not None:
-                with contextlib.suppress(TierError):  # of a layer that nobody took
+                with contextlib.suppress(TierError):  # of a layer that was read ahead, not used
                     buffer.job.result()
             buffer.layer, buffer.job = layer, None
             if self.rows:
@@ -348,14 +351,14 @@ class FileRows:
         return self._last
 
     def _wait(self) -> None:
-        """Until nothing is being done."""
+        """Wait until the thread has no job."""
         if self._last is not None:
-            with contextlib.suppress(Exception):  # whoever wanted it was told
+            with contextlib.suppress(Exception):  # raised where the result is used
                 self._last.result()
             self._last = None
 
     def _load(self, layer: int, buffer: _Buffer) -> None:
-        for segment in self._segments:  # in this order: rows that are no longer used come first
+        for segment in self._segments:  # in this order: used rows overwrite unused ones
             part = part_size(self.header, segment.rows)
             pieces = buffer.pieces(segment.begin, segment.begin + segment.rows)
             pieces.append(np.empty(part - sum(map(len, pieces)), np.uint8))
@@ -379,7 +382,7 @@ class FileRows:
         self._try(lambda: whole(os.pwritev, self._handle, pieces, at))
 
     def _seal(self, at: int, head: bytes, record: bytes, place: int) -> None:
-        """Each on disk before the next."""
+        """Write the head, then the commit record: each is on disk before the next is written."""
 
         def write() -> None:
             whole(os.pwritev, self._handle, [head], at)
@@ -390,7 +393,7 @@ class FileRows:
         self._try(write)
 
     def _try(self, write: Callable[[], None]) -> None:
-        """Nothing is written after what could not be."""
+        """Run `write`, unless an earlier write failed."""
         if self._failed is None:
             try:
                 write()
@@ -401,12 +404,12 @@ class FileRows:
 
     @property
     def _end(self) -> int:
-        """Behind the last segment."""
+        """The offset after the last segment, in bytes."""
         return behind(self.header, self._segments[-1] if self._segments else None)
 
     def _to_disk(self) -> None:
-        """Have what was written on disk. A file without a name is gone with the process, so that
-        there nobody needs it: what could not be written is found by its checksum."""
+        """Flush the file to disk. Not needed for a file without a name, which does not outlive the
+        process; there checksums find failed writes."""
         if self._named:
             getattr(os, "fdatasync", os.fsync)(self._handle)
 
@@ -415,7 +418,7 @@ class FileRows:
             raise TierError(said(self.path, self._failed))
 
     def _cut(self, rows: int) -> None:
-        """Have only so many rows, also in the file. Raises OSError."""
+        """Keep only the first `rows` rows, and record that in the file. Raises OSError."""
         assert rows <= self.rows
         kept = [segment for segment in self._segments if segment.begin < rows]
         if kept:
@@ -430,7 +433,7 @@ class FileRows:
 
 
 def header_of(path: Path) -> Header:
-    """What a file says of itself; others may have it open. Raises TierError."""
+    """Read a file's header, also if another process has it open. Raises TierError."""
     handle = opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return read_header(handle, path)
@@ -441,7 +444,8 @@ def header_of(path: Path) -> Header:
 
 
 def is_open(path: Path) -> bool:
-    """Whether somebody has this file open as a tier. Raises OSError where that cannot be known."""
+    """Whether a process has this file open as a tier. Raises OSError if that cannot be
+    determined."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

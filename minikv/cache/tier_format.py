@@ -1,20 +1,20 @@
-"""The bytes of a tier's file.
+"""The format of a tier's file.
 
 Layout, in pages of 4 KiB, little-endian:
 
-    page 0        what the file is: layers, heads, columns, and the identity of what it belongs to
+    page 0        the header: layers, heads, columns, and the identity of the model and the chat
     pages 1, 2    commit records, written in turn; the valid one with the higher number counts
     page 3 ...    segments, one for each prompt: its head, then one part for each layer
 
 A head has the position of the segment's first row, a checksum of each part, and the token ids. A
-part is [column][KV head][row], so that one `preadv` brings a layer's rows of a segment to their
-places in [KV head][row] columns. Head and parts begin at a page and are filled up with zeros.
+part is [column][KV head][row], so that one `preadv` reads a layer's rows of a segment into their
+places in [KV head][row] columns. Heads and parts begin at a page and are padded with zeros.
 
-A prompt writes its parts, then its head, then a commit record, each on disk before the next begins.
-What is behind the last commit is ignored. A conversation that became shorter gets a commit record
-with fewer segments and rows before anything of it is overwritten; of the last one then only its
-first rows are used. Every byte up to the end is covered by a checksum: of the head's, the records'
-and the parts' pages.
+A prompt writes its parts, then its head, then a commit record. The parts and the head are on disk
+before the record is written. Data after the last committed segment is ignored. When a conversation
+becomes shorter, a commit record with fewer segments and rows is written before anything is
+overwritten; then only the first rows of the last segment are used. A checksum covers every byte:
+each head, record and part has its own.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ FIRST = 3 * PAGE
 
 MAGIC = b"minikv tier 1\n"
 TOP = struct.Struct(f"<{len(MAGIC)}sI")  # magic, bytes of JSON
-RECORD = struct.Struct("<8sQQQI")  # mark, number, rows, segments, checksum of their heads
+RECORD = struct.Struct("<8sQQQI")  # mark, number, rows, segments, checksum of all heads
 HEAD = struct.Struct("<8sQQI")  # mark, first row, rows, layers
 COMMIT, SEGMENT = b"commit\n\0", b"segment\0"
 _CHECK = struct.Struct("<I")
 _MOST_ROWS = 1 << 31
-_LARGEST = 1 << 20  # layers, heads, or numbers of a row that a file may claim
+_LARGEST = 1 << 20  # limit for layers, heads and numbers per row that a header may claim
 
 _KINDS = {
     str(kind).removeprefix("torch."): kind
@@ -54,7 +54,9 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Rows of one prompt. `used`: those that the conversation still has. `at`: its head."""
+    """The rows of one prompt. at: offset of its head, in bytes. begin: position of its first row.
+    rows: how many it has. used: how many of the first ones the conversation still has. checks:
+    checksums of the parts. ids: token ids of the rows."""
 
     at: int
     begin: int
@@ -67,7 +69,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself. `columns`: dtype and size of one row of each, by name."""
+    """The header of a file. columns: dtype and size of one row of each, by name. identity: what the
+    rows belong to; other modules write and compare it."""
 
     layers: int
     heads: int
@@ -77,8 +80,8 @@ class Header:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Committed:
-    """What a file has, as its commit records say. number: the last record's; recorded: the rows and
-    segments that it counts; damage: what was found wrong, else ""."""
+    """The committed content of a file. number: of the last commit record. recorded: the rows and
+    segments that it counts. damage: what is damaged, or ""."""
 
     segments: list[Segment] = field(default_factory=list)
     number: int = 0
@@ -87,7 +90,7 @@ class Committed:
 
 
 def committed(handle: int, header: Header) -> Committed:
-    """Find what was committed. Raises OSError."""
+    """Read the committed segments. Damaged ones are left out. Raises OSError."""
     found: list[tuple[int, int, int, int]] = []
     damage = ""
     for place in (PAGE, 2 * PAGE):
@@ -102,7 +105,7 @@ def committed(handle: int, header: Header) -> Committed:
     if not found:
         return Committed(damage=damage)
     number, rows, count, chain = max(found)
-    if len(found) < 2 <= number:  # there was one before it
+    if len(found) < 2 <= number:  # the record before this one must exist
         damage = "one of its commit records cannot be read"
     recorded, segments = (rows, count), list[Segment]()
     while len(segments) < count:
@@ -111,7 +114,7 @@ def committed(handle: int, header: Header) -> Committed:
             break
         segments.append(segment)
     if len(segments) == count and segments and segments[-1].chain != chain:
-        segments.pop()  # it is another one than the record's
+        segments.pop()  # it is not the segment that the record counted
     if segments and len(segments) < count:
         rows = min(rows, segments[-1].begin + segments[-1].rows)
     ends = [*(segment.begin for segment in segments[1:]), rows]
@@ -125,7 +128,7 @@ def committed(handle: int, header: Header) -> Committed:
 
 
 def _segment(handle: int, header: Header, last: Segment | None) -> Segment | None:
-    """The segment behind this one; None if it is damaged. Raises OSError."""
+    """The segment after `last` (None: the first one); None if it is damaged. Raises OSError."""
     layers, at = header.layers, behind(header, last)
     size = os.fstat(handle).st_size
     if at + PAGE > size:
@@ -148,40 +151,41 @@ def _segment(handle: int, header: Header, last: Segment | None) -> Segment | Non
 
 
 def commit_page(number: int, segments: Sequence[Segment]) -> bytes:
-    """A commit record: that the file has these."""
+    """The page of a commit record for these segments."""
     chain = segments[-1].chain if segments else 0
     return sealed(RECORD.pack(COMMIT, number, rows_in(segments), len(segments), chain), PAGE)
 
 
 def rows_in(segments: Sequence[Segment]) -> int:
-    """Rows that the conversation still has in them."""
+    """How many rows of these segments the conversation still has."""
     return segments[-1].begin + segments[-1].used if segments else 0
 
 
 def behind(header: Header, last: Segment | None) -> int:
-    """Where the segment after this one begins."""
+    """The offset in bytes at which the segment after `last` begins (None: the first segment)."""
     if last is None:
         return FIRST
     return last.at + segment_size(header, last.rows)
 
 
 def segment_size(header: Header, rows: int) -> int:
-    """Bytes of a segment."""
+    """Bytes of a segment of `rows` rows."""
     return head_size(rows, header.layers) + header.layers * part_size(header, rows)
 
 
 def part_size(header: Header, rows: int) -> int:
-    """Bytes of a layer's part."""
+    """Bytes of a layer's part of a segment of `rows` rows."""
     return _pages(rows * header.heads * sum(width_of(*kind) for kind in header.columns.values()))
 
 
 def part_at(header: Header, at: int, rows: int, layer: int) -> int:
-    """Where a layer's part of the segment at `at` begins."""
+    """The offset in bytes of a layer's part of the segment at `at`, which has `rows` rows."""
     return at + head_size(rows, header.layers) + layer * part_size(header, rows)
 
 
 def read_header(handle: int, path: Path) -> Header:
-    """What page 0 says. Raises TierError, and OSError where it cannot be read."""
+    """Read page 0. Raises TierError if it is not a valid header, and OSError if it cannot be
+    read."""
     page = read(handle, PAGE, 0)
     magic, length = TOP.unpack_from(page)
     if magic != MAGIC or not intact(page):
@@ -200,7 +204,7 @@ def read_header(handle: int, path: Path) -> Header:
 
 
 def top_page(header: Header) -> bytes:
-    """Page 0."""
+    """The bytes of page 0."""
     columns = {
         name: (str(dtype).removeprefix("torch."), size)
         for name, (dtype, size) in header.columns.items()
@@ -218,19 +222,20 @@ def top_page(header: Header) -> bytes:
 
 
 def head_pages(begin: int, checks: Sequence[int], ids: Sequence[int]) -> bytes:
-    """The head of a segment."""
+    """The bytes of a segment's head, padded to whole pages."""
     text = HEAD.pack(SEGMENT, begin, len(ids), len(checks))
     text += np.array(checks, "<u4").tobytes() + np.array(ids, "<i4").tobytes()
     return sealed(text, head_size(len(ids), len(checks)))
 
 
 def head_size(rows: int, layers: int) -> int:
-    """Bytes of a head."""
+    """Bytes of the head of a segment of `rows` rows, a multiple of a page."""
     return _pages(HEAD.size + 4 * layers + 4 * rows + _CHECK.size)
 
 
 def sealed(text: bytes, size: int) -> bytes:
-    """Filled up with zeros, and a checksum of all of it at the end."""
+    """`text` padded with zeros to `size` bytes, of which the last four are a checksum of the
+    others."""
     text += bytes(size - _CHECK.size - len(text))
     return text + _CHECK.pack(zlib.crc32(text))
 
@@ -242,8 +247,8 @@ def intact(page: bytes) -> bool:
 
 
 def checksum(pieces: Sequence[Bytes]) -> int:
-    """Sums of 512 words each, which run at the speed of memory, and a CRC of those. Any change of
-    one word is found, and of several all but one in 2**32."""
+    """A CRC of sums of 512 64-bit words each; the sums run at the speed of memory. It detects any
+    change of a single word, and other changes except for about one in 2**32."""
     found = 0
     for piece in pieces:
         whole = len(piece) // PAGE * PAGE

@@ -1,4 +1,4 @@
-"""Where a tier keeps its rows: in the host's memory, or behind the same methods in a file."""
+"""The storage of a tier's rows: its interface `Rows`, and `RamRows`, which uses host memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from minikv.cache.stats import Shape
 from minikv.errors import MinikvError
 
 Columns = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""What is kept of each row: dtype and size, by name."""
-_STEP = 1024  # rows by which memory grows
+"""By name: dtype and size of one row of each column."""
+_STEP = 1024  # rows; the memory of a layer is a multiple of it
 _SCALES = ("k_scale", "v_scale")
-SCALE = torch.float16  # rounds a tenth as coarsely as the codes themselves
+SCALE = torch.float16  # its rounding error is about a tenth of that of the int8 codes
 
 
 class TierError(MinikvError):
-    """A tier cannot be read or written. `rows`: how many of its first rows are as they were
-    written; None if it cannot be used any more."""
+    """A tier cannot be read or written. rows: how many of its first rows are intact; None if it
+    cannot be used any more."""
 
     def __init__(self, message: str, rows: int | None = None) -> None:
         super().__init__(message)
@@ -28,59 +28,59 @@ class TierError(MinikvError):
 
 
 class Rows(Protocol):
-    """Where the tier's columns are kept: [H, N] or [H, N, D] for each layer, on the host.
+    """The storage of a tier's columns: [H, N] or [H, N, D] for each layer, on the host.
 
-    A prompt calls `reserve`; for one layer after the other `read`, and `write` for its new rows;
-    then `commit`, or `drop` if it failed.
+    A prompt calls `reserve`; then, layer by layer, `read`, and `write` for its new rows; at last
+    `commit`, or `drop` if it failed.
 
-    kind: ram or file. apart: every layer has memory of its own, so that a copy of a layer may still
-    be under way when the next one is read or written.
+    kind: "ram" or "file". apart: every layer has its own memory, so the next layer may be read or
+    written while a copy of this one is under way.
     """
 
     kind: str
     apart: bool
 
     def reserve(self, rows: int, have: int = 0) -> None:
-        """A prompt begins after which there are so many rows; `have` of them are there, and what is
-        behind them is no longer wanted. Those stay, also after an error."""
+        """Begin a prompt after which there will be `rows` rows. The first `have` are stored and
+        stay, also after an error; stored rows after them are discarded."""
         ...
 
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
-        """Room for the first `count` rows of a layer, with those in it that are there. Valid until
-        the next call for another layer."""
+        """Memory for the first `count` rows of a layer, in which the stored rows are filled. Valid
+        until the next call for another layer."""
         ...
 
     def write(self, layer: int, begin: int, columns: Mapping[str, Tensor]) -> None:
-        """Keep the layer's rows from `begin` on, which is what `reserve` was told; they may be in
-        the room that `read` gave."""
+        """Store the layer's rows from `begin` on, which is the `have` of `reserve`. The columns may
+        be the memory that `read` returned."""
         ...
 
     def commit(self, rows: int, ids: Sequence[int] = ()) -> None:
-        """So many rows are final. Called before they count. ids: their tokens, where known. Raises
-        TierError if they could not be written."""
+        """Make the first `rows` rows final. ids: their token ids, if known. Raises TierError if
+        rows could not be written; then the caller must not count them."""
         ...
 
     def drop(self) -> None:
-        """The prompt is over. Cannot fail."""
+        """End the prompt: discard rows that were not committed. Cannot fail."""
         ...
 
     def clear(self) -> None:
-        """Forget everything and give the memory back."""
+        """Discard all rows and free their memory."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are taken."""
+        """Bytes of memory, or of the file, that are allocated for the rows."""
         ...
 
     @property
     def working(self) -> int:
-        """Bytes of memory beside them, while a prompt is read."""
+        """Bytes of memory in addition to `nbytes`, while a prompt is read."""
         ...
 
 
 class RamRows:
-    """In the host's memory, pinned where a GPU copies from it."""
+    """`Rows` in host memory; `pinned` if a GPU copies from it."""
 
     kind = "ram"
     apart = True
@@ -94,7 +94,8 @@ class RamRows:
         *,
         pinned: bool = False,
     ) -> None:
-        """columns: dtype and size of one row of each; most: rows that there can ever be."""
+        """columns: dtype and size of one row of each. most: the greatest number of rows that can
+        ever be needed."""
         self._heads, self._columns, self._most, self._pinned = heads, columns, most, pinned
         self._layers = [self._blank(0) for _ in range(layers)]
 
@@ -108,7 +109,7 @@ class RamRows:
             }
 
     def reserve(self, rows: int, have: int = 0) -> None:
-        """See `Rows`. Layer by layer, so that one layer at the most exists twice."""
+        """See `Rows`. Grows layer by layer, so that at most one layer exists twice at a time."""
         if rows <= self._room:
             return
         for i, old in enumerate(self._layers):
@@ -119,8 +120,8 @@ class RamRows:
 
     @staticmethod
     def room(rows: int, most: int) -> int:
-        """Rows that memory is taken for when so many are needed: a quarter more, so that the next
-        turns fit, too."""
+        """How many rows to allocate when `rows` are needed: a quarter more, so that the next turns
+        fit, too."""
         return max(rows, min(most, -(-(rows + rows // 4) // _STEP) * _STEP))
 
     @property
@@ -128,7 +129,7 @@ class RamRows:
         return min(layer["k"].shape[1] for layer in self._layers)
 
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
-        """See `Rows`: views, of no more rows than were reserved."""
+        """See `Rows`. Returns views. count: at most the rows that were reserved."""
         assert count <= self._layers[layer]["k"].shape[1]
         return {name: column[:, :count] for name, column in self._layers[layer].items()}
 
@@ -161,8 +162,8 @@ class RamRows:
 
 
 def copy_heads(into: Tensor, rows: Tensor, *, wait: bool) -> None:
-    """Copy rows [H, N, ...] between the host and a device. One head after the other: each lies in
-    one piece, which a GPU copies by itself, where the whole would go through a second copy."""
+    """Copy rows [H, N, ...] between the host and a device, head by head: each head's rows are
+    contiguous, so the copy needs no intermediate buffer. `wait`: return when the copy is done."""
     if into.device == rows.device:
         into.copy_(rows)
         return
@@ -171,7 +172,7 @@ def copy_heads(into: Tensor, rows: Tensor, *, wait: bool) -> None:
 
 
 def copy_rows(source: Rows, into: Rows, layers: int, rows: int, ids: Sequence[int] = ()) -> None:
-    """Have the first rows of `source` in `into`, which has none. Raises TierError."""
+    """Copy the first `rows` rows of `source` to `into`, which must be empty. Raises TierError."""
     try:
         into.reserve(rows)
         for layer in range(layers):
@@ -185,7 +186,7 @@ def copy_rows(source: Rows, into: Rows, layers: int, rows: int, ids: Sequence[in
 def columns_of(
     shape: Shape, dtype: torch.dtype, coded: bool
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """What a tier keeps of each row: (dtype, size) by name."""
+    """The columns of a tier: (dtype, size of one row) by name."""
     wide = (shape.head_dim,)
     kept: tuple[torch.dtype, tuple[int, ...]] = (torch.int8 if coded else dtype, wide)
     scale: tuple[torch.dtype, tuple[int, ...]] = (SCALE, ())
@@ -193,7 +194,7 @@ def columns_of(
 
 
 def row_nbytes(shape: Shape, dtype: torch.dtype, coded: bool = False) -> int:
-    """Bytes that a tier takes for one token, over all layers and heads."""
+    """Bytes that a tier needs for one token, over all layers and heads."""
     each = sum(
         kind.itemsize * (size[0] if size else 1)
         for kind, size in columns_of(shape, dtype, coded).values()

@@ -1,5 +1,5 @@
-"""Steps over the whole tier: what a cache without eviction would compute, with one layer of it on
-the device at a time. The tier is only read, and no cache is touched."""
+"""Decode steps over a whole tier: what a cache without eviction would compute, with one layer on
+the device at a time. The tier is only read, and the cache is not used."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from minikv.cache.tier import Tier
 from minikv.kernels.dispatch import Kernels
 
-_ROOM = 64  # tokens by which the rows of the steps grow
+_ROOM = 64  # tokens by which the steps' own rows grow
 
 
 class TierSteps:
-    """`Attend` for one token at a time, over the first `rows` rows of a tier and all tokens fed
-    here. `close` when there is no more to come."""
+    """`Attend` for one token at a time, over the first `rows` rows of a tier and the tokens fed
+    here. Call `close` after the last one."""
 
     def __init__(self, tier: Tier, rows: int, ops: Kernels) -> None:
         assert 0 <= rows <= tier.length
@@ -59,5 +59,5 @@ class TierSteps:
         self.close()
 
     def close(self) -> None:
-        """Give back what the tier works with. Cannot fail."""
+        """Free the working memory of the tier. Cannot fail."""
         self._tier.drop()
