@@ -289,3 +289,15 @@ def test_importing_it_loads_no_torch() -> None:
     code = "import sys, minikv.cli.doctor; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "slow"), [({"avx2"}, True), ({"avx2", "avx512_bf16"}, False), (set(), False)]
+)
+def test_a_processor_without_products_of_bfloat16_is_told(
+    flags: set[str], slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examination, "_cpu_facts", lambda: ("A processor", flags))
+    (check,) = examination.cpu()
+    assert check.state == OK
+    assert ("multiplied in float32" in check.hint) == slow
