@@ -1,7 +1,7 @@
 """The eviction policies: one file per method, and `registry`, the table of all of them, whose rows
 are in `tables`.
 
-Importing this needs no torch.
+Importing this package does not import torch.
 """
 
 from __future__ import annotations

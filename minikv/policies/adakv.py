@@ -1,9 +1,9 @@
-"""Ada-KV (arXiv 2407.11550, algorithm 1): head budgets by need, over any scores.
+"""Ada-KV (arXiv 2407.11550, algorithm 1): head budgets by need, for any scores.
 
 The layer's budget goes to the heads in proportion to how many of the layer's best rows each holds,
 blended with an even share (`alpha`, the safeguard of section 3.3). By default the blend is rounded
 so that the layer's total is exact to the row; `rounding=official` is the authors' arithmetic.
-`alloc=floor` is kvpress' rule: `alpha` of its even share is a head's own, all else goes to the
+`alloc=floor` is kvpress' rule: every head keeps `alpha` of its even share, and the rest goes to the
 layer's best rows.
 """
 
@@ -30,7 +30,7 @@ class AdaKV(HeadAllocator):
 
     @property
     def drift(self) -> int:
-        """The authors' rounding raises a head by half a row at most."""
+        """1 with the authors' rounding, which raises a head by at most half a row; else 0."""
         return int(self.rounding == "official")
 
     def check(self, scorer: Scorer) -> None:
@@ -62,7 +62,8 @@ class AdaKV(HeadAllocator):
         return rows.view.ops.share(wish, a.denominator * heads, have, total)
 
     def _floor(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
-        """The window's rows are kept anyway and count in a head's own share."""
+        """kvpress' rule. The window's rows, which are kept in any case, count as part of a head's
+        own share."""
         heads, pos, window = len(rows.free), rows.view.pos, rows.scorer.evidence.window
         each = total // heads + window
         own = ((each.to(torch.float64) * self.alpha).to(torch.int64) - window).clamp(min=0)
@@ -73,9 +74,10 @@ class AdaKV(HeadAllocator):
 
 
 def normalized(scores: Tensor, free: Tensor, each: Tensor, most: int) -> Tensor:
-    """Weigh each head's scores [H, N] by the share of its mass that its best `each` rows hold.
+    """Multiply each head's scores [H, N] by the share of their sum that its best `each` rows have.
+    Only free rows count.
 
-    each int64 [], at most `most`.
+    each int64 []: at most `most`.
     """
     live = scores.masked_fill(~free, 0.0)
     found = live.topk(min(most, live.shape[1])).values

@@ -1,9 +1,11 @@
-"""The four axes of a policy: what a row is worth, which rows may go, how many rows each layer and
-head gets, who stays. A prompt policy answers them once at the end of every prompt, a step policy
-picks one victim a head while an answer is written.
+"""The base classes of policies, and what they are given.
 
-Everywhere: a higher score stays; rows are compared by position, never by slot; ties keep the
-younger row.
+A policy answers four questions: what a row is worth, which rows may leave, how many rows each layer
+and head keeps, and which rows stay. A prompt policy answers them once, at the end of every prompt.
+A step policy picks the victims of each head while an answer is written.
+
+Everywhere: a higher score stays; rows are compared by position, never by their place in the arena;
+of equal scores the younger row stays.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Moments:
         self._outer = torch.zeros((heads, group, size, size), dtype=torch.float64, device=device)
 
     def add(self, q: Tensor, angle: Tensor) -> None:
-        """Queries [H, G, T, D] that were turned by angle [T, D / 2]."""
+        """Add queries [H, G, T, D]. They were rotated by angle [T, D / 2], in radians, which is
+        undone here."""
         q = q.to(torch.float64)
         one, two = q.chunk(2, -1)
         cos, sin = angle.cos(), angle.sin()
@@ -51,26 +54,33 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class PromptView:
-    """One layer at the end of a prompt, before eviction: old and new rows together.
+    """One layer at the end of a prompt, before eviction: rows of earlier turns, then the prompt's.
 
-    pos [H, N] int64, -1 where a head has no row or only one that its window no longer sees;
-    mass [H, G, N] and squares [H, N] float32: what the last `observed` queries gave each row
-    (`kernels.observe`), None when nobody asked; key and value fetch [H, N, D] on demand (rows
-    with pos -1 hold anything); carried: the step policy's columns [H, N] from before the prompt,
-    zero for new rows; output: the layer's output projection [H, G, D, hidden], if it is known;
-    turns: the first position of every prompt so far and the one after its last, this one included;
-    queries: moments of the prompt's, if the scorer asked; rotary [D / 2]: angle per position;
-    budget: rows per head that the layer may keep beside pinned ones; causal: no observed query saw
-    a row after it; below() int64 [H, N]: bit i is set if the i-th query from the end gave the row
-    less than an even share (of the last queries that the step policy's `prompt_history` asks for).
-    attention(heads) float32 [h, G, W, N]: what each of the `observed` queries gave each row of some
-    heads, where the scorer's evidence says `each_query`; lengths [W]: the length of the layer's
-    input vector (after its norm) at these queries, where it says `lengths`; predicted [P]: the
-    probability that the network gave the token at a position, 0 where that is not known, where it
-    says `predicted`.
-    peak [H, N] float32: what `Scorer.peak` made of a second pass over the prompt, 0 for rows from
-    before it; None where there was none. asks: the prompt only asks about what was read before.
-    ops: who computes.
+    layer: its index. position: tokens counted, with those of this prompt.
+    pos int64 [H, N]: positions; -1 where a head has no row or its window no longer sees the row.
+    observed: how many of the last queries were observed.
+    mass float32 [H, G, N]: the sum of their attention to each row; squares float32 [H, N]: the sum
+        of the squares of its mean over G (`kernels.add_attention_mass`). None if nothing was
+        observed.
+    key() and value() [H, N, D]: fetched on demand. Rows with pos -1 may hold any value.
+    carried: the policies' columns [H, N] from before the prompt; zero for new rows.
+    output() [H, G, D, hidden]: the layer's output projection; None if not known.
+    turns: first position and end of every prompt so far, this one included.
+    queries: moments of the prompt's queries; None unless `Evidence.queries_from` is set.
+    rotary [D / 2]: rotary angles per position, in radians; None if not known.
+    budget: rows per head that the layer may keep beside pinned ones.
+    causal: no observed query saw a row after its own.
+    below() int64 [H, N]: bit i is set if the i-th query from the end gave the row less than an even
+        share of its attention; for the queries that `StepPolicy.prompt_history` asks for.
+    attention(heads) float32 [h, G, W, N]: the attention of each observed query to each row, for a
+        slice of the heads; None unless `Evidence.each_query`.
+    lengths float32 [W]: norms of the layer's input (after its norm) at the observed queries; None
+        unless `Evidence.lengths`.
+    predicted float32 [P]: the probability that the network gave to the token at each position, 0
+        where not known; None unless `Evidence.predicted`.
+    peak float32 [H, N]: the scores of `Scorer.peak` from a second pass over the prompt, 0 for rows
+        from before it; None if there was none.
+    asks: the prompt only asks about what was read before. ops: the kernels.
     """
 
     layer: int
@@ -98,23 +108,25 @@ class PromptView:
 
     @property
     def live(self) -> Tensor:
-        """bool [H, N]: rows that exist and can still be seen."""
+        """bool [H, N]: rows that exist and that the next token can still see."""
         return self.pos >= 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """F heads that may have to give up rows: a layer's, or those of all layers. Padded to N rows.
+    """F heads that may have to evict, of one layer or of all layers, padded to N rows.
 
-    pos [F, N] int64, -1 for padding and for rows that may not be judged; cap [F]: rows a head
-    keeps; position: tokens seen, the newest row included unless the policy evicts first; columns:
-    the policy's own, [F, N] each; layer and head [F]; attention [F, N]: what the current query gave
-    each row, mean over G. A policy that evicts first and needs the query has that [F, G, D] and the
-    new row's key [F, 1, D] instead; of a block of t rows all queries [F, G * t, D] and keys
-    [F, t, D].
-    keys(heads) is [f, N, D]: the keys of all rows of the heads int64 [f], indices below F.
-    layer_index: the layer, where all heads are of one. readable: numbers may be read without
-    waiting for a device.
+    position: tokens counted, with the newest row unless the policy evicts first.
+    pos int64 [F, N]: positions; -1 for padding and for rows that the policy may not evict.
+    cap int64 [F]: rows that a head may keep. layer and head int64 [F]: the indices of each head.
+    columns: the policy's own, [F, N] each.
+    attention float32 [F, N]: the attention of the current query to each row, mean over G.
+    query and key: instead of attention, for a policy that evicts first and needs the query: the
+        query [F, G, D] and the new row's key [F, 1, D]; for a block of t rows of a prompt [F, G *
+        t, D] and [F, t, D].
+    keys(heads) [f, N, D]: the keys of all rows of the heads int64 [f], which are indices below F.
+    layer_index: the layer, if all heads are of one. readable: values may be read without waiting
+        for a device.
     """
 
     position: int | Tensor
@@ -133,15 +145,16 @@ class StepView:
 
 @dataclass(frozen=True, slots=True)
 class StepAppend:
-    """What a kernel reads that evicts and then writes a new row, in one layer before attention.
+    """The arguments of a kernel that evicts and then writes a new row, in one layer before
+    attention.
 
-    query [H, G, D]; key, value [H, D]; start, length, cap, free_slot int64 [H]; position int64 []:
-    the new row's; columns: those of the arena [R, ...], and bool "leaves_last" [R] where some rows
-    leave after all others; undo_rows: where overwritten rows are kept, [H, ...] by column; no
-    length exceeds `width`; positions below `pinned` never leave; shown int32 [R]: the positions
-    that the policy is shown, which are columns["pos"] where no row leaves last. turn: cosine and
-    sine [1, 1, D], and where the rotated queries go [H, G, D], if queries and keys must be rotated
-    first.
+    query [H, G, D]; key and value [H, D]: of the new token. start, length, cap, free_slot int64
+    [H]: as in `Arena`. position int64 []: of the new row. columns: those of the arena [R, ...], and
+    bool "leaves_last" [R] if some rows leave after all others. undo_rows [H, ...] by column:
+    overwritten rows are copied here. width: no length exceeds it. pinned: positions below it never
+    leave. shown int32 [R]: the positions as the policy sees them; columns["pos"] if no row leaves
+    last. turn: cosine and sine [1, 1, D], and the output for rotated queries [H, G, D]; None if
+    queries and keys are already rotated.
     """
 
     layer: int
@@ -163,12 +176,12 @@ class StepAppend:
 
 @dataclass(frozen=True, slots=True)
 class StepRoom:
-    """What a kernel reads that makes room in full heads of all layers, before attention.
+    """The arguments of a kernel that evicts from the full heads of all layers, before attention.
 
-    rows: `kernels.Rows` before the new row, `newest` being the position that it will have; slot and
-    free_slot int64 [L, H], in place: where the new row goes, and the row that it overwrites;
-    columns: all of the arena [R, ...] by name; undo_rows: where overwritten rows are kept, [L * H,
-    ...] by name.
+    rows: `kernels.Rows` without the new row, whose position is their `newest`. slot and free_slot
+    int64 [L, H], written in place: the index of the new row, and the row that it overwrites.
+    columns: all of the arena [R, ...] by name. undo_rows [L * H, ...] by name: overwritten rows are
+    copied here.
     """
 
     rows: kernels.Rows
@@ -181,18 +194,18 @@ class StepRoom:
     def heads(
         self,
     ) -> tuple[kernels.Rows, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """What every kernel's arguments begin with."""
+        """The first arguments of every such kernel."""
         return self.rows, self.free_slot, self.slot, self.columns, self.undo_rows
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """What a kernel reads that ends a step for all heads: statistics, then victims.
+    """The arguments of a kernel that ends a step for all heads: it updates statistics, then evicts.
 
-    logits float32 [L, H, G, C] and lse [L, H, G] as attention left them; rows: `kernels.Rows`;
-    accepted bool []: where it is false nothing is written; free_slot int64 [L, H], in place: the
-    row that leaves, or -1; columns: the policy's, [R] each; quota: what `StepPolicy.quota` made of
-    the caps; window int64 [L]: rows that a layer's query sees at most.
+    logits float32 [L, H, G, C] and lse [L, H, G]: as attention left them. rows: `kernels.Rows`.
+    accepted bool []: if false, nothing is written. free_slot int64 [L, H], written in place: the
+    row that leaves, or -1. columns: the policy's, [R] each. quota: the result of
+    `StepPolicy.quota`. window int64 [L]: rows that a layer's query sees at most.
     """
 
     logits: Tensor
@@ -206,7 +219,7 @@ class StepEnd:
 
     @property
     def heads(self) -> tuple[Tensor, Tensor, kernels.Rows, Tensor, Tensor]:
-        """What every kernel's arguments begin with."""
+        """The first arguments of every such kernel."""
         return self.logits, self.lse, self.rows, self.accepted, self.free_slot
 
 
@@ -214,15 +227,16 @@ class StepEnd:
 class Evidence:
     """What a scorer reads and protects.
 
-    `observe`: number of last prompt queries whose attention it reads (ALL: every one). `asks`:
-    the choice depends on what was asked. `sinks` and `window`: rows that are protected at either
-    end, for the smallest useful budget. Without `causal` an observed query also sees the rows after
-    it. `queries_from`: it reads the moments of the prompt's queries from this position on.
-    `second_pass`: it scores by the queries of further texts (`Scorer.second_pass`) in place of the
-    prompt's own. `adds_up`: scores are at least 0 and can be added and multiplied, as attention
-    can; if not, only their order means something. `each_query`, `lengths`, `predicted`: it reads
-    what `PromptView` has under `attention`, `lengths` and `predicted`; with a second pass,
-    `RepeatView.lengths`. `whole_layers`: the first layers, which keep every row, above the budget.
+    observe: how many of the prompt's last queries have their attention observed (ALL: every one).
+    asks: the choice depends on the question. sinks and window: how many first and last rows are
+    protected; the smallest useful budget follows from them. causal: if False, an observed query
+    also sees the rows after its own. queries_from: it reads the moments of the prompt's queries
+    from this position on. second_pass: it scores with the queries of further texts
+    (`Scorer.second_pass`) instead of the prompt's own. adds_up: scores are at least 0 and can be
+    added and multiplied, as attention can; if False, only their order has a meaning. each_query,
+    lengths and predicted: it reads `attention`, `lengths` and `predicted` of `PromptView`; with a
+    second pass `lengths` of `RepeatView`. whole_layers: how many first layers keep every row, above
+    the budget.
     """
 
     observe: int = 0
@@ -241,9 +255,9 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """How a network is asked to repeat what it has read, in tokens. first: to repeat all of it;
-    later: to repeat the part that begins behind the tokens that follow; answer: what its template
-    puts between a question and its answer."""
+    """The request that asks a network to repeat what it has read, as token ids. first: to repeat it
+    from the beginning. later: to repeat the part that begins after certain tokens, which are put
+    after these ids. answer: what the chat template puts between a question and its answer."""
 
     first: tuple[int, ...] = ()
     later: tuple[int, ...] = ()
@@ -252,7 +266,7 @@ class Wording:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A further text, in tokens, and the rows begin .. end - 1 of the prompt that it scores."""
+    """A further text, as token ids, which scores the rows `begin` to `end` - 1 of the prompt."""
 
     ids: tuple[int, ...]
     begin: int
@@ -261,14 +275,14 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class RepeatView:
-    """T queries of a repeat in one layer, and the rows over which they are compared.
+    """T queries of a `Repeat` in one layer, and the rows over which their softmax is taken.
 
-    query [H, G, T, D]; at int64 [T]: their positions; first: the conversation's first rows, which
-    never leave; chunk: the rows that are scored; own: those of the repeat itself so far, each as
-    `kernels.Part`; value() [H, n, D]: of the chunk; output: as in `PromptView`; lengths float32
-    [T]: of the layer's input vector (after its norm) at the queries, if the scorer asked; lse
-    float32 [H, G, T]: the log-sum-exp of the queries' logits over all of these rows, where it is
-    known. ops: who computes.
+    query [H, G, T, D]. at int64 [T]: their positions. first: the conversation's first rows, which
+    never leave; chunk: the n rows that are scored; own: the rows of the repeat itself so far; each
+    as `kernels.Part`. window: the layer's sliding window. value() [H, n, D]: of the chunk. output:
+    as in `PromptView`. lengths float32 [T]: the norms of the layer's input (after its norm) at the
+    queries; None unless `Evidence.lengths`. lse float32 [H, G, T]: the log-sum-exp of the queries'
+    logits over all of these rows; None if not known. ops: the kernels.
     """
 
     layer: int
@@ -286,19 +300,19 @@ class RepeatView:
 
 
 def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
-    """So many heads in slices, each of them with at most `most` numbers, or one head. each: numbers
-    that a head has."""
+    """Divide `heads` heads of `each` numbers into slices of at most `most` numbers, but at least
+    one head."""
     count = max(1, most // max(1, each))
     yield from (slice(lo, min(lo + count, heads)) for lo in range(0, heads, count))
 
 
 class Scorer(ABC):
-    """What a row is worth and which rows must stay: the first two of the four answers."""
+    """What a row is worth and which rows must stay: the first two of the four questions."""
 
     @property
     @abstractmethod
     def evidence(self) -> Evidence:
-        """What it reads and protects."""
+        """What the scorer reads and protects."""
 
     @abstractmethod
     def score(self, view: PromptView) -> Tensor:
@@ -314,35 +328,36 @@ class Scorer(ABC):
 
     @property
     def columns(self) -> Mapping[str, torch.dtype]:
-        """What it knows of a row and needs again after a later prompt; 0 for rows of an answer."""
+        """Columns of the cache that carry a row's values to later prompts, with their dtypes. Rows
+        of an answer have 0."""
         return {}
 
     def state(self, view: PromptView) -> dict[str, Tensor]:
-        """These columns [H, N] after a prompt, from `view.carried`."""
+        """The values of `columns` [H, N] after a prompt, from `view.carried`."""
         return {}
 
     def second_pass(
         self, ids: Sequence[int], first: int, words: Wording, room: int
     ) -> Sequence[Repeat]:
-        """Further texts for a prompt of `ids`, if `evidence.second_pass`; none if it cannot be had.
+        """The further texts for a prompt of `ids`, if `evidence.second_pass`. Empty if `room` is
+        too small for them.
 
-        Each is fed behind the whole prompt before any row leaves. Nothing of it is stored. The
-        first `first` rows of the prompt need no score. A text has at most `room` tokens. How long
-        the texts are does not depend on the ids.
+        Each is fed after the whole prompt, before any row leaves. Nothing of it is stored. The
+        first `first` rows of the prompt need no score. A text has at most `room` tokens. The
+        lengths of the texts must not depend on the ids.
         """
         raise NotImplementedError
 
     def peak(self, view: RepeatView) -> Tensor:
-        """float32 [H, n]: what the queries of a repeat give the rows that it scores. Of several
-        answers about a row the largest counts."""
+        """float32 [H, n]: the scores that the queries of a repeat give to its chunk. A row that
+        gets several scores keeps the largest."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The rows of a layer that compete for what is left of its budget: those that are free, with
-    their scores float32 [H, N] and free bool [H, N]. counted: how many they are, int64 [H], where
-    that is known."""
+    """The rows of a layer that compete for the rest of its budget: those that are free bool [H, N],
+    with scores float32 [H, N]. counted int64 [H]: how many these are, if known."""
 
     view: PromptView
     scorer: Scorer
@@ -352,35 +367,36 @@ class Candidates:
 
     @property
     def have(self) -> Tensor:
-        """int64 [H]: how many rows of each head are free."""
+        """int64 [H]: how many free rows each head has."""
         return self.free.sum(1) if self.counted is None else self.counted
 
 
 class LayerAllocator:
-    """How many rows each layer keeps. This one: all the same."""
+    """How many rows each layer keeps. This base class gives every layer the same."""
 
     def rows(self, layers: int, budget: int, most: int, least: int, protected: int) -> list[int]:
-        """Mean rows per head of each layer, summing to layers x budget (a release's rounding
-        aside).
+        """Mean rows per head of each layer. They sum to layers x budget, unless an option selects
+        the rounding of a release.
 
-        most: what a head could hold at all; least: what it needs; protected: sinks and window.
+        most: rows that a head could hold at most. least: rows that the policies need. protected:
+        sinks and window.
         """
         return [budget] * layers
 
 
 class GlobalAllocator(ABC):
-    """One budget for all layers and heads: the best rows of all stay, wherever they are."""
+    """One budget for all layers and heads: the best rows of the whole cache stay."""
 
     @abstractmethod
     def worth(self, rows: Candidates) -> Tensor:
-        """float32 [H, N]: what each row is worth beside those of other layers."""
+        """float32 [H, N]: what each row is worth, comparable between layers."""
 
 
 class HeadAllocator:
-    """How many of a layer's free rows each head keeps. This one: all the same, as far as a head
-    has rows; what it cannot use goes to the others.
+    """How many of a layer's free rows each head keeps. This base class gives every head the same;
+    what a head has no rows for goes to the others.
 
-    `drift`: rows per KV head by which the total may be exceeded.
+    drift: rows per KV head by which the total may be exceeded.
     """
 
     @property
@@ -388,49 +404,50 @@ class HeadAllocator:
         return 0
 
     def check(self, scorer: Scorer) -> None:
-        """Raise UsageError if it does not go with the scorer."""
+        """Raise UsageError if it cannot be combined with the scorer."""
 
     def share(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
-        """int64 [H], summing to `total` int64 [] <= most, or to all free rows if they are fewer.
+        """int64 [H]: rows for each head. They sum to `total` int64 [] (at most `most`), or to the
+        number of free rows if that is less.
 
-        No head gets more than it has free rows.
+        No head gets more rows than it has free ones.
         """
         heads = len(rows.free)
         return rows.view.ops.share(total.expand(heads), heads, rows.have, total)
 
 
 class Selector:
-    """Who stays. This one: the best rows of each head."""
+    """Which rows stay. This base class keeps the best rows of each head."""
 
     def check(self, scorer: Scorer) -> None:
-        """Raise UsageError if it does not go with the scorer."""
+        """Raise UsageError if it cannot be combined with the scorer."""
 
     def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
-        """bool [H, N]: counts[h] <= most of each head's free rows, or all of them if they are
-        fewer; counts int64 [H]."""
+        """bool [H, N]: counts[h] of each head's free rows, or all of them if they are fewer. counts
+        int64 [H]: at most `most` each."""
         return rows.view.ops.best(rows.scores, rows.view.pos, rows.free, counts, most)
 
 
 class Reweighter(ABC):
-    """Other scores for a part of the rows."""
+    """Replaces the scores of some of the rows before the selector chooses."""
 
     @abstractmethod
     def select(self, rows: Candidates, counts: Tensor, most: int, selector: Selector) -> Tensor:
-        """As `Selector.select`; `selector` chooses by the new scores."""
+        """As `Selector.select`; it passes the new scores to `selector`."""
 
 
 class Preference(ABC):
-    """Rows that leave after all others, at the prompt and while an answer is written."""
+    """Which rows leave after all others, after a prompt and while an answer is written."""
 
     @abstractmethod
     def prefers(self, pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
-        """bool, of the shape of pos int64: these rows. turns: see `PromptView`."""
+        """bool, of the shape of pos int64: which rows these are. turns: see `PromptView`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPolicy:
-    """A one-shot method: it fires at the end of every prompt. Raises UsageError for parts that do
-    not go together."""
+    """A method that evicts at the end of every prompt, made of parts. Raises UsageError for parts
+    that cannot be combined."""
 
     name: str
     scorer: Scorer
@@ -456,7 +473,7 @@ class PromptPolicy:
 
     @property
     def evidence(self) -> Evidence:
-        """What its scorer reads and protects."""
+        """What the scorer reads and protects."""
         return self.scorer.evidence
 
     def layer_rows(self, layers: int, budget: int, most: int, least: int) -> list[int]:
@@ -474,9 +491,10 @@ class PromptPolicy:
         return self.reweighter.select(rows, counts, most, self.selector)
 
     def keep(self, view: PromptView, total: int, pinned: int = 0, least: int = 0) -> Tensor:
-        """bool [H, N]: the rows that stay, `total` over the layer's heads.
+        """bool [H, N]: the rows that stay, `total` over all heads of the layer.
 
-        Rows at positions below `pinned` never leave, and every head gets `least` rows beside them.
+        Rows at positions below `pinned` never leave, and every head gets at least `least` rows
+        beside them.
         """
         ops = view.ops
         stays, free, counts = ops.divide(view.pos, self.scorer.protected(view), pinned)
@@ -486,7 +504,7 @@ class PromptPolicy:
         if self.preference is not None:
             preferred = self.preference.prefers(view.pos, view.turns) & free
             count = preferred.sum()
-            fits = count <= left  # if not, there is room for some of them and for nothing else
+            fits = count <= left  # if not, only preferred rows compete for the room
             stays = stays | (preferred & fits)
             free = torch.where(fits, free & ~preferred, preferred)
             left = left - count * fits
@@ -496,8 +514,8 @@ class PromptPolicy:
         return stays | self.select(rows, counts, total + len(free))
 
     def global_key(self, view: PromptView, pinned: int = 0, least: int = 0) -> Tensor:
-        """int64 [H, N]: an order of the rows of all layers, for a `GlobalAllocator`; larger is
-        better, `selection.NOT_FREE` where there is no row. Arguments as `keep`."""
+        """int64 [H, N]: a key that orders the rows of all layers, for a `GlobalAllocator`. Larger
+        is better; `selection.NOT_FREE` where there is no row. pinned and least: as for `keep`."""
         assert isinstance(self.layers, GlobalAllocator)
         sure, free, (_, own, have) = view.ops.divide(view.pos, self.scorer.protected(view), pinned)
         rows = Candidates(view, self.scorer, self.scorer.score(view), free, have)
@@ -512,27 +530,28 @@ class PromptPolicy:
 
 
 def ends(view: PromptView, sinks: int, recent: int) -> Tensor:
-    """bool [H, N]: the conversation's first `sinks` rows and the `recent` youngest."""
+    """bool [H, N]: rows of the first `sinks` positions and of the last `recent` ones."""
     return view.ops.ends(view.pos, sinks, max(0, view.position - recent))
 
 
 class StepPolicy(ABC):
     """A method that evicts while an answer is written, once a head is at its cap.
 
-    `score` and `update` are the rule in torch: its specification, and what runs where there is no
-    kernel. `end_kernel`, `update_kernel`, `room_kernel` and `append_kernel` name the kernel that
-    does the same faster.
+    `score` and `update` are the rule in torch: its specification, which also runs where there is no
+    kernel. `end_kernel`, `update_kernel`, `room_kernel` and `append_kernel` name kernels that
+    compute the same faster.
 
-    evict_first: the victim leaves before attention and the current query does not see it (the head
-    then needs exactly cap rows); otherwise it is chosen by this step's attention. needs_query: one
-    that evicts first reads the current query or key, so that it chooses layer by layer; without it
-    the victims of all layers are chosen at once, before the first one. sinks and recent:
-    rows at either end that never leave. block: a head gives up so many rows at once, when it is so
-    many over its cap. observe: queries of a prompt from which the columns start (0: they start
-    without). prompt_history: last queries of a prompt, at most 32, that are shown one by one
-    (`PromptView.below`). needs_attention: `score` reads `StepView.attention`. norm_column: the
-    only column that `init_state` sets, to the Euclidean norm of the key, if there is one; a kernel
-    that writes the row then writes it, too.
+    evict_first: the victim leaves before attention, so the current query does not see it, and a
+        head needs exactly cap rows. Otherwise the victim is chosen after attention.
+    needs_query: for `evict_first`: the policy reads the current query or key, so victims are chosen
+        layer by layer. Without it, the victims of all layers are chosen before the first layer.
+    sinks and recent: how many first and last rows never leave.
+    block: a head evicts this many rows at once, when it is this many over its cap.
+    observe: how many of a prompt's last queries the columns start from (0: none).
+    prompt_history: how many of a prompt's last queries `PromptView.below` reports, at most 32.
+    needs_attention: `score` reads `StepView.attention`.
+    norm_column: a column that `init_state` sets to the Euclidean norm of the key, and the only one
+        that it sets; "" if there is none. A kernel that writes the row also writes this column.
     """
 
     name: str
@@ -547,76 +566,83 @@ class StepPolicy(ABC):
     norm_column: str = ""
 
     def for_prefill(self) -> StepPolicy:
-        """The policy that reads a prompt in blocks in this one's place (`BlockPrefill`)."""
+        """The policy to use while a prompt is read in blocks (`BlockPrefill`). By default this
+        one."""
         return self
 
     @property
     def columns(self) -> Mapping[str, torch.dtype]:
-        """State per row; that of a new row starts at zero, then gets what `init_state` says."""
+        """The policy's columns and their dtypes. A new row starts with zeros, then with what
+        `init_state` returns."""
         return {}
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Columns [H, N] after a prompt, from `old` (zero for new rows) and what the view shows."""
+        """Columns [H, N] after a prompt. old: their values before it, zero for new rows."""
         return {}
 
     def init_state(self, layer: int, key: Tensor) -> dict[str, Tensor]:
-        """Columns [H] of the rows that an answer adds to a layer, whose keys are [H, D]."""
+        """Columns [H] of the new rows of a layer, whose keys are [H, D]; with keys [H, t, D],
+        columns [H, t]."""
         return {}
 
     def attention(self, logits: Tensor, lse: Tensor, live: Tensor) -> Tensor:
-        """float32 [..., N]: what a query gives each row of a head, its G query heads joined: the
-        `probabilities` of `update`. This one: their mean.
+        """float32 [..., N]: the attention of a query to each row of a KV head, its G query heads
+        joined. `update` gets it as `probabilities`. This base class takes the mean over G.
 
-        logits float32 [..., G, N], lse [..., G]; live bool [..., N]: rows that the query sees; the
-        logits of others may be anything.
+        logits float32 [..., G, N]; lse [..., G]; live bool [..., N]: rows that the query sees. The
+        logits of other rows may have any value.
         """
         return (logits - lse[..., None]).exp_().mean(-2).masked_fill_(~live, 0.0)
 
     def update(  # noqa: B027
         self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
     ) -> None:
-        """Add one query's `attention` in place. All [R]; 0 where a row is unused.
+        """Update the columns in place with one query's `attention`. All tensors have the same
+        shape, e.g. [R]; probabilities are 0 for unused rows.
 
-        visible() is float32 [R]: how many rows the query saw in a row's head.
+        visible() float32, of that shape: how many rows the query saw in the row's head.
         """
 
     @abstractmethod
     def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
-        """(scores float32, allowed bool) [F, N]: the `count` allowed rows of lowest score leave."""
+        """(scores float32, allowed bool), [F, N] each. The `count` allowed rows with the lowest
+        scores leave."""
 
     def quota(self, cap: Tensor) -> Tensor | None:
-        """What its kernel must know of the caps int64 [L, H], of the same shape; or None."""
+        """A table for the policy's kernel, computed from cap int64 [L, H] and of the same shape;
+        None if it needs none."""
         return None
 
     def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        """`update`, `score` and the choice of victims by a kernel. False if `ops` has none."""
+        """Do `update`, `score` and the choice of victims with a kernel. False if `ops` has none."""
         return False
 
     def update_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        """`update` by a kernel, at the end of a step that evicts nothing (see `block`). False if
-        `ops` has none."""
+        """Do `update` with a kernel, at the end of a step that evicts nothing (see `block`). False
+        if `ops` has none."""
         return False
 
     def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
-        """For `evict_first` without `needs_query`: `score` and the choice of victims by a kernel,
-        for all layers. False if `ops` has none."""
+        """For `evict_first` without `needs_query`: do `score` and the choice of victims with a
+        kernel, for all layers. False if `ops` has none."""
         return False
 
     def append_kernel(self, ops: Kernels, append: StepAppend) -> bool:
-        """For `evict_first` that needs the query: `score`, the choice of victims and the new row,
-        in one layer."""
+        """For `evict_first` with `needs_query`: do `score`, the choice of victims and the write of
+        the new row with a kernel, in one layer. False if `ops` has none."""
         return False
 
 
 def policy_columns(prompt: PromptPolicy | None, step: StepPolicy | None) -> dict[str, torch.dtype]:
-    """The columns that a pair of policies keeps of a row."""
+    """The columns that a pair of policies stores, with their dtypes."""
     mine = prompt.scorer.columns if prompt is not None else {}
     return {**mine, **(step.columns if step is not None else {})}
 
 
 def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride: int = 0) -> int:
-    """Rows per head below which a pair of policies cannot work: sinks + window + 1. In blocks of
-    `stride` rows those of a block are inside the cap when it attends, if `step` evicts before."""
+    """The least rows per head with which a pair of policies works: sinks + window + 1. With a
+    `stride` and a `step` that evicts first, a block's rows must fit the cap as well: stride - 1
+    more."""
     sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
     window = max(prompt.evidence.window if prompt else 0, step.recent if step else 0)
     block = stride - 1 if stride and step is not None and step.evict_first else 0
@@ -624,8 +650,8 @@ def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride
 
 
 def unprotected(view: StepView, policy: StepPolicy, count: int = 1) -> Tensor:
-    """bool [F, N]: rows that may leave; all but the newest where `count` must leave and fewer are
-    neither sinks nor recent."""
+    """bool [F, N]: rows that may leave, which are neither sinks nor recent. Where fewer than
+    `count` are left, all rows but the newest."""
     newest = view.position - 1
     free = (view.pos >= policy.sinks) & (view.pos <= newest - policy.recent)
     few = free.sum(1, keepdim=True) < count
@@ -633,9 +659,10 @@ def unprotected(view: StepView, policy: StepPolicy, count: int = 1) -> Tensor:
 
 
 def oldest_of_lowest(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
-    """int64 [F]: of each head's free rows with the lowest score the oldest; all [F, N].
+    """int64 [F]: the index of each head's free row with the lowest score; of several the oldest.
+    scores, pos and free are [F, N].
 
-    A head needs a free row: nothing sensible comes of one that has none.
+    For a head without a free row the index has no meaning.
     """
     scores = scores.masked_fill(~free, torch.inf)
     tied = free & (scores <= scores.amin(1, keepdim=True))
@@ -643,7 +670,8 @@ def oldest_of_lowest(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
 
 
 def leaving(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor) -> Tensor:
-    """bool [F, N]: each head's counts [F] free rows of lowest score, of equal ones the oldest."""
+    """bool [F, N]: each head's counts [F] free rows with the lowest scores; of equal scores the
+    oldest."""
     young = pos.argsort(dim=1, stable=True)
     ranked = scores.masked_fill(~free, torch.inf).gather(1, young).argsort(dim=1, stable=True)
     order = young.gather(1, ranked)

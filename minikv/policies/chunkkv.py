@@ -1,8 +1,8 @@
 """ChunkKV (arXiv 2502.00299, algorithm 1): whole chunks of neighbouring tokens stay or leave.
 
-A chunk's worth is the mean of its rows' SnapKV scores, summed over the KV heads, so that all heads
-of a layer keep the same chunks. Chunks are counted by position. The last chunk that fits only in
-part keeps its youngest rows, so that the budget is used to the row.
+A chunk's worth is the mean of its rows' SnapKV scores, summed over the KV heads. So all heads of a
+layer keep the same chunks. A chunk begins at every multiple of `chunk` positions. The last chunk,
+of which only a part fits, keeps its youngest rows, so the budget is used to the row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minikv.policies.snapkv import join_group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkKV(Scorer):
-    """Of every row the worth of its chunk; the window's own rows all stay."""
+    """A row's score is the worth of its chunk; the window's own rows all stay."""
 
     chunk: int
     window: int
@@ -41,10 +41,11 @@ class ChunkKV(Scorer):
 
 
 def chunk_means(scores: Tensor, pos: Tensor, free: Tensor, size: int, position: int) -> Tensor:
-    """float32 [H, N]: the mean score of the free rows of a row's chunk, summed over the heads.
+    """float32 [H, N]: for each row the mean score of the free rows in its chunk of `size`
+    positions, summed over the heads.
 
     scores, pos and free [H, N]; positions are below `position`. A head without a free row in a
-    chunk adds nothing.
+    chunk adds 0.
     """
     at = pos.clamp(min=0) // size
     sums = torch.zeros((len(pos), position // size + 1), device=scores.device)

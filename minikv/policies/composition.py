@@ -1,6 +1,6 @@
-"""From a name to a policy: methods, and methods composed of parts (`h2o+ada+pyramid`).
+"""Makes a policy from its name: a method, or a method composed of parts (`h2o+ada+pyramid`).
 
-Importing this needs no torch; making a policy does.
+Importing this does not import torch; making a policy does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _AXES = ("scorer", "layers", "heads", "select", "weigh", "prefer")
 
 
 def default_step(prompt: str) -> str:
-    """What `--decode auto` means beside a prompt policy: the same method if it has a step form."""
+    """What `--decode auto` means with this prompt policy: the same method if it has a step form,
+    otherwise the default one, unless the policy's row names another."""
     if prompt == "full":
         return "none"
     base = _words(prompt)[0]
@@ -43,7 +44,8 @@ def default_step(prompt: str) -> str:
 
 
 def find(name: str, *, step: bool = False) -> PolicyInfo:
-    """The row called `name`, or one composed of several; a UsageError that names the nearest.
+    """The registry row called `name`, or one composed of several rows. Raises UsageError, which
+    suggests similar names.
 
     A prompt policy may be composed: `h2o+ada+pyramid` is H2O's scorer under Ada-KV's head budgets
     and PyramidKV's layer budgets, `kvcrush(h2o)` is `h2o+kvcrush`.
@@ -68,7 +70,8 @@ def find(name: str, *, step: bool = False) -> PolicyInfo:
 
 
 def _words(name: str) -> list[str]:
-    """`a+b` and `b(a)` -> [a, b]; `c(a)+b` -> [a, c, b]; `kvzip++b` -> [kvzip+, b]."""
+    """Split a composed name: `a+b` and `b(a)` -> [a, b]; `c(a)+b` -> [a, c, b]; `kvzip++b` ->
+    [kvzip+, b]."""
     terms, depth = [""], 0
     for sign in name.replace(" ", ""):
         depth += (sign == "(") - (sign == ")")
@@ -87,7 +90,8 @@ def _words(name: str) -> list[str]:
 
 
 def _composed(name: str, words: list[str]) -> PolicyInfo:
-    """The row that `words` describe: a policy, then parts that replace its plain answers."""
+    """The row that `words` describe: a policy, then parts that replace its default parts. Raises
+    UsageError."""
     base = POLICIES.get(words[0])
     if base is None and words[0] in PARTS and PARTS[words[0]].axis == "scorer":  # NaCl's proxies
         base = replace(POLICIES["snapkv"], parts=(words[0],))
@@ -98,7 +102,7 @@ def _composed(name: str, words: list[str]) -> PolicyInfo:
             f"begin with one of {', '.join(scorers)}",
         )
     chosen = {PARTS[part].axis: part for part in base.parts}
-    # One budget for all layers is a default that any other way to share one replaces.
+    # "global" in the base policy is a default: another part that shares a budget replaces it.
     shared = chosen.get("layers") == "global"
     fixed = set(chosen) - ({"layers"} if shared else set())
     others = [p.name for p in PARTS.values() if p.axis != "scorer"]
@@ -161,7 +165,8 @@ def _composed(name: str, words: list[str]) -> PolicyInfo:
 
 
 def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy | None:
-    """Build the prompt side of a method; None means that prompts evict nothing."""
+    """Build the prompt policy of this name; None if it evicts nothing. Raises UsageError for a
+    wrong name or option."""
     info = find(name)
     values = read_options(info.name, info.prompt_options, options or {})
     if not info.parts:
@@ -181,13 +186,14 @@ def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> Pro
 
 
 def _part(part: Part, values: Mapping[str, Value]) -> Any:
-    """The object that a part's row describes; `values` may be of other parts, too."""
+    """The object that a part's row describes. `values` may also have options of other parts."""
     made = getattr(importlib.import_module(part.module), part.cls)
     return made(**{option.name: values[option.name] for option in part.options})
 
 
 def step_policy(name: str, options: Mapping[str, object] | None = None) -> StepPolicy | None:
-    """Build the decode side of a method; None means that answers evict nothing."""
+    """Build the step policy of this name; None if it evicts nothing. Raises UsageError for a wrong
+    name or option."""
     info = find(name, step=True)
     values = read_options(info.name, info.own, options or {})
     if not info.module:

@@ -1,7 +1,7 @@
-"""Random numbers by counting: the same on every device, in any order, and without any state.
+"""Counter-based random numbers: the same on every device and in any order, without any state.
 
-Every draw is keyed by what it is for (seed, layer, head, step, position), so that no draw depends
-on how many came before it.
+Every draw is a function of its keys (seed, layer, head, step, position), so it does not depend on
+how many draws came before it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 def uniform(seed: int, *keys: Tensor | int) -> Tensor:
-    """float32 in (0, 1) for every entry of the broadcast int64 `keys` (one tensor at least).
+    """float32 in (0, 1) for every entry of the broadcast int64 `keys`, of which at least one is a
+    tensor.
 
     A chain of splitmix64 rounds (Steele, Lea and Flood, OOPSLA 2014) over the seed and the keys.
     """
@@ -24,13 +25,13 @@ def uniform(seed: int, *keys: Tensor | int) -> Tensor:
 
 
 def gumbel(seed: int, *keys: Tensor | int) -> Tensor:
-    """Standard Gumbel numbers, keyed as in `uniform`: a top-k of log p + gumbel draws k entries
-    without replacement with probabilities p."""
+    """Standard Gumbel numbers, float32, keyed as in `uniform`. The top k of log p + gumbel are a
+    draw of k entries without replacement with probabilities p."""
     return -(-uniform(seed, *keys).log()).log()
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right of int64."""
+    """Shift int64 to the right by `bits`, with zeros from the left."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -42,5 +43,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _signed(x: int) -> int:
-    """The int64 with the bits of x, the highest of which is set."""
+    """The int64 with the same bits as the unsigned x, whose highest bit is set."""
     return x - (1 << 64)

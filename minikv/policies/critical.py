@@ -1,8 +1,9 @@
-"""CriticalKV (arXiv 2502.03805, algorithm 1): what a row would add to the output counts, too.
+"""CriticalKV (arXiv 2502.03805, algorithm 1): scores also count what a row adds to the output.
 
-Half of a head's rows are the best by score; the rest are judged by the score times the length of
-what the value becomes behind the output projection, |v W_O|_1, mean over the group's query heads.
-Any selector may choose those. Where scores are no weights (a key's norm), their ranks are taken.
+A part of a head's rows (`by_score`, half by default) are those with the best scores. The others are
+chosen, by any selector, by the score times |v W_O|_1: the norm of the value after the output
+projection, mean over the group's query heads. Where scores do not add up (`Evidence.adds_up`, e.g.
+key norms), their ranks are used instead.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from minikv.policies.outputs import output_norms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalKV(Reweighter):
-    """The share `by_score` of a head's rows goes to the scores alone. The window's rows are kept
-    anyway and count in that share."""
+    """by_score: the share of a head's rows that is chosen by score alone. The window's rows, which
+    are kept in any case, count in that share. epsilon: added to scores before they are
+    multiplied."""
 
     by_score: float
     epsilon: float

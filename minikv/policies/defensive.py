@@ -1,8 +1,9 @@
-"""DefensiveKV (arXiv 2510.13334, section 4): what a row may be worth in the worst case.
+"""DefensiveKV (arXiv 2510.13334, section 4): a row is worth what its loss costs in the worst case.
 
-Each query of the window is pooled over neighbouring rows on its own and keeps the sum that it had.
-A row's risk is the most that any query of any query head of the group gives it, and at least the
-mean risk of its head. Times the length of its value behind W_O it is what losing the row may cost.
+The attention of each query of the window is pooled over neighbouring rows and scaled to the sum
+that it had before. A row's risk is the largest attention that any query of any query head of the
+group gives it, and at least the mean risk of its head. A row's score is its risk times the norm of
+its value after W_O.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch import Tensor
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
 from minikv.policies.outputs import output_norms
 
-_QUERIES = 8  # pooled at once, at least
+_QUERIES = 8  # at least this many queries are pooled at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defensive(Scorer):
-    """Worst-case attention times the value's length; the window's own rows all stay.
+    """Worst-case attention times the value's norm; the window's own rows all stay.
 
-    sure: the rows of each head that hold this share of its attention come before all others, as in
-    the release, as far as an even share of the budget goes.
+    sure: the rows of each head that hold this share of its attention mass come before all others,
+    as in the release; at most as many as an even share of the budget has room for.
     """
 
     window: int
@@ -47,7 +48,7 @@ class Defensive(Scorer):
         assert view.mass is not None
         assert view.attention is not None
         free = self.free(view)
-        # Neighbours are meant in the text; rows that are not free come last.
+        # Rows are pooled with their neighbours in the text; rows that are not free come last.
         order = view.pos.masked_fill(~free, torch.iinfo(view.pos.dtype).max)
         order = order.argsort(dim=1, stable=True)
         risk = torch.zeros(view.pos.shape, device=view.pos.device)
@@ -71,11 +72,12 @@ class Defensive(Scorer):
 
 
 def worst_case(p: Tensor, order: Tensor, free: Tensor, kernel: int, numbers: int) -> Tensor:
-    """float32 [h, N], in the order of `order` [h, N]: the most that a query gives the row there.
+    """float32 [h, N]: the largest pooled attention that a query gives to each row, in the order of
+    `order` [h, N].
 
-    p [h, G, W, N]: the attention of some heads; each query's is pooled with what its neighbours get
-    and scaled to the sum that it had before. free bool [h, N]: rows that are not count as 0.
-    numbers: about as many are computed at once.
+    p [h, G, W, N]: the attention of some heads. Each query's attention is pooled over `kernel`
+    neighbouring rows and scaled to the sum that it had before. free bool [h, N]: other rows count
+    as 0. numbers: about how many numbers are computed at once.
     """
     order = order[:, None]
     real = free[:, None].gather(2, order)
@@ -93,7 +95,8 @@ def worst_case(p: Tensor, order: Tensor, free: Tensor, kernel: int, numbers: int
 
 
 def over_heads(norms: Tensor, pos: Tensor, position: int) -> Tensor:
-    """Each norm [H, N] as a share of those of all heads at its position; 0 where there is none."""
+    """[H, N]: each norm divided by the sum of all heads' norms at its position; 0 if that sum is
+    0."""
     at = pos.clamp(min=0)
     total = torch.zeros(position, device=norms.device)
     total.scatter_add_(0, at.flatten(), norms.flatten())
@@ -101,8 +104,8 @@ def over_heads(norms: Tensor, pos: Tensor, position: int) -> Tensor:
 
 
 def most_of(mass: Tensor, share: float, most: int) -> Tensor:
-    """bool [H, N]: each head's rows of most attention, without the one that brings their sum up to
-    `share` of the head's; at most `most`."""
+    """bool [H, N]: each head's rows with the most attention, as long as their sum stays below
+    `share` of the head's; at most `most` rows."""
     found, order = mass.sort(dim=1, descending=True, stable=True)
     reached = found.cumsum(1) >= share * found.sum(1, keepdim=True)
     place = torch.arange(mass.shape[1], device=mass.device)

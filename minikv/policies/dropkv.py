@@ -1,7 +1,8 @@
-"""DropKV (openreview MqfNzH3TVH, and kvpress #285): what the output loses when a row leaves alone.
+"""DropKV (openreview MqfNzH3TVH, and kvpress #285): how much the output changes if one row leaves.
 
-Without row j the softmax of a query that gave it p is shared out anew, and its output o moves by
-p / (1 - p) x (o - v_j). A row's worth is the square of that, summed over the window's queries.
+If a query gives row j the attention p, then without that row its output o changes by p / (1 - p) x
+(o - v_j), because the softmax is normalised anew. A row's worth is the squared norm of this change,
+summed over the window's queries.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from minikv.policies.snapkv import join_group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropKV(Scorer):
-    """Pooled mean over the group of the squared change; the window's own rows all stay."""
+    """The squared change, joined over the group (`group`) and pooled; the window's own rows all
+    stay."""
 
     window: int
     kernel: int
@@ -51,9 +53,12 @@ class DropKV(Scorer):
 def output_changes(p: Tensor, value: Tensor, epsilon: float, numbers: int) -> Tensor:
     """float32 [h, G, N]: the sum over queries of (p / (1 - p + epsilon))^2 |v - o|^2.
 
-    p [h, G, W, N]: the attention of some heads; value [h, N, D] float32. numbers: about as many are
-    computed at once. Where a query gives one row nearly all, 1 - p and v - o are small differences,
-    and what they make of rounding is large. So they are made of what the query gives the others.
+    p [h, G, W, N]: the attention of some heads. value float32 [h, N, D]. numbers: about how many
+    numbers are computed at once.
+
+    Where a query gives one row nearly all of its attention, 1 - p and v - o are small differences
+    of large numbers, with large rounding errors. So for each query's largest p both are computed
+    from the attention to the other rows.
     """
     heads, group, _, rows = p.shape
     found = p.new_empty((heads, group, rows))

@@ -1,8 +1,8 @@
-"""Expected Attention (arXiv 2510.00636, section 3): what queries yet to come will look at.
+"""Expected Attention (arXiv 2510.00636, section 3): the attention that future queries will give.
 
-The prompt's queries, before rotation, are taken for normal with their mean and covariance; their
-rotation is averaged over the next positions. A row's worth is the attention that such a query gives
-it on average, in closed form, times the length of its value.
+Future queries, before rotation, are assumed to be normally distributed with the mean and covariance
+of the prompt's queries. Their rotation is averaged over the next `future` positions. A row's worth
+is the expected attention of such a query, in closed form, times the norm of its value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from minikv.policies.base import Evidence, PromptView, Scorer, blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedAttention(Scorer):
-    """The mean over the group of the expected attention."""
+    """The expected attention, mean over the group. epsilon: added to it before `value_norm`
+    multiplies it by the value's norm."""
 
     sinks: int
     recent: int

@@ -1,13 +1,13 @@
 """One budget for all layers and heads: the best rows of the whole cache stay, wherever they are.
 
-As KVzip (arXiv 2505.23416, section 3.3), LayerDefensiveKV (arXiv 2510.13334) and QuerySpan give
-out theirs. Scores are compared as they are, so this suits scores in a common unit, such as
-attention. What every layer and head keeps beside is what the scorer protects, and a row that an
-answer may overwrite.
+KVzip (arXiv 2505.23416, section 3.3), LayerDefensiveKV (arXiv 2510.13334) and QuerySpan share their
+budgets like this. Scores of different layers are compared directly, so they need a common unit, as
+attention has. In addition, every head keeps the rows that the scorer protects, and a row that a
+decode step may evict.
 
-The releases hold every layer until all are scored. Here the best rows so far are kept while layers
-are read (`minikv.cache.global_pool`), so that the peak stays that of one layer; what stays is the
-same.
+The releases hold every layer until all are scored. Here only the best rows so far are kept while
+layers are read (`minikv.cache.global_pool`), so peak memory is that of one layer. The same rows
+stay.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""H2O (arXiv 2306.14048, section 4): rows with the most accumulated attention stay, and the newest.
+"""H2O (arXiv 2306.14048, section 4): the rows with the most accumulated attention and the newest
+stay.
 
-A row's worth is the sum of all attention it ever got (mean over the query heads of its group),
-from every query of the prompt on. Half of a head's rows are the newest ones, as in the paper.
-What rows got before a later prompt counts there only if the step policy has a `sum` column (h2o,
-or roco with `pool=1` and `lead=1`) and without `average`; under any other each prompt is judged by
-its own queries alone.
+A row's worth is the sum of all attention that it got (mean over the query heads of its group), from
+all queries of the prompt. Half of a head's rows are the newest ones, as in the paper. At a later
+prompt, attention from before it counts only if the step policy has a `sum` column (h2o, or roco
+with `pool=1` and `lead=1`) and `average` is off. Otherwise only the later prompt's own queries
+count.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from minikv.policies.base import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class H2OScorer(Scorer):
-    """Column sums over all queries of the prompt, and what a row had before it.
+    """Sums over all queries of the prompt, added to the row's sum from before it.
 
-    Of each head's budget `recent_share` are the newest rows, or `window` of them if that is not 0.
+    The newest rows always stay: the share `recent_share` of each head's budget, or `window` rows if
+    that is not 0. average: divide by the number of queries that could see the row.
     """
 
     recent_share: float
@@ -54,7 +56,7 @@ class H2OScorer(Scorer):
         return sums + view.carried["sum"] if "sum" in view.carried else sums
 
     def protected(self, view: PromptView) -> Tensor:
-        room = max(0, view.budget - self.sinks - 1)  # a row is free to be chosen at least
+        room = max(0, view.budget - self.sinks - 1)  # leaves at least one row to choose
         return ends(
             view, self.sinks, self.window or min(int(view.budget * self.recent_share), room)
         )
@@ -62,7 +64,8 @@ class H2OScorer(Scorer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class H2O(StepPolicy):
-    """`recent_share` of a head's cap are the newest rows, which never leave."""
+    """The row with the smallest sum leaves. The newest rows never do: the share `recent_share` of a
+    head's cap."""
 
     recent_share: float
     sinks: int
@@ -74,7 +77,7 @@ class H2O(StepPolicy):
         return {"sum": torch.float32}
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Carry on from the queries that the prompt has been scored with."""
+        """Start from the sums over the queries that were observed at the end of the prompt."""
         assert view.mass is not None
         return {"sum": old["sum"] + view.mass.mean(1)}
 
@@ -92,7 +95,7 @@ class H2O(StepPolicy):
         return view.columns["sum"], allowed
 
     def quota(self, cap: Tensor) -> Tensor:
-        """How many of a head's rows are the newest, int64 like `cap`."""
+        """int64, of the shape of `cap`: how many of a head's rows are protected as the newest."""
         return (cap.to(torch.float64) * self.recent_share).to(torch.int64).clamp(min=1)
 
     def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:

@@ -1,9 +1,10 @@
 """HashEvict (arXiv 2412.16187, section 3): before attention, the row least like the query leaves.
 
-Similarity is judged by SimHash: `bits` signs of a random projection, shared by the heads of a
-layer. The row whose code differs most from the query's in Hamming distance goes and the new row
-takes its place. The codes of a group's G queries count together; the release compares with the
-new row's key instead (`hash_with=key`). Equal distances, of which there are many: the oldest row.
+Similarity is measured with SimHash: a code is the signs of a random projection to `bits` numbers,
+which all heads of a layer share. The row whose code has the largest Hamming distance to the query's
+code leaves, and the new row takes its place. The distances to the G queries of a group are added.
+The release compares with the new row's key instead (`hash_with=key`). Equal distances are frequent;
+then the oldest row leaves.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def codes(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def ones(x: Tensor) -> Tensor:
-    """The set bits of each int64, int64."""
+    """int64: how many bits of each int64 are set."""
     return _ones32(x & 0xFFFFFFFF) + _ones32((x >> 32) & 0xFFFFFFFF)
 
 
@@ -47,7 +48,7 @@ def _ones32(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashEvict(StepPolicy):
-    """A code per row; no attention is read."""
+    """Stores a code per row, and reads no attention."""
 
     sinks: int
     recent: int
@@ -64,7 +65,7 @@ class HashEvict(StepPolicy):
         return {"code": torch.int16 if self.bits < 16 else wide}
 
     def matrix(self, layer: int, like: Tensor) -> Tensor:
-        """The layer's projection, on the device of `like` [..., D]."""
+        """The layer's projection [D, bits], on the device of `like` [..., D]."""
         made = self.matrices.get(layer)
         if made is None or made.device != like.device:
             made = projection(self.seed, layer, like.shape[-1], self.bits)

@@ -1,8 +1,9 @@
 """KeyDiff (arXiv 2504.15364): rows whose key is unlike the others stay; no attention is needed.
 
 A row's worth is minus the cosine between its key and the mean of all unit-length keys of its head.
-With `block` rows are chosen as in the paper's prompts in blocks (section 4): after every block the
-best of what was left and of the block stay, under a mean of their own. Attention stays exact.
+With `block`, rows are chosen block by block, as when the paper reads a prompt in blocks (section
+4): after every block the best rows of those kept so far and of the block stay, compared with the
+mean of just these rows. Unlike in the paper, attention stays exact.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.selection import order_key
 
-_LEFT = 4.0  # taken off the worth of rows that left with a block, which is from -1 to 1
+_LEFT = 4.0  # subtracted from the worth (-1 to 1) of rows that a block has dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,8 @@ class KeyDiff(Scorer):
         return torch.stack(scores)
 
     def _in_blocks(self, view: PromptView, head: int, unit: Tensor) -> Tensor:
-        """float32 [N]: rows that are left after the last block before those that left earlier."""
+        """float32 [N]: scores of a head's rows, chosen block by block. Rows that are kept after the
+        last block score above all that were dropped. unit [N, D]: the head's keys of length 1."""
         pos, live, keeps = view.pos[head], view.live[head], max(1, view.budget)
         order = pos.masked_fill(~live, view.position).argsort(stable=True)
         worth = torch.zeros(len(pos), device=pos.device)

@@ -1,10 +1,11 @@
 """KVCrush (arXiv 2503.00022, section 3): beside the important rows, representatives of the others.
 
 Every row has one bit per KV head, or per query head as in the paper: whether it is in the better
-half of that head's rows. The rows that a head is about to lose are put in order by the Hamming
-distance of their bits to an anchor, then by position, and representatives are taken at even steps
-from the nearest to the farthest. The text leaves the buckets open, and the two releases differ;
-this is the token-level form with eligibility per head, so that no row is taken twice.
+half of that head's rows. The rows that a head would lose are sorted by the Hamming distance of
+their bits to an anchor, then by position. Representatives are taken from them at even steps, from
+the nearest to the farthest. The paper does not define its buckets, and the two releases differ.
+Here tokens are chosen, not pages, and each head chooses only among the rows that it would lose, so
+no row is taken twice.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from minikv.policies.counter_rng import uniform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCrush(Selector):
-    """The share `ratio` of each head's free budget goes to representatives."""
+    """Gives the share `ratio` of each head's free budget to representatives."""
 
     ratio: float
     bits: str
@@ -55,9 +56,9 @@ class KVCrush(Selector):
     def _distances(self, rows: Candidates) -> Tensor:
         """int64 [H, N]: the Hamming distance of every free row's bits to the anchor.
 
-        Bits belong to positions: a row of another head at the same one brings its own. The
-        majority has none of the bits, since half of a head's free rows have its bit, of as many
-        positions or more.
+        Bits belong to positions: rows of other heads at the same position add theirs. Most rows
+        have none of the bits: half of a head's free rows have its bit, and the heads together have
+        at least as many positions as one head has rows.
         """
         view, free = rows.view, rows.free
         half = free.sum(1) // 2
@@ -71,14 +72,15 @@ class KVCrush(Selector):
         place = (view.pos + 1).masked_fill(~free, 0)
         major = torch.zeros_like(marks[..., 0])
         goal = anchor(self.anchor, major.flatten(), self.seed, view.layer).view_as(major)
-        # From the distance of a row without bits, each bit that it has is a step.
+        # Start from the distance of a row without bits; each bit that is set adds 1 or -1.
         step = torch.where(marks, 1 - 2 * goal[..., None].to(torch.int64), 0).sum(1)
         steps = torch.zeros(view.position + 1, dtype=torch.int64, device=free.device)
         steps.scatter_add_(0, place.flatten(), step.flatten())
         return goal.sum() + steps[place]
 
     def _worths(self, rows: Candidates) -> list[Tensor]:
-        """What each bit is decided by, float32 [H, N] each: the scores, or every query head's."""
+        """The scores that decide each bit, float32 [H, N] each: those of the KV heads, or of each
+        query head of the group."""
         mass = rows.view.mass
         if self.bits == "kv":
             return [rows.scores]
@@ -88,7 +90,8 @@ class KVCrush(Selector):
 
 
 def anchor(kind: str, major: Tensor, seed: int, layer: int) -> Tensor:
-    """bool [B]: what the bits of a row are compared with. major bool [B]: what most rows have."""
+    """bool [B]: the bits that a row's bits are compared with. major bool [B]: the bits of most
+    rows."""
     if kind in ("mean", "inv_mean"):
         return major if kind == "mean" else ~major
     bits = torch.arange(len(major), device=major.device)
@@ -100,9 +103,10 @@ def anchor(kind: str, major: Tensor, seed: int, layer: int) -> Tensor:
 
 
 def ranks(rows: Tensor, count: Tensor, how: str, most: int) -> Tensor:
-    """Which of `rows` sorted candidates stand for all: int64 [H, most], of which the first count[h]
-    mean something. `ends` takes the first, the last and even steps between, `step` every
-    (rows // count)-th from the first (the release in OpenVINO). rows and count int64 [H].
+    """Which of `rows` sorted candidates are the representatives: int64 [H, most], of which the
+    first count[h] are valid. how: "ends" takes the first, the last and even steps between them;
+    "step" takes every (rows // count)-th from the first (the release in OpenVINO). rows and count
+    int64 [H].
     """
     places = torch.arange(most, device=rows.device)
     if how == "step":

@@ -1,16 +1,16 @@
 """KVzip (arXiv 2505.23416, section 3; release snu-mllab/KVzip): rows that repeating the text needs.
 
-The network is asked to repeat what it has read, and is fed the text again as its answer, in chunks
-of the text. A row is worth the most attention that any query of the repeat gives it, over the query
+The network is asked to repeat what it has read, and is then fed the text itself as its answer, in
+chunks. A row's worth is the largest attention that any query of the repeat gives it, over all query
 heads of its KV head. The softmax is over the conversation's first rows, the chunk, and the repeat
-itself so far; the rest of the text is left out of it.
+itself so far; the other rows of the text are left out.
 
-KVzip+ (arXiv 2601.07891, section 3; kvpress): times |v W_O|, what the row can write to the residual
-stream, over |h|, the layer's input at the query.
+KVzip+ (arXiv 2601.07891, section 3; kvpress) multiplies this by |v W_O|, what the row can write to
+the residual stream, and divides it by |h|, the norm of the layer's input at the query.
 
-The scores have nothing to do with a question, so rows keep theirs in a column, and what is scored
-once is not scored again. What was said since, questions and answers, has no score: the newest of it
-stays, and the rest leaves before all that was scored, the oldest first.
+The scores do not depend on a question. So rows keep their scores in a column, and are not scored
+again. Later questions and answers have no score: the newest of these rows stay, and the others
+leave before all rows that were scored, the oldest first.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from minikv.policies.base import Evidence, PromptView, Repeat, RepeatView, Score
 from minikv.policies.outputs import output_lengths
 
 _COLUMN = "worth"
-_LEAST = 1e-30  # of a row that was scored: more than 0, which stands for none
-_WHOLE = 1e20  # of a text that was not scored, as it always has room
-_SAID = 1e30  # above every score
-_SHORTEST = 16  # tokens of a chunk, where the last positions of the context are used
+_LEAST = 1e-30  # least score of a row that was scored; 0 means not scored
+_WHOLE = 1e20  # score of a text that was not scored because it always has room
+_SAID = 1e30  # score of the newest questions and answers, above every other
+_SHORTEST = 16  # least tokens of a chunk near the end of the context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVzip(Scorer):
-    """chunk: tokens that are repeated at once. overlap: tokens of the chunk before that the request
-    for a later chunk names. said: the share of the budget that the newest of what was said since
-    may take. plus: KVzip+."""
+    """chunk: tokens that are repeated at once. overlap: how many last tokens of the chunk before
+    the request for a later chunk quotes. said: the share of the budget for the newest rows of
+    questions and answers. plus: KVzip+."""
 
     sinks: int
     chunk: int
@@ -77,7 +77,8 @@ class KVzip(Scorer):
         return found.amax(1)
 
     def state(self, view: PromptView) -> dict[str, Tensor]:
-        """A text that always has room is worth more than any that was scored."""
+        """The column after the prompt. A text that was not scored because it always has room is
+        worth more than any that was scored."""
         worth = view.carried[_COLUMN]
         if view.asks:
             return {_COLUMN: worth}

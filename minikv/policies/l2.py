@@ -21,14 +21,15 @@ from minikv.policies.base import (
 
 
 def norms(key: Tensor) -> Tensor:
-    """float32 [..., N] of keys [..., N, D]; in lower precision many norms would be equal."""
+    """float32 [..., N]: the norms of keys [..., N, D]. In lower precision many of them would be
+    equal."""
     found: Tensor = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class L2Scorer(Scorer):
-    """Minus the norm. The first `skip` layers keep all rows, above the budget."""
+    """The score is minus the norm. The first `skip` layers keep all rows, above the budget."""
 
     sinks: int
     recent: int
@@ -44,7 +45,7 @@ class L2Scorer(Scorer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class L2(StepPolicy):
-    """The largest norm leaves before attention."""
+    """The row with the largest norm leaves, before attention."""
 
     sinks: int
     recent: int

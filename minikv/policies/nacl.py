@@ -1,10 +1,10 @@
 """NaCl (arXiv 2408.03675, section 3): the rows that proxy queries attend to, and a random share.
 
-The last queries of the prompt stand for all. Part of the budget goes to the rows with the most
-proxy attention, the rest is drawn without replacement, differently in every layer and head, so
-that no head is blind to the same rows. Departures from the release, for the reasons that its
-numbers give: proxies are causal and all of them stay; draws follow the attention itself, since a
-softmax over its sums is all but uniform; counts are absolute, so that short prompts work.
+The last queries of the prompt are proxies for all queries. A part of the budget goes to the rows
+with the most attention from the proxies. The rest is drawn without replacement, differently in
+every layer and head, so that not all heads lose the same rows. Departures from the release: proxies
+are causal, and all of their rows stay; draws are in proportion to the attention itself, because a
+softmax over its sums is nearly uniform; counts are absolute numbers, so that short prompts work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minikv.policies.counter_rng import gumbel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proxies(Scorer):
-    """Attention of the proxies, summed over them, mean over the group; not pooled."""
+    """Attention summed over the proxies, mean over the group, not pooled."""
 
     proxies: int
     sinks: int
@@ -44,7 +44,8 @@ class Proxies(Scorer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw(Selector):
-    """The best rows, and a seeded draw from the rest, in proportion to scores or to ranks."""
+    """The best rows, and a seeded draw from the others. random: the share of rows that is drawn.
+    Draws are in proportion to the scores, or to their ranks where scores do not add up."""
 
     random: float
     draw: str

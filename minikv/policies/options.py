@@ -1,4 +1,4 @@
-"""The options of a policy: their facts, and the one place where values are checked."""
+"""The options of a policy: their description, and the only place where values are checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Value = int | float | str | bool
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One setting of a policy. `kind` is int, float, bool or str; `choices` only for str."""
+    """One option of a policy. Its type is that of `default`: int, float, bool or str. low and high:
+    limits of a number, both included. choices: only for str. odd: an int must be odd."""
 
     name: str
     default: Value
@@ -26,10 +27,11 @@ class Option:
 def read_options(
     name: str, options: Sequence[Option], given: Mapping[str, object]
 ) -> dict[str, Value]:
-    """Defaults of `options` overlaid with `given`, each checked; strings are parsed (`-o a=b`).
+    """The values of all `options`: those of `given`, which are checked, else the defaults. Strings
+    are parsed (`-o a=b`).
 
-    Raises UsageError, in the name of policy `name`, on an unknown option, a value of the wrong
-    kind or out of range.
+    Raises UsageError, which names the policy `name`, for an unknown option, or a value of the wrong
+    type or out of range.
     """
     known = {option.name: option for option in options}
     values: dict[str, Value] = {option.name: option.default for option in options}
@@ -76,7 +78,7 @@ def _read(policy: str, option: Option, raw: object) -> Value:
 
 
 def _hint(option: Option) -> str:
-    """What may be given instead of a wrong value."""
+    """The hint for a wrong value: what may be given instead."""
     wanted = ""
     if isinstance(option.default, bool):
         wanted = "give true or false; "

@@ -1,4 +1,4 @@
-"""The length of values behind the output projection W_O: what a row can write to the output."""
+"""Norms of values after the output projection W_O: how much a row can add to the output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minikv.policies.base import PromptView, RepeatView, blocks
 
 
 def output_lengths(view: PromptView | RepeatView) -> Tensor:
-    """float32 [H, G, N]: |v W_O|_2 of every value, in the output of each query head."""
+    """float32 [H, G, N]: |v W_O|_2 of every value, with the projection of each query head."""
     value, output = view.value(), _projection(view)
     heads, group = output.shape[:2]
     squares = torch.empty((heads, group, value.shape[1]), device=value.device)
@@ -29,6 +29,6 @@ def output_norms(view: PromptView) -> Tensor:
 
 
 def _projection(view: PromptView | RepeatView) -> Tensor:
-    """[H, G, D, hidden]."""
+    """The layer's output projection [H, G, D, hidden]."""
     assert view.output is not None, "the network's output projection is not known"
     return view.output()

@@ -1,11 +1,12 @@
 """PyramidKV (arXiv 2406.02069, section 4.2): the first layers keep more rows than the last ones.
 
-The budget without the window falls on a straight line from the first layer to the last, which has
-about a `beta`-th of the mean. By default the line is rounded so that the layers sum to L times the
-budget to the row. `rounding=official` (`line=official`: for the layers alone) is the arithmetic of
-Ada-KV's release, which steps by whole rows and exceeds the total by up to (L - 1) / 2 rows a layer;
-`line=factory` that of KVCache-Factory, the same but even for prompts shorter than twice the budget;
-`line=kvpress` counts the window on the line.
+The budget without the window falls linearly from the first layer to the last, which gets about the
+mean divided by `beta`. By default the numbers are rounded so that the layers sum to exactly L times
+the budget. `rounding=official` is the arithmetic of Ada-KV's release, which falls by a whole number
+of rows per layer and exceeds the total by up to (L - 1) / 2 rows a layer; `line=official` selects
+it for the layers alone. `line=factory` is that of KVCache-Factory, which is the same but gives all
+layers the same for prompts shorter than twice the budget. `line=kvpress` counts the window as part
+of the line.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from minikv.policies.base import LayerAllocator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PyramidKV(LayerAllocator):
-    """A line that falls from the first layer to the last."""
+    """Rows per head that fall linearly from the first layer to the last."""
 
     beta: int
     line: str
     rounding: str
 
     def rows(self, layers: int, budget: int, most: int, least: int, protected: int) -> list[int]:
-        """`protected` rows a head, which stay in any case, lie outside the line."""
+        """See `LayerAllocator.rows`. The `protected` rows of a head are added to the line in every
+        layer."""
         kind, window = self.line, protected
         if kind == "exact" and self.rounding == "official":
             kind = "official"
@@ -46,8 +48,8 @@ class PyramidKV(LayerAllocator):
 
 
 def _rounded(line: Sequence[Fraction], total: int) -> list[int]:
-    """Whole numbers near `line`, which sums to `total`, that sum to it exactly: largest remainder,
-    ties to the first layer."""
+    """Round `line`, which sums to `total`, to whole numbers with the same sum, by largest
+    remainder; of equal remainders the first layer gets the row."""
     counts = [n.numerator // n.denominator for n in line]
     order = sorted(range(len(line)), key=lambda i: (counts[i] - line[i], i))
     for i in order[: total - sum(counts)]:
@@ -65,7 +67,8 @@ def _official(layers: int, mean: int, room: int, beta: int) -> list[int]:
 
 
 def _kvpress(layers: int, budget: float, most: int, beta: int, window: int) -> list[int]:
-    """The window lies on the line; where it does not fit under it, all layers are even."""
+    """kvpress' arithmetic. The window is part of the line; if the last layer would get less than
+    the window, all layers get the same."""
     low = budget / beta
     high = 2 * budget - low
     if high >= most - window:

@@ -1,12 +1,14 @@
-"""QuerySpan (kvpress #292): what the question looks at, and the unforeseen text that follows it.
+"""QuerySpan (kvpress #292): rows that the question attends to, and the unpredictable text after
+them.
 
-A row's worth is the most attention that a query of the window gives it, times the length of its
-value behind W_O, over the length of the layer's input at the query. A question looks at where an
-answer begins, and the answer is copied from there on token by token; so the worth is carried on
-along the text, less and less (`decay`), as far as the network could not have foreseen a token.
+A row's own worth is the largest attention that a query of the window gives it, times the norm of
+its value after W_O, divided by the norm of the layer's input at the query. A question attends to
+the place where an answer begins, and the answer is copied from there token by token. So a row
+passes its worth on to the rows after it, reduced by `decay` at each position, and a row gets more
+of it the less the network could predict its token.
 
-The release reads once, holds every layer until the end and evicts then. Here a prompt is read
-twice: first only for the probability of each token, and again to choose. So the peak stays that of
+The release reads a prompt once, holds every layer until the end and then evicts. Here a prompt is
+read twice: first only for the probability of each token, then to choose. So peak memory is that of
 one layer, and the choice is the same.
 """
 
@@ -25,7 +27,8 @@ from minikv.policies.outputs import output_lengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuerySpan(Scorer):
-    """The own worth, or what was carried on times (1 - p)^gate, whichever is more."""
+    """The row's own worth, or the worth passed on to it times (1 - p)^gate, whichever is larger.
+    near: p is the smallest probability among so many neighbouring tokens."""
 
     window: int
     sinks: int
@@ -60,7 +63,8 @@ class QuerySpan(Scorer):
         return torch.maximum(worth, carried * self._unforeseen(view) ** self.gate)
 
     def _unforeseen(self, view: PromptView) -> Tensor:
-        """float32 [H, N]: 1 - p of each row's token, or of its neighbours in the text if more."""
+        """float32 [H, N]: the largest 1 - p of the `near` tokens around each row's token; 1 where
+        probabilities are not known."""
         if view.predicted is None:
             return torch.ones(view.pos.shape, device=view.pos.device)
         u = 1.0 - view.predicted
@@ -69,8 +73,9 @@ class QuerySpan(Scorer):
 
 
 def carry(worth: Tensor, pos: Tensor, decay: float) -> Tensor:
-    """float32 [H, N]: the most of what rows at or before a row's position are worth, times `decay`
-    for every position between. worth >= 0 and pos [H, N]; rows with pos -1 are worth 0."""
+    """float32 [H, N]: the largest worth that a row gets from the rows at or before its position; a
+    worth is multiplied by `decay` for every position between them. worth [H, N]: at least 0, and 0
+    for rows with pos -1."""
     order = pos.argsort(dim=1, stable=True)
     line = worth.gather(1, order).to(torch.float64).clamp(min=1e-30).log()
     fall = pos.gather(1, order).to(torch.float64) * math.log(decay)

@@ -1,4 +1,4 @@
-"""Random eviction: the floor that every method should beat.
+"""Random eviction: the baseline that every method should beat.
 
 Draws are keyed by (seed, layer, head, tokens seen, position), so that layers and heads differ and a
 run can be repeated.
@@ -26,7 +26,7 @@ from minikv.policies.counter_rng import uniform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomScorer(Scorer):
-    """One number per row and head."""
+    """The score is a random number per row and head."""
 
     sinks: int
     recent: int

@@ -1,8 +1,8 @@
-"""The table of eviction policies: every published method, and every part that one is made of.
+"""The table of eviction policies: every method, and every part that methods are made of.
 
-A row names the module and the class that hold the method, and the options, which are the fields of
+A row names the module and the class of a method or part, and its options, which are the fields of
 that class. `composition` makes the object. The rows are in `minikv.policies.tables`, one file for
-each kind. Importing this needs no torch, so that `--help`, checks and `minikv policies` answer at
+each kind. Importing this does not import torch, so `--help`, checks and `minikv policies` answer at
 once.
 """
 

@@ -1,16 +1,17 @@
-"""R-KV (arXiv 2505.24133, section 3): rows stay that are looked at and unlike the others.
+"""R-KV (arXiv 2505.24133, section 3): rows stay that get attention and whose key is unlike others.
 
-For models that write long and repeat themselves. A head takes in `buffer` new rows, then gives up
-as many at once. A row's worth is `mix` times the mean attention that the last `window` queries gave
-it, the best of `kernel` neighbours, minus 1 - `mix` times its redundancy: the mean cosine of the
-other keys to its own, in a softmax over the head's rows. Of the keys that are more alike than
-`threshold`, the newest is not redundant to the others. The window's rows always stay.
+For models that write long answers and repeat themselves. A head takes in `buffer` new rows, then
+evicts as many at once. A row's worth is `mix` times its attention minus (1 - `mix`) times its
+redundancy. Its attention is the mean over the last `window` queries, then the largest among
+`kernel` neighbouring rows. Its redundancy is a softmax over the head's rows of the mean cosine
+between its key and the other keys; a cosine does not count for a row that is the newest of all rows
+whose cosine to the other row is above `threshold`. The window's rows always stay.
 
-Departures from the release (`rkv/compression/r1_kv.py`): the softmax of the attention counts the
+Departures from the release (`rkv/compression/r1_kv.py`): the softmax of the attention includes the
 window's columns, and the query heads of a group are joined by the mean; `softmax=past` and
-`group=max` do as the release does. Neighbours and newest are meant by position; the release means
-the order of its cache, which its own choice shuffles. A key that is like no other excuses none; in
-the release it excuses the first row. Rows that are pinned are not compared.
+`group=max` do as the release does. "Neighbouring" and "newest" go by position; the release uses the
+order of its cache, which its own choice shuffles. If no cosine to a row is above the threshold, all
+of them count; in the release, the one of the first row does not. Pinned rows are not compared.
 
 Keys are compared in blocks, so that no temporary has more than `BLOCK` numbers (or one head's keys,
 if they are more), however many rows a head holds.
@@ -31,12 +32,13 @@ from minikv.policies.base import StepEnd, StepPolicy, StepView, unprotected
 from minikv.policies.selection import pool
 
 BLOCK = 1 << 20
-"""Cosines that are held at once."""
+"""How many cosines are held at once, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RKV(StepPolicy):
-    """Columns are what each of the last `window` queries gave a row, the newest first."""
+    """The columns `seen0`, `seen1`, ... hold the attention of each of the last `window` queries to
+    a row, the newest query first."""
 
     sinks: int
     window: int
@@ -98,27 +100,28 @@ class RKV(StepPolicy):
         attention = pool(attention / self.window, view.pos, past, self.kernel, "max")
         attention = attention.masked_fill(~past, 0.0)
         score = self.mix * attention - (1 - self.mix) * redundancy(view, self.threshold)
-        # An adaptive budget may leave a head less than the window: that leaves after the others.
+        # If an adaptive budget gives a head less than the window, the window's rows leave last.
         score = score.masked_fill(~unprotected(view, self), torch.finfo(torch.float32).max)
         return score, unprotected(view, self, count)
 
 
 def redundancy(view: StepView, threshold: float) -> Tensor:
-    """float32 [F, N]: how much like a head's other keys each row's is; sums to 1 over its rows.
+    """float32 [F, N]: how similar each row's key is to the head's other keys; the values of a
+    head's rows sum to 1.
 
-    0 where the view shows no row, and in heads of which it shows none.
+    0 where `view.pos` is -1.
     """
     assert view.keys is not None
     live, wide = view.pos >= 0, view.pos.shape[1]
     means = torch.zeros(view.pos.shape, device=view.pos.device)
     heads = torch.arange(len(live), device=live.device)
-    if view.readable:  # only those that may have to give up rows
+    if view.readable:  # only the heads that may have to evict
         heads = live.any(1).nonzero()[:, 0]
     size = view.keys(heads[:0]).shape[-1]
     for part in torch.split(heads, max(1, BLOCK // (wide * max(wide, size)))):
         shown = live[part]
         unit = F.normalize(view.keys(part).float(), dim=-1)
-        unit = unit.masked_fill(~shown[..., None], 0.0)  # of no row: whatever is there is NaN, too
+        unit = unit.masked_fill(~shown[..., None], 0.0)  # unused memory may hold NaN
         total = sums(unit, view.pos[part].to(torch.int32), threshold)
         mean = total / shown.sum(1, keepdim=True).clamp(min=1)
         means[part] = mean.masked_fill(~shown, -torch.inf).softmax(1).masked_fill(~shown, 0.0)
@@ -126,10 +129,10 @@ def redundancy(view: StepView, threshold: float) -> Tensor:
 
 
 def sums(unit: Tensor, pos: Tensor, threshold: float) -> Tensor:
-    """float32 [f, N]: of each row the sum of the other rows' cosines to it, but for those of which
-    it is the newest row whose cosine is above `threshold`.
+    """float32 [f, N]: for each row j the sum of its cosines to the other rows i. The cosine to i
+    does not count if j is the newest of all rows whose cosine to i is above `threshold`.
 
-    unit float32 [f, N, D]: keys of length 1, or 0 for no row; pos int32 [f, N].
+    unit float32 [f, N, D]: keys of length 1, or 0 where there is no row. pos int32 [f, N].
     """
     heads, wide = pos.shape
     total = torch.zeros((heads, wide), device=unit.device)

@@ -1,9 +1,10 @@
-"""ScissorHands (arXiv 2305.17118, section 4): rows that most often get less than a uniform share.
+"""ScissorHands (arXiv 2305.17118, section 4): rows leave that most often get little attention.
 
-Of the last 400 queries, those are counted that gave a row less than 1 / (rows they saw). The row
-below that share most often, relative to the queries it was there for, leaves. Departures from the
-paper: one row a step rather than half of the cache at once; sinks are protected. Of a prompt its
-last 32 queries count, since the scores of the others are gone.
+Of the last `history` queries (400 by default), it counts those that gave a row less than 1 / (rows
+that the query saw). The row with the largest count, relative to the number of queries that could
+see it, leaves. Departures from the paper: one row leaves per step, not half of the cache at once;
+sinks are protected. Of a prompt only the last 32 queries count, because the attention of the others
+is not kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _BITS = 32  # bits of history in a column
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScissorHands(StepPolicy):
-    """Columns are a shift register of `history` bits per row, newest bit first, and its filling."""
+    """The columns `below0`, `below1`, ... are a shift register of `history` bits per row, the
+    newest query in the lowest bit of `below0`. `queries` counts how many of the bits are valid."""
 
     sinks: int
     recent: int
@@ -48,7 +50,7 @@ class ScissorHands(StepPolicy):
         begin, end = view.turns[-1]
         told = min(self.prompt_history, end - begin)
         able = (end - view.pos.clamp(min=end - told)).clamp(0, told)
-        # As many steps as there were queries that could see the row, at once.
+        # Shift by as many bits as there were queries that could see the row, all at once.
         columns: dict[str, Tensor] = {}
         carry = view.below() & ((1 << able) - 1)
         for i in range(self._words):
@@ -71,7 +73,7 @@ class ScissorHands(StepPolicy):
             word.bitwise_left_shift_(1).bitwise_and_(full).bitwise_or_(carry)
             carry = out
         spare = words * _BITS - self.history
-        if spare:  # what has left the window
+        if spare:  # clear bits of queries older than `history`
             columns[f"below{words - 1}"].bitwise_and_(full >> spare)
         columns["queries"].add_(1.0).clamp_(max=float(self.history))
 

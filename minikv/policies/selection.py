@@ -1,7 +1,7 @@
 """The arithmetic of choosing rows, as tensors: no value is read back from the device.
 
-What every prompt needs is among the kernels (`kernels/torch/selection.py`); policies call it by
-`PromptView.ops`.
+Functions that every prompt needs are kernels (`kernels/torch/selection.py`); policies call them
+through `PromptView.ops`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ _SURE, _PREFERRED = 0x7FFFFFFF << 32, 0x7FFFFFFE << 32  # above the key of every
 
 
 def ranked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
-    """float32 [H, N] in (0, 1]: the share of a head's free rows that a row is at least as good as.
+    """float32 [H, N] in (0, 1]: the share of the head's free rows that are no better than this row.
 
-    It stands in for scores of which only the order means something. Ties: the younger is better.
+    It replaces scores of which only the order has a meaning. Of equal scores the younger row is
+    better.
     """
     young = pos.argsort(dim=1, stable=True)
     order = young.gather(
@@ -56,14 +57,14 @@ def ranked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
 
 
 def exact(alpha: float) -> Fraction:
-    """The fraction that a decimal stands for, or, of more digits than 64 bits have room for, one
+    """The fraction that the decimal number denotes; with too many digits for 64-bit arithmetic, one
     less than 10^-7 away."""
     return Fraction(str(alpha)).limit_denominator(_FINEST)
 
 
 def tiered_key(key: Tensor, pos: Tensor, sure: Tensor, preferred: Tensor | None) -> Tensor:
-    """`order_key` of rows of which some, bool [H, N], are sure to stay, and some leave after all
-    others."""
+    """Raise the `order_key` int64 [H, N] of some rows: those that are `sure` to stay above all
+    others, then those that are `preferred` above the rest; both bool [H, N]."""
     young = pos.clamp(min=0)
     if preferred is not None:
         key = torch.where(preferred, _PREFERRED | young, key)

@@ -1,10 +1,11 @@
 """SnapKV (arXiv 2404.14469, section 4): the rows that the last window of the prompt attends to.
 
-The attention of the last W queries is averaged over the window and the query heads of a group,
-pooled over neighbouring rows, and the best rows of each KV head stay beside the window itself.
-Departures from the release: one kept set per KV head, not per query head, so that grouped-query
-models really free memory; float32 throughout; the mean over the group comes before pooling;
-an even share of the budget includes the window; max pooling of 7, as in the published runs.
+The attention of the last W queries is averaged over these queries and over the query heads of a
+group, then pooled over neighbouring rows. The best rows of each KV head stay, and the window
+itself. Departures from the release: each KV head keeps one set of rows, not one per query head, so
+that models with grouped-query attention really free memory; all arithmetic is float32; the mean
+over the group comes before pooling; the budget includes the window; the default pooling is the
+maximum over 7 rows, as in the published runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""StreamingLLM (arXiv 2309.17453): the first rows, on which attention rests, and the last ones.
+"""StreamingLLM (arXiv 2309.17453): the first rows (attention sinks) and the last ones stay.
 
-Departure: the paper re-numbers positions inside the cache at every step; here keys keep their
-position, which makes it a sliding window with sinks and does not extend the context.
+Departure: the paper numbers positions anew inside the cache at every step. Here keys keep their
+positions, so this is a sliding window with sinks and does not extend the context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minikv.policies.base import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingScorer(Scorer):
-    """Sinks by position, then recency."""
+    """The score is the position; sinks are protected."""
 
     sinks: int
 
@@ -38,8 +38,8 @@ class StreamingScorer(Scorer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming(StepPolicy):
-    """The oldest row that is no sink leaves before attention; of a head that has none but sinks, as
-    a budget per head may leave it, the youngest."""
+    """The oldest row that is not a sink leaves, before attention. If a head has only sinks, which a
+    small head budget can cause, the youngest one leaves."""
 
     sinks: int
     name: str = "streaming"

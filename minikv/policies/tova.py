@@ -1,8 +1,8 @@
 """TOVA (arXiv 2401.06104): the rows that the newest query attends to least leave.
 
-Layer-wise, as published: the attention is averaged over all heads, and every head of a layer that
-holds the same rows gives up the same one. `per_head` judges each KV head by itself. Departure: the
-newest row is protected, where the release lets it go if its own attention is low.
+Layer-wise, as published: attention is averaged over all heads of a layer, so heads that hold the
+same rows evict the same one. With `per_head` each KV head uses only its own attention. Departure:
+the newest row is protected; the release evicts it if its own attention is the lowest.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from minikv.policies.base import (
 def layer_mean(values: Tensor, pos: Tensor, layer: Tensor) -> Tensor:
     """Mean of `values` [F, N] over the heads of a layer that hold the same position.
 
-    pos [F, N], -1 for no row; layer [F], the heads of a layer side by side. Where heads hold
-    different rows, only holders count. Nothing sensible where pos is -1.
+    pos [F, N]: -1 where there is no row. layer [F]: the heads of a layer are side by side. The mean
+    is over the heads that hold a row of this position. Where pos is -1 the result has no meaning.
     """
     key = (layer[:, None] << 40 | (pos + 1)).flatten()
     ordered, order = key.sort(stable=True)
@@ -41,14 +41,14 @@ def layer_mean(values: Tensor, pos: Tensor, layer: Tensor) -> Tensor:
 
 
 def heads_mean(values: Tensor, pos: Tensor, end: int) -> Tensor:
-    """`layer_mean` of the heads of one layer whose positions are below `end`, asking for nothing.
+    """`layer_mean` for the heads of one layer, whose positions are below `end`.
 
-    Nothing sensible where pos is -1.
+    Where pos is -1 the result has no meaning.
     """
     place = pos + 1
     sums = torch.zeros(end + 1, dtype=torch.float64, device=values.device)
     counts = torch.zeros_like(sums)
-    for at, row in zip(place, values.to(torch.float64), strict=True):  # in the same order anywhere
+    for at, row in zip(place, values.to(torch.float64), strict=True):  # a fixed order of addition
         sums.scatter_add_(0, at, row)
         counts.scatter_add_(0, at, torch.ones_like(row))
     return (sums[place] / counts[place]).to(values.dtype)
@@ -56,7 +56,7 @@ def heads_mean(values: Tensor, pos: Tensor, end: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TovaScorer(Scorer):
-    """What the last query of the prompt gives each row."""
+    """The score is the attention of the prompt's last query."""
 
     per_head: bool
     protect_newest: bool
@@ -73,7 +73,7 @@ class TovaScorer(Scorer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tova(StepPolicy):
-    """Stateless: each step's attention is all the evidence."""
+    """The row with the least attention in this step leaves. Stores no columns."""
 
     per_head: bool
     protect_newest: bool

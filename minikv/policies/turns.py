@@ -1,6 +1,7 @@
-"""Boundary pins: the first and the last rows of every turn are kept while there is room.
+"""Keeps the first and the last rows of every turn while there is room.
 
-What was asked and how a document begins lies there, and no scorer knows which question comes next.
+These rows have the question and the beginning of a document, and no scorer can know the next
+question.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from minikv.policies.base import Preference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns(Preference):
-    """The `edge` rows at either end of each prompt leave after all others."""
+    """The first `edge` and the last `edge` rows of each prompt leave after all others."""
 
     edge: int
 

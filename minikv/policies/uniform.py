@@ -1,5 +1,5 @@
-"""Every layer keeps the same: in place of the one budget for all layers that a method brings, as
-`kvzip+uniform` (the release's uniform threshold, kvpress' `layerwise`)."""
+"""Gives every layer the same budget. Replaces the one budget for all layers of a method, as in
+`kvzip+uniform` (the uniform threshold of KVzip's release, `layerwise` in kvpress)."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from minikv.policies.base import LayerAllocator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uniform(LayerAllocator):
-    """The plain answer, by a name."""
+    """The default allocator, with a name for use in compositions."""

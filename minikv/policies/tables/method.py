@@ -1,4 +1,4 @@
-"""What a row about a method says."""
+"""`PolicyInfo`: a registry row about a method."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from minikv.policies.tables.part import Part
 from minikv.policies.tables.scorers import SCORERS
 
 PARTS: dict[str, Part] = {part.name: part for part in (*SCORERS, *OTHER_PARTS)}
-"""Every part by name; a policy is a scorer and, where they are not the plain ones, others."""
+"""Every part by name. A policy is made of a scorer and of other parts where it does not use the
+defaults."""
 
 ATTENDS_FIRST = "a block attends to what is left, then as many tokens leave"
 EVICTS_FIRST = "as many tokens leave as a block brings, then it attends"
-"""What --stride makes of a prompt."""
+"""How --stride reads a prompt: after attention a block evicts, or before."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyInfo:
     """The facts of one method, from which help, validation and the policies table are made.
 
-    `parts`: what it is made of as --policy (empty: it is none, or evicts nothing). `module` and
-    `cls`: its step form, a `StepPolicy` whose fields are the options `own`. `differs`: as a part's,
-    of the step form.
+    parts: the parts of the prompt policy (empty: it is no prompt policy, or evicts nothing). module
+    and cls: the step form, a `StepPolicy` whose fields are the options `own`. differs: how the step
+    form differs from paper and release.
     """
 
     name: str
@@ -42,13 +43,13 @@ class PolicyInfo:
     cls: str = ""
     own: tuple[Option, ...] = ()
     preset: Mapping[str, Value] = field(default_factory=dict)  # other defaults of the parts
-    stride: str = ""  # what --stride makes of a prompt
+    stride: str = ""  # how --stride reads a prompt
     decode: str = ""  # what --decode auto means; empty: its own step form, or the default
     differs: tuple[str, ...] = ()
 
     @property
     def prompt_options(self) -> tuple[Option, ...]:
-        """What it takes as --policy: the options of its parts, one of each name."""
+        """The options that it takes as --policy: those of its parts, each name once."""
         named: dict[str, Option] = {}
         for part in self.parts:
             for option in PARTS[part].options:
@@ -58,11 +59,11 @@ class PolicyInfo:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """How it differs from paper and release, in either form."""
+        """How it differs from paper and release, as prompt policy and as step policy."""
         return (*(line for part in self.parts for line in PARTS[part].differs), *self.differs)
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """All that it takes, in either form."""
+        """All options, as prompt policy and as step policy."""
         both = {option.name: option for option in (*self.prompt_options, *self.own)}
         return tuple(both.values())

@@ -1,4 +1,5 @@
-"""The parts beside a scorer: how a budget is shared, and which tokens stay."""
+"""The registry's rows of all parts except scorers: how a budget is shared, and which tokens
+stay."""
 
 from __future__ import annotations
 

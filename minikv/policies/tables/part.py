@@ -1,4 +1,4 @@
-"""What a row about a part of a policy says, and the options that several parts share."""
+"""`Part`: a registry row about a part of a policy; and the options that several parts share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from minikv.policies.options import Option
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One answer to one of the four questions: a class whose fields are `options`.
+    """A part of a prompt policy: a class whose fields are `options`.
 
-    `axis`: what it answers, and with it the base class in `policies.base`: "scorer" (`Scorer`),
-    "layers" (`LayerAllocator` or `GlobalAllocator`), "heads" (`HeadAllocator`), "select"
-    (`Selector`), "weigh" (`Reweighter`) or "prefer" (`Preference`). `shares_all`: a
-    `GlobalAllocator`, beside which nothing shares among heads.
+    axis: the question that it answers, which says its base class in `policies.base`: "scorer"
+    (`Scorer`), "layers" (`LayerAllocator` or `GlobalAllocator`), "heads" (`HeadAllocator`),
+    "select" (`Selector`), "weigh" (`Reweighter`) or "prefer" (`Preference`). shares_all: it is a
+    `GlobalAllocator`, which cannot be combined with parts that share a budget among heads.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Part:
     cls: str
     summary: str
     options: tuple[Option, ...] = ()
-    differs: tuple[str, ...] = ()  # from paper and release, and the option that does as they do
+    differs: tuple[str, ...] = ()  # from paper and release, with the option that does as they do
     shares_all: bool = False
 
 

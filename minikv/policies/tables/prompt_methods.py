@@ -1,4 +1,4 @@
-"""The methods that may be given as --policy."""
+"""The registry's rows of the methods that may be given as --policy."""
 
 from __future__ import annotations
 

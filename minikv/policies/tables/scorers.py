@@ -1,4 +1,4 @@
-"""The scorers: what a token is worth."""
+"""The registry's rows of the scorers, which say what a token is worth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The methods that may be given as --decode alone."""
+"""The registry's rows of the methods that may only be given as --decode."""
 
 from __future__ import annotations
 
