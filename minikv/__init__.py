@@ -41,12 +41,13 @@ def load(
     threads: int | None = None,
     **policy_options: object,
 ) -> ChatSession:
-    """A chat with `model` (a directory or a hub id; None is the bundled model).
+    """Load `model` (a directory or a hub id; None is the bundled model) and return a chat with it.
 
     `budget` is tokens per head, averaged over heads and layers (512), a share of the first prompt
     ("20%") or memory for all layers ("64MiB"). The other arguments are fields of
-    `minikv.settings.Settings`, which says what each does and may be. `policy_options` are checked
-    against `minikv.policies.POLICIES`. Raises MinikvError or ModelError, both with `exit_code`.
+    `minikv.settings.Settings`, which describes them and their allowed values. `policy_options` are
+    checked against `minikv.policies.POLICIES`. Raises MinikvError or ModelError, both with
+    `exit_code`.
     """
     from inspect import signature
 

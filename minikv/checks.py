@@ -1,4 +1,4 @@
-"""Checks of what Python code passes in, so that an error names the argument and what it may be."""
+"""Checks of arguments, so that an error names the argument and its allowed values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PATH = "read it first, as in path.read_text()"
 
 
 def quoted(value: object) -> str:
-    """A value from outside, short and harmless."""
+    """A user's value for a message: as ASCII, and at most 60 characters."""
     try:
         text = ascii(value)
     except ValueError:  # Python writes no number of more than 4,300 digits

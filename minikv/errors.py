@@ -1,10 +1,10 @@
 """Errors that a user can cause or meet, each with its documented exit code.
 
 The message says in one line what happened and why. `hint` says what to do; Python shows it below
-the message (as a note). What can be done about it is written as Python, in backquotes:
-`dtype="float32"`, `chat.reset()`. The command line shows what is typed for it
-(`minikv.cli.wording`). The models package has its own errors with `exit_code` and `hint`
-(`minikv.models.errors`), because it may not import from here.
+the message (as a note). Remedies are written as Python, in backquotes: `dtype="float32"`,
+`chat.reset()`. The command line replaces them by its own flags and commands (`minikv.cli.wording`).
+The models package has its own errors with `exit_code` and `hint` (`minikv.models.errors`), because
+it may not import from here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UsageError(MinikvError):
 
 
 class MemoryShortError(MinikvError):
-    """The device has not enough memory."""
+    """The host or the device does not have enough memory."""
 
     exit_code = 4
 

@@ -1,4 +1,4 @@
-"""Settings in, a chat out: loads a model and puts a cache, an engine and a chat around it."""
+"""Builds a chat from settings: loads a model, and makes a cache, an engine and a chat for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LoadProgress(Protocol):
-    """What is told how far loading is: `minikv.models.hub.Progress`, and `kernels`."""
+    """Gets the progress of loading: the methods of `minikv.models.hub.Progress`, and `kernels`."""
 
     def planned(self, files: int, size: int, free: int | None) -> None: ...
     def download(self, done: int, total: int) -> None: ...
@@ -33,15 +33,15 @@ class LoadProgress(Protocol):
     def packed_weights(self, done: int, total: int) -> None: ...
     def say(self, line: str) -> None: ...
     def kernels(self) -> None:
-        """The C kernels are about to be compiled, which takes seconds."""
+        """Called before the C kernels are compiled, which takes seconds."""
         ...
 
 
 def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSession:
-    """Load the model and put cache, engine and chat around it; `progress` is called as it goes.
+    """Load the model, and make a cache, an engine and a chat for it.
 
-    Raises UsageError before anything is loaded where it can; ModelError when the model is missing,
-    unsupported or damaged.
+    Raises UsageError, if possible before anything is loaded, and ModelError if the model is
+    missing, unsupported or damaged.
     """
     eviction = settings.eviction()
     threads.wait_briefly()
@@ -134,8 +134,9 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
 
 
 def packing_of(kernels: str, first: Callable[[], None] = lambda: None) -> Packing:
-    """Who packs weights on a CPU, with this choice of `kernels`. That is known when the first
-    matrix is packed: C is compiled for it, after `first`, and not for a model that is not there."""
+    """The functions that pack weights on a CPU, for this setting of `kernels`. C is compiled only
+    when the first matrix is packed, so not for a model that does not exist; `first` is called
+    before that."""
     import torch
 
     from minikv.kernels.dispatch import choose
@@ -157,8 +158,8 @@ def packing_of(kernels: str, first: Callable[[], None] = lambda: None) -> Packin
 
 
 def check_names(named: Iterable[str], own: Sequence[str]) -> None:
-    """Raise UsageError for a name that is no option of any policy, with where it belongs or what is
-    spelled alike. own: the arguments of `minikv.load`."""
+    """Raise UsageError for a name that is not an option of any policy. The hint says where it
+    belongs, or suggests similar names. own: the arguments of `minikv.load`."""
     options = {o.name for info in POLICIES.values() for o in (*info.prompt_options, *info.own)}
     options |= {option.name for part in PARTS.values() for option in part.options}
     for name in named:
@@ -184,7 +185,7 @@ def check_budget(budget: object) -> None:
 
 
 def shape_of(config: ModelConfig) -> Shape:
-    """What a cache needs to know of a model."""
+    """The sizes of a model that a cache needs."""
     from minikv.cache.stats import Shape
 
     return Shape(
@@ -198,14 +199,15 @@ def shape_of(config: ModelConfig) -> Shape:
 
 
 def prompt_rows() -> int | None:
-    """What the kernels of this processor ask for: see `Kernels.prompt_rows`."""
+    """`Kernels.prompt_rows` for this processor; None if it has no preference."""
     from minikv.kernels.cpu import choice
 
     return choice.PROMPT_ROWS.get(choice.processor())
 
 
 def output_of(network: Llama) -> Callable[[int], Tensor]:
-    """W_O of a layer as [H, G, D, hidden], for policies that weigh values."""
+    """A function of the layer that returns W_O as [H, G, D, hidden], for policies that use the
+    norms of projected values."""
     config = network.config
 
     def output(layer: int) -> Tensor:

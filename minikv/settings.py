@@ -1,4 +1,4 @@
-"""Every setting, written down once: what it is, its default, and what it may be.
+"""Every setting, defined once: its description, its default and its allowed values.
 
 The fields of the classes below make the flags of the command line, the keys of the configuration
 file, the `MINIKV_*` variables, the settings of `/set`, and what `minikv.load` checks.
@@ -38,13 +38,13 @@ Plain = str | int | float | bool | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the command line and the configuration know about one field.
+    """What the command line and the configuration file know about one field.
 
-    `panel` is where --help-all lists it; what is `common` is in --help too. `takes` is the word for
-    a value there. `letters` are other spellings of the flag. `default` is that of the flag;
-    Python's may differ. A tuple is a flag that may be given several times. `low` and `high` bound a
-    number. A configuration file sets it for `commands` only (empty: for every command that has the
-    flag); with `in_file` false it is a flag alone.
+    default: of the flag; Python's may differ. A tuple is a flag that may be given several times.
+    panel: the section of --help-all that lists it; `common` settings are in --help, too. takes: the
+    word for its value there. letters: other spellings of the flag. low and high: limits of a
+    number. commands: those for which a configuration file sets it (empty: every command that has
+    the flag). in_file: if False, a configuration file cannot set it.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """As it is typed."""
+        """The flag as it is typed, e.g. --keep-packed."""
         return f"--{self.name.replace('_', '-')}"
 
     def check_choice(self, value: object, where: str) -> None:
@@ -87,8 +87,8 @@ def setting(
     common: bool = False,
     takes: str = "",
 ) -> Any:
-    """A field of a settings class, with what `Setting` says of it. The flag's default is the
-    field's unless it is given; None is the flag's ""."""
+    """A dataclass field with a `Setting` as metadata. flag_default: if None, the flag has the
+    default of the field, or "" if that is None."""
     shown = default if flag_default is None else flag_default
     made = Setting(
         "",
@@ -107,9 +107,9 @@ def setting(
     return field(default=default, metadata={_KEY: made})
 
 
-@functools.cache  # of the same few classes for each command
+@functools.cache  # the arguments are always the same few classes
 def settings_of(*kinds: type) -> Mapping[str, Setting]:
-    """The settings that the fields of these classes are, by name, in order."""
+    """The settings of these classes' fields by name, in order."""
     return MappingProxyType(
         {
             one.name: replace(one.metadata[_KEY], name=one.name)
@@ -121,7 +121,7 @@ def settings_of(*kinds: type) -> Mapping[str, Setting]:
 
 
 PRESETS: Mapping[str, Mapping[str, Plain]] = {
-    # One cache for many questions: it is made once, before any of them.
+    # One cache for many questions: documents are evicted once, before any question.
     "many-questions": {"policy": "kvzip", "reuse": "blind"},
 }
 """Settings that go together, by the name that --preset takes."""
@@ -129,10 +129,11 @@ PRESETS: Mapping[str, Mapping[str, Plain]] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All that decides what a chat computes. Raises UsageError for what no machine could have.
+    """Everything that decides what a chat computes. Raises UsageError for values that are wrong on
+    every machine.
 
-    `model` None is the bundled one, `threads` None leaves torch's number. `options` are those of
-    the policies.
+    model: None is the bundled one. threads: None leaves torch's number. options: those of the
+    policies, by name.
     """
 
     model: str | None = setting(
@@ -333,11 +334,12 @@ class Settings:
             raise no_cuda()
 
     def packs(self) -> bool:
-        """Whether weights are kept in fewer bits than they are stored in."""
+        """Whether the weights are packed to fewer bits (int8 or int4)."""
         return self.weights not in ("auto", "plain")
 
     def packed_bytes(self) -> int:
-        """Bytes of packed weights that may be kept on disk. Raises UsageError."""
+        """How many bytes of packed weights may be kept on disk. Raises UsageError for a wrong
+        `keep_packed`."""
         if self.keep_packed == "off":
             return 0
         with contextlib.suppress(UsageError):
@@ -358,7 +360,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How an answer is written. Raises UsageError for what no answer could have."""
+    """How an answer is written. Raises UsageError for a value out of range."""
 
     max_tokens: int = setting(
         512,
@@ -438,7 +440,7 @@ def _check_type(name: str, value: object, annotation: str) -> None:
 
 
 def no_cuda() -> UsageError:
-    """What is raised where Triton's kernels were asked for and there is no GPU."""
+    """The error if Triton kernels are requested without a GPU."""
     return UsageError(
         "no triton kernels without a CUDA device", 'use `kernels="auto"` or `kernels="torch"`'
     )

@@ -1,9 +1,9 @@
 """Decoding on a GPU without waiting for it.
 
 A step is one CUDA graph. The token that it draws is the input of the next step, and the host reads
-that token while the next step already runs. So a step is launched before it is known whether its
-token belongs to the answer. If not, it is dropped (`DecodeStep.drop`). The cache holds exactly the
-tokens that the caller fed.
+that token while the next step already runs. So a step is launched before the host knows whether its
+token belongs to the answer. If it does not, the step is dropped (`DecodeStep.drop`). The cache
+holds exactly the tokens that the caller fed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from minikv.cache.kv_cache import KVCache
 from minikv.engine.sampling import Sampling, draw
 from minikv.errors import NumericsError
 
-_WARM = 2  # steps that run uncaptured before one is captured
-_DRAWS = 256  # random numbers that are sent to the device at once
+_WARM = 2  # how many steps run uncaptured before one is captured
+_DRAWS = 256  # how many random numbers are sent to the device at once
 
 
 class Network(Protocol):
@@ -32,18 +32,19 @@ class Network(Protocol):
 
 
 class Capture(Protocol):
-    """How a step that is repeated is launched."""
+    """How a repeated step is launched."""
 
     def warm(self, body: Callable[[], None]) -> None:
-        """Run it uncaptured, so that everything is compiled and allocated before `record`."""
+        """Run `body` uncaptured, so that everything is compiled and allocated before `record`."""
         ...
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Without running it, return a function that runs it on the same memory."""
+        """Capture `body` without running it. Returns a function that runs it on the same memory."""
         ...
 
     def post(self, values: Tensor) -> Callable[[], list[int]]:
-        """Send values (int64, on the device) to the host; returns a function that waits."""
+        """Send values (int64, on the device) to the host. Returns a function that waits for them
+        and returns them."""
         ...
 
 
@@ -65,7 +66,7 @@ class Eager:
 
 
 class CudaGraphs:
-    """A `Capture` with CUDA graphs. Warms up on a stream of its own, as graph capture requires."""
+    """A `Capture` with CUDA graphs. Warms up on a separate stream, as graph capture requires."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -139,7 +140,7 @@ class DecodeLoop:
         self._network, self._kv, self._capture = network, kv, capture
         with torch.inference_mode(False):
             self._token = torch.zeros(1, dtype=torch.int64, device=kv.device)
-            # The token; whether all logits are finite; and see `Schedule.note_left`.
+            # The next token; whether all logits are finite; and the steps for `Schedule.note_left`.
             self._found = torch.zeros(3, dtype=torch.int64, device=kv.device)
             self._draws = torch.zeros(_DRAWS, dtype=torch.float64, device=kv.device)
             self._first_draw = torch.zeros((), dtype=torch.int64, device=kv.device)
@@ -156,9 +157,9 @@ class DecodeLoop:
         self._replays: dict[bool, Callable[[], None]] = {}
 
     def feed(self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool) -> int:
-        """Feed one token and return the next, one of the first `vocab`.
+        """Feed one token and return the next, whose id is below `vocab`.
 
-        With `ahead`, the next step is launched, too, as if the token returned were fed next. Raises
+        With `ahead`, the next step is launched, too, as if the returned token were fed next. Raises
         NumericsError if a logit is NaN or infinite, and what the network or the device raises.
         After an error, the cache's position says whether the token was counted.
         """
@@ -180,7 +181,7 @@ class DecodeLoop:
                     self._failed = error
             found, good, left = asked()
         except BaseException:
-            if self._running:  # the step launched ahead may have ended that of `token`
+            if self._running:  # the step launched ahead may have ended the step of `token`
                 kv.position = max(kv.position, int(kv.decode.position))
             kv.settle()
             raise
@@ -201,13 +202,14 @@ class DecodeLoop:
         return bool(self._replays) and isinstance(self._capture, CudaGraphs)
 
     def stop(self) -> None:
-        """End the loop. The cache is as of the last token that was fed and counted."""
+        """End the loop. The cache is then up to date with the last token that was fed and
+        counted."""
         self._kv.settle()
         self._kv.before_settling = None
 
     def _finish(self) -> None:
-        """Called before the cache is read: end the step of the last token that was fed, or drop the
-        step of a token that was not fed. Waits for the device."""
+        """End the step of the last token that was fed, and drop the step of a token that was not
+        fed. Called before the cache is read. Waits for the device."""
         self._early = None
         if not self._running:
             return
@@ -218,7 +220,7 @@ class DecodeLoop:
         else:
             decode.drop()
         assert int(decode.position) == self._kv.position
-        self._running = False  # only now: after an error, this runs again
+        self._running = False  # set last, so that this runs again after an error
 
     def _prepare(self, vocab: int, sampling: Sampling, seed: int) -> None:
         """Prepare the cache for a step, and forget the captured step if it no longer fits."""
@@ -233,12 +235,13 @@ class DecodeLoop:
         key = (vocab, sampling, *decode.key)
         if key != self._key:
             same = 5  # vocabulary, sampling, policy, pinned and width; addresses follow
-            if key[:same] != self._key[:same]:  # else nothing has to be compiled anew
+            if key[:same] != self._key[:same]:  # if only addresses differ, nothing is compiled
                 self._warmed = {False: 0, True: 0}
             self._key, self._replays = key, {}
 
     def _launch(self) -> Callable[[], list[int]]:
-        """Launch the step of the token on the device; returns a function that waits for it."""
+        """Launch the step of the token on the device. Returns a function that waits for its
+        results."""
         assert self._how is not None
         vocab, sampling, seed = self._how
         self._draw(sampling, seed)
@@ -290,7 +293,7 @@ class DecodeLoop:
         )
 
     def _draw(self, sampling: Sampling, seed: int) -> None:
-        """Send the random numbers to the device, if that of the next draw is not there yet."""
+        """Send random numbers to the device, unless that of the next draw is already there."""
         if sampling.temperature == 0.0 or self._at + 1 in self._drawn:
             return
         self._drawn = range(self._at + 1, self._at + 1 + _DRAWS)

@@ -30,10 +30,10 @@ class Network(Protocol):
 
 
 class Predicting(Network, Protocol):
-    """A network that also tells how likely every token of a prompt is."""
+    """A network that can also compute the logits of every token of a prompt."""
 
     def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
-        """ids int64 [T] -> what `logits` takes, [T, hidden]."""
+        """ids int64 [T] -> the input of `logits`, [T, hidden]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -41,13 +41,13 @@ class Predicting(Network, Protocol):
         ...
 
 
-_LOGITS = 1 << 23  # that are made at once for `predicted`: 32 MiB
+_LOGITS = 1 << 23  # how many `_predicted` computes at once: 32 MiB
 
 
 class Engine:
     """Feeds tokens to a network with a cache. The cache has seen exactly the tokens that were fed.
 
-    notices: lines for the user about what is slower than it could be.
+    notices: messages for the user, e.g. about what runs slower than it could.
     """
 
     def __init__(
@@ -79,11 +79,12 @@ class Engine:
     ) -> Tensor:
         """Feed a prompt; return the logits of its last token, float32 [V].
 
-        `progress(done, total)` is called between chunks and may raise; a second pass counts, too.
-        On any error, the cache is as it was before. room: expected tokens of the answer. asks: the
-        prompt only asks about what was read before. turn_tokens: how many of the last tokens are
-        the last turn's, where earlier turns are read again with it. Raises ContextError if too few
-        positions are left, NumericsError if the logits are not finite.
+        `progress(done, total)` is called between chunks, in tokens, and may raise; a second pass
+        counts, too. After any error, the cache is as it was before. room: expected tokens of the
+        answer. asks: the prompt only asks about what was read before. turn_tokens: how many of the
+        last tokens belong to the last turn, if earlier turns are read again with it. Raises
+        ContextError if too few positions are left, NumericsError if the logits are not finite,
+        UsageError if the budget is too small.
         """
         kv = self.kv
         left = self._fitting(len(ids), kv.position)
@@ -110,9 +111,9 @@ class Engine:
         rows: int | None = None,
         begins: int | None = None,
     ) -> Tensor:
-        """As `prompt`, for the whole conversation: what the tier has of it is not fed again, but
-        attended to, exactly (see `KVCache.recall`). Logits and errors as there. `rows`: a smaller
-        budget for this once. `begins`: where the last turn begins."""
+        """As `prompt`, for the token ids of the whole conversation. Tokens whose rows the tier has
+        are not fed again; the others attend to these rows exactly (see `KVCache.recall`, also for
+        `rows` and `begins`). Logits and errors as for `prompt`."""
         kv = self.kv
         left = self._fitting(len(ids), 0)
         with self._reading(progress):
@@ -123,9 +124,9 @@ class Engine:
         return logits
 
     def fidelity(self, token: int, logits: Tensor, vocab: int) -> Fidelity:
-        """What the rows that stayed lose of the prompt that `recall` has just read: its last token
-        and the logits that it returned, of which the first `vocab` count. Costs a step. Changes
-        nothing. Raises what torch raises where there is no memory for it."""
+        """Measure what eviction lost of the prompt that `recall` has just read. token: the prompt's
+        last one. logits: what `recall` returned; the first `vocab` count. Costs one step and
+        changes nothing. Raises what torch raises when memory runs out."""
         found = self.kv.last_token()
         if found is None:  # nothing was lost
             return Fidelity() if self.kv.evicted else Fidelity(0.0, 0.0, 0.0)
@@ -139,7 +140,8 @@ class Engine:
         return Fidelity(max(0.0, kl), sum(each) / len(each), each[worst], worst)
 
     def _fitting(self, tokens: int, position: int) -> int:
-        """Positions that are left from `position` on, if so many tokens fit."""
+        """How many positions are left from `position` on. Raises ContextError if `tokens` do not
+        fit, ValueError if there are none."""
         most = self.kv.shape.max_context
         left = most - position
         if not tokens:
@@ -154,7 +156,7 @@ class Engine:
 
     @contextmanager
     def _reading(self, progress: Callable[[int, int], None] | None) -> Iterator[None]:
-        """A prompt: after any error in it, the cache is as it was before."""
+        """Around a prompt: after any error, restore the cache to its state before the prompt."""
         kv, done = self.kv, False
         kv.progress = progress
         try:
@@ -167,8 +169,8 @@ class Engine:
 
     @torch.inference_mode()
     def _predicted(self, ids: Sequence[int]) -> Tensor:
-        """The probability that the network gives each token of a prompt, float32 [T]; 0 for the
-        first one, as nothing of the prompt comes before it."""
+        """float32 [T]: the probability that the network gives to each token of a prompt; 0 for the
+        first one, because no token of the prompt comes before it."""
         network, fed = cast(Predicting, self.network), self._tensor(ids)
         hidden, lo = network.hidden(fed, _Withheld(self.kv)), 0
         found, rows = torch.zeros(len(ids), device=fed.device), 1
@@ -208,10 +210,10 @@ class Engine:
     def next(
         self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool = True
     ) -> int:
-        """`step` and `sampling.pick`: feed a token of an answer, return the next.
+        """`step` and `sampling.pick`: feed a token of an answer and return the next.
 
         On CUDA, unless `ahead` is False, the next step is already launched when this returns. It
-        counts only if the token returned is fed next. Raises as `step`. After an error,
+        counts only if the returned token is fed next. Raises as `step`. After an error,
         `kv.position` says whether the token is in the cache.
         """
         self._refuse_full()
@@ -267,7 +269,7 @@ class _Withheld:
         return self._kv.attend_unrotated
 
     def advance(self, tokens: int) -> None:
-        """The engine does it."""
+        """Does nothing: the engine calls the cache's `advance`."""
 
 
 def _check(logits: Tensor, doing: str) -> None:

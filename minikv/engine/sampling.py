@@ -43,8 +43,8 @@ def pick(
 ) -> int:
     """One token id from logits [V]. Logits from `vocab` on are padding and are never chosen.
 
-    position: that of the new token in the conversation; ops: what draws. Raises NumericsError if
-    one of the first `vocab` logits is NaN or infinite.
+    position: of the new token in the conversation. ops: the kernels, which filter and draw. Raises
+    NumericsError if one of the first `vocab` logits is NaN or infinite.
     """
     logits = logits[:vocab].float()
     if not finite(logits):
@@ -60,9 +60,9 @@ def pick(
 
 
 def finite(logits: Tensor) -> bool:
-    """Whether no number is NaN or infinite, in one pass: the smallest and the largest of numbers
-    among which there is a NaN are NaN."""
-    return all(map(math.isfinite, torch.stack(torch.aminmax(logits)).tolist()))  # waits once
+    """Whether no number is NaN or infinite. One pass is enough, because with a NaN both the minimum
+    and the maximum are NaN. Waits for the device once."""
+    return all(map(math.isfinite, torch.stack(torch.aminmax(logits)).tolist()))
 
 
 def draw(seed: int, position: int) -> float:

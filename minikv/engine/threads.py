@@ -1,4 +1,4 @@
-"""CPU threads: as many as the process may use, and how they wait for each other."""
+"""CPU threads: how many the process uses, and how they wait for each other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def allowed(quota: Path = _QUOTA) -> int:
-    """Cores that this process may use: its affinity, and at most its control group's limit (that of
-    a container), rounded up."""
+    """How many cores this process may use: those of its affinity, but at most the limit of its
+    control group (e.g. a container), rounded up."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -25,12 +25,12 @@ def allowed(quota: Path = _QUOTA) -> int:
 
 
 def wait_briefly() -> None:
-    """Threads that wait for others give their core away after some tens of microseconds, in place
-    of the OpenMP library's milliseconds. Beside a busy process a waiting thread would else keep the
-    core that the thread it waits for needs.
+    """Make waiting OpenMP threads give up their core after some tens of microseconds, not after
+    milliseconds. Otherwise, beside another busy process, a waiting thread can occupy the core that
+    the thread it waits for needs.
 
-    The library reads this when it is loaded: call it before torch is imported. Nothing changes if
-    that has happened, or if the environment says how to wait.
+    Call this before torch is imported, because the OpenMP library reads the setting when it is
+    loaded. It has no effect later, or if the environment already says how to wait.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(SPINS, _SPINS)

@@ -1,4 +1,4 @@
-"""Compile the kernels of steps and prompts while the model is loaded, not during a turn."""
+"""Compiles the kernels of steps and prompts while the model is loaded, not during a turn."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from minikv.kernels.cpu import build
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import ALL, Evidence, smallest_budget
 
-_ROWS = 4  # per head; no kernel is compiled for a number of rows
-_LATER = (72, 24, 8, 3)  # tokens of later prompts: tiles of 16, 32, 64 and more queries
-_LINES = (16, 32, 64, 128)  # queries of a KV head, all query heads counted: one number per tile
-_OBSERVED = (1, 32, 64)  # last queries of a prompt: one number per tile of 16, 32 and 64
-_FAR = 1 << 16  # rows of a head that several programs share
+_ROWS = 4  # per head; compiled kernels do not depend on the number of rows
+_LATER = (72, 24, 8, 3)  # tokens of later prompts: one for each size of query tiles
+_LINES = (16, 32, 64, 128)  # queries times G: one for each size of query tiles
+_OBSERVED = (1, 32, 64)  # last queries of a prompt: one for each tile of 16, 32 and 64
+_FAR = 1 << 16  # rows of a head that are divided among several programs
 _IDS = 16  # token ids below it are in every vocabulary
 
 
 def compiles(device: torch.device, kernels: str) -> bool:
-    """Whether the C kernels of a CPU must be compiled first. That takes seconds, once per machine.
-    kernels: as `KVCache` takes it."""
+    """Whether the C kernels for the CPU must still be compiled. That takes seconds, once per
+    machine. kernels: as `KVCache` takes it."""
     return device.type == "cpu" and kernels == "auto" and build.compiles()
 
 
 def warm(kv: KVCache, network: Network) -> None:
-    """Run steps and prompts on tiny caches with the same network, policy and kernels.
+    """Compile all kernels by running steps and prompts on tiny caches with the same network, policy
+    and kernels.
 
-    Two steps of each kind, so that heads also evict a row. A prompt that evicts, and shorter ones
-    after it, because the tiles depend on the number of queries. `kv` is not changed, except: if the
-    kernels cannot be compiled (Triton needs a C compiler), it uses the torch kernels, and
-    `kv.notice` says why.
+    It runs two steps of each kind, so that heads also evict a row, and a prompt that evicts
+    followed by shorter ones, because tile sizes depend on the number of queries. `kv` itself is not
+    used. But if the kernels cannot be compiled (Triton needs a C compiler), `kv` is switched to the
+    torch kernels, and `kv.notice` says why.
     """
     try:
         _steps(kv)
@@ -85,7 +86,7 @@ def _steps(kv: KVCache) -> None:
 
 
 def _talk(kv: KVCache, network: Network) -> None:
-    """A short conversation: a prompt that evicts, some steps, and later prompts."""
+    """Run a short conversation: a prompt that evicts, some steps, and later prompts."""
     rows = smallest_budget(kv.rules.prompt, kv.rules.step) + kv.rules.stride
     small, tokens = None, 0
     while small is None:  # a policy with uneven budgets needs more rows
@@ -109,8 +110,8 @@ def _talk(kv: KVCache, network: Network) -> None:
 
 
 def _tiles(kv: KVCache) -> None:
-    """Kernels that attend to earlier rows, and that observe them: every tile size, with few rows
-    and with many, in segments and listed. Each head has one row."""
+    """Run the kernels that attend to earlier rows and that sum attention to them: with every tile
+    size, with few and many rows, and with rows as a view and as indices. Each head has one row."""
     shape, device = kv.shape, kv.device
     heads, group = shape.kv_heads, shape.heads // shape.kv_heads
     rows = torch.zeros((heads, shape.head_dim), dtype=kv.dtype, device=device)
@@ -123,7 +124,7 @@ def _tiles(kv: KVCache) -> None:
     apart = evidence.second_pass or not evidence.causal
     with torch.inference_mode():
         mixed = rows.view(heads, 1, 1, -1), torch.zeros((heads, 1, 1), device=device)
-        for parts in (2, 4):  # more than two are joined in float32
+        for parts in (2, 4):  # more than two parts are merged in float32
             kv.ops.merge([mixed] * parts)
         for window in dict.fromkeys(shape.windows):
             for lines in _LINES:
@@ -152,8 +153,8 @@ def _tiles(kv: KVCache) -> None:
 
 
 def _observed(kv: KVCache) -> list[int]:
-    """Numbers of last queries that the policies observe, one for each tile: of a short prompt they
-    observe fewer."""
+    """Numbers of last queries to observe, one for each tile size that can occur: of a short prompt
+    the policies observe fewer queries."""
     evidence = kv.rules.prompt.evidence.observe if kv.rules.prompt is not None else 0
     most = max(evidence, kv.rules.step.observe if kv.rules.step is not None else 0)
     return [count for count in _OBSERVED if count // 2 < most] if evidence != ALL else []
