@@ -2,7 +2,7 @@
 
 Layout, in pages of 4 KiB, little-endian:
 
-    page 0        the header: layers, heads, columns, and the identity of the model and the chat
+    page 0        the header: layers, heads, columns, and the identity of the model
     pages 1, 2    commit records, written in turn; the valid one with the higher number counts
     page 3 ...    segments, one for each prompt: its head, then one part for each layer
 

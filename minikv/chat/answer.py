@@ -1,4 +1,4 @@
-"""An answer while it is written: its tokens become text, and its stop texts are looked for."""
+"""An answer while it is written: turns its tokens into text and looks for stop texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minikv.engine.sampling import Sampling
 
 @dataclass(frozen=True, slots=True)
 class AnswerSettings:
-    """How an answer is written: how its tokens are drawn, how many at most, and before which texts
+    """How an answer is written: how tokens are drawn, how many at most, and the texts before which
     it ends."""
 
     sampling: Sampling
@@ -20,7 +20,7 @@ class AnswerSettings:
     stop: tuple[str, ...]
 
     def record(self) -> dict[str, object]:
-        """As the turn record has it."""
+        """The settings for the turn record."""
         return {
             **asdict(self.sampling),
             "max_tokens": self.max_tokens,
@@ -30,24 +30,25 @@ class AnswerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Anew:
-    """How often the rows under the budget are chosen anew in an answer, by recalling everything:
-    after `every` tokens; 0: never. rows: the budget in rows per head, if it is not the user's."""
+    """How often the rows under the budget are chosen anew during an answer, by a recall of the
+    whole conversation: after every `every` tokens; 0: never. rows: the budget in rows per head, if
+    it is not the user's."""
 
     every: int
     rows: int | None = None
 
     def due(self, generated: int) -> bool:
-        """Whether that is to happen after so many tokens of the answer."""
+        """Whether to choose anew after `generated` tokens of the answer."""
         return self.every > 0 and generated > 0 and generated % self.every == 0
 
 
 class Answer:
-    """Tokens in, pieces of text out.
+    """Takes tokens and returns pieces of text.
 
-    text: what was given out so far. generated: its tokens. steps, decode_s: the decode steps of it
-    and their seconds. passes, passes_s: how often everything was recalled in place of a step, and
-    the seconds. first_s: seconds until its first token, None before it. reason: why it ended, empty
-    while it has not.
+    text: the text returned so far. generated: tokens so far. steps, decode_s: decode steps, and
+    their seconds. passes, passes_s: how often the conversation was recalled instead of a step, and
+    the seconds of that. first_s: seconds until the first token; None before it. reason: why the
+    answer ended; "" before it ends.
     """
 
     def __init__(self, stream: TextStream, stop: Sequence[str] = ()) -> None:
@@ -58,15 +59,15 @@ class Answer:
         self.reason = ""
         self._stream = stream
         self._stop = StopTexts(stop)
-        self._length = 0  # of the text of all tokens
-        self._before = 0  # of the text before the last token
-        self._shown = ""  # text that was given out before, and is not given out again
+        self._length = 0  # characters of the text of all tokens
+        self._before = 0  # characters of the text before the last token
+        self._shown = ""  # text of an earlier part, which is not returned again
 
     @classmethod
     def resumed(
         cls, stream: TextStream, stop: Sequence[str], ids: Iterable[int], shown: str
     ) -> Answer:
-        """The answer of the tokens `ids`, of which the text `shown` was given out."""
+        """An answer that goes on after the tokens `ids`, of which the text `shown` was returned."""
         made = cls(stream, stop)
         text = ""
         for id in ids:
@@ -75,13 +76,14 @@ class Answer:
         made._length = made._before = len(text)
         made._stop = StopTexts.after(stop, text)
         made.text = text[: len(text) - len(made._stop.held)]
-        # The rest of `shown` is what was held back, and U+FFFD for an incomplete character.
+        # The rest of `shown` is text that `flush` returned at the end of the earlier part: what was
+        # held back, and U+FFFD for an incomplete character.
         made._shown = shown[len(made.text) :]
         return made
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second of its decode steps, None if there was none."""
+        """Tokens per second of the decode steps; None if there was no step."""
         return self.steps / self.decode_s if self.steps and self.decode_s else None
 
     @property
@@ -95,7 +97,7 @@ class Answer:
         return self.stopped and len(self.text) <= self._before
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token."""
+        """Add a token. Returns the text that is now certain to belong to the answer."""
         piece = self._stream.push(token)
         self.generated += 1
         self._before = self._length
@@ -103,7 +105,7 @@ class Answer:
         return self._give(self._stop.push(piece) if piece else "")
 
     def finish(self) -> str:
-        """The text that was held back: no more tokens come. Nothing after a stop text."""
+        """No more tokens come: return the text that was held back. After a stop text that is ""."""
         if self.stopped:
             return ""
         rest = self._stream.flush()
@@ -111,7 +113,8 @@ class Answer:
         return self._give(text + ("" if self.stopped else self._stop.flush()))
 
     def close(self) -> None:
-        """No more comes, not even the rest: what a stop text could have begun belongs to it."""
+        """The answer ended without `finish`: add the text to `text` that was held back as the
+        possible beginning of a stop text. Does nothing after `finish`."""
         self.text += self._stop.flush()
 
     def _give(self, text: str) -> str:

@@ -1,7 +1,7 @@
-"""The pieces of an answer without blocking an event loop: each is computed in a thread.
+"""Computes the pieces of an answer in a thread, so that an event loop is not blocked.
 
-All pieces of one answer come from the same thread, because OpenMP keeps a pool for every thread
-that computes.
+One thread computes all pieces of an answer, because OpenMP keeps a pool for every thread that
+computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _AGAIN = 0.02  # seconds between two calls of `cancel`
 
 
 class Cancellable(Protocol):
-    """What can be told to stop, from any thread."""
+    """An object with a `cancel` that any thread may call."""
 
     def cancel(self) -> None: ...
 
@@ -28,8 +28,8 @@ C = TypeVar("C", bound=Cancellable)
 def in_background(
     method: Callable[Concatenate[C, P], Generator[str, None, None]],
 ) -> Callable[Concatenate[C, P], AsyncGenerator[str, None]]:
-    """A method that yields the same pieces to `async for`. If the task is cancelled or the iterator
-    is closed, the answer ends as with `cancel`, and the chat is free when that is done."""
+    """Wrap a method so that `async for` gets the pieces that it yields. If the task is cancelled or
+    the iterator is closed, the answer ends as with `cancel`; this waits until the chat is free."""
 
     @functools.wraps(method)
     def background(self: C, /, *given: P.args, **named: P.kwargs) -> AsyncGenerator[str, None]:
@@ -54,7 +54,7 @@ async def _steps(
     finally:
         try:
             while step is not None and not step.done():
-                cancel()  # again, as a turn that begins forgets what came before it
+                cancel()  # repeated, because a turn that begins ignores earlier calls
                 await asyncio.wait([step], timeout=_AGAIN)
             await asyncio.shield(loop.run_in_executor(worker, pieces.close))
         finally:

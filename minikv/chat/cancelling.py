@@ -1,4 +1,4 @@
-"""Whether the turn under way is to stop: what `ChatSession.cancel` and `skip` asked for."""
+"""Whether the turn under way must stop: the state behind `ChatSession.cancel` and `skip`."""
 
 from __future__ import annotations
 
@@ -8,41 +8,42 @@ from collections.abc import Generator
 class Cancelling:
     """`cancel` and `skip` are safe to call from a signal handler.
 
-    `rereading`: `auto` reads the conversation again, and `skip` stops only that. `skipped`: it was
-    asked to.
+    rereading: `auto` is reading the conversation again, and `skip` stops only that. skipped: `skip`
+    was called for that.
     """
 
     def __init__(self) -> None:
         self.rereading = self.skipped = False
-        self._calls = self._handled = 0  # calls of `cancel`, and those that are over
+        self._calls = self._handled = 0  # calls of `cancel`, and how many of them are done
 
     def cancel(self) -> None:
         """Stop the turn."""
         self._calls += 1
 
     def skip(self) -> None:
-        """Stop reading again; where nothing is read again, the turn."""
+        """Stop reading the conversation again; if it is not read again, stop the turn."""
         if self.rereading:
             self.skipped = True
         else:
             self.cancel()
 
     def cancelled(self) -> bool:
-        """The turn is to stop."""
+        """Whether the turn must stop."""
         return self._calls > self._handled
 
     def stopped(self) -> bool:
-        """What is being read is to stop, with the turn or without it."""
+        """Whether reading must stop, with the turn or without it."""
         return self.cancelled() or self.skipped
 
     def forget(self, before: int | None = None) -> None:
-        """What was asked for so far is over; of `cancel`, the first `before` calls alone."""
+        """Forget earlier calls of `skip` and `cancel`; with `before`, only the first `before` calls
+        of `cancel`."""
         self._handled = max(self._handled, self._calls if before is None else before)
         self.skipped = False
 
     def during(self, pieces: Generator[str, None, None]) -> Generator[str, None, None]:
-        """`pieces`, for which every `cancel` from now until they end is meant, also one that comes
-        before the first of them is asked for."""
+        """Return `pieces`. A call of `cancel` applies to them from now until they end, also before
+        the first piece is requested."""
         before = self._calls
 
         def yielded() -> Generator[str, None, None]:

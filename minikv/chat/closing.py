@@ -1,4 +1,5 @@
-"""Closing a turn: its figures and its record. Nothing here may fail, as the turn counts already."""
+"""Closing a turn: its figures and its record. Nothing here may fail, because the turn already
+counts."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from minikv.chat.report import UNKNOWN, KvBytes, Loss, Rates, Seconds, Tokens, T
 
 
 def measured(kv: KVCache, known: CacheStats) -> CacheStats:
-    """The cache's figures, or `known` if there is no memory to count them."""
+    """The cache's present figures; if there is no memory to count them, `known`."""
     try:
         return kv.stats()
     except (MemoryError, RuntimeError):
@@ -42,7 +43,7 @@ def turn_report(
     warnings: Iterable[str],
 ) -> TurnReport:
     """The record of a turn: what was read, the answer, and the cache after it. seconds: of the
-    turn. reused: tokens of the conversation that were not fed."""
+    whole turn. reused: tokens of the conversation that were not fed again."""
     return TurnReport(
         turn=turn,
         policy=eviction.policy,
@@ -102,7 +103,7 @@ def turn_report(
 
 
 def _loss(read: Read) -> Loss:
-    """What the record says of the loss."""
+    """The loss for the turn record."""
     if read.gaps:
         return Loss(None, None, None, UNKNOWN)
     return Loss(*read.lost, None if read.lost[0] is None else "window")

@@ -1,4 +1,4 @@
-"""From messages to the token ids of a prompt. Ten megabytes of text take seconds, so they can be
+"""Turns messages into the token ids of a prompt. Ten megabytes of text take seconds, so this can be
 stopped."""
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from minikv.chat.transcript import Message
 from minikv.errors import MemoryShortError
 
 _LONG = 256 << 10
-"""Bytes of new text from which on tokenizing takes a noticeable time, and memory."""
+"""Bytes of new text above which tokenizing takes noticeable time and memory."""
 _TOKENIZING = 100
-"""Bytes of memory that tokenizing takes for each byte of text (measured: 45 to 110)."""
+"""Bytes of memory that tokenizing takes per byte of text (measured: 45 to 110)."""
 
 Compose = Callable[[Sequence[Message]], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Composer:
-    """free(): bytes of host memory that are free, None if that is not known. stopped(): tokenizing
-    is to stop.
+    """Makes prompts with a chat template. free(): free bytes of host memory, None if not known.
+    stopped(): whether tokenizing must stop.
 
-    Raises Interrupted then, and MemoryShortError where the tokenizer's library would end the
-    process.
+    Its methods raise Interrupted if it is stopped, and MemoryShortError where the tokenizer's
+    library would run out of memory and end the process.
     """
 
     template: Template
@@ -34,11 +34,11 @@ class Composer:
     stopped: Callable[[], bool]
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """The whole conversation, up to where the next answer begins."""
+        """Token ids of the whole conversation, up to where the next answer begins."""
         return self._ids(self.template.opening, messages, messages)
 
     def following(self, messages: Sequence[Message]) -> list[int]:
-        """What comes after the last answer, up to where the next one begins."""
+        """Token ids of what comes after the last answer, up to where the next one begins."""
         return self._ids(self.template.following, messages, messages[-1:])
 
     def _ids(
@@ -58,16 +58,16 @@ class Composer:
 
 
 def start(template: Template, system: str) -> list[int]:
-    """Token ids before the text of the first user message, with the BOS if the model has one: what
-    two conversations with this system prompt have in common."""
+    """Token ids before the text of the first user message, with the BOS token if the model has one.
+    All conversations with this system prompt begin with them."""
     before = [Message("system", system)] if system else []
     one, two = (template.opening([*before, Message("user", text)]) for text in ("a", "7?"))
     return one[: reuse.shared(one, two)]
 
 
 def with_content(compose: Compose, messages: Sequence[Message]) -> Callable[[int, str], list[int]]:
-    """A function (index, content) -> `compose` of the messages with that message's content
-    replaced."""
+    """A function (index, content) that replaces the content of that message, and returns `compose`
+    of the messages."""
 
     def again(at: int, content: str) -> list[int]:
         changed = list(messages)

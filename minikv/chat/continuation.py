@@ -1,4 +1,5 @@
-"""Going on with an answer that ended too early: when that is possible, and its record after it."""
+"""Continuing an answer that ended too early: when that is possible, and the record of the longer
+answer."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ _ANEW = "ask a question"
 def refuse_continuation(
     report: TurnReport | None, eviction: EvictionConfig, log: TokenLog, max_context: int
 ) -> None:
-    """Raise UsageError if the answer of this record cannot go on.
+    """Raise UsageError if the answer of this record cannot be continued.
 
-    report: of the last turn, None if there is none. eviction: the settings of now. max_context:
+    report: of the last turn; None if there is none. eviction: the present settings. max_context:
     positions that the model was trained for.
     """
     if report is None:
@@ -58,8 +59,9 @@ def continued(
     memory: DeviceMemory,
     warnings: Iterable[str],
 ) -> TurnReport:
-    """The record of the whole answer. before: its record so far. stats: of the cache now. answer:
-    with the steps and the seconds of the new part. seconds: that the new part took in all."""
+    """The record of the whole answer. before: its record so far. stats: the cache's present
+    figures. answer: the whole answer, with the steps and seconds of the new part only. seconds:
+    wall time of the new part."""
     tokens, kv, time, rate = before.tokens, before.kv_bytes, before.time_s, before.rate
     steps = round((rate.decode_tok_s or 0.0) * time.decode) + answer.steps
     decode_s = time.decode + answer.decode_s

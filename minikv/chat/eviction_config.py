@@ -1,4 +1,5 @@
-"""The user's eviction settings: policies, budget and options. Checking them needs no torch."""
+"""The user's eviction settings: policies, budget and options. Checking them does not import
+torch."""
 
 from __future__ import annotations
 
@@ -52,11 +53,11 @@ class EvictionConfig:
     ) -> EvictionConfig:
         """Check names and options. An option goes to the policy that has it, or to both.
 
-        seed: of random draws, unless `options` has another. With a `stride`, `policy` is a step
-        policy that also reads prompts, in blocks of `stride` tokens.
+        seed: of random draws, unless `options` has another. stride: if not 0, `policy` is a step
+        policy, which also evicts while prompts are read in blocks of `stride` tokens.
 
-        Raises UsageError for any mistake, also in settings that have no effect here. Its hint has
-        the nearest policies, the options, or what a budget looks like.
+        Raises UsageError for any mistake, also in settings that have no effect here. Its hint
+        suggests similar policies, lists the options, or shows what a budget looks like.
         """
         if stride:
             step = _strided(policy, decode, stride)
@@ -93,7 +94,7 @@ class EvictionConfig:
 
     @property
     def pair(self) -> str:
-        """The policies' names in a message."""
+        """The names of the policies, for a message."""
         plain = self.stride or self.decode == "none"
         return self.policy if plain else f"{self.policy} with {self.decode}"
 
@@ -103,15 +104,16 @@ class EvictionConfig:
         return self.rules().least()
 
     def rules(self) -> Rules:
-        """What a cache takes."""
-        from minikv.cache.rules import Rules  # with torch
+        """The rules for a cache. Imports torch. Raises UsageError for options that contradict each
+        other."""
+        from minikv.cache.rules import Rules  # imports torch
 
         prompt = None if self.stride else prompt_policy(self.policy, self.policy_options)
         step = step_policy(self.decode, self.decode_options)
         return Rules(prompt, step, self.budget if self.evicts else None, self.stride)
 
     def budget_record(self) -> dict[str, object]:
-        """The budget for the turn record; None and None if nothing is evicted."""
+        """The budget for the turn record: unit and value, both None if nothing is evicted."""
         if not self.evicts:
             return {"unit": None, "value": None}
         value = float(self.budget.value)
@@ -125,7 +127,8 @@ class EvictionConfig:
 
 
 def _strided(policy: str, decode: str, stride: int) -> PolicyInfo:
-    """The step policy for prefill in blocks and for the answer. Raises UsageError."""
+    """The step policy that evicts while a prompt is read in blocks and while the answer is written.
+    Raises UsageError."""
     if stride < 1 or stride > MOST_STRIDE or stride & (stride - 1):
         raise UsageError(
             f"`stride` must be a power of two up to {MOST_STRIDE}, got {stride}",
@@ -145,7 +148,7 @@ def _strided(policy: str, decode: str, stride: int) -> PolicyInfo:
 
 
 def read_budget(text: str | int) -> Budget:
-    """`Budget.parse`; UsageError for a budget beyond torch's 64-bit integers."""
+    """`Budget.parse`. Also raises UsageError for a budget beyond torch's 64-bit integers."""
     budget = Budget.parse(text)
     if budget.value > _MOST:
         raise UsageError(

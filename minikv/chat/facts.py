@@ -13,7 +13,9 @@ from minikv.chat.report import DeviceMemory
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Nothing here changes what is computed."""
+    """For reports only: nothing here changes what is computed. load_s: seconds of loading. kv:
+    number format of cached keys and values. weights: the value of --weights. notes: messages about
+    the model for the user."""
 
     model: str = ""
     revision: str = ""

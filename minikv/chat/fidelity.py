@@ -1,9 +1,10 @@
-"""A prompt recalled from the tier, what its rows lose, and the smallest budget that loses little.
+"""Recalls a prompt from the tier, measures what eviction loses, and finds the smallest budget that
+loses little.
 
-With a bound, budgets are tried from the smallest one of use, each twice the one before, up to the
-user's. The first to lose no more than the bound is taken; where none does, the user's. All but the
-first try find everything in the tier. What is tried and taken depends on the tokens alone, so the
-same chat gets the same answers. Without memory to measure, nothing is taken: that is an error.
+With a bound, budgets are tried from the smallest with which the policies work, each twice the one
+before, up to the user's. The first that loses no more than the bound is used; if none does, the
+user's. All tries but the first find the whole prompt in the tier. The result depends only on the
+tokens, so the same chat gets the same answers. If there is no memory to measure, that is an error.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from minikv.engine.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """What is measured of a recalled prompt: nothing unless `wanted` or `bound`, the nats that the
-    first token of the answer may lose; 0 is no bound. vocab: logits that count."""
+    """Whether to measure what a recalled prompt loses. bound: how many nats the first token of the
+    answer may lose; 0: no bound. wanted: measure also without a bound. vocab: how many logits
+    count."""
 
     vocab: int
     wanted: bool = True
@@ -30,8 +32,9 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """logits: of the last token. figures: of the pass that was taken, its seconds of eviction and
-    its peak those of all. fidelity: None if it was not to be measured; seconds: that it took."""
+    """The result of `recall`. logits: of the last token. figures: of the pass that was used, but
+    with the seconds of eviction summed over all passes and their highest peak. fidelity: None if it
+    was not measured. seconds: time of measuring."""
 
     logits: Tensor
     figures: PromptFigures
@@ -47,10 +50,10 @@ def recall(
     measuring: Measuring,
     begins: int,
 ) -> Recalled:
-    """Read the whole conversation, with what the tier has of it, as `Engine.recall`; and measure.
-    begins: the position at which the last turn begins.
+    """Read the whole conversation with `Engine.recall`, and measure what it loses. begins: the
+    position at which the last turn begins. Raises as `Engine.recall`.
 
-    After an error in a later try, the cache has the prompt under the budget before that one.
+    After an error in a later try, the cache has the prompt under the budget that was tried before.
     """
     kv, bound = engine.kv, measuring.bound
     if not bound:

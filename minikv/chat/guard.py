@@ -1,8 +1,9 @@
-"""A chat does one thing at a time: it writes an answer, or it is changed. Nothing waits.
+"""Ensures that a chat does one thing at a time: it writes an answer, or it is changed. Nothing
+waits.
 
-An answer holds the chat from its first piece until its iterator ends, is closed or is collected. An
-iterator that was not started holds nothing. What comes in between, from the same thread or another
-one, is refused with UsageError, and the answer goes on.
+An answer holds the chat from its first piece until its iterator ends, is closed or is
+garbage-collected. An iterator that was not started holds nothing. Other calls during that time,
+from the same thread or another one, raise UsageError, and the answer goes on.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ R = TypeVar("R")
 
 
 class Guard:
-    """Who holds a chat now. `question`: of the answer that is written, if it has one."""
+    """Records what holds a chat now. question: the question of the answer that is being written; ""
+    if there is none."""
 
     def __init__(self) -> None:
         self.question = ""
         self._lock = threading.Lock()
-        self._ending = threading.RLock()  # the collector may end an answer inside of `_end`
-        self._pieces: Generator[str, None, None] | None = None  # of the answer that is open
-        self._thread: int | None = None  # that computes, or changes the chat
-        self._free: Callable[[], None] | None = None  # once the chat was closed
+        self._ending = threading.RLock()  # garbage collection may end an answer inside of `_end`
+        self._pieces: Generator[str, None, None] | None = None  # of the open answer
+        self._thread: int | None = None  # the thread that computes, or changes the chat
+        self._free: Callable[[], None] | None = None  # set when the chat is closed
 
     @property
     def closed(self) -> bool:
@@ -37,11 +39,11 @@ class Guard:
         return self._free is not None
 
     def answer(self, pieces: Generator[str, None, None]) -> Generator[str, None, None]:
-        """`pieces`, while the chat is held."""
+        """Yield `pieces`, and hold the chat meanwhile. Raises UsageError if it is already held."""
         self._take()
         self._pieces = pieces
         try:
-            while self._pieces is pieces:  # else `finish` ended it
+            while self._pieces is pieces:  # until `finish` ends it
                 with self._here():
                     piece = next(pieces, None)
                 if piece is None:
@@ -52,7 +54,8 @@ class Guard:
 
     @contextlib.contextmanager
     def change(self, *, inside: bool = False) -> Iterator[None]:
-        """Around a change, which may be made of others. `inside`: also as a part of an answer."""
+        """Hold the chat around a change. Changes may be nested. inside: also allowed as part of an
+        answer, in its thread. Raises UsageError if something else holds the chat."""
         if self._thread == threading.get_ident() and (inside or self._pieces is None):
             yield
             return
@@ -64,7 +67,8 @@ class Guard:
             self._release()
 
     def finish(self) -> None:
-        """End the answer that is open, if there is one, as closing its iterator does."""
+        """End the open answer, if there is one, as closing its iterator does. Raises UsageError
+        while another thread computes its next piece."""
         pieces = self._pieces
         if pieces is not None:
             try:
@@ -73,8 +77,8 @@ class Guard:
                 raise self._refusal() from None
 
     def close(self, free: Callable[[], None]) -> None:
-        """Refuse everything from now on. `free` is called at once, or, if another thread computes a
-        piece, after that."""
+        """Refuse everything from now on. `free` is called at once, or, if another thread is
+        computing a piece, after that."""
         self._free = free
         with contextlib.suppress(UsageError):
             self.finish()
@@ -128,7 +132,7 @@ class Guard:
 
 
 class Guarded(Protocol):
-    """What has a guard."""
+    """An object with a guard."""
 
     guard: Guard
 
@@ -137,14 +141,14 @@ G = TypeVar("G", bound=Guarded)
 
 
 def closed() -> UsageError:
-    """What a chat says after `close`."""
+    """The error of a chat that was closed."""
     return UsageError("this chat is closed", "minikv.load() makes another one")
 
 
 def answers(
     method: Callable[Concatenate[G, P], Generator[str, None, None]],
 ) -> Callable[Concatenate[G, P], Generator[str, None, None]]:
-    """A method whose pieces hold the chat."""
+    """Decorate a method that yields the pieces of an answer, which holds the chat."""
 
     @functools.wraps(method)
     def guarded(self: G, /, *given: P.args, **named: P.kwargs) -> Generator[str, None, None]:
@@ -154,7 +158,8 @@ def answers(
 
 
 def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
-    """A method that is refused while something else happens to the chat."""
+    """Decorate a method that changes the chat: it is refused while something else holds the
+    chat."""
 
     @functools.wraps(method)
     def guarded(self: G, /, *given: P.args, **named: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""A lower bound of the number of tokens in a text, so that a text of ten megabytes can be refused
+"""A lower bound for the number of tokens in a text, so that a text that is too long can be refused
 without tokenizing it.
 
 No token stands for more bytes than the longest one of the vocabulary, so a text has at least `bytes
@@ -36,7 +36,7 @@ def longest_token(tokenizer: Codec) -> int | None:
 
 
 class MinTokens:
-    """The bound for one tokenizer, whose vocabulary is looked through once, when it is needed."""
+    """The bound for one tokenizer. The first call of `of` looks through the vocabulary."""
 
     def __init__(self, tokenizer: Codec) -> None:
         self._tokenizer = tokenizer

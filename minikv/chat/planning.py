@@ -1,8 +1,8 @@
-"""What the next question makes a chat read, and why: `Planner.plan`.
+"""Decides what a chat reads for the next question: `Planner.plan`.
 
-There are four ways (see `minikv.chat.reuse`): only what is new, behind what the cache has seen; the
-whole conversation again; a document and the question about it as prompts of their own; or the whole
-conversation, of which the tier has the beginning.
+There are four ways (see `minikv.chat.reuse`): only the new tokens, after those that the cache has
+seen; the whole conversation again; a document and the question about it as separate prompts; or the
+whole conversation, of which the tier has the beginning.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from minikv.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What was said and read before the next question. documents: those of the turns so far.
-    pending: those that come with the question."""
+    """The conversation before the next question. documents: those of the turns so far. pending:
+    those that come with the next question."""
 
     turns: Sequence[Turn]
     documents: Sequence[Document]
@@ -35,9 +35,9 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the user asked for. reuse: one of `reuse.REUSES`. rereads: to read everything again with
-    this question. keeps_cache: that `auto` reads nothing again. pinned: a system prompt whose
-    tokens never leave; "" if there is none."""
+    """The user's settings. reuse: one of `reuse.REUSES`. rereads: read everything again with this
+    question. keeps_cache: `auto` must not read anything again. pinned: the system prompt, if its
+    tokens must never be evicted; else ""."""
 
     reuse: str
     rereads: bool
@@ -48,8 +48,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans the next prompt. It changes nothing but the tier: one is made where it is needed, and
-    forgets rows of tokens that are not in the conversation."""
+    """Plans the next prompt. It changes nothing but the tier, which it creates if needed, and from
+    which it drops the rows of tokens that are not in the conversation."""
 
     past: Past
     wanted: Wanted
@@ -59,11 +59,11 @@ class Planner:
     max_context: int
 
     def plan(self, messages: Sequence[Message]) -> tuple[PromptPlan, Decision | None]:
-        """What to read so that the cache has seen `messages`, the next question included, up to
-        where the answer begins; and what `auto` chose, if it had a choice.
+        """What to read so that the cache has seen `messages`, which include the next question, up
+        to where the answer begins; and what `auto` chose, if it had a choice.
 
-        Raises UsageError where `recall` was asked for by name and cannot be had, and what
-        `Composer` raises.
+        Raises UsageError if `reuse` is "recall" and that is not possible, and what `Composer`
+        raises.
         """
         pinned = len(start(self.composer.template, self.wanted.pinned)) if self.wanted.pinned else 0
         recalls = self.recalls()
@@ -74,7 +74,7 @@ class Planner:
     def _from_the_beginning(
         self, messages: Sequence[Message], pinned: int, recalls: bool
     ) -> PromptPlan:
-        """The cache has seen nothing: everything is read, or is in the tier."""
+        """The plan if the cache has seen nothing: read everything that is not in the tier."""
         log, again = self.past.log, bool(self.past.turns)
         ids = self.composer.opening(messages)
         if recalls and self.recall.ready(len(ids)):
@@ -94,7 +94,7 @@ class Planner:
     def _behind_what_is_there(
         self, messages: Sequence[Message], pinned: int, recalls: bool
     ) -> tuple[PromptPlan, Decision | None]:
-        """The cache has seen the conversation up to the question."""
+        """The plan if the cache has seen the conversation up to the next question."""
         log, wanted = self.past.log, self.wanted
         new, decision = self.only_new(messages), None
         whole = log.fed + new.ids
@@ -121,20 +121,20 @@ class Planner:
         return new, decision
 
     def only_new(self, messages: Sequence[Message]) -> PromptPlan:
-        """Only what is new, behind what the cache has seen."""
+        """The plan that reads only the new tokens, after those that the cache has seen."""
         ids = self.past.log.owed + self.composer.following(messages)
         return PromptPlan("once", (ids,), False, asks=not self.past.pending)
 
     def _last_turn(self, ids: Sequence[int]) -> int:
-        """Where the last turn begins in the whole conversation: what it has of earlier turns, as
-        far as it is what they were read and written as."""
+        """The position at which the last turn begins in `ids`, the whole conversation: how many of
+        its tokens are those that earlier turns read and wrote."""
         turns, log = self.past.turns, self.past.log
         seen = turns[-1].report.tokens.seen_total if turns else 0
         return reuse.shared((log.fed or log.known)[:seen], ids)
 
     def _asked(self, messages: Sequence[Message]) -> list[tuple[int, str]]:
-        """(index in the messages, text of its documents) of each message with documents, the next
-        one included."""
+        """(index in the messages, text of its documents) of each message that has documents, the
+        next question included."""
         turns = self.past.turns
         first = len(messages) - 1 - 2 * len(turns)
         brought = [*(turn.documents for turn in turns), self.past.pending]
@@ -148,21 +148,21 @@ class Planner:
 
     @property
     def scores_twice(self) -> bool:
-        """The policy reads what it scores a second time."""
+        """Whether the policy scores prompts with a second pass."""
         prompt = self.kv.rules.prompt
         return prompt is not None and prompt.evidence.second_pass
 
     @property
     def blind(self) -> bool:
-        """Documents are evicted before a question about them is seen."""
+        """Whether documents are evicted before a question about them is read."""
         reuse = self.wanted.reuse
         return reuse == "blind" or (reuse == "auto" and self.scores_twice)
 
     def recalls(self) -> bool:
-        """Whether the question is to be answered from a tier, where one can be had. Raises
-        UsageError if that was asked for and the policies cannot."""
+        """Whether the question is answered from a tier, if there can be one. Raises UsageError if
+        `reuse` is "recall" and the policies or `tier="none"` rule that out."""
         reuse, evicts = self.wanted.reuse, self.wanted.eviction.evicts
-        # Without eviction the cache has all, but for one that is gone or that another policy left.
+        # Without eviction the cache has all rows, unless it is empty or another policy evicted.
         gone = self.recall.tokens > 0 and (not self.past.log.fed or self.kv.stats().gaps)
         if not (evicts or gone) or reuse not in ("auto", "recall"):
             return False
@@ -175,7 +175,7 @@ class Planner:
         return True
 
     def decide(self) -> Decision:
-        """What `auto` does where there is no tier."""
+        """What `auto` does if there is no tier."""
         if not self.past.documents or not self.kv.stats().evicted:
             return Decision("once")
         eviction = self.wanted.eviction
@@ -186,7 +186,7 @@ class Planner:
     # -- what is read again ----------------------------------------------------------------------
 
     def reads_again(self) -> int:
-        """Tokens that `auto` would read again with the next question."""
+        """How many tokens `auto` would read again with the next question."""
         fed = self.past.log.fed
         if not fed or self.wanted.rereads or self.wanted.reuse != "auto":
             return 0
@@ -196,12 +196,13 @@ class Planner:
         return len(fed) if self.decide().reuse == "refresh" else 0
 
     def rereads(self, plan: PromptPlan, decision: Decision | None) -> bool:
-        """Whether `auto` reads the conversation again by this plan."""
+        """Whether `auto` reads the conversation again with this plan."""
         again = plan.recalled and self._lacks(plan.given)
         return decision is not None and (plan.reuse == "refresh" or again)
 
     def _lacks(self, tokens: int) -> bool:
-        """Whether so many first tokens are less than what the last question read."""
+        """Whether the first `tokens` tokens are fewer than the last question's prompt had in
+        all."""
         if not self.past.turns:
             return False
         last = self.past.turns[-1].report.tokens
@@ -212,8 +213,8 @@ class Planner:
     def refuse_without_tier(
         self, recalled: bool, tokens: int, refresh_every: int, quality: float
     ) -> None:
-        """Raise UsageError if one of these settings needs a tier for so many tokens and there is
-        none. recalled: the prompt is."""
+        """Raise UsageError if one of these settings is on, needs a tier for `tokens` tokens, and
+        there is none. recalled: whether the prompt is recalled."""
         named = {"refresh_every": refresh_every, "quality": quality}
         name = next((name for name, value in named.items() if value), None)
         if name is None:

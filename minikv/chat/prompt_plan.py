@@ -1,7 +1,7 @@
-"""What a turn feeds to the engine, and how the cache goes back if that fails.
+"""The prompts that a turn feeds to the engine, and how the cache is restored if that fails.
 
-`Engine.prompt` undoes one prompt. If a turn has several prompts, or replaces what is in the cache,
-the old cache is kept until all of them were read.
+`Engine.prompt` undoes one prompt. If a turn has several prompts, or replaces the content of the
+cache, the old cache is kept until all of them were read.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from minikv.errors import Interrupted
 class PromptPlan:
     """What a turn reads.
 
-    parts: the prompts, in order. anew: they are read into an empty cache. reuse: what the turn
-    record says. pinned: with `anew`, how many first positions never leave. recalled: the one part
+    reuse: for the turn record. parts: the prompts, in order. anew: they are read into an empty
+    cache. pinned: with `anew`, how many first positions are never evicted. recalled: the only part
     is the whole conversation, of which the tier gives the first `given` tokens. begins: the
-    position at which the last turn begins, where the one part is the whole conversation. asks: the
+    position at which the last turn begins, if the only part is the whole conversation. asks: the
     last part only asks about what was read before it.
     """
 
@@ -54,11 +54,11 @@ class PromptPlan:
         return sum(map(len, self.parts))
 
     def behind(self, seen: int) -> int:
-        """How many positions come before it, where the cache has seen so many tokens."""
+        """How many positions come before the prompts, if the cache has seen `seen` tokens."""
         return 0 if self.anew else seen
 
     def fits(self, seen: int, max_context: int) -> bool:
-        """Whether it and one more token fit `max_context` positions."""
+        """Whether the prompts and one more token fit into `max_context` positions."""
         return self.behind(seen) + self.length + 1 <= max_context
 
 
@@ -66,11 +66,12 @@ class PromptPlan:
 class Read:
     """The result of reading a turn.
 
-    seconds: wall time, but for `fidelity_s`. logits: of the last token, float32 [V]. evict_s:
-    seconds of eviction. peak: the most bytes at once. blind: a policy that scores with the question
-    evicted before a question was read. lost: estimated attention lost (mean, maximum, layer of the
-    maximum) by the last part. gaps: rows had left before it, which the estimate does not see.
-    fidelity: of a prompt that was recalled, if it was to be measured; fidelity_s: seconds of that.
+    seconds: wall time without `fidelity_s`. logits: of the last token, float32 [V]. evict_s:
+    seconds of eviction. peak: the most bytes allocated at once. blind: a policy that scores with
+    the question evicted before a question was read. lost: share of attention mass that the last
+    part lost (mean, maximum, layer of the maximum), an estimate. gaps: rows had left before the
+    last part, which the estimate does not include. fidelity: of a recalled prompt, if it was
+    measured; fidelity_s: seconds of measuring.
     """
 
     seconds: float
@@ -92,23 +93,23 @@ def read(
     stopped: Callable[[], bool],
     measuring: Measuring,
 ) -> Read:
-    """Feed the prompts of the plan. room: expected tokens of the answer. measuring: of a prompt
+    """Feed the prompts of the plan. room: expected tokens of the answer. measuring: for a prompt
     that is recalled.
 
-    Between chunks, `progress(done, total)` is called, where what a policy reads twice counts twice,
-    and Interrupted is raised if `stopped()`.
-    After any error, the cache is as it was before.
+    Between chunks, `progress(done, total)` is called, in tokens; tokens that a policy reads twice
+    count twice. Then Interrupted is raised if `stopped()`. After any error, the cache is as it was
+    before.
     """
     began = perf_counter()
     kv, done, evict_s, peak, blind = engine.kv, 0, 0.0, 0, False
-    coming, work = sum(map(len, plan.parts)), 0  # tokens of the parts to come, and of this one
+    coming, work = sum(map(len, plan.parts)), 0  # tokens of the parts after this one, and of it
     replaces = plan.anew and kv.position > 0
     fidelity, fidelity_s = None, 0.0
 
     def between_chunks(so_far: int, of: int) -> None:
         nonlocal work
-        # A recalled question is fed with the tokens before it that score it, and some prompts are
-        # read twice.
+        # This may differ from the part's length: a recall also feeds tokens that the policies
+        # observe, and some prompts are read twice.
         work = of
         whole = done + of + coming
         if stopped():
@@ -139,8 +140,8 @@ def read(
                 turn = max(1, len(part) - plan.begins) if plan.begins else None
                 logits = engine.prompt(part, between_chunks, room if last else 1, asks, turn)
                 figures = kv.last_prompt
-            # What an error goes back to is kept until the last prompt was read.
-            anew = replaces and not plan.recalled  # which counts the old rows itself
+            # Until the last prompt was read, the old cache is kept, in case of an error.
+            anew = replaces and not plan.recalled  # a recall counts the old rows itself
             tries = fidelity is not None and (fidelity.tried or 1) > 1
             kept = before.arena.nbytes if anew or done or tries else 0
             done += max(work, len(part))

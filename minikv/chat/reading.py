@@ -1,4 +1,4 @@
-"""Reading what was planned, and what is read instead if that is stopped or the tier fails."""
+"""Reads the planned prompts, or others if reading is stopped or the tier fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from minikv.errors import Interrupted
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads the prompt of a turn. expected: tokens of the answer. warn(line): tell the user."""
+    """Reads the prompt of a turn. expected: tokens of the answer. warn(line): shows a line to the
+    user."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -36,11 +37,13 @@ class Reader:
     def read(
         self, plan: PromptPlan, decision: Decision | None, messages: Sequence[Message]
     ) -> tuple[PromptPlan, Read]:
-        """Read what `plan` says; or, if `skip` stops that, only what is new; or, if the tier is
-        damaged, what it no longer has, too. Returns what was read.
+        """Read what `plan` says. If `skip` stops that, read only the new tokens. If the tier is
+        damaged, also read the tokens that it has lost. Returns the plan that was carried out and
+        its result.
 
-        What scoring costs is told first. Between chunks, `progress` is called. After any error, the
-        cache is as it was before; else `Recall.scored` is to be called once the turn counts.
+        The user is told first what a second pass costs. Between chunks, `progress` is called. After
+        any error, the cache is as it was before. Otherwise the caller must call `Recall.scored`
+        once the turn counts.
         """
         self.cancelling.rereading = self.planner.rereads(plan, decision)
         try:
@@ -74,7 +77,7 @@ class Reader:
             if not self.room.has(plan):
                 raise
         else:
-            cancelling.skipped = False  # it came when all was read
+            cancelling.skipped = False  # `skip` came after everything was read
             return plan, found
         cancelling.rereading = False  # first: from here on `skip` is `cancel`
         cancelling.skipped = False

@@ -1,7 +1,8 @@
-"""A chat's tier: where the exact keys and values of its conversation are kept, and of what tokens.
+"""A chat's tier: where the exact keys and values of its conversation are kept, and for which
+tokens.
 
-The tokens in the tier are remembered, so that after a turn was taken back, another chat was loaded
-or a policy was tried, just what the conversation shares with them is used.
+`Recall` remembers the tokens of the rows in the tier. So after an undone turn, another loaded chat
+or another policy, it uses the rows of the tokens that the conversation still begins with.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from minikv.errors import MinikvError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tier's file is made. identity: of what its rows belong to. named: it has this name
-    until it is closed, and may get another one; else it has none from the beginning, so that it is
-    gone with the process."""
+    """Where a tier's file is created. identity: of the model whose rows it holds, for the file's
+    header. named: the file keeps its name until it is closed, and may be renamed. Otherwise the
+    name is removed at once, so that the file is deleted with the process."""
 
     path: Path
     identity: Mapping[str, object] = field(default_factory=dict)
@@ -34,14 +35,16 @@ class Place:
 
 
 def somewhere() -> Place:
-    """A file for temporary things."""
+    """A new file in the directory for temporary files."""
     return Place(Path(tempfile.gettempdir()) / f"minikv-{os.getpid()}-{secrets.token_hex(4)}.kv")
 
 
 class Recall:
-    """`kind`: one of `reuse.TIERS`; may be set between turns. `why`: why there is no tier, once one
-    was wanted; else "". `where()`: where a file is to be made; raises UsageError. `say(line)` is
-    called once for a conversation, with the place that its tier took, or why there is none."""
+    """Manages the tier of a chat.
+
+    kind: one of `reuse.TIERS`; may be set between turns. why: why there is no tier, after one was
+    needed; else "". where(): where to create a file; raises UsageError. say(line): called once per
+    conversation, with a line about where its tier is, or why there is none."""
 
     def __init__(
         self,
@@ -50,8 +53,8 @@ class Recall:
         dtype: str = "same",
         free: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """dtype: of `reuse.TIER_DTYPES`. free(): bytes of host memory that are free, None if that
-        is not known."""
+        """dtype: one of `reuse.TIER_DTYPES`. free(): free bytes of host memory, None if not
+        known."""
         self._kv, self._coded, self._free = kv, dtype == "int8", free
         self.kind = kind
         self.where: Callable[[], Place] = somewhere
@@ -63,17 +66,17 @@ class Recall:
 
     @property
     def tier(self) -> Tier | None:
-        """The tier, where there is one."""
+        """The tier; None if there is none."""
         return self._kv.tier
 
     @property
     def tokens(self) -> int:
-        """Tokens whose keys and values are in the tier."""
+        """How many tokens have their keys and values in the tier."""
         return 0 if self.tier is None else len(self._ids)
 
     @property
     def dtype(self) -> str:
-        """One of `reuse.TIER_DTYPES`: that of the tier's rows."""
+        """The number format of the tier's rows, one of `reuse.TIER_DTYPES`."""
         return "int8" if self._coded else "same"
 
     @property
@@ -83,29 +86,30 @@ class Recall:
 
     @property
     def place(self) -> str:
-        """Where the tier is, ram or file, while it holds anything; else ""."""
+        """Where the tier is: "ram" or "file"; "" if it holds nothing."""
         return self.tier.kind if self.tier is not None and self._ids else ""
 
     @property
     def file(self) -> FileRows | None:
-        """The file that the tier is in, if it is in one."""
+        """The file of the tier; None if it is not in a file."""
         rows = None if self.tier is None else self.tier.rows
         return rows if isinstance(rows, FileRows) else None
 
     @property
     def columns(self) -> Columns:
-        """What a tier of this chat keeps of each row."""
+        """The columns of a tier of this chat."""
         return columns_of(self._kv.shape, self._kv.dtype, self._coded)
 
     def has(self, ids: Sequence[int]) -> int:
-        """As `given`, but nothing is forgotten."""
+        """How many of the first tokens `ids` are in the tier. As `given`, but it drops no rows."""
         return 0 if self.tier is None else shared(self._ids, ids)
 
     # -- before a prompt ----------------------------------------------------------------------
 
     def ready(self, tokens: int) -> bool:
-        """Whether a conversation of so many tokens has a tier, which is made if need be. If not,
-        `why` says why. Raises UsageError where one was asked for by name and cannot be had."""
+        """Whether there is a tier with room for a conversation of `tokens` tokens; creates one if
+        needed. If not, `why` says why. Raises UsageError if `kind` is "ram" or "file" and there
+        cannot be such a tier."""
         self.why = '`tier="none"`' if self.kind == "none" else self._kv.rules.cannot_recall or ""
         if self.why:
             return False
@@ -132,11 +136,11 @@ class Recall:
 
     @property
     def free(self) -> int | None:
-        """Bytes of host memory that are free; None if that is not known."""
+        """Free bytes of host memory; None if not known."""
         return self._free()
 
     def _no_ram(self, tokens: int) -> str:
-        """Why the memory does not hold so many tokens; "" if it does."""
+        """Why host memory has no room for a tier of `tokens` tokens; "" if it has."""
         have = self.nbytes
         need = self._bytes(RamRows.room(tokens, self._kv.shape.max_context))
         free = self._free()
@@ -145,8 +149,9 @@ class Recall:
         return f"what was read takes {size(need)} of RAM, and {size(free + have)} are free"
 
     def _no_file(self, tokens: int, because: str) -> str:
-        """Have the tier in a file; or why not. Raises UsageError if one was asked for, and the
-        conversation had none before."""
+        """Move the tier to a file with room for `tokens` tokens. Returns "", or why that failed.
+        because: why it cannot be in RAM, for the message. Raises UsageError if it failed for the
+        first time in this conversation and `kind` is "file"."""
         if self._broken:
             return self._broken
         have = len(self._ids) if self.tier is not None else 0
@@ -169,8 +174,8 @@ class Recall:
     def _made(
         self, place: Place, have: int, tokens: int, columns: Columns | None = None
     ) -> FileRows:
-        """A file with room for so many tokens, and with the first of them that the tier has.
-        columns: by default those of the tier. Raises TierError; then there is none."""
+        """Create a file with room for `tokens` tokens, and copy the first `have` rows of the tier
+        to it. columns: by default those of the tier. Raises TierError; then there is no file."""
         kv = self._kv
         rows = FileRows.create(
             place.path,
@@ -194,8 +199,8 @@ class Recall:
         return rows
 
     def _take(self, rows: FileRows | None, ids: Sequence[int] = ()) -> None:
-        """Have a tier with these rows in the place of the one there is; None: an empty one in
-        memory."""
+        """Replace the tier by one with these rows; None: an empty one in memory. ids: the tokens of
+        the rows."""
         kv, ids = self._kv, list(ids)
         self.leave()
         kv.tier = Tier(kv.shape, kv.dtype, kv.device, coded=self._coded, rows=rows)
@@ -209,19 +214,19 @@ class Recall:
             self.say(line)
 
     def given(self, ids: Sequence[int]) -> int:
-        """How many first tokens of a conversation are in the tier; what else was there is
-        forgotten."""
+        """How many of the first tokens of the conversation `ids` are in the tier. Drops the other
+        rows from it."""
         assert self.tier is not None
         del self._ids[shared(self._ids, ids) :]
         self.tier.truncate(len(self._ids))
         self.tier.ids = list(ids)
         return len(self._ids)
 
-    # -- after it -------------------------------------------------------------------------------
+    # -- after a prompt -------------------------------------------------------------------------
 
     def keep(self, ids: Sequence[int]) -> str:
-        """The whole conversation was read: the tier has it. If it could not be kept, a line for
-        the user."""
+        """Note that the tier now has all tokens of the conversation. Returns "", or a line for the
+        user if the rows could not be kept."""
         assert self.tier is not None
         if self.tier.failed is not None:
             return self.failed(self.tier.failed)
@@ -229,8 +234,9 @@ class Recall:
         return ""
 
     def failed(self, error: TierError) -> str:
-        """Use of the tier only what is as it was written. Returns a line for the user."""
-        if self._kv.scoring_tier is not None:  # while it is there, no other is read
+        """After an error of the tier, use only its rows that are intact. Returns a line for the
+        user."""
+        if self._kv.scoring_tier is not None:  # while it exists, the other tier is not read
             self.scored()
             self._broken = str(error)
             return (
@@ -247,16 +253,17 @@ class Recall:
         self.tier.truncate(error.rows)
         return f"the tier is damaged: {error}; {lost:,} tokens are read again"
 
-    # -- what is read twice -----------------------------------------------------------------------
+    # -- prompts with a second pass ---------------------------------------------------------------
 
     @property
     def broken(self) -> str:
-        """Why files are not tried again in this conversation; "" if they are."""
+        """Why files are no longer used in this conversation; "" if they may be."""
         return self._broken
 
     def keep_in_file(self, tokens: int) -> str:
-        """Have prompts of up to so many tokens in a file without a name until they are scored, and
-        `scored` is called: exactly, whatever `dtype` is. Returns why not, "" if so."""
+        """Create a file without a name for the rows of prompts of up to `tokens` tokens, until they
+        are scored and `scored` is called. The rows are exact, whatever `dtype` is. Returns "", or
+        why that failed."""
         kv = self._kv
         assert kv.scoring_tier is None
         try:
@@ -268,7 +275,8 @@ class Recall:
         return ""
 
     def scored(self) -> None:
-        """What was read is scored, or no longer wanted: that file is gone. Cannot fail."""
+        """Remove the file of `keep_in_file`, if there is one: its rows are scored or no longer
+        needed. Cannot fail."""
         tier, self._kv.scoring_tier = self._kv.scoring_tier, None
         if tier is not None and isinstance(tier.rows, FileRows):
             tier.rows.close()
@@ -276,8 +284,9 @@ class Recall:
     # -- a chat's files -------------------------------------------------------------------------
 
     def adopt(self, rows: FileRows) -> None:
-        """Go on with the tier in this file, which is of this network; in memory if `kind` is ram.
-        Raises TierError, and what torch raises without memory; then there is no tier."""
+        """Use the rows of this file, which belong to this network, as the tier; if `kind` is "ram",
+        copy them to memory. Raises TierError, and what torch raises when memory runs out; then
+        there is no tier."""
         self._coded = "k_scale" in rows.header.columns
         if self.kind != "ram":
             self._take(rows, rows.ids)
@@ -296,7 +305,8 @@ class Recall:
         self._ids, self.tier.length = ids, len(ids)
 
     def write(self, place: Place) -> FileRows:
-        """A file with all that the tier has, on disk. Raises TierError; then there is none."""
+        """Write a copy of the tier to a new file, and wait until it is on disk. Raises TierError;
+        then there is no file."""
         rows = self._made(place, len(self._ids), len(self._ids))
         try:
             rows.sync()
@@ -306,11 +316,11 @@ class Recall:
         return rows
 
     def move(self, rows: FileRows) -> None:
-        """Go on with this copy of the tier."""
+        """Use this copy, which `write` returned, as the tier."""
         self._take(rows, self._ids)
 
     def leave(self) -> None:
-        """Have no tier. The file of a saved chat stays."""
+        """Drop the tier. The file of a saved chat stays."""
         self.scored()
         if self.file is not None:
             self.file.close()
@@ -318,7 +328,7 @@ class Recall:
         self._ids = []
 
     def clear(self) -> None:
-        """Forget the conversation and give its memory back. The file of a saved chat stays."""
+        """Forget the conversation and free its memory. The file of a saved chat stays."""
         self.scored()
         if self.file is not None:
             self.leave()

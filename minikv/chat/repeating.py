@@ -1,5 +1,5 @@
-"""How a chat's model is asked to repeat what it has read, for policies that read everything twice
-(`minikv.policies.kvzip`), and what that costs.
+"""For policies with a second pass (`minikv.policies.kvzip`): how a chat's model is asked to repeat
+what it has read, what that costs, and where the keys and values are kept meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PROBES = ("a", "7?")  # two questions without a common last character
 
 
 def wording(tokenizer: Tokenizer, template: Template) -> Wording:
-    """The requests of the paper's release, and what the template puts behind a question."""
+    """The requests of KVzip's release, and the tokens that the template puts after a question."""
     one, two = (template.opening([Message("user", text)]) for text in _PROBES)
     count = shared(one[::-1], two[::-1])
     return Wording(
@@ -36,11 +36,12 @@ def wording(tokenizer: Tokenizer, template: Template) -> Wording:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What scoring takes beside reading.
+    """What scoring costs in addition to reading.
 
-    read: tokens of the prompts that are scored; longest: of the longest of them; tokens: those of
-    the second pass. In bytes, for the longest one: ram: of RAM, with its keys and values; file: of
-    a file with them, which is read `reads` times, and file_ram: of RAM beside the file.
+    read: tokens of the prompts that are scored. longest: tokens of the longest one. tokens: of the
+    second pass. For the longest prompt: ram: bytes of RAM, if its keys and values are kept there;
+    file: bytes of the file, if they are kept in one; reads: how often the file is read; file_ram:
+    bytes of RAM in addition to the file.
     """
 
     read: int = 0
@@ -52,7 +53,8 @@ class Scoring:
     file_ram: int = 0
 
     def line(self, *, in_file: bool) -> str:
-        """For the user, before it is paid. in_file: its keys and values are in a file."""
+        """A line that tells the user the cost beforehand. in_file: keys and values are kept in a
+        file."""
         times = (self.read + self.tokens) / max(1, self.read)
         held = f"{size(self.ram)} of RAM"
         if in_file:
@@ -67,8 +69,8 @@ class Scoring:
 
 
 def scoring(engine: Engine, parts: Sequence[Sequence[int]], position: int, asks: bool) -> Scoring:
-    """Of the prompts `parts`, the first of which begins at `position`; asks: the last one is a
-    question alone. Raises ContextError where no position is left for it."""
+    """The cost of scoring the prompts `parts`, the first of which begins at `position`. asks: the
+    last one is only a question. Raises ContextError if no position is left for a second pass."""
     kv, made = engine.kv, Scoring()
     for part in parts:
         cost = kv.scoring_cost(len(part), position, asks=asks and part is parts[-1])
@@ -87,12 +89,13 @@ def scoring(engine: Engine, parts: Sequence[Sequence[int]], position: int, asks:
 
 
 def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
-    """Have a place for the keys and values that are to be scored, until `Recall.scored`. Whether it
-    is a file; else it is RAM, of which nothing is taken yet. Where a file was asked for, it is RAM
-    only if a file failed before in this conversation, or takes more RAM than is free.
+    """Decide where keys and values are kept until they are scored, and create the file if it is
+    one. Returns True for a file, which exists until `Recall.scored`, and False for RAM, of which
+    nothing is allocated yet. If `recall.kind` is "file", RAM is used only if a file failed before
+    in this conversation, or needs more RAM than is free.
 
-    Raises MemoryShortError where there is no place, UsageError where a file was asked for and
-    cannot be made.
+    Raises MemoryShortError if there is no room, and UsageError if `recall.kind` is "file" and the
+    file cannot be created.
     """
     recall.scored()
     holds = f"{policy} holds all keys and values until they are scored"
@@ -122,7 +125,8 @@ def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
 
 
 def too_much(nbytes: int, free: int | None) -> str:
-    """Why the host's memory does not have so many bytes; "" if it does. free: None: not known."""
+    """Why host memory has no room for `nbytes` bytes; "" if it has. free: free bytes, None if not
+    known."""
     if free is None or nbytes <= free - free // 8:
         return ""
     return f"that takes {size(nbytes)} of RAM, and {size(free)} are free"
@@ -131,10 +135,10 @@ def too_much(nbytes: int, free: int | None) -> str:
 def lines(
     engine: Engine, tokenizer: Tokenizer, planner: Planner, plan: PromptPlan
 ) -> Iterator[str]:
-    """What scoring this prompt costs, for the user, if it is scored; the requests are then ready,
-    and there is a place for what is scored, until `Recall.scored`.
+    """If a second pass scores this prompt, prepare it: make the requests, and a place for keys and
+    values until `Recall.scored`. Yields lines that tell the user the cost.
 
-    Raises ContextError and what `keep` raises where it cannot be had.
+    Raises ContextError, and what `keep` raises.
     """
     if plan.recalled or not planner.scores_twice:
         return
@@ -145,11 +149,11 @@ def lines(
     if not cost.tokens:
         return
     policy = planner.wanted.eviction.policy
-    said = cost.line(in_file=keep(planner.recall, policy, cost))
+    line = cost.line(in_file=keep(planner.recall, policy, cost))
     if planner.wanted.reuse == "auto":
         yield (
             f'`reuse="auto"` evicts before the question is seen, so that one cache serves all '
-            f"questions; {policy}: {said}"
+            f"questions; {policy}: {line}"
         )
     else:
-        yield f"{policy} scores what is read by having it repeated: {said}"
+        yield f"{policy} scores what is read by having it repeated: {line}"

@@ -1,7 +1,7 @@
 """The turn record: what one turn cost. Every figure on the screen comes from it.
 
-`saved` is 1 - held / full, where held includes what the policy stores. It is rounded down, and
-never below 0. A figure that was not measured is None, never 0.
+`saved` is 1 - held / full, where held includes the policies' columns. It is rounded down, and never
+below 0. A figure that was not measured is None, never 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from minikv.cache.stats import Fidelity, share_saved
 from minikv.chat import shown
 
 UNKNOWN = "unknown"
-"""`Loss.method` where rows had left before the prompt that was measured."""
+"""`Loss.method` if rows had already left before the prompt that was measured."""
 PLACES = {"ram": "RAM", "file": "a file"}
 """Where a tier is, in words."""
 STOPS = {
@@ -31,7 +31,7 @@ UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Numbers of tokens; `kept_*`: per KV head and layer."""
+    """Numbers of tokens. kept_*: per KV head and layer."""
 
     prompt_new: int
     prompt_reused: int
@@ -45,14 +45,14 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class KvBytes:
-    """Bytes of KV cache, over all layers."""
+    """Bytes of the KV cache, over all layers."""
 
-    full: int  # the same rows and tokens in a cache without eviction
-    held: int  # rows held, with what the policy stores about them
+    full: int  # what the same tokens take in a cache without eviction
+    held: int  # rows held, with the policies' columns
     allocated: int  # memory allocated for the cache
     peak_prefill: int  # the most that existed at once while the prompt was read
-    policy_state: int  # the part of `held` that is the policy's
-    tier: int = 0  # the tier, beside all of these
+    policy_state: int  # the part of `held` that is the policies' columns
+    tier: int = 0  # the tier, in addition to all of these
 
     @property
     def saved(self) -> float:
@@ -62,8 +62,9 @@ class KvBytes:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Wall time. `load`: of the model, once. `compile`: None if nothing was compiled. `refresh`: of
-    the passes of `--refresh-every`; `fidelity`: of measuring it."""
+    """Wall time in seconds. load: of loading the model, once. compile: None if nothing was
+    compiled. refresh: of the passes of `--refresh-every`. fidelity: of measuring what eviction
+    loses."""
 
     load: float
     compile: float | None
@@ -78,7 +79,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens per second. The baseline is a full cache's, None if it was not run."""
+    """Tokens per second. The baseline is that of a full cache; None if it was not run."""
 
     prefill_tok_s: float | None
     decode_tok_s: float | None
@@ -87,10 +88,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Estimate of the attention mass of the evicted rows, from the queries of the last window.
+    """Estimate of the share of attention mass on evicted rows, from the queries of the last window.
 
-    `method`: window; unknown, if rows had left before this prompt, which its queries cannot miss
-    measurably; None if the policy looks at no attention or nothing was evicted.
+    method: "window"; "unknown" if rows had left before this prompt, because the loss of these
+    cannot be measured; None if the policy observes no attention or nothing was evicted.
     """
 
     est_mass_lost_mean: float | None
@@ -109,14 +110,15 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:
-    """One turn of a chat. `stop_reason` is a key of `STOPS`.
+    """One turn of a chat. stop_reason is a key of `STOPS`.
 
-    `shaped_by_turn`: the question for which the cache was evicted, 0 if it was evicted before any
-    question. `reuse`: what the turn read; `once`: what was new, `refresh`: the whole conversation,
-    `blind`: the documents as prompts of their own, `recall`: what the tier did not have. `tier`:
-    where that is, ram or file; empty if there is none. `kv_dtype`: number format of keys and
-    values. `weights`: plain, or the value of --weights. `refreshes`: how often the rows were chosen
-    anew while the answer was written. `fidelity`: None if nothing was recalled or measured.
+    shaped_by_turn: the number of the question for which the cache was evicted; 0 if it was evicted
+    before any question; None if no question decided what stayed. reuse: what the turn read: "once":
+    only new tokens; "refresh": the whole conversation; "blind": the documents as separate prompts;
+    "recall": the tokens that the tier did not have. tier: where the tier is, "ram" or "file"; "" if
+    there is none. kv_dtype: number format of cached keys and values. weights: "plain", or the value
+    of --weights. refreshes: how often the rows were chosen anew while the answer was written.
+    fidelity: None if nothing was recalled or measured.
     """
 
     turn: int
@@ -162,26 +164,27 @@ class TurnReport:
         ]
 
     def to_dict(self) -> dict[str, object]:
-        """As dictionaries, lists and numbers, for JSON."""
+        """The record as dictionaries, lists, texts and numbers, for JSON."""
         record = asdict(self)
         record["warnings"] = list(self.warnings)
         return record
 
     @property
     def saved(self) -> str:
-        """What the cache saves, in words: "96.1% saved"."""
+        """What the cache saves, e.g. "96.1% saved"."""
         if self.kv_bytes.saved > 0:
             return f"{percent_saved(self.kv_bytes.saved)} saved"
         return "nothing to save" if self.budget.get("unit") is None else "nothing to save yet"
 
     @property
     def misses(self) -> int:
-        """The question whose cache this answer came from, if it was another one; else 0."""
+        """The number of the earlier question for which the cache was evicted; 0 if there is
+        none."""
         by = self.shaped_by_turn or 0
         return by if by < self.turn else 0
 
     def lines(self) -> tuple[str, ...]:
-        """The short lines under an answer: speed, then memory, then what it may miss."""
+        """The short lines below an answer: speed, then memory, then what the answer may lack."""
         tokens, kv = self.tokens, self.kv_bytes
         speed = [f"{tokens.generated:,} tok"]
         if self.rate.decode_tok_s is not None:

@@ -1,12 +1,13 @@
 """What later questions find in the cache.
 
-A policy that scores with the question keeps what that question needs. The next question then finds
-gaps (FasterDecoding/SnapKV#18: "compress individually for different turns"). `refresh` reads the
-whole conversation again with each question. `once` continues with the cache of the first question.
-`blind` evicts a document before it sees a question about it, as kvpress measures. `recall` answers
-each question from the tier (`minikv.cache.tier`), as the first one was, without reading again.
-`auto` is `blind` if the policy reads everything twice, so that one cache serves all questions; else
-`recall` where there is a tier; else `refresh` if the policy scores with the question, else `once`.
+A policy that scores with the question keeps what that question needs, so a later question may lack
+rows (FasterDecoding/SnapKV#18: "compress individually for different turns"). `refresh` reads the
+whole conversation again with each question. `once` goes on with the cache of the first question.
+`blind` evicts a document before it reads a question about it, as kvpress measures. `recall` answers
+each question from the tier (`minikv.cache.tier`), as the first one was answered, without reading
+again. `auto` is `blind` if the policy has a second pass, so that one cache serves all questions;
+else `recall` if there is a tier; else `refresh` if the policy scores with the question; else
+`once`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ REUSES = ("auto", "recall", "refresh", "once", "blind")
 TIERS = ("auto", "ram", "file", "none")
 TIER_DTYPES = ("same", "int8")
 REREAD_LIMIT = 32_768
-"""Tokens to read again above which a chat on a terminal asks first."""
+"""If more tokens than this must be read again, a chat on a terminal asks first."""
 _BLOCK = 4096  # tokens
 _PROBES = ("a", "7?")  # two questions without a common first character
 
@@ -35,19 +36,20 @@ def checked(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What `auto` chose: recall, refresh or once, and a line that says why; empty if both are the
-    same."""
+    """What `auto` chose, and why. reuse: "recall", "refresh" or "once". why: a line for the user;
+    "" if there is nothing to explain."""
 
     reuse: str
     why: str = ""
 
 
 def decide(policy: str, asks: bool, keeps: bool, why: str = "") -> Decision:
-    """Choose for the next question, if rows of a document were evicted and there is no tier.
+    """What `auto` does with the next question, if rows of a document were evicted and there is no
+    tier.
 
-    asks: the policy scores with the question. keeps: the user wants no reading again. why: there is
-    no tier. Nothing else counts, so the same chat gets the same answers on a slow machine and on a
-    busy one.
+    asks: the policy scores with the question. keeps: the user does not want to read anything again.
+    why: why there is no tier. Nothing else matters, e.g. no time, so the same chat gets the same
+    answers on every machine.
     """
     if not asks:
         return Decision(
@@ -73,9 +75,10 @@ def parts(
 ) -> tuple[list[int], ...]:
     """Cut `ids` where documents end and the questions about them begin.
 
-    asked: (message, text of its documents). again(message, content): the ids with another content
-    in that message. Ids that stay the same under two other questions belong to no question. So no
-    token of a question is before a cut, whatever the template and the tokenizer do.
+    asked: for each message with documents, its index and the text of its documents. again(index,
+    content): the ids with another content of that message. A cut is where the ids begin to differ
+    if the question is replaced by either of two others. So no token of a question is before its
+    cut, whatever the template and the tokenizer do.
     """
     cuts = {0, len(ids)}
     for at, documents in asked:
@@ -85,7 +88,7 @@ def parts(
 
 
 def shared(*runs: Sequence[int]) -> int:
-    """The length of the common beginning."""
+    """The length of the longest common prefix."""
     least, at = min(map(len, runs)), 0
     while at < least:  # whole blocks at once: conversations have up to a million tokens
         first, *others = (list(run[at : min(at + _BLOCK, least)]) for run in runs)

@@ -1,8 +1,8 @@
-"""A chat: documents and questions in, pieces of text out.
+"""A chat: takes documents and questions, and yields answers as pieces of text.
 
-`ChatSession` is the state of one conversation, and what can be done to it. `ChatSession._turn` is
-the course of a turn: its prompt is planned (`planning`) and read (`reading`), the answer is written
-(`writing`), and the turn is closed (`closing`).
+`ChatSession` holds the state of one conversation and its operations. `ChatSession._turn` does the
+steps of a turn in order: it plans the prompt (`planning`), reads it (`reading`), writes the answer
+(`writing`) and closes the turn (`closing`).
 """
 
 from __future__ import annotations
@@ -50,31 +50,35 @@ from minikv.errors import UsageError
 class ChatSession:
     """One conversation over one cache.
 
-    `max_context`: positions that the model was trained for. `seed`: of every random draw. `reuse`:
-    what later questions find (see `minikv.chat.reuse`). `undo_turns`: how many turns `undo` can
-    take back; each costs a copy of the cache in host memory, `UNDO_BYTES` in all. `refresh_every`:
-    after so many tokens of an answer the rows under the budget are chosen anew, from all that was
-    read and written; 0: never. `quality`: in place of the budget, the smallest one whose first
-    token is at most so many nats from a full cache's, the budget at the most; 0: the budget.
-    `fidelity`: measure what the rows lose with every prompt that a tier has. These five may be set
-    between turns.
+    max_context: positions that the model was trained for. seed: of every random draw.
 
-    `verified`: what the last `verify` found.
+    These settings may be changed between turns:
+    - reuse: what later questions find in the cache (see `minikv.chat.reuse`).
+    - undo_turns: how many turns `undo` can take back. Each needs a copy of the cache in host
+      memory; all copies together take at most `UNDO_BYTES`.
+    - refresh_every: after every so many tokens of an answer, the rows under the budget are chosen
+      anew from all tokens read and written; 0: never.
+    - quality: if not 0, use the smallest budget with which the first token of the answer is at most
+      this many nats from that of a full cache, but at most the user's budget.
+    - fidelity: measure what eviction loses of every prompt that is recalled from a tier.
 
-    `words`: how a warning is put; what to do about it comes as Python, in backquotes.
+    These describe the conversation:
+    - turns and reports: the turns so far, and their records.
+    - undone: the turns that the last `undo` took back, until the next question.
+    - verified: the result of the last `verify`; None if there is none.
+    - shaped_by: the number of the question for which the cache was evicted; 0 if it was evicted
+      before any question; None if neither.
+    - keeps_cache: `auto` reads nothing again in this conversation.
+    - rereading: `auto` is reading the conversation again, and `skip` would stop that.
+    - known: if the cache is empty but a tier may have rows, the tokens of the conversation as they
+      were read and written, as far as they are known. Tokenizing the text again may give others,
+      for which the tier has no rows.
+    - curve: (tokens seen, bytes held, bytes of a full cache) after every prompt and every answer.
+    - conversation: how often the chat was reset.
+    - baseline_tok_s: decode speed of a full cache in tokens per second; None until it was measured
+      in this chat.
 
-    `keeps_cache`: `auto` reads nothing again in this conversation. `rereading`: `auto` is reading
-    again, and `skip` would stop that.
-
-    `known`: where the cache is gone, the tokens of the conversation as they were read and written,
-    as far as they are known; a tier has the keys and values of these, not of the text's.
-
-    `shaped_by`: the number of the question for which the cache was evicted, 0 if it was evicted
-    before any question. `turns` and `reports`: those of the conversation so far. `undone`: the
-    turns that the last `undo` took back, until the next question. `curve`: (tokens seen, bytes
-    held, bytes of a full cache) after every prompt and every answer. `conversation`: how often the
-    chat was reset. `baseline_tok_s`: decode speed of a full cache, None until it was measured in
-    this chat.
+    words: a function that rewrites warnings, which name remedies as Python in backquotes.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class ChatSession:
         self.system = system
         self.pin_system = pin_system
         self.facts = facts or Facts()
-        self._noticed = 0  # notices of the engine that the user has seen
+        self._noticed = 0  # how many notices of the engine the user has seen
         self.history = UndoHistory(undo_turns, UNDO_BYTES)
         self.reuse = reuse
         self.recall = recall or Recall(engine.kv)
@@ -145,7 +149,7 @@ class ChatSession:
 
     @property
     def fed(self) -> list[int]:
-        """The tokens that the cache has seen."""
+        """The ids of the tokens that the cache has seen."""
         return self._log.fed
 
     @fed.setter
@@ -154,7 +158,8 @@ class ChatSession:
 
     @property
     def pending_token(self) -> int | None:
-        """The last token of an answer that was not fed, but begins the next prompt."""
+        """The last token of an answer, which was not fed and begins the next prompt; None if there
+        is none."""
         return self._log.pending
 
     @pending_token.setter
@@ -168,8 +173,8 @@ class ChatSession:
 
     @property
     def reuse(self) -> str:
-        """What a later question finds, one of `reuse.REUSES`. May be set between turns; raises
-        UsageError for anything else."""
+        """What later questions find in the cache, one of `reuse.REUSES`. May be set between turns;
+        raises UsageError for other values."""
         return self._reuse
 
     @reuse.setter
@@ -179,8 +184,7 @@ class ChatSession:
     @changes
     def refresh(self, *, wanted: bool = True) -> None:
         """Read the whole conversation again with the next question, and evict for that question,
-        whatever `reuse` says. `wanted` False cancels this. Raises UsageError if nothing was read
-        yet.
+        whatever `reuse` is. `wanted=False` cancels this. Raises UsageError if nothing was read yet.
         """
         if wanted and not self.fed:
             raise UsageError(
@@ -221,13 +225,14 @@ class ChatSession:
         return self.engine.kv.kept(layer, head)
 
     def start(self) -> list[int]:
-        """Token ids before the text of the first user message, with the BOS if the model has one:
-        what two conversations with this system prompt have in common."""
+        """Token ids before the text of the first user message, with the BOS token if the model has
+        one. All conversations with this system prompt begin with them."""
         return composing.start(self.template, self.system)
 
     @changes
     def configure(self, eviction: EvictionConfig) -> None:
-        """Use another policy or budget from the next prompt on. On UsageError nothing changes."""
+        """Use another policy or budget from the next prompt on. Raises UsageError; then nothing
+        changes."""
         self.engine.kv.configure(eviction.rules())
         self.eviction = eviction
 
@@ -236,8 +241,8 @@ class ChatSession:
         self.engine.kv.check(eviction.rules())
 
     def snapshot(self) -> ChatSnapshot:
-        """A copy of the chat between two turns. After `restore`, every answer is bit-identical. The
-        rows in use are copied to host memory."""
+        """A copy of the chat between two turns. After `restore`, every answer is bit-identical.
+        Copies the rows in use to host memory."""
         with self.guard.change(inside=True):
             assert self.turn == len(self.turns), "a turn is under way"
             return replace(self._without_cache(), held=self.engine.kv.snapshot())
@@ -261,11 +266,11 @@ class ChatSession:
 
     @changes
     def restore(self, snapshot: ChatSnapshot) -> None:
-        """Go back to `snapshot`, policies, budget and seed included. Between turns only.
+        """Return to `snapshot`, with its policies, budget and seed. Between turns only.
 
         If the snapshot has no cache, the next question reads its conversation again. Raises
-        UsageError if this chat cannot have those policies, ValueError if the cache is not from this
-        network. On these errors, and if memory runs out, nothing changes.
+        UsageError if this chat cannot use its policies, and ValueError if its cache is not from
+        this network. After these errors, and if memory runs out, nothing has changed.
         """
         self._restore(snapshot, snapshot.eviction)
 
@@ -291,12 +296,12 @@ class ChatSession:
 
     @changes
     def undo(self, turns: int = 1) -> list[Turn]:
-        """Take back the last `turns` turns, and return them. The documents of the first go in front
-        of the next question. Policy, budget and seed stay as they are now.
+        """Take back the last `turns` turns, and return them. The documents of the first of them are
+        put before the next question. Policy, budget and seed stay as they are now.
 
-        Where there is a copy of the cache from before them (see `undo_turns`), the first of their
-        questions, asked again, gets the same answer. Where there is none, the next question reads
-        the conversation that is left again. Raises UsageError if there are not so many turns; then
+        If there is a copy of the cache from before them (see `undo_turns`), the first of their
+        questions gets the same answer when it is asked again. If there is none, the next question
+        reads the remaining conversation again. Raises UsageError if there are fewer turns; then
         nothing changes.
         """
         refuse_undo(turns, len(self.turns))
@@ -315,31 +320,31 @@ class ChatSession:
         return taken
 
     def cancel(self) -> None:
-        """Stop the running turn at the next safe point: safe to call from a signal handler.
+        """Stop the running turn at the next safe point. Safe to call from a signal handler.
 
-        While the prompt is read, `ask` raises Interrupted and nothing was added. While the answer
+        While the prompt is read, `ask` raises Interrupted, and nothing is added. While the answer
         is written, the answer ends there and stays in the conversation.
         """
         self._cancelling.cancel()
 
     def skip(self) -> None:
-        """As `cancel`; but while `auto` reads the conversation again, only that is stopped, and the
-        answer comes from the cache as it is. Safe to call from a signal handler."""
+        """As `cancel`. But while `auto` reads the conversation again, stop only that; the answer
+        then comes from the cache as it is. Safe to call from a signal handler."""
         self._cancelling.skip()
 
     @property
     def rereading(self) -> bool:
-        """`auto` is reading the conversation again, and `skip` would stop that."""
+        """Whether `auto` is reading the conversation again, which `skip` would stop."""
         return self._cancelling.rereading
 
     def finish(self) -> None:
-        """End an answer whose iterator is open, as closing the iterator does. Raises UsageError
+        """End the answer whose iterator is open, as closing the iterator does. Raises UsageError
         while another thread computes its next piece."""
         self.guard.finish()
 
     def close(self) -> None:
-        """Give the memory of model and cache back; what is asked of the chat from then on is a
-        UsageError. Turns and reports stay. `with minikv.load() as chat` does it at the end."""
+        """Free the memory of the model and the cache. Later calls that need them raise UsageError.
+        Turns and reports stay. `with minikv.load() as chat` calls it at the end."""
         self.cancel()
         self.guard.close(self._free)
 
@@ -381,22 +386,22 @@ class ChatSession:
 
     @property
     def scoring(self) -> bool:
-        """What was read is being scored by a second pass."""
+        """Whether a second pass is scoring the prompt that was read."""
         return self.engine.kv.scoring
 
     @property
     def recalls(self) -> bool:
-        """Whether the next question can be answered from a tier, if there is one."""
+        """Whether `reuse` and the policies allow that the next question is answered from a tier."""
         return self.reuse in ("auto", "recall") and self.engine.kv.rules.cannot_recall is None
 
     @property
     def reads_again(self) -> int:
-        """Tokens that `auto` would read again with the next question."""
+        """How many tokens `auto` would read again with the next question."""
         return self._planner().reads_again() if self.fed else 0
 
     @property
     def room(self) -> int:
-        """Positions left in the model's context, the pending token already counted."""
+        """Positions left in the model's context, with the pending token counted as used."""
         return self.max_context - len(self.fed or self.known) - (self.pending_token is not None)
 
     @answers
@@ -417,12 +422,14 @@ class ChatSession:
 
         The answer ends before the first of the texts in `stop`. `progress(done, total)` is called
         between chunks of the prompt, `notice(line)` with each warning. Closing the iterator early
-        is the same as `cancel`. From its first piece until it ends, is closed or is collected,
-        everything else that would change the chat is refused (see `minikv.chat.guard`).
+        is the same as `cancel`. From its first piece until it ends, is closed or is
+        garbage-collected, everything else that would change the chat raises UsageError (see
+        `minikv.chat.guard`).
 
-        Raises ContextError if the prompt does not fit (it is never cut), UsageError, Interrupted,
-        NumericsError. After an error while the prompt was read, the chat is as it was before the
-        question. After an error in the answer, the part that was written stays.
+        Raises ContextError if the prompt does not fit (it is never cut), UsageError,
+        MemoryShortError, Interrupted and NumericsError. After an error while the prompt was read,
+        the chat is as it was before the question. After an error in the answer, the part that was
+        written stays.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         checks.whole("max_tokens", max_tokens, 1)
@@ -448,11 +455,13 @@ class ChatSession:
         stop: str | Sequence[str] = (),
         notice: Callable[[str], None] | None = None,
     ) -> Generator[str, None, None]:
-        """Go on with an answer that ended at its `max_tokens` or was stopped; yield what follows.
+        """Continue an answer that ended at its `max_tokens` or was stopped; yield the text that
+        follows.
 
-        The tokens are those of a larger `max_tokens` from the beginning. The turn grows: its
-        answer and its record are those of the whole answer, and `undo` takes back all of it.
-        Arguments and errors are those of `ask`. Raises UsageError if there is no such answer.
+        The answer is then the same as with a larger `max_tokens` from the beginning. It stays one
+        turn: its answer and its record are those of the whole answer, and `undo` takes back all of
+        it. max_tokens: of the new part. Arguments and errors are those of `ask`. Raises UsageError
+        if there is no such answer.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         checks.whole("max_tokens", max_tokens, 1)
@@ -465,12 +474,12 @@ class ChatSession:
     def verify(
         self, progress: Callable[[int, int], None] | None = None
     ) -> Generator[str, None, None]:
-        """Write the last answer again, every token of it from all that was read and not from the
-        rows under the budget, with its sampling and seed; yield its text. `verified` then says
-        where the two part. The chat stays as it is.
+        """Write the last answer again, with its sampling and seed, but without eviction: every
+        token attends to all rows of the tier. Yields its text. `verified` then says where the two
+        answers differ. The chat itself does not change.
 
-        `progress(done, total)` is called with every token. Raises UsageError where there is no such
-        answer, or no tier that has its question.
+        `progress(done, total)` is called with every token. Raises UsageError if there is no answer,
+        or no tier that has its question.
         """
         checks.function("progress", progress)
         return self._cancelling.during(self._verify(progress))
@@ -501,9 +510,9 @@ class ChatSession:
         """A question and its answer, in the order in which things happen."""
         began = perf_counter()
         self.guard.question = question
-        told = Warnings(self.words, notice)
+        turn_warnings = Warnings(self.words, notice)
 
-        # What is read is planned, or refused before anything is changed.
+        # Plan what to read, or refuse the question before anything is changed.
         message, room, planner = user_message(self.pending, question), self._room(), self._planner()
         room.refuse_text(message.content, self._min_tokens)
         messages = [*self.messages, message]
@@ -511,11 +520,11 @@ class ChatSession:
         room.refuse(plan)
         most = plan.length + settings.max_tokens
         planner.refuse_without_tier(plan.recalled, most, self.refresh_every, self.quality)
-        told.tell_all(warnings.before(self.template, question, planner, plan))
-        told.tell_all(self._auto.lines(planner, decision))
-        told.tell_all(self._new_notices())
+        turn_warnings.tell_all(warnings.before(self.template, question, planner, plan))
+        turn_warnings.tell_all(self._auto.lines(planner, decision))
+        turn_warnings.tell_all(self._new_notices())
 
-        # It is read. After an error, the chat is as it was.
+        # Read it. After an error, the chat is as it was.
         answer = Answer(self.tokenizer.stream(), settings.stop)
         known = self.engine.kv.stats()
         before = self.history.copy(self.snapshot, known.held_bytes)
@@ -530,13 +539,13 @@ class ChatSession:
             ),
             self._cancelling,
             progress,
-            told.tell,
+            turn_warnings.tell,
         )
         plan, read = reader.read(plan, decision, messages)
         reused = plan.given if plan.anew else len(self.fed)
         lines = [self.recall.keep(plan.ids)] if plan.recalled else []
 
-        # The prompt is in the cache. From here on the turn counts, also if the answer fails.
+        # The prompt is in the cache. From here on the turn counts, even if the answer fails.
         self.history.keep(self.turn, before)
         self._log.read(plan.ids, anew=plan.anew)
         if plan.anew:
@@ -550,28 +559,30 @@ class ChatSession:
         self.documents += attached
         self.pending, self.undone = [], []
 
-        # The answer is written.
-        lost = read.fidelity
-        # Where the user wanted no reading again, there is nothing to recall either.
-        anew = Anew(self.refresh_every * plan.recalled, lost.budget if lost else None)
+        # Write the answer.
+        fidelity = read.fidelity
+        # If the prompt was not recalled, the answer cannot recall anything either.
+        anew = Anew(self.refresh_every * plan.recalled, fidelity.budget if fidelity else None)
         writer = self._writer(settings, anew)
         try:
             self.recall.scored()
-            told.tell_all(filter(None, lines))
+            turn_warnings.tell_all(filter(None, lines))
             known = measured(self.engine.kv, known)
             self._mark(known)
             if known.shaped and self.shaped_by is None:
                 self.shaped_by = self.turn
-            told.tell_all(warnings.after(self.eviction, known, lost, documents=bool(attached)))
+            turn_warnings.tell_all(
+                warnings.after(self.eviction, known, fidelity, documents=bool(attached))
+            )
             yield from writer.write(answer, read.logits, began)
         except GeneratorExit:
             answer.reason = answer.reason or "user"
             raise
-        finally:  # The turn is closed, however it ended.
+        finally:  # Close the turn, however it ended.
             answer.close()
             self.messages = [*messages, Message("assistant", answer.text)]
             late = self._new_notices()
-            told.lines += late
+            turn_warnings.lines += late
             stats = measured(self.engine.kv, known)
             self._mark(stats)
             self.report = turn_report(
@@ -589,23 +600,23 @@ class ChatSession:
                 facts=self.facts,
                 recall=self.recall,
                 baseline_tok_s=self.baseline_tok_s,
-                warnings=told.lines,
+                warnings=turn_warnings.lines,
             )
             self.turns.append(Turn(question, answer.text, attached, self.report))
-            told.say(late)  # last: what the caller does here may fail
+            turn_warnings.say(late)  # last, because the caller's function may raise
 
     def _longer(
         self, settings: AnswerSettings, notice: Callable[[str], None] | None
     ) -> Generator[str, None, None]:
-        """The last answer goes on. settings: with the tokens that may follow."""
+        """Continue the last answer. settings: `max_tokens` is that of the new part."""
         began = perf_counter()
-        self.continuable()  # something may have happened since it was asked for
+        self.continuable()  # again, because the chat may have changed since `continue_answer`
         turn, known = self.turns[-1], self.engine.kv.stats()
         if self.refresh_every:
             planner, most = self._planner(), len(self.fed) + 1 + settings.max_tokens
             planner.refuse_without_tier(planner.recalls(), most, self.refresh_every, self.quality)
-        lost, generated = turn.report.fidelity, turn.report.tokens.generated
-        anew = Anew(self.refresh_every, lost.budget if lost else None)
+        fidelity, generated = turn.report.fidelity, turn.report.tokens.generated
+        anew = Anew(self.refresh_every, fidelity.budget if fidelity else None)
         ids = self._log.tokens[-generated:]
         answer = Answer.resumed(self.tokenizer.stream(), settings.stop, ids, turn.answer)
         answer.first_s = turn.report.time_s.first_token
@@ -669,7 +680,7 @@ class ChatSession:
         )
 
     def _new_notices(self) -> list[str]:
-        """What the engine has to say about itself, each line once."""
+        """The engine's notices that were not returned before."""
         lines = self.engine.notices[self._noticed :]
         self._noticed += len(lines)
         return lines
@@ -679,7 +690,7 @@ class ChatSession:
 
 
 class _Closed:
-    """In place of the engine of a chat that was closed."""
+    """Replaces the engine of a closed chat: every use raises UsageError."""
 
     def __getattr__(self, name: str) -> object:
         raise closed()

@@ -1,4 +1,4 @@
-"""Chats and reports as a Python prompt and a notebook show them: a line, or a small table."""
+"""How a Python prompt and a notebook show chats and reports: as a line, or as a small table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MOST = 300  # characters of a cell
 
 
 def clipped(text: str, most: int) -> str:
-    """`text` on one line of at most `most` characters, without what is not printable."""
+    """`text` on one line of at most `most` characters, with a space for what is not printable."""
     plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return plain if len(plain) <= most else f"{plain[: most - 1]}…"
 

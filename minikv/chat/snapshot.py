@@ -12,8 +12,8 @@ from minikv.chat.transcript import Document, Message, Turn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatSnapshot:
-    """A chat between two turns. `held`: its cache; None if the next question reads the whole
-    conversation again, or finds it in the tier. The other fields are those of `ChatSession`."""
+    """A chat between two turns. held: its cache; None if the next question reads the whole
+    conversation again, or recalls it from the tier. The other fields are those of `ChatSession`."""
 
     held: CacheSnapshot | None
     eviction: EvictionConfig
@@ -35,8 +35,8 @@ class ChatSnapshot:
         return 0 if self.held is None else self.held.nbytes
 
     def before(self, finished: int, template: Template) -> ChatSnapshot:
-        """The chat as it was with so many finished turns, without its cache. The documents of the
-        first turn after these are in front of the next question."""
+        """The chat after its first `finished` turns, without its cache. The documents of the turn
+        after these are pending for the next question."""
         turns = self.turns[:finished]
         return ChatSnapshot(
             None,
@@ -51,12 +51,12 @@ class ChatSnapshot:
         )
 
     def _message(self, finished: int) -> int:
-        """The index of the question that comes after so many turns."""
+        """The index of the question that comes after the first `finished` turns."""
         return len(self.messages) - 2 * (len(self.turns) - finished)
 
     def _tokens(self, finished: int, template: Template) -> tuple[int, ...]:
-        """The tokens of the conversation when so many turns were finished, with the last one of an
-        answer that was not fed; none where they cannot be told apart from those that came later."""
+        """The tokens of the conversation after its first `finished` turns, with the pending token
+        if there was one. Empty if it is not clear where the later turns begin."""
         if not finished:
             return ()
         before = list(self.messages[: self._message(finished) + 1])

@@ -1,8 +1,8 @@
-"""Texts before which an answer ends, found whichever tokens they are spread over.
+"""Stop texts: an answer ends before the first of them, even if it is spread over several tokens.
 
-What may be the beginning of a stop text is held back until it is known whether it is one. The
-result depends on the text alone, however it is cut into tokens: the stop text that is complete
-first ends the answer.
+Text that may be the beginning of a stop text is held back until that is decided. The result depends
+only on the text, not on how it is divided into tokens: the stop text that is complete first ends
+the answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from minikv.errors import UsageError
 
 
 def stop_texts(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The stop texts that were given, each once. One text may stand alone. Raises UsageError."""
+    """The given stop texts, each once. A single text need not be in a sequence. Raises UsageError
+    for one that is empty or not a str."""
     texts = (given,) if isinstance(given, str) else tuple(given)
     for text in texts:
         if not isinstance(text, str):
@@ -24,9 +25,11 @@ def stop_texts(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class StopTexts:
-    """Text in, text out, until one of `texts` is complete; `found` says whether it was.
+    """Takes pieces of text and returns those that belong to the answer, until one of `texts` is
+    complete.
 
-    held: the end of the text so far that may be the beginning of a stop text.
+    found: whether a stop text was complete. held: the end of the text so far that may be the
+    beginning of a stop text.
     """
 
     def __init__(self, texts: Sequence[str], held: str = "") -> None:
@@ -36,11 +39,11 @@ class StopTexts:
 
     @classmethod
     def after(cls, texts: Sequence[str], text: str) -> StopTexts:
-        """As if `text` had come already, and nothing had been found in it."""
+        """The state after `text`, in which no stop text was found."""
         return cls(texts, _beginning(texts, text))
 
     def push(self, piece: str) -> str:
-        """The text that is certain to belong to the answer by now."""
+        """Add a piece. Returns the text that is now certain to belong to the answer."""
         assert not self.found, "the answer has ended"
         text = self.held + piece
         ends = [(at + len(stop), at) for stop in self._texts if (at := text.find(stop)) >= 0]
@@ -51,13 +54,13 @@ class StopTexts:
         return text[: len(text) - len(self.held)]
 
     def flush(self) -> str:
-        """What was held back: no stop text came of it."""
+        """No more text comes: return what was held back, because it is not a stop text."""
         rest, self.held = self.held, ""
         return rest
 
 
 def _beginning(texts: Sequence[str], text: str) -> str:
-    """The longest end of `text` that a stop text begins with."""
+    """The longest end of `text` with which a stop text begins; "" if there is none."""
     longest = max((len(stop) for stop in texts), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         end = text[-size:]

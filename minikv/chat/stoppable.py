@@ -1,4 +1,5 @@
-"""Long work in a library that does not look for Ctrl-C: tokenizing ten megabytes takes seconds."""
+"""Makes long work stoppable in a library that cannot be interrupted: tokenizing ten megabytes takes
+seconds."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from minikv.errors import Interrupted
 
 Made = TypeVar("Made")
 
-_LOOK = 0.05  # seconds between two looks
+_LOOK = 0.05  # seconds between two calls of `stopped`
 _NAME = "minikv-stoppable"
 
 
 def stoppable(work: Callable[[], Made], stopped: Callable[[], bool]) -> Made:
-    """What `work` returns or raises; it runs in another thread.
+    """Run `work` in another thread; return what it returns, or raise what it raises.
 
-    Raises Interrupted soon after `stopped` says so. The work then goes on for nothing until it
-    ends, so what it changes must be right all the same.
+    Raises Interrupted soon after `stopped()` is true. The work is not ended then: it goes on in its
+    thread, and its result is not used. So its side effects must be harmless.
     """
     made: list[Made] = []
     failed: list[BaseException] = []
@@ -41,5 +42,6 @@ def stoppable(work: Callable[[], Made], stopped: Callable[[], bool]) -> Made:
 
 
 def left() -> bool:
-    """Whether work that was left still goes on. The interpreter's end would wait for it."""
+    """Whether stopped work still runs in its thread. The interpreter would wait for it at its
+    end."""
     return any(thread.name == _NAME for thread in threading.enumerate())

@@ -1,9 +1,9 @@
-"""The tokens of a conversation: those that the cache has seen, and the one that comes next.
+"""The tokens of a conversation: those that the cache has seen, and the pending one.
 
-Whatever ends a turn, the cache has seen exactly the tokens in `TokenLog.fed`. The last token of an
-answer was sampled but not fed to the network. A stop token is not fed at all, because the template
-puts it at the start of the next turn. Any other last token is the pending token, which begins the
-next prompt.
+However a turn ends, the cache has seen exactly the tokens in `TokenLog.fed`. The last token of an
+answer was sampled but not fed to the network. A stop token is never fed, because the template puts
+it at the start of the next turn. Any other last token is the pending token, which begins the next
+prompt.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Iterable
 
 
 class TokenLog:
-    """`fed`: what the cache has seen. `pending`: the pending token, None if there is none. `known`:
-    where the cache is gone, the tokens of the conversation as they were read and written, as far
-    as they are known; a tier has the keys and values of these, not of the text's."""
+    """fed: ids of the tokens that the cache has seen. pending: the pending token; None if there is
+    none. known: see `ChatSession`."""
 
     def __init__(
         self, fed: Iterable[int] = (), pending: int | None = None, known: Iterable[int] = ()
@@ -23,23 +22,25 @@ class TokenLog:
 
     @property
     def owed(self) -> list[int]:
-        """The pending token, if there is one: what the next prompt begins with."""
+        """The tokens with which the next prompt begins: the pending token, if there is one."""
         return [] if self.pending is None else [self.pending]
 
     @property
     def tokens(self) -> list[int]:
-        """The whole conversation, as far as the cache has seen it, and the pending token."""
+        """The tokens that the cache has seen, and the pending token."""
         return [*self.fed, *self.owed]
 
     def read(self, ids: Iterable[int], *, anew: bool) -> None:
-        """A prompt was read, behind what the cache had seen, or (`anew`) in place of it."""
+        """Note that a prompt was read: after the tokens that the cache had seen, or, with `anew`,
+        instead of them."""
         if anew:
             self.fed = []
         self.fed += ids
         self.known, self.pending = [], None
 
     def step(self, position: int) -> bool:
-        """The pending token was fed, if the cache's position says so. Returns whether it was."""
+        """If the cache's position says that the pending token was fed, note it. Returns whether it
+        was."""
         if self.pending is None or position <= len(self.fed):
             return False
         self.fed.append(self.pending)

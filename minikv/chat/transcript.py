@@ -10,7 +10,7 @@ from minikv.chat.report import TurnReport
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One entry of the transcript; `role` is system, user or assistant."""
+    """One message of the conversation. role: "system", "user" or "assistant"."""
 
     role: str
     content: str
@@ -18,7 +18,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The file that a document was read from, as it was then. sha256: of its bytes."""
+    """The file that a document was read from, as it was then. size: bytes. sha256: of its bytes, in
+    hexadecimal."""
 
     path: str
     size: int
@@ -28,15 +29,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text to ask about. It goes in front of the next question. `source` says nothing about the
-    text, and two documents that differ in it alone are the same."""
+    """A text to ask about. It is put before the next question. Documents that differ only in
+    `source` are equal."""
 
     text: str
     name: str | None = None
     source: Source | None = field(default=None, compare=False)
 
     def rendered(self) -> str:
-        """Its text in the user message, before the question."""
+        """The document as part of the user message, before the question."""
         return f"Document: {self.name}\n\n{self.text}\n\n" if self.name else f"{self.text}\n\n"
 
 
@@ -50,7 +51,7 @@ class Turn:
     report: TurnReport
 
     def messages(self) -> tuple[Message, Message]:
-        """Its two messages in the transcript."""
+        """The turn as two messages of the conversation."""
         return user_message(self.documents, self.question), Message("assistant", self.answer)
 
 

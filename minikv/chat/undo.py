@@ -11,11 +11,13 @@ from minikv.errors import UsageError
 
 UNDO_TURNS = 16
 UNDO_BYTES = 512 << 20
-"""Turns that a chat on a terminal can take back, and bytes of host memory for their caches."""
+"""How many turns a chat on a terminal can take back, and the bytes of host memory for their
+caches."""
 
 
 class UndoHistory:
-    """At most `turns` snapshots, of `nbytes` together; the oldest make room for new ones."""
+    """At most `turns` snapshots, which take at most `nbytes` bytes together. The oldest are dropped
+    for new ones."""
 
     def __init__(self, turns: int, nbytes: int) -> None:
         self.turns, self.nbytes = turns, nbytes
@@ -26,8 +28,9 @@ class UndoHistory:
         return UndoHistory(self.turns, self.nbytes)
 
     def copy(self, snapshot: Callable[[], ChatSnapshot], nbytes: int) -> ChatSnapshot | None:
-        """A snapshot from before a turn, of so many bytes; None if none is wanted, it would be too
-        large, or there is no memory for it. The question is answered without one, too."""
+        """Call `snapshot`, for a copy of `nbytes` bytes from before a turn. Returns None if turns
+        cannot be taken back, the copy would be too large, or memory runs out; the question is
+        answered in any case."""
         if self.turns > 0 and nbytes <= self.nbytes:
             with contextlib.suppress(MemoryError, RuntimeError):
                 return snapshot()
@@ -45,12 +48,12 @@ class UndoHistory:
                 del self.before[n]
 
     def forget_from(self, finished: int) -> None:
-        """Forget the chat as it was with so many finished turns, or more."""
+        """Drop the snapshots from when `finished` or more turns were finished."""
         self.before = {n: each for n, each in self.before.items() if n < finished}
 
 
 def refuse_undo(turns: int, count: int) -> None:
-    """Raise UsageError if a chat of `count` turns cannot take back so many."""
+    """Raise UsageError if a chat of `count` turns cannot take back `turns` of them."""
     checks.whole("turns", turns)
     if turns < 1:
         raise UsageError(

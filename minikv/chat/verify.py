@@ -1,4 +1,4 @@
-"""An answer written again, every token of it from all that was read, and where the two part."""
+"""Writes an answer again without eviction, from all that was read, and compares the two answers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from minikv.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """An answer and the one that was written from all that was read.
+    """Compares an answer with the one that was written without eviction.
 
-    tokens: of the second; text: its text. same: how many first tokens the two have in common.
-    parts: whether they differ after that; was and now: the text of the first token that differs,
-    None where the answer ended. complete: false if it was stopped. seconds: wall time.
+    tokens: ids of the second answer. text: its text. same: how many first tokens are equal in both.
+    parts: whether the answers differ after these. was and now: the text of the first token that
+    differs, in the first and in the second answer; None if that answer has ended. complete: False
+    if writing was stopped. seconds: wall time.
     """
 
     tokens: tuple[int, ...]
@@ -47,10 +48,11 @@ def rewritten(
     progress: Callable[[int, int], None] | None,
     stopped: Callable[[], bool],
 ) -> Generator[str, None, Verification]:
-    """Write the answer of `report`, the last one of the conversation `ids`, again; yield its text.
+    """Write the answer of `report` again, which is the last one of the conversation `ids`; yield
+    its text.
 
-    Nothing is changed. Raises UsageError if there is no answer, or no tier that has its question,
-    and what a step raises.
+    The chat and its cache do not change. Raises UsageError if there is no answer, or no tier that
+    has its question, and what a step raises.
     """
     began = perf_counter()
     if report is None or not report.tokens.generated:
@@ -61,7 +63,7 @@ def rewritten(
         raise UsageError(f"this answer cannot be verified: {_why(recall, report)}", _HINT)
     how: Any = report.sampling
     sampling = Sampling(*(how[name] for name in ("temperature", "top_k", "top_p", "min_p")))
-    # An answer that did not end by itself is compared as far as it went.
+    # An answer that did not end by itself is compared up to its length.
     itself = report.stop_reason in ("eos", "stop")
     most = max(int(how["max_tokens"]), 1) if itself else report.tokens.generated
     most = min(most, engine.kv.shape.max_context - read + 1)
@@ -83,7 +85,7 @@ def rewritten(
                 break
             piece = answer.push(token)
             ended = answer.stopped
-            if not answer.overshot:  # else, as in the first answer, it does not belong to it
+            if not answer.overshot:  # an overshot token does not belong to the answer
                 found.append(token)
             if piece:
                 yield piece

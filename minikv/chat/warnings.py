@@ -17,15 +17,15 @@ from minikv.policies import DEFAULT_BUDGET
 
 
 class Warnings:
-    """What one turn tells the user. `lines`: those of its record. words(line): how a line is put.
-    notice(line): called with each, if there is one."""
+    """The warnings of one turn. lines: those for the turn record. words(line): rewrites a line for
+    the user. notice(line): called with each line; may be None."""
 
     def __init__(self, words: Callable[[str], str], notice: Callable[[str], None] | None) -> None:
         self.lines: list[str] = []
         self._words, self._notice = words, notice
 
     def tell(self, line: str) -> None:
-        """Keep a line and tell it."""
+        """Rewrite a line, keep it for the record and pass it to `notice`."""
         line = self._words(line)
         self.lines.append(line)
         self.say([line])
@@ -36,20 +36,20 @@ class Warnings:
             self.tell(line)
 
     def say(self, lines: Iterable[str]) -> None:
-        """Tell lines that are in the record already."""
+        """Pass lines to `notice` that are already in the record."""
         if self._notice is not None:
             for line in lines:
                 self._notice(line)
 
 
 class AutoLine:
-    """What `auto` does is told once, and again when that changes."""
+    """Tells the user once what `auto` does, and again when that changes."""
 
     def __init__(self) -> None:
         self._told: object = None
 
     def lines(self, planner: Planner, decision: Decision | None) -> Iterator[str]:
-        """Why it decided so, if that is news."""
+        """The reason for the decision, unless it was already told."""
         if decision is None or not decision.why:
             return
         wanted = planner.wanted
@@ -60,7 +60,7 @@ class AutoLine:
 
 
 def before(template: Template, question: str, planner: Planner, plan: PromptPlan) -> Iterator[str]:
-    """What is told of the texts of a turn before they are read."""
+    """Warnings before the texts of a turn are read."""
     past, wanted = planner.past, planner.wanted
     first = not past.turns
     if first:
@@ -73,10 +73,10 @@ def before(template: Template, question: str, planner: Planner, plan: PromptPlan
 def after(
     eviction: EvictionConfig, stats: CacheStats, lost: Fidelity | None, *, documents: bool
 ) -> Iterator[str]:
-    """What is told when the prompt was read. stats: of the cache then. lost: what its rows lose.
-    documents: there were some."""
+    """Warnings after the prompt was read. stats: of the cache then. lost: what eviction lost, if
+    measured. documents: whether the prompt had documents."""
     rows = stats.budget_rows
-    # That a short document fits the default budget is what one expects.
+    # No warning for the default budget: a short document is expected to fit it.
     chosen = eviction.evicts and eviction.budget != read_budget(DEFAULT_BUDGET)
     if documents and chosen and rows is not None and rows >= stats.seen:
         yield (
@@ -111,8 +111,8 @@ def marker_lines(template: Template, documents: Iterable[Document], question: st
 
 
 def check_text(text: str, what: str) -> None:
-    """Raise UsageError for what is not a str, and for lone surrogates, which no tokenizer accepts.
-    Those come from bytes that are not UTF-8. what: the name of the text in the message."""
+    """Raise UsageError if `text` is not a str, or has lone surrogates, which no tokenizer accepts
+    and which come from bytes that are not UTF-8. what: the name of the text, for the message."""
     checks.text(what, text)
     try:
         text.encode()

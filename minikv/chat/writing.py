@@ -20,10 +20,10 @@ from minikv.errors import Interrupted
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes answers behind what `log` has, and counts their tokens there.
+    """Writes answers after the tokens of `log`, and adds their tokens to it.
 
     anew: how often the rows under the budget are chosen anew. max_context: positions that the model
-    was trained for. cancelled(): the answer is to end.
+    was trained for. cancelled(): whether the answer must end.
     """
 
     engine: Engine
@@ -39,10 +39,12 @@ class Writer:
     def write(
         self, answer: Answer, logits: Tensor | None, began: float
     ) -> Generator[str, None, None]:
-        """Write the answer until it ends, and yield its text; `answer.reason` then says why.
+        """Write the answer until it ends, and yield its text. `answer.reason` then says why it
+        ended.
 
-        logits: those of the last token that was read, None if the pending token comes first. began:
-        the time at which the turn did. Raises what a step raises; the log is right all the same.
+        logits: of the last token that was read, float32 [V]; None if the pending token is fed
+        first. began: when the turn began, as `perf_counter` seconds. Raises what a step raises; the
+        log is correct also then.
         """
         log = self.log
         while True:
@@ -62,10 +64,10 @@ class Writer:
                 answer.reason = "eos"
                 break
             piece = answer.push(token)
-            log.pending = token  # only now: a token without a text is in no transcript
+            log.pending = token  # set last: if `push` raises, the token is not in the transcript
             if answer.stopped:
                 answer.reason = "stop"
-                if answer.overshot:  # as a stop token, it is not fed
+                if answer.overshot:  # like a stop token, it is not fed
                     log.pending = None
             if piece:
                 yield piece
@@ -82,7 +84,7 @@ class Writer:
             yield rest
 
     def _next(self, answer: Answer, pending: int) -> int | None:
-        """The token that follows the pending one, which is fed; None if that was stopped."""
+        """Feed the pending token and return the one that follows; None if that was stopped."""
         if not self.anew.due(answer.generated) or self.recall.tier is None:
             after = answer.generated + 1
             ahead = after < self.settings.max_tokens and not self.anew.due(after)
@@ -100,8 +102,8 @@ class Writer:
         return token
 
     def _step(self, answer: Answer, pending: int, *, ahead: bool) -> int:
-        """One decode step. If the engine fails, the cache's position says whether the token was
-        counted."""
+        """Do one decode step. If the engine fails, the cache's position says whether the pending
+        token was counted."""
         began, engine, vocab = perf_counter(), self.engine, self.tokenizer.vocab
         try:
             token = engine.next(pending, vocab, self.settings.sampling, self.seed, ahead=ahead)
@@ -112,9 +114,9 @@ class Writer:
         return token
 
     def _recall(self, pending: int, room: int) -> Tensor | None:
-        """A pass over all that was read and the answer so far, for which the rows under the budget
-        are chosen anew; its logits. None if it was stopped or the tier failed: then the cache has
-        not changed."""
+        """Recall the whole conversation, with the answer so far, so that the rows under the budget
+        are chosen anew. Returns the logits, float32 [V]; None if it was stopped or the tier failed,
+        and then the cache has not changed."""
         engine, whole = self.engine, [*self.log.fed, pending]
 
         def between_chunks(done: int, total: int) -> None:
