@@ -1,6 +1,6 @@
-"""Models: from a name to a network, a tokenizer and a chat template.
+"""Models: turns a name into a network, a tokenizer and a chat template.
 
-Importing this needs no torch; `load` brings in the rest.
+Importing this does not import torch; `load` does.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from minikv.models.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "bundled"
-"""The folder of the model that ships in the package."""
+"""The folder of the model that is part of the package."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run. `revision` is the commit of a hub model, None for a directory."""
+    """A model that is ready to run. revision: the commit of a hub model; None for a directory."""
 
     network: Llama
     tokenizer: Tokenizer
@@ -38,7 +38,7 @@ class Loaded:
 
 
 def free_memory() -> int | None:
-    """Bytes of the host's memory that can still be allocated; None where nobody knows."""
+    """Bytes of host memory that can still be allocated; None if not known."""
     import torch
 
     from minikv.models import weights
@@ -47,7 +47,7 @@ def free_memory() -> int | None:
 
 
 def refuse_without_torch() -> None:
-    """Raise ModelTooLarge where torch is still to be imported, and this process has no room."""
+    """Raise ModelTooLarge if torch is not imported yet and this process has no room for it."""
     from minikv.models import limits
 
     limits.refuse_without_torch()
@@ -67,22 +67,26 @@ def load(
 ) -> Loaded:
     """Load a directory or a hub id; None is the bundled model.
 
-    `device`: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N". `dtype`: "auto",
-    "float32", "bfloat16" or "float16"; "auto" is the storage dtype, except that float16 becomes
-    float32 on a CPU, which computes in it no faster and overflows earlier. bfloat16 stays: a CPU
-    that does not multiply it reads prompts in float32, a block of the weights at a time, which
-    config.notes say. `weights`: "auto" and "plain" (as they are stored), "int8" or "int4" (layers
-    only, with bfloat16 beside them, which "auto" then is), "int8+head" or "int4+head"
-    (what makes logits in eight bits, too). `progress` is told of a download and of the weights as
-    they are read. `packing` makes int8 and int4; None is torch. At most `keep_packed` bytes of
-    packed weights are kept on disk for later calls, which then need not pack.
-    Raises ModelError: a setting that this machine cannot have (exit code 2), not found, gated or
-    unsupported (3), too large (4), corrupt (6).
+    - device: "auto" (CUDA if available), "cpu", "cuda" or "cuda:N".
+    - dtype: "auto", "float32", "bfloat16" or "float16". "auto" is the storage dtype, except that
+      float16 becomes float32 on a CPU, where float16 is no faster and overflows earlier. bfloat16
+      stays: a CPU that cannot multiply it reads prompts in float32, a block of the weights at a
+      time; `config.notes` says so.
+    - weights: "auto" and "plain": as stored. "int8" or "int4": the layers are packed, and the rest
+      is bfloat16, which `dtype` "auto" then means. "int8+head" or "int4+head": the lm_head is
+      packed to int8, too.
+    - progress: gets the progress of a download and of reading the weights.
+    - packing: the functions that pack to int8 and int4; None: torch.
+    - keep_packed: at most this many bytes of packed weights are kept on disk, so that later calls
+      need not pack.
+
+    Raises ModelError: a setting that this machine cannot use (exit code 2); not found, gated or
+    unsupported (3); too large (4); corrupt (6).
     """
     from minikv.models import rendering
 
     refuse_without_torch()
-    rendering.process().start()  # it is ready when the first template is rendered
+    rendering.process().start()  # early, so that it is ready when the first template is rendered
     from minikv.models.checkpoint import Checkpoint
     from minikv.models.config import ModelConfig
     from minikv.models.hub import Source, resolve
@@ -98,7 +102,7 @@ def load(
     where = _device(device)
     config = ModelConfig.from_folder(source.folder)
     checkpoint = Checkpoint.open(source.folder)
-    # Cheap checks first: a bad tokenizer should not cost the reading of all weights.
+    # Cheap checks first: a bad tokenizer is found before all weights are read.
     tokenizer = Tokenizer.from_folder(source.folder, stop_ids=config.stop_ids)
     template = ChatTemplate.from_folder(source.folder, tokenizer)
     _refuse_unknown_ids(tokenizer, template, config.vocab)
@@ -136,7 +140,7 @@ def load(
 
 
 def _refuse_unknown_ids(tokenizer: Tokenizer, template: ChatTemplate, rows: int) -> None:
-    """Raise CorruptModel where a text or a chat can have tokens that the embedding lacks."""
+    """Raise CorruptModel if a text or a chat can have token ids without a row in the embedding."""
     from minikv.models.errors import CorruptModel
     from minikv.models.templates import Message
 
@@ -165,7 +169,7 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelUnavailable(f"no CUDA device for {name!r}", 'use `device="cpu"`')
     if device.type == "cuda" and (device.index or 0) != torch.cuda.current_device():
-        torch.cuda.set_device(device.index or 0)  # Triton launches on the current one
+        torch.cuda.set_device(device.index or 0)  # Triton launches on the current device
     return device
 
 

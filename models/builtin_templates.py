@@ -1,13 +1,13 @@
-"""Chat formats of known families, for folders that come without a template.
+"""Chat formats of known families, for model folders without a template.
 
 A family is recognised by its vocabulary: by control tokens that only it has, or, where the turn
-markers are plain text, by the ids of those markers. Llama-2 and TinyLlama share one vocabulary,
-Mistral-7B v0.1 and Zephyr another; there the folder's name decides. Where a vocabulary writes the
-space before a text itself, `gap` is empty, else it is that space; `start` is the BOS token, or
-empty where the folder says that a text gets none.
+markers are plain text, by the ids of these markers. Llama-2 and TinyLlama share one vocabulary, and
+Mistral-7B v0.1 and Zephyr another; there the folder's name decides. Two variables of the templates:
+`gap` is a space, or empty if the vocabulary itself puts a space before a text; `start` is the BOS
+token, or empty if the folder says that a text gets none.
 
-In the plain-text formats (Llama-2, Mistral v1, Zephyr, TinyLlama) nothing can tell a marker that
-the user typed from a genuine one, because both are the same ids.
+In the plain-text formats (Llama-2, Mistral v1, Zephyr, TinyLlama) a marker that the user typed
+cannot be told from a genuine one, because both have the same ids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minikv.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A chat format; `markers` are its turn markers that are plain text."""
+    """A chat format. source: its Jinja template. markers: its turn markers that are plain text."""
 
     name: str
     source: str
@@ -114,7 +114,7 @@ _MISTRAL_V1_INST = [733, 16289, 28793]
 
 
 def recognise(tokenizer: Tokenizer, folder: Path) -> BuiltIn | None:
-    """The family whose vocabulary this is; None for an unknown one, never a guess."""
+    """The chat format of the family with this vocabulary; None if it is not known."""
 
     def has(*control: str) -> bool:
         return all(text in tokenizer.control for text in control)

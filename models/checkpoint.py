@@ -1,7 +1,7 @@
-"""A model folder's safetensors files: which tensors there are, and where their bytes lie.
+"""A model folder's safetensors files: which tensors exist, and where their bytes are.
 
-The header of each file is checked here before a byte of data is read. Both layouts: Hugging Face's
-names, and the original `consolidated` one, whose query and key rows come in rotary pairs.
+The header of each file is checked here before any data is read. Two layouts are supported: Hugging
+Face's, and the original `consolidated` one, in which query and key rows are stored in rotary pairs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from minikv.models.hub import (
 HEADER_LIMIT = 16 * 2**20  # bytes
 TENSOR_LIMIT = 100_000
 STAGING = 32 * 2**20
-"""Bytes read at a time."""
+"""How many bytes are read at a time."""
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -75,7 +75,8 @@ IGNORED = re.compile(r"(model\.)?layers\.\d+\.(self_attn|attention)\.rotary_emb\
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in one file. `start` and `end` are byte offsets in the file."""
+    """One tensor in a file. dtype: as safetensors names it. start and end: byte offsets in the
+    file."""
 
     name: str
     dtype: str
@@ -86,16 +87,17 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The checked header of a safetensors file, by tensor name. Raises CorruptModel.
+    """Read and check the header of a safetensors file. Returns its tensors by name. Raises
+    CorruptModel.
 
-    The data must be covered exactly: no overlap, no hole, nothing before or after.
+    The tensors must cover the data exactly: no overlap, no hole, nothing before or after.
     """
     with open_regular(path) as file:
         return header_of(file, path)
 
 
 def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
-    """`read_header` of a file that is open, at its beginning."""
+    """`read_header` for an open file, which is at its beginning."""
     size = os.fstat(file.fileno()).st_size
     first = _read_exactly(file, 8, path)
     length = int.from_bytes(first, "little")
@@ -176,7 +178,8 @@ def _read_exactly(file: BinaryIO, count: int, path: Path) -> bytes:
 def read_into(
     file: BinaryIO, into: memoryview, path: Path, tell: Callable[[int], None] | None = None
 ) -> None:
-    """Fill `into`; `tell` gets the bytes of each read."""
+    """Fill `into` from the file. tell(count) is called with the bytes of each read. Raises
+    CorruptModel or ModelUnavailable."""
     done = 0
     while done < len(into):
         try:
@@ -192,18 +195,19 @@ def read_into(
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All tensors of a model folder, by Hugging Face name. Nothing is open."""
+    """All tensors of a model folder, by their Hugging Face names. It keeps no file open."""
 
     entries: dict[str, Entry]
     original: bool
-    """Query and key rows are in rotary pairs (the layout of Meta's and Mistral's releases)."""
+    """Whether query and key rows are in rotary pairs (the layout of Meta's and Mistral's
+    releases)."""
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
         """Find and check the weight files of `folder`.
 
-        Preference: sharded, single, original layout; anything else is refused with its reason.
-        Raises CorruptModel, UnsupportedModel or ModelUnavailable.
+        It takes shards before a single file, and that before the original layout. Raises
+        CorruptModel, UnsupportedModel or ModelUnavailable.
         """
         folder = Path(folder)
         try:
@@ -231,7 +235,8 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The storage dtype of most of the weights, by bytes."""
+        """The storage dtype of the largest part of the weights, in bytes. Raises UnsupportedModel
+        if no dtype is supported."""
         sizes: dict[torch.dtype, int] = {}
         for entry in self.entries.values():
             dtype = DTYPES.get(entry.dtype)
@@ -244,7 +249,7 @@ class Checkpoint:
 
 
 def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
-    """The tensors of all shards, which must be exactly those that the index names."""
+    """The tensors of all shards, which must be exactly those that the index lists."""
     mapping = weight_map(index)
     missing = sorted(name for name in set(mapping.values()) if not (folder / name).exists())
     if missing:
@@ -283,7 +288,7 @@ def _refuse_quantised(entries: dict[str, Entry]) -> None:
         for pattern, method in _QUANTISED:
             if pattern.search(name):
                 raise quantised(method)
-        # Without its scales such a tensor would load, and give garbage.
+        # Without its scales, such a tensor would be loaded as wrong numbers.
         if entry.dtype in _SMALL:
             raise quantised(entry.dtype.lower())
 
@@ -307,7 +312,8 @@ _ORIGINAL_LAYER = {
 
 
 def _renamed(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """Original names to Hugging Face's; an unknown one stays, and accounting complains."""
+    """Change original names to Hugging Face's. An unknown name stays; `load_network` refuses it
+    later."""
     made: dict[str, Entry] = {}
     for name, entry in entries.items():
         match = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
@@ -322,7 +328,7 @@ def _renamed(entries: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def same(one: Entry, two: Entry) -> bool:
-    """Are two stored tensors equal, bit for bit? Reads both in pieces."""
+    """Whether two stored tensors are equal, bit for bit. Reads both in pieces."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
     with open_regular(one.path) as a, open_regular(two.path) as b:

@@ -1,8 +1,8 @@
-"""What a checkpoint says about itself, checked before anything is allocated.
+"""A model's configuration, read from its files and checked before anything is allocated.
 
-Stricter than transformers on purpose: a key that would be misread silently (rotary scaling, window,
-head size) is an error here. A value that makes no sense is a CorruptModel, a setting that means
-something else than this network does is an UnsupportedModel.
+This is deliberately stricter than transformers: a key that could be misread silently (rotary
+scaling, window, head size) is an error. A value that makes no sense raises CorruptModel. A setting
+that this network does not implement raises UnsupportedModel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_HEADS, MAX_HEAD_DIM, MAX_MLP, MAX_POSITIONS = 1024, 1024, 2**20, 2**26
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The facts of one model that its network and its cache are built from."""
+    """The sizes and settings from which a model's network and cache are built."""
 
     family: str
     layers: int
@@ -39,22 +39,23 @@ class ModelConfig:
     hidden: int
     mlp: int
     vocab: int
-    """Rows of the embedding; can be more than the tokenizer's entries."""
+    """Rows of the embedding. There may be more than the tokenizer has entries."""
     norm_eps: float
     rope: RopeConfig
     max_context: int
-    """Positions a conversation may see."""
+    """How many positions a conversation may have."""
     windows: tuple[int | None, ...]
     """Per layer: a key is visible iff 0 <= query position - key position < window; None: all."""
     tied: bool = False
-    """As the file says; the loader decides from the tensors (`Llama.config` has the truth)."""
+    """Whether lm_head is the embedding, according to the file. The loader decides by the tensors;
+    `Llama.config` has the result."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     stop_ids: tuple[int, ...] = ()
     """End-of-text ids of config.json and generation_config.json, ascending."""
     notes: tuple[str, ...] = ()
-    """What a user may want to know: settings that were ignored or assumed."""
+    """Messages for the user: settings that were ignored or assumed."""
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -80,7 +81,7 @@ class ModelConfig:
 
     @property
     def parameters(self) -> int:
-        """Number of weights, a tied head counted once."""
+        """Number of weights; a tied lm_head is counted once."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (q + 2 * kv) + q * self.hidden
         attention += self.qkv_bias * (q + 2 * kv) + self.o_bias * self.hidden
@@ -91,7 +92,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How one model_type differs. Defaults as in its configuration class in transformers."""
+    """How one model_type differs from the others. Defaults are those of its configuration class in
+    transformers."""
 
     architecture: str
     max_context: int
@@ -129,7 +131,7 @@ _REASONS = {
 
 
 class _Reader:
-    """Typed access to one JSON object; every complaint names the file and the key."""
+    """Typed access to one JSON object. Every error names the file and the key."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw, self.where = raw, where
@@ -188,7 +190,7 @@ def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     heads = read.integer("num_attention_heads", 1, MAX_HEADS)
     kv_heads = read.integer("num_key_value_heads", 1, MAX_HEADS, family.kv_heads or heads)
     if raw.get("num_key_value_heads", 0) is None:
-        kv_heads = heads  # null is not absent: transformers gives every class as many as heads
+        kv_heads = heads  # null is not absent: in transformers it means as many as heads
     hidden = read.integer("hidden_size", 1, MAX_HIDDEN)
     layers = read.integer("num_hidden_layers", 1, MAX_LAYERS)
     if read.given("head_dim"):
@@ -261,7 +263,8 @@ def _family_name(read: _Reader) -> str:
 
 
 def _refuse_foreign(read: _Reader) -> None:
-    """Settings under which this network would compute something else than the model."""
+    """Raise UnsupportedModel for settings under which the model computes something that this
+    network does not."""
     raw = read.raw
     if read.given("quantization_config"):
         table = read.table("quantization_config")
@@ -285,7 +288,7 @@ def _refuse_foreign(read: _Reader) -> None:
 
 
 def quantised(method: str) -> UnsupportedModel:
-    """The refusal of a quantised repository, by the name of its method."""
+    """The error for a repository that is quantised with this method."""
     return UnsupportedModel(
         f"quantised with {quote(method)[1:-1]}: not supported",
         "use the original repository in bfloat16 or float16",
@@ -359,9 +362,10 @@ _ROPE_KEYS = {
 
 
 def _rope(read: _Reader, max_context: int) -> RopeConfig:
-    """The three spellings: rope_parameters (v5), rope_scaling + rope_theta (v4), rope_theta alone.
+    """Read the rotary settings, which have three forms: rope_parameters (transformers v5),
+    rope_scaling with rope_theta (v4), or rope_theta alone.
 
-    They may repeat each other, but not disagree.
+    Several forms may be present, but they must agree.
     """
     spellings = {
         key: dict(read.table(key)) for key in ("rope_parameters", "rope_scaling") if read.given(key)
@@ -463,7 +467,8 @@ def _ids(read: _Reader, key: str) -> tuple[int, ...]:
 
 
 def _with_generation(config: ModelConfig, path: Path) -> ModelConfig:
-    """Unite the stop ids with generation_config.json; a broken one costs a note, not the model."""
+    """Add the stop ids of generation_config.json. If that file is broken, add a note instead of
+    raising."""
     if not path.exists():
         return config
     try:
@@ -500,7 +505,8 @@ _PARAMS_KEYS = frozenset(
 
 
 def _from_original(raw: Mapping[str, Any]) -> ModelConfig:
-    """params.json of Meta's and Mistral's own releases. Unknown keys are refused: it is small."""
+    """Read params.json of Meta's and Mistral's own releases. It has few keys, so unknown ones are
+    refused."""
     read = _Reader(raw, "params.json")
     if read.given("quantization"):
         raise quantised(str(read.table("quantization").get("qformat_weight", "?")))
@@ -537,7 +543,7 @@ def _from_original(raw: Mapping[str, Any]) -> ModelConfig:
     elif any(windows):
         theta = 10_000.0  # Mistral v0.1, the only release with a window and no rope_theta
     else:
-        # Meta means 1e4 by this, Mistral 1e6: a guess would be wrong half of the time.
+        # For Meta this means 1e4, for Mistral 1e6, and the file does not say which it is.
         raise CorruptModel(
             "params.json: rope_theta is missing", "add it, or use the config.json form"
         )

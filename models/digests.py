@@ -1,8 +1,8 @@
-"""Checksums of a model's files, and what they should be.
+"""Checksums of a model's files: the actual ones, and the expected ones.
 
-Of a model in the hub's cache the hub says it: the file that a name links to is called by its own
-checksum, the SHA-256 of a large file, or git's for a small one. That needs no network. The bundled
-model has its checksums in a file. Nobody states those of a directory.
+In the hub's cache, a file name links to a file whose own name is its checksum: the SHA-256 of a
+large file, or git's hash of a small one. So checking needs no network. The bundled model has its
+checksums in a file. For other directories no checksums are known.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from minikv.models.hub import (
 )
 
 STATED = "digests.json"
-"""Name and SHA-256 of each file of the bundled model, in its folder."""
+"""The file in the bundled model's folder with the name and SHA-256 of each of its files."""
 _PIECE = 4 << 20  # bytes read at a time
 _LENGTHS = {64: "sha256", 40: "git"}  # hexadecimal digits
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A checksum. `kind`: "sha256", or "git" (the SHA-1 of the size and the contents)."""
+    """A checksum in hexadecimal. kind: "sha256", or "git" (the SHA-1 of the size and the
+    contents)."""
 
     kind: str
     value: str
 
 
 def names(folder: Path) -> list[str]:
-    """The files in `folder` that minikv reads, and shards that an index names and that are not
-    there. Raises ModelError where there is no model."""
+    """The names of the files in `folder` that minikv reads, and of shards that an index lists, even
+    if they are missing. Raises ModelError if there is no model."""
     try:
         there = [
             path.relative_to(folder).as_posix()
@@ -55,13 +56,14 @@ def names(folder: Path) -> list[str]:
         raise unreadable(folder, error) from None
     found = set(wanted_files(there))
     for index in found & {INDEX, ORIGINAL_INDEX}:
-        with contextlib.suppress(CorruptModel):  # its own checksum tells
+        with contextlib.suppress(CorruptModel):  # the check of its own checksum will report it
             found |= set(weight_map(folder / index).values())
     return sorted(found)
 
 
 def stated(folder: Path, name: str) -> Digest | None:
-    """What the hub says of a file; None where it is not a link into the hub's cache."""
+    """The checksum that the hub states for a file; None if the file is not a link into the hub's
+    cache."""
     try:
         target = Path(os.readlink(folder / name))
     except OSError:
@@ -73,18 +75,19 @@ def stated(folder: Path, name: str) -> Digest | None:
 
 
 def shipped(folder: Path) -> dict[str, Digest]:
-    """What the bundled model's own list says."""
+    """The expected checksums of the bundled model's files, by name."""
     return {name: Digest("sha256", str(one)) for name, one in read_json(folder / STATED).items()}
 
 
 def listed(folder: Path) -> str:
-    """The text of such a list, for the files that are there now."""
+    """The content for a `STATED` file, for the files that are in `folder` now."""
     found = {name: digest(folder / name, "sha256").value for name in names(folder)}
     return json.dumps(found, indent=2) + "\n"
 
 
 def digest(path: Path, kind: str, tell: Callable[[int], None] = lambda count: None) -> Digest:
-    """The checksum of a file; `tell` gets the bytes of each read. Raises ModelError."""
+    """Compute the checksum of a file. tell(count) is called with the bytes of each read. Raises
+    ModelError."""
     with open_regular(path) as file:
         made = hashlib.new("sha1" if kind == "git" else kind, usedforsecurity=False)
         if kind == "git":

@@ -36,15 +36,15 @@ class ModelTooLarge(ModelError):
 
 
 class UnusableSetting(ModelError):
-    """A setting that this machine, or this build of torch, cannot have."""
+    """A setting that this machine, or this build of torch, does not support."""
 
     exit_code = 2
 
 
 def quote(value: object, limit: int = 80) -> str:
-    """`value` from outside, safe to show: ASCII only, escaped, at most `limit` long.
+    """A value from a file or a user, safe to show: escaped ASCII of at most `limit` characters.
 
-    What is too long is cut in the middle: the end of a path says more than what leads there.
+    A text that is too long is cut in the middle, because the end of a path says most.
     """
     try:
         text = ascii(value)

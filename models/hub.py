@@ -1,8 +1,7 @@
-"""From a model's name to a folder, and from a folder to files that are safe to read.
+"""Finds a model's folder by its name, and reads its files safely.
 
-A directory is used where it is. A hub id (owner/name) is looked up in the local cache first, then
-on the network, and only the files that minikv reads are fetched. Nothing here executes anything
-that came with a model.
+A directory is used in place. A hub id (owner/name) is looked up in the local cache first, then on
+the network, and only the files that minikv reads are downloaded. No code from a model is executed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ SINGLE = "model.safetensors"
 ORIGINAL_INDEX = "consolidated.safetensors.index.json"
 ORIGINAL = re.compile(r"consolidated[A-Za-z0-9._-]*\.safetensors")
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-"""A bare file name. Not realpath containment: the hub's cache is made of links into blobs/."""
+"""A file name without a folder. The real path is not checked, because the hub's cache consists of
+links into blobs/."""
 
 JSON_LIMITS = {
     "tokenizer.json": 64 << 20,
@@ -43,11 +43,12 @@ JSON_LIMITS = {
     "tokenizer_config.json": 8 << 20,
     "added_tokens.json": 8 << 20,
 }
-"""Bytes of JSON files; of any other, 1 MiB. Real ones have about half of it at the most."""
+"""The largest JSON files that are read, in bytes; 1 MiB for any other. Real files have at most
+about half of it."""
 _JSON_LIMIT = 1 << 20
 _CONTAINERS, _ITEMS = 1_000_000, 3_000_000
-"""Lists and objects, and commas of one file: each takes some tens of bytes when it is parsed. The
-largest real vocabularies have half as many."""
+"""The most lists and objects, and the most commas, of one file. Each takes some tens of bytes when
+it is parsed. The largest real vocabularies have half as many."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[\w][\w./+-]{0,254}", re.ASCII)
@@ -73,7 +74,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model's files are. `revision` is the commit for a hub model, None for a directory."""
+    """Where a model's files are. revision: the commit of a hub model; None for a directory."""
 
     name: str
     folder: Path
@@ -81,22 +82,23 @@ class Source:
 
 
 class Progress(Protocol):
-    """Who is told how far the loading of a model has come. All figures are bytes.
+    """Gets the progress of loading a model. Sizes are in bytes.
 
     The methods of one object are never called at the same time, but `download` is called from other
-    threads. What a method raises ends the loading and reaches the caller as it is.
+    threads. An exception of a method ends the loading and reaches the caller unchanged.
     """
 
     def planned(self, files: int, size: int, free: int | None) -> None:
-        """Before a download: what it will fetch, and what is free on the cache's disk."""
+        """Called before a download. files and size: what it will fetch. free: bytes free on the
+        cache's disk, None if not known."""
 
     def download(self, done: int, total: int) -> None: ...
     def weights(self, done: int, total: int) -> None: ...
     def packed_weights(self, done: int, total: int) -> None:
-        """How much of the packed weights was written to the disk."""
+        """How much of the packed weights has been written to disk."""
 
     def say(self, line: str) -> None:
-        """What the user should know, in one line."""
+        """A message for the user, in one line."""
 
 
 def resolve(
@@ -108,8 +110,9 @@ def resolve(
 ) -> Source:
     """Find `model`: an existing directory, or a hub id (cache first, then network).
 
-    With `offline` (or HF_HUB_OFFLINE=1) nothing touches the network. With `progress`, a download
-    that the cache's disk has no room for is refused before it begins. Raises ModelUnavailable.
+    With `offline` (or HF_HUB_OFFLINE=1) the network is not used. With `progress`, a download is
+    refused before it begins if the cache's disk has no room for it. Raises ModelUnavailable or
+    UnsupportedModel.
     """
     found = _named(model, revision)
     if isinstance(found, Path):
@@ -118,8 +121,8 @@ def resolve(
 
 
 def configuration(model: str | Path, *, revision: str | None = None, offline: bool = False) -> Path:
-    """The folder with the config.json of `model`. Of a hub model, no other file is fetched. Raises
-    ModelUnavailable."""
+    """The folder with the config.json (or params.json) of `model`. No other file of a hub model is
+    downloaded. Raises ModelUnavailable or UnsupportedModel."""
     found = _named(model, revision)
     if isinstance(found, Path):
         return found
@@ -135,7 +138,7 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
             "only config.json is fetched",
         )
     with _told(found, revision):
-        # This question is asked once. The library repeats the next one for half a minute.
+        # This request is sent once. The library repeats the next one for half a minute.
         info = hub.HfApi().model_info(found, revision=revision)
         names = {sibling.rfilename for sibling in info.siblings or ()}
         wanted = next((name for name in _CONFIGS if name in names), None)
@@ -145,8 +148,8 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
 
 
 def on_disk(model: str | Path, *, revision: str | None = None) -> Source | None:
-    """As `resolve`, of what is on this disk, complete or not; None for a hub model of which nothing
-    is. Raises ModelUnavailable."""
+    """As `resolve`, but without network: what is on this disk, complete or not. None for a hub
+    model of which nothing is. Raises ModelUnavailable or UnsupportedModel."""
     found = _named(model, revision)
     if isinstance(found, Path):
         return Source(os.fspath(model), found, None)
@@ -155,7 +158,8 @@ def on_disk(model: str | Path, *, revision: str | None = None) -> Source | None:
 
 
 def _named(model: str | Path, revision: str | None) -> Path | str:
-    """The existing directory or the hub id that `model` is. Raises ModelUnavailable."""
+    """The existing directory or the hub id that `model` names. Raises ModelUnavailable or
+    UnsupportedModel."""
     text = os.fspath(model)
     try:
         folder = Path(text).expanduser()
@@ -185,7 +189,7 @@ def _named(model: str | Path, revision: str | None) -> Path | str:
 
 
 def _offline(asked: bool) -> bool:
-    """Whether the network was ruled out, by the caller or by HF_HUB_OFFLINE."""
+    """Whether the network must not be used, because of the caller or HF_HUB_OFFLINE."""
     return asked or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
@@ -204,7 +208,7 @@ def _refuse_gguf(folder: Path) -> None:
 
 
 def gguf(name: str) -> UnsupportedModel:
-    """What is raised for a GGUF file, where there are no weights of another kind."""
+    """The error for a GGUF file, if there are no weights of another kind."""
     return UnsupportedModel(
         f"{quote(name)} is a GGUF file, which minikv does not read",
         "use the model that it was made from, in the repository with the .safetensors files; "
@@ -238,7 +242,7 @@ def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress
         folder = _download(hub, repo, revision, watched)
     except ModelError:
         if watched is not None and watched.stopped is not None:
-            raise watched.stopped from None  # not a failure of the hub: the watcher's wish
+            raise watched.stopped from None  # `progress` raised it; the hub did not fail
         raise
     lacks = missing_files(folder)
     if lacks:
@@ -247,10 +251,10 @@ def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress
 
 
 def _hub(repo: str, offline: bool) -> Any:
-    """The hub's library. Raises ModelUnavailable."""
+    """The module huggingface_hub. Raises ModelUnavailable if it cannot be imported."""
     if offline and "huggingface_hub" not in sys.modules:
-        # The library reads this once, when it is first imported. A belt: offline, only the cache
-        # is looked into.
+        # The library reads this once, when it is first imported. It is an additional safeguard:
+        # when offline, this module only looks into the cache anyway.
         os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import huggingface_hub
@@ -264,7 +268,8 @@ def _at(revision: str | None) -> str:
 
 
 def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
-    """The snapshot folder in the cache, complete or not; no network."""
+    """The model's folder in the cache, complete or not; None if there is none. Does not use the
+    network."""
     for name in _CONFIGS:
         found = hub.try_to_load_from_cache(repo, name, revision=revision)
         if isinstance(found, str):
@@ -274,7 +279,7 @@ def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
 
 def _download(hub: Any, repo: str, revision: str | None, watched: _Watched | None) -> Path:
     with _told(repo, revision):
-        # Sizes come only on request, and are needed only where somebody watches.
+        # The hub sends sizes only on request, and only `progress` needs them.
         asked = {} if watched is None else {"files_metadata": True}
         info = hub.HfApi().model_info(repo, revision=revision, **asked)
         wanted = wanted_files([sibling.rfilename for sibling in info.siblings or ()])
@@ -287,7 +292,7 @@ def _download(hub: Any, repo: str, revision: str | None, watched: _Watched | Non
 
 @contextlib.contextmanager
 def _told(repo: str, revision: str | None) -> Iterator[None]:
-    """Inside, what the hub's library raises becomes a ModelUnavailable in our words."""
+    """Within this context, errors of the hub's library become ModelUnavailable."""
     from huggingface_hub import errors
 
     at = _at(revision)
@@ -345,7 +350,7 @@ def _told(repo: str, revision: str | None) -> Iterator[None]:
 
 
 def _unreachable(repo: str, at: str, error: Exception) -> ModelUnavailable:
-    # The error's own text is left out: it may hold addresses with tokens.
+    # The error's own text is left out: it may contain addresses with access tokens.
     return ModelUnavailable(
         f"{repo}{at}: the download failed ({type(error).__name__})",
         "check the network; finished files are kept, and a model directory works without one",
@@ -353,7 +358,7 @@ def _unreachable(repo: str, at: str, error: Exception) -> ModelUnavailable:
 
 
 class _Watched:
-    """One download as a Progress sees it: bytes added up over all files and threads."""
+    """Reports one download to a Progress: bytes summed over all files and threads."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -377,17 +382,17 @@ class _Watched:
             self._call(lambda: self.progress.planned(files, size, free))
 
     def count(self, done: float) -> None:
-        """A bar of the library stands at `done` bytes."""
+        """Called when a progress bar of the library is at `done` bytes."""
         with self._lock:
             if done <= self.done:
-                return  # of its two bars, bytes received and bytes written, the one in front counts
+                return  # it has a bar for bytes received and one for bytes written: take the larger
             self.done = int(done)
             total = max(self.total, self.done)
             self._call(lambda: self.progress.download(self.done, total))
 
     def _call(self, tell: Callable[[], None]) -> None:
         if self.stopped is not None:
-            raise self.stopped  # one thread was told to stop, the others follow
+            raise self.stopped  # `progress` raised in another thread: stop this one, too
         try:
             tell()
         except BaseException as error:
@@ -395,7 +400,7 @@ class _Watched:
             raise
 
     def bar(self, hub: Any) -> type:
-        """A progress bar class for the library, which draws nothing and counts bytes here."""
+        """A progress bar class for the library that draws nothing and calls `count`."""
         watched = self
 
         class Bar(hub.utils.tqdm):  # type: ignore[misc]
@@ -413,7 +418,8 @@ class _Watched:
 
 
 def _to_fetch(hub: Any, repo: str, info: Any, wanted: list[str]) -> tuple[int, int]:
-    """How many of the wanted files the cache lacks, and their bytes as far as the hub tells."""
+    """How many of the wanted files are not in the cache, and their bytes as far as the hub states
+    them."""
     root = Path(hub.constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
     files = size = 0
     for sibling in info.siblings or ():
@@ -429,7 +435,7 @@ def _to_fetch(hub: Any, repo: str, info: Any, wanted: list[str]) -> tuple[int, i
 
 
 def _free_disk(folder: Path) -> int | None:
-    """Bytes free where `folder` is or will be; None where the system does not say."""
+    """Bytes free on the disk where `folder` is or will be; None if the system does not say."""
     try:
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
@@ -439,17 +445,18 @@ def _free_disk(folder: Path) -> int | None:
 
 
 def wanted_files(names: Iterable[str]) -> list[str]:
-    """The files of a repository that minikv reads, from the list of all its files.
+    """The files of a repository that minikv reads. names: all its files.
 
-    Only the top level. Where both layouts of the weights exist, the Hugging Face one; pickles
-    never. Raises ModelUnavailable when nothing can be loaded.
+    Only top-level files, and additional chat templates. If both layouts of the weights exist, the
+    Hugging Face one; never pickles. Raises ModelUnavailable or UnsupportedModel if nothing can be
+    loaded.
     """
     present = {name for name in names if "/" not in name}
     wanted = present & _TEXT_FILES
     shards = {name for name in present if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)}
     original = {name for name in present if ORIGINAL.fullmatch(name)}
     if INDEX in present:
-        # Shards of odd names are possible; the index, read later, complains about a missing one.
+        # Shards may have unusual names. A missing one is found when the index is read.
         other = {n for n in present if SHARD_NAME.fullmatch(n)} - original - {SINGLE}
         wanted |= {INDEX} | (shards or other)
     elif SINGLE in present:
@@ -471,7 +478,8 @@ def _no_config() -> ModelUnavailable:
 
 
 def no_weights(names: Iterable[str]) -> ModelError:
-    """Why a folder with these file names cannot be loaded: pickled weights, or none at all."""
+    """The error for a folder with these file names: it has weights in an unsupported format, or
+    none at all."""
     bad = sorted(name for name in names if name.lower().endswith(_PICKLED))
     weights = [n for n in bad if n.lower() != "training_args.bin"]
     if weights:
@@ -489,7 +497,8 @@ def no_weights(names: Iterable[str]) -> ModelError:
 
 
 def missing_files(folder: Path) -> str:
-    """The first file that `folder` lacks to be a whole model, or "". Judges names, not contents."""
+    """The first file that `folder` lacks for a complete model; "" if it lacks none. Checks names,
+    not contents."""
 
     def has(name: str) -> bool:
         return (folder / name).exists()
@@ -504,7 +513,7 @@ def missing_files(folder: Path) -> str:
             try:
                 shards = weight_map(folder / index).values()
             except ModelError:
-                return ""  # it is there; why it is bad is told when it is loaded
+                return ""  # the file exists; loading it reports what is wrong with it
             return next((name for name in sorted(set(shards)) if not has(name)), "")
         if index == INDEX and has(SINGLE):
             return ""
@@ -514,7 +523,8 @@ def missing_files(folder: Path) -> str:
 
 
 def weight_map(path: Path) -> dict[str, str]:
-    """Tensor name -> bare shard name from an index file. Raises CorruptModel."""
+    """Read an index file: the file name of the shard of each tensor, by tensor name. Raises
+    CorruptModel."""
     raw = read_json(path)
     mapping = raw.get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
@@ -530,7 +540,7 @@ def weight_map(path: Path) -> dict[str, str]:
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file (links are followed), unbuffered. Raises ModelUnavailable, CorruptModel.
 
-    Not a device and not a pipe, on which a read could block for ever.
+    Devices and pipes are refused, because reading them could block for ever.
     """
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -545,16 +555,16 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a regular UTF-8 file of at most so many bytes as `JSON_LIMITS` says.
+    """Read a JSON object from a regular UTF-8 file. `JSON_LIMITS` limits its size.
 
-    Raises CorruptModel naming the file; also on NaN, on a key given twice,
-    and on a top level that is not an object.
+    Raises CorruptModel, which names the file, also for NaN, a duplicate key, or a top level that is
+    not an object; and ModelUnavailable.
     """
     return parse_json(read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT)), path.name)
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """A regular file of at most `limit` bytes. Raises ModelUnavailable or CorruptModel."""
+    """Read a regular file of at most `limit` bytes. Raises ModelUnavailable or CorruptModel."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -566,7 +576,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def unreadable(path: Path, error: OSError) -> ModelUnavailable:
-    """What is raised where the system cannot read a file or a folder of a model."""
+    """The error if the system cannot read a file or a folder of a model."""
     return ModelUnavailable(
         f"{quote(path.name)[1:-1]} cannot be read: {error.strerror}",
         "the disk or the network drive that it is on does not answer as it should",
@@ -574,7 +584,7 @@ def unreadable(path: Path, error: OSError) -> ModelUnavailable:
 
 
 def parse_json(data: bytes, name: str) -> dict[str, Any]:
-    """`read_json` of bytes that are already here; `name` is for messages."""
+    """`read_json` for bytes that were already read. name: of the file, for messages."""
     containers, items = data.count(b"{") + data.count(b"["), data.count(b",")
     if containers > _CONTAINERS or items > _ITEMS:
         raise CorruptModel(

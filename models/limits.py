@@ -1,5 +1,5 @@
-"""A limit on this process's address space (`ulimit -v`), which other figures of free memory do not
-know. Needs no torch."""
+"""The limit of this process's address space (`ulimit -v`), which other figures of free memory do
+not include. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import sys
 from minikv.models.errors import ModelTooLarge
 
 _TORCH = 700 << 20
-"""Bytes of address space that importing torch takes at the least (measured: 625 MiB without CUDA).
-With less, the libraries that it loads end the process or never come back."""
+"""The least bytes of address space that importing torch needs (measured: 625 MiB without CUDA).
+With less, the libraries that it loads end the process or hang."""
 
 
 def address_space() -> int | None:
-    """Bytes that this process may still map; None where there is no limit, or nobody says."""
+    """Bytes of address space that this process may still use; None if there is no limit or it is
+    not known."""
     try:
         import resource
 
@@ -28,7 +29,7 @@ def address_space() -> int | None:
 
 
 def refuse_without_torch() -> None:
-    """Raise ModelTooLarge where torch is still to be imported and has no room."""
+    """Raise ModelTooLarge if torch is not imported yet and there is no room for it."""
     if "torch" in sys.modules:
         return
     free = address_space()
