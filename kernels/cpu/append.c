@@ -1,4 +1,4 @@
-/* The row of a new token: where it goes, and writing it. Arguments and results as in
+/* Write the row of a new token, and choose where the next one goes. Arguments and results as in
    kernels/torch/append.py. */
 #include "row.h"
 
@@ -17,9 +17,10 @@ static float quantize(const void *row, int kind, int D, int8_t *codes) {
     return scale;
 }
 
-/* append: key and value [H, D] of dtype `kind`, their rows key_pitch and value_pitch numbers apart;
-   slot [H]. With `coded`, k and v are int8 with scales. blank: `blanks` columns, of sizes[i] bytes
-   a number. */
+/* append: write key and value [H, D] of dtype `kind`, and the position, to row slot[h] of k and v
+   [R, D] and pos [R], and zeros to each blank column [R]. The rows of key and value are key_pitch
+   and value_pitch numbers apart. With `coded`, k and v are int8 with scales [R]. blank: `blanks`
+   columns of sizes[i] bytes a number. */
 void minikv_append(
     int kind, int coded, int H, int D, const void *key, int64_t key_pitch, const void *value,
     int64_t value_pitch, const int64_t *slot, const int64_t *position, void *k, void *v,
@@ -44,8 +45,9 @@ void minikv_append(
     }
 }
 
-/* rotate_append: qkv [rows, D], queries, keys and values of H heads; cos and sin [D]; turned [rows
-   - H, D]: the rotated queries and keys; the rest as in append. */
+/* rotate_append: rotate the queries and keys of qkv [rows, D] into turned [rows - H, D], and append
+   the rotated keys and the values. qkv: all queries, then H keys, then H values; cos and sin [D];
+   the rest as in append. */
 void minikv_rotate_append(
     int kind, int coded, int H, int rows, int D, const void *qkv, const void *cos, const void *sin,
     const int64_t *slot, const int64_t *position, void *k, void *v, int32_t *pos, float *k_scale,
@@ -60,8 +62,9 @@ void minikv_rotate_append(
     );
 }
 
-/* advance: start, length, cap, free_slot, count, slot and overwritten of all `heads` of all layers;
-   `before`: eviction before attention. */
+/* advance: make an accepted step final, and choose where the next row of each head goes. start,
+   length, cap, free_slot, count, slot and overwritten [heads], of all layers. before: the policy
+   evicts before attention. */
 void minikv_advance(
     int64_t heads, int before, uint8_t *accepted, const int64_t *start, int64_t *length,
     const int64_t *cap, const int64_t *free_slot, int64_t *position, int64_t *count, int64_t *slot,

@@ -1,9 +1,9 @@
-/* What the queries of a prompt give each row, without T x N probabilities:
-   torch/attention_mass.py.
+/* The attention that the queries of a prompt give each row: sums, maxima, or each probability. Sums
+   and maxima need no T x N probabilities in memory. Specification: kernels/torch/attention_mass.py.
 
-   Keys lie along the lanes of a vector, so that sums over queries are sums of vectors. Numbers of
-   queries are broadcast. A block of LANES * WIDE keys is made floats and turned once for many
-   queries. The log-sum-exp of every query is known, so that each probability is final. */
+   Keys lie along the lanes of a vector, so that sums over queries are sums of vectors; numbers of
+   queries are broadcast. A block of LANES * WIDE keys is converted to float and transposed once for
+   many queries. The log-sum-exp of every query is an input, so that each probability is final. */
 #include "lanes.h"
 #include "span.h"
 
@@ -11,7 +11,8 @@
 #include <omp.h>
 #endif
 
-/* Sums of TILE queries, with a row of keys and one number, fill the registers. */
+/* TILE queries are computed together: their sums, a row of keys and one number of a query fill the
+   registers. */
 #if VEC == 16 || defined(__aarch64__)
 enum { TILE = 8 };
 #else
@@ -19,23 +20,24 @@ enum { TILE = 4 };
 #endif
 enum { WIDE = 3, BLOCK = LANES * WIDE };
 
-/* What is made of the probabilities p of a key: their sums; the largest; all of them. */
+/* What is computed from the probabilities of a key: their sum, the largest, or all of them. */
 enum { SUM, PEAK, EACH };
 
-#define QUERY_BYTES (1 << 18) /* of the queries that are floats at a time: they stay near */
+#define QUERY_BYTES (1 << 18) /* of the queries kept as floats at a time: they fit the cache */
 #define LOG2E 1.44269504088896341
 #define LOWEST -3e38f /* an exponent of 2 that gives 0 */
 
-/* Sizes H, G, T, N, D, the largest distance that a query sees + 1, or 0: any; dtype of queries and
-   keys; what is made; and strides in numbers. A stride of 0 over H: the heads share it. Where
-   there is an index [H, N], key j of head h is row index[h][j] of all keys. */
+/* heads, group, rows, keys, size: H, G, T, N, D. window: a query at position p sees keys after p -
+   window; 0: no limit. kind: dtype of queries and keys. made: SUM, PEAK or EACH. The rest are
+   strides in numbers; a stride of 0 over H: the heads share the tensor. If there is an index [H,
+   N], key j of head h is row index[h][j] of k. */
 typedef struct {
     int64_t heads, group, rows, keys, size, window, kind, made;
     int64_t q_head, q_group, q_row, q_pos_row, k_head, k_row, index_head, pos_head;
     int64_t mass_head, mass_group, squares_head, each_head, each_group, each_row;
 } Shape;
 
-/* Inputs and results; those that are not asked for are NULL. lse [H, G, T]. */
+/* Inputs and results. Results that are not wanted are NULL. lse [H, G, T]. */
 typedef struct {
     const void *q, *k;
     const int64_t *q_pos, *k_pos, *index;
@@ -58,7 +60,7 @@ typedef struct {
     int whole;         /* each lane is a key */
 } Workspace;
 
-/* Numbers `from` [size] of dtype `kind` as floats, each `step` from the last one. */
+/* Convert `from` [size] of dtype `kind` to floats, written `step` numbers apart. */
 INLINE void widen(const void *from, int64_t kind, int64_t size, float *to, int64_t step) {
     if (kind == BF16)
         for (int64_t d = 0; d < size; d++)
@@ -109,8 +111,8 @@ static void load_keys(const Shape *s, const Tensors *x, Workspace *r, int64_t h,
     }
 }
 
-/* The products of TILE queries from i on, of head g, with the block's keys. Of the queries behind
-   the last, those of the last one. */
+/* The products of TILE queries of head g, from query i on, with the block's keys. If fewer are
+   left, the last query fills the rest. */
 INLINE void products(const Shape *s, const Workspace *r, int64_t g, int64_t i, vec x[TILE][WIDE]) {
     const float *q[TILE];
     UNROLL
@@ -132,7 +134,7 @@ INLINE void products(const Shape *s, const Workspace *r, int64_t g, int64_t i, v
     }
 }
 
-/* Whether a key at `at` is not too far away for a query at `pos`. */
+/* Whether a key at position `at` is inside the window of a query at `pos`. */
 INLINE int reaches(const Shape *s, int32_t pos, int32_t at) {
     return !s->window || (int64_t)pos - at < s->window;
 }
@@ -144,7 +146,8 @@ INLINE ivec sees(const Shape *s, const Workspace *r, int w, int32_t pos) {
     return (at <= pos) & (at > before);
 }
 
-/* What queries i .. i + TILE - 1 of the loaded ones give the block's keys, of head h. */
+/* The attention that the loaded queries i .. i + TILE - 1 of head h give the block of keys that
+   begins at key `begin`. */
 static void tile(
     const Shape *s, const Tensors *x, const Workspace *r, int64_t h, int64_t begin, int64_t i
 ) {
@@ -177,7 +180,7 @@ static void tile(
                 float *sum = r->sums + g * BLOCK + w * LANES;
                 vec most = load(sum);
                 UNROLL
-                for (int j = 0; j < TILE; j++) /* of a query that is there twice, too; NaN stays */
+                for (int j = 0; j < TILE; j++) /* also a repeated last query; NaN stays */
                     most = where(most == most, larger(p[j][w], most), most);
                 store(sum, most);
             }
@@ -222,7 +225,8 @@ static void tile(
     }
 }
 
-/* Write, or add, what was found of the block of head h that begins at key `begin`. */
+/* Add the sums of the block of head h that begins at key `begin` to the results, or write its
+   maxima there. */
 static void put(const Shape *s, const Tensors *x, Workspace *r, int64_t h, int64_t begin) {
     int64_t count = s->keys - begin < BLOCK ? s->keys - begin : BLOCK;
     for (int64_t g = 0; g < s->group; g++) {
@@ -242,8 +246,8 @@ static void put(const Shape *s, const Tensors *x, Workspace *r, int64_t h, int64
             x->squares[h * s->squares_head + begin + j] += r->squares[j];
 }
 
-/* Blocks of keys number `thread`, `thread` + `threads`, ... of head h, and the loaded queries: of
-   causal ones, each thread has early blocks and late ones. */
+/* Attention of the loaded queries of head h over the blocks of keys number `thread`, `thread` +
+   `threads`, ... Early keys are seen by more queries, so each thread gets early and late blocks. */
 static void blocks(
     const Shape *s, const Tensors *x, Workspace *r, int64_t h, int64_t thread, int64_t threads
 ) {
@@ -260,8 +264,9 @@ static void blocks(
     }
 }
 
-/* See `Shape` and `Tensors`. q [H, G, T, D] and k as dtype `kind`; q_pos [T] does not decrease;
-   nothing is empty. Peaks must be 0 before. Returns 0, or 2: no memory. */
+/* Compute what s->made says into the results of x; see `Shape` and `Tensors`. q [H, G, T, D] and k
+   of dtype `kind`; q_pos [T] does not decrease; no tensor is empty. For PEAK, mass must be 0 before
+   the call. Returns 0, or 2 if there is no memory. */
 int minikv_attention_mass(const Tensors *x, const Shape *s) {
     int64_t threads = 1, most = QUERY_BYTES / (4 * s->group * s->size);
     most = most > s->rows ? s->rows : most > TILE ? most : TILE;

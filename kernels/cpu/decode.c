@@ -18,12 +18,12 @@ typedef int32_t i4 __attribute__((vector_size(16)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i4){__VA_ARGS__})
 #endif
 
-/* MAX_VECS: vectors of the longest row, a head of 256. FOUR: rows, queries and vectors that are
-   worked on together; they stay in registers. AHEAD: bytes from the one that is read to the one
-   that is asked for: the processor by itself stops at the end of a page. */
+/* MAX_VECS: vectors of the longest row (D = 256). FOUR: so many rows, queries and vectors are
+   computed together, in registers. AHEAD: how many bytes ahead of the read position to prefetch;
+   the processor's own prefetching stops at the end of a page. */
 enum { MAX_VECS = 256 / VEC, FOUR = 4, AHEAD = 4096 };
 
-/* Ask for `size` bytes, of rows that are read later. */
+/* Prefetch `size` bytes of rows that are read later. */
 static inline void fetch(const char *rows, long size) {
     for (long at = 0; at < size; at += 64)
         __builtin_prefetch(rows + at);
@@ -60,7 +60,8 @@ static inline void store(void *row, int kind, long i, float x) {
         ((float *)row)[i] = x;
 }
 
-/* The n rows of a head: keys and values [n, D] of dtype `stored`, and what is known of each row. */
+/* The n rows of a head: keys and values [n, D] of dtype `stored`, their positions [n], and, for
+   int8, their scales [n]. Rows with positions before `oldest` are not seen. */
 typedef struct {
     int D, stored;
     long n;
@@ -77,7 +78,7 @@ static inline float finish_logit(const Segment *r, long j, float x) {
     return r->pos && r->pos[j] < r->oldest ? -INFINITY : x;
 }
 
-/* The sums of four vectors, as one vector. */
+/* One vector with the sum of a, of b, of c and of d. */
 static inline v4 sum_four(vec a, vec b, vec c, vec d) {
     const v4 part[FOUR] = {by_fours(a), by_fours(b), by_fours(c), by_fours(d)};
     v4 low = SHUFFLE(part[0], part[1], 0, 4, 1, 5) + SHUFFLE(part[0], part[1], 2, 6, 3, 7);
@@ -225,9 +226,11 @@ static void attend_queries(
     attend(queries, r->D / VEC, kind, r->stored, r, q, logits, pitch, lse, out, p);
 }
 
-/* ragged_attention: q and out [H, G, D] of dtype `kind`, k and v [R, D] of dtype `stored`, start
-   and length [H], lse [H, G]; logits [H, G, pitch] or NULL; pos and oldest, and the scales,
-   together or NULL. Returns 0, or 1 if there is no memory. */
+/* ragged_attention: out = softmax(q k^T / sqrt(D)) v for the rows of each head. q and out [H, G, D]
+   of dtype `kind`; k and v [R, D] of dtype `stored`; head h owns rows start[h] .. start[h] +
+   length[h] - 1; lse [H, G] gets the log-sum-exps, logits [H, G, pitch] the logits if it is not
+   NULL. pos [R] and oldest are both NULL or neither; so are the scales [R]. Returns 0, or 1 if
+   there is no memory. */
 int minikv_ragged_attention(
     int kind, int stored, int H, int G, int D, const void *q, const void *k, const void *v,
     const int64_t *start, const int64_t *length, const int32_t *pos, const int64_t *oldest,

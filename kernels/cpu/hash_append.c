@@ -1,5 +1,5 @@
-/* HashEvict: a new row goes over the row that is least like the queries, by the Hamming distance of
-   packed codes. */
+/* HashEvict: in a full head, the new row overwrites the row that is least similar to the queries,
+   by the Hamming distance of their hash codes. */
 
 /* Products are rounded before they are added, as in torch: sums near 0 have the same sign. */
 #ifdef __clang__
@@ -18,7 +18,8 @@ static inline float float_at(const void *row, int kind, int64_t d) {
     return kind == BF16 ? from_bf16(x) : from_f16(x);
 }
 
-/* The signs of x [D] . matrix [D, B] as bits. With a constant B the sums stay in registers. */
+/* The hash code of x [D]: bit b is 1 if x . matrix[:, b] >= 0, matrix [D, B]. With a constant B the
+   sums stay in registers. */
 static inline __attribute__((always_inline)) uint64_t
 sign_bits(const void *x, int kind, int64_t D, const float *matrix, const int B) {
     float sums[64] = {0};
@@ -48,15 +49,15 @@ static uint64_t code_of(const void *x, int kind, int64_t D, const float *matrix,
     }
 }
 
-/* The code of a row, `size` bytes each. */
+/* The code of a row; a code has `size` bytes. */
 static inline int64_t code_at(const void *code, int size, int64_t row) {
     return size == 2   ? ((const int16_t *)code)[row]
            : size == 4 ? ((const int32_t *)code)[row]
                        : ((const int64_t *)code)[row];
 }
 
-/* score [n] = minus the Hamming distance of each row's code, summed over P probes; exact in float.
- */
+/* score [n] = minus the Hamming distance of each row's code to a probe, summed over P probes. These
+   are whole numbers, exact in float. */
 static inline __attribute__((always_inline)) void hamming_scores(
     const void *code, const int size, int64_t begin, int n, const uint64_t *probes, int64_t P,
     float *score
@@ -76,9 +77,10 @@ static inline char *row_of(void *rows, int64_t row, int64_t bytes) {
     return (char *)rows + row * bytes;
 }
 
-/* HashEvict (arXiv 2412.16187, section 3) before attention, one layer; arguments and results as in
-   hash_append in kernels/cpu/hash_append.py. `kind`: of keys and values; `code_size`: bytes of a
-   code; undo_*: undo_rows. Returns 0, or 1 if there is no memory; then nothing was written. */
+/* HashEvict (arXiv 2412.16187, section 3) before attention, in one layer: evict from each full head
+   and write the new rows. Arguments and results as in hash_append in kernels/cpu/hash_append.py;
+   kind: dtype of probes, keys and values; code_size: bytes of a code; undo_*: undo_rows. Returns 0,
+   or 1 if there is no memory; then nothing was written. */
 int minikv_hash_append(
     int kind, int code_size, int64_t H, int64_t P, int64_t D, int64_t B, const void *probe,
     const void *key, const void *value, const float *matrix, const int64_t *start,

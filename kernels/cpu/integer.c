@@ -1,9 +1,10 @@
-/* Matrix products of integers: packed weights of eight or four bits, and activations that are
-   rounded to eight bits. See kernels/torch/integer.py.
+/* Integer matrix products: packed weights of eight or four bits times activations that are
+   quantized to eight bits. See kernels/torch/integer.py.
 
-   A panel is 64 rows and some columns of the weights, in the order in which it is
-   multiplied: four columns of each row make a 32-bit word. It stays in the first cache while all
-   activations pass. The sum of a block is of integers, so every form below gives the same. */
+   A panel is 64 rows and some columns of the weights, in the order in which they are multiplied:
+   four columns of a row make a 32-bit word. A panel stays in the L1 cache while all activations are
+   multiplied by it. Sums inside a block are sums of integers, so every variant below gives the same
+   result. */
 #include "row.h"
 
 #include <stdlib.h>
@@ -15,9 +16,9 @@
 #endif
 
 /* PART: columns of a panel. SPAN: its rows. ROWS: rows of activations that are multiplied at a
-   time. CHUNK: rows whose sums stay in the second cache. FEW: rows up to which a panel of eight
-   bits is not worth making. AHEAD, NEAR: as in product.c.
-   PART and FEW are as measured (docs/measurements/cpu.md). */
+   time. CHUNK: rows of activations whose sums stay in the L2 cache. FEW: for at most so many rows,
+   a panel of eight bits is not worth making. AHEAD, NEAR: as in product.c. PART and FEW are
+   measured (docs/measurements/cpu.md). */
 enum { SPAN = 64, ROWS = 6, CHUNK = 86 * ROWS };
 #ifdef __AMX_TILE__
 enum { AHEAD = 6144, NEAR = 2 };
@@ -31,10 +32,10 @@ enum { PART = 128, FEW = 8 };
 #endif
 
 /* LANES: numbers of a vector. WIDE: vectors of rows of weights that are multiplied at a time; the
-   sums of ROWS x WIDE vectors stay in registers. OFFSET: what is added to a weight of eight bits,
-   where the instruction takes one factor without a sign. PAIRS: no instruction multiplies four
-   bytes, so eight bits are widened to sixteen. KEPT: there are registers for the sums of blocks,
-   too. */
+   ROWS x WIDE vectors of sums stay in registers. OFFSET: added to a weight of eight bits where the
+   instruction takes one factor as unsigned. PAIRS: no instruction multiplies four bytes and adds
+   them, so eight bits are widened to sixteen. KEPT: there are registers for the float sums over
+   blocks, too. */
 #if defined(__AVX512BW__)
 enum { LANES = 16, WIDE = 2, KEPT = 1 };
 #elif defined(__AVX2__)
@@ -68,7 +69,7 @@ typedef int32_t i4 __attribute__((vector_size(16)));
 #define SHUFFLE(TYPE, A, B, ...) ((TYPE)__builtin_shuffle(A, B, (TYPE){__VA_ARGS__}))
 #endif
 
-/* a + the products of the four bytes of each lane; w without a sign if OFFSET is not 0. */
+/* a + the sum of the products of the four bytes of each lane; w is unsigned if OFFSET is not 0. */
 INLINE ivec dot_bytes(ivec a, ivec w, ivec x) {
 #if defined(__AVX512VNNI__)
     return (ivec)_mm512_dpbusd_epi32((__m512i)a, (__m512i)w, (__m512i)x);
@@ -84,7 +85,7 @@ INLINE ivec dot_bytes(ivec a, ivec w, ivec x) {
 }
 
 #if defined(__AVX512BW__)
-/* The sums of the products of two bytes, the first without a sign: int16. */
+/* The sums of the products of two bytes, w unsigned, x signed: int16. */
 INLINE ivec pair_bytes(ivec w, ivec x) {
     return (ivec)_mm512_maddubs_epi16((__m512i)w, (__m512i)x);
 }
@@ -103,7 +104,8 @@ INLINE ivec pair_halves(ivec w, ivec x) { return w * x; }
 INLINE ivec add_halves(ivec a, ivec b) { return a + b; }
 #endif
 
-/* a * b + c, rounded once wherever `multiply_add` is: a compiler may or may not do so by itself. */
+/* a * b + c, rounded once exactly where `multiply_add` is; a compiler is free to choose otherwise.
+ */
 INLINE fvec fused(fvec a, float b, fvec c) {
 #if defined(__AVX512BW__)
     return (fvec)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)c);
@@ -116,7 +118,7 @@ INLINE fvec fused(fvec a, float b, fvec c) {
 #endif
 }
 
-/* A vector of the 32-bit word at p. */
+/* The 32-bit word at p in all lanes. */
 INLINE ivec spread(const void *p) {
     int32_t word;
     memcpy(&word, p, 4);
@@ -129,19 +131,19 @@ INLINE ivec load(const void *p) {
     return x;
 }
 
-/* What belongs to a block of each row of a tile of activations. */
+/* The scale and the sums of one block of columns, for each row of a tile of activations. */
 typedef struct {
     float scale[ROWS];
-    float sum[ROWS];     /* of the rounded activations, times their scale */
-    int32_t start[ROWS]; /* of the sum of products, to make up for an offset of the weights */
+    float sum[ROWS];     /* of the codes, times the scale */
+    int32_t start[ROWS]; /* where the sum of products begins: cancels an offset of the weights */
 } Block;
 
 /* Bytes of a weight in a panel. */
 INLINE int64_t width(int form) { return form == EIGHT && PAIRS ? 2 : 1; }
 
-/* sums of `rows` activations, `pitch` vectors apart, and WIDE vectors of weights += those of a
-   block with `quads` words of four columns. pairs [SPAN]: scale and middle of four bits, as
-   bfloat16. */
+/* Add the products of one block of columns to the sums of `rows` rows of activations, `pitch`
+   vectors apart, and WIDE vectors of weights. quads: words of four columns in the block. pairs
+   [SPAN]: scale and middle of four bits, as bfloat16. */
 INLINE void multiply(
     const int form, const int rows, int64_t quads, const char *panel, const char *x,
     const Block *block, const uint32_t *pairs, floats *sums, const int64_t pitch
@@ -203,8 +205,8 @@ INLINE void multiply(
     }
 }
 
-/* `multiply` for all vectors and `columns` columns of a panel; sums [rows][SPAN]. Where there are
-   registers for them, what is summed stays there from block to block. */
+/* `multiply` for all rows and `columns` columns of a panel; sums [rows][SPAN]. If there are
+   registers for them (KEPT), the sums stay there from block to block. */
 INLINE void multiply_panel(
     const int form, const int rows, int64_t columns, const char *panel, const char *x,
     const Block *block, const uint32_t *pairs, float *sums
@@ -227,7 +229,7 @@ INLINE void multiply_panel(
     }
 }
 
-/* `multiply_panel` for a number of rows that is not known before. */
+/* `multiply_panel` for a number of rows that is known only at run time. */
 #define MULTIPLY_ROWS(NAME, FORM)                                                        \
     static void NAME(                                                                    \
         int rows, int64_t columns, const char *panel, const char *x, const Block *block, \
@@ -256,7 +258,8 @@ INLINE void multiply_panel(
 MULTIPLY_ROWS(multiply_eight, EIGHT)
 MULTIPLY_ROWS(multiply_four, FOUR)
 
-/* Round n activations to codes of eight bits; returns their scale, and NaN for infinity and NaN. */
+/* Quantize n activations to codes of eight bits; returns their scale, or NaN if one of them is
+   infinite or NaN. */
 INLINE float quantize(const bf16 *x, int64_t n, int8_t *codes) {
     /* Of numbers without their signs, the largest has the largest bits, and NaN larger ones. */
     uint16_t bits = 0;
@@ -278,7 +281,8 @@ INLINE float quantize(const bf16 *x, int64_t n, int8_t *codes) {
     return scale;
 }
 
-/* `quantize` of a block: a constant number of columns, where it is whole, is a few instructions. */
+/* `quantize` of a block. With the constant number of columns of a whole block, it compiles to a few
+   instructions. */
 static float quantize_block(const bf16 *x, int64_t n, int8_t *codes) {
     return n == BLOCK ? quantize(x, BLOCK, codes) : quantize(x, n, codes);
 }
@@ -296,8 +300,8 @@ typedef struct {
     bf16 *out; /* [t, outs] */
 } Product;
 
-/* Parts of a row, as many as panels; the columns of one of them, and the bytes of its activations
-   in the order of `multiply`. */
+/* The number of parts of a row (a panel has the columns of one part), the columns of a part, and
+   the bytes of a row of its activations in the order of `multiply`. */
 INLINE int64_t parts_of(const Product *p) { return (p->n + PART - 1) / PART; }
 INLINE int64_t columns_of(const Product *p, int64_t part) {
     const int64_t left = p->n - part * PART;
@@ -305,8 +309,8 @@ INLINE int64_t columns_of(const Product *p, int64_t part) {
 }
 INLINE int64_t part_bytes(const Product *p) { return PART * width(p->form); }
 
-/* Round a block of activations of row r of a tile with `rows` rows, and put them in the order of
-   `multiply`. */
+/* Quantize a block of activations of row r of a tile with `rows` rows, and write the codes in the
+   order of `multiply`. */
 static void load_block(
     const Product *p, const bf16 *x, int64_t columns, int r, int rows, char *out, Block *block
 ) {
@@ -330,8 +334,8 @@ static void load_block(
     }
 }
 
-/* `load_block` for `rows` rows from row `first` on. In `out` and `blocks`, what belongs to a part
-   is `stride` bytes and `tiles` times PART / BLOCK away from the one before. */
+/* `load_block` for all blocks of `rows` rows from row `first` on. From one part to the next, `out`
+   advances by `stride` bytes and `blocks` by `tiles` * PART / BLOCK. */
 static void load_tile(
     const Product *p, int64_t first, int rows, int64_t stride, int64_t tiles, char *out,
     Block *blocks
@@ -349,14 +353,14 @@ static void load_tile(
     }
 }
 
-/* Numbers of A and B by turns, from the first and from the middle on. */
+/* Interleave the numbers of A and B: the lower half of each, or the upper half. */
 #define LOWER_BYTES(A, B) SHUFFLE(b16, A, B, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define UPPER_BYTES(A, B) \
     SHUFFLE(b16, A, B, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #define LOWER_HALVES(A, B) SHUFFLE(h8, A, B, 0, 8, 1, 9, 2, 10, 3, 11)
 #define UPPER_HALVES(A, B) SHUFFLE(h8, A, B, 4, 12, 5, 13, 6, 14, 7, 15)
 
-/* Four vectors of four words, transposed. */
+/* Transpose four vectors of four words. */
 INLINE void transpose_words(i4 *w) {
     const i4 a = SHUFFLE(i4, w[0], w[1], 0, 4, 1, 5), b = SHUFFLE(i4, w[0], w[1], 2, 6, 3, 7);
     const i4 c = SHUFFLE(i4, w[2], w[3], 0, 4, 1, 5), d = SHUFFLE(i4, w[2], w[3], 2, 6, 3, 7);
@@ -366,13 +370,13 @@ INLINE void transpose_words(i4 *w) {
     w[3] = SHUFFLE(i4, b, d, 2, 3, 6, 7);
 }
 
-/* The panel of a part, of eight bits, from row `first` on. */
+/* Make the panel of a part of eight-bit weights, from row `first` on. */
 static void load_eight(const Product *p, int64_t first, int64_t part, char *panel) {
     static const int8_t none[PART];
     const int64_t columns = columns_of(p, part), left = p->outs - first;
     const int64_t more = part + 1 < parts_of(p) ? columns_of(p, part + 1) : 0;
     for (int64_t o = 0; o < SPAN; o += 4) {
-        /* Of a part, each row has too few bytes for the processor to see what is read next. */
+        /* A row has too few bytes in a part for the processor to predict what is read next. */
         for (int64_t i = o; i < o + 4 && i < left; i++)
             for (int64_t c = 0; c < more; c += 64)
                 __builtin_prefetch(p->codes + (first + i) * p->n + (part + 1) * PART + c, 0, 2);
@@ -403,10 +407,10 @@ static void load_eight(const Product *p, int64_t first, int64_t part, char *pane
     }
 }
 
-/* The panel of a part, of four bits, from row `first` on. */
+/* Make the panel of a part of four-bit weights, from row `first` on. */
 static void load_four(const Product *p, int64_t first, int64_t part, char *panel) {
     const int64_t half = p->half;
-    for (int side = 0; side < 2; side++) { /* each has 16 bytes of a column */
+    for (int side = 0; side < 2; side++) { /* each side has 16 bytes of a column */
         const int64_t tile = half == 16 ? side * 32 : 0, low = half == 16 ? tile : side * 16;
         const uint8_t *bytes = p->packed + (first + tile) * (p->n / 2) + part * PART * half;
         bytes += half == 16 ? 0 : side * 16;
@@ -430,7 +434,7 @@ static void load_four(const Product *p, int64_t first, int64_t part, char *panel
     }
 }
 
-/* Write `rows` sums of a panel, from row and column `first` and `from` on. */
+/* Write the sums [rows][SPAN] of a panel to `out`, from row `first` and column `from` on. */
 static void write_out(
     const Product *p, int64_t first, int64_t rows, int64_t from, const float *sums
 ) {
@@ -446,7 +450,7 @@ static void write_out(
     }
 }
 
-/* All of the product; returns 0, or 1 if there is no memory. */
+/* The product of t rows of activations, panel by panel; returns 0, or 1 if there is no memory. */
 static int product(const Product *p, int64_t t) {
     const int64_t chunk = t < CHUNK ? t : CHUNK, tiles = (chunk + ROWS - 1) / ROWS;
     const int64_t parts = parts_of(p), bytes = part_bytes(p), stride = chunk * bytes;
@@ -483,7 +487,7 @@ static int product(const Product *p, int64_t t) {
                         const int64_t group = (part * PART + c) / p->group;
                         const bf16 *at = p->pairs + (group * p->stride + from) * 2;
                         memcpy(pairs[c / BLOCK], at, sizeof pairs[0]);
-                        if (part + 1 < parts) /* those of the next part are not beside it */
+                        if (part + 1 < parts) /* the scales of the next part are not adjacent */
                             for (int64_t i = 0; i < SPAN * 2; i += 32)
                                 __builtin_prefetch(at + (PART / p->group) * p->stride * 2 + i);
                     }
@@ -506,7 +510,7 @@ static int product(const Product *p, int64_t t) {
 }
 
 #ifdef __AVX2__
-/* The sums of the products of four bytes, the first without a sign; those of two fit 16 bits. */
+/* The sums of the products of four bytes, a unsigned, b signed. Two products must fit 16 bits. */
 INLINE __m256i dot_bytes8(__m256i a, __m256i b) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
     return _mm256_dpbusd_epi32(_mm256_setzero_si256(), a, b);
@@ -517,7 +521,7 @@ INLINE __m256i dot_bytes8(__m256i a, __m256i b) {
 #endif
 }
 
-/* As `fused`, of eight numbers. */
+/* `fused` for eight numbers. */
 INLINE __m256 fused8(__m256 a, float b, __m256 c) {
 #ifdef __FMA__
     return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c);
@@ -540,18 +544,17 @@ void minikv_round_blocks(const bf16 *x, int64_t n, int64_t first, int64_t end, R
     }
 }
 
-/* OUTS: rows of weights of eight bits whose sums are computed together. SHORT: the most bytes of a
-   row for which the next rows are asked for before they are needed. Measured: of longer rows,
-   processors with AVX2 alone fetch enough by themselves, and those with AVX-512 do not. */
+/* OUTS: rows of eight-bit weights whose sums are computed together. SHORT: the next rows are
+   prefetched if a row has at most so many bytes. Measured: of longer rows, processors with AVX2
+   only prefetch enough by themselves; those with AVX-512 do not. */
 #ifdef __AVX512BW__
 enum { OUTS = 8, SHORT = 1 << 30 };
 #else
 enum { OUTS = 8, SHORT = 2048 };
 #endif
 
-/* out [OUTS] += one block of activations x times OUTS rows of weights w of eight bits, `pitch`
-   apart; `columns` are in the block. Sums are made in the order of `multiply`, so that the numbers
-   are the same. */
+/* out [OUTS] += one block of activations x [columns] times OUTS rows of eight-bit weights w,
+   `pitch` apart. Sums are made in the order of `multiply`, so the results are the same. */
 INLINE void dot_block(
     int64_t columns, int64_t pitch, const int8_t *w, const int8_t *x, float scale, float *out
 ) {
@@ -563,9 +566,9 @@ INLINE void dot_block(
     }
 }
 
-/* out [OUTS]: one row of activations x [n] times OUTS rows of weights w of eight bits, `pitch`
-   apart. brief: the rows are short; the processor fetches rows ahead by itself, but not from one
-   to the next, so here the OUTS rows after the next ones are asked for. */
+/* out [OUTS]: one row of activations x [n] times OUTS rows of eight-bit weights w, `pitch` apart.
+   brief: the rows are short. The processor prefetches within a row, but not the next rows, so here
+   the OUTS rows after the next OUTS are prefetched. */
 INLINE void dot_rows(
     const int brief, int64_t n, int64_t pitch, const int8_t *w, const int8_t *x,
     const float *scales, float *out
@@ -582,7 +585,7 @@ INLINE void dot_rows(
             /* |y| * (w with the sign of y): codes are -127 to 127, so two products fit 16 bits. */
             const int8_t *row = o < 4 ? at + o * pitch : below + (o - 4) * pitch;
             const __m256i v = _mm256_sign_epi8(_mm256_loadu_si256((const void *)row), y);
-            if (brief && o < 4) /* as many bytes as are read here, one line after the other */
+            if (brief && o < 4) /* as many bytes as are read here, in order of address */
                 __builtin_prefetch(w + 2 * OUTS * pitch + b * OUTS + o * 64, 0, 2);
             a[o] = dot_bytes8(size, v);
         }
@@ -604,18 +607,19 @@ INLINE void dot_rows(
     memcpy(out, sums, sizeof sums);
 }
 
-/* TILE: rows of a tile of four bits whose sums can be computed together, without a panel; 0: none.
-   SINGLE: rows of activations up to which that is faster. */
+/* TILE: rows of a tile of four-bit weights that can be multiplied without a panel; 0: none. SINGLE:
+   for at most so many rows of activations, that is faster. */
 #if defined(__AVX2__) && !defined(__AVX512BW__)
 enum { TILE = 32, SINGLE = 1 };
 
-/* out [TILE]: one row of activations times the tile of four bits from row `from` on. A column of
-   the tile is 16 bytes, with row i below and row 16 + i above. Sums are made in the order of
-   `multiply`, so that the numbers are the same. */
+/* out [TILE]: one row of activations times the tile of four-bit weights from row `from` on. A
+   column of the tile is 16 bytes: byte i has row i in its lower four bits and row 16 + i in the
+   upper ones. Sums are made in the order of `multiply`, so the results are the same. */
 static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
     const uint8_t *bytes = p->packed + from * (p->n / 2);
     const __m256i low = _mm256_set1_epi8(15);
-    /* The first two of four columns in one half of a vector, the others in the other one. */
+    /* The activations of four columns: the first two fill one half of a vector, the others the
+       other half. */
     const __m256i two = _mm256_set_epi64x(
         0x0302030203020302, 0x0302030203020302, 0x0100010001000100, 0x0100010001000100
     );
@@ -646,8 +650,7 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
                 sums[v] = _mm256_add_epi16(sums[v], _mm256_maddubs_epi16(pairs[v], y));
         }
         const bf16 *pair = p->pairs + (b * BLOCK / p->group * p->stride + from) * 2;
-        if (b * BLOCK % p->group ==
-            0) /* those of the next tiles, which are not beside each other */
+        if (b * BLOCK % p->group == 0) /* the scales of the next tiles, which are not adjacent */
             for (int i = 0; i < 2; i++)
                 __builtin_prefetch(pair + 4 * TILE + i * 32);
         for (int v = 0; v < 4; v++) {
@@ -670,11 +673,11 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
 #elif defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
 enum { TILE = 64, SINGLE = 8 };
 
-/* As above. A column of the tile is 32 bytes, with row i below and row 32 + i above. */
+/* As above. A column of the tile is 32 bytes: byte i has rows i and 32 + i. */
 static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
     const uint8_t *bytes = p->packed + from * (p->n / 2);
     const __m512i low = _mm512_set1_epi8(15);
-    /* Of four columns in two vectors: those of a row side by side. */
+    /* From four columns in two vectors: the indices that put the four bytes of a row together. */
     const __m512i four = _mm512_set1_epi32(0x60402000);
     const __m512i rows = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i each = _mm512_mullo_epi32(rows, _mm512_set1_epi32(0x01010101));
@@ -734,7 +737,7 @@ INLINE void write_row(const Product *p, int64_t r, int64_t from, int64_t count, 
     }
 }
 
-/* Row r times the rows of weights of eight bits from `from` on, at most OUTS. */
+/* Row r of activations times up to OUTS rows of eight-bit weights from row `from` on. */
 static void eight_bits(const Product *p, int64_t r, int64_t from, Rounded x) {
     const int64_t n = p->n, left = p->outs - from, count = left < OUTS ? left : OUTS;
     const int8_t *w = p->codes + from * n;
@@ -744,14 +747,14 @@ static void eight_bits(const Product *p, int64_t r, int64_t from, Rounded x) {
     else if (count == OUTS)
         dot_rows(0, n, n, w, x.codes, x.scale, sums);
     for (int64_t i = 0; count < OUTS && i < count; i++) {
-        float same[OUTS]; /* one row, as often */
+        float same[OUTS]; /* with a pitch of 0, one row is computed OUTS times */
         dot_rows(0, n, 0, w + i * n, x.codes, x.scale, same);
         sums[i] = same[0];
     }
     write_row(p, r, from, count, sums);
 }
 
-/* Row r times the tile of four bits from row `from` on. */
+/* Row r of activations times the tile of four-bit weights from row `from` on. */
 static void four_bits(const Product *p, int64_t r, int64_t from, Rounded x) {
     const int64_t left = p->outs - from;
     float sums[TILE + 1];
@@ -759,8 +762,8 @@ static void four_bits(const Product *p, int64_t r, int64_t from, Rounded x) {
     write_row(p, r, from, left < TILE ? left : TILE, sums);
 }
 
-/* The product of a few rows of activations, for which the weights are read as they are. Returns as
-   `product`. */
+/* The product of t rows of activations without panels: the weights are read where they are. Returns
+   as `product`. */
 static int few_rows(const Product *p, int64_t t) {
     const int64_t n = p->n, blocks = (n + BLOCK - 1) / BLOCK, step = p->form == EIGHT ? OUTS : TILE;
     int8_t *codes = malloc((size_t)(t * n) + 1);
@@ -790,8 +793,9 @@ static int few_rows(const Product *p, int64_t t) {
     return failed;
 }
 
-/* int8_product: x bfloat16 [t, n], its rows `pitch` apart, codes int8 [outs, n], scale bfloat16
-   [outs] -> out bfloat16 [t, outs]. Returns 0, or 1 if there is no memory. */
+/* int8_product: out bfloat16 [t, outs] = x times the transpose of scale * codes, with x quantized
+   to int8. x bfloat16 [t, n], its rows `pitch` apart; codes int8 [outs, n]; scale bfloat16 [outs].
+   Returns 0, or 1 if there is no memory. */
 int minikv_int8_product(
     int64_t t, int64_t n, int64_t outs, int64_t pitch, const bf16 *x, const int8_t *codes,
     const bf16 *scale, bf16 *out
@@ -809,8 +813,9 @@ int minikv_int8_product(
     return t <= FEW ? few_rows(&p, t) : product(&p, t);
 }
 
-/* int4_product: x as in int8_product; packed and scales [n / group, stride, 2] of `pack_int4` with
-   this `half` -> out bfloat16 [t, outs]. group is 32, 64 or 128. Returns as int8_product. */
+/* int4_product: the same with four-bit weights: packed and scales [n / group, stride, 2] as
+   `pack_int4` of packing.c makes them with this `half`. group is 32, 64 or 128. Returns as
+   int8_product. */
 int minikv_int4_product(
     int64_t t, int64_t n, int64_t outs, int64_t pitch, int64_t group, int64_t half, int64_t stride,
     const bf16 *x, const uint8_t *packed, const bf16 *scales, bf16 *out

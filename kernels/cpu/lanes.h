@@ -1,4 +1,4 @@
-/* Vectors whose lanes are queries, or keys, and what is computed of them. */
+/* Operations on vectors of floats, for code in which each lane is a query or a key. */
 #ifndef MINIKV_LANES_H
 #define MINIKV_LANES_H
 
@@ -46,8 +46,8 @@ INLINE int any(ivec those) {
     return found != 0;
 }
 
-/* 2^x with a relative error of 2e-7; 0 below 2^-126, and at least 2^126 from there on. NaN stays
-   NaN. */
+/* 2^x with a relative error of at most 2e-7. For x < -126 it is 0 (with AVX-512 perhaps a subnormal
+   number), for x >= 126 at least 2^126. NaN stays NaN. */
 INLINE vec power(vec x) {
 #if defined(__AVX512DQ__)
     vec f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);

@@ -81,7 +81,8 @@ void minikv_rotate_row(
     }
 }
 
-/* rotate: x [t, heads, D], its rows `pitch` apart; cos and sin [t, D]; out [t, heads, D]. */
+/* rotate: rotary embedding of x [t, heads, D], whose tokens are `pitch` numbers apart, by cos and
+   sin [t, D], into out [t, heads, D]. */
 void minikv_rotate(
     int kind, int64_t t, int64_t heads, int64_t D, int64_t pitch, const void *x, const void *cos,
     const void *sin, void *out
@@ -108,8 +109,8 @@ void minikv_silu_row(int64_t n, bf16 *gate, const bf16 *up) {
         gate[i] = to_bf16(from_bf16(to_bf16(silu(from_bf16(gate[i])))) * from_bf16(up[i]));
 }
 
-/* silu_mul: both [t, 2 n], its rows `pitch` apart, the gate first. The result goes over the gate.
- */
+/* silu_mul: both [t, 2 n] is the gate and then up, its rows `pitch` apart. silu(gate) * up
+   overwrites the gate. */
 void minikv_silu_mul(int kind, int64_t t, int64_t n, int64_t pitch, void *both) {
 #pragma omp parallel for schedule(static) if (t * n > 50000)
     for (int64_t r = 0; r < t; r++) {

@@ -1,11 +1,12 @@
-/* Attention over disjoint sets of rows, joined by the log-sum-exps: `merge` of
-   torch/attention.py. */
+/* Join the attention outputs of disjoint sets of rows by their log-sum-exps: `merge` of
+   kernels/torch/attention.py. */
 #include "numbers.h"
 
 enum { PARTS = 8, SIZE = 256 }; /* at most */
 
-/* Sizes H, G, T, D, the number of parts, the dtype of outputs; strides of the joined output over H,
-   G and T, in numbers, and of each part's output and log-sum-exps likewise. */
+/* heads, group, rows, size: H, G, T, D. count: the number of parts. kind: dtype of the outputs.
+   Then the strides over H, G and T, in numbers: of the joined output, of each part's output, and
+   of each part's log-sum-exps. */
 typedef struct {
     int64_t heads, group, rows, size, count, kind;
     int64_t joined[3], out[PARTS][3], lse[PARTS][3];
@@ -26,9 +27,9 @@ static void add_row(float *sum, const void *x, int64_t at, float weight, int64_t
             sum[d] += ((const float *)x)[at + d] * weight;
 }
 
-/* outs and lses: of each part, [H, G, T, D] as dtype `kind` and [H, G, T] in float32. Writes the
-   joined output and its log-sum-exps `whole` [H, G, T]. A part whose log-sum-exp is -inf is not
-   read; if all are, the output is 0. */
+/* merge: joined [H, G, T, D] = the sum over parts of exp(lse - whole) * out, and whole [H, G, T] =
+   the log-sum-exp over the parts. outs[i] [H, G, T, D] is of dtype `kind`, lses[i] [H, G, T] is
+   float32. The output of a part whose lse is -inf is not read; if all are -inf, the result is 0. */
 void minikv_merge(
     const void *const *outs, const float *const *lses, void *joined, float *whole, const Shape *s
 ) {

@@ -25,7 +25,7 @@ typedef float vec __attribute__((vector_size(4 * VEC)));
 typedef uint32_t uvec __attribute__((vector_size(4 * VEC)));
 typedef float v4 __attribute__((vector_size(16)));
 
-/* Four sums: of every fourth number of x, from number 0, 1, 2 and 3 on. */
+/* Four sums: result i is x[i] + x[i + 4] + x[i + 8] + ... */
 static inline v4 by_fours(vec x) {
 #if VEC == 4
     return x;
@@ -60,10 +60,10 @@ static inline uint32_t float_bits(float x) {
     return bits;
 }
 
-/* The float that a bfloat16 is. */
+/* A bfloat16 as a float. */
 static inline float from_bf16(bf16 x) { return bits_float((uint32_t)x << 16); }
 
-/* The float that a float16 is, also infinity, NaN and the numbers below the normal ones. */
+/* A float16 as a float, also infinity, NaN and subnormal numbers. */
 static inline float from_f16(uint16_t x) {
     uint32_t bits = (uint32_t)(x & 0x7fff) << 13;
     bits = (x & 0x7c00) == 0x7c00 ? bits | 0x7f800000 : float_bits(bits_float(bits) * 0x1p112f);
@@ -87,7 +87,8 @@ static inline bf16 to_bf16(float x) {
     return x != x ? (bf16)0x7fc0 : rounded;
 }
 
-/* a * b + c, rounded once where the processor has an instruction for it; the library is slow. */
+/* a * b + c, rounded once where the processor has an instruction for it. Elsewhere rounded twice:
+   the library's fmaf is slow. */
 static inline float multiply_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
     return fmaf(a, b, c);

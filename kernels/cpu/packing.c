@@ -1,5 +1,5 @@
-/* Weights to eight and four bits and back, each block in one pass: see `pack_int8`, `pack_int4` and
-   `Int4.columns` in models/linear.py, whose numbers these are bit for bit. */
+/* Pack weights to eight and four bits, and unpack four bits. The results are bit for bit those of
+   `pack_int8`, `pack_int4` and `Int4.columns` in models/linear.py. */
 #include "numbers.h"
 
 /* The largest group of columns with a scale, and the rows of a tile of four bits. */
@@ -13,7 +13,8 @@ static inline float step_of(float x, float low, float high) {
     return y < low ? low : y > high ? high : y;
 }
 
-/* pack_int8: w bfloat16 [rows, n] -> codes [rows, n], scale bfloat16 [rows]. */
+/* pack_int8: w bfloat16 [rows, n] -> codes [rows, n], scale bfloat16 [rows]. A row's scale is its
+   largest magnitude / 127. */
 void minikv_pack_int8(int64_t rows, int64_t n, const bf16 *w, int8_t *codes, bf16 *scale) {
 #pragma omp parallel for schedule(static) if (rows * n > 65536)
     for (int64_t o = 0; o < rows; o++) {
@@ -35,7 +36,8 @@ void minikv_pack_int8(int64_t rows, int64_t n, const bf16 *w, int8_t *codes, bf1
     }
 }
 
-/* The codes [size] of a group, its scale and its middle. */
+/* Quantize a group w [size] to codes 0 .. 15. pair gets its scale and its middle, the value of code
+   8. */
 static inline void pack_group(const bf16 *w, int64_t size, uint8_t *codes, bf16 *pair) {
     float least = INFINITY, most = -INFINITY;
 #pragma omp simd reduction(min : least) reduction(max : most)
@@ -56,8 +58,9 @@ static inline void pack_group(const bf16 *w, int64_t size, uint8_t *codes, bf16 
 }
 
 /* pack_int4: w bfloat16 [rows, n] -> packed [padded, n / 2], scales bfloat16 [n / group, stride,
-   2], where `padded` is rows up to a multiple of TILE. A tile of 2 * half rows has, for each
-   column, the bytes of row i below and row half + i above. Rows that are not there are 0. */
+   2]: the scale and the middle of each group. `padded` is rows, rounded up to a multiple of TILE. A
+   tile of 2 * half rows has `half` bytes for each column: byte i has row i in its lower four bits
+   and row half + i in the upper ones. Rows beyond the last are 0. */
 void minikv_pack_int4(
     int64_t rows, int64_t n, int64_t group, int64_t half, int64_t stride, const bf16 *w,
     uint8_t *packed, bf16 *scales
@@ -88,8 +91,8 @@ void minikv_pack_int4(
     }
 }
 
-/* unpack_int4: packed [rows, n / 2], whole tiles as `pack_int4` makes them, and scales bfloat16
-   [n / group, stride, 2], from the first of these rows on -> out bfloat16 [n, rows]. */
+/* unpack_int4: packed [rows, n / 2], whole tiles of `pack_int4`, and scales bfloat16 [n / group,
+   stride, 2], which begin with the first of these rows -> out bfloat16 [n, rows]. */
 void minikv_unpack_int4(
     int64_t rows, int64_t n, int64_t group, int64_t half, int64_t stride, const uint8_t *packed,
     const bf16 *scales, bf16 *out

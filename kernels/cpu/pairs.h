@@ -4,7 +4,8 @@
 
 #include "lanes.h"
 
-/* Two vectors of 16 bfloat16, as 16 pairs. */
+/* From two vectors of 16 bfloat16, one after the other: 16 pairs, of number i of the first and
+   number i of the second. */
 INLINE __m512i interleave(__m512i pairs) {
     const __m512i order = _mm512_set_epi16(
         31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,

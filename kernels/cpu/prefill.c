@@ -1,5 +1,5 @@
-/* Attention of many queries over rows by the products of bfloat16 of AVX-512: numbers are pairs
-   along what is summed. */
+/* Attention of many queries over rows with the bfloat16 products of AVX-512, which multiply pairs
+   of numbers and add both products. */
 #include "lanes.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__)

@@ -1,27 +1,27 @@
-/* Attention of many queries over rows, in blocks that stay in the caches (FlashAttention-2, arXiv
-   2307.08691, section 3.1).
+/* Attention of many queries over rows, in blocks that fit the processor's caches (FlashAttention-2,
+   arXiv 2307.08691, section 3.1).
 
    Queries lie along the lanes of a vector: logits are [keys, queries], and outputs [D, queries]
    until they are written. So numbers of keys and values are broadcast, and sums over keys are sums
-   of vectors. The G heads of a KV head share its keys: row t * G + g of a block is query t of head
-   g.
+   of vectors. The G query heads of a KV head share its keys: row t * G + g of a block is query t of
+   head g.
 
    The exponents of a query are relative to its `shift`, which need not be the maximum of its
-   logits: it is the largest of the first keys, and changes only when the sum of a block exceeds
-   SUM_LIMIT. Floats keep their relative precision up to there, and of most logits no maximum is
-   needed.
+   logits. It is the largest logit of the first keys, and is raised only when the sum of a block
+   exceeds SUM_LIMIT. Up to there floats keep their relative precision, so most blocks need no
+   maximum.
 
    A file that includes this says how numbers are multiplied. It defines
 
      stored   the type of queries, keys, values and outputs in memory
-     PAIR     numbers that lie together in an `item`, and whose products are summed at once: of a
-              query and a key along D, of probabilities and values along keys
-     item     the type of so many numbers
+     PAIR     how many numbers an `item` has, whose products are added at once: numbers along D for
+              queries and keys, along keys for probabilities and values
+     item     the type of PAIR numbers
      TILE     keys whose logits are computed at once
      STEP     numbers of a key that are multiplied at once: rows end with zeros up to a multiple
      WIDE     vectors of queries in a strip; 2 or 3
      STRIPS   the most strips of a block
-     block_keys(size)  keys of a block: with their values they stay near
+     block_keys(size)  keys of a block: with their values they fit the cache
 
    and the functions that are declared below; prefill_vectors.h has some of them. */
 #include <stdlib.h>
@@ -33,19 +33,20 @@
 /* Queries of a strip. */
 enum { STRIP = LANES * WIDE };
 
-/* Sizes H, G, T, N, D; how many rows query 0 sees; and strides in numbers. */
+/* heads, group, rows, keys, size: H, G, T, N, D. first: how many rows query 0 sees. The rest are
+   strides in numbers. */
 typedef struct {
     int64_t heads, group, rows, keys, size, first;
     int64_t q_head, q_group, q_row, k_head, k_row, v_head, v_row, out_head, out_group, out_row;
 } Shape;
 
-/* How the work is divided: `blocks` blocks of `strips` strips for each KV head; `each`: bytes of
-   memory of a thread. */
+/* How the work is divided: `blocks` blocks of `strips` strips for each KV head, over `threads`
+   threads, each with `each` bytes of memory. */
 typedef struct {
     int64_t strips, blocks, threads, each;
 } Division;
 
-/* LANES * wide queries, and what is known of them so far. */
+/* LANES * wide queries, and their sums over the keys so far. */
 typedef struct {
     int wide;
     item *q;            /* [D / PAIR][lanes] */
@@ -53,19 +54,19 @@ typedef struct {
     float *shift;       /* [lanes], in units of log2, as all exponents here */
     float *sum;         /* [lanes], of probabilities before they are rounded */
     float *rounded_sum; /* [lanes], of rounded probabilities */
-    int32_t *limit;     /* [lanes], how many rows a query sees; not decreasing */
+    int32_t *limit;     /* [lanes], how many rows a query sees; does not decrease */
 } Strip;
 
 /* Memory of one thread. */
 typedef struct {
     Strip strips[STRIPS];
-    item *k;       /* one block of keys, as the including file has them */
+    item *k;       /* one block of keys, in the layout of the including file */
     item *v;       /* their values, likewise */
     item *p;       /* [keys / PAIR][lanes], probabilities */
     int64_t begin; /* the first key of the block */
 } Workspace;
 
-/* Prepare a thread, and undo this. */
+/* Prepare a thread, and undo that. */
 INLINE void begin_thread(void);
 INLINE void end_thread(void);
 
@@ -102,7 +103,7 @@ static void write_rows(
 #define SUM_LIMIT 1073741824.0f /* 2^30 */
 #define LOWEST -3e38f
 
-/* A size with the zeros at the end of its rows. */
+/* The length of a row of `size` numbers with the zeros at its end. */
 INLINE int64_t padded(int64_t size) { return (size + STEP - 1) / STEP * STEP; }
 
 /* Items of a row of queries. */
@@ -139,7 +140,7 @@ static void *carve(char **at, int64_t bytes) {
     return begin;
 }
 
-/* A workspace in `at`, for heads of `size`. */
+/* A workspace in the memory at `at`, for heads of `size` numbers. */
 static Workspace init_workspace(char *at, int64_t size) {
     int64_t keys = block_keys(size), number = sizeof(item) / PAIR;
     Workspace r;
@@ -239,7 +240,8 @@ INLINE void find_probs(
     }
 }
 
-/* Make the largest logit up to key `end` the shift, and scale what was summed with the old one. */
+/* Raise the shift to the largest logit of the keys up to `end`, and rescale the sums that were made
+   with the old shift. */
 INLINE void move_shift(
     const int wide, const Shape *s, const Workspace *r, const Strip *strip, int64_t begin,
     int64_t end, float scale
@@ -301,7 +303,7 @@ INLINE void attend_strip(
     add_values(wide, s, r, strip, (end - begin + TILE - 1) / TILE * TILE);
 }
 
-/* With a constant width, the sums of a tile are registers. */
+/* With a constant width, the sums of a tile stay in registers. */
 #define ATTEND_STRIP(WIDTH)                                                                 \
     static __attribute__((noinline)) void attend_strip_##WIDTH(                             \
         const Shape *s, const Workspace *r, const Strip *strip, int64_t begin, int64_t end, \
@@ -366,9 +368,10 @@ static void block(
         write_out(s, begin + i * STRIP, &r->strips[i], out, lse);
 }
 
-/* q [H, G, T, D], k and v [H, N, D], out [H, G, T, D] as `stored`, lse [H, G, T] in float32, none
-   empty; D is a multiple of 16. Query i sees the first min(N, first + i) rows, first at least 1.
-   Returns 0, or 2: no memory. */
+/* rows_attention: out = softmax(q k^T / sqrt(D)) v, and lse, the log-sum-exps of the scaled logits.
+   q and out [H, G, T, D], k and v [H, N, D] of type `stored`, lse float32 [H, G, T]; none is empty;
+   D is a multiple of 16. Query i sees the first min(N, first + i) rows; first is at least 1.
+   Returns 0, or 2 if there is no memory. */
 static int rows_attention(
     const stored *q, const stored *k, const stored *v, stored *out, float *lse, const Shape *s
 ) {

@@ -1,10 +1,10 @@
-/* Attention of many queries over rows by products of floats, for any processor with vectors of
-   them. Keys and values become floats once for a block of queries. A file that includes this
-   defines, after lanes.h,
+/* Attention of many queries over rows with products of floats, for any processor with float
+   vectors. Keys and values are converted to float once for a block of queries. A file that includes
+   this defines, after lanes.h,
 
      stored      the type of queries, keys, values and outputs in memory
-     widen(x)    such a number as a float, and
-     narrow(x)   a float as such a number */
+     widen(x)    converts a `stored` number to float, and
+     narrow(x)   a float to `stored` */
 
 #define WIDE 3
 #if VEC == 16 || defined(__aarch64__)

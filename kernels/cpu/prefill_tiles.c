@@ -1,7 +1,7 @@
-/* Attention of many queries over rows by the products of tiles of bfloat16 (AMX): a tile of keys
-   [16, 32 numbers] times one of queries, which are pairs along D [16, LANES], are logits [16 keys,
-   LANES]; a tile of values [16 numbers, 32 keys] times probabilities are outputs. Two by two tiles
-   are summed at once. */
+/* Attention of many queries over rows with products of bfloat16 tiles (AMX). A tile of keys [16, 32
+   numbers] times a tile of queries, pairs along D [16, LANES], makes logits [16 keys, LANES]. A
+   tile of values [16 numbers, 32 keys] times probabilities makes outputs. Two tiles of one factor
+   are multiplied by two of the other at a time. */
 #include "tiles.h"
 
 #if TILES
@@ -45,9 +45,9 @@ static void load_values(const Shape *s, const bf16 *v, int64_t count, item *to) 
         }
 }
 
-/* Tiles 0 .. 3 += the sum over `steps` of tiles a, `a_next` numbers from one to the next, times
-   tiles b [step][16][wide][LANES]; tile 2 * i + w is of the i-th a, `a_row` numbers behind the
-   first, and vector w. two: whether there is a second a. */
+/* Registers 0 .. 3 += the sum over `steps` of tiles of a times tiles of b [step][16][wide][LANES].
+   Register 2 * i + w is for row i of tiles of a and vector w of b. In a, the next step is a_next
+   numbers ahead, and the second row of tiles a_row numbers. two: whether there is a second row. */
 INLINE void add_tiles(
     const int wide, const int two, int64_t steps, const bf16 *a, int64_t a_row, int64_t a_next,
     const item *b
@@ -88,7 +88,8 @@ INLINE void find_logits(
     }
 }
 
-/* `add_values` of the numbers of a value in one tile, or in two, from `sum` on. */
+/* `add_values` for the 16 numbers of each value in one tile, or the 32 of two; their outputs begin
+   at `sum`. */
 INLINE void add_some_values(
     const int wide, const int two, int64_t steps, const bf16 *v, int64_t next, const item *p,
     float *sum
@@ -130,7 +131,7 @@ INLINE void add_values(
 
 #endif
 
-/* Whether there are tiles, and this process may use them. */
+/* Whether the processor has tiles and this process may use them. */
 int minikv_rows_attention_tiles_available(void) { return granted(); }
 
 /* See `rows_attention` in prefill.h; returns 1 where there are no tiles. */

@@ -1,11 +1,12 @@
-/* The products of attention (prefill.h) by vectors: a vector of queries times one item of a key, or
-   of a value, at a time. A file that includes this after prefill.h defines
+/* The products of attention (prefill.h) with vectors: a vector of queries times one item of a key,
+   or a vector of probabilities times one item of a value. A file that includes this after prefill.h
+   defines
 
      VALUE_TILE(r, s, d)  where the values of d .. d + TILE - 1 begin in r->v, and
-     VALUE_NEXT(s)        how many items lie from one pair of keys there to the next, of Shape s
+     VALUE_NEXT(s)        how many items lie there from PAIR keys to the next PAIR, for Shape s
 
-   and the functions that are declared here. TILE sums, with a row of queries and one item, fill the
-   registers. */
+   and the functions that are declared here. TILE is so chosen that TILE rows of sums, a row of
+   queries and one item fill the registers. */
 
 /* sum += a * b, over the pairs of each lane. b: the item in all lanes. */
 INLINE vec add_product(vec sum, const item *a, item b);
@@ -24,8 +25,8 @@ static void load_keys(const Shape *s, const stored *k, int64_t count, item *to) 
         load_key(s, i < count ? k + i * s->k_row : NULL, to + i * items_of(s));
 }
 
-/* sum[i][w] += the sum over `steps` of item a[step][w] times the item of b at i * row + step *
-   next. */
+/* sum[i][w] += the sum over `steps` of the vector a[step][w] times the item b[i * row + step *
+   next]. */
 INLINE void add_products(
     const int wide, vec sum[TILE][WIDE], int64_t steps, const item *a, const item *b, int64_t row,
     int64_t next

@@ -1,4 +1,4 @@
-/* Matrix products of one row, whose time is that of reading the matrix. See
+/* The product of one row of activations and a matrix: its time is that of reading the matrix. See
    kernels/torch/product.py. */
 #include "row.h"
 
@@ -6,19 +6,19 @@
 #include <omp.h>
 #endif
 
-/* AHEAD: bytes from the one that is read to the one that is asked for: rows follow each other, and
-   the processor by itself stops at the end of a page. NEAR: the cache that it is asked into, 3 the
-   first, 2 the second. A Xeon with AMX was measured to read faster so (docs/measurements/cpu.md);
-   others were measured with the first. */
+/* AHEAD: how many bytes ahead of the read position to prefetch; rows follow each other, and the
+   processor's own prefetching stops at the end of a page. NEAR: the cache to prefetch into, 3 for
+   L1, 2 for L2. A Xeon with AMX was measured to be faster with the first pair of values
+   (docs/measurements/cpu.md); others were measured with the second. */
 #ifdef __AMX_TILE__
 enum { AHEAD = 8192, NEAR = 2 };
 #else
 enum { AHEAD = 4096, NEAR = 3 };
 #endif
 
-/* x [n] times one row of a matrix, summed in float32. A 32-bit word holds two numbers: the upper
-   one is a float once the lower half is 0, the lower one once it is shifted up. So no instruction
-   separates them. */
+/* x [n] times one row of a matrix, summed in float32. A 32-bit word holds two bfloat16. The upper
+   one becomes a float by clearing the lower half, the lower one by a shift, so the two need not be
+   separated by a shuffle. */
 static inline bf16 dot(int64_t n, const bf16 *x, const bf16 *row) {
     const int64_t whole = n / (2 * VEC) * (2 * VEC);
     vec low = {0}, high = {0};
@@ -36,8 +36,8 @@ static inline bf16 dot(int64_t n, const bf16 *x, const bf16 *row) {
     return to_bf16(sum);
 }
 
-/* row_product: x [n], w [rows, n] -> out [rows], all bfloat16. One row at a time, as prefetching
-   follows few streams best. */
+/* row_product: out [rows] = w [rows, n] x [n], all bfloat16, summed in float32. One row at a time:
+   prefetching works best with few streams. */
 void minikv_row_product(int64_t n, int64_t rows, const bf16 *x, const bf16 *w, bf16 *out) {
 #pragma omp parallel for schedule(static) if (rows * n > 65536)
     for (int64_t o = 0; o < rows; o++)

@@ -1,8 +1,8 @@
 /* What follows attention in a layer of a decode step, up to the queries, keys and values of the
-   next one: products, norms and the activation function of one row, all in bfloat16. Each makes
-   the numbers of the call of its own, in integer.c, product.c and layer.c; here nobody goes back to
-   Python between them. Threads wait for each other after every product, and no more often: what is
-   small, each of them computes for itself. */
+   next layer: products, norms and the activation function of one row, all in bfloat16, in one call.
+   The numbers are those of the separate calls in integer.c, product.c and layer.c. Threads wait for
+   each other three times, after each of the first three products. Each thread computes the norms,
+   which are small, for itself. */
 #include "row.h"
 
 #include <stdlib.h>
@@ -11,11 +11,11 @@
 #include <omp.h>
 #endif
 
-/* THREADS_FROM: weights from which on threads are faster. EARLY: bytes that a thread asks for of
-   its part of a matrix before it waits for the others. */
+/* THREADS_FROM: with more weights than this, threads are faster. EARLY: how many bytes of its part
+   of the next matrix a thread prefetches before it waits for the others. */
 enum { THREADS_FROM = 1 << 18, EARLY = 32768 };
 
-/* The number of threads at most, of those that are here, and of this one. */
+/* The most threads there can be, how many run here, and the number of this one. */
 static inline int64_t most_threads(void) {
 #ifdef _OPENMP
     return omp_get_max_threads();
@@ -38,8 +38,8 @@ static inline int64_t this_thread(void) {
 #endif
 }
 
-/* The rows first to end - 1 of `rows` that are this thread's: whole groups of `step` rows, as
-   evenly as they can be shared. */
+/* This thread's share of `rows` rows, first to end - 1: whole groups of `step` rows, divided as
+   evenly as possible. */
 typedef struct {
     int64_t first, end;
 } Share;
@@ -49,7 +49,7 @@ static Share share_of(int64_t rows, int64_t step) {
     return (Share){groups * me / threads * step, end < rows ? end : rows};
 }
 
-/* Ask for the first bytes of rows of a matrix, from `first` on. */
+/* Prefetch the first bytes of these rows of a matrix. */
 static void fetch(const Matrix *m, Share rows) {
     const int64_t row = m->form == PLAIN ? 2 * m->n : m->form == EIGHT ? m->n : m->n / 2;
     const int64_t all = (rows.end - rows.first) * row, bytes = all < EARLY ? all : EARLY;
@@ -58,13 +58,13 @@ static void fetch(const Matrix *m, Share rows) {
         __builtin_prefetch(at + i, 0, 2);
 }
 
-/* x ready for a matrix: rounded if it is packed. */
+/* Quantize x for a packed matrix; nothing to do for a plain one. */
 static void prepare(const Matrix *m, const bf16 *x, Rounded rounded) {
     if (m->form != PLAIN)
         minikv_round_blocks(x, m->n, 0, (m->n + BLOCK - 1) / BLOCK, rounded);
 }
 
-/* out = m x + bias, for some rows of m. */
+/* out = m x + bias, for these rows of m. */
 static void multiply(const Matrix *m, const bf16 *x, Rounded rounded, Share rows, bf16 *out) {
     if (m->form == PLAIN)
         minikv_plain_rows(m->n, x, m->weights, rows.first, rows.end, out);
@@ -74,21 +74,21 @@ static void multiply(const Matrix *m, const bf16 *x, Rounded rounded, Share rows
         out[i] = to_bf16(from_bf16(out[i]) + from_bf16(m->bias[i]));
 }
 
-/* silu(gate) * up for some columns of both [2 * n], the gate first, over the gate, and ready for
-   the matrix m; whole blocks. */
+/* Overwrite the gate with silu(gate) * up, and quantize it if the matrix m is packed, for these
+   columns, whole blocks. both [2 * n]: the gate, then up. */
 static void activate(const Matrix *m, bf16 *both, Rounded rounded, Share columns) {
     minikv_silu_row(columns.end - columns.first, both + columns.first, both + m->n + columns.first);
     if (m->form != PLAIN)
         minikv_round_blocks(both, m->n, columns.first / BLOCK, columns.end / BLOCK, rounded);
 }
 
-/* Rows of gate and of up that belong together in a share: whole blocks and whole tiles. */
+/* The step in which rows of gate and up are shared: whole blocks and whole tiles. */
 static int64_t unit(const Matrix *gate_up) {
     const int64_t step = minikv_rows_together(gate_up);
     return step > BLOCK ? step : BLOCK;
 }
 
-/* Room for a row of n numbers that is rounded, in memory of `rounded_bytes`. */
+/* A quantized row of n numbers takes rounded_bytes(n) of memory; rounded_in lays it out there. */
 static int64_t rounded_bytes(int64_t n) { return (n + BLOCK - 1) / BLOCK * (12 + BLOCK); }
 static Rounded rounded_in(char *memory, int64_t n) {
     const int64_t blocks = (n + BLOCK - 1) / BLOCK;
@@ -98,10 +98,11 @@ static Rounded rounded_in(char *memory, int64_t n) {
     };
 }
 
-/* rest: m: the matrices behind attention, of gate and up, down, and of the next layer's queries,
-   keys and values; the last one without rows if there is no next layer. mixed: what attention
-   returned, m[0].n numbers. x [hidden] becomes what enters the next layer; result: m[3] times its
-   norm, or the norm itself. Returns 0, or 1 if there is no memory; then nothing was written. */
+/* rest: x += m[0] mixed; x += m[2] (silu(gate) * up) with gate and up = m[1] norm(x); result = m[3]
+   norm(x), or norm(x) itself if m[3] has no rows. m: the matrices of the attention output, of gate
+   and up, of down, and of the next layer's queries, keys and values. mixed [m[0].n]: the output of
+   attention. x [hidden]: the input of the layer, which becomes the input of the next one. mlp_norm
+   and next_norm [hidden]. Returns 0, or 1 if there is no memory; then nothing was written. */
 int minikv_rest(
     const Matrix *m, int64_t hidden, const bf16 *mixed, bf16 *x, const bf16 *mlp_norm,
     const bf16 *next_norm, double eps, bf16 *result
@@ -110,8 +111,7 @@ int minikv_rest(
     const int64_t mlp = down->n, widest = out->n > hidden ? out->n : hidden;
     const int64_t weights = out->n * out->outs + gate_up->n * gate_up->outs + down->n * down->outs +
                             next->n * next->outs;
-    /* Each thread's own: the row, its norm, and what is rounded of it, apart from other threads'.
-     */
+    /* Each thread has its own row, norm and quantized row, in cache lines of its own. */
     const int64_t own = (rounded_bytes(widest) + 4 * hidden + 191) / 64 * 64;
     const int64_t threads = weights > THREADS_FROM ? most_threads() : 1;
     char *memory = malloc((size_t)(threads * own + rounded_bytes(mlp) + 2 * hidden + 4 * mlp));
@@ -160,7 +160,7 @@ int minikv_rest(
     return 0;
 }
 
-/* Whether `rest` takes these matrices, the last one without rows if there is none. */
+/* Whether minikv_rest takes these four matrices. The last one may have no rows. */
 int minikv_rest_takes(const Matrix *m) {
     for (int i = 0; i < 4; i++)
         if (m[i].outs && !minikv_rows_together(m + i))

@@ -1,24 +1,24 @@
-/* What the C files share of a decode step: the operations on one row of activations, and a matrix
-   that it is multiplied by. Nothing here starts threads. */
+/* What the C files of a decode step share: the type of a matrix, and the operations on one row of
+   activations. No function here starts threads. */
 #ifndef MINIKV_ROW_H
 #define MINIKV_ROW_H
 
 #include "numbers.h"
 
-/* How weights are kept: bfloat16 [outs, n]; int8 with a bfloat16 scale for each row; four bits as
-   `pack_int4` of packing.c makes them. */
+/* The format of weights: bfloat16 [outs, n]; int8 with a bfloat16 scale for each row; four bits as
+   `pack_int4` of packing.c packs them. */
 enum { PLAIN, EIGHT, FOUR };
 
-/* `group`, `half` and `stride` are those of four bits, as in integer.c. bias [outs] may be NULL.
-   The fields are those of kernels/cpu/matrix.py. */
+/* A matrix of weights [outs, n]. Only four bits use `group`, `half` and `stride`, as in integer.c.
+   bias [outs] may be NULL. The fields are those of kernels/cpu/matrix.py. */
 typedef struct {
     int64_t form, n, outs, group, half, stride;
     const void *weights, *scales;
     const bf16 *bias;
 } Matrix;
 
-/* A row of activations rounded to eight bits: codes [n], and of each block of columns the scale,
-   the sum of what is rounded, and -8 times the sum of the codes. */
+/* A row of activations, quantized to int8: codes [n], and for each block of BLOCK columns its
+   scale, the sum of its codes times the scale, and -8 times the sum of its codes. */
 typedef struct {
     int8_t *codes;
     float *scale, *sum;
@@ -30,22 +30,22 @@ enum { BLOCK = 32 };
 
 #define HIDDEN __attribute__((visibility("hidden")))
 
-/* Round the blocks `first` to `end` - 1 of a row x [n]. */
+/* Quantize the blocks `first` to `end` - 1 of a row x [n]. */
 HIDDEN void minikv_round_blocks(const bf16 *x, int64_t n, int64_t first, int64_t end, Rounded out);
 
-/* Rows of the matrix that are computed together; 0: one row of activations is not multiplied by
-   such a matrix without making a panel of it (integer.c). */
+/* How many rows of the matrix are computed together. 0: even for one row of activations, such a
+   matrix must first be rearranged into panels (integer.c). */
 HIDDEN int64_t minikv_rows_together(const Matrix *m);
 
-/* out [outs]: x [n] times the rows `first` to `end` - 1 of the matrix, as the products of their own
-   files make them. Of four bits, whole tiles, but for the last one of the matrix. */
+/* out [outs]: x [n] times the rows `first` to `end` - 1 of the matrix. The numbers are those of
+   int8_product, int4_product and row_product. With four bits the rows are whole tiles; only the
+   last tile of the matrix may be shorter. */
 HIDDEN void minikv_packed_rows(const Matrix *m, Rounded x, int64_t first, int64_t end, bf16 *out);
 HIDDEN void minikv_plain_rows(
     int64_t n, const bf16 *x, const bf16 *w, int64_t first, int64_t end, bf16 *out
 );
 
-/* One row of add_norm and of silu_mul in layer.c. gate and up [n]; the result goes over the gate.
- */
+/* One row of add_norm and of silu_mul in layer.c. gate and up [n]; the result overwrites gate. */
 HIDDEN void minikv_norm_row(
     int64_t n, bf16 *x, const bf16 *y, const bf16 *weight, double eps, bf16 *out
 );

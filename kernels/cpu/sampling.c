@@ -1,16 +1,16 @@
-/* A token that is drawn from logits, without sorting them. See kernels/torch/sampling.py.
+/* Draw a token from logits without sorting them. See kernels/torch/sampling.py.
 
-   Tokens go into bins by their logits, and the token that is looked for into one of them. Only the
-   tokens of that bin are looked at again, in bins of 8 bits of their logits. As masses are whole
-   numbers, the sum of bins is that of their tokens, in any order. */
+   Tokens are put into bins by their logits, and the sums of the bins tell which bin has the token
+   that is looked for. Only the tokens of that bin are examined again, in bins of 8 bits of their
+   logits. Masses are whole numbers, so sums do not depend on the order. */
 #include "span.h"
 
 enum { BINS = 2048, DIGITS = 256, BLOCK = 64, TILE = 1024 };
 
-/* No token is as unlikely as 2 to this power and has a mass: the scale is 2^44 at most. */
+/* The scale is at most 2^44, so a token with a probability of 2 to this power has mass 0. */
 #define LEAST_POWER -46.0
 
-/* Tokens, and their mass. */
+/* A number of tokens, and their mass. */
 typedef struct {
     int64_t count, mass;
 } Sum;
@@ -61,10 +61,10 @@ static inline double power_of_two(double x) {
     return bits_double(double_bits(p) + (double_bits(shifted) << 52));
 }
 
-/* Fill mass, bin and sums. Returns the mass of the tokens that are at least `min_p` as likely as
-   the best one. Memory is safe for any logits, also NaN. */
+/* Fill mass, bin and sums. Returns the mass of the tokens that are at least `min_p` times as likely
+   as the best one. No logits, not even NaN, make it write outside its memory. */
 static int64_t weigh(Tokens *t, double temperature, double min_p, double scale) {
-    /* By names of their own: for the compiler, what is stored could be an address in `t`. */
+    /* Local copies of the pointers: otherwise the compiler assumes that a store may change `t`. */
     const float *logits = t->logits;
     int64_t *masses = t->mass;
     uint16_t *bin = t->bin;
@@ -74,8 +74,8 @@ static int64_t weigh(Tokens *t, double temperature, double min_p, double scale) 
         most = logits[i] > most ? logits[i] : most;
         least = logits[i] < least ? logits[i] : least;
     }
-    /* The power of two of a token is its distance from the best times this. An infinite factor
-       would make NaN of no distance. */
+    /* A token is 2^x as likely as the best one, with x = (its logit - the best) * factor. An
+       infinite factor would make NaN of a distance of 0. */
     const double best = most, factor = fmin(0x1.71547652b82fep+0 / temperature, 1e300);
     const double lowest = fmax((least - best) * factor, LEAST_POWER);
     const double bins = lowest < 0.0 ? (BINS - 1) / lowest : 0.0;
@@ -88,7 +88,7 @@ static int64_t weigh(Tokens *t, double temperature, double min_p, double scale) 
             double x = (logits[i] - best) * factor;
             x = x > LEAST_POWER ? x : LEAST_POWER;
             const double chance = power_of_two(x), at = x * bins;
-            /* The lowest bits of a number that 2^52 is added to are it, rounded. */
+            /* Adding 2^52 leaves the number, rounded to a whole one, in the lowest bits. */
             const int64_t mass = double_bits(chance * scale + 0x1p52) & 0xfffffffffffff;
             masses[i] = mass;
             bin[i] = (uint16_t)(int32_t)(at < BINS - 1 ? at : BINS - 1);
@@ -102,7 +102,7 @@ static int64_t weigh(Tokens *t, double temperature, double min_p, double scale) 
     return likely;
 }
 
-/* Bits of a logit that are smaller the larger it is, and the same for 0 and -0. */
+/* A number that is smaller the larger the logit is, and the same for 0 and -0. */
 static inline uint32_t descending(float x) {
     const uint32_t bits = float_bits(x + 0.0f);
     return bits >> 31 ? bits : ~bits & 0x7fffffff;
@@ -113,8 +113,8 @@ typedef enum { COUNT, MASS } Measure;
 
 static inline int64_t measured(Sum s, Measure by) { return by == COUNT ? s.count : s.mass; }
 
-/* The first of `bins` sums with which all before and it reach the limit, or the last one. `before`
-   gets what lies before it. */
+/* The first of `bins` sums at which the running total, which begins at `before`, reaches the limit;
+   the last one if none does. What lies before it is added to `before`. */
 static int reaching(const Sum *sums, int bins, Measure by, int64_t limit, Sum *before) {
     int b = 0;
     while (b < bins - 1 && measured(*before, by) + measured(sums[b], by) < limit) {
@@ -142,14 +142,14 @@ static int64_t members(const Tokens *t, int bin, uint32_t *ids) {
     return found;
 }
 
-/* The first token, in the order of logits, with which so many tokens or so much mass is reached.
-   `end` gets the mass of all tokens up to it. */
+/* The first token, from the largest logit down, at which the count of tokens or their mass reaches
+   the limit. `end` gets the mass of all tokens up to it. -1 if that token has no mass. */
 static int64_t token_at(const Tokens *t, Measure by, int64_t limit, int64_t *end) {
     Sum before = {0, 0};
     const int bin = reaching(t->sums, BINS, by, limit, &before);
     *end = before.mass;
     if (!t->sums[bin].mass)
-        return -1; /* one of many without mass, which only their number leads to */
+        return -1; /* the limit is a count, or a logit is not finite */
     uint32_t *ids = t->ids, differ = 0;
     int64_t found = members(t, bin, ids);
     for (int64_t j = 1; j < found; j++)
@@ -170,7 +170,7 @@ static int64_t token_at(const Tokens *t, Measure by, int64_t limit, int64_t *end
                 ids[stay++] = ids[j];
         found = stay;
     }
-    /* All logits are equal now, and ids in order. */
+    /* All remaining logits are equal, and their ids are in order. */
     int64_t j = 0;
     for (; j < found; j++) {
         before.count++;
@@ -182,8 +182,9 @@ static int64_t token_at(const Tokens *t, Measure by, int64_t limit, int64_t *end
     return ids[j < found ? j : found - 1];
 }
 
-/* drawn: logits [n] -> token. scale: the mass of the best token. Returns 0, or 1 if there is no
-   memory. */
+/* drawn: draw a token from logits [n] after top_k, top_p and min_p; 0 if a logit is not finite.
+   point: 0 <= point < 1, where in the remaining mass the token lies; scale: the mass of the best
+   token. Returns 0, or 1 if there is no memory. */
 int minikv_drawn(
     int64_t n, const float *logits, double temperature, int64_t top_k, double top_p, double min_p,
     double point, double scale, int64_t *token

@@ -1,4 +1,4 @@
-/* Which rows may leave, and the one with the lowest score among them. */
+/* Which rows of a head a decode step may evict, and which of them has the lowest score. */
 #ifndef MINIKV_SPAN_H
 #define MINIKV_SPAN_H
 
@@ -6,7 +6,8 @@
 
 #include <stdlib.h>
 
-/* Memory for `count` things of `size` bytes, or NULL. */
+/* Memory for `count` items of `size` bytes, to be freed by the caller; NULL if there is none. No
+   items: still an address. */
 static inline void *scratch(int64_t count, int64_t size) { return malloc(count * size + 1); }
 
 /* Positions low .. high. */
@@ -46,9 +47,9 @@ static inline int may_leave(Span s, const uint8_t *allowed, const int32_t *pos, 
     return allowed ? allowed[j] != 0 : within(s, pos[j]);
 }
 
-/* Of n rows with score and pos [n], the row with the lowest score among those that may leave, of
-   equal scores the one with the smallest position; -1 if there is none. A row whose score is NaN
-   does not leave. */
+/* Of n rows with score and pos [n], the index of the row with the lowest score among those that may
+   leave. Of equal scores, the smallest position wins. -1 if no row may leave. A row whose score is
+   NaN does not leave. */
 static inline __attribute__((always_inline)) int lowest_of(
     const float *score, const int32_t *pos, int n, Span s, const uint8_t *allowed
 ) {

@@ -1,11 +1,11 @@
-/* The end of a decode step: statistics of all rows, and the row that leaves each head that is over
-   its cap. The arguments are those of kernels/cpu/step.py and of `lowest_step` in
+/* The end of a decode step: update the statistics of all rows, and choose the victim of each head
+   that is over its cap. The arguments are those of kernels/cpu/step.py and of `lowest_step` in
    kernels/torch/decode.py.
 
-   Rows that may leave have positions in a span, and the victim is the row with the lowest score in
-   it. Some policies narrow the choice to the n newest rows or the n smallest variances. Then a
-   threshold is guessed and checked by counting, and found by bisection if the guess is wrong.
-   Nothing is sorted. */
+   The rows that may leave have positions in a span, and the victim is the row with the lowest score
+   in it. H2O keeps the n newest rows, and RoCo chooses among the n smallest variances. The
+   threshold for this is guessed and checked by counting, and found by bisection if the guess is
+   wrong. Nothing is sorted. */
 
 /* Products are rounded before they are added, as in torch: a row that always got the same
    probability has variance 0. */
@@ -21,9 +21,8 @@
 #include <omp.h>
 #endif
 
-/* THREADS_FROM: the number of probabilities from which on threads are faster, about 50 us of one
-   thread. BLOCK: rows that are worked on at once, so that what belongs to them stays in the first
-   cache. */
+/* THREADS_FROM: from so many probabilities on, about 50 us of one thread, threads are faster.
+   BLOCK: so many rows are computed at once, so that their data stays in the L1 cache. */
 enum { THREADS_FROM = 30000, BLOCK = 256 };
 
 /* What every step function takes: logits [L, H, G, C], lse [L, H, G], and the fields of `Rows` in
@@ -51,7 +50,7 @@ static int lowest_evictable(const Heads *a, const float *score, const int32_t *p
     return found >= 0 ? found : lowest(score, pos, n, fallback_span(a->newest, a->pinned));
 }
 
-/* p [n] = the probabilities of head i's rows, exp(logit - lse), in the mean over its G queries. */
+/* p [n] = the probabilities of head i's rows, exp(logit - lse), averaged over its G queries. */
 static void mean_probs(const Heads *a, int64_t i, int n, float *p) {
     const float *x = a->logits + i * a->G * a->C, *sums = a->lse + i * a->G;
     for (int64_t g = 0; g < a->G; g++, x += a->C) {
@@ -82,8 +81,8 @@ static inline int64_t victim_row(const Heads *a, int64_t i, int found) {
     return a->start[i] + (found < 0 ? 0 : found);
 }
 
-/* How many threads to use: one, or as many as torch's own loops take, because OpenMP ends threads
-   that a smaller team does not use. */
+/* How many threads to use: one, or all that torch's own loops use. A team of a size between would
+   make OpenMP end the other threads and start them again. */
 static int thread_count(const Heads *a) {
 #ifdef _OPENMP
     int64_t weights = 0;
@@ -105,8 +104,8 @@ static inline int thread_number(void) {
 #endif
 }
 
-/* The position from which on there are the n newest unpinned rows, and no others. There are n rows
-   at least; their positions differ. */
+/* The position of the oldest of the n newest unpinned rows. There are at least n such rows, and
+   their positions differ. */
 static int32_t recent_edge(const int32_t *pos, int rows, int64_t pinned, int64_t newest, int n) {
     int64_t high = newest + 1; /* fewer than n rows are at it or later */
     /* Each missing row moves the guess by one, which cannot lead below the edge. */
@@ -137,8 +136,8 @@ static int32_t recent_edge(const int32_t *pos, int rows, int64_t pinned, int64_t
     return to_int32(low);
 }
 
-/* The row that leaves under H2O: among the evictable rows older than the newest ones the one with
-   the lowest sum; -1 if there is none. */
+/* The victim under H2O: of the evictable rows that are older than the newest_rows newest ones, the
+   one with the lowest sum; if there is none, of all evictable rows; -1 if there is none either. */
 static int h2o_victim(
     const Heads *a, const float *sums, const int32_t *pos, int n, int64_t newest_rows
 ) {
@@ -159,8 +158,9 @@ static int h2o_victim(
     return found >= 0 ? found : lowest(sums, pos, n, all);
 }
 
-/* H2O (arXiv 2306.14048, section 4). sums [R] += p; newest_rows [L, H]: how many of the newest rows
-   are kept. Returns 0, or 1 if there is no memory; then nothing was written. */
+/* H2O (arXiv 2306.14048, section 4). Adds this step's probabilities to sums [R] and writes each
+   head's victim, a row of the arena, or -1, to free_slot [L, H]. newest_rows [L, H]: how many of
+   the newest rows are kept. Returns 0, or 1 if there is no memory; then nothing was written. */
 int minikv_h2o_step(HEAD_PARAMS, float *sums, const int64_t *newest_rows) {
     if (!*accepted)
         return 0;
@@ -186,14 +186,14 @@ int minikv_h2o_step(HEAD_PARAMS, float *sums, const int64_t *newest_rows) {
     return 0;
 }
 
-/* The probabilities of the rows at one position. */
+/* The sum of the probabilities of the rows at one position, and how many rows there are. */
 typedef struct {
     double sum;
     int32_t at, count;
 } PositionSum;
 
 /* Whether the heads `first` .. `end` - 1 that are over their cap hold the same positions in the
-   same order. Heads that always evicted together do. */
+   same order. So it is for heads that evicted together from the beginning. */
 static int same_positions(const Heads *a, int64_t first, int64_t end) {
     const int64_t n = a->length[first];
     for (int64_t i = first + 1; i < end; i++)
@@ -212,8 +212,8 @@ static int64_t table_size(int64_t rows) {
     return size;
 }
 
-/* Replace p [H, C] of a layer's rows by the mean over the rows at the same position. slot [H, C]
-   and table: memory to work with. */
+/* Replace each probability in p [H, C] of a layer by the mean over the layer's rows at the same
+   position. slot [H, C] and table: workspace. */
 static void mean_by_position(
     const Heads *a, int64_t first, int64_t end, float *p, int32_t *slot, PositionSum *table
 ) {
@@ -255,8 +255,8 @@ static void mean_by_position(
     }
 }
 
-/* Layer-wise TOVA in one layer, heads `first` .. `end` - 1. p and slot [H, C] and table: memory to
-   work with. */
+/* Layer-wise TOVA in one layer, heads `first` .. `end` - 1. p and slot [H, C] and table: workspace.
+ */
 static void tova_layer(
     const Heads *a, int64_t first, int64_t end, int64_t *free_slot, float *p, int32_t *slot,
     PositionSum *table
@@ -305,8 +305,8 @@ static void tova_layer(
         }
 }
 
-/* TOVA (arXiv 2401.06104). `layerwise`: p is the mean over the heads of a layer. Returns as
-   minikv_h2o_step. */
+/* TOVA (arXiv 2401.06104). The victim is the evictable row with the lowest probability of this
+   step; with `layerwise`, the mean over the heads of its layer. Returns as minikv_h2o_step. */
 int minikv_tova_step(HEAD_PARAMS, int layerwise) {
     if (!*accepted)
         return 0;
@@ -351,9 +351,9 @@ static int count_below(const float *variance, const int32_t *pos, int n, Span s,
     return found;
 }
 
-/* The row that leaves under RoCo: of the evictable rows whose variance is at most the n-th
-   smallest, the one with the lowest mean; -1 if there is none. n is steady_rows, or all of them if
-   fewer. Of rows with a larger variance, mean may become NaN. */
+/* The victim under RoCo: of the evictable rows whose variance is at most the steady_rows-th
+   smallest, the one with the lowest mean; -1 if there is none. If fewer rows are evictable, all of
+   them are candidates. May overwrite the mean of the other rows with NaN. */
 static int roco_victim(
     const Heads *a, float *mean, const float *variance, const int32_t *pos, int n,
     int64_t steady_rows
@@ -369,11 +369,11 @@ static int roco_victim(
         return -1;
     int64_t nth = steady_rows < rows ? steady_rows : rows;
     nth = nth < 1 ? 1 : nth;
-    /* The row with the lowest mean is nearly always among them. */
+    /* The row with the lowest mean nearly always has one of the smallest variances. */
     if (count_below(variance, pos, n, s, variance[found]) < nth)
         return found;
-    /* Variances are not negative, so that their bits have the order of the numbers. Fewer than n
-       are below `low`. */
+    /* Variances are not negative, so their bits are ordered as they are. Fewer than nth are below
+       `low`. */
     uint32_t low = 0, high = float_bits(variance[found]);
     while (low + 1 < high) {
         const uint32_t middle = low + (high - low) / 2;
@@ -392,8 +392,9 @@ static int roco_victim(
     return lowest(mean, pos, n, s);
 }
 
-/* RoCo (arXiv 2402.06262, section 4.2). sums, squares, count [R] += p, p * p, 1; steady_rows [L,
-   H]. Returns as minikv_h2o_step. */
+/* RoCo (arXiv 2402.06262, section 4.2). Adds this step's p, p * p and 1 to sums, squares and count
+   [R]. steady_rows [L, H]: how many rows with the smallest variances are candidates. Returns as
+   minikv_h2o_step. */
 int minikv_roco_step(
     HEAD_PARAMS, float *sums, float *squares, float *count, const int64_t *steady_rows
 ) {
@@ -432,7 +433,8 @@ int minikv_roco_step(
     return 0;
 }
 
-/* The number of set bits. Loops over it become vectors with or without an instruction for it. */
+/* The number of set bits. The compiler can vectorize loops over it, with an instruction for it or
+   without. */
 static inline uint32_t popcount(uint32_t x) {
 #ifdef __AVX512VPOPCNTDQ__
     return (uint32_t)__builtin_popcount(x);
@@ -444,9 +446,10 @@ static inline uint32_t popcount(uint32_t x) {
 #endif
 }
 
-/* ScissorHands (arXiv 2305.17118, section 4). words: `count` columns [R], one shift register of
-   `history` bits per row; queries [R]; window [L]: rows that a query of the layer sees at most.
-   Returns as minikv_h2o_step. */
+/* ScissorHands (arXiv 2305.17118, section 4). The victim is the evictable row that got less than a
+   uniform share in the largest fraction of the last queries. words: `count` columns [R], together
+   one shift register of `history` bits per row, 32 in each; queries [R]: how many of the bits
+   count; window [L]: rows that a query of the layer sees at most. Returns as minikv_h2o_step. */
 int minikv_scissorhands_step(
     HEAD_PARAMS, int64_t count, int64_t *const *words, float *queries, int64_t history,
     const int64_t *window
@@ -502,7 +505,9 @@ int minikv_scissorhands_step(
     return 0;
 }
 
-/* lowest_step: score and allowed [F, C], for F heads of all layers; the rest as in `Rows`. */
+/* lowest_step: in each of the F heads of all layers that is over its cap, the allowed row with the
+   lowest score is the victim; free_slot [F] gets its row in the arena, or -1. score and allowed
+   [F, C]; the rest as in `Rows`. */
 void minikv_lowest_step(
     int64_t F, int64_t C, const float *score, const uint8_t *allowed, const int64_t *start,
     const int64_t *length, const int64_t *cap, const int32_t *pos, const uint8_t *accepted,

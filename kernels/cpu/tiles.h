@@ -14,7 +14,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Whether Linux lets this process use tiles, which it has to be asked for. */
+/* Ask Linux to let this process use tiles, and return whether it does. */
 INLINE int granted(void) {
     enum { REQUEST = 0x1023, STATE = 18 };
     return syscall(SYS_arch_prctl, REQUEST, STATE) == 0;
@@ -23,15 +23,15 @@ INLINE int granted(void) {
 /* Numbers of a tile of bfloat16, and bytes of its row. */
 enum { NUMBERS = 512, ROW = 64 };
 
-/* Tile N is what lies at x, its rows `row` bytes apart. Compilers may not know that this reads
-   memory, so they are told. */
+/* Load tile N from x, whose rows are `row` bytes apart. A compiler may not know that the
+   instruction reads memory; the empty assembly tells it. */
 #define LOAD_TILE(N, x, row)               \
     do {                                   \
         __asm__ volatile("" ::: "memory"); \
         _tile_loadd(N, x, row);            \
     } while (0)
 
-/* All eight tiles of this thread have 16 rows of 64 bytes, until it releases them. */
+/* Give all eight tiles of this thread 16 rows of 64 bytes, until the thread releases them. */
 INLINE void shape_tiles(void) {
     struct {
         uint8_t palette, start, none[14];
