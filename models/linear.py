@@ -1,18 +1,19 @@
-"""The matrices of a network: `Linear` is one of them, however its weights are kept.
+"""The matrices of a network: `Linear` is a matrix in any of its forms, plain or packed.
 
 What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
 
-- one row in bfloat16: a kernel that only reads, or torch's own product of a matrix and a vector.
-  oneDNN, which torch prefers, needs twice the time, and with weights prepacked for it about as much
-  as torch's own, so nothing is prepacked: there is one copy, and a tied head is fast too.
-- many rows in bfloat16: oneDNN where the processor multiplies bfloat16; where it does not, or
-  slower than float32, the same in float32, a block of the weights at a time.
-- int8 and int4: our own kernels round activations to eight bits and multiply integers. Without
-  them, torch's packed kernels multiply a few rows; many rows unpack a block at a time. With tiles
-  (AMX) our own kernel unpacks many rows, and activations stay as they are.
+- one row in bfloat16: our own kernel, or torch's product of a matrix and a vector. oneDNN, which
+torch prefers, needs twice the time. With weights prepacked for it, it needs about as much as
+torch's own product. So nothing is prepacked: there is one copy, and a tied head is fast, too. -
+many rows in bfloat16: oneDNN where the processor multiplies bfloat16. Where it does not, or does so
+more slowly than float32, the product is computed in float32, a block of the weights at a time. -
+int8 and int4: our own kernels round activations to eight bits and multiply integers. Without them,
+torch's packed kernels multiply a few rows; for many rows, the weights are unpacked a block at a
+time. With tiles (AMX), our own kernel unpacks the weights for many rows, and activations are not
+rounded.
 
-float32 and plain weights on a CUDA device do what `F.linear` does; packed ones are in
-models/linear_gpu.py.
+float32, and plain weights on a CUDA device, are multiplied as by `F.linear`. Packed ones on a GPU
+are in models/linear_gpu.py.
 """
 
 from __future__ import annotations
@@ -31,92 +32,98 @@ from torch import Tensor
 from minikv.models.pages import Empty, empty
 
 FORMS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
-"""How weights may be kept. "auto" and "plain" are as the checkpoint has them; "+head" packs what
-makes logits as well, always to eight bits (docs/measurements/README.md, "Weights")."""
+"""The forms of weights. "auto" and "plain": as the checkpoint has them. "int8" and "int4": the
+matrices of the layers are packed. "+head": lm_head is packed as well, always to eight bits
+(docs/measurements/README.md, "Weights")."""
 
 GROUPS = (128, 64, 32)
-"""Columns that share a scale in int4: the first that divides a row."""
+"""How many columns share a scale in int4: the first of these that divides the length of a row."""
 
 FEW = {"int8": 8, "int4": 16}
-"""Rows up to which torch's packed kernels are faster than unpacking for a matrix product."""
+"""Up to how many rows of the input torch's packed kernels are faster than unpacking the weights."""
 
 BLOCK = 1 << 22
-"""Weights that are unpacked at a time: 8 MiB of bfloat16, which stays in the caches."""
+"""How many weights are unpacked at a time: 8 MiB of bfloat16, which fit into the processor's
+caches."""
 
 PACKED = 1 << 15
-"""Weights that a thread packs at a time; fewer, and torch would leave it idle. Larger blocks leave
-holes in the heap that count as memory."""
+"""How many weights a thread packs at a time. With fewer, torch would not use the thread. Larger
+blocks leave holes in the heap, which count as used memory."""
 
 _SWITCH = threading.Lock()
 _TILE = 64  # rows of a tile of the packed int4 layout
-_STEP = 16  # columns that torch's int8 kernel reads at a time, beyond the end of a row if it must
+_STEP = 16  # columns that torch's int8 kernel reads at a time, even beyond the end of a row
 
 
 class Linear(Protocol):
     """x [t, in] -> x @ weight.T + bias, [t, out], in x's dtype."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`out` [>= t, out] is room that the result may be written to, and then returned from."""
+        """out [>= t, out]: memory that the result may be written to; then a view of it is
+        returned."""
         ...
 
     def dense(self) -> Tensor:
-        """The values [out, in] as they are multiplied: a view, or a new tensor."""
+        """The weights [out, in] with which it multiplies: a view, or a new tensor."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, bias included."""
+        """Bytes of the weights, bias included."""
         ...
 
 
 Int8Product = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(x bfloat16 [t, in], codes int8 [out, in], scale bfloat16 [out], room bfloat16 [>= t, out] or
-None) -> bfloat16 [t, out], in the room."""
+None) -> bfloat16 [t, out], written to `room` if there is one."""
 
 Int4Product = Callable[[Tensor, Tensor, Tensor, int, int, Tensor | None], Tensor]
 """(x bfloat16 [t, in], packed uint8 [N, in / 2], scales bfloat16 [in / group, N, 2], half, out,
-room bfloat16 [>= t, out] or None) -> bfloat16 [t, out], in the room. As for `PackInt4`."""
+room bfloat16 [>= t, out] or None) -> bfloat16 [t, out], written to `room` if there is one. N and
+half: as for `PackInt4`."""
 
 RowProduct = Callable[[Tensor, Tensor], Tensor]
 """(x bfloat16 [1, in], weight bfloat16 [out, in]) -> bfloat16 [1, out]."""
 
 RowsProduct = Callable[[Tensor, Tensor | None], Tensor]
-"""Of one matrix: (x bfloat16 [t, in], room bfloat16 [>= t, out] or None) -> bfloat16 [t, out], in
-the room."""
+"""A product with one fixed matrix: (x bfloat16 [t, in], room bfloat16 [>= t, out] or None) ->
+bfloat16 [t, out], written to `room` if there is one."""
 
 
 PackInt8 = Callable[[Tensor, Tensor, Tensor], None]
-"""(weight bfloat16 [n, in], codes int8 [n, in], scale bfloat16 [n]): the first into the others."""
+"""(weight bfloat16 [n, in], codes int8 [n, in], scale bfloat16 [n]): packs weight into the
+others."""
 
 PackInt4 = Callable[[Tensor, Tensor, Tensor, int | None], None]
 """(weight bfloat16 [n, in], packed uint8 [N, in / 2], scales bfloat16 [in / group, N, 2], half):
-the first into the others. N is n, up to a whole tile; `half` is that of `half_tile`."""
+packs weight into the others. N is n, rounded up to whole tiles; `half` is that of `half_tile`."""
 
 
 UnpackInt4 = Callable[[Tensor, Tensor, int, Tensor], None]
-"""(packed uint8 [n, in / 2], scales bfloat16 [in / group, n, 2], half, out bfloat16 [in, n]): whole
-tiles into the last."""
+"""(packed uint8 [n, in / 2], scales bfloat16 [in / group, n, 2], half, out bfloat16 [in, n]):
+unpacks whole tiles into out."""
 
 
 class Scratch(threading.local):
-    """Memory to unpack weights in, for each thread that computes with them: asked for anew, it
-    would cost more time than the unpacking."""
+    """Memory for unpacked weights, separate for each thread. Allocating it anew would take more
+    time than unpacking."""
 
     def __init__(self) -> None:
         self._held: dict[torch.dtype, Tensor] = {}
 
     def room(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """[rows, columns], contiguous, until the next call for this dtype."""
+        """A contiguous tensor [rows, columns], valid until the next call for this dtype."""
         held = self._held.get(dtype)
         if held is None or held.numel() < rows * columns:
-            with torch.inference_mode(False):  # used inside of a forward and outside
+            with torch.inference_mode(False):  # used inside and outside of a forward
                 held = self._held[dtype] = torch.empty(rows * columns, dtype=dtype)
         return held[: rows * columns].view(rows, columns)
 
 
 def row_product(x: Tensor, weight: Tensor) -> Tensor:
-    """torch's `RowProduct`: without oneDNN, which torch would ask for a single row too."""
-    # torch has one switch for the whole process: two threads must not put back each other's.
+    """The `RowProduct` of torch, without oneDNN, which torch would use even for a single row."""
+    # torch has one switch for the whole process. The lock keeps a thread from restoring the
+    # setting of another one.
     with _SWITCH:
         before = torch._C._get_mkldnn_enabled()
         try:
@@ -127,7 +134,7 @@ def row_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """torch's `PackInt8`: a row's largest magnitude is 127 steps of its scale."""
+    """The `PackInt8` of torch. A row's scale is its largest magnitude divided by 127."""
     for start, end in packed_blocks(weight.shape):
         part = weight[start:end].float()
         steps = (part.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -137,8 +144,8 @@ def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
 
 
 def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int | None) -> None:
-    """torch's `PackInt4`: a group's smallest and largest value are the first and the last of 16
-    steps. It packs in the layout of this processor, whatever `half` is."""
+    """The `PackInt4` of torch. A group's smallest and largest value become the first and the last
+    of 16 steps. It packs in the layout of this processor, whatever `half` is."""
     columns, groups = weight.shape[1], len(scales)
     for start, end in packed_blocks(weight.shape):
         part = weight[start:end].float().view(-1, groups, columns // groups)
@@ -157,22 +164,23 @@ def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int | None) 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Who packs bfloat16 weights on a CPU: torch, or kernels that make the same numbers faster."""
+    """The functions that pack bfloat16 weights on a CPU: torch's, or kernels that compute the same
+    numbers faster."""
 
     int8: PackInt8 = pack_int8
     int4: PackInt4 | None = None
-    """None: torch. Asked only where the layout is known."""
+    """None: torch. Called only if the layout is known (`half_tile`)."""
 
 
 TORCH = Packing()
 
 
 class Plain:
-    """The weights as a checkpoint has them: all that training, float32 and CUDA know.
+    """A matrix with the weights as the checkpoint has them. Training needs this form.
 
-    `product` computes one row of bfloat16 on a CPU: torch's, until `Llama.use` names another and
-    gives a `scratch`. From `float_rows` rows on, which it names, too, float32 is faster although
-    the processor multiplies bfloat16.
+    `Llama.use` sets these: product: computes one row of bfloat16 on a CPU; torch's by default.
+    float_rows: from this many rows on, float32 is faster than bfloat16 although the processor
+    multiplies bfloat16; None: never. scratch: memory for blocks in float32.
     """
 
     __slots__ = ("bias", "float_rows", "product", "scratch", "weight")
@@ -197,7 +205,7 @@ class Plain:
         return _biased(torch.mm(x, weight.t(), out=out[: x.shape[0]]), self.bias)
 
     def dense(self) -> Tensor:
-        """See `Linear`; the weights themselves."""
+        """See `Linear`. Returns the weights themselves."""
         return self.weight
 
     @property
@@ -216,14 +224,15 @@ class Plain:
 
 
 class Int8:
-    """Eight bits a weight and one bfloat16 scale a row. CPU only.
+    """A matrix with eight bits per weight and one bfloat16 scale per row. CPU only.
 
-    A row's largest magnitude is 127 steps. `in` must be a multiple of 16: torch's kernel reads
-    whole vectors. `product` and `scratch` are None, which stands for torch and its own memory,
-    until `Llama.use` names others. torch leaves activations in bfloat16; `product` may round them
-    (kernels/torch/integer.py), and computes many rows only if `many`. If not, `rows_product` does,
-    if there is one. Made of weights without memory (on torch's meta device) it is empty, and `pack`
-    brings the rows.
+    `in` must be a multiple of 16, because torch's kernel reads whole vectors. If it is made from
+    weights without memory (on torch's meta device), it is empty, and `pack` fills in the rows.
+
+    `Llama.use` sets these: product: multiplies a few rows, and many rows if `many`; it may round
+    activations to eight bits (kernels/torch/integer.py); None: torch, which leaves them in
+    bfloat16. rows_product: multiplies many rows if `product` does not; None: unpack a block at a
+    time. scratch: memory for unpacked blocks; None: allocate.
     """
 
     __slots__ = (
@@ -251,12 +260,12 @@ class Int8:
             self.pack(0, weight)
 
     def pack(self, start: int, weight: Tensor) -> None:
-        """Keep weight [n, in] as rows start to start + n."""
+        """Pack weight [n, in] as the rows from `start` to `start` + n."""
         end = start + len(weight)
         self.packing.int8(_dense(weight), self.quantised[start:end], self.scale[start:end])
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that are kept, by name."""
+        """The tensors of the packed matrix, by name."""
         return _named(quantised=self.quantised, scale=self.scale, bias=self.bias)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -285,11 +294,11 @@ class Int8:
         return torch.mul(self.quantised[start:end], self.scale[start:end, None], out=room).t()
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows ids [t] of the weights, bfloat16 [t, in]: an embedding's look-up."""
+        """The rows `ids` [t] of the weights, bfloat16 [t, in], for an embedding."""
         return torch.mul(self.quantised[ids], self.scale[ids, None])
 
     def dense(self) -> Tensor:
-        """See `Linear`; unpacked anew."""
+        """See `Linear`. Unpacks the weights into a new tensor."""
         return self.columns(0, self.shape[0]).t()
 
     @property
@@ -299,13 +308,13 @@ class Int8:
 
 
 class Int4:
-    """Four bits a weight, and a bfloat16 scale and offset for each group of a row. CPU only.
+    """A matrix with four bits per weight, and a bfloat16 scale and offset for each group of a row.
+    CPU only.
 
-    A group's smallest and largest value are the first and the last of 16 steps; `group` columns
-    (128, or 64 or 32 where those divide a row) make one. Made of weights without memory (on torch's
-    meta device) it is empty, and `pack` brings the rows. `product`, `unpack` and `scratch` are
-    None, which stands for torch and its own memory, until `Llama.use` names others. Activations are
-    as in `Int8`.
+    A group has `group` columns (see `GROUPS`). Its smallest and largest value are the first and the
+    last of 16 steps. If the matrix is made from weights without memory (on torch's meta device), it
+    is empty, and `pack` fills in the rows. `Llama.use` sets `product`, `many`, `rows_product` and
+    `scratch`, as in `Int8`, and unpack: unpacks tiles; None: torch.
     """
 
     __slots__ = (
@@ -329,7 +338,7 @@ class Int4:
         group = group_of(columns)
         assert group is not None
         self.group = group
-        padded = -(-rows // _TILE) * _TILE  # a short last tile would have a layout of its own
+        padded = -(-rows // _TILE) * _TILE  # a shorter last tile would have another layout
         self.packed = room((padded, columns // 2), torch.uint8)
         self.scales = room((columns // group, padded, 2), torch.bfloat16)
         self.packing = packing
@@ -342,7 +351,7 @@ class Int4:
             self.pack(0, weight)
 
     def pack(self, start: int, weight: Tensor) -> None:
-        """Keep all rows, weight [out, in]; `start` is 0."""
+        """Pack all rows, weight [out, in]. start: must be 0."""
         assert start == 0
         assert weight.shape == self.shape
         self.scales[:, len(weight) :] = 0
@@ -351,7 +360,7 @@ class Int4:
         pack(_dense(weight), self.packed, self.scales, half)
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that are kept, by name."""
+        """The tensors of the packed matrix, by name."""
         return _named(packed=self.packed, scales=self.scales, bias=self.bias)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -374,12 +383,12 @@ class Int4:
         return made[:, : self.shape[0]]
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """See `_Blocked`; start is a tile's."""
+        """See `_Blocked`. start: the first row of a tile."""
         half = half_tile()
         inside, size = self.shape[1], -(-(end - start) // _TILE) * _TILE
         if half is None:
             eye = torch.eye(inside, dtype=torch.bfloat16)
-            return self._few(eye)[:, start:end]  # exact: nothing is summed
+            return self._few(eye)[:, start:end]  # exact, because no values are added
         if self.unpack is not None:
             room = (scratch or Scratch()).room(inside, size, torch.bfloat16)
             tiles = slice(start, start + size)
@@ -389,12 +398,12 @@ class Int4:
         steps = torch.cat((bytes_ & 15, bytes_ >> 4), 2)  # [tiles, in, 2 * half]
         steps = steps.transpose(0, 1).reshape(inside // self.group, self.group, size)
         pairs = self.scales[:, None, start : start + size].unbind(-1)
-        scale, middle = (part.contiguous() for part in pairs)  # interleaved, thirty times as slow
-        made = torch.addcmul(middle, steps.to(torch.bfloat16).sub_(8), scale)  # rounded once
+        scale, middle = (part.contiguous() for part in pairs)  # 30 times as fast as interleaved
+        made = torch.addcmul(middle, steps.to(torch.bfloat16).sub_(8), scale)  # rounds only once
         return made.view(inside, size)[:, : end - start]
 
     def dense(self) -> Tensor:
-        """See `Linear`; unpacked anew."""
+        """See `Linear`. Unpacks the weights into a new tensor."""
         return self.columns(0, self.shape[0]).t()
 
     @property
@@ -404,26 +413,27 @@ class Int4:
 
 
 def split(form: str) -> tuple[str, str]:
-    """Of one of `FORMS`: how the matrices of the layers are kept, and how what makes logits is."""
+    """Split one of `FORMS` into the form of the layers' matrices and that of lm_head."""
     layers, _, head = form.partition("+")
     return layers, "int8" if head else "auto"
 
 
 def packs(form: str) -> tuple[str, ...]:
-    """The packed forms among those of `split`, each once."""
+    """The packed forms that `form` uses, "int8" and "int4", each once."""
     return tuple(name for name in dict.fromkeys(split(form)) if name in ("int8", "int4"))
 
 
 def kept(plain: Plain, form: str, room: Empty = empty, packing: Packing = TORCH) -> Linear:
-    """`plain` as int8 or int4, in memory from `room`; as it is where that does not suit its size,
-    or is not asked for."""
+    """Pack `plain` to int8 or int4, in memory from `room`. Returns `plain` itself if `form` is
+    neither, or its rows cannot be packed so."""
     if not suits(form, plain.shape[1]):
         return plain
     return (Int8 if form == "int8" else Int4)(plain, room, packing)
 
 
 def kept_bytes(rows: int, columns: int, form: str, itemsize: int) -> int:
-    """Bytes of a matrix [rows, columns] in `form`, without its bias. Needs no tensors."""
+    """Bytes of a matrix [rows, columns] in `form`, without its bias. itemsize: bytes per weight if
+    it is not packed."""
     if form == "int8" and fits_int8(columns):
         return rows * columns + 2 * rows
     if form == "int4" and (group := group_of(columns)) is not None:
@@ -432,35 +442,37 @@ def kept_bytes(rows: int, columns: int, form: str, itemsize: int) -> int:
 
 
 def suits(form: str, columns: int) -> bool:
-    """Is a row of so many columns packed in `form`?"""
+    """Whether `form` packs rows of `columns` columns."""
     if form == "int4":
         return group_of(columns) is not None
     return form == "int8" and fits_int8(columns)
 
 
 def fits_int8(columns: int) -> bool:
-    """May a row of so many columns be kept as int8?"""
+    """Whether rows of `columns` columns can be packed to int8."""
     return columns % _STEP == 0
 
 
 def group_of(columns: int) -> int | None:
-    """Columns that share a scale in int4; None where no group divides a row."""
+    """How many columns share a scale in int4; None if no group divides a row of `columns`
+    columns."""
     return next((group for group in GROUPS if columns % group == 0), None)
 
 
 def packing_bytes(columns: int) -> int:
-    """What packing rows of so many columns holds besides: a block in float32, and what is made of
-    it."""
+    """Bytes of temporary memory for packing rows of `columns` columns: a block in float32, and
+    tensors computed from it."""
     return 48 * max(PACKED * torch.get_num_threads(), _TILE * columns)
 
 
 def packed_blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that are packed together, one after the other."""
+    """Ranges (start, end) of rows, each of which is packed at once."""
     return blocks(shape, PACKED * torch.get_num_threads())
 
 
 def blocks(shape: torch.Size, most: int = 0) -> Iterator[tuple[int, int]]:
-    """Ranges of rows, whole tiles but for the last, with about `most` weights each, or `BLOCK`."""
+    """Ranges (start, end) of rows with about `most` weights each, by default `BLOCK`. All but the
+    last are whole tiles."""
     step = max(_TILE, (most or BLOCK) // shape[1] // _TILE * _TILE)
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])
@@ -468,7 +480,8 @@ def blocks(shape: torch.Size, most: int = 0) -> Iterator[tuple[int, int]]:
 
 @cache
 def bf16_products() -> bool:
-    """Does this processor multiply bfloat16? Elsewhere torch takes four times float32's time."""
+    """Whether this processor multiplies bfloat16. If not, torch needs four times as long for it as
+    for float32."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
@@ -478,8 +491,8 @@ def bf16_products() -> bool:
 
 @cache
 def lacks(form: str) -> str:
-    """Why torch cannot do `form` in this build or on this processor, or "": its kernels are tried
-    on a small matrix. Those in C are not tried here."""
+    """Why torch does not support `form` in this build or on this processor; "" if it does. Tries
+    torch's kernels, but not those in C, on a small matrix."""
     if form not in ("int8", "int4"):
         return ""
     made = torch.Generator().manual_seed(0)
@@ -495,14 +508,15 @@ def lacks(form: str) -> str:
         float((got.float() - part).norm() / part.norm())
         for got, part in ((few, want[:1]), (many, want))
     ]
-    right = max(off) < 0.3  # four bits lose a tenth; what is in the wrong place loses everything
+    right = max(off) < 0.3  # rounding to four bits gives about 0.1; a wrong layout gives about 1
     return "" if right else f"torch's {form} kernel computes wrongly on this processor"
 
 
 @cache
 def half_tile() -> int | None:
-    """The packed int4 layout, which depends on the processor: in a tile of 2n rows, the bytes of a
-    column hold row i below and row n + i above. n, or None where it is not so."""
+    """torch's packed int4 layout, which depends on the processor. In a tile of 2n rows, byte i of a
+    column holds row i in its lower four bits and row n + i in its upper ones. Returns n; None if
+    the layout is another one."""
     made = torch.Generator().manual_seed(0)
     steps = torch.randint(16, (_TILE, 32), generator=made, dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps, 1)
@@ -516,7 +530,8 @@ def half_tile() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix [outs, n] by its parts in memory, for kernels: `Matrix` of kernels/matrix.py."""
+    """The tensors of a matrix [outs, n], as kernels take them: `Matrix` of kernels/matrix.py. half:
+    of `half_tile`, for int4."""
 
     outs: int
     n: int
@@ -527,7 +542,7 @@ class Matrix:
 
 
 def as_read(made: Linear) -> Matrix | None:
-    """A matrix as the kernels of a CPU read it; None where its layout is not known."""
+    """A matrix as the CPU kernels read it; None if its layout is not known."""
     if isinstance(made, Plain):
         return Matrix(made.shape[0], made.shape[1], made.weight, bias=made.bias)
     if isinstance(made, Int8):
@@ -539,7 +554,7 @@ def as_read(made: Linear) -> Matrix | None:
 
 
 class _Blocked(Protocol):
-    """Weights that can be had a few rows at a time."""
+    """A matrix whose rows can be unpacked in blocks."""
 
     scratch: Scratch | None
 
@@ -547,13 +562,14 @@ class _Blocked(Protocol):
     def shape(self) -> torch.Size: ...
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """Rows start to end of the weights, transposed: [in, end - start]. Those that have to be
-        unpacked are in `scratch`, if there is one."""
+        """The rows from `start` to `end` of the weights, transposed: [in, end - start]. If they
+        must be unpacked, they are written to `scratch`, if there is one."""
         ...
 
 
 def _by_blocks(x: Tensor, matrix: _Blocked, out: Tensor | None, native: bool) -> Tensor:
-    """x [t, in] -> [t, out]: a matrix product in bfloat16 (`native`), or in float32."""
+    """x [t, in] -> [t, out], block by block of the weights. native: multiply in bfloat16, otherwise
+    in float32."""
     rows = matrix.shape[0]
     made = x.new_empty(x.shape[0], rows) if out is None else out[: x.shape[0]]
     scratch = matrix.scratch
@@ -572,7 +588,7 @@ def _by_blocks(x: Tensor, matrix: _Blocked, out: Tensor | None, native: bool) ->
 
 
 def _dense(weight: Tensor) -> Tensor:
-    """As the packing kernels take it."""
+    """The weight as the packing kernels take it: bfloat16 and contiguous."""
     return weight.to(torch.bfloat16).contiguous()
 
 

@@ -1,9 +1,9 @@
 """Packed matrices on a GPU: `Int8OnGpu` and `Int4OnGpu` keep the numbers of `linear.Int8` and
 `linear.Int4`, in one layout for every GPU.
 
-Few rows are multiplied by kernels that unpack in registers. For many rows the matrix is unpacked
-for the product, so a chunk of a prompt should be long. Without those kernels torch unpacks for
-every product: it saves memory, and no time.
+A few rows are multiplied by kernels that unpack weights in registers. For many rows the whole
+matrix is unpacked for each product, so a chunk of a prompt should be long. Without these kernels
+torch unpacks the matrix for every product, which saves memory but no time.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from minikv.models.linear import (
 from minikv.models.pages import Empty
 
 FEW = 16
-"""Rows of one tile of a matrix instruction: they are multiplied without unpacking."""
+"""Up to this many rows, one tile of a matrix instruction, are multiplied without unpacking the
+matrix."""
 
 
 class Products(Protocol):
-    """Kernels for packed weights on a GPU: weights of eight (w8) or four bits, and activations of
-    sixteen (a16)."""
+    """Kernels for packed weights on a GPU. In their names, w8 and w4 are the bits of a weight, and
+    a16 those of an activation."""
 
     @property
     def w8a16_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
@@ -54,13 +55,14 @@ class Products(Protocol):
 
     @property
     def unpack_int4_rows(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-        """As the function of that name below; None: that one."""
+        """A kernel like the function `unpack_int4_rows` below; None: that function is used."""
         ...
 
 
 class Int8OnGpu:
-    """Eight bits a weight and one bfloat16 scale a row. Made of weights without memory it is empty,
-    and `pack` brings the rows."""
+    """A matrix with eight bits per weight and one bfloat16 scale per row. If it is made from
+    weights without memory, it is empty, and `pack` fills in the rows. ops: kernels, which
+    `Llama.use` sets."""
 
     __slots__ = ("bias", "ops", "quantised", "scale")
     ops: Products | None
@@ -75,7 +77,7 @@ class Int8OnGpu:
             self.pack(0, plain.weight)
 
     def pack(self, start: int, weight: Tensor) -> None:
-        """Keep weight [n, in], wherever it is, as rows start to start + n."""
+        """Pack weight [n, in], on any device, as the rows from `start` to `start` + n."""
         for begin, end in packed_blocks(weight.shape):
             there = slice(start + begin, start + end)
             part = weight[begin:end].to(self.quantised.device)
@@ -95,11 +97,11 @@ class Int8OnGpu:
         return self.quantised.shape
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows ids [t] of the weights, bfloat16 [t, in]: an embedding's look-up."""
+        """The rows `ids` [t] of the weights, bfloat16 [t, in], for an embedding."""
         return torch.mul(self.quantised[ids], self.scale[ids, None])
 
     def dense(self) -> Tensor:
-        """See `linear.Linear`; unpacked anew."""
+        """See `linear.Linear`. Unpacks the weights into a new tensor."""
         return torch.mul(self.quantised, self.scale[:, None])
 
     @property
@@ -109,8 +111,9 @@ class Int8OnGpu:
 
 
 class Int4OnGpu:
-    """Four bits a weight, and a bfloat16 scale and offset for each group of a row. Made of weights
-    without memory it is empty, and `pack` brings the rows."""
+    """A matrix with four bits per weight, and a bfloat16 scale and offset for each group of a row.
+    If it is made from weights without memory, it is empty, and `pack` fills in the rows. ops:
+    kernels, which `Llama.use` sets."""
 
     __slots__ = ("bias", "ops", "packed", "scales", "shape")
     ops: Products | None
@@ -127,7 +130,7 @@ class Int4OnGpu:
             self.pack(0, plain.weight)
 
     def pack(self, start: int, weight: Tensor) -> None:
-        """Keep weight [n, in], wherever it is, as rows start to start + n."""
+        """Pack weight [n, in], on any device, as the rows from `start` to `start` + n."""
         for begin, end in packed_blocks(weight.shape):
             there = slice(start + begin, start + end)
             part = weight[begin:end].to(self.packed.device)
@@ -142,13 +145,13 @@ class Int4OnGpu:
         return _product(x, self.dense(), self.bias, out)
 
     def dense(self) -> Tensor:
-        """See `linear.Linear`; unpacked anew."""
+        """See `linear.Linear`. Unpacks the weights into a new tensor."""
         made = torch.empty(self.shape, dtype=torch.bfloat16, device=self.packed.device)
         unpack = None if self.ops is None else self.ops.unpack_int4_rows
         if unpack is not None:
             unpack(self.packed, self.scales, made)
             return made
-        for start, end in blocks(self.shape):  # torch makes several copies, in float32
+        for start, end in blocks(self.shape):  # in blocks, because torch makes float32 copies
             unpack_int4_rows(self.packed[start:end], self.scales[:, start:end], made[start:end])
         return made
 
@@ -161,7 +164,7 @@ class Int4OnGpu:
 def kept_on(
     device: torch.device, plain: Plain, form: str, room: Empty, packing: Packing = TORCH
 ) -> Linear:
-    """As `linear.kept`, on a CPU, where `packing` is asked, or on a GPU."""
+    """As `linear.kept`, on a CPU or a GPU. packing: used on a CPU only."""
     if device.type == "cpu":
         return kept(plain, form, room, packing)
     if not suits(form, plain.shape[1]):
@@ -170,7 +173,7 @@ def kept_on(
 
 
 def as_read(made: Linear) -> Matrix | None:
-    """As `linear.as_read`, and of matrices on a GPU."""
+    """As `linear.as_read`, also for matrices on a GPU."""
     if isinstance(made, Int8OnGpu):
         rows, columns = made.shape
         return Matrix(rows, columns, made.quantised, made.scale, made.bias)
@@ -181,11 +184,12 @@ def as_read(made: Linear) -> Matrix | None:
 
 
 def pack_int4_rows(weight: Tensor, packed: Tensor, scales: Tensor) -> None:
-    """weight [m, n] -> packed uint8 [m, n / 2], scales bfloat16 [n / group, m, 2]: scale, offset.
+    """Pack weight [m, n] into packed uint8 [m, n / 2] and scales bfloat16 [n / group, m, 2] (scale,
+    offset).
 
     Byte i of a row's group has column i in its lower four bits, and column group / 2 + i in the
-    upper ones. Step s stands for scale * (s - 8) + offset, rounded once to bfloat16. A group's
-    smallest and largest value are the first and the last of 16 steps.
+    upper ones. Step s means scale * (s - 8) + offset, rounded once to bfloat16. A group's smallest
+    and largest value are the first and the last of 16 steps.
     """
     part = weight.float().view(len(weight), len(scales), -1)
     least, most = part.amin(2), part.amax(2)
@@ -198,7 +202,7 @@ def pack_int4_rows(weight: Tensor, packed: Tensor, scales: Tensor) -> None:
 
 
 def unpack_int4_rows(packed: Tensor, scales: Tensor, out: Tensor) -> None:
-    """The inverse of `pack_int4_rows`; out [m, n]."""
+    """The inverse of `pack_int4_rows`, into out bfloat16 [m, n]."""
     both = packed.view(len(packed), len(scales), -1)
     steps = torch.cat((both & 15, both >> 4), 2).float().sub_(8)  # [m, groups, group]
     by, middle = scales.float().transpose(0, 1)[..., None].unbind(2)

@@ -1,8 +1,9 @@
-"""The one network: Llama, Mistral, Qwen2 and their relatives, without a line about memory.
+"""The network of Llama, Mistral, Qwen2 and related models. It does not know how keys and values are
+stored.
 
-Layer-major: every row goes through layer i before any row enters layer i + 1, in chunks of `rows`
-rows. The residual stream [T, hidden] is the only tensor of full length; keys and values belong to
-`kv.attend`. Matrices that read the same input are stored as one (q, k, v; gate, up).
+It computes layer by layer: all tokens go through layer i, in chunks of `rows` rows, before any
+enters layer i + 1. The residual stream [T, hidden] is the only tensor of full length; keys and
+values go to `kv.attend`. Matrices with the same input are stored as one (q, k, v; gate, up).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ CPU_BYTES, CUDA_ROWS = 2048, 2048
 
 
 def chunk_rows(cuda: bool, itemsize: int, asked: int | None) -> int:
-    """Rows of a prompt that pass through a layer together, where numbers have so many bytes. asked:
-    what the processor's kernels ask for of numbers of two bytes (`Ops.prompt_rows`)."""
+    """How many tokens of a prompt go through a layer together. itemsize: bytes per number. asked:
+    `Ops.prompt_rows`, which applies to numbers of two bytes."""
     if cuda:
         return CUDA_ROWS
     return asked if asked is not None and itemsize == 2 else CPU_BYTES // itemsize
@@ -62,9 +63,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a checkpoint's tensor belongs: `rows` of `slot` of `owner`, the network or a layer.
+    """Where a checkpoint's tensor belongs: rows `rows` of the attribute `slot` of `owner`, which is
+    the network or a layer.
 
-    `kind` is "weight" or "bias" of a matrix, "" where the slot is a tensor.
+    kind: "weight" or "bias" if the attribute is a matrix, "" if it is a tensor.
     """
 
     owner: Llama | Layer
@@ -73,7 +75,7 @@ class Place:
     rows: slice
 
     def whole(self) -> Tensor:
-        """The tensor that this is a part of."""
+        """The whole tensor of which this place is a part."""
         part: object = getattr(self.owner, self.slot)
         if self.kind:
             assert isinstance(part, Plain), "packed weights have no places"
@@ -82,45 +84,49 @@ class Place:
         return part
 
     def tensor(self) -> Tensor:
-        """The part, a contiguous view."""
+        """The part itself, a contiguous view."""
         return self.whole()[self.rows]
 
 
 Rest = Callable[[Tensor, Tensor], Tensor]
-"""Of one row, x [1, hidden] and attention's result [1, heads * D]: what follows in the layer, added
-to x in place. Returns the next layer's queries, keys and values [1, (heads + 2 * kv_heads) * D],
-not rotated; of the last layer, the row after the final norm [1, hidden]."""
+"""The rest of a layer for one token. Takes x [1, hidden] and the output of attention [1, heads *
+D], and adds to x in place what follows in the layer. Returns the next layer's queries, keys and
+values [1, (heads + 2 * kv_heads) * D], not rotated; for the last layer, x after the final norm [1,
+hidden]."""
 
 First = Callable[[Tensor], Tensor]
-"""Of one row x [1, hidden], the first layer's queries, keys and values, not rotated."""
+"""Takes x [1, hidden] of one token, and returns the first layer's queries, keys and values [1,
+(heads + 2 * kv_heads) * D], not rotated."""
 
 
 class Ops(Protocol):
-    """What happens to rows between products, in one launch each, and products of few rows."""
+    """Kernels for a network: operations between matrix products, in one launch each, and products
+    of few rows."""
 
     @property
     def products(self) -> bool:
-        """Whether these are quicker than torch's."""
+        """Whether its products are faster than torch's."""
         ...
 
     @property
     def integer_prompts(self) -> bool:
-        """Whether `int8_product` and `int4_product` are quicker for many rows, too."""
+        """Whether `int8_product` and `int4_product` are also faster for many rows."""
         ...
 
     @property
     def float_rows(self) -> int | None:
-        """Rows of bfloat16 from which a product is faster in float32; None: not known to be."""
+        """From how many bfloat16 rows on a product is faster in float32; None: never, as far as is
+        known."""
         ...
 
     @property
     def prompt_rows(self) -> int | None:
-        """Rows of bfloat16 that a prompt is best read in; None: this is not known."""
+        """The best chunk of a prompt in bfloat16, in rows; None: not known."""
         ...
 
     @property
     def unpack_int4(self) -> UnpackInt4 | None:
-        """None: torch."""
+        """See `linear.UnpackInt4`. None: torch unpacks."""
         ...
 
     def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -134,38 +140,41 @@ class Ops(Protocol):
     def rotary_table(
         self, position: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """As `Rotary.table`, of one position int64 [] that is on the device."""
+        """As `Rotary.table`, for one position int64 [] on the device."""
         ...
 
     def silu_mul(self, both: Tensor) -> Tensor:
-        """silu(gate) * up of [t, 2 * mlp], gate first: [t, mlp], which may lie in it."""
+        """silu(gate) * up, [t, mlp], of both [t, 2 * mlp], gate first. The result may be a view of
+        both."""
         ...
 
     @property
     def rest(self) -> Callable[..., Rest | None] | None:
-        """What makes a `Rest` of a layer's matrices (kernels/cpu/rest.py, kernels/triton/rest.py).
-        None: there is none."""
+        """A function that makes a `Rest` from a layer's matrices (kernels/cpu/rest.py,
+        kernels/triton/rest.py); it returns None for matrices that it does not support. None: there
+        is none."""
         ...
 
     @property
     def normed_product(self) -> Callable[..., First | None] | None:
-        """What makes a `First` of a matrix, a norm's weights and epsilon. None: there is none."""
+        """A function that makes a `First` from a matrix, a norm's weights and epsilon, or returns
+        None. None: there is none."""
         ...
 
     @property
     def rows_product(self) -> Callable[..., RowsProduct | None] | None:
-        """What makes a `RowsProduct` of a packed matrix (kernels/cpu/product_tiles.py). None:
-        there is none."""
+        """A function that makes a `RowsProduct` from a packed matrix
+        (kernels/cpu/product_tiles.py), or returns None. None: there is none."""
         ...
 
     @property
     def int8_product(self) -> Int8Product | None:
-        """None: torch."""
+        """See `linear.Int8Product`. None: torch multiplies."""
         ...
 
     @property
     def int4_product(self) -> Int4Product | None:
-        """None: torch."""
+        """See `linear.Int4Product`. None: torch multiplies."""
         ...
 
     @property
@@ -189,12 +198,13 @@ class Ops(Protocol):
 
 
 class Llama:
-    """A decoder. Token ids and an `Attend` in, logits out; it keeps no state of its own.
+    """A decoder. It takes token ids and an `Attend`, returns logits, and keeps no state of a
+    conversation.
 
-    Born with uninitialised weights, in memory from `room`: fill them through `tensors()` or
-    `randomise()`. `rows` is the chunk of rows inside a layer. With gradients enabled nothing is
-    written in place and a forward is one chunk, so that the same code trains. `ops`: kernels of the
-    device that take the place of torch's operators, without gradients; none by default.
+    A new network has uninitialised weights, in memory from `room`; fill them through `tensors()` or
+    `randomise()`. rows: how many rows go through a layer together. With gradients enabled, nothing
+    is written in place and a forward is one chunk, so the same code can be trained. ops: kernels of
+    the device that replace torch's operators, except with gradients; None by default, see `use`.
     """
 
     def __init__(
@@ -238,13 +248,13 @@ class Llama:
         self.head: Linear = Plain(self.embedding if c.tied else new(c.vocab, c.hidden))
         self.rotary = Rotary(c.rope, c.head_dim, self.device)
         self.ops: Ops | None = None
-        self._rests: list[Rest] = []  # of each layer, or none at all
-        self._first: First | None = None  # what comes before them; None: `_qkv`
+        self._rests: list[Rest] = []  # one for each layer, or empty
+        self._first: First | None = None  # used before the first of them; None: `_qkv`
         self._scratch = Scratch()
 
     def use(self, ops: Ops | None) -> None:
-        """Let `ops`, or with None torch, compute what they can, from now on, with the matrices and
-        norms that are there now: when one is replaced, call this again."""
+        """Use the kernels `ops` from now on; None: torch. Call this again when a matrix or a norm
+        is replaced, because kernels may keep references to the present ones."""
         self.ops = ops
         self.rows = self._chunk(None if ops is None else ops.prompt_rows)
         own = ops if ops is not None and ops.products else None
@@ -274,12 +284,12 @@ class Llama:
             self._first = own.normed_product(qkv, layer.attention_norm, eps)
 
     def _chunk(self, asked: int | None) -> int:
-        """See `chunk_rows`, unless whoever made this network said how many."""
+        """The `rows` that were given to the constructor, else `chunk_rows`."""
         cuda = self.device.type == "cuda"
         return self._given or chunk_rows(cuda, self.dtype.itemsize, asked)
 
     def _all_rests(self, ops: Ops) -> list[Rest]:
-        """What follows attention in each layer, in one call; none if `ops` cannot for one layer."""
+        """A `Rest` for each layer; empty if `ops` has none for some layer."""
         found: list[Rest] = []
         for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
             parts = [as_read(m) for m in (layer.out, layer.gate_up, layer.down)]
@@ -294,16 +304,15 @@ class Llama:
         return found
 
     def keep_head(self, made: Int8 | Int8OnGpu) -> None:
-        """Make logits with `made` from now on; a tied embedding is looked up in it, too."""
+        """Use `made` as lm_head from now on, and also as the embedding if it is tied."""
         assert made.shape == (self.config.vocab, self.config.hidden)
         self.head = made
         if self.config.tied:
             self.embedding = made
 
     def places(self) -> Iterator[tuple[str, Place]]:
-        """Where each tensor of a Hugging Face checkpoint belongs. A tied head is not listed twice.
-
-        Plain matrices only.
+        """Where each tensor of a Hugging Face checkpoint belongs, by name. A tied lm_head is not
+        listed. Only for a network whose matrices are plain.
         """
         c = self.config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -331,12 +340,12 @@ class Llama:
             yield "lm_head.weight", Place(self, "head", "weight", whole)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its name in a Hugging Face checkpoint, as a contiguous view: what
-        trains, and what an exporter saves. See `places`."""
+        """Every weight by its name in a Hugging Face checkpoint, as a contiguous view, e.g. for
+        saving. See `places`."""
         yield from ((name, place.tensor()) for name, place in self.places())
 
     def parameters(self) -> Iterator[Tensor]:
-        """The tensors themselves, fused as they are stored: what an optimiser wants."""
+        """The tensors as they are stored, fused, each once: for an optimiser."""
         seen: set[tuple[int, str, str]] = set()
         for _, place in self.places():
             part = (id(place.owner), place.slot, place.kind)
@@ -354,7 +363,8 @@ class Llama:
 
     @torch.no_grad()
     def randomise(self, seed: int = 0, std: float = 0.02) -> Llama:
-        """Fill with normal numbers (norms: one), for tests, benchmarks and training. Seeded."""
+        """Fill the weights with seeded normal numbers, and the norms with one. For tests,
+        benchmarks and training."""
         generator = torch.Generator(self.device).manual_seed(seed)
         for name, tensor in self.tensors():
             if name.endswith("norm.weight"):
@@ -365,36 +375,38 @@ class Llama:
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
-        """Feed ids [T] (int64, T >= 1); logits of the last one, [V] float32."""
+        """Feed ids int64 [T], T >= 1. Returns the logits of the last token, float32 [V]."""
         return self.logits(self._stream(ids, kv, last=True))[0]
 
     def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
-        """Feed ids [T]; the state of every token after the final norm, [T, hidden]."""
+        """Feed ids int64 [T]. Returns the state of every token after the final norm, [T,
+        hidden]."""
         return self._stream(ids, kv, last=False)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[t, hidden] after the final norm -> [t, V] float32."""
+        """States [t, hidden] after the final norm -> logits, float32 [t, V]."""
         return self.head(hidden).float()
 
     def _stream(self, ids: Tensor, kv: Attend, *, last: bool) -> Tensor:
-        """All layers and the final norm; with `last` only the last token's row comes out."""
+        """Run all layers and the final norm: [T, hidden]; with `last`, only the last token's row
+        [1, hidden]."""
         count = ids.shape[0]
         assert count > 0, "a forward needs at least one token"
         grad = torch.is_grad_enabled()
         rows = count if grad else self.rows
         starts = range(0, count, rows)
-        tables = [  # one serves all layers
+        tables = [  # the same for all layers
             self._table(kv.position + lo if lo else kv.position, min(rows, count - lo))
             for lo in starts
         ]
         x = self._embed(ids.to(self.device))
-        # One buffer for the widest intermediate: freed and asked for again per chunk, it would
-        # leave holes in the heap that count as resident memory.
+        # One buffer for the widest intermediate. Allocated anew for each chunk, it would leave
+        # holes in the heap, which count as resident memory.
         wide = None if grad else x.new_empty(min(rows, count), 2 * self.config.mlp)
-        owed: Tensor | None = None  # of a step: what a layer adds to x, which the next norm does
-        watched = getattr(kv, "watch", None) is not None  # every norm is to be shown
+        owed: Tensor | None = None  # in a step: what the next norm has to add to x
+        watched = getattr(kv, "watch", None) is not None  # `watch` needs every layer's input
         rests = self._rests if last and count == 1 and not grad and not watched else []
-        # Of a step: what `First` or `Rest` made for the next layer.
+        # In a step: the next layer's queries, keys and values, from `First` or `Rest`.
         ready = self._first(x) if rests and self._first is not None else None
         for index, layer in enumerate(self.layers):
             closing = last and index == len(self.layers) - 1
@@ -406,7 +418,7 @@ class Llama:
                 if rests:
                     ready = rests[index](part, mixed)
                     continue
-                if closing:  # the keys of every row are needed, the output of one
+                if closing:  # keys of all rows are needed, but output of only one
                     if start + rows < count:
                         continue
                     mixed, part = mixed[-1:], part[-1:]
@@ -437,7 +449,7 @@ class Llama:
         return rotary.table(start, count, self.dtype)
 
     def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor) -> Tensor:
-        """RMSNorm of x [t, hidden], after y was added to it in place."""
+        """RMSNorm of x [t, hidden], after y (None: nothing) was added to x in place."""
         if torch.is_grad_enabled() or self.ops is None:
             assert y is None
             return _norm(x, weight, self.config.norm_eps)
@@ -473,14 +485,16 @@ class Llama:
         return mixed.reshape(rows, c.heads * c.head_dim)
 
     def _fused(self, ops: Ops, layer: Layer, x: Tensor, mixed: Tensor, wide: Tensor) -> Tensor:
-        """`_add` of the attention's output by `ops`, and what `_mlp` adds to x."""
+        """With the kernels `ops`: add the projected output of attention to x in place; return what
+        the MLP adds to x, [t, hidden]."""
         normed = ops.add_norm(x, layer.out(mixed), layer.mlp_norm, self.config.norm_eps)
         return layer.down(ops.silu_mul(layer.gate_up(normed, wide)))
 
     def _mlp(self, layer: Layer, x: Tensor, wide: Tensor | None) -> Tensor:
         """x + down(silu(gate) * up) of the normed rows x [t, hidden].
 
-        In place, over the buffer `wide` [>= t, 2 * mlp]; None (for gradients) writes nothing.
+        Writes to x and to the buffer `wide` [>= t, 2 * mlp]. If `wide` is None (for gradients), it
+        writes nothing in place.
         """
         width = self.config.mlp
         normed = _norm(x, layer.mlp_norm, self.config.norm_eps)
@@ -493,7 +507,7 @@ class Llama:
 
 
 def _rows_product(ops: Ops | None, matrix: Int8 | Int4) -> RowsProduct | None:
-    """What multiplies many rows by a packed matrix; None: torch, or its `product`."""
+    """The kernel that multiplies many rows by this packed matrix; None if there is none."""
     read = as_read(matrix)
     if ops is None or ops.rows_product is None or read is None:
         return None
@@ -501,7 +515,7 @@ def _rows_product(ops: Ops | None, matrix: Int8 | Int4) -> RowsProduct | None:
 
 
 def _kinds(matrix: Linear) -> Iterator[str]:
-    """ "weight" and, if there is one, "bias"."""
+    """ "weight", and "bias" if the matrix has one."""
     assert isinstance(matrix, Plain), "packed weights cannot be had one by one"
     yield "weight"
     if matrix.bias is not None:
@@ -509,16 +523,17 @@ def _kinds(matrix: Linear) -> Iterator[str]:
 
 
 def _add(x: Tensor, y: Tensor, matrix: Linear, grad: bool) -> Tensor:
-    """x + matrix(y); into x itself unless `grad`."""
+    """x + matrix(y), written to x in place unless `grad`."""
     return x + matrix(y) if grad else x.add_(matrix(y))
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in float32, cast back before the weight is applied (the order matters in bf16)."""
+    """RMSNorm in float32, converted back before it is multiplied by the weight (in bfloat16 the
+    order matters)."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     if x.shape[0] == 1 and x.is_cpu and not torch.is_grad_enabled():
-        # A step of decoding: five small operators instead of ten.
+        # In a decode step: five small operators instead of ten.
         row = x[0].float()
         mean = torch.dot(row, row).item() / row.numel()
         return torch.mul(x, 1 / math.sqrt(mean + eps)).mul_(weight)

@@ -1,5 +1,5 @@
-"""Memory for weights: on a CPU in pages of 2 MiB, where the system has them. A step reads every
-matrix from one end to the other, which is quicker there (docs/measurements/README.md, Weights)."""
+"""Memory for weights: on a CPU in pages of 2 MiB, if the system has them. A decode step reads every
+matrix completely, which is faster there (docs/measurements/README.md, Weights)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import torch
 from torch import Tensor
 
 Empty = Callable[[Sequence[int], torch.dtype], Tensor]
-"""(shape, dtype) -> a contiguous tensor that nobody has written to."""
+"""(shape, dtype) -> a contiguous tensor that is not initialised."""
 
 PAGE = 2 << 20
-SLAB = 64 << 20  # bytes that are mapped for many tensors; what none has reached is not there
-LARGE = 8 << 20  # bytes of a tensor that has a mapping of its own
-SMALL = 256 << 10  # bytes of a tensor that may lie anywhere
-_LINE = 64  # bytes: where a tensor may begin
+SLAB = 64 << 20  # bytes of a mapping for many tensors; unused pages take no memory
+LARGE = 8 << 20  # a tensor of at least this many bytes has its own mapping
+SMALL = 256 << 10  # a tensor of fewer bytes is in torch's own memory
+_LINE = 64  # a tensor in a slab begins at a multiple of this many bytes
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An `Empty` of torch's own memory."""
+    """The `Empty` that uses torch's own memory."""
     return torch.empty(tuple(shape), dtype=dtype)
 
 
 class Pages:
-    """Memory of a device for tensors that live about as long as each other: a mapping goes back to
-    the system with the last tensor in it. (A tensor keeps the mapping alive, but not open: nothing
-    may close it.)"""
+    """Memory of a device for tensors with about the same lifetime: a mapping is freed with the last
+    tensor in it. A tensor keeps its mapping alive, but does not prevent closing it; so no mapping
+    may be closed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._slab: mmap.mmap | None = None
-        self._used = 0  # bytes of the slab
+        self._used = 0  # bytes of the slab that are in use
         self._asks = device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE")
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -43,7 +43,7 @@ class Pages:
         if self._asks and size >= SMALL:
             try:
                 source, at = self._own(size) if size >= LARGE else self._shared(size)
-            except (OSError, ValueError):  # a limit on address space: the heap may do with less
+            except (OSError, ValueError):  # address space is limited; the heap may need less
                 self._asks, self._slab = False, None
             else:
                 flat = torch.frombuffer(source, dtype=torch.uint8, count=size, offset=at)
@@ -51,15 +51,15 @@ class Pages:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def _own(self, size: int) -> tuple[mmap.mmap, int]:
-        """A mapping for a tensor, and where in it. What does not fill a page has small ones: it
-        would take a whole one."""
+        """A new mapping for one tensor, and the tensor's offset in it. The end that does not fill a
+        large page uses small pages, because it would occupy a whole large one."""
         made, at = _mapped(size)
         if whole := size // PAGE * PAGE:
             _ask(made, at, whole)
         return made, at
 
     def _shared(self, size: int) -> tuple[mmap.mmap, int]:
-        """A slab, and where it has so many bytes."""
+        """A slab with `size` free bytes, and their offset in it."""
         at = -(-self._used // _LINE) * _LINE
         if self._slab is None or at + size > len(self._slab):
             self._slab, at = _mapped(SLAB)
@@ -69,12 +69,12 @@ class Pages:
 
 
 def _mapped(size: int) -> tuple[mmap.mmap, int]:
-    """A mapping, and where in it so many bytes begin that lie on whole pages of 2 MiB."""
+    """A new mapping, and the offset in it of `size` bytes that begin at a page of 2 MiB."""
     made = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return made, -torch.frombuffer(made, dtype=torch.uint8, count=1).data_ptr() % PAGE
 
 
 def _ask(made: mmap.mmap, at: int, size: int) -> None:
-    """For large pages, while nothing is written yet."""
-    with contextlib.suppress(OSError):  # a system without: small ones, then
+    """Request large pages for these bytes. Must be called before they are written."""
+    with contextlib.suppress(OSError):  # a system without large pages uses small ones
         made.madvise(mmap.MADV_HUGEPAGE, at, size)

@@ -1,7 +1,8 @@
-"""Rotary position embedding: frequencies of the four scalings, the table, the rotation.
+"""Rotary position embedding: the frequencies of the four scalings, the table and the rotation.
 
-Half-split layout (Hugging Face): dimension i is paired with i + D/2. Everything up to the cosine
-is float32; only then is it cast, because bfloat16 cannot hold a position above 256.
+The layout is half-split, as in Hugging Face: dimension i is paired with i + D/2. Angles, cosines
+and sines are computed in float32 and converted afterwards, because bfloat16 cannot represent all
+positions above 256.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """One model's rotary settings. Unused fields of a `kind` keep their defaults.
+    """One model's rotary settings. Fields that a `kind` does not use keep their defaults.
 
-    `kind`: "default", "linear" (2306.15595), "dynamic" (within its original length, where it
-    equals "default"), "llama3" (Llama 3.1) or "yarn" (2309.00071). `original`: the positions of
-    the pretraining, for llama3 and yarn. `attention_factor` multiplies cosine and sine (yarn);
-    None derives it from `factor`.
+    kind: "default", "linear" (arXiv 2306.15595), "dynamic" (only within its original length, where
+    it equals "default"), "llama3" (Llama 3.1) or "yarn" (arXiv 2309.00071). original: the positions
+    of the pretraining, for llama3 and yarn. attention_factor: multiplies cosine and sine (yarn);
+    None: computed from `factor`.
     """
 
     theta: float = 10_000.0
@@ -38,7 +39,8 @@ class RopeConfig:
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Angle per position of each pair, float32 [D/2] on the CPU, and the factor on cos and sin."""
+    """The angle per position of each pair, in radians, float32 [D/2] on the CPU; and the factor on
+    cosine and sine."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inverse = 1.0 / (rope.theta**exponent)
     if rope.kind in ("default", "dynamic"):
@@ -52,7 +54,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, a linear blend between."""
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones are kept, and those between
+    are blended linearly."""
     turns = rope.original * inverse / (2 * math.pi)  # full turns within the original context
     low, high = rope.low_freq_factor, rope.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -60,7 +63,8 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> Tensor:
-    """NTK by parts: a ramp over the dimensions between beta_fast and beta_slow full turns."""
+    """YaRN (arXiv 2309.00071), NTK-by-parts: a ramp over the dimensions between beta_fast and
+    beta_slow full turns."""
 
     def dimension(turns: float) -> float:
         ratio = math.log(rope.original / (turns * 2 * math.pi))
@@ -71,7 +75,7 @@ def _yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a step instead of a ramp
+        high += 0.001  # avoids a division by zero: the ramp becomes a step
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return inverse / rope.factor * ramp + inverse * (1 - ramp)
 
@@ -89,8 +93,9 @@ def _yarn_attention(rope: RopeConfig) -> float:
 
 
 class Rotary:
-    """Rotates queries and keys by their position. `inverse` [D/2] is the angle per position,
-    `scale` is on cosine and sine; there is no table of positions."""
+    """Makes the tables with which queries and keys are rotated. inverse float32 [D/2]: the angle
+    per position, in radians. scale: the factor on cosine and sine. No table of all positions is
+    kept."""
 
     __slots__ = ("_sign", "_twice", "inverse", "scale")
 
@@ -102,11 +107,13 @@ class Rotary:
         self._sign[..., : head_dim // 2] = -1.0
 
     def table(self, start: int | Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine of positions start .. start+count-1, each [count, 1, D].
+        """Cosine and signed sine of the positions `start` to `start` + `count` - 1, [count, 1, D]
+        each.
 
-        A start that is on the device, int64 [], is not asked for; the count is 1 then.
+        start: a number, or an int64 [] tensor on the device, which is not read back; then count
+        must be 1.
         """
-        if count == 1:  # few operations: this one is made at every step
+        if count == 1:  # with few operations, because every decode step does this
             first = start.to(torch.float32) if isinstance(start, Tensor) else float(start)
             angle = self._twice * first
             cos, sin = angle.cos(), angle.sin().mul_(self._sign)
@@ -119,12 +126,13 @@ class Rotary:
         )
         angle = position[:, None, None] * self.inverse
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
-        # The first half of a rotated vector takes minus the second one: the sign sits in the table.
+        # The first half of a rotated vector subtracts the second half: the sign is in the table.
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [t, heads, D] by `Rotary.table`'s [t, 1, D] pair. A new contiguous tensor."""
+    """Rotate x [t, heads, D] with cosine and sine [t, 1, D] from `Rotary.table`. Returns a new
+    contiguous tensor."""
     half = x.shape[-1] // 2
     turned = x * cos
     turned[..., :half].addcmul_(x[..., half:], sin[..., :half])
