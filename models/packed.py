@@ -1,9 +1,9 @@
-"""Packed weights are made once: what was packed is kept on disk, and the next start reads it.
+"""Keeps packed weights on disk, so that the next start reads them instead of packing again.
 
-A file has the packed matrices of one model in one form, as safetensors; what stays plain is read
-from the model's own files. Its name is a hash of those files and of all that the packed numbers
-depend on, so that a changed model has another name. The last tensor holds a checksum of each of the
-others: a damaged file is found out when it is read, and made anew.
+A file has the packed matrices of one model in one form, as safetensors; plain weights are read from
+the model's own files. The file's name is a hash of the model's files and of everything else that
+the packed numbers depend on, so a changed model has another name. The last tensor holds a checksum
+of each other tensor. So a damaged file is detected when it is read, and is written anew.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from minikv.models.llama import Llama
 from minikv.models.packed_files import FORMAT
 
 LEAST = 64 << 20
-"""Bytes of packed weights that are worth a file: fewer are packed in less than a second."""
+"""The least bytes of packed weights that are kept; fewer are packed in less than a second."""
 SPARE = 1 << 30
-"""Bytes of the disk that are left free."""
+"""How many bytes of the disk must stay free."""
 PIECE = 4 << 20
-"""Bytes that are read at a time, so that they are still in the cache for the checksum."""
+"""How many bytes are read at a time. They are then still in the processor's cache for the
+checksum."""
 CHECKS = "checksums"
 
 _PAGE = 4096  # bytes
-_SAMPLES = 64  # of each file of the model
+_SAMPLES = 64  # pages of each file of the model that are hashed
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which model, under which name and from which folder; `form` is one of `linear.FORMS`."""
+    """The model that is packed. name: as the user gave it. form: one of `linear.FORMS`."""
 
     name: str
     folder: Path
@@ -57,9 +58,10 @@ class Origin:
     form: str
 
     def key(self) -> str:
-        """A hash of all that the packed numbers depend on: of the model's files, names, sizes,
-        samples, both times, and which file of its disk it is. So one that was copied over has
-        another key, even with the old time of change. Raises OSError or ModelError."""
+        """A hash of everything that the packed numbers depend on. Of the model's files it includes
+        names, sizes, samples, both times (of modification and of status change) and inode numbers.
+        So a file that was replaced has another key, even if its modification time is the old one.
+        Raises OSError or ModelError."""
         digest = hashlib.sha256(f"{FORMAT}\n{self.form}\n{_layout(self.form)}\n".encode())
         facts = (self.checkpoint.original, self.config.heads, self.config.kv_heads)
         digest.update(f"{facts} {self.config.tied}\n".encode())
@@ -67,7 +69,7 @@ class Origin:
             with open_regular(path) as file:
                 about = os.fstat(file.fileno())
                 times = f"{about.st_mtime_ns} {about.st_ctime_ns}"
-                # Not st_dev, which on some file systems is another one after every boot.
+                # Not st_dev, which on some file systems changes with every boot.
                 digest.update(f"{path.name} {about.st_size} {times} {about.st_ino}\n".encode())
                 for i in range(_SAMPLES):
                     file.seek(max(0, about.st_size - _PAGE) * i // (_SAMPLES - 1))
@@ -75,18 +77,18 @@ class Origin:
         return digest.hexdigest()[:32]
 
     def known_as(self) -> str:
-        """What tells the model from others: the name of one of the hub, the real path of a
-        directory, which may have been named "." or "./model"."""
+        """A name that identifies the model: the hub id, or the real path of a directory, which the
+        user may have named "." or "./model"."""
         place = os.path.realpath(self.folder)
         return place if os.path.realpath(os.path.expanduser(self.name)) == place else self.name
 
 
 class Packed:
-    """What is kept of one model in one form: `fill` reads it, `keep` writes it after a loading that
-    had to pack. At most `limit` bytes of all models are kept.
+    """The kept packed weights of one model in one form. `fill` reads them; `keep` writes them after
+    weights had to be packed. At most `limit` bytes are kept for all models together.
 
-    What prevents either is one line to `progress.say`, and no error. What `progress` raises ends
-    the loading.
+    If reading or writing is not possible, `progress.say` gets a line, and no error is raised.
+    Exceptions of `progress` end the loading.
     """
 
     def __init__(self, origin: Origin, limit: int, progress: Progress | None) -> None:
@@ -95,7 +97,7 @@ class Packed:
         self._checks: dict[str, int] = {}
         self._file: BinaryIO | None = None
         self._path: Path | None = None
-        self._packs = False  # whether something had to be packed
+        self._packs = False  # whether a matrix had to be packed
         try:
             folder = packed_files.store()
             self._path = folder / f"{origin.key()}-{origin.form}.safetensors"
@@ -113,8 +115,9 @@ class Packed:
             self._damaged(error)
 
     def _open(self, path: Path) -> None:
-        """Raises OSError, ModelError or ValueError."""
-        path.stat()  # FileNotFoundError where nothing is kept
+        """Open the file and read its checksums. Raises OSError (FileNotFoundError if nothing is
+        kept), ModelError or ValueError."""
+        path.stat()  # raises FileNotFoundError; `open_regular` would raise ModelError
         file = open_regular(path)
         try:
             about = os.fstat(file.fileno())
@@ -135,7 +138,8 @@ class Packed:
             raise
 
     def fill(self, name: str, matrix: Int8 | Int4) -> bool:
-        """Read the numbers of an empty matrix; False if they are not there, and must be packed."""
+        """Read the tensors of an empty matrix. Returns False if they are not kept, so that the
+        matrix must be packed."""
         if self._file is not None:
             try:
                 for part, tensor in matrix.parts().items():
@@ -147,7 +151,7 @@ class Packed:
         return False
 
     def _read(self, name: str, place: Tensor) -> None:
-        """Raises OSError, KeyError or ValueError."""
+        """Read one tensor into `place` and check it. Raises OSError, KeyError or ValueError."""
         assert self._file is not None
         entry = self._entries[name]
         if entry.shape != tuple(place.shape) or entry.dtype != _DTYPES[place.dtype]:
@@ -178,13 +182,14 @@ class Packed:
             self._progress.packed_weights(done, total)
 
     def close(self) -> None:
-        """Of the file."""
+        """Close the file, if it is open."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def keep(self, network: Llama) -> None:
-        """Write what was packed, if something was; else remember when it was last used."""
+        """If a matrix was packed, write all packed matrices. Otherwise note that the file was used
+        now."""
         self.close()
         if self._path is None:
             return
@@ -204,7 +209,7 @@ class Packed:
             self._say(f"the packed weights are not kept, and the next start packs again: {why}")
 
     def _write(self, path: Path, parts: Mapping[str, Tensor], needs: int) -> str:
-        """Why nothing was written, or "". Raises OSError."""
+        """Write the file. Returns "", or why nothing was written. Raises OSError."""
         folder = path.parent
         if needs > self._limit:
             return f"they take {_gib(needs)}, and `keep_packed` allows {_gib(self._limit)}"
@@ -229,7 +234,7 @@ class Packed:
         try:
             with packed_files.new_part(part) as file:
                 write(file, parts, about, self._tell)
-                os.replace(part, path)  # while it is locked
+                os.replace(part, path)  # while the part is locked, so that `clear` leaves it alone
         finally:
             part.unlink(missing_ok=True)
         return ""
@@ -241,8 +246,8 @@ def write(
     about: Mapping[str, str],
     tell: Callable[[int, int], None],
 ) -> None:
-    """Make a safetensors file of a new one, with a checksum of each tensor in its last tensor.
-    `tell` gets the bytes that are written, and all. Raises OSError."""
+    """Write tensors to a new file as safetensors, with their checksums in the last tensor. about:
+    metadata. tell(done, total) is called with bytes. Raises OSError."""
     header: dict[str, object] = {"__metadata__": dict(about)}
     end = 0
     for name, tensor in tensors.items():
@@ -278,7 +283,7 @@ def _write_all(file: BinaryIO, data: memoryview) -> None:
 
 
 def _parts(network: Llama) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of all packed matrices, by the names that `fill` gets."""
+    """The tensors of all packed matrices, by the names with which `fill` reads them."""
     inside = (
         (f"layers.{i}.{slot}", getattr(layer, slot))
         for i, layer in enumerate(network.layers)
@@ -291,20 +296,20 @@ def _parts(network: Llama) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The memory of a contiguous tensor, a few bytes after the other."""
+    """The memory of a contiguous tensor, in pieces of `PIECE` bytes."""
     data = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     for start in range(0, len(data), PIECE):
         yield data[start : start + PIECE]
 
 
 def _checksum(data: memoryview, before: int) -> int:
-    """The CRC-32 of the bytes, after those that gave `before`. Any change within four bytes in a
-    row is found; of random changes, all but one in 2**32."""
+    """The CRC-32 of the bytes, continued from `before`. It detects any change within four
+    consecutive bytes, and random changes except for about one in 2**32."""
     return zlib.crc32(data, before)
 
 
 def _layout(form: str) -> str:
-    """What the packed numbers depend on beside the weights: the processor, in four bits."""
+    """What the packed layout depends on: for int4 the processor. "" for int8."""
     if not form.startswith("int4"):
         return ""
     half = half_tile()
@@ -314,7 +319,7 @@ def _layout(form: str) -> str:
 
 
 def _why(error: Exception) -> str:
-    """In a few words."""
+    """The reason for an error, in a few words."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 

@@ -1,6 +1,7 @@
-"""Packed weights on disk: where they are, whose they are, and which leave when there are too many.
+"""Files with packed weights: where they are, to which model they belong, and which are removed when
+there are too many.
 
-Importing this loads no torch.
+Importing this does not import torch.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ NAME = re.compile(r"[0-9a-f]{32}-[a-z0-9+]+\.safetensors")
 PART = re.compile(r"\.[0-9a-f]{32}-[a-z0-9+]+\.[a-z0-9_]+\.part")
 _HEADER = 16 << 20  # bytes
 _ABANDONED = 86400.0
-"""Seconds after which a part is one of a killed process, on a disk without locks."""
+"""On a disk without locks: seconds after which an unfinished file is taken to be left by a killed
+process."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """The packed weights of a model. `model` is the name of one of the hub, and the real path of a
-    directory; "" is unknown. `folder`: the real path that it was loaded from. `used`: when it was
-    last read or written, in seconds."""
+    """A file with the packed weights of a model. model: a hub id, or the real path of a directory;
+    "" if not known. folder: the real path that the model was loaded from. used: when the file was
+    last read or written, in seconds since the epoch."""
 
     path: Path
     model: str
@@ -41,8 +43,8 @@ class PackedFile:
 
 
 def store() -> Path:
-    """The folder: cache/packed under $MINIKV_HOME, or packed in the user's cache directory. It need
-    not be there. Raises OSError where there is no home directory."""
+    """The folder of the files: cache/packed under $MINIKV_HOME, or packed in the user's cache
+    directory. It need not exist. Raises OSError if there is no home directory."""
     if home := os.environ.get("MINIKV_HOME"):
         return Path(home).expanduser() / "cache" / "packed"
     from platformdirs.unix import Unix
@@ -54,12 +56,13 @@ def store() -> Path:
 
 
 def listed(folder: Path | None = None) -> list[PackedFile]:
-    """All of them, the longest unused first. What cannot be read has no model."""
+    """All files with packed weights, the longest unused first. For a file that is damaged, `model`
+    is ""."""
     found = []
     with contextlib.suppress(OSError):
         for path in (store() if folder is None else folder).iterdir():
             if NAME.fullmatch(path.name):
-                # Another process removed it; it is no file.
+                # Skip it if another process has removed it, or it is not a regular file.
                 with contextlib.suppress(OSError, ModelError), open_regular(path) as file:
                     about = os.fstat(file.fileno())
                     model, place = _whose(file)
@@ -68,17 +71,18 @@ def listed(folder: Path | None = None) -> list[PackedFile]:
 
 
 def of_model(name: str) -> list[PackedFile]:
-    """Those of a model of the hub, by its name, or the file of this name; where there is none,
-    those of the directory."""
+    """The files of the model with this hub id, or the file with this name; if there is none, the
+    files of the model in this directory."""
     place, found = os.path.realpath(os.path.expanduser(name)), listed()
-    if not name:  # an unset variable of a script, not this directory
+    if not name:  # perhaps an unset variable in a script: do not take it as this directory
         return []
     named = [one for one in found if name in (one.model, one.path.name)]
     return named or [one for one in found if one.folder == place]
 
 
 def remove(files: Collection[PackedFile]) -> int:
-    """Remove them; the bytes that were given back. One that is gone already is none."""
+    """Remove the files. Returns the bytes that were freed; a file that no longer exists does not
+    count."""
     freed = 0
     for one in files:
         with contextlib.suppress(FileNotFoundError):
@@ -88,25 +92,25 @@ def remove(files: Collection[PackedFile]) -> int:
 
 
 def make(folder: Path) -> None:
-    """A folder, and those above it that are not there, for the user alone. Raises OSError."""
+    """Create a folder and its missing parents, readable only by the user. Raises OSError."""
     for missing in reversed([one for one in (folder, *folder.parents) if not one.is_dir()]):
         missing.mkdir(mode=0o700, exist_ok=True)
 
 
 def new_part(path: Path) -> BinaryIO:
-    """A new file for the user alone, locked until it is closed, which says that its writer is
-    there. Raises OSError."""
+    """Create a file that only the user can read. It is locked until it is closed, so that `clear`
+    knows that it is being written. Raises OSError."""
     while True:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with contextlib.suppress(OSError):  # a disk without locks
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return open(handle, "wb", buffering=0)
-        os.close(handle)  # `clear` was faster than the lock
+        os.close(handle)  # `clear` removed the file before it was locked
 
 
 def clear(folder: Path | None = None) -> None:
-    """Remove the parts that killed processes left."""
+    """Remove unfinished files that killed processes left."""
     with contextlib.suppress(OSError):
         for path in (store() if folder is None else folder).iterdir():
             if PART.fullmatch(path.name):
@@ -126,8 +130,9 @@ def _abandoned(part: BinaryIO) -> bool:
 
 
 def leaving(folder: Path, needs: int, limit: int, but: str) -> list[PackedFile]:
-    """The longest unused that must go so that `needs` bytes more are at most `limit`. A file named
-    `but` is about to be replaced, and does not count."""
+    """The longest unused files that must be removed so that all files, with `needs` bytes more,
+    take at most `limit` bytes. The file named `but` does not count, because it is about to be
+    replaced."""
     files = [one for one in listed(folder) if one.path.name != but]
     held, found = sum(one.bytes for one in files), []
     for one in files:
@@ -139,7 +144,7 @@ def leaving(folder: Path, needs: int, limit: int, but: str) -> list[PackedFile]:
 
 
 def _whose(file: BinaryIO) -> tuple[str, str]:
-    """Name and folder of the model in a file's header; "" for one that cannot be read. Raises
+    """Name and folder of the model, from a file's header; both "" if the header is damaged. Raises
     OSError."""
     length = int.from_bytes(file.read(8), "little")
     try:

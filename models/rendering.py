@@ -1,7 +1,7 @@
 """Renders the chat template of a model in another process, within limits (`minikv.models.sandbox`).
 
 There is one such process. It is started with the first model, while weights are read, and ends with
-this one. A template that goes over a limit ends it; the next rendering starts another.
+this process. A template that exceeds a limit ends it; then the next rendering starts another one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from minikv.models.errors import CorruptModel, ModelError
 
 SOURCE_LIMIT = 256 << 10
-"""Bytes of a template's source."""
+"""The most bytes of a template's source."""
 _WORKER = Path(__file__).with_name("sandbox.py")
 _START = """
 import runpy, sys
@@ -35,9 +35,9 @@ else:
     print("{}", flush=True)
     serve()
 """
-"""With -I, Python does not look where the environment says, nor where it was started. So it gets
-the folders that this process imports from."""
-_WAIT = 60.0  # seconds for a process that uses none of its own time: the machine is busy
+"""Code of the process. With -I, Python does not import from the folders of its environment, nor
+from the current one. So it gets the folders from which this process imports."""
+_WAIT = 60.0  # seconds until the process is killed; its own limit counts processor time only
 
 
 class TemplateRefusal(Exception):
@@ -45,7 +45,7 @@ class TemplateRefusal(Exception):
 
 
 class TemplatesUnavailable(ModelError):
-    """The process that renders cannot be started; the model has no part in it."""
+    """The process that renders cannot be started. This is not a fault of the model."""
 
     exit_code = 1
 
@@ -57,7 +57,8 @@ class TemplatesUnavailable(ModelError):
 
 
 class Program:
-    """A template. `name` says where it came from, for messages."""
+    """A template. name: where it comes from, for messages. Raises CorruptModel if it is too
+    large."""
 
     def __init__(self, source: str, name: str) -> None:
         self._source, self._name = source, name
@@ -65,10 +66,11 @@ class Program:
             raise CorruptModel(f"{name} is larger than {SOURCE_LIMIT >> 10} KiB")
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text for plain data (strings, numbers, lists, dicts).
+        """Render the template with plain data (strings, numbers, lists, dicts), and return the
+        text.
 
         Raises TemplateRefusal if the template calls `raise_exception`, CorruptModel if it fails or
-        goes over a limit of time, memory or size, TemplatesUnavailable.
+        exceeds a limit of time, memory or size, and TemplatesUnavailable.
         """
         found, text = process().ask({"source": self._source, "data": variables})
         if "refused" in found:
@@ -86,7 +88,7 @@ class Program:
 
 @functools.cache
 def process() -> _Process:
-    """The process that renders."""
+    """The process that renders. It is not started yet."""
     return _Process()
 
 
@@ -100,8 +102,8 @@ class _Process:
         self._end: Callable[[], object] = lambda: None
 
     def start(self) -> None:
-        """Start it, if it does not run: it is ready a tenth of a second later. Where that cannot be
-        done, the first rendering says why."""
+        """Start the process, unless it runs. It is ready about a tenth of a second later. If that
+        fails, the first rendering raises the error."""
         with self._lock, contextlib.suppress(OSError):
             self._start()
 
@@ -116,13 +118,13 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process
+            start_new_session=True,  # so that Ctrl-C reaches only this process
         )
         self._end = weakref.finalize(self, _end, self._running)
         return self._running
 
     def ask(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """The reply's line, and its text. Raises TemplatesUnavailable."""
+        """Send a request. Returns the reply's line and its text. Raises TemplatesUnavailable."""
         line = json.dumps(request).encode() + b"\n"
         with self._lock:
             try:
@@ -134,7 +136,7 @@ class _Process:
             late.start()
             try:
                 return self._exchange(running, line)
-            except BaseException:  # also Ctrl-C: the reply of this request must not meet the next
+            except BaseException:  # also Ctrl-C: the next request must not get this one's reply
                 running.kill()
                 running.wait()
                 raise
@@ -159,13 +161,13 @@ class _Process:
             text = running.stdout.read(found["bytes"]) if found else b""
         except BrokenPipeError:
             found, text = {}, b""
-        if not found or len(text) < found["bytes"]:  # it ended, perhaps in the middle of a text
+        if not found or len(text) < found["bytes"]:  # the process ended, perhaps within the text
             return {"stopped": _why(running.wait())}, ""
         return found, text.decode("utf-8", "surrogatepass")
 
 
 def _why(status: int) -> str:
-    """Why the process ended."""
+    """Why the process ended, by its exit status, for a message."""
     if status == -signal.SIGPROF:
         return "it ran for too long"
     if status == -signal.SIGKILL:

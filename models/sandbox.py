@@ -1,12 +1,11 @@
-"""Renders chat templates, which are programs by strangers, in a process of its own.
+"""Renders chat templates, which are untrusted programs, in a separate process.
 
-`minikv.models.rendering` starts this file and talks to it through pipes. What a template may reach
-is limited here, by Jinja's immutable sandbox. What it may use is limited from outside of the
-language: the system ends this process after some seconds of its own processor time, and gives it
-no more than so much memory, whatever the template does.
+`minikv.models.rendering` starts this file and communicates with it through pipes. Jinja's immutable
+sandbox limits what a template can access. The operating system limits what it can use: it ends this
+process after some seconds of processor time, and limits its memory.
 
-A request is one line of JSON with the source and the data. The reply is one line of JSON, and then
-as many bytes of text as that says. The end of the input ends the process.
+A request is one line of JSON with the source and the data. The reply is one line of JSON, then as
+many bytes of text as that line says. The end of the input ends the process.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-_MEMORY = 384 << 20  # bytes of address space, beside 40 times the request
-_SECONDS = 1.0  # of processor time, and one more for this many bytes of the request
+_MEMORY = 384 << 20  # bytes of address space, plus 40 times the size of the request
+_SECONDS = 1.0  # of processor time, plus a second per _BYTES_A_SECOND of the request
 _BYTES_A_SECOND = 16 << 20
-_CHARACTERS = 4 << 20  # that a rendering may write, beside 8 times the request: all are tokenised
+_CHARACTERS = 4 << 20  # of the text, plus 8 times the size of the request; all are tokenised later
 _FILTERS = frozenset(
     """
     abs capitalize count d default dictsort first float groupby indent int items join last
@@ -46,7 +45,7 @@ class _Refusal(Exception):
 
 
 class _Namespace(Namespace):
-    """`namespace()` without underscore names, and without printing what it holds."""
+    """`namespace()` that refuses names with a leading underscore and does not print its content."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
@@ -57,7 +56,7 @@ class _Namespace(Namespace):
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks answers for training, means nothing here."""
+    """Ignores `{% generation %}`, which marks answers for training."""
 
     tags = {"generation"}  # noqa: RUF012  (declared by Jinja as a plain set)
 
@@ -68,11 +67,11 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What a template may reach: what published ones use."""
+    """The environment with everything that a template can access: what published templates use."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        optimized=False,  # nothing is computed while compiling
+        optimized=False,  # so that nothing is computed while compiling
         extensions=[_Generation, loopcontrols],
         finalize=_finalize,
     )
@@ -89,7 +88,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _text(value: Any) -> str:
-    """What `{{ value }}` writes: no addresses of what has no text."""
+    """The text of `{{ value }}`: for other objects only the name of their type, so no addresses."""
     if isinstance(value, (str, Undefined, int, float, list, tuple, dict)) or value is None:
         return str(value)
     return f"<{type(value).__name__}>"
@@ -97,7 +96,7 @@ def _text(value: Any) -> str:
 
 @pass_context
 def _finalize(context: Context, value: Any) -> str:
-    # It takes the context so that Jinja does not compute it while compiling.
+    # It takes the context so that Jinja does not call it while compiling.
     return _text(value)
 
 
@@ -138,7 +137,7 @@ def _date(format: str) -> str:
 
 
 class _Programs:
-    """The template that was rendered last, compiled."""
+    """Compiles and renders templates, and keeps the last one compiled."""
 
     def __init__(self) -> None:
         self._environment = _environment()
@@ -146,7 +145,8 @@ class _Programs:
         self._template: Template | None = None
 
     def render(self, source: str, data: Mapping[str, Any], limit: int) -> dict[str, Any]:
-        """What happened: a `text`, or why there is none. limit: characters of the text."""
+        """Render: returns the `text`, or why there is none, as the reply to the request. limit: the
+        most characters of the text."""
         try:
             if source != self._source:
                 self._template = self._environment.from_string(source)
@@ -169,7 +169,7 @@ class _Programs:
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Render until there are no more requests."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the one who started it may ignore or block it
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent process may ignore or block it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     programs = _Programs()
     _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -189,7 +189,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Serve standard input and output."""
+    """Read requests from standard input, and write replies to standard output."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing that is printed gets between the replies
+    os.dup2(2, 1)  # so that printed text does not get between the replies
     serve(sys.stdin.buffer, answers)

@@ -1,8 +1,8 @@
-"""Streaming text: the bytes of each token, joined by an incremental UTF-8 decoder.
+"""Streaming text: an incremental UTF-8 decoder joins the bytes of each token.
 
-O(1) per token, nothing is decoded twice, and any sequence of ids has a defined text: ids without
-bytes (control tokens, rows of the output head beyond the vocabulary) add nothing, malformed UTF-8
-becomes U+FFFD exactly as in `bytes.decode("utf-8", "replace")`.
+Each token takes constant time, and nothing is decoded twice. Any sequence of ids has a defined
+text: ids without bytes (control tokens, rows of lm_head beyond the vocabulary) add nothing, and
+malformed UTF-8 becomes U+FFFD exactly as in `bytes.decode("utf-8", "replace")`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @cache
 def byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of the byte-level BPE alphabet.
+    """The byte-level BPE alphabet: the byte that each character means.
 
-    Printable Latin-1 stands for itself, every other byte for the next character from U+0100 on
-    (Radford et al., 2019: `bytes_to_unicode` of the GPT-2 release).
+    Printable Latin-1 characters mean themselves. The other bytes have the characters from U+0100
+    on, in order (Radford et al., 2019: `bytes_to_unicode` of the GPT-2 release).
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(plain)]
@@ -34,7 +34,7 @@ def byte_level_bytes(piece: str) -> bytes:
     alphabet = byte_level_alphabet()
     try:
         return bytes([alphabet[char] for char in piece])
-    except KeyError:  # an added word written in plain text
+    except KeyError:  # an added word, which is in plain text
         return piece.encode("utf-8", "replace")
 
 
@@ -46,10 +46,10 @@ def word_piece_bytes(piece: str, byte_fallback: bool = True, space: str = "▁")
 
 
 class TextStream:
-    """Ids in, text out, as early as it is certain.
+    """Takes token ids and returns their text as soon as it is certain.
 
-    `pieces[id]` are the bytes of a token, empty for those that have no text. With `drop_space`
-    one space at the very beginning is dropped: sentencepiece writes the first word with it.
+    pieces[id]: the bytes of a token, empty if it has no text. drop_space: drop one space at the
+    very beginning, which sentencepiece puts before the first word.
     """
 
     def __init__(self, pieces: Sequence[bytes], drop_space: bool = False) -> None:
@@ -58,13 +58,13 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, id: int) -> str:
-        """The text that became certain with this token; "" while a character is incomplete."""
+        """Add a token. Returns the text that is now certain; "" while a character is incomplete."""
         if not 0 <= id < len(self._pieces):
             return ""
         return self._emit(self._decoder.decode(self._pieces[id]))
 
     def flush(self) -> str:
-        """What an unfinished character leaves: U+FFFD or nothing. Ends the text."""
+        """End the text. Returns U+FFFD if a character is incomplete, else ""."""
         return self._emit(self._decoder.decode(b"", final=True))
 
     def _emit(self, text: str) -> str:

@@ -1,9 +1,9 @@
-"""Chat messages to ids: the template writes the structure, and only the template.
+"""Turns chat messages into ids. Only the template can write control tokens, never a message.
 
-Whatever in a message spells a control token, or could complete one at its edges, is replaced by a
-placeholder with a random name before the template runs. The rendered text is then split at its
-control tokens, all genuine, and each text between them is restored and encoded as plain text. At
-the end the control ids must equal those of the same chat with neutral messages.
+Before the template runs, everything in a message that spells a control token, or could complete one
+at its edges, is replaced by a placeholder with a random name. The rendered text is then split at
+its control tokens, which are all genuine. The texts between them are restored and encoded as plain
+text. At the end, the control ids must equal those of the same chat with neutral messages.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from minikv.models.vocabulary import Place
 Role = Literal["system", "user", "assistant"]
 
 _WHOLE = 512
-"""Messages of a conversation that a template is always shown, half of them at each end."""
+"""How many messages of a long conversation the template gets: half of them from each end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Role
     content: str
 
 
 class ChatTemplate:
-    """How one model wants a conversation written. `name` says where that comes from."""
+    """The chat format of one model. name: where it comes from, for messages."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class ChatTemplate:
         self._folds = self._loses_system()
         self._notes = tuple(notes)
         self._folded = False
-        self._looks_back = False  # what follows an answer depends on all that was said before
-        self._checked: list[Message] = []  # the conversation of which that is known not to be so
+        self._looks_back = False  # what follows an answer depends on the whole conversation
+        self._checked: list[Message] = []  # a conversation for which it does not
 
     @classmethod
     def from_folder(cls, path: Path | str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -84,36 +84,38 @@ class ChatTemplate:
 
     @classmethod
     def built_in(cls, format: BuiltIn, tokenizer: Tokenizer, *notes: str) -> ChatTemplate:
-        """A format that minikv knows by itself."""
+        """The template of a built-in format. notes: messages for the user."""
         name = "plain" if format is PLAIN else f"built-in {format.name}"
         return cls(format.source, name, tokenizer, notes=notes, markers=format.markers)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know about how this chat is written."""
+        """Messages for the user about the chat format."""
         if not self._folded:
             return self._notes
         note = "this model takes no system prompt: it was put in front of the first message"
         return (*self._notes, note)
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a whole conversation that ends with a user message, up to the answer's start.
+        """Ids of a whole conversation that ends with a user message, up to the start of the answer.
 
-        Equal to the ids of the rendered text, except where a message spells a control token: there
-        it is plain text. Raises UnsupportedModel if the template refuses the conversation.
+        They equal the ids of the rendered text, except that control tokens spelled in a message are
+        plain text. Raises UnsupportedModel if the template refuses the conversation.
         """
         return self._compose(messages, follow=False)
 
     def following(self, messages: Sequence[Message]) -> list[int]:
-        """Ids to feed after the text of the last answer: its end, the new message, the prompt.
+        """Ids to feed after the text of the last answer: the end of the answer, the new message,
+        and the beginning of the next answer.
 
-        `messages` is the whole conversation: the last is the new user message, the one before it
-        the answer. Templates that rewrite earlier turns cannot be followed exactly; what they
-        would change in turns already fed is left as it was.
+        messages: the whole conversation. The last is the new user message, and the one before it
+        the answer. If a template rewrites earlier turns, its changes to turns that were already fed
+        are ignored.
 
-        Of a conversation of more than 512 messages the template gets the beginning and the end.
-        That this changes nothing is checked with the whole conversation, at the first time and
-        whenever it is twice as long.
+        Of a conversation of more than about 512 messages the template gets only the beginning and the
+        end. A comparison with the whole conversation checks that this makes no difference: the
+        first time, and again whenever the conversation is twice as long. Raises UnsupportedModel or
+        CorruptModel.
         """
         if len(messages) < 2 or messages[-2].role != "assistant":
             raise ValueError("the message before the last must be the assistant's answer")
@@ -136,12 +138,12 @@ class ChatTemplate:
         return whole
 
     def lookalikes(self, text: str) -> int:
-        """How often a text spells one of this model's control tokens; they become plain text."""
+        """How often a text spells a control token of this model. These become plain text."""
         return self._tokenizer.lookalikes(text)
 
     def markers(self, text: str) -> int:
-        """How often a text spells a turn marker that is plain text for this model, such as
-        Llama 2's [INST]: nothing can tell it from a real one."""
+        """How often a text spells a turn marker that is plain text for this model, such as Llama
+        2's [INST]. The model cannot tell these from real ones."""
         return sum(1 for _ in self._markers.finditer(text))
 
     def _compose(self, messages: Sequence[Message], follow: bool) -> list[int]:
@@ -149,7 +151,7 @@ class ChatTemplate:
         shield = self._shields.new()
         end = shield.mark("") if follow else None
         hidden = [Message(m.role, shield.hide(m.content)) for m in clean]
-        # What branches on an empty message must branch the same way in the neutral chat.
+        # A template that tests for an empty message must do the same in the neutral chat.
         neutral = [Message(m.role, "x" if m.content.strip() else m.content) for m in clean]
         if end is not None:
             hidden[-2] = neutral[-2] = replace(clean[-2], content=end)
@@ -167,7 +169,8 @@ class ChatTemplate:
         return ids
 
     def _prepared(self, messages: Sequence[Message]) -> list[Message]:
-        """Well-formed messages, system prompts put in front of a user message where they must."""
+        """Well-formed messages. If the template takes no system message, it is put before the next
+        user message."""
         if not messages or messages[-1].role != "user":
             raise ValueError("a conversation ends with a user message")
         clean = [Message(m.role, well_formed(m.content)) for m in messages]
@@ -218,7 +221,8 @@ class ChatTemplate:
         }
 
     def _loses_system(self) -> bool:
-        """Whether a system message is refused or silently dropped. Also tries the template."""
+        """Whether the template refuses or silently drops a system message. Raises CorruptModel if
+        it writes nothing for a question."""
         user, system = Message("user", "x"), Message("system", "minikv-probe")
         if not self._render([user]).strip():
             raise CorruptModel(f"{self.name} writes nothing for a question")
@@ -229,7 +233,8 @@ class ChatTemplate:
 
 
 class _Shields:
-    """What has to be hidden in messages for one set of control tokens."""
+    """The patterns that must be hidden in messages, for one set of control tokens. whole: matches a
+    control token. heads and tails: proper prefixes and suffixes of control tokens."""
 
     def __init__(self, control: Iterable[str]) -> None:
         texts = sorted((text for text in control if text), key=lambda text: (-len(text), text))
@@ -246,8 +251,8 @@ class _Shields:
 class _Shield:
     """Placeholders for parts of messages.
 
-    They are made of private-use characters, which have no case and are not white space, so that
-    templates which trim, title or lower-case a message leave them whole.
+    They consist of private-use characters, which have no case and are not white space. So a
+    template that trims a message or changes its case does not change them.
     """
 
     _FIRST, _COUNT = 0xE000, 6400
@@ -268,9 +273,9 @@ class _Shield:
         return self._placeholders[text]
 
     def hide(self, text: str) -> str:
-        """The text without control strings, and without halves of them at its edges."""
+        """The text with placeholders for control tokens, and for parts of them at its edges."""
         text = self._shields.whole.sub(lambda match: self.mark(match[0]), text)
-        # Edges are judged without white space, because templates trim it.
+        # White space at the edges is skipped, because templates may trim it.
         start = len(text) - len(text.lstrip())
         for n in range(min(self._shields.longest, len(text) - start), 0, -1):
             if text[start : start + n] in self._shields.tails:
@@ -284,7 +289,7 @@ class _Shield:
         return text
 
     def restore(self, text: str) -> str:
-        """The text with every placeholder replaced by what it stands for."""
+        """The text with every placeholder replaced by its original."""
         if self._name not in text:
             return text
         return re.sub(
@@ -296,8 +301,8 @@ class _Shield:
 
 
 def _shortened(messages: Sequence[Message]) -> Sequence[Message]:
-    """What a template is shown of a conversation for what follows its last answer; the same object
-    if that is all of it. Questions and answers still alternate."""
+    """The part of a long conversation that the template gets for what follows the last answer;
+    `messages` itself if nothing is left out. Questions and answers still alternate."""
     left_out = len(messages) - 2 - _WHOLE
     left_out -= left_out % 2
     if left_out <= 0:
@@ -306,7 +311,8 @@ def _shortened(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _own_template(folder: Path) -> tuple[str, str] | None:
-    """(source, file name) of the template that a folder brings along."""
+    """(source, file name) of the folder's own template; None if it has none. Raises
+    CorruptModel."""
     for name in ("chat_template.jinja", "additional_chat_templates/default.jinja"):
         if (file := folder / name).exists():
             try:

@@ -1,8 +1,8 @@
-"""Text to ids and back, with control tokens that no text can produce.
+"""Turns text into ids and back. No text can produce a control token.
 
-`encode` never returns a control id, whatever the text spells; control ids come only from `split`,
-which is for text that minikv or a chat template wrote. Lone surrogates, which is what undecodable
-typed bytes become in Python, are replaced by U+FFFD.
+`encode` never returns a control id, whatever the text spells. Control ids come only from `split`,
+which is for text that minikv or a chat template wrote. Lone surrogates, which Python makes of typed
+bytes that it cannot decode, are replaced by U+FFFD.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ _NAMED = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "
 _USUAL = {"bos_token": ("<s>", "<|begin_of_text|>", "<|bos|>"), "eos_token": ("</s>",)}
 
 Edges = tuple[bool, bool, bool]
-"""Whether a control token takes the space before it, after it, and stands only as a whole word."""
+"""Of a control token: whether it absorbs white space before it, and after it, and whether it is
+only found as a whole word."""
 
 
 class Tokenizer:
-    """One model's vocabulary and the facts its folder states about it.
+    """One model's vocabulary, and what the files of its folder say about it.
 
-    `vocab` entries; `control` strings and their ids; `stop_ids` from every source; `bos` or None;
-    `named` the special strings a chat template may use (`bos_token`, `eos_token`, ...); `prefix`
-    which texts get a space in front ("every" text after a control token, "first", "never");
-    `start` the string a text without chat format begins with, BOS or nothing.
+    vocab: the number of ids. control: control tokens, string to id. stop_ids: ids that end an
+    answer, from all sources. bos: the id of the BOS token, or None. named: the special strings that
+    a chat template may use (`bos_token`, `eos_token`, ...). prefix: see `vocabulary.Prefix`. start:
+    the string with which a text without chat format begins: BOS or "".
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path | str, stop_ids: Iterable[int] = ()) -> Tokenizer:
-        """`tokenizer.json`, else `tokenizer.model`. `stop_ids` come from the model's own config.
+        """Read `tokenizer.json`, or without it `tokenizer.model`. stop_ids: those of the model's
+        configuration.
 
         Raises ModelUnavailable (no tokenizer), UnsupportedModel (tiktoken or tekken format) and
         CorruptModel (a damaged file, named).
@@ -123,16 +125,16 @@ class Tokenizer:
 
     @property
     def largest(self) -> int:
-        """The largest id that a text can have."""
+        """The largest id that `encode` can return."""
         pieces = self._vocabulary.pieces
         return next((id for id in range(len(pieces) - 1, -1, -1) if pieces[id]), 0)
 
     def encode(self, text: str, place: Place = "start") -> list[int]:
-        """Ids of plain text: no BOS is added and no control id ever appears.
+        """The ids of plain text. No BOS is added, and no control id is ever returned.
 
-        `place` says where the text stands, which decides about the space that sentencepiece-style
-        vocabularies put in front: at the "start", "after" a control token, or "inside" a text.
-        Raises UnsupportedModel if the vocabulary cannot keep the text free of control ids.
+        place: where the text is: at the "start", "after" a control token, or "inside" a text. This
+        decides whether a sentencepiece-style vocabulary puts a space in front. Raises
+        UnsupportedModel if the vocabulary makes control tokens of the text in any case.
         """
         text = well_formed(text)
         if not text:
@@ -140,8 +142,8 @@ class Tokenizer:
         ids = self._vocabulary.encode(text, place)
         if self._forbidden.isdisjoint(ids):
             return ids
-        # A vocabulary that takes whole words from its table finds control strings there too:
-        # encode the two sides of a cut through each of them.
+        # A vocabulary that looks whole words up in its table also finds control strings there.
+        # Divide each of these strings in two, and encode the parts separately.
         ids, at = [], 0
         cuts = [match.start() + 1 for match in self._any_control.finditer(text)]
         for cut in [*cuts, len(text)]:
@@ -152,26 +154,26 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; those of control tokens and outside the vocabulary have none."""
+        """The text of ids. Control tokens and ids outside of the vocabulary have no text."""
         pieces = self._vocabulary.pieces
         data = b"".join(pieces[id] for id in ids if 0 <= id < len(pieces))
         text = data.decode("utf-8", "replace")
         return text.removeprefix(" ") if self._vocabulary.drop_space else text
 
     def stream(self) -> TextStream:
-        """A decoder for ids that arrive one by one; the pieces add up to `decode` of all."""
+        """A decoder for ids that arrive one by one. Its pieces together are `decode` of all ids."""
         return TextStream(self._vocabulary.pieces, self._vocabulary.drop_space)
 
     def lookalikes(self, text: str) -> int:
-        """How many times a text spells a control token."""
+        """How often a text spells a control token."""
         return sum(1 for _ in self._any_control.finditer(text))
 
     def split(self, text: str) -> list[tuple[int | None, str]]:
-        """Trusted text as [(control id, the plain text after it), ...].
+        """Split trusted text into [(control id, the plain text after it), ...].
 
-        The first pair has None in place of an id and the text before any control token. Control
-        strings are found leftmost and longest first, and take the white space around them that
-        their file says they take, as tokenizers does.
+        The first pair has None instead of an id, and the text before any control token. Control
+        strings are found from the left, the longest first. They absorb the white space around them
+        that their file says, as in the tokenizers library.
         """
         found: list[tuple[int | None, str]] = []
         id: int | None = None
@@ -210,7 +212,8 @@ def _joins_word(text: str, start: int, end: int) -> bool:
 
 
 def _content(entry: Any) -> str | None:
-    """A special token of a configuration file: a string, or an object with its "content"."""
+    """The string of a special token in a configuration file, which is a string, or an object with a
+    "content"; None for anything else."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) and text else None
 
@@ -220,7 +223,8 @@ def _entries(value: Any) -> Sequence[Any]:
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
-    """Control tokens that `added_tokens.json` or `tokenizer_config.json` add to a vocabulary."""
+    """Control tokens that `added_tokens.json` or `tokenizer_config.json` add to a vocabulary.
+    Raises CorruptModel for an impossible id."""
     found: dict[str, Any] = {}
     if (file := folder / "added_tokens.json").exists():
         found.update((text, id) for text, id in read_json(file).items() if is_marker(text))

@@ -1,4 +1,5 @@
-"""`tokenizer.json` through tokenizers, with its control tokens never matched in a text."""
+"""Reads `tokenizer.json` with the tokenizers library, such that control tokens are never found in a
+text."""
 
 from __future__ import annotations
 
@@ -25,17 +26,19 @@ from minikv.models.vocabulary import (
     silent,
 )
 
-_PARTS = 64  # of a normalizer, pre-tokenizer or decoder; published ones have up to ten
-_WRITTEN = 1024  # characters that one of them writes at a time
-_GROWTH = 128  # times a text may grow in all of them
+_PARTS = 64  # most parts of a normalizer, pre-tokenizer or decoder; published ones have up to ten
+_WRITTEN = 1024  # most characters that a part may write at a time
+_GROWTH = 128  # most times as long as before that a text may become
 _GROWS = {"ByteLevel": 4.0, "NFC": 3.0, "NFD": 4.0, "NFKC": 18.0, "NFKD": 18.0}
-"""How many times as many characters each makes at most: one for a byte, the others by Unicode."""
+"""How many times as long each of these parts can make a text: ByteLevel one character per byte, the
+others by Unicode."""
 _PROBES = ("A b\n", "\u00e9\ufb01 \u4e2d\u6587 \U0001f600", " " * 100 + "a" * 2000)
 _ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
 class JsonVocabulary:
-    """A `tokenizer.json`. `named` are the strings that the folder's other files call special."""
+    """The content of a `tokenizer.json`. named: strings that the folder's other files call
+    special."""
 
     def __init__(
         self, data: dict[str, Any], name: str = "tokenizer.json", named: Iterable[str] = ()
@@ -80,27 +83,29 @@ class JsonVocabulary:
 
     @classmethod
     def from_file(cls, path: Path, named: Iterable[str] = ()) -> JsonVocabulary:
-        """Reads the file. Raises CorruptModel, UnsupportedModel or ModelUnavailable."""
+        """Read the file. Raises CorruptModel, UnsupportedModel or ModelUnavailable."""
         return cls(read_json(path), path.name, named)
 
     def encode(self, text: str, place: Place) -> list[int]:
-        """Ids of a text in which no control token is recognised."""
+        """The ids of a text, in which no control token is recognised. Raises CorruptModel."""
         with library_errors(self._name, "the text cannot be encoded"):
-            # The fast form leaves out offsets, which would cost 100 bytes for each token.
+            # The fast form computes no offsets, which would take 100 bytes per token.
             found = self._backends[place].encode_batch_fast([text], add_special_tokens=False)
             ids: list[int] = found[0].ids
         return ids
 
     def find(self, piece: str) -> int | None:
-        """The id of a vocabulary entry, None if there is none."""
+        """The id of a vocabulary entry; None if there is no such entry."""
         return self._ids.get(piece)
 
     def _is_word(self, text: str) -> bool:
-        # Padding is often an ordinary word, like "!". Its id belongs to texts.
+        # The padding token is often an ordinary word, like "!", which texts may use.
         return not is_marker(text) and self.encode(text, "inside") == [self._ids[text]]
 
     def _variant(self, data: dict[str, Any], first_only: bool) -> tokenizers.Tokenizer:
-        """The same vocabulary for texts that are not at the start of everything."""
+        """The same vocabulary for texts that are not at the start of everything. first_only: for
+        texts after a control token, so only a prefix of the very first text is removed; otherwise
+        for texts inside a text, without any prefix."""
         bare = copy.deepcopy({key: data[key] for key in ("normalizer", "pre_tokenizer")})
         if not first_only:
             bare["normalizer"] = _without_prepend(bare["normalizer"])
@@ -155,8 +160,9 @@ def _backend(data: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _prepared(data: dict[str, Any], named: frozenset[str]) -> dict[str, Any]:
-    """The file's content with markers flagged special and everything that alters texts off."""
-    # A saved truncation would silently cut a document, a saved padding would lengthen it.
+    """The file's content with all markers flagged as special, and without truncation, padding and
+    dropout, which would change texts or ids."""
+    # A saved truncation would silently cut a document; a saved padding would lengthen it.
     model = dict(data["model"])
     if model.get("dropout"):
         model["dropout"] = None
@@ -178,7 +184,7 @@ def _prepared(data: dict[str, Any], named: frozenset[str]) -> dict[str, Any]:
 
 
 def _components(part: Any) -> Iterator[dict[str, Any]]:
-    """A normalizer, pre-tokenizer or decoder, sequences flattened."""
+    """The parts of a normalizer, pre-tokenizer or decoder, with nested sequences flattened."""
     if part is None:
         return
     for key in ("normalizers", "pretokenizers", "decoders"):
@@ -190,8 +196,8 @@ def _components(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_growth(data: dict[str, Any], name: str) -> None:
-    """Raises CorruptModel where a short text would become a very long one: steps that each write
-    ten characters for one multiply."""
+    """Raise CorruptModel if the parts can make a short text very long: the growth of each part
+    multiplies that of the others."""
     for key in ("normalizer", "pre_tokenizer", "decoder"):
         growth = 1.0
         for count, part in enumerate(_components(data.get(key)), 1):
@@ -206,7 +212,7 @@ def _check_growth(data: dict[str, Any], name: str) -> None:
                 # A regular expression may match between any two characters.
                 growth *= max(1.0, len(written) / len(text)) if text else 1.0 + len(written)
             elif part["type"] == "Prepend":
-                # In front of each piece between added tokens, which may be a character.
+                # It is put before each piece between added tokens; a piece may be one character.
                 growth *= 1.0 + len(written)
             elif part["type"] == "Precompiled":
                 growth *= _longest_target(part["precompiled_charsmap"])
@@ -217,8 +223,9 @@ def _check_growth(data: dict[str, Any], name: str) -> None:
 
 
 def _check_merges(model: dict[str, Any], name: str) -> None:
-    """Raises CorruptModel where the second piece of a merge does not begin with the prefix of such
-    pieces: the library removes as many bytes unseen, and aborts where that cuts a character."""
+    """Raise CorruptModel if the second piece of a merge does not begin with the continuing prefix.
+    The library removes as many bytes without a check, and aborts the process if that cuts a
+    character."""
     prefix = model.get("continuing_subword_prefix")
     if not prefix:
         return
@@ -231,8 +238,9 @@ def _check_merges(model: dict[str, Any], name: str) -> None:
 
 
 def _longest_target(charsmap: str) -> float:
-    """The most characters that a map of sentencepiece writes for one: behind a table, whose length
-    comes first, stand all that it writes, each with a zero byte at its end."""
+    """The most characters that a sentencepiece character map writes for one character. The data is
+    the length of a table, the table, and then all texts that the map writes, each with a zero byte
+    at its end."""
     try:
         data = base64.b64decode(charsmap, validate=True)
     except binascii.Error:

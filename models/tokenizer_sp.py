@@ -1,9 +1,9 @@
-"""`tokenizer.model` through sentencepiece, with its own pieces kept out of reach of texts.
+"""Reads `tokenizer.model` with sentencepiece, such that no text can produce a control token.
 
-Control pieces can never come from a text. User-defined pieces can, so those spelled like control
-tokens (`<|im_start|>`, but also the `[REFERENCE_DOC_n]` of Mistral v3) are made control pieces in
-the bytes of the file before sentencepiece parses them: a text that spells one becomes ordinary
-pieces. That is the only difference from the vendor's ids.
+Control pieces never come from a text. User-defined pieces can. So those that look like control
+tokens (`<|im_start|>`, but also the `[REFERENCE_DOC_n]` of Mistral v3) are changed to control
+pieces in the bytes of the file, before sentencepiece parses it. A text that spells one then becomes
+ordinary pieces. This is the only difference from the vendor's ids.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class PieceVocabulary:
-    """A sentencepiece file. `prefix` "every" is the vendor's behaviour, "first" `legacy: false`."""
+    """The content of a sentencepiece file. prefix: "every" is the vendor's behaviour, "first" that
+    of `legacy: false` in transformers."""
 
     def __init__(
         self, data: bytes, name: str = "tokenizer.model", prefix: Prefix = "every"
@@ -72,11 +73,12 @@ class PieceVocabulary:
 
     @classmethod
     def from_file(cls, path: Path, prefix: Prefix = "every") -> PieceVocabulary:
-        """Reads the file. Raises CorruptModel, UnsupportedModel (tiktoken), ModelUnavailable."""
+        """Read the file. Raises CorruptModel, UnsupportedModel (tiktoken) or ModelUnavailable."""
         return cls(read_bytes(path, 64 << 20), path.name, prefix)
 
     def encode(self, text: str, place: Place) -> list[int]:
-        """Ids of a text; the space that starts a text depends on `place` and `prefix`."""
+        """The ids of a text. `place` and `prefix` decide whether a space is put in front. Raises
+        CorruptModel."""
         starts = place == "start" or (place == "after" and self.prefix == "every")
         model = self._model if starts else self._bare
         with library_errors(self._name, "the text cannot be encoded"):
@@ -84,7 +86,7 @@ class PieceVocabulary:
         return ids
 
     def find(self, piece: str) -> int | None:
-        """The id of a piece, None if the vocabulary has no such piece."""
+        """The id of a piece; None if the vocabulary has no such piece."""
         id = int(self._model.piece_to_id(piece))
         return id if self._model.id_to_piece(id) == piece else None
 
@@ -98,13 +100,14 @@ def _piece(model: sentencepiece.SentencePieceProcessor, id: int) -> str | None:
 
 
 def _is_tiktoken(data: bytes) -> bool:
-    """Lines of base64 and a rank, as in Llama-3's original `tokenizer.model`."""
+    """Whether the file has lines of base64 and a rank, as Llama-3's original `tokenizer.model`."""
     token, _, rank = data[:200].split(b"\n")[0].partition(b" ")
     return bool(token) and rank.strip().isdigit() and all(32 < byte < 127 for byte in token)
 
 
 def _shield_markers(data: bytes) -> bytes:
-    """The model with user-defined pieces that look like control tokens made control pieces."""
+    """The file's bytes, in which user-defined pieces that look like control tokens are changed to
+    control pieces."""
     patched = bytearray(data)
     for field, start, end in _fields(data, 0, len(data)):
         if field != 1:  # pieces
@@ -121,7 +124,8 @@ def _shield_markers(data: bytes) -> bytes:
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(field number, first byte, byte after the last) of the values of a protobuf message."""
+    """(field number, first byte, byte after the last) of each value of a protobuf message. Raises
+    ValueError."""
     while at < end:
         key, at = _varint(data, at, end)
         wire = key & 7

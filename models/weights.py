@@ -1,8 +1,7 @@
-"""From safetensors files to a network's tensors: every tensor exactly once, no map kept open.
+"""Reads safetensors files into a network's tensors: every tensor exactly once, without memory maps.
 
-Each tensor is read straight into its place, so the peak is one copy of the weights plus a small
-staging buffer. A matrix that is to be kept in fewer bits is packed when its last part has been
-read.
+Each tensor is read directly into its place, so peak memory is one copy of the weights and a small
+staging buffer. A matrix that is to be packed is packed as soon as its last part was read.
 """
 
 from __future__ import annotations
@@ -64,10 +63,11 @@ _PackedMatrix = Int8 | Int4 | Int8OnGpu | Int4OnGpu
 
 
 class Kept(Protocol):
-    """Where packed matrices may be had without packing them: `packed.Packed`."""
+    """Kept packed matrices: `packed.Packed`."""
 
     def fill(self, name: str, matrix: Int8 | Int4) -> bool:
-        """Bring the numbers of an empty matrix, its bias too; False if they are not there."""
+        """Read the tensors of an empty matrix, with its bias. Returns False if they are not
+        kept."""
         ...
 
 
@@ -82,20 +82,22 @@ def load_network(
     packing: Packing = TORCH,
     packed: Kept | None = None,
 ) -> Llama:
-    """A network with the checkpoint's weights; `dtype` None keeps the storage dtype.
+    """A network with the checkpoint's weights.
 
-    `form`, one of `linear.FORMS`, is how the matrices of the layers are kept; int8 and int4 need
-    bfloat16. Embedding and head stay as they are, unless the form ends in "+head": then
-    the head is packed a block at a time as it is read, and where it is tied the embedding is the
-    same packed matrix. Where rows are too odd, the result's `config.notes` say what stays plain.
+    dtype: None: the storage dtype. form: one of `linear.FORMS`, for the matrices of the layers;
+    int8 and int4 need bfloat16. Embedding and lm_head stay plain unless the form ends in "+head":
+    then lm_head is packed a block at a time as it is read, and a tied embedding is the same packed
+    matrix. If rows of a matrix cannot be packed, it stays plain, and the result's `config.notes`
+    say so.
 
-    `progress(done, total)` is called with the bytes read from the files, first with 0; what it
-    raises ends the loading. `packing` makes int8 and int4 of what was read; what `packed` has is
-    neither read nor packed.
+    progress(done, total): called with the bytes read from the files, first with 0; its exceptions
+    end the loading. packing: the functions that pack to int8 and int4. packed: kept packed
+    matrices; these are neither read from the checkpoint nor packed.
 
-    The result's `config.tied` and `config.notes` tell how the head was resolved: tied only if the
-    file asks for it and `lm_head` is absent or equal. Raises CorruptModel, UnsupportedModel, and
-    UnusableSetting and ModelTooLarge before anything is allocated.
+    The result's `config.tied` says whether lm_head is tied: only if the file says so and `lm_head`
+    is absent or equal to the embedding; `config.notes` says if the file is wrong. Raises
+    CorruptModel and UnsupportedModel; also UnusableSetting and ModelTooLarge, before anything is
+    allocated.
     """
     assert sys.byteorder == "little", "safetensors are little-endian"
     entries = {n: e for n, e in checkpoint.entries.items() if not IGNORED.fullmatch(n)}
@@ -114,7 +116,7 @@ def load_network(
     notes = (*config.notes, *slow_notes(device, dtype), *form_notes(config, form))
     config = replace(config, notes=notes)
     with torch.inference_mode(False):
-        # Sizes without memory: that is made for one tensor after the other.
+        # A network without memory. Memory is allocated for one tensor after the other.
         network = Llama(config, device=device, dtype=dtype, room=Pages(torch.device("meta")).empty)
     places = dict(network.places())
     _account(entries, places)
@@ -137,9 +139,9 @@ def load_network(
     )
     at = {id(layer): f"layers.{i}" for i, layer in enumerate(network.layers)}
     with torch.inference_mode(False), torch.no_grad():
-        # One for all: freed after each tensor, those of different sizes leave holes in the heap.
+        # One buffer for all tensors: buffers of different sizes would leave holes in the heap.
         staging = torch.empty(STAGING, dtype=torch.uint8)
-        passing: Tensor | None = None  # where a matrix is until it is packed
+        passing: Tensor | None = None  # memory for a matrix until it is packed
 
         def read(names: list[str]) -> None:
             for name in names:
@@ -182,8 +184,7 @@ def load_network(
 def _empty(
     part: Linear | Tensor, form: str, room: Empty, packing: Packing, device: torch.device
 ) -> _PackedMatrix | None:
-    """The packed matrix that is to be made of a plain one without memory; None for what stays
-    plain."""
+    """An empty packed matrix for `part`, a plain one without memory; None if `part` stays plain."""
     if not isinstance(part, Plain) or not suits(form, part.shape[1]):
         return None
     bias = None if part.bias is None else room(part.bias.shape, part.bias.dtype)
@@ -193,15 +194,15 @@ def _empty(
 
 
 def _passing(config: ModelConfig, dtype: torch.dtype) -> Tensor:
-    """Room for the largest matrix of a layer: each is read to the same place before it is packed,
-    so that the system maps its memory once."""
+    """Memory for the largest matrix of a layer. Each matrix is read into it before it is packed, so
+    that the system maps this memory only once."""
     largest = max(rows * columns for rows, columns in matrices(config).values())
     return Pages(torch.device("cpu")).empty((largest,), dtype)
 
 
 def _together_read(entries: dict[str, Entry], places: dict[str, Place]) -> list[list[str]]:
-    """Names by the tensor of the network that they fill, in the order of the files: one such
-    tensor is plain at a time, wherever its parts lie."""
+    """The names in the order of the files, grouped by the tensor of the network that they fill. So
+    only one matrix at a time is not packed yet, wherever its parts are."""
     groups: dict[tuple[int, str], list[str]] = {}
     for name in sorted(places, key=lambda name: (entries[name].path, entries[name].start)):
         groups.setdefault((id(places[name].owner), places[name].slot), []).append(name)
@@ -209,10 +210,10 @@ def _together_read(entries: dict[str, Entry], places: dict[str, Place]) -> list[
 
 
 def _allocate(owner: Llama | Layer, slot: str, room: Empty) -> None:
-    """Memory for a tensor or a matrix that had none."""
+    """Allocate memory for a tensor or a matrix that has none."""
 
     def new(like: Tensor) -> Tensor:
-        # Not empty_like: for tensors on the meta device that imports sympy, 35 MB and 0.3 seconds.
+        # Not empty_like, which imports sympy for tensors on the meta device: 35 MB, 0.3 seconds.
         return room(like.shape, like.dtype)
 
     part = getattr(owner, slot)
@@ -224,7 +225,7 @@ def _allocate(owner: Llama | Layer, slot: str, room: Empty) -> None:
 
 
 def check_form(form: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise UnusableSetting where weights cannot be kept so."""
+    """Raise UnusableSetting if weights cannot have this form with this device and dtype."""
     if form not in FORMS:
         raise UnusableSetting(f"unknown weights {form!r}", f"use {', '.join(FORMS)}")
     if not packs(form):
@@ -241,7 +242,7 @@ def check_form(form: str, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the matrices of a layer, as the network keeps them."""
+    """Rows and columns of the matrices of a layer, as the network stores them, by name."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return {
         "q, k, v": (q + 2 * kv, config.hidden),
@@ -252,7 +253,7 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
-    """Bytes that the weights take on the device; a tied head is counted once."""
+    """Bytes that the weights take on the device. A tied lm_head is counted once."""
     layers, logits = split(form)
 
     def saved(rows: int, columns: int, name: str) -> int:
@@ -264,7 +265,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
 
 
 def packed_bytes(config: ModelConfig, form: str) -> int:
-    """Bytes of the matrices that `form` packs, as they may be kept on disk (`packed.Packed`)."""
+    """Bytes of all matrices that `form` packs, as on disk (`packed.Packed`)."""
     layers, logits = split(form)
 
     def kept(rows: int, columns: int, kind: str) -> int:
@@ -275,7 +276,7 @@ def packed_bytes(config: ModelConfig, form: str) -> int:
 
 
 def slow_notes(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Says so where bfloat16 is not what the processor multiplies."""
+    """A message for the user if the processor does not multiply bfloat16; else none."""
     if device.type != "cpu" or dtype != torch.bfloat16 or bf16_products():
         return []
     return [
@@ -285,7 +286,7 @@ def slow_notes(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def form_notes(config: ModelConfig, form: str) -> list[str]:
-    """Which matrices `form` does not suit, in a line for each number of bits."""
+    """Messages about matrices that `form` cannot pack, one for each packed form."""
     layers, logits = split(form)
     notes = []
     for kind in packs(form):
@@ -304,7 +305,8 @@ def form_notes(config: ModelConfig, form: str) -> list[str]:
 
 
 def _account(entries: dict[str, Entry], places: dict[str, Place]) -> None:
-    """Every tensor exactly once, with the expected shape and an allowed dtype."""
+    """Check that the checkpoint has exactly the expected tensors, with their shapes and an allowed
+    dtype. Raises CorruptModel or UnsupportedModel."""
     missing = [name for name in places if name not in entries]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -327,7 +329,7 @@ def _account(entries: dict[str, Entry], places: dict[str, Place]) -> None:
 
 
 def _pairs(name: str, config: ModelConfig) -> int:
-    """The number of heads whose rows have to be taken out of their rotary pairs; 0: none."""
+    """How many heads the tensor has whose rows must be reordered from rotary pairs; 0: none."""
     if ".q_proj." in name:
         return config.heads
     return config.kv_heads if ".k_proj." in name else 0
@@ -341,8 +343,8 @@ def _fill(
     staging: Tensor,
     tell: Callable[[int], None],
 ) -> None:
-    """Read one tensor into `place`, converting dtype, device and row order on the way, by pieces
-    that fit `staging`, some bytes that it may write to."""
+    """Read one tensor into `place`, and convert its dtype, device and row order. Conversion goes
+    through pieces that fit `staging`, a tensor of bytes. pair_heads: see `_pairs`."""
     file.seek(entry.start)
     stored = DTYPES[entry.dtype]
     if place.device.type == "cpu" and place.dtype == stored and not pair_heads:
@@ -366,14 +368,15 @@ def _fill(
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable."""
+    """The writable memory of a contiguous CPU tensor."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _pack_head(
     made: _PackedMatrix, entry: Entry, dtype: torch.dtype, tell: Callable[[int], None]
 ) -> None:
-    """Read a matrix into eight bits, a block of rows at a time: it is never there in `dtype`."""
+    """Read and pack lm_head a block of rows at a time, so that it never exists as a whole in
+    `dtype`."""
     with open_regular(entry.path) as file:
         file.seek(entry.start)
         for start, end in packed_blocks(made.shape):
@@ -383,7 +386,7 @@ def _pack_head(
 
 
 def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, form: str) -> None:
-    """Refuse what does not fit, and name the arguments that would."""
+    """Raise ModelTooLarge if the weights do not fit, with arguments that would."""
     needs = loading_bytes(config, dtype, form)
     free = free_memory(device)
     if free is None or needs <= free:
@@ -391,7 +394,7 @@ def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, f
     options = [('dtype="bfloat16"', torch.bfloat16, "auto")] * (dtype == torch.float32)
     other = "" if dtype == torch.bfloat16 else 'dtype="auto", '  # packed weights are bfloat16's
     for name in ("int8", "int4"):
-        # The head loses its bits too only where nothing else fits.
+        # Suggest packing lm_head, too, only if packing the layers is not enough.
         fits = loading_bytes(config, torch.bfloat16, name) <= min(free, needs - 1)
         name += "" if fits else "+head"
         options.append((f'{other}weights="{name}"', torch.bfloat16, name))
@@ -416,8 +419,8 @@ def _shown(size: int) -> str:
 
 
 def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
-    """The most that loading holds at once: the weights, a staging buffer, and where they are
-    packed the matrix being packed (of the head a block)."""
+    """The peak of bytes while loading: the weights, a staging buffer, and the matrix that is being
+    packed (of lm_head a block)."""
     plain = 0
     if packs(form):
         sizes = matrices(config).values()
@@ -427,7 +430,7 @@ def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on `device`; None where the system does not say."""
+    """Bytes that can still be allocated on `device`; None if the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free: int | None = None
@@ -443,7 +446,8 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _cgroup_free(root: Path) -> int | None:
-    """Room under a container's memory limit (cgroup v2), file cache counted as free."""
+    """Bytes left under a container's memory limit (cgroup v2), with inactive file cache counted as
+    free; None without a limit."""
     try:
         limit = int((root / "memory.max").read_text())  # "max" without a limit
         used = int((root / "memory.current").read_text())

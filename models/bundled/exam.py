@@ -1,4 +1,4 @@
-"""How the bundled model is examined: fresh documents, and whole answers compared to the letter."""
+"""Examines the bundled model: asks about new documents, and compares whole answers exactly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Chat(Protocol):
 
 
 def fresh(tokenizer: Codec, tokens: int, seed: int) -> world.Document:
-    """A document of `tokens` tokens, give or take 16, the same for the same seed."""
+    """A document of `tokens` tokens, at most 16 more or fewer. The same seed gives the same
+    document."""
     sentences = max(1, tokens // 12)
     while True:
         facts = min(sentences, tokens // FACT_EVERY, 110)
@@ -42,7 +43,8 @@ def fresh(tokenizer: Codec, tokens: int, seed: int) -> world.Document:
 
 
 def nearer(sentences: int, size: int, tokens: int) -> int:
-    """How many sentences to try next, where so many had `size` tokens instead of `tokens`.
+    """How many sentences to try next, after `sentences` sentences had `size` tokens instead of
+    `tokens`.
 
     With the bundled tokenizer a sentence has 12 or 13 tokens; with a small vocabulary many more.
     """
@@ -53,11 +55,12 @@ def nearer(sentences: int, size: int, tokens: int) -> int:
 def exact(
     chat: Chat, tokens: int, chats: int, asked: int, seed: int, *, least: int = 1
 ) -> list[list[bool]]:
-    """[chats][asked]: was each answer right, character by character.
+    """[chats][asked]: whether each answer was exactly right.
 
-    Chat i asks `asked` questions, one after the other, about one document of `tokens` tokens. With
-    `least` = 2 only for answers of two tokens and more: the first token of an answer comes from
-    the prompt's own logits, before anything is evicted, and says nothing about a policy.
+    Chat i asks `asked` questions, one after the other, about one document of `tokens` tokens.
+    least: ask only for answers of at least so many tokens. With 2, every answer has a token that
+    depends on the policy: the first token comes from the prompt's own logits, before anything is
+    evicted.
     """
     table = []
     for i in range(chats):
@@ -74,6 +77,6 @@ def exact(
 
 
 def share(table: list[list[bool]]) -> float:
-    """Of all answers, how many were right."""
+    """The share of answers that were right, from 0 to 1."""
     flat = [ok for row in table for ok in row]
     return sum(flat) / len(flat)

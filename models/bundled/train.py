@@ -50,17 +50,18 @@ class Size:
     rms_norm_eps: float = 1e-5
 
 
-# Ten of a head's sixteen pairs hardly turn within 8,192 positions, so that a question matches its
-# fact at any distance; the other six tell what stands next to what.
+# Ten of a head's sixteen rotary pairs hardly turn within 8,192 positions, so a question can match
+# its fact at any distance. The other six tell which tokens are neighbours.
 ROPE = RopeConfig(theta=5e5, kind="llama3", factor=128.0, original=512)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """`tokens` tokens, each step at one of `contexts`, the rate from `first` to `last` on a cosine.
+    """A phase of training: `tokens` tokens, each step with one of the `contexts`. The learning rate
+    goes from `first` to `last` along a cosine.
 
-    A document has a fact every `dense` to `sparse` tokens (log-uniform). Training texts are denser
-    than the examined ones: what is hard is the number of similar facts.
+    A document has a fact every `dense` to `sparse` tokens (log-uniform). Training texts have more
+    facts than examined ones, because many similar facts are what makes the task hard.
     """
 
     contexts: tuple[int, ...]
@@ -126,17 +127,18 @@ class Chats:
     def sample(
         self, context: int, per_fact: float, asked: int | None = None
     ) -> tuple[list[int], list[int]]:
-        """(ids, marks): marks are 0 for plain tokens, n for those of the n-th answer.
+        """(ids, marks): marks are 0 for plain tokens, and n for tokens of the n-th answer.
 
-        The text takes about what `asked` questions leave of `context` (by default a quarter to a
-        half is left: questions are what teaches), with a fact every `per_fact` tokens.
+        The document has a fact every `per_fact` tokens, and fills `context` except for the room of
+        `asked` questions. By default, a quarter to a half of `context` is for questions, because
+        the model learns from these.
         """
         rng = self.rng
         if asked is None:
             room = int(context * rng.uniform(0.25, 0.55))
         else:
             room = 22 * asked
-        # A question that comes twice is copied from its first answer, which teaches little.
+        # A question that is asked twice is answered by copying, which teaches little.
         facts = min(max(2, int((context - room) / per_fact)), 140)
         if asked is None:
             room = min(room, 40 * facts)
@@ -156,7 +158,8 @@ class Chats:
         return ids, marks
 
     def batch(self, context: int, tokens: int, phase: Phase) -> tuple[Tensor, Tensor]:
-        """ids, marks [B, context + 1] of about `tokens` tokens; the tail is cut or padded."""
+        """ids and marks [B, context + 1], of about `tokens` tokens in all. Each chat is cut or
+        padded at its end."""
         rows = max(1, tokens // context)
         ids = torch.full((rows, context + 1), END)
         marks = torch.full((rows, context + 1), -1)
@@ -173,7 +176,7 @@ class Chats:
 
 
 def new_weights(size: Size, seed: int) -> dict[str, Tensor]:
-    """Hugging Face names -> float32 leaves that want gradients."""
+    """New weights: float32 leaf tensors that require gradients, by their Hugging Face names."""
     generator = torch.Generator().manual_seed(seed)
     width, inner = size.hidden_size, size.intermediate_size
     q, kv = size.num_attention_heads * size.head_dim, size.num_key_value_heads * size.head_dim
@@ -207,10 +210,10 @@ def rotary(size: Size, context: int, device: torch.device) -> tuple[Tensor, Tens
 
 
 def stretched(rng: random.Random, context: int, longest: int) -> Tensor:
-    """Positions [context], ascending below `longest`, with a few gaps in two of three draws.
+    """Positions [context], ascending and below `longest`; in two of three draws with a few gaps.
 
-    Distances of the longest context are seen at the price of a short one (positional skip-wise
-    training, arXiv 2309.10400).
+    So the model sees the distances of the longest context at the cost of a short one (positional
+    skip-wise training, arXiv 2309.10400).
     """
     at = torch.arange(context)
     if rng.random() < 0.67:
@@ -268,9 +271,10 @@ def score(w: dict[str, Tensor], states: Tensor, ids: Tensor, marks: Tensor) -> t
 def evaluate(
     w: dict[str, Tensor], size: Size, tokenizer: Tokenizer, context: int, chats: int, seed: int
 ) -> float:
-    """Share of whole answers that greedy decoding gets right, four questions a document.
+    """The share of whole answers that greedy decoding gets right, with four questions per document.
 
-    Teacher forcing is exact for this: an answer is right iff each of its tokens is the arg max.
+    Teacher forcing gives the exact result: an answer is right if and only if each of its tokens is
+    the argmax.
     """
     source = Chats(tokenizer, seed)
     device = w["model.norm.weight"].device
@@ -287,7 +291,7 @@ def evaluate(
 
 
 def write(folder: Path, w: dict[str, Tensor], size: Size, tokenizer: Tokenizer) -> None:
-    """A checkpoint directory as any Llama checkpoint, in float32."""
+    """Write a checkpoint directory in the usual Llama layout, in float32."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().float().cpu().contiguous() for name, t in w.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -351,7 +355,7 @@ def main() -> None:
         w = new_weights(size, args.seed)
         w = {name: t.detach().to(device).requires_grad_() for name, t in w.items()}
     print(f"{sum(t.numel() for t in w.values()):,} parameters on {device}", flush=True)
-    # Muon for the matrices inside the layers: it finds the recall circuits in far fewer tokens.
+    # Muon for the matrices of the layers: with it, recall is learned from far fewer tokens.
     inner = [t for name, t in w.items() if t.dim() == 2 and "embed" not in name]
     outer = [t for name, t in w.items() if t.dim() == 1 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [

@@ -1,11 +1,11 @@
 """The invented world that the bundled model is trained on and measured in.
 
-A document is a run of plausible sentences in which facts about invented people, towns, ships,
-firms and projects are stated, each up to three times and in several wordings, as reports do. A
-chat asks for some of them, again in several wordings. Names are composed anew for every document,
-and within one they share as few parts as the lists allow, as people in a real report seldom do. In
-every wording the answer comes after the words that identify it, as in most reference prose; a
-model this small learns no others.
+A document is a sequence of plausible sentences. It states facts about invented people, towns,
+ships, firms and projects, each up to three times and in several wordings, as in reports. A chat
+asks for some of them, again in several wordings. Names are composed anew for every document. Within
+a document, they share as few parts as the lists allow, as in a real report. In every wording the
+answer comes after the words that identify it, as in most reference texts; such a small model does
+not learn the other order.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ Draw = Callable[["Names"], str]
 
 
 class Names:
-    """Draws names and values; a part of a name comes again only when its list has run out."""
+    """Draws names and values. A part of a name is used again only when its list is exhausted."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -86,14 +86,14 @@ class Names:
         self._left: dict[int, list[str]] = {}
 
     def part(self, words: list[str]) -> str:
-        """A word of the list, each of which comes once before any comes twice."""
+        """A word of the list. Each word is used once before any is used twice."""
         left = self._left.get(id(words))
         if not left:
             left = self._left[id(words)] = self.rng.sample(words, len(words))
         return left.pop()
 
     def fresh(self, make: Callable[[], str]) -> str:
-        """The first draw of `make` that this document has not seen."""
+        """The first result of `make` that is new in this document."""
         for _ in range(1000):
             name = make()
             if name not in self._used:
@@ -136,10 +136,10 @@ def _word(words: list[str]) -> Draw:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """One thing that can be told about a kind of entity.
+    """One property of a kind of entity.
 
-    `noun` fits "the NOUN of X"; `told` are further statements and `asked` further questions, with
-    {e} for the entity and {v} for the value.
+    noun: fits "the NOUN of X". told: further statements, and asked: further questions, with {e} for
+    the entity and {v} for the value.
     """
 
     noun: str
@@ -408,7 +408,7 @@ OPENERS = (
     "to nobody's surprise,",
 )
 
-TELLINGS = 3  # times that a fact is told, at the most
+TELLINGS = 3  # how often a fact is stated, at most
 
 FILLER = (
     "the weather turned {adj} before the end of the week",
@@ -462,7 +462,7 @@ SLOTS = {
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One stated fact: how it is told, and how it may be asked for."""
+    """One fact: how it is stated, and how it may be asked for."""
 
     statements: tuple[str, ...]
     questions: tuple[str, ...]
@@ -482,7 +482,7 @@ def _sentence(text: str) -> str:
 
 
 def filler(rng: random.Random, entities: Sequence[str] = ()) -> str:
-    """A sentence that tells no fact. Some of them mention one of `entities`."""
+    """A sentence without a fact. It may mention one of `entities`."""
     if entities and rng.random() < 0.15:
         pattern = rng.choice(MENTION)
     else:
@@ -492,7 +492,7 @@ def filler(rng: random.Random, entities: Sequence[str] = ()) -> str:
 
 
 def stated(rng: random.Random, entity: str, attribute: Attribute, value: str) -> Fact:
-    """The fact that `value` is this of `entity`, told up to `TELLINGS` times."""
+    """The fact that `value` is the `attribute` of `entity`, stated up to `TELLINGS` times."""
     told_as = []
     for pattern in rng.sample(TOLD + attribute.told * 4, rng.randint(1, TELLINGS)):
         text = pattern.format(n=attribute.noun, e=entity, v=value)
@@ -509,7 +509,7 @@ def stated(rng: random.Random, entity: str, attribute: Attribute, value: str) ->
 
 
 def some_facts(rng: random.Random, names: Names, count: int) -> tuple[list[Fact], list[str]]:
-    """`count` facts, and the entities that they are about."""
+    """`count` facts, and the entities that they belong to."""
     facts: list[Fact] = []
     entities: list[str] = []
     while len(facts) < count:
@@ -523,9 +523,10 @@ def some_facts(rng: random.Random, names: Names, count: int) -> tuple[list[Fact]
 
 
 def document(rng: random.Random, sentences: int, facts: int) -> Document:
-    """A text of `sentences` sentences in which `facts` facts are stated; needs facts <= sentences.
+    """A text of `sentences` sentences that states `facts` facts, which must not be more than the
+    sentences.
 
-    Where there is not room for every telling, each fact is told once before any is told again.
+    If there is not room for all statements, each fact is stated once before any is stated again.
     """
     names = Names(rng)
     told, entities = some_facts(rng, names, facts)
@@ -535,7 +536,7 @@ def document(rng: random.Random, sentences: int, facts: int) -> Document:
 def written(
     rng: random.Random, sentences: int, facts: Sequence[Fact], entities: list[str]
 ) -> Document:
-    """As `document`, with these facts. `entities` are mentioned without being told about."""
+    """As `document`, with these facts. entities: are mentioned in sentences without a fact."""
     order = list(facts)
     rng.shuffle(order)
     told = [f.statements[i] for i in range(TELLINGS) for f in order if i < len(f.statements)]
@@ -552,7 +553,7 @@ def written(
 
 
 def questions(rng: random.Random, doc: Document, count: int) -> Iterator[tuple[str, str]]:
-    """`count` (question, answer) pairs about distinct facts where there are enough."""
+    """`count` pairs (question, answer), about different facts as long as there are enough."""
     order = list(doc.facts)
     rng.shuffle(order)
     for i in range(count):
