@@ -65,11 +65,11 @@
 A "-" means that the torch form is used there. "policies" means that the torch form is in the
 policy's own file in minikv/policies, "models" that it is in models/linear.py (`rest` and
 normed_product: llama.py); `Kernels` has None for both. torch/integer has the specification of
-int8_product and int4_product, which is too slow to run: models/linear.py then leaves activations as
-they are. On a CPU without C, `TorchOnCPU` takes ragged_attention from torch/decode_cpu. The choice
-is made once, for a device and a head size, and handed on as a `Kernels` object; nothing is
-remembered here. On a CPU it also depends on the processor: cpu/choice.py says which operations are
-left to torch. rows_product is there only with tiles (AMX).
+int8_product and int4_product, which is too slow to run: without C, models/linear.py does not
+quantize activations. On a CPU without C, `TorchOnCPU` takes ragged_attention from torch/decode_cpu.
+`choose` is called once for a device and a head size, and its `Kernels` object is passed on; this
+module keeps no state. On a CPU the choice also depends on the processor: cpu/choice.py says which
+operations are left to torch. rows_product exists only with tiles (AMX).
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ from minikv.kernels.torch import ragged_prefill as ragged
 
 _OLDEST_TRITON = (3, 6)  # the oldest Triton that the kernels were built with
 _CAPABILITY = (8, 0)
-_HEAD_DIMS = range(16, 257, 8)  # heads whose rows are read 16 bytes at a time
-_LARGEST_FLOAT32 = 128  # head size; halves of larger float32 heads do not fit the registers
+_HEAD_DIMS = range(16, 257, 8)  # head sizes whose rows can be read 16 bytes at a time
+_LARGEST_FLOAT32 = 128  # head size; larger float32 heads do not fit the registers
 
 
 class Kernels:
@@ -108,27 +108,27 @@ class Kernels:
 
     name = "torch"
     choices = ""
-    """On a CPU with C: the class of the processor, and who computes what for it, in words."""
+    """On a CPU with C: the class of the processor and what computes each operation, for users."""
     products = False
     """Whether rest, normed_product, row_product, rows_product, int8_product and int4_product take
     the place of torch's own products."""
     integer_prompts = False
-    """Whether int8_product and int4_product are also faster for many rows."""
+    """Whether int8_product and int4_product are also faster for the many rows of a prompt."""
     float_rows: int | None = None
-    """Rows of bfloat16 from which torch's products are faster in float32. None: this is not known
-    to be so, or torch has no products of bfloat16."""
+    """From so many rows of bfloat16 on, torch's products are faster in float32. None: no such
+    number was measured, or torch has no products of bfloat16."""
     prompt_rows: int | None = None
-    """Rows of bfloat16 that pass through a layer of a prompt together, where more than the network
-    would take are faster."""
+    """How many rows of a prompt in bfloat16 pass through a layer together, where more than the
+    network's own number are faster; else None."""
     block = 1 << 16
-    """Numbers of what is computed at once where it could be any many: here they stay in a cache."""
+    """How many numbers to compute at once where any number would do. So many fit a CPU's cache."""
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
     rotate_append = staticmethod(append_row.rotate_append)
     hash_append: Callable[..., None] | None = None
     appends_any = False
-    """Whether hash_append takes int8, further columns, and rows that leave last."""
+    """Whether hash_append takes int8 rows, further columns, and rows that are evicted last."""
     lowest_step: Callable[..., None] | None = staticmethod(decode.lowest_step)
     overwrite_step = staticmethod(decode.overwrite_step)
     shown_positions = staticmethod(decode.shown_positions)
@@ -186,10 +186,10 @@ class Kernels:
 
 
 class TorchOnCPU(Kernels):
-    """Every operation in torch on a CPU, where numbers of a tensor can be read without waiting."""
+    """Every operation in torch on a CPU, where reading a number of a tensor does not wait."""
 
     ragged_attention = staticmethod(decode_cpu.ragged_attention)
-    lowest_step = None  # a step has the positions at hand
+    lowest_step = None  # a step then evicts in its own code, which reads the positions
 
     def __init__(self, processor: str = "") -> None:
         self.float_rows = choice.FLOAT_ROWS.get(processor or choice.processor())
@@ -199,12 +199,12 @@ class TorchOnCPU(Kernels):
 def choose(
     device: torch.device, name: str, head_dim: int, dtype: torch.dtype, processor: str = ""
 ) -> tuple[Kernels, str | None]:
-    """The kernels for heads of `head_dim` numbers of `dtype`, and a line that says why they are
-    not the ones that the device could be expected to have; None if they are.
+    """The kernels for heads of `head_dim` numbers of `dtype`; and None, or a line for the user that
+    says why the device's fast kernels are not used.
 
-    name: "auto" takes the device's kernels wherever they can run, "triton" expects Triton's,
-    "torch" takes plain torch. The first time on a machine, this compiles the C kernels, which takes
-    seconds. processor: a class of `cpu.choice` to choose for, in place of the one that is there.
+    name: "auto" takes the device's fast kernels if they can run, "triton" asks for Triton's,
+    "torch" for plain torch. The first call on a machine compiles the C kernels, which takes
+    seconds. processor: a class of `cpu.choice` to choose for; "" is that of this machine.
     """
     if name == "torch":
         return (TorchOnCPU(processor) if device.type == "cpu" else Kernels()), None
@@ -267,7 +267,7 @@ def _unfit_triton() -> str | None:
 
 
 def _unfit_heads(head_dim: int, dtype: torch.dtype) -> str | None:
-    """What the Triton kernels do not take about such heads, or None."""
+    """Why the Triton kernels cannot compute such heads, or None."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"they take no {str(dtype).removeprefix('torch.')}"
     if head_dim not in _HEAD_DIMS:

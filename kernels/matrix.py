@@ -1,4 +1,4 @@
-"""Weights as the kernels read them: what models give, without knowing of each other."""
+"""The protocol `Matrix`: how models hand weights to kernels, which do not import models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Matrix(Protocol):
     Plain is bfloat16, on a GPU also float16. Four bits are packed uint8: on a CPU [N, n / 2] with
     bfloat16 scales [n / group, N, 2], where `torch.integer.int4_product` says what N is; on a GPU
     [outs, n / 2] with scales [n / group, outs, 2], as in models/linear_gpu.py. bias: [outs] or
-    None. half: of four bits on a CPU, the layout; 0 else.
+    None. half: half the rows of a tile of four bits on a CPU, as in cpu/packing.py; otherwise 0.
     """
 
     @property

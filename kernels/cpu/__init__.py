@@ -1,2 +1,2 @@
-"""The kernels of a CPU, in C. `build` compiles them; a module with a C file beside it binds its
-functions."""
+"""The kernels of a CPU, in C. `build` compiles them; the Python module with the name of a C file
+calls its functions."""

@@ -1,4 +1,5 @@
-"""The row of a new token, in C: `append.c`. Other dtypes and strides: `torch/append.py`."""
+"""Write the row of a new token, in C (`append.c`). `torch/append.py` takes other dtypes and
+strides."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def append(
 
 
 def _columns(blank: Sequence[Tensor]) -> tuple[int, Any, Any]:
-    """How many, their addresses, and the bytes of a number of each."""
+    """How many columns, their addresses, and the bytes of a number of each."""
     count = len(blank)
     addresses = (c_void_p * count)(*(column.data_ptr() for column in blank))
     return count, addresses, (ctypes.c_int32 * count)(*(column.itemsize for column in blank))

@@ -1,5 +1,5 @@
-"""The attention that queries give each row, in C: `attention_mass.c`. Other dtypes, and the
-log-sum-exps that it needs, are torch's: `torch/attention_mass.py`."""
+"""The attention that queries give each row, in C (`attention_mass.c`). `torch/attention_mass.py`
+takes other dtypes and computes the log-sum-exps that C needs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def peak_attention(
 
 
 def _fits(q: Tensor, q_pos: Tensor, part: tuple[Tensor, Tensor, Tensor | None]) -> bool:
-    """Whether C takes such queries [H, G, T, D] and keys."""
+    """Whether C takes these queries [H, G, T, D] and keys."""
     k, k_pos, index = part
     known = q.dtype == k.dtype and q.dtype in KINDS and q.shape[3] <= _MAX_HEAD_DIM
     rows = (k_pos,) if index is None else (k_pos, index)

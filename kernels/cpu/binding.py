@@ -1,4 +1,4 @@
-"""What the Python side of the C kernels shares: dtypes, addresses, and the checks of tensors."""
+"""What the Python modules of the C kernels share: dtypes, addresses, and checks of tensors."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from minikv.kernels.cpu.build import library
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-"""Dtypes that all C kernels take, by their numbers in `numbers.h`."""
+"""The dtypes that all C kernels take -> their numbers in `numbers.h`."""
 FLOAT16, INT8 = 2, 3
 
 
 def loaded() -> ctypes.CDLL:
-    """The compiled library. There is one wherever C kernels were chosen (`dispatch.choose`)."""
+    """The compiled library. It exists wherever `dispatch.choose` chose the C kernels."""
     found, why = library()
     assert found is not None, why
     return found
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor begins; None becomes NULL."""
+    """The address of a tensor; None, which ctypes passes as NULL, for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def plain(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether these are contiguous tensors of a dtype in main memory."""
+    """Whether all tensors are contiguous, in main memory, and of this dtype."""
     return all(t.dtype is dtype and t.is_contiguous() and t.is_cpu for t in tensors)

@@ -1,9 +1,9 @@
 """Compile the C sources of this folder with the machine's own compiler, once.
 
 The library is kept in the user's cache directory. Its name is a hash of the sources, the compiler
-and the processor, and a hash of itself stands at its end: the loader of a file that was cut off can
-kill the process. Where there is no compiler, `library` says why, and torch computes. Nothing here
-imports torch.
+and the processor. A hash of its content is appended to it, because loading a truncated library can
+kill the process. Without a compiler, `library` says so, and torch computes. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ FLAG_SETS = (
     ("-march=native", "-Wno-unknown-pragmas"),
     ("-Wno-unknown-pragmas",),
 )
-"""With threads, with `omp simd` only, and as plain C; the first that the compiler takes is used.
-Not clang's threads: its OpenMP library and torch's do not work in one process."""
+"""With threads, with `omp simd` only, and as plain C. The first set that the compiler accepts is
+used. Clang's threads are not: its OpenMP library and torch's do not work in one process."""
 TIMEOUT = 120.0  # seconds for the compiler
-_ANSWER = 5.0  # seconds for an empty file: a compiler that hangs is found out here
-EXPIRES = 30 * 86400.0  # seconds after which a library is removed when a newer one is made
+_ANSWER = 5.0  # seconds for an empty file; a compiler that takes longer hangs
+EXPIRES = 30 * 86400.0  # seconds; when a library is made, older ones than this are removed
 OFF = "MINIKV_NATIVE"
-"""Environment variable: with 0, no library is compiled or loaded."""
+"""Environment variable: if it is 0, no library is compiled or loaded."""
 
 
 @cache
 def library() -> tuple[ctypes.CDLL | None, str]:
-    """(the library, "") or (None, why there is none). Compiled when it is first needed."""
+    """(the library, "") or (None, why there is none). The first call compiles it if necessary."""
     if switched_off():
         return None, f"{OFF} is 0"
     compiler = find()
@@ -52,7 +52,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         folder = store()
         path = None if folder is None else folder / f"{key(compiler)}.so"
         if path is not None and _usable(path):
-            with contextlib.suppress(OSError):  # what does not fit is compiled again
+            with contextlib.suppress(OSError):  # a library that cannot be loaded is compiled again
                 return ctypes.CDLL(str(path)), ""
         if folder is not None and not os.access(folder, os.W_OK):
             folder = path = None
@@ -73,7 +73,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
 
 
 def compiles() -> bool:
-    """Whether `library` will have to compile, which takes seconds."""
+    """Whether the next call of `library` will compile, which takes seconds."""
     compiler = find()
     if switched_off() or compiler is None or library.cache_info().currsize:
         return False
@@ -85,12 +85,12 @@ def compiles() -> bool:
 
 
 def switched_off() -> bool:
-    """Whether the user does not want the library: see `OFF`."""
+    """Whether the user switched the library off: see `OFF`."""
     return os.environ.get(OFF) == "0"
 
 
 def find() -> str | None:
-    """The compiler: $CC if it is one, or the first of `COMPILERS`."""
+    """The path of the compiler: $CC if that is a program, or the first of `COMPILERS`; or None."""
     for name in (os.environ.get("CC", ""), *COMPILERS):
         found = shutil.which(name) if name else None
         if found is not None:
@@ -101,7 +101,7 @@ def find() -> str | None:
 def store() -> Path | None:
     """The folder of libraries, minikv/kernels under $XDG_CACHE_HOME or ~/.cache; made if necessary.
 
-    None if it cannot be made, or if others may write to it: a library in it is loaded unchecked.
+    None if it cannot be made, or if other users may write to it: they could put code there.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not base and os.environ.get("HOME") == "":
@@ -123,7 +123,7 @@ def sources() -> list[Path]:
 
 
 def key(compiler: str) -> str:
-    """The name of the library: it changes whenever the library would."""
+    """The name of the library's file: a hash of everything that the library depends on."""
     found = hashlib.sha256()
     for path in (*sources(), *sorted(FOLDER.glob("*.h"))):
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -134,7 +134,7 @@ def key(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What -march=native depends on: machines with one home directory may have different ones."""
+    """What -march=native depends on: machines that share a home directory may differ in it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -144,7 +144,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, target: Path) -> str:
-    """Compile all files to `target`, in parallel; why it failed, or ""."""
+    """Compile all files to `target`, in parallel. Returns why that failed, or ""."""
     clang = _is_clang(compiler)
     if clang is None:
         return f"{Path(compiler).name} does not answer"
@@ -163,7 +163,7 @@ def _compile(compiler: str, target: Path) -> str:
             return ""
         said = said or next(filter(None, found))
         if any(why.startswith(_ENDED) for why in found):
-            break  # not because of the flags: others would only make a slower library
+            break  # other flags would not help, or would make a slower library
     return f"{Path(compiler).name} failed: {said}"
 
 
@@ -171,7 +171,7 @@ _ENDED = "it ended with "
 
 
 def _run(command: list[str]) -> str:
-    """Run the compiler; the first line of its errors, or ""."""
+    """Run the compiler. Returns the first line of its errors, or ""."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT
@@ -185,7 +185,7 @@ def _run(command: list[str]) -> str:
 
 
 def _is_clang(compiler: str) -> bool | None:
-    """By the macros that it defines, for which it must run as for a file. None: it hangs."""
+    """Whether the compiler defines __clang__. None: it did not end within `_ANSWER` seconds."""
     try:
         said = subprocess.run(
             [compiler, "-dM", "-E", "-x", "c", os.devnull],
@@ -201,7 +201,7 @@ def _is_clang(compiler: str) -> bool | None:
 
 
 def _forget(kept: Path) -> None:
-    """Remove expired libraries beside the one that was compiled just now."""
+    """Remove libraries older than `EXPIRES` from the folder of the one that was just compiled."""
     with contextlib.suppress(OSError):
         for path in kept.parent.glob("*.so"):
             if path.stat().st_mtime < time.time() - EXPIRES:
@@ -209,7 +209,7 @@ def _forget(kept: Path) -> None:
 
 
 def _usable(path: Path) -> bool:
-    """Whether it is a library that was compiled here, to the last byte."""
+    """Whether the file is this user's and complete: it ends with the hash of its content."""
     if not _ours(path):
         return False
     data = path.read_bytes()
@@ -224,7 +224,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _ours(path: Path) -> bool:
-    """Whether it exists, belongs to this user, and only this user may write to it."""
+    """Whether the path exists, belongs to this user, and only this user may write to it."""
     try:
         about = path.stat()
     except OSError:

@@ -1,6 +1,6 @@
-"""Who computes what on a CPU, by the instructions that it has: one table, from measurements.
+"""What computes each operation on a CPU, by the processor's instructions: a measured table.
 
-Nothing is timed when minikv runs, so the same machine always chooses the same. The measurements are
+Nothing is timed when minikv runs, so a machine always makes the same choice. The measurements are
 in docs/measurements/cpu.md.
 """
 
@@ -39,10 +39,10 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "prompts with packed weights": ("rows_product",),
     "packing": ("pack_int8", "pack_int4", "unpack_int4"),
 }
-"""The operations of `dispatch.Kernels`, by what a user reads. Prompt statistics are what a prompt's
-queries give each row. With packed weights, C rounds the activations of a prompt and multiplies
-integers (`Kernels.integer_prompts`); with tiles it unpacks the weights (`Kernels.rows_product`), as
-torch does."""
+"""The name that a user reads -> the operations of `dispatch.Kernels`. Prompt statistics are the
+attention that a prompt's queries give each row. With packed weights, C quantizes the activations of
+a prompt and multiplies integers (`Kernels.integer_prompts`); with tiles it unpacks the weights
+(`Kernels.rows_product`), as torch does."""
 
 _NOT_MEASURED = dict.fromkeys(OPERATIONS, C) | {
     "prompt attention": TORCH,
@@ -53,36 +53,36 @@ _C_IN_FLOATS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": FLOATS}
 # Joined attention and prompt statistics were measured on avx512-bf16-intel alone; the instructions
 # that they use are those of every AVX-512 and AVX2.
 CHOICES: Mapping[str, Mapping[str, str]] = {
-    # Tiles of bfloat16 make attention two to three times as fast as torch does, and four as C's
-    # floats. Prompts with packed weights take about the time of bfloat16, whose products stay
-    # torch's.
+    # With tiles of bfloat16, attention is two to three times as fast as torch's, and four times as
+    # fast as with C's floats. Prompts with packed weights take about as long as with bfloat16
+    # weights, whose products are torch's.
     "amx": dict.fromkeys(OPERATIONS, C)
     | {"prompt attention": TILES, "prompts with packed weights": TILES},
-    # C is two and a half to four times as fast as torch, whose kernel converts.
+    # C is two and a half to four times as fast as torch, whose kernel converts to float32.
     "avx512-bf16": dict.fromkeys(OPERATIONS, C),
-    # Intel's, where tiles are missing or hidden: a product of bfloat16 takes twice the time of one
-    # of floats with as many bytes, so that floats are the faster ones.
+    # Intel's, where tiles are missing or hidden: a bfloat16 product takes twice the time of a float
+    # product of as many bytes, so floats are faster.
     "avx512-bf16-intel": _C_IN_FLOATS,
     "avx512": _C_IN_FLOATS,
     "avx2": _C_IN_FLOATS,
     "arm": _NOT_MEASURED,
     "other": _NOT_MEASURED,
 }
-"""Class of instructions -> operation -> who computes it. Products of many rows are torch's
-everywhere, unless weights are packed."""
+"""Class of processor -> operation -> what computes it. Products of many rows are always torch's,
+unless the weights are packed."""
 
 FLOAT_ROWS: Mapping[str, int] = {"avx512-bf16-intel": 128}
-"""Class -> rows from which torch multiplies bfloat16 faster in float32, a block of the weights at a
-time. Others: never, or, without products of bfloat16, always (`linear.bf16_products`)."""
+"""Class -> from so many rows on, torch multiplies bfloat16 faster in float32, a block of weights at
+a time. Other classes: never, or, without bfloat16 products, always (`linear.bf16_products`)."""
 
 PROMPT_ROWS: Mapping[str, int] = {"amx": 2048}
-"""Class -> rows of a prompt in bfloat16 that pass through a layer together: torch multiplies 1,024
-rows by narrow matrices at half its speed there."""
+"""Class -> how many rows of a prompt in bfloat16 pass through a layer together: there, torch
+multiplies 1,024 rows by narrow matrices at half its speed."""
 
 
 @cache
 def processor() -> str:
-    """The class of this processor, a key of `CHOICES`: by what torch may use of it."""
+    """The class of this processor, a key of `CHOICES`, by the instructions that torch may use."""
     machine = platform.machine().lower()
     if machine in ("aarch64", "arm64"):
         return "arm"
@@ -107,13 +107,13 @@ def multiplies_bf16() -> bool:
 
 
 def tiles_refused() -> bool:
-    """Whether the processor has tiles, and Linux does not let this process use them: it has to be
-    asked, and says no where a signal's stack is too small for them, or a filter forbids to ask."""
+    """Whether the processor has tiles, but Linux does not let this process use them. A process must
+    ask. Linux refuses if the stack for signals is too small, or if a filter forbids the request."""
     return torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx()
 
 
 def vendor() -> str:
-    """Who made this processor, by its own name; "" where Linux does not say."""
+    """The vendor of this processor, such as "GenuineIntel"; "" where /proc/cpuinfo has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -123,7 +123,7 @@ def vendor() -> str:
 
 
 def describe(kind: str, choices: Mapping[str, str] | None = None) -> str:
-    """A class and its choices in words: who computes what. choices: if not those of `CHOICES`."""
+    """A class and what computes each operation, in words. choices: in place of `CHOICES[kind]`."""
     choices, parts = choices or CHOICES[kind], []
     for who in (C, TILES, FLOATS, TORCH):
         named = [name for name, chosen in choices.items() if chosen == who]

@@ -1,5 +1,5 @@
-"""Attention of a decode step, in C: `decode.c`. Other dtypes, strides and heads of more than 256 go
-to `torch/decode.py`."""
+"""Attention of a decode step, in C (`decode.c`). `torch/decode.py` takes other dtypes and strides,
+and heads of more than 256."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _library() -> ctypes.CDLL:
 
 
 def unfit(dtype: torch.dtype, head_dim: int) -> str:
-    """Why the C kernels do not take such heads; "" if they do."""
+    """Why the C kernels cannot compute heads of this dtype and size; "" if they can."""
     if dtype not in KINDS:
         return f"they take no {str(dtype).removeprefix('torch.')}"
     if head_dim > _MAX_HEAD_DIM:
@@ -102,5 +102,5 @@ def ragged_attention(
 
 
 def _exact(tensor: Tensor | None) -> bool:
-    """Whether C can write float32 to it; None is not written."""
+    """Whether C can write float32 to the tensor, or there is none to write to."""
     return tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())

@@ -1,7 +1,7 @@
-"""HashEvict before attention, in C: `hash_append.c`.
+"""HashEvict (arXiv 2412.16187, section 3) before attention, in C: `hash_append.c`.
 
-A decode step hands over contiguous tensors in main memory, and codes of at most 64 bits. Anything
-else is a bug, and an assertion says so.
+A decode step passes contiguous tensors in main memory, and codes of at most 64 bits. Anything else
+is a bug and fails an assertion.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def hash_append(
     recent: int,
     pinned: int,
 ) -> None:
-    """Write the new row, in a full head over the row whose code is least like the probes.
+    """Write each head's new row; in a full head, over the row whose code is least like the probes.
 
     probe [H, P, D], key and value [H, D], matrix float32 [D, B], start, length, cap, free_slot
     int64 [H], position int64 []; k, v [R, D], pos int32 [R], code [R]. undo_rows (k, v, pos and
-    code of each head) gets the row that is overwritten, free_slot its index.
+    code of each head) gets the row that is overwritten, free_slot its index. Raises MemoryError.
     """
     dtype = key.dtype
     assert dtype in _KINDS, f"hash_append in C takes no {dtype}"

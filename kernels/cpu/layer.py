@@ -1,4 +1,5 @@
-"""The small operators of a layer, in C: `layer.c`. Other dtypes and strides: `torch/layer.py`."""
+"""The small operators of a layer, in C (`layer.c`). `torch/layer.py` takes other dtypes and
+strides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights as the C kernels take them: `Matrix` of row.h."""
+"""A matrix of weights in the form that the C kernels take: `Matrix` of row.h."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from minikv.kernels import matrix
 from minikv.kernels.cpu.binding import address, plain
 
 PLAIN, EIGHT, FOUR = range(3)
-"""Forms of weights, by their numbers in `row.h`."""
+"""The formats of weights, with their numbers in `row.h`."""
 
 
 class Matrix(ctypes.Structure):
-    """Addresses of weights [outs, n], whose tensors must be kept elsewhere."""
+    """Sizes and addresses of weights [outs, n]. The caller must keep the tensors alive."""
 
     _fields_ = (
         *((name, c_int64) for name in ("form", "n", "outs", "group", "half", "stride")),
@@ -24,7 +24,7 @@ class Matrix(ctypes.Structure):
 
 
 def addresses(given: matrix.Matrix) -> Matrix | None:
-    """A matrix as C takes it; None if it does not."""
+    """The matrix in the form that C takes; None if C cannot take it."""
     weights, scales = given.weights, given.scales
     group = stride = 0
     beside = [part for part in (scales, given.bias) if part is not None]

@@ -1,5 +1,5 @@
-"""Attention over disjoint sets of rows, joined in C: `merge.c`. Other dtypes, more parts and heads
-of more than 256 go to `torch/attention.py`."""
+"""Join attention over disjoint sets of rows, in C (`merge.c`). `torch/attention.py` takes other
+dtypes, more than 8 parts and heads of more than 256."""
 
 from __future__ import annotations
 

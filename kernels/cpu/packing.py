@@ -1,4 +1,4 @@
-"""Weights in eight and four bits, in C: `packing.c`. The torch form is in models/linear.py."""
+"""Pack weights to eight and four bits, in C: `packing.c`. The torch form is in models/linear.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _library() -> ctypes.CDLL:
 def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
     """weight bfloat16 [n, in] -> codes int8 [n, in] and scale bfloat16 [n], which are written to.
 
-    A row's largest magnitude is 127 steps of its scale.
+    The scale of a row is its largest magnitude / 127.
     """
     rows, columns = weight.shape
     assert plain(torch.bfloat16, weight, scale)
@@ -47,8 +47,8 @@ def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int) -> None
     which are written to; N is n, up to a multiple of 64.
 
     A group's smallest and largest value are the first and the last of 16 steps. In a tile of 2 *
-    half rows (32 or 64), the bytes of a column hold row i below and row half + i above. Scales of
-    rows beyond n are left as they are.
+    half rows (32 or 64), byte i of a column has row i in its lower four bits and row half + i in
+    the upper ones. Scales of rows beyond n are left as they are.
     """
     rows, columns = weight.shape
     groups, padded, _ = scales.shape
@@ -74,7 +74,8 @@ def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int) -> None
 
 def unpack_int4(packed: Tensor, scales: Tensor, half: int, out: Tensor) -> None:
     """Whole tiles of `pack_int4`, packed uint8 [n, in / 2], and their scales bfloat16
-    [in / group, n, 2], rows of which may lie apart -> out bfloat16 [in, n], which is written to."""
+    [in / group, n, 2], contiguous but for the first dimension -> out bfloat16 [in, n], which is
+    written to."""
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     groups = scales.shape[0]
     assert plain(torch.bfloat16, out)

@@ -1,9 +1,9 @@
-"""Attention of a prompt's queries, in C: by products of tiles (prefill_tiles.c) or of vectors
-(prefill.c) of bfloat16, which a processor may lack, or of floats (prefill_float.h). Which of them
-is the fastest one: `choice`.
+"""Attention of a prompt's queries, in C, in three ways: with bfloat16 tiles (prefill_tiles.c) or
+bfloat16 vectors (prefill.c), which a processor may lack, or with floats (prefill_float.h). `choice`
+says which is fastest.
 
-They take bfloat16, and float32, of which the products are always of floats, and heads whose size is
-a multiple of 16 up to 256. Everything else goes to `torch/attention.py`.
+They take bfloat16 and float32 (always multiplied as floats), and heads whose size is a multiple of
+16 up to 256. Everything else goes to `torch/attention.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _NO_MEMORY = 2
 _FLOAT32 = "minikv_rows_attention_float32"
 
 Attend = Callable[..., int]
-"""Addresses of q, k, v, the output and the log-sum-exps, and a `_Shape` -> 0 or `_NO_MEMORY`."""
+"""A C function: addresses of q, k, v, the output and the log-sum-exps, and a `_Shape` -> 0 or
+`_NO_MEMORY`."""
 
 _Shape = c_int64 * 16
 """H, G, T, N, D, first; strides of q over H, G, T, of k and of v over H, N, of the output over
@@ -39,7 +40,7 @@ class Prefill:
     """One of the three ways, by the name of its function in the library."""
 
     symbol: str
-    """Of the function for bfloat16."""
+    """The name of the function for bfloat16."""
 
     def available(self) -> bool:
         """Whether there is a library, and the processor has the instructions."""
@@ -120,7 +121,7 @@ FLOAT = Prefill("minikv_rows_attention_float")
 
 @cache
 def _function(symbol: str) -> Attend | None:
-    """A function of the library, its arguments declared; None where it cannot compute this."""
+    """A function of the library, its arguments declared; None if this machine cannot run it."""
     found, _ = library()
     if found is None:
         return None

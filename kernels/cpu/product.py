@@ -1,4 +1,5 @@
-"""Matrix products of one row, in C: `product.c`. Other dtypes and strides: `torch/product.py`."""
+"""Products of one row and a matrix, in C (`product.c`). `torch/product.py` takes other dtypes and
+strides."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ def _library() -> ctypes.CDLL:
 
 
 def threads() -> int:
-    """The number of threads that share a product."""
+    """How many threads compute a product together."""
     found: int = _library().minikv_threads()
     return found
 
 
 def _taken(x: Tensor, matrix: Tensor) -> bool:
-    """Whether C takes this row and this matrix. If not, torch computes, or raises an error."""
+    """Whether C takes this row and this matrix. If not, torch computes or raises an error."""
     return plain(torch.bfloat16, x, matrix) and x.shape == (1, matrix.shape[1])
 
 

@@ -1,7 +1,7 @@
-"""Products of many rows and packed weights, by tiles of bfloat16, in C: `product_tiles.c`.
+"""Products of many rows and packed weights, with bfloat16 tiles (AMX), in C: `product_tiles.c`.
 
-Weights are unpacked as `Linear.dense` of models/linear.py has them, but for the scale of eight
-bits, which multiplies the sums. Activations are multiplied as they are, and sums are float32.
+Weights are unpacked to the numbers of `Linear.dense` of models/linear.py, except that the scale of
+eight-bit weights multiplies the sums. Activations are not quantized; sums are float32.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def _library() -> ctypes.CDLL | None:
 
 
 def rows_product(given: matrix.Matrix) -> Callable[[Tensor, Tensor | None], Tensor] | None:
-    """A function of x bfloat16 [t, n] and of room bfloat16 [>= t, outs] or None, that returns x
-    times the transpose of the matrix, bfloat16 [t, outs], in the room. The bias is not added. It
-    raises MemoryError.
+    """A function of x bfloat16 [t, n] and out bfloat16 [>= t, outs] or None. It returns x times the
+    transpose of the matrix, bfloat16 [t, outs]: the first rows of `out`, or new memory. It does not
+    add the bias. It raises MemoryError.
 
     None: the matrix is not packed, or C does not take it, or there are no tiles.
     """

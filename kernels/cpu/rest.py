@@ -1,5 +1,5 @@
-"""The rest of a layer in a decode step, behind attention, in C: `rest.c`. Without it, the network
-calls one operation after the other (models/llama.py), with the same numbers."""
+"""What follows attention in a layer of a decode step, in one call of C: `rest.c`. Without it, the
+network calls one operation after the other (models/llama.py), with the same results."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def rest(
     next_norm: Tensor,
     eps: float,
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A function of x [1, hidden] and attention's result mixed [1, heads * D], both bfloat16. It
-    adds what the layer adds to x, in place, and returns the next layer's queries, keys and values
-    before rotation [1, outs of `following`]; the normed row [1, hidden] if there is no next layer.
+    """A function of x [1, hidden], the input of the layer, and mixed [1, heads * D], the output of
+    attention, both bfloat16. It changes x, in place, to the input of the next layer, and returns
+    that layer's queries, keys and values before rotation [1, outs of `following`], or the normed
+    row [1, hidden] if there is no next layer. It raises MemoryError.
 
     mlp_norm, next_norm: weights [hidden] of the norms before gate and up, and before `following`.
     None: C does not take such matrices.

@@ -1,4 +1,4 @@
-"""A token that is drawn from logits, in C: `sampling.c`. Other dtypes: `torch/sampling.py`."""
+"""Draw a token from logits, in C (`sampling.c`). `torch/sampling.py` takes other dtypes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _library() -> ctypes.CDLL:
 def drawn(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, point: Tensor
 ) -> Tensor:
-    """See `torch.sampling.drawn`. Its exponential may differ from torch's in the last places, so
-    that a point within 2^-40 of the edge of a token may fall on its other side. Raises MemoryError.
-    """
+    """See `torch.sampling.drawn`. The exponential may differ from torch's in the last places. So if
+    the point is within 2^-40 of the boundary of two tokens, it may pick the other one. Raises
+    MemoryError."""
     if not plain(torch.float32, logits):
         return plain_torch.drawn(logits, temperature, top_k, top_p, min_p, point)
     vocab = len(logits)

@@ -1,7 +1,10 @@
-"""The end of a decode step, in C: `step.c`. Statistics of all rows, and the victims of all heads.
+"""The end of a decode step, in C (`step.c`): update the statistics of all rows, and choose the
+victim of each head that is over its cap.
 
-A decode step hands over contiguous tensors in main memory: float32 logits, scores and statistics,
-int32 positions, int64 layouts. Anything else is a bug, and an assertion says so.
+Every function writes the victims, rows of the arena, or -1, to free_slot int64 [L, H], and does
+nothing if `accepted` is false. logits [L, H, G, C] and lse [L, H, G] are this step's. A decode step
+passes contiguous tensors in main memory: float32 logits, scores and statistics, int32 positions,
+int64 layouts. Anything else is a bug and fails an assertion. All raise MemoryError but lowest_step.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ _TAKES = "the C step kernels take contiguous CPU tensors: "
 _STATISTICS = _TAKES + "float32 statistics and int64 row counts"
 
 Heads = tuple[int, ...]
-"""The first arguments of every step function."""
+"""The first arguments of every C function but minikv_lowest_step."""
 
 
 @cache
@@ -44,7 +47,7 @@ def _library() -> ctypes.CDLL:
 def lowest_step(
     scores: Tensor, allowed: Tensor, rows: Rows, accepted: Tensor, free_slot: Tensor
 ) -> None:
-    """See `torch.decode.lowest_step`: the allowed row with the lowest score leaves."""
+    """See `torch.decode.lowest_step`: the allowed row with the lowest score is the victim."""
     scores, allowed = scores.to(torch.float32).contiguous(), allowed.contiguous()
     assert plain(torch.float32, scores), _TAKES + "scores"
     assert plain(torch.bool, allowed, accepted), _TAKES + "bool allowed and accepted"
@@ -76,9 +79,8 @@ def h2o_step(
     sums: Tensor,
     newest_rows: Tensor,
 ) -> None:
-    """H2O: add the step's probabilities to sums [R]; the row with the lowest sum leaves.
-
-    newest_rows int64 [L, H]: how many of a head's newest rows are kept.
+    """H2O (arXiv 2306.14048, section 4): add the step's probabilities to sums [R]; the row with the
+    lowest sum is the victim. newest_rows int64 [L, H]: how many of a head's newest rows are kept.
     """
     assert plain(torch.float32, sums), _STATISTICS
     assert plain(torch.int64, newest_rows), _STATISTICS
@@ -89,9 +91,9 @@ def h2o_step(
 def tova_step(
     logits: Tensor, lse: Tensor, rows: Rows, accepted: Tensor, free_slot: Tensor, *, layerwise: bool
 ) -> None:
-    """TOVA: the row with the lowest probability of this step leaves.
+    """TOVA (arXiv 2401.06104): the row with the lowest probability of this step is the victim.
 
-    layerwise: with the lowest mean over the heads of its layer.
+    layerwise: the lowest mean of the probability over the heads of its layer.
     """
     heads = _heads(logits, lse, rows, accepted, free_slot)
     _check(_library().minikv_tova_step(*heads, layerwise))
@@ -108,10 +110,9 @@ def roco_step(
     count: Tensor,
     steady_rows: Tensor,
 ) -> None:
-    """RoCo: add to sums, squares and count [R]; of the rows with the smallest variances the one
-    with the lowest mean leaves.
-
-    steady_rows int64 [L, H]: how many rows with the smallest variances are candidates.
+    """RoCo (arXiv 2402.06262, section 4.2): add the step's probability, its square and 1 to sums,
+    squares and count [R]; of the rows with the smallest variances, the one with the lowest mean is
+    the victim. steady_rows int64 [L, H]: how many rows with the smallest variances are candidates.
     """
     assert plain(torch.float32, sums, squares, count), _STATISTICS
     assert plain(torch.int64, steady_rows), _STATISTICS
@@ -134,10 +135,13 @@ def scissorhands_step(
     history: int,
     window: Tensor,
 ) -> None:
-    """ScissorHands: note which rows got less than an even share; the row with most notes leaves.
+    """ScissorHands (arXiv 2305.17118, section 4): set a bit for each row that got less than a
+    uniform share of this step's attention; the row with the largest share of set bits is the
+    victim.
 
-    words int64 [R] each: a shift register of `history` bits per row, 32 in each; queries [R]: how
-    many of them count; window int64 [L]: rows that a query of the layer sees at most.
+    words int64 [R] each: together a shift register of `history` bits per row, 32 in each; queries
+    [R]: how many of the bits are in use; window int64 [L]: rows that a query of the layer sees at
+    most.
     """
     assert plain(torch.float32, queries), _STATISTICS
     assert plain(torch.int64, window, *words), _STATISTICS
@@ -152,7 +156,7 @@ def scissorhands_step(
 
 
 def _heads(logits: Tensor, lse: Tensor, rows: Rows, accepted: Tensor, free_slot: Tensor) -> Heads:
-    """The heads of all layers as C takes them."""
+    """The heads of all layers in the form that C takes."""
     start, length, cap, pos, newest = rows.start, rows.length, rows.cap, rows.pos, rows.newest
     assert plain(torch.float32, logits, lse), _TAKES + "float32 logits and lse"
     assert plain(torch.int64, start, length, cap, newest, free_slot), _TAKES + "int64 layouts"

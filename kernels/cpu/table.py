@@ -27,20 +27,20 @@ from minikv.kernels.cpu import (
 from minikv.kernels.dispatch import Kernels
 
 _SOURCES = {choice.TORCH: Kernels, choice.FLOATS: prefill.FLOAT, choice.TILES: prefill.TILES}
-"""Where operations are that are not those of `Native`."""
+"""Where `Native` takes an operation that is not computed by its own C function."""
 
 
 class Native(Kernels):
-    """Operations of `Kernels` in C, but for those that `choice` leaves to torch on a processor of
-    this class; "": of the class that this machine has."""
+    """Operations of `Kernels` in C, except those that `choice` leaves to torch on this class of
+    processor. processor: a key of `choice.CHOICES`; "" is the class of this machine."""
 
     name = "native"
 
     def __init__(self, processor: str = "") -> None:
         kind = processor or choice.processor()
-        # Compiled without threads, products and tiles would use only one of the processors.
+        # Compiled without threads, products and tiles would use only one core.
         self.products = product.threads() > 1 or torch.get_num_threads() == 1
-        # A compiler may know no tiles. torch has them.
+        # A compiler may not support tiles; torch does.
         tiles = self.products and (bool(processor) or prefill.TILES.available())
         choices = dict(choice.CHOICES[kind])
         if not tiles:
