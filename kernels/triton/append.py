@@ -1,5 +1,5 @@
-"""The row of a new token, in Triton: rotating and writing it in one launch for a layer
-(`rotate_append`), and where it goes, in one launch for all layers (`advance`). Specification:
+"""The row of a new token, in Triton. `rotate_append` rotates and writes it, in one launch for a
+layer; `advance` chooses where the next one goes, in one launch for all layers. Specification:
 `torch/append.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -63,7 +63,8 @@ def _rotate_append(
     CODED: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Grid (H,): a program has a KV head, and the queries of its group."""
+    """Grid (H,): a program has a KV head and its G queries. The arguments are those of
+    `rotate_append`; query [H, G, D] and key [H, D] get the rotated ones."""
     head = tl.program_id(0)
     at = tl.load(slot + head)
     d = tl.arange(0, DP)
@@ -211,7 +212,7 @@ def advance(
 
 
 def variants() -> list[Variant]:
-    """Builds for the compile gate, with columns as policies declare them."""
+    """Builds for the compile gate, with the columns that policies declare."""
     found = []
     kinds: dict[str, str | tuple[str, ...]] = {
         "key": "*bf16",

@@ -1,4 +1,4 @@
-"""Joining attention over disjoint sets of rows, in Triton: one launch for two sets, all heads.
+"""Join attention over disjoint sets of rows, in Triton: one launch for two sets and all heads.
 
 Specification: `torch/attention.py`.
 """
@@ -61,7 +61,7 @@ def _merge(
     left = tl.load(a + at[:, None] * D + d[None, :], mask=ok, other=0.0).to(tl.float32)
     at = h * b_head + g * b_group + t.to(tl.int64) * b_row
     right = tl.load(b + at[:, None] * D + d[None, :], mask=ok, other=0.0).to(tl.float32)
-    # What saw no row may hold anything.
+    # The output of a part that saw no row is undefined.
     left = tl.where((first == 0.0)[:, None], 0.0, left * (first * share)[:, None])
     right = tl.where((second == 0.0)[:, None], 0.0, right * (second * share)[:, None])
     at = t.to(tl.int64) * tl.num_programs(1) + line
@@ -82,7 +82,7 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _two(
     a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, kind: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Two parts, as `kind`."""
+    """Join two parts. The output is of dtype `kind`."""
     a, b = in_rows(a), in_rows(b)
     heads, group, rows, size = a.shape
     out = a.new_empty((rows, heads, group, size), dtype=kind)

@@ -1,9 +1,10 @@
-"""The attention that queries give each row, in Triton: column sums of the softmax, never T x N.
+"""The attention that queries give each row, in Triton: column sums of the softmax. Only
+`each_attention` stores T x N probabilities.
 
-A program has a block of keys of one KV head and reads all queries that see them, so that no two
-programs add to the same number. Keys are the rows of its products: sums over queries stay inside a
-warp. It needs the log-sum-exp of each query, which attention has left. Where it has not, another
-kernel computes it, over spans of keys in parallel. Specification: `torch/attention_mass.py`.
+A program has a block of keys of one KV head and reads all queries that see them, so no two programs
+add to the same number. Keys are the rows of its products, so sums over queries stay inside a warp.
+It needs the log-sum-exp of each query. If attention did not store it, another kernel computes it,
+over spans of keys in parallel. Specification: `torch/attention_mass.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -58,7 +59,7 @@ def _first(positions, rows, least):
     return lo
 
 
-# Slices have any alignment. A build for each would take seconds in the middle of a turn.
+# Slices may have any alignment. A build for each would take seconds in the middle of a turn.
 @triton.jit(
     do_not_specialize=[n for n in _INTEGERS[:-3] if n != "span"],
     do_not_specialize_on_alignment=["index", "lse", "q_pos", "k_pos", "mass", "squares"],
@@ -327,7 +328,7 @@ _LOG2E = 1.4426950408889634
 
 
 def _tile(dtype: torch.dtype, size: int, rows: int) -> Tile:
-    """Keys and queries of one product of `_mass`."""
+    """How many keys and how many queries one product of `_mass` has."""
     wide = width(size)
     if dtype == torch.float32:  # no matrix instruction takes float32 unrounded
         return Tile(32, 32, 8, 1) if wide <= 128 else Tile(16, 16, 4, 1)
@@ -337,7 +338,8 @@ def _tile(dtype: torch.dtype, size: int, rows: int) -> Tile:
 
 
 def _span_tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
-    """Queries and keys of one product of `_lse`; `lines`: queries of all heads of a group."""
+    """How many queries and keys one product of `_lse` has; `lines`: queries of all heads of a
+    group."""
     wide = width(size)
     if dtype == torch.float32:
         return Tile(32, 32, 8, 1) if wide <= 128 else Tile(16, 16, 4, 1)
@@ -493,8 +495,8 @@ def _launch(
     *,
     peak: bool = False,
 ) -> None:
-    """Add the attention that the queries give the keys of one part. peak: write the most that a
-    query gives them, and nothing to `squares`."""
+    """Add the attention that the queries give the keys of one part to `mass` and `squares`. peak:
+    write the largest probability to `mass`, and nothing to `squares`."""
     k, k_pos, index = part
     q, k, lse, q_pos = in_rows(q), in_rows(k), _in_lines(lse), q_pos.contiguous()
     heads, group, rows, size = q.shape
@@ -540,8 +542,8 @@ def _launch(
 
 
 def _in_lines(lse: Tensor) -> Tensor:
-    """lse [H, G, T] as lines [H * G, T], equally far from each other; those of a prompt's last
-    queries are the ends of longer ones."""
+    """lse [H, G, T] as lines [H * G, T] with one stride. For a prompt's last queries, the lines are
+    the ends of longer lines."""
     lines = lse.flatten(0, 1)
     return lines if lines.stride(1) == 1 else lines.contiguous()
 
@@ -604,7 +606,7 @@ def variants() -> list[Variant]:
                 reads={"q": WIDE, "k": WIDE},
             )
         )
-        if rows > 64:  # so many are not asked for one by one
+        if rows > 64:  # `each_attention` is never called for so many rows
             continue
         tile = _span_tile(dtype, size, rows * group)
         constants = same | {"BM": tile.left, "BN": tile.right}
@@ -644,4 +646,4 @@ _BUILDS = [
     (256, "bf16", 2, True, True, 32, False),
     (128, "fp32", 4, False, False, 32, False),
 ]
-"""Head size, dtype, G, keys in segments, sliding window, observed rows, the most of them."""
+"""Head size, dtype, G, keys in segments, sliding window, observed rows, largest instead of sum."""

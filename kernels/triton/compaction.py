@@ -1,8 +1,8 @@
-"""After a prompt, in Triton: the rows that stay move out the segments of their heads.
+"""After a prompt, in Triton: copy the rows that stay to the segments of their heads.
 
-How many rows a head keeps is known on the device only. The grid covers the most that it may keep;
+Only the device knows how many rows a head keeps. The grid covers the most that a head may keep, and
 a program beyond a head's count ends at once. Rows of earlier turns are read from a copy, because
-other rows may be written where they were. Specification: `torch/compaction.py`.
+other rows may be written to their place. Specification: `torch/compaction.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -19,7 +19,7 @@ from minikv.kernels.triton.selection import filled
 from minikv.kernels.triton.tiles import in_rows, power, row_stride, typed
 from minikv.kernels.triton.variants import WIDE, Variant
 
-_ROWS = 32  # that one program moves
+_ROWS = 32  # rows that one program copies
 _VALUES = 1024
 
 

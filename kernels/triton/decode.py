@@ -1,14 +1,14 @@
 """Attention of a decode step, in Triton: one query per head over ragged segments of the arena.
 
-One launch of what Flash-Decoding does in two. The rows of all heads, in blocks, are divided evenly
-among a fixed number of programs. The lengths are read on the device, and the grid is the same at
-every step, so that one CUDA graph serves all steps. A program may have blocks of several heads, and
-writes a part for each. The number of a part is program + head: in the order of the blocks neither
-decreases and one of them increases, so that no two parts have the same number. Programs count the
-parts of a head that are written, and the one that writes the last joins all of them by their
-log-sum-exp, in the order of the rows: the result does not depend on who was last. The G query heads
-of a KV head share a tile of 16 rows, the fewest that matrix instructions take. Specification:
-`torch/decode.py`.
+This is Flash-Decoding (split-KV attention) in one launch instead of two. The rows of all heads, in
+blocks, are divided evenly among a fixed number of programs. The lengths are read on the device, and
+the grid is the same at every step, so that one CUDA graph serves all steps. A program may have
+blocks of several heads, and writes a partial result for each. The number of a part is program +
+head. In the order of the blocks neither decreases and one of them increases, so no two parts have
+the same number. Programs count the parts of a head that are written. The program that writes the
+last one joins all of them by their log-sum-exp, in the order of the rows, so the result does not
+depend on which program was last. The G query heads of a KV head share a tile of 16 rows, the fewest
+that matrix instructions take. Specification: `torch/decode.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -33,7 +33,7 @@ _JOINED = 4096  # numbers of parts that are joined at once, of 16 parts at most
 
 @triton.jit
 def _block_of(program, total, P: tl.constexpr):
-    """The first of a program's blocks, of `total` blocks and P programs."""
+    """The first block of a program, if P programs share `total` blocks."""
     return program * (total // P) + tl.minimum(program, total % P)
 
 
@@ -68,7 +68,7 @@ def _join(
     DP: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """The parts of programs `first` to `last` of a head, BP at once, make its output."""
+    """Join the parts of a head, those of programs `first` to `last`, BP at once, to its output."""
     g = tl.arange(0, GJ)
     d = tl.arange(0, DP)
     real = (g < G)[:, None] & (d < D)[None, :]
@@ -79,7 +79,7 @@ def _join(
         i = s + tl.arange(0, BP)
         ok = i <= last
         at = (i + head)[:, None] * G + g[None, :]
-        # Not from the processor's own cache: others have written them in this launch.
+        # Bypass the L1 cache of this multiprocessor: others wrote the parts in this launch.
         sums = tl.load(
             part_lse + at,
             mask=ok[:, None] & (g < G)[None, :],
@@ -109,7 +109,7 @@ def _join(
     tl.store(lse + to, tl.where(some, (most + tl.log2(weight)) / _LOG2E, -float("inf")), mask=g < G)
 
 
-# The slices of the layers have any alignment; one build serves all layers.
+# The slices of the layers may have any alignment, and one build must serve all layers.
 @triton.jit(
     do_not_specialize=["width"],
     do_not_specialize_on_alignment=["start", "length", "pos", "oldest", "logits", "lse"],
@@ -242,9 +242,9 @@ def split(
                     out_sum,
                     mask=(g < G)[:, None] & real[None, :],
                 )
-                # One thread counts for its program. The barrier has all threads' stores before
-                # that; released and acquired by the counter, they are then before what the last
-                # program reads.
+                # One thread counts for its program. The barrier puts the stores of all threads
+                # before the count. The atomic (acquire and release) puts them before the reads of
+                # the program that counts last.
                 tl.debug_barrier()
                 others = tl.atomic_add(arrived + head, 1, sem="acq_rel", scope="gpu")
                 first_part = _program_of(before, total, P)
@@ -269,7 +269,8 @@ def split(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """block: rows of a tile; programs: each of `warps` warps that load `stages` tiles ahead."""
+    """block: rows of a tile; programs: how many there are; each has `warps` warps and loads
+    `stages` tiles ahead."""
 
     block: int
     warps: int
@@ -279,7 +280,8 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What programs write for each other: part [P + H - 1, G, D], lse [P + H - 1, G]."""
+    """Memory for the parts that programs write for each other: part [P + H - 1, G, D] and lse
+    [P + H - 1, G]."""
 
     part: Tensor
     lse: Tensor
@@ -287,17 +289,15 @@ class Workspace:
 
 _TILE = 32768  # bytes of k and v in a tile
 _DEEP = {(8, 0), (9, 0), (10, 0), (10, 3)}
-"""Compute capabilities with 163 KiB of shared memory or more, in which each of two blocks can load
-two tiles ahead; others have 99 KiB."""
+"""Compute capabilities with at least 163 KiB of shared memory, enough for two blocks that each load
+two tiles ahead. Others have 99 KiB."""
 
 
 def configure(
     size: int, dtype: torch.dtype, device: torch.device, capability: tuple[int, int] | None = None
 ) -> Config:
     """The configuration for head size D, the dtype of the rows and a compute capability."""
-    most = (
-        64 if dtype == torch.int8 else 128
-    )  # int8 needs registers for the numbers that it becomes
+    most = 64 if dtype == torch.int8 else 128  # int8 needs registers for the converted numbers
     block = max(16, min(most, _TILE // (2 * columns(size) * dtype.itemsize)))
     warps = 4 if size <= 128 else 8
     programs = 5  # in the interpreter
@@ -407,12 +407,12 @@ _BUILDS: list[tuple[int, torch.dtype, tuple[str, ...]]] = [
     (64, torch.float16, ("window logits",)),
     (128, torch.float32, ("window logits",)),
 ]
-"""Head size, dtype of the rows, and the uses of policies and models."""
+"""Head size, dtype of the rows, and what policies and models use."""
 
 
 def variants(heads: int = 8, group: int = 4) -> list[Variant]:
     """Builds for the compile gate, for models of H KV heads of G queries: every use with bfloat16
-    heads of 128, and of other sizes and dtypes those that need most registers."""
+    heads of 128, and for other sizes and dtypes the uses that need most registers."""
     found = []
     for size, dtype, wanted in _BUILDS:
         kind = _TYPES[dtype]

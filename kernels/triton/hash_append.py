@@ -1,8 +1,8 @@
 """HashEvict before attention, in Triton, in one launch for a layer.
 
-A program has one KV head. It hashes the queries and the new key, finds the row that is least like
-the queries by the Hamming distance of packed codes, copies that row to `undo_rows`, and writes the
-new row over it. Source: arXiv 2412.16187, section 3.
+A program has one KV head. It hashes the queries and the new key. In a full head it finds the row
+that is least similar to the queries, by the Hamming distance of hash codes, copies it to
+`undo_rows`, and overwrites it with the new row. Source: arXiv 2412.16187, section 3.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -25,7 +25,7 @@ _BLOCK, _WARPS = 1024, 8
 
 @triton.jit
 def _code(x, matrix, d, B: tl.constexpr, BP: tl.constexpr, D: tl.constexpr):
-    """int64: the signs of x [DP] @ matrix [D, B], bit b for column b; zero is positive."""
+    """The hash code, int64: bit b is the sign of column b of x [DP] @ matrix [D, B]; 1 for >= 0."""
     b = tl.arange(0, BP)
     inside = (d < D)[:, None] & (b < B)[None, :]
     columns = tl.load(matrix + d[:, None] * B + b[None, :], mask=inside, other=0.0)
@@ -103,7 +103,7 @@ def _hash_append(
     G: tl.constexpr,
     KEYED: tl.constexpr,
 ):
-    """With G > 0 the G queries of a head, in `probe`, and its key must be rotated first."""
+    """Grid (H,). G > 0: `probe` has the G queries of a head; they and its key are rotated first."""
     head = tl.program_id(0)
     d = tl.arange(0, DP)
     count = tl.load(length + head).to(tl.int32)
@@ -216,18 +216,19 @@ def hash_append(
     keyed: bool = False,
     block: int = _BLOCK,
 ) -> None:
-    """Write the new row, in a full head over the row whose code is least like the probes.
+    """Write each head's new row; in a full head, over the row whose code is least like the probes.
 
     probe [H, P, D], key and value [H, D], matrix float32 [D, B], start, length, cap, free_slot
     int64 [H], position int64 []; k, v [R, D], pos int32 [R], code [R]. undo_rows (k, v, pos and
     code of each head) gets the row that is overwritten, free_slot its index. `width` is not needed;
     `block`: rows that a program reads at once.
 
-    shown int32 [R]: the positions by which a row is judged, if they are not `pos`. With k_scale and
+    shown int32 [R]: positions that decide which rows may leave, in place of `pos`. With k_scale and
     v_scale float32 [R], k and v are int8 (`torch.int8.to_codes`). others: further columns [R],
     which are copied to undo_others [H] and become 0 in the new row; the scales are the first two.
-    turn: cosine, sine [1, 1, D] and turned [H, G, D]: `probe` has the queries, and they and the
-    keys are rotated first; the queries are written to `turned`. keyed: then the key is the probe.
+    turn: cosine, sine [1, 1, D] and turned [H, G, D]: then `probe` has the queries. They and the
+    keys are rotated first, and the rotated queries are written to `turned`. keyed: with `turn`, the
+    key is the probe, not the queries.
     """
     heads, group, size = probe.shape
     assert not keyed or turn is not None

@@ -16,8 +16,8 @@ from minikv.kernels.torch import layer as plain_torch
 from minikv.kernels.triton.tiles import in_rows, power, row_stride, typed
 from minikv.kernels.triton.variants import WIDE, Variant
 
-_MAX_ROW = 16384  # row that one program can hold
-_HEADS = 8  # that one program rotates
+_MAX_ROW = 16384  # the longest row that one program can hold
+_HEADS = 8  # heads that one program rotates
 _PART = 1024  # numbers of a row that one program multiplies
 
 

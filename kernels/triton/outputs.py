@@ -1,4 +1,4 @@
-"""How long values are behind the output projection, in Triton: the product is never stored.
+"""The norms of values after the output projection, in Triton. The projected values are not stored.
 
 Specification: `torch/outputs.py`.
 """
@@ -67,7 +67,7 @@ def _norms(
 
 
 def _tile(dtype: torch.dtype, size: int) -> Tile:
-    """Values, and columns of the projection, of one product."""
+    """How many values and how many columns of the projection one product has."""
     wide = width(size)
     if dtype == torch.float32:  # no matrix instruction takes float32 unrounded
         return Tile(32, 32, 8, 1) if wide <= 128 else Tile(16, 16, 4, 1)

@@ -1,10 +1,10 @@
-"""Rows that leave before attention, in Triton, for all layers in one launch; rows that a policy is
-not shown, and rows that no query sees any more.
+"""Eviction before attention, in Triton, for all layers in one launch; also which rows a policy is
+not shown, and which rows no query sees any more.
 
-A program has one KV head. In a full head it finds the row that leaves, notes it as the place of the
-new row, and copies it to `undo_rows`. Who leaves: the row with the lowest of given scores
-(specification: `torch/decode.py`), or the one that StreamingLLM, L2 or Random gives up (those of
-their policies' files), by the same order of keys as at the end of a step.
+A program has one KV head. In a full head it finds the victim, makes its slot the slot of the new
+row, and copies the victim to `undo_rows`. The victim is the row with the lowest of the given scores
+(specification: `torch/decode.py`), or the one that StreamingLLM, L2 or Random evicts
+(specification: the files of these policies). Keys are ordered as at the end of a step.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -24,7 +24,7 @@ from minikv.kernels.triton.variants import Variant
 
 _BLOCK, _WARPS = 1024, 4
 FAR = tl.constexpr((1 << 31) - 1)
-_ROWS = ("k", "v")  # columns with more than one number a row
+_ROWS = ("k", "v")  # the columns with more than one number per row
 _MIX = tuple(
     tl.constexpr(number - (1 << 64))
     for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -40,7 +40,7 @@ def _shifted(x, bits: tl.constexpr):
 
 @triton.jit
 def _mixed(x):
-    """A round of splitmix64: `counter_rng` in minikv/policies."""
+    """One round of splitmix64, as in minikv/policies/counter_rng.py."""
     x = x.to(tl.int64) + _STEP
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND
@@ -154,7 +154,7 @@ def _launch(
     block: int,
     seed: int = 0,
 ) -> None:
-    """One launch of `_overwrite`. Without `seed` nothing is drawn."""
+    """Launch `_overwrite` once. Only a launch with a `seed` draws random numbers."""
     others = [name for name in undo_rows if name not in _ROWS]
     tables = (rows.start, rows.length, rows.cap, rows.pos, rows.newest, free_slot, slot)
     wide = [held[name] for held in (columns, undo_rows) for name in _ROWS]
@@ -208,7 +208,7 @@ def streaming_step(
     *,
     block: int = _BLOCK,
 ) -> None:
-    """`overwrite_step` of StreamingLLM: the oldest row that is no sink leaves."""
+    """`overwrite_step` of StreamingLLM (arXiv 2309.17453): the oldest row but the sinks leaves."""
     _launch("streaming", None, None, rows, free_slot, slot, columns, undo_rows, block=block)
 
 
@@ -222,7 +222,8 @@ def l2_step(
     *,
     block: int = _BLOCK,
 ) -> None:
-    """`overwrite_step` of L2: the row with the largest norm float32 [R] leaves."""
+    """`overwrite_step` of L2 (arXiv 2406.11430): the row with the largest norm leaves. norm float32
+    [R]: the length of each key."""
     assert norm.is_contiguous()
     _launch("l2", norm, None, rows, free_slot, slot, columns, undo_rows, block=block)
 
@@ -237,8 +238,8 @@ def random_step(
     *,
     block: int = _BLOCK,
 ) -> None:
-    """`overwrite_step` of Random: the row with the smallest of its numbers leaves. Heads are
-    [L, H], of all layers."""
+    """`overwrite_step` of Random: the row with the smallest random number leaves. The tensors of
+    heads are [L, H], for all layers."""
     _launch("random", None, None, rows, free_slot, slot, columns, undo_rows, block=block, seed=seed)
 
 

@@ -1,8 +1,8 @@
 """Products of few rows with weights in eight or four bits, in Triton, one launch each.
 
-A step reads every weight once, so the packed bytes are what it takes time for: they are unpacked in
-registers, into the numbers that models/linear_gpu.py says, and multiplied by matrix instructions.
-Sixteen rows of x cost what one costs.
+A step reads every weight once, so its time is that of reading the packed bytes. They are unpacked
+in registers, to the numbers that models/linear_gpu.py defines, and multiplied by matrix
+instructions. Sixteen rows of x take as long as one.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,8 +17,8 @@ from minikv.kernels.triton.tiles import typed, upcast
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _ROWS = 16  # rows of x that a program multiplies: a matrix instruction takes no fewer
-_OUT = 32  # rows of the weights
-_IN = 128  # columns of int8 weights at a time
+_OUT = 32  # rows of the weights that a program multiplies
+_IN = 128  # columns of int8 weights that it reads at once
 _UNPACKED = 8  # rows of the weights that a program unpacks
 
 
@@ -67,7 +67,7 @@ def _w8a16_product(
 
 @triton.jit
 def _unpacked(steps, by, middle, like: tl.constexpr):
-    """Steps 0 to 15 as numbers, rounded once to bfloat16."""
+    """middle + (steps - 8) * by for steps 0 to 15, rounded once to bfloat16."""
     made = (steps.to(tl.float32) - 8.0) * by[:, None] + middle[:, None]
     return made.to(tl.bfloat16).to(like)
 

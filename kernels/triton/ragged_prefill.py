@@ -1,8 +1,8 @@
 """Attention of a prompt's queries over the rows of earlier turns, in Triton, without padding.
 
-Every head has its own number of rows. All of them come before the queries, so nothing is causal
-here; the causal part is joined by its log-sum-exp (`merge`). If there are too few queries to occupy
-the device, segments are divided into spans, whose results are joined in the same way.
+Every head has its own number of rows. All rows come before the queries, so no causal mask is
+needed; `merge` joins the causal part by its log-sum-exp. If there are too few queries to occupy the
+device, segments are divided into spans, whose results are joined in the same way.
 Specification: `torch/ragged_prefill.py`.
 """
 
@@ -112,7 +112,7 @@ def _ragged_prefill(
 
 
 def _tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
-    """Queries of all heads of a group, and keys, of one product."""
+    """How many queries, of all heads of a group, and how many keys one product has."""
     wide = width(size)
     if dtype == torch.float32:  # no matrix instruction takes float32 unrounded
         return Tile(32, 32, 8, 1) if wide <= 64 else Tile(16, 16, 4 if wide <= 128 else 8, 1)

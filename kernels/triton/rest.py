@@ -1,21 +1,21 @@
-"""The rest of a layer in a decode step, behind attention, in Triton: four launches, each a product
-of one row with all that happens to it before and after.
+"""What follows attention in a layer of a decode step, in Triton. There are four launches; each is
+the product of one row and a matrix, with the operations before and after it.
 
     out        x += W mixed
     gate, up   silu(gate) * up of W norm(x)
-    down       x += W of that
+    down       x += W (silu(gate) * up)
     following  W norm(x): queries, keys and values of the next layer
 
-A step reads every weight once, so reading is what takes the time. A program has a few rows of the
-weights and reads them whole, 16 bytes a thread, the next columns while it multiplies the present
-ones. Its row of x is small and comes from a cache; a thread loads of it what it has weights for.
-Every sum is made by one program in a fixed order, so a result depends on nothing else. How weights
-are kept makes a difference where they are unpacked (`_added`), and nowhere else.
+A step reads every weight once, so reading takes the time. A program has a few rows of the weights
+and reads them completely, 16 bytes a thread; it loads the next columns while it multiplies the
+present ones. The row x is small and comes from a cache; a thread loads the part of it that its
+weights need. One program makes each sum, in a fixed order, so results are reproducible. The format
+of the weights matters only where they are unpacked (`_added`).
 
-Rounded is where the separate calls round: the norm before and after its weight, the product, silu
-and the sum with x. Packed weights are multiplied as they are unpacked, in float32, where others
-(packed_product.py, models/linear_gpu.py) round those of four bits to bfloat16. A bias is added in
-float32, before the product is rounded.
+Numbers are rounded where the separate calls round them: the norm before and after its weight, the
+product, silu and the sum with x. Packed weights are multiplied in float32 without rounding;
+packed_product.py and models/linear_gpu.py round weights of four bits to bfloat16 first. A bias is
+added in float32, before the product is rounded.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -36,19 +36,20 @@ from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import WIDE, Variant
 
 PLAIN, EIGHT, FOUR = range(3)
-"""How weights are kept."""
+"""The formats of weights."""
 KEEP, ADD, GATE = range(3)
-"""What becomes of a product: it is the result, it is added to what is there, or it is the gate of
-a second one."""
+"""What is done with a product: it is the result, or it is added to `out`, or it is the gate of a
+second product."""
 _PLAIN, _EIGHT, _FOUR = tl.constexpr(PLAIN), tl.constexpr(EIGHT), tl.constexpr(FOUR)
 _ADD, _GATE = tl.constexpr(ADD), tl.constexpr(GATE)
-_MOST = 16384  # columns of a row that is normed
-_AT_ONCE = 4096  # of them that are read at once
+_MOST = 16384  # the most columns of a row that is normed
+_AT_ONCE = 4096  # how many of these columns are read at once
 
 
 @triton.jit
 def _asked(weights, row, start, N: tl.constexpr, EACH: tl.constexpr, IN: tl.constexpr):
-    """What is kept of columns start to start + IN of rows [OUT], EACH columns in a number."""
+    """The stored numbers of columns start to start + IN - 1 of rows [OUT]; a number holds EACH
+    columns."""
     j = start // EACH + tl.arange(0, IN // EACH)
     at = row.to(tl.int64)[:, None] * (N // EACH) + j[None, :]
     return tl.load(weights + at, mask=(j < N // EACH)[None, :], other=0)
@@ -56,7 +57,7 @@ def _asked(weights, row, start, N: tl.constexpr, EACH: tl.constexpr, IN: tl.cons
 
 @triton.jit
 def _columns(x, norm, length, j, N: tl.constexpr):
-    """Columns j of the row x; normed, if there is a norm: x times `length`, times the norm."""
+    """Columns j of the row x. If there is a norm, they are multiplied by `length` and the norm."""
     here = tl.load(x + j, mask=j < N, other=0.0).to(tl.float32)
     if norm is not None:
         by = tl.load(norm + j, mask=j < N, other=0.0).to(tl.float32)
@@ -66,7 +67,8 @@ def _columns(x, norm, length, j, N: tl.constexpr):
 
 @triton.jit
 def _halves(kept, T: tl.constexpr):
-    """Of the 16 bytes of a thread, [OUT, T * 16], the first 8 and the others, [OUT, T, 8]."""
+    """Split the 16 bytes of each thread, [OUT, T * 16], into the first 8 and the last 8, [OUT, T,
+    8] each."""
     each = tl.reshape(kept, [kept.shape[0], T, 2, 8])
     return tl.split(tl.permute(each, (0, 1, 3, 2)))
 
@@ -94,8 +96,8 @@ def _added(
     GROUP: tl.constexpr,
     T: tl.constexpr,
 ):
-    """`total` [OUT, T] and the products of what `_asked` loaded with the columns of x, [T, 8] each,
-    that a thread has numbers of."""
+    """`total` [OUT, T] plus the products of the weights that `_asked` loaded and the columns of x,
+    [T, 8] each, that belong to them."""
     if FORM == _FOUR:
         first, second = _halves(kept, T)
         sums = _dot(first & 15, x0) + _dot(second & 15, x1)
@@ -120,7 +122,7 @@ def _added(
 
 @triton.jit
 def _summed(total, scales, bias, row, out, FORM: tl.constexpr):
-    """The product of each row, rounded as it would be in memory."""
+    """The product of each row with its scale and bias, rounded to the dtype of `out`."""
     made = tl.sum(total, 1)
     if FORM == _EIGHT:
         made *= tl.load(scales + row).to(tl.float32)
@@ -147,8 +149,8 @@ def _row_product(
     IN: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Grid (rows of the result / OUT,). x [N]; out: as many rows as the weights, or half as many
-    gated ones; scale: what keeps the norm from dividing by zero."""
+    """Grid (rows of the result / OUT,). x [N]; out: as many numbers as the weights have rows, or
+    half as many if gated; scale: the epsilon of the norm."""
     EACH: tl.constexpr = 2 if FORM == _FOUR else 1  # columns in a number
     WIDTH: tl.constexpr = 8 * (1 if FORM == _PLAIN else 2) * EACH  # columns in 16 bytes
     T: tl.constexpr = IN // WIDTH
@@ -203,7 +205,8 @@ def _row_product(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """rows: of the result, of a program of so many `warps`; columns: that it reads at once."""
+    """rows: how many rows of the result a program of `warps` warps computes; columns: how many it
+    reads at once."""
 
     rows: int
     columns: int
@@ -211,7 +214,7 @@ class Config:
 
 
 CONFIGS = {PLAIN: Config(8, 1024, 4), EIGHT: Config(4, 2048, 4), FOUR: Config(4, 4096, 4)}
-"""Each thread has 16 bytes of each row at once. Of gated results, half as many rows."""
+"""Each thread has 16 bytes of each row at once. A gated result has half as many rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +278,10 @@ def rest(
     next_norm: Tensor,
     eps: float,
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A function of x [1, hidden] and attention's result mixed [1, heads * D] in the dtype of the
-    norms. It adds what the layer adds to x, in place, and returns the next layer's queries, keys
-    and values before rotation [1, outs of `following`]; the normed row [1, hidden] if there is no
-    next layer.
+    """A function of x [1, hidden], the input of the layer, and mixed [1, heads * D], the output of
+    attention, in the dtype of the norms. It changes x, in place, to the input of the next layer,
+    and returns that layer's queries, keys and values before rotation [1, outs of `following`], or
+    the normed row [1, hidden] if there is no next layer.
 
     mlp_norm, next_norm: weights [hidden] of the norms before gate and up, and before `following`.
     None: these kernels do not take such matrices or norms.
@@ -302,8 +305,8 @@ def rest(
 
 
 def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> Callable[[Tensor], Tensor] | None:
-    """A function of x [1, n]: the product [1, outs] of its norm, whose weights are `norm` [n].
-    None: this kernel does not take such a matrix or norm."""
+    """A function of x [1, n] that returns matrix times RMSNorm(x), [1, outs]; `norm` [n] has the
+    weights of the norm. None: this kernel does not take such a matrix or norm."""
     made = product_of(matrix, norm.dtype)
     if made is None or not _norms(norm, matrix.n):
         return None
@@ -315,7 +318,7 @@ def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> Callable[[Tensor
 
 
 def product_of(matrix: Matrix, kind: torch.dtype, config: Config | None = None) -> Product | None:
-    """The product of rows of this dtype; None if the kernel does not take them."""
+    """The product of a row of dtype `kind` and the matrix; None if the kernel does not take it."""
     weights, scales = matrix.weights, matrix.scales
     beside = [part for part in (scales, matrix.bias) if part is not None]
     if kind not in (torch.bfloat16, torch.float16) or matrix.n % 16 or matrix.half:
@@ -337,7 +340,7 @@ def product_of(matrix: Matrix, kind: torch.dtype, config: Config | None = None) 
 
 
 def _norms(norm: Tensor, size: int) -> bool:
-    """Whether a row of so many columns is normed in the products."""
+    """Whether the kernel can apply this norm to a row of `size` columns."""
     return size <= _MOST and norm.shape == (size,) and norm.is_contiguous()
 
 
@@ -349,7 +352,7 @@ _BUILDS = (
     ("down", 14336, ADD, False),
     ("qkv", 4096, KEEP, True),
 )
-"""The four products of an 8B model: columns, what becomes of it, whether x is normed."""
+"""The four products of an 8B model: columns, what is done with the product, whether x is normed."""
 
 
 def variants() -> list[Variant]:

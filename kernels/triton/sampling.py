@@ -1,12 +1,12 @@
 """From logits to the next token, in Triton. Specification: `torch/sampling.py`.
 
-Two launches each: programs that read a tile of logits, and one that joins what they found. For a
-draw torch sorts the logits first. With the sums of the tiles at hand the second launch looks into
-two tiles at most: the one in which the nucleus ends, and the one in which the drawn token lies.
-Sums of whole numbers are those of torch, in whatever order they are formed.
+Two launches each: the programs of the first read a tile of logits each, and one program joins their
+results. For a draw, torch sorts the logits first. With the sums of the tiles, the second launch
+looks into two tiles at most: the one in which the nucleus ends, and the one in which the drawn
+token lies. Masses are whole numbers, so their sums equal torch's in any order.
 
-Without sorting, each of these places would be found by radix, in four passes over the logits that
-wait for each other, and equal logits in two more.
+Without the sort, each of these places would take a radix search: four passes over the logits, one
+after the other, and two more for equal logits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -25,7 +25,7 @@ from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import Variant
 
 _BLOCK, _WARPS = 1024, 4
-_TILES = 1024  # fewer tiles need no build of their own: it holds for every vocabulary there is
+_TILES = 1024  # one build for up to so many tiles, which is enough for any vocabulary
 _FAR = tl.constexpr((1 << 31) - 1)
 _WHOLE = tl.constexpr(1 << 52)  # from here on a float64 has no fraction
 
@@ -56,7 +56,7 @@ def _best_of_tile(logits, value, index, finite, vocab, BN: tl.constexpr):
 
 @triton.jit
 def _note(best, good, token, found, finite):
-    """What a program that has found the token writes."""
+    """Write the token that was found, and whether all logits were finite."""
     tl.store(token, best)
     tl.store(found, best)
     tl.store(found + 1, good.to(tl.int64))
@@ -65,7 +65,7 @@ def _note(best, good, token, found, finite):
 
 @triton.jit(do_not_specialize=["tiles", "vocab"])
 def _best_of_all(value, index, tile_finite, token, found, finite, tiles, vocab, TN: tl.constexpr):
-    """Grid (1,): of all tiles."""
+    """Grid (1,): the best logit of all tiles."""
     b = tl.arange(0, TN)
     ok = b < tiles
     most = tl.load(value + b, mask=ok, other=-float("inf"))
@@ -76,7 +76,7 @@ def _best_of_all(value, index, tile_finite, token, found, finite, tiles, vocab, 
 
 @triton.jit
 def _chances(ranked, j, limit, temperature):
-    """float64: how likely ranks j are, as multiples of the first one; 0 from `limit` on."""
+    """float64: how many times as likely as rank 0 the tokens of ranks j are; 0 from `limit` on."""
     best = tl.load(ranked).to(tl.float64)
     x = tl.load(ranked + j, mask=j < limit, other=0.0).to(tl.float64)
     return tl.where(j < limit, tl.exp((x - best) / temperature), 0.0)
@@ -84,14 +84,14 @@ def _chances(ranked, j, limit, temperature):
 
 @triton.jit
 def _masses(chances, scale):
-    """int64: the nearest whole multiples of 1 / scale, which the lowest bits are once 2^52 is
-    added."""
+    """int64: the chances in units of 1 / scale, rounded. Adding 2^52 puts the whole number into the
+    lowest bits."""
     return (chances * scale + _WHOLE).to(tl.int64, bitcast=True) & (_WHOLE - 1)
 
 
 @triton.jit
 def _float64(bits):
-    """A number of the host, which would hand it over as float32."""
+    """The float64 with these bits. A float argument would be passed as float32."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
 
@@ -113,8 +113,8 @@ def _weigh(
     vocab,
     BN: tl.constexpr,
 ):
-    """Grid (tiles,): what each tile of sorted logits weighs, what of it `min_p` keeps, and whether
-    all are finite."""
+    """Grid (tiles,): the mass of each tile of sorted logits, the mass that `min_p` keeps of it, and
+    whether all its logits are finite."""
     tile = tl.program_id(0)
     j = tile * BN + tl.arange(0, BN)
     chances = _chances(ranked, j, _ranks(top_k, vocab), _float64(temperature))
@@ -150,7 +150,8 @@ def _draw(
     BN: tl.constexpr,
     TN: tl.constexpr,
 ):
-    """Grid (1,). What the filters leave is the smallest of the masses that each of them keeps."""
+    """Grid (1,): draw the token. The filters together keep the smallest of the masses that each of
+    them keeps."""
     heat = _float64(temperature)
     nucleus = _float64(top_p)
     unit = _float64(scale)
@@ -256,13 +257,13 @@ def sample(
 
 
 def _sizes(logits: Tensor, block: int) -> tuple[int, int, int]:
-    """Logits, tiles of them, and the width of a program that has all tiles."""
+    """The number of logits, of tiles, and of the lanes of a program that has all tiles."""
     tiles = -(-len(logits) // block)
     return len(logits), tiles, max(_TILES, power(tiles))
 
 
 def _bits(number: float) -> int:
-    """A float64 as an int64."""
+    """The bits of a float64 as an int64."""
     found: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return found
 

@@ -1,7 +1,7 @@
-"""The arithmetic of choosing rows, in Triton: an operation in one launch or a few.
+"""The arithmetic of choosing rows, in Triton. Each operation is one launch, or a few.
 
-Numbers per head are few. One program has all of them and compares each with each, in place of a
-sort. Specification: `torch/selection.py`.
+There are few heads, so for numbers per head one program compares each with each instead of sorting.
+Specification: `torch/selection.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -198,8 +198,8 @@ def _stayed(
 
 @triton.jit
 def ranks(mine, ok, i):
-    """The place of each number, ascending, of equal ones the first comes first; and a matrix
-    [each, other]: the other comes before."""
+    """The rank of each number in ascending order (of equal numbers, the first comes first), and a
+    matrix [each, other]: whether the other comes before."""
     other = mine[None, :]
     first = (other < mine[:, None]) | ((other == mine[:, None]) & (i[None, :] < i[:, None]))
     first = first & ok[None, :]
@@ -233,7 +233,7 @@ def _share(wish, most, total, out, wish_head, most_head, heads, parts, HP: tl.co
     all_ = tl.minimum(tl.load(total), tl.sum(limit, 0))
     full = limit * parts
     rank, first = ranks(full - want, ok, i)
-    # What is left for a head and those after it, when the heads before it are full.
+    # How much is left for a head and those after it, when the heads before it are full.
     left = tl.where(first, full[None, :], tl.where(ok[None, :], want[None, :], 0))
     spare = all_ * parts - tl.sum(left, 1)
     share = heads - rank
@@ -263,7 +263,7 @@ def _ensure_least(counts, sure, free, out, heads, least, HP: tl.constexpr):
     given = tl.zeros((HP,), tl.int64)
     wanted = tl.sum(lack, 0)
     able = wanted
-    while able > 0:  # the richest head gives a row, of equal ones the first
+    while able > 0:  # the head with the most rows gives one; of equal heads, the first
         left = tl.where(ok & (given < mine) & (rich - given > least), rich - given, -1)
         top = tl.max(left, 0)
         who = tl.min(tl.where(left == top, i, HP), 0)
@@ -273,16 +273,16 @@ def _ensure_least(counts, sure, free, out, heads, least, HP: tl.constexpr):
     tl.store(out + i, mine - given + got, mask=ok)
 
 
-# -- the same, called --------------------------------------------------------------------------
+# -- launches ----------------------------------------------------------------------------------
 
 
 def _lines(t: Tensor) -> Tensor:
-    """`t` [..., N] whose numbers lie side by side."""
+    """`t` [..., N], copied if its last dimension is not contiguous."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def _stride(t: Tensor) -> int:
-    """Between heads."""
+    """The stride between heads."""
     return 0 if len(t) == 1 else t.stride(0)
 
 

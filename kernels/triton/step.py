@@ -1,11 +1,13 @@
-"""The end of a decode step, in Triton: statistics and victims of all heads in one launch.
+"""The end of a decode step, in Triton: update the statistics and choose the victims of all heads in
+one launch.
 
-A program has one KV head of one layer and reads its rows in tiles, in as few passes as possible. A
-row's key is one integer: its score above its position, in an order in which the lowest key is the
-victim, the row with the lowest score and of equal scores the oldest. H2O and RoCo narrow the choice
-(to rows older than the n newest, to the n smallest variances). The limit is guessed and checked by
-counting, which nearly always works; otherwise it is found by bisection on its bits. Nothing is
-sorted. Specification: `torch/decode.py` for `lowest_step`, and the files of the policies.
+A program has one KV head of one layer and reads its rows in tiles, in as few passes as possible. It
+makes one integer key of each row: the score in the upper bits, the position in the lower ones. The
+row with the lowest key is the victim: the lowest score, and of equal scores the oldest row. H2O and
+RoCo narrow the choice (to rows older than the n newest, to the n smallest variances). Their limit
+is guessed and checked by counting, which nearly always works; otherwise it is found by bisection on
+its bits. Nothing is sorted. Specification: `torch/decode.py` for `lowest_step`, for the rest the
+file of each policy in minikv/policies.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -28,13 +30,13 @@ _LAST = tl.constexpr((1 << 31) - 1)
 _INFINITE = tl.constexpr(0x7F800000)  # the bits of float32 infinity
 _SCALARS = ["width", "sinks", "recent", "pinned"]
 _BLOCK, _WARPS = 1024, 8
-_LAYER_TILE = (256, 32)  # rows of a head, and rows of another head to compare them with, at once
-_MAX_WORDS = 128  # the most words of 32 bits of history
+_LAYER_TILE = (256, 32)  # rows of a head, and rows of another head that they are compared with
+_MAX_WORDS = 128  # the most words of history, 32 bits each
 
 
 @triton.jit
 def _mean_prob(logits, lse, head, width, j, ok, G: tl.constexpr):
-    """The probabilities of rows j of a head, in the mean over its G queries."""
+    """The probabilities of rows j of a head, averaged over its G queries."""
     p = tl.zeros(j.shape, tl.float32)
     for g in tl.static_range(G):
         at = head * G + g
@@ -45,14 +47,14 @@ def _mean_prob(logits, lse, head, width, j, ok, G: tl.constexpr):
 
 @triton.jit
 def _key(score, at):
-    """int64, ordered by a score that is not negative, then by position."""
+    """An int64 key, ordered by score, then by position. The score must not be negative."""
     bits = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # -0 is 0
     return (bits.to(tl.int64) << 32) | at.to(tl.int64)
 
 
 @triton.jit
 def lower(best, row, key, j, evictable):
-    """In each lane the lower of the best key so far and the key of a row that may leave."""
+    """In each lane, the lower of the lowest key so far and the key of a row, if it may leave."""
     lower = evictable & (key < best)
     return tl.where(lower, key, best), tl.where(lower, j, row)
 
@@ -67,13 +69,13 @@ def lowest(best, row):
 
 @triton.jit
 def may_leave(at, unpinned, newest, sinks, recent, strict):
-    """Evictable rows: see `Rows`. Not `strict`: those that are evictable if no others are."""
+    """Which rows are evictable: see `Rows`. Not `strict`: the rows to use if none is evictable."""
     return unpinned & tl.where(strict, (at >= sinks) & (at <= newest - recent), at < newest)
 
 
 @triton.jit
 def signed_key(score, at):
-    """int64, ordered by score, then by position; of a NaN NONE, the key of no row."""
+    """An int64 key, ordered by score, then by position. For a NaN: NONE, the key of no row."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
     # The bits of negative floats have the reverse order.
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -240,7 +242,7 @@ def _tova(
 
 @triton.jit(do_not_specialize=["width"])
 def _probs(logits, lse, length, cap, accepted, weights, width, G: tl.constexpr, BN: tl.constexpr):
-    """The probabilities of the rows of heads that are over their cap: weights [L * H, width]."""
+    """Write the probabilities of the rows of heads over their cap to weights [L * H, width]."""
     head = tl.program_id(0).to(tl.int64)
     count = tl.load(length + head).to(tl.int32)
     if tl.load(accepted) & (count > tl.load(cap + head)):
@@ -271,8 +273,8 @@ def _tova_layer(
 ):
     """TOVA with the mean of `weights` over the heads of the layer that hold the same position.
 
-    Heads that evict together hold the same positions in the same order: a position is looked for at
-    the same index of the other head first, and among all its rows only if it is not there.
+    Heads that evict together hold the same positions in the same order. So a position is first
+    looked for at the same index of the other head, and among all its rows only if it is not there.
     """
     head = tl.program_id(0).to(tl.int64)
     if tl.load(accepted):
@@ -330,7 +332,7 @@ def _tova_layer(
 
 @triton.jit
 def _steadiness(total, power, seen):
-    """Mean and variance of a row's probabilities, the variance at least 0; rounded as by torch."""
+    """Mean and variance (at least 0) of a row's probabilities, rounded as torch rounds them."""
     seen = tl.maximum(seen, 1.0)
     mean = tl.div_rn(total, seen)
     return mean, tl.maximum(tl.div_rn(power, seen) - mean * mean, 0.0)
@@ -338,7 +340,7 @@ def _steadiness(total, power, seen):
 
 @triton.jit
 def _load_steadiness(sums, squares, counted, where, ok):
-    """`_steadiness` of rows whose statistics are in memory."""
+    """`_steadiness` of rows; their statistics are loaded from memory."""
     return _steadiness(
         tl.load(sums + where, mask=ok, other=0.0),
         tl.load(squares + where, mask=ok, other=0.0),
@@ -414,7 +416,7 @@ def _roco(
                     some += evictable.to(tl.int32)
             nth = tl.maximum(tl.minimum(wanted, tl.sum(some, 0)), 1)
             if (not strict) | (tl.sum(fewer, 0) >= nth):
-                # The n-th smallest variance: the largest bits that fewer than n rows are below.
+                # The n-th smallest variance: the largest bits with fewer than n rows below them.
                 limit = tl.full((), 0, tl.int32)
                 for b in tl.range(0, 31):
                     tried = limit | (1 << (30 - b))
@@ -509,7 +511,8 @@ def _scissorhands(
             fraction = tl.div_rn(below.to(tl.float32), tl.maximum(seen_by, 1.0))
             at = tl.load(pos + where, mask=ok, other=-1)
             unpinned = ok & (at >= pinned)
-            # The row with the largest fraction leaves: the bits of infinity minus its bits.
+            # The row with the largest fraction leaves, so its key is the bits of infinity minus its
+            # bits.
             most = tl.full((BN,), _INFINITE, tl.int32)
             inverted = most - fraction.to(tl.int32, bitcast=True)
             key = _key(inverted.to(tl.float32, bitcast=True), at)
@@ -528,7 +531,8 @@ def _scissorhands(
 
 @triton.jit
 def _joined(logits, lse, head, width, j, ok, G: tl.constexpr, GROUP: tl.constexpr):
-    """What a head's queries give rows j: their mean or their sum; of "max" the largest logit."""
+    """The attention that a head's queries give rows j, by GROUP: its mean or its sum; for "max" the
+    largest logit."""
     if GROUP == "max":
         most = tl.full(j.shape, -float("inf"), tl.float32)
         for g in tl.static_range(G):
@@ -559,7 +563,7 @@ def _shift(
         n = tl.arange(0, BN)
         top = tl.full((), 0.0, tl.float32)
         total = tl.full((), 1.0, tl.float32)
-        if GROUP == "max":  # a softmax of its own
+        if GROUP == "max":  # the largest logits need a softmax of their own
             most = tl.full((BN,), -float("inf"), tl.float32)
             weight = tl.zeros((BN,), tl.float32)
             for s in tl.range(0, count, BN):
@@ -639,7 +643,8 @@ def h2o_step(
     *,
     block: int = _BLOCK,
 ) -> None:
-    """H2O: add the step's probabilities to sums [R]; the row with the lowest sum leaves.
+    """H2O (arXiv 2306.14048, section 4): add the step's probabilities to sums [R]; the row with the
+    lowest sum is the victim.
 
     newest_rows int64 [L, H]: how many of a head's newest rows are kept. `block`: rows that a
     program reads at once.
@@ -666,10 +671,11 @@ def tova_step(
     weights: Tensor | None = None,
     block: int = _BLOCK,
 ) -> None:
-    """TOVA: the row with the lowest probability of this step leaves.
+    """TOVA (arXiv 2401.06104): the row with the lowest probability of this step is the victim.
 
-    layerwise: with the lowest mean over the heads of its layer. That needs memory, `weights`
-    float32 [L, H, C], allocated here if it is None. `block`: rows that a program reads at once.
+    layerwise: the lowest mean of the probability over the heads of its layer. That needs memory,
+    `weights` float32 [L, H, C], allocated here if it is None. `block`: rows that a program reads at
+    once.
     """
     args = _head_args(logits, lse, rows, accepted, free_slot)
     heads, group, width = logits.shape[1:]
@@ -716,8 +722,9 @@ def roco_step(
     *,
     block: int = _BLOCK,
 ) -> None:
-    """RoCo: add to sums, squares and count [R]; of the rows with the smallest variances the one
-    with the lowest mean leaves.
+    """RoCo (arXiv 2402.06262, section 4.2): add the step's probability, its square and 1 to sums,
+    squares and count [R]; of the rows with the smallest variances, the one with the lowest mean is
+    the victim.
 
     steady_rows int64 [L, H]: how many rows with the smallest variances are candidates. `block`:
     rows that a program reads at once.
@@ -749,11 +756,13 @@ def scissorhands_step(
     *,
     block: int = _BLOCK,
 ) -> None:
-    """ScissorHands: note which rows got less than an even share; the row with most notes leaves.
+    """ScissorHands (arXiv 2305.17118, section 4): set a bit for each row that got less than a
+    uniform share of this step's attention; the row with the largest share of set bits is the
+    victim.
 
-    words int64 [R] each: a shift register of `history` bits per row, 32 in each; queries [R]: how
-    many of them count; window int64 [L]: rows that a query of the layer sees at most. `block`: rows
-    that a program reads at once.
+    words int64 [R] each: together a shift register of `history` bits per row, 32 in each; queries
+    [R]: how many of the bits are in use; window int64 [L]: rows that a query of the layer sees at
+    most. `block`: rows that a program reads at once.
     """
     assert len(words) == -(-history // 32) <= _MAX_WORDS
     _scissorhands[(free_slot.numel(),)](
@@ -780,11 +789,11 @@ def shift_step(
     *,
     block: int = _BLOCK,
 ) -> None:
-    """R-KV: note what this step's queries gave each row; nobody leaves.
+    """R-KV (arXiv 2505.24133): record this step's attention to each row; no row leaves.
 
-    seen float32 [R] each: what the last queries gave, the newest first; the oldest is forgotten.
-    group: how the queries of a head are joined, "mean", "sum", or "max" of their logits. `block`:
-    rows that a program reads at once.
+    seen float32 [R] each: the attention of the last queries, the newest first; each moves on by one
+    and the oldest is dropped. group: how the queries of a head are joined, "mean", "sum", or "max"
+    of their logits. `block`: rows that a program reads at once.
     """
     given = (logits, lse, rows.start, rows.length, accepted)
     assert all(t.is_contiguous() for t in (*given, *seen))

@@ -15,7 +15,7 @@ FAR = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows of the two sides of a product, and how its program is launched."""
+    """Rows of the left and of the right factor of a product, and warps and stages of the launch."""
 
     left: int
     right: int
@@ -41,7 +41,8 @@ def upcast(dtype: torch.dtype) -> bool:
 def in_rows(t: Tensor) -> Tensor:
     """`t` [..., D]; a copy if a stride is not a multiple of D or if it is not aligned to 16 bytes.
 
-    With strides counted in rows, a kernel knows that all rows are aligned to 16 bytes if D is.
+    Strides are then counted in rows. So the compiler knows that every row is aligned to 16 bytes if
+    the size of a row is a multiple of 16 bytes.
     """
     size = t.shape[-1]
     whole = all(s % size == 0 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
@@ -58,8 +59,8 @@ def row_stride(t: Tensor, dim: int) -> int:
 def typed(
     fn: object, kinds: Mapping[str, str | tuple[str, ...]], constants: Mapping[str, object]
 ) -> dict[str, str | tuple[str, ...]]:
-    """A kernel's signature in its own order: `kinds`, "constexpr" for the constants, "fp32" for
-    `scale`, "i32" for all others."""
+    """A kernel's signature in the order of its arguments: the types in `kinds`, "constexpr" for the
+    constants, "fp32" for `scale`, "i32" for all others."""
     names: list[str] = fn.arg_names  # type: ignore[attr-defined]
     rest = {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
     return {name: kinds[name] if name in kinds else rest.get(name, "i32") for name in names}

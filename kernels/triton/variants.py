@@ -1,4 +1,4 @@
-"""What the compiler must know to build a kernel without a GPU; for the compile gate."""
+"""What the compiler must know to build a kernel without a GPU, for the test that compiles all."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Variant:
 
     fn: the `triton.jit` function; signature: the type of every argument in order, as Triton writes
     types ("*bf16", "i64", "constexpr"; a tuple of types for a tuple); constants: the value of every
-    "constexpr"; warps and stages: how it is launched; mma: it must use matrix instructions; reads:
-    by pointer, the bytes that each load through it must have. A launch does not specialize
-    integers.
+    "constexpr"; warps and stages: those of the launch; mma: whether the build must use matrix
+    instructions; reads: the name of a pointer -> how many bytes each load through it must have. A
+    launch does not specialize integers.
     """
 
     name: str
