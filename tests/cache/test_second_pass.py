@@ -17,18 +17,21 @@ from spy import Spy
 from torch import Tensor
 
 from minikv import policies
+from minikv.cache.arena import Arena
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.plan import Plan
 from minikv.cache.rules import Rules
-from minikv.cache.second_pass import FullRows, PassCost
+from minikv.cache.second_pass import FullRows, PassCost, SecondPassPrefill
 from minikv.cache.stats import Shape, full_cache_bytes
 from minikv.cache.tier import Tier
 from minikv.cache.tier_file import FileRows
 from minikv.cache.tier_rows import TierError, columns_of
 from minikv.engine.engine import Engine
 from minikv.errors import ContextError
+from minikv.kernels.dispatch import Kernels
 from minikv.models.llama import Llama
-from minikv.policies.base import PromptView, Repeat, Wording
+from minikv.policies.base import PromptView, Repeat, Wording, policy_columns
 
 WORDS = Wording((7, 8), (9, 7, 3), (5,))
 
@@ -681,3 +684,121 @@ def test_prompts_of_equal_texts_and_scores_need_the_same(tmp_path: Path) -> None
     assert needs() == needs() is not None
     assert len({needs(), needs("kvzip+"), needs(chunk=30), needs(tokens=91)}) == 4
     assert needs(file=True) is None
+
+
+# -- each summand of the peak ------------------------------------------------------------------
+
+ROW = 2 * 8 * 4 + 4 + 4  # a key, a value, a position and what it is worth
+SCORES = 2 * 3 * 12 * 4  # of 12 tokens in 2 layers, 3 heads each
+KEPT = 2 * 3 * 12 * 2 * 8 * 4  # their keys and values
+STAGED = 3 * (12 + 70) * 2 * 8 * 4  # of one layer, with the longer text
+EXACT = 2 * 6 * 8 * 4  # of each layer read: a query and an output
+
+
+def by_hand(step: str = "none", pool: int | None = None) -> SecondPassPrefill:
+    """A prompt of 12 tokens and texts of 60 and 70 tokens that score its halves; 60 rows are there
+    for what stays."""
+    policy = policies.prompt_policy("kvzip+uniform" if pool is None else "kvzip")
+    stepper = policies.step_policy(step)
+    assert policy is not None
+    arena = Arena(2, 3, 8, torch.float32, torch.device("cpu"), {})
+    target = arena.fresh([30, 30], policy_columns(policy, stepper))
+    texts = [Repeat((1,) * 60, 0, 6), Repeat((1,) * 70, 6, 12)]
+    plan = Plan(0, 12, None if pool else [15, 15], 0, 0, [30, 30], [36, 36], pool=pool)
+    shape, ops = Shape(2, 3, 6, 8, (None, None), 4096), Kernels()
+    given = arena, arena.layout(), target, policy, stepper, plan, texts, 0, torch.float32, ops
+    return SecondPassPrefill(shape, *given)
+
+
+def fed(read: SecondPassPrefill, tokens: int) -> None:
+    for layer in range(2):
+        made = torch.Generator().manual_seed(layer)
+        read.stage(layer, *(torch.randn(tokens, n, 8, generator=made) for n in (6, 3, 3)))
+        read.finish(layer)
+
+
+def test_the_peak_of_a_second_pass_is_noted_where_a_part_of_it_begins_or_ends() -> None:
+    """The target, the scores, the rows and the staging buffer are there throughout; then positions,
+    of the prompt or of the prompt and a text, and of the first layer's last token what is exact."""
+    read = by_hand()
+    held = 60 * ROW + SCORES + KEPT + STAGED
+    assert read.peak == held + 12 * 8
+    fed(read, 12)
+    assert read.peak == held + 12 * 8
+    first, second = read.repeats
+    read.begin_pass(first)
+    assert read.peak == held + 12 * 8 + EXACT
+    fed(read, 60)
+    read.end_pass()
+    assert read.peak == held + (12 + 60) * 8
+    read.begin_pass(second)
+    fed(read, 70)
+    read.end_pass()
+    assert read.peak == held + (12 + 70) * 8
+    read.complete()
+    assert read.peak == held + (12 + 70) * 8  # the choice holds less
+
+
+def test_the_choice_from_a_pool_counts_its_tables_and_what_enters() -> None:
+    read = by_hand(pool=30)
+    fed(read, 12)
+    for text, tokens in zip(read.repeats, (60, 70), strict=True):
+        read.begin_pass(text)
+        fed(read, tokens)
+        read.end_pass()
+    read.complete()
+    tables, copied = 30 * 8 + 60 * 12, max(30 * 8 * 4, 60 * 8 * 4)
+    assert read.peak == 60 * ROW + SCORES + KEPT + STAGED + 12 * 8 + tables + copied
+
+
+def test_the_notes_of_a_step_policy_count_from_when_they_are_taken() -> None:
+    """RoCo: two columns of float32 and the last 12 queries, with their log-sum-exps."""
+    read = by_hand("roco")
+    state = sum(kind.itemsize for kind in read.step.columns.values())  # type: ignore[union-attr]
+    noted, tail = 2 * 3 * 12 * state, 12 * 6 * (8 + 1) * 4
+    held = 60 * (ROW + state) + SCORES + KEPT + STAGED
+    assert read.peak == held + 12 * 8 + tail
+    fed(read, 12)
+    read.begin_pass(read.repeats[0])
+    sums, carried = 3 * 12 * (2 + 1) * 4, 3 * 12 * state
+    assert read.peak == held + noted + 12 * 8 + tail + 2 * EXACT + sums + carried
+
+
+def test_the_planned_peak_of_a_second_pass_is_a_sum_of_what_is_known() -> None:
+    """Beside what is there at first: notes, sums and columns of before, a pool's tables, and the
+    larger of a layer's keys and values and of the largest column. In a file: two layers' rows with
+    the longest text in place of all rows and of one such layer."""
+    layer, column = 2 * 36 * 8 * 4, 60 * 8 * 4
+    assert layer > column
+    read = by_hand()
+    assert read.planned == read.peak + layer
+    assert read.planned_in_file == read.planned - (KEPT + STAGED) + 2 * STAGED
+    read = by_hand(pool=30)
+    assert read.planned == read.peak + 30 * 8 + 60 * 12 + layer
+    read = by_hand("roco")
+    state = sum(kind.itemsize for kind in read.step.columns.values())  # type: ignore[union-attr]
+    noted, scratch = 2 * 36 * state, 36 * (4 * (2 + 1) + state)
+    assert read.planned == read.peak + noted + scratch + layer
+    read = by_hand("tova")  # takes no notes of what a prompt's queries give
+    state = sum(kind.itemsize for kind in read.step.columns.values())  # type: ignore[union-attr]
+    assert read.planned == read.peak + 2 * 36 * state + layer
+    read.target = read.target.fresh([100, 100], {})
+    assert read.planned == read.peak + 2 * 36 * state + 200 * 8 * 4
+
+
+def test_progress_counts_the_prompt_and_each_text() -> None:
+    """And when the last text is done, all is scored."""
+    read = by_hand()
+    assert (read.end, read.work) == (12, 142)
+    assert (read.scoring, read.scored) == (False, False)
+    fed(read, 12)
+    assert read.done(1) == 12
+    done = 12
+    for text, tokens in zip(read.repeats, (60, 70), strict=True):
+        assert not read.scored
+        read.begin_pass(text)
+        fed(read, tokens)
+        done += tokens
+        assert read.done(1) == done
+        read.end_pass()
+    assert (read.scoring, read.scored) == (True, True)
