@@ -1,5 +1,6 @@
-"""docs/architecture.md names files, classes and methods that exist. The README's commands are ones,
-and its figures of a plan are what `minikv plan` says."""
+"""docs/architecture.md names files, classes and methods that exist. The commands of the README and
+of the guide are ones, links between the pages lead to headings, and the README's figures of a plan
+are what `minikv plan` says."""
 
 from __future__ import annotations
 
@@ -59,15 +60,16 @@ def test_the_methods_exist(text: str) -> None:
     assert sorted(names - known()) == []
 
 
-# -- the README -----------------------------------------------------------------------------
+# -- the README and the guide ---------------------------------------------------------------
 
 README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs/guide.md").read_text()
 
 
-def commands() -> list[list[str]]:
-    """Every `minikv ...` of the README's shell blocks, as words without `minikv`."""
+def commands(page: str) -> list[list[str]]:
+    """Every `minikv ...` of the page's shell blocks, as words without `minikv`."""
     found = []
-    for block in re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL):
+    for block in re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
         for line in block.splitlines():
             for part in re.split(r" && | \| ", line):
                 words = shlex.split(part, comments=True)
@@ -76,8 +78,8 @@ def commands() -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_the_commands_of_the_readme_are_ones(words: list[str]) -> None:
+@pytest.mark.parametrize("words", [*commands(README), *commands(GUIDE)], ids=" ".join)
+def test_the_commands_of_the_pages_are_ones(words: list[str]) -> None:
     """They are parsed as typer would: the command, its flags and their values."""
     command: Any = typer.main.get_command(app)
     names: list[str] = []
@@ -91,7 +93,7 @@ def test_the_commands_of_the_readme_are_ones(words: list[str]) -> None:
 
 
 def test_the_readme_has_the_commands_of_a_first_day() -> None:
-    first = {words[0] for words in commands()}
+    first = {words[0] for words in commands(README)}
     assert {"ask", "chat", "plan", "policies", "eval", "bench"} <= first
     assert "https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct" in README
     assert "`.venv/bin/hf auth login`" in README
@@ -99,8 +101,32 @@ def test_the_readme_has_the_commands_of_a_first_day() -> None:
     assert "hf" in scripts.names
 
 
+def test_the_guide_has_the_commands_that_left_the_readme() -> None:
+    found = commands(GUIDE)
+    assert len(found) >= 23
+    assert {"ask", "chat", "verify", "chats", "config", "eval", "bench"} <= {w[0] for w in found}
+
+
+def anchors(page: str) -> set[str]:
+    """The headings, as links name them."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(("page", "folder"), [(README, ROOT), (GUIDE, ROOT / "docs")])
+def test_links_lead_to_files_and_headings(page: str, folder: Path) -> None:
+    links = re.findall(r"\]\(([^):\s]+)\)", page)
+    assert len(links) >= 5
+    for link in links:
+        name, _, heading = link.partition("#")
+        assert not name or (folder / name).is_file(), link
+        if heading:
+            text = (folder / name).read_text() if name else page
+            assert heading in anchors(text), link
+
+
 def test_the_chat_of_the_readme_answers_its_questions() -> None:
-    line = next(words for words in commands() if words[0] == "chat")
+    line = next(words for words in commands(README) if words[0] == "chat")
     assert line[1:] == ["models/bundled/sample.txt"]
     known = {
         entry["question"]: entry["answer"]
@@ -137,7 +163,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def planned() -> list[str]:
     """The flags of the README's plan."""
-    return next(words for words in commands() if words[0] == "plan")[1:]
+    return next(words for words in commands(README) if words[0] == "plan")[1:]
 
 
 def test_the_plan_of_the_readme_is_what_plan_says(plan: Any) -> None:
@@ -169,7 +195,7 @@ def test_a_suggestion_is_a_command_that_parses(plan: Any) -> None:
     text = " ".join(plan(*planned()).split())
     line = re.search(r"tokens fit: minikv (chat .*) FILE \(needs", text)
     assert line is not None
-    test_the_commands_of_the_readme_are_ones(shlex.split(line[1]))
+    test_the_commands_of_the_pages_are_ones(shlex.split(line[1]))
 
 
 # -- what was tried to break it -------------------------------------------------------------------
