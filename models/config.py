@@ -381,8 +381,8 @@ def _rope(read: _Reader, max_context: int) -> RopeConfig:
         table.pop("rope_theta", None)
         scalings[key] = _scaling(inner, read, max_context)
     if len(set(thetas.values())) > 1:
-        said = ", ".join(f"{key} {value:g}" for key, value in thetas.items())
-        raise CorruptModel(f"config.json: rotary base frequencies disagree: {said}")
+        stated = ", ".join(f"{key} {value:g}" for key, value in thetas.items())
+        raise CorruptModel(f"config.json: rotary base frequencies disagree: {stated}")
     if len(set(scalings.values())) > 1:
         raise CorruptModel("config.json: rope_parameters and rope_scaling disagree")
     theta = next(iter(thetas.values()), 10_000.0)

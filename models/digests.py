@@ -46,7 +46,7 @@ def names(folder: Path) -> list[str]:
     """The names of the files in `folder` that minikv reads, and of shards that an index lists, even
     if they are missing. Raises ModelError if there is no model."""
     try:
-        there = [
+        files = [
             path.relative_to(folder).as_posix()
             for parent in (folder, folder / "additional_chat_templates")
             if parent.is_dir()
@@ -54,7 +54,7 @@ def names(folder: Path) -> list[str]:
         ]
     except OSError as error:
         raise unreadable(folder, error) from None
-    found = set(wanted_files(there))
+    found = set(wanted_files(files))
     for index in found & {INDEX, ORIGINAL_INDEX}:
         with contextlib.suppress(CorruptModel):  # the check of its own checksum will report it
             found |= set(weight_map(folder / index).values())

@@ -280,8 +280,8 @@ def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
 def _download(hub: Any, repo: str, revision: str | None, watched: _Watched | None) -> Path:
     with _told(repo, revision):
         # The hub sends sizes only on request, and only `progress` needs them.
-        asked = {} if watched is None else {"files_metadata": True}
-        info = hub.HfApi().model_info(repo, revision=revision, **asked)
+        options = {} if watched is None else {"files_metadata": True}
+        info = hub.HfApi().model_info(repo, revision=revision, **options)
         wanted = wanted_files([sibling.rfilename for sibling in info.siblings or ()])
         bars = {}
         if watched is not None:

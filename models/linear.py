@@ -3,14 +3,14 @@
 What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
 
 - one row in bfloat16: our own kernel, or torch's product of a matrix and a vector. oneDNN, which
-torch prefers, needs twice the time. With weights prepacked for it, it needs about as much as
-torch's own product. So nothing is prepacked: there is one copy, and a tied head is fast, too. -
-many rows in bfloat16: oneDNN where the processor multiplies bfloat16. Where it does not, or does so
-more slowly than float32, the product is computed in float32, a block of the weights at a time. -
-int8 and int4: our own kernels round activations to eight bits and multiply integers. Without them,
-torch's packed kernels multiply a few rows; for many rows, the weights are unpacked a block at a
-time. With tiles (AMX), our own kernel unpacks the weights for many rows, and activations are not
-rounded.
+  torch prefers, needs twice the time. With weights prepacked for it, it needs about as much as
+  torch's own product. So nothing is prepacked: there is one copy, and a tied head is fast, too.
+- many rows in bfloat16: oneDNN where the processor multiplies bfloat16. Where it does not, or does
+  so more slowly than float32, the product is computed in float32, a block of the weights at a time.
+- int8 and int4: our own kernels round activations to eight bits and multiply integers. Without
+  them, torch's packed kernels multiply a few rows; for many rows, the weights are unpacked a block
+  at a time. With tiles (AMX), our own kernel unpacks the weights for many rows, and activations are
+  not rounded.
 
 float32, and plain weights on a CUDA device, are multiplied as by `F.linear`. Packed ones on a GPU
 are in models/linear_gpu.py.
@@ -125,12 +125,12 @@ def row_product(x: Tensor, weight: Tensor) -> Tensor:
     # torch has one switch for the whole process. The lock keeps a thread from restoring the
     # setting of another one.
     with _SWITCH:
-        before = torch._C._get_mkldnn_enabled()
+        enabled = torch._C._get_mkldnn_enabled()
         try:
             torch._C._set_mkldnn_enabled(False)
             return F.linear(x, weight)
         finally:
-            torch._C._set_mkldnn_enabled(before)
+            torch._C._set_mkldnn_enabled(enabled)
 
 
 def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:

@@ -79,9 +79,9 @@ class Int8OnGpu:
     def pack(self, start: int, weight: Tensor) -> None:
         """Pack weight [n, in], on any device, as the rows from `start` to `start` + n."""
         for begin, end in packed_blocks(weight.shape):
-            there = slice(start + begin, start + end)
+            rows = slice(start + begin, start + end)
             part = weight[begin:end].to(self.quantised.device)
-            pack_int8(part, self.quantised[there], self.scale[there])
+            pack_int8(part, self.quantised[rows], self.scale[rows])
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `linear.Linear`."""
@@ -132,9 +132,9 @@ class Int4OnGpu:
     def pack(self, start: int, weight: Tensor) -> None:
         """Pack weight [n, in], on any device, as the rows from `start` to `start` + n."""
         for begin, end in packed_blocks(weight.shape):
-            there = slice(start + begin, start + end)
+            rows = slice(start + begin, start + end)
             part = weight[begin:end].to(self.packed.device)
-            pack_int4_rows(part, self.packed[there], self.scales[:, there])
+            pack_int4_rows(part, self.packed[rows], self.scales[:, rows])
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `linear.Linear`."""

@@ -403,7 +403,7 @@ class Llama:
         # One buffer for the widest intermediate. Allocated anew for each chunk, it would leave
         # holes in the heap, which count as resident memory.
         wide = None if grad else x.new_empty(min(rows, count), 2 * self.config.mlp)
-        owed: Tensor | None = None  # in a step: what the next norm has to add to x
+        addend: Tensor | None = None  # in a step: what the next norm has to add to x
         watched = getattr(kv, "watch", None) is not None  # `watch` needs every layer's input
         rests = self._rests if last and count == 1 and not grad and not watched else []
         # In a step: the next layer's queries, keys and values, from `First` or `Rest`.
@@ -412,9 +412,9 @@ class Llama:
             closing = last and index == len(self.layers) - 1
             for start, (cos, sin) in zip(starts, tables, strict=True):
                 part = x[start : start + rows]
-                qkv = self._qkv(layer, part, owed, kv) if ready is None else ready
+                qkv = self._qkv(layer, part, addend, kv) if ready is None else ready
                 mixed = self._attend(index, qkv, cos, sin, kv)
-                owed = None
+                addend = None
                 if rests:
                     ready = rests[index](part, mixed)
                     continue
@@ -423,9 +423,9 @@ class Llama:
                         continue
                     mixed, part = mixed[-1:], part[-1:]
                 if self.ops is not None and wide is not None:
-                    owed = self._fused(self.ops, layer, part, mixed, wide)
+                    addend = self._fused(self.ops, layer, part, mixed, wide)
                     if count > 1:
-                        part, owed = part.add_(owed), None
+                        part, addend = part.add_(addend), None
                 else:
                     part = _add(part, mixed, layer.out, grad)
                     part = self._mlp(layer, part, wide)
@@ -435,10 +435,10 @@ class Llama:
         if ready is not None:
             return ready
         if grad or last:
-            return self._norm(x, owed, self.norm)
+            return self._norm(x, addend, self.norm)
         for start in starts:
             part = x[start : start + rows]
-            part.copy_(self._norm(part, owed, self.norm))
+            part.copy_(self._norm(part, addend, self.norm))
         return x
 
     def _table(self, start: int | Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -461,10 +461,10 @@ class Llama:
             return self.embedding.rows(ids)
         return F.embedding(ids, self.embedding)
 
-    def _qkv(self, layer: Layer, x: Tensor, owed: Tensor | None, kv: Attend) -> Tensor:
-        """Rows x [t, hidden], to which `owed` is added in place -> queries, keys and values
+    def _qkv(self, layer: Layer, x: Tensor, addend: Tensor | None, kv: Attend) -> Tensor:
+        """Rows x [t, hidden], to which `addend` is added in place -> queries, keys and values
         [t, (heads + 2 * kv_heads) * D], not rotated."""
-        normed = self._norm(x, owed, layer.attention_norm)
+        normed = self._norm(x, addend, layer.attention_norm)
         watch = getattr(kv, "watch", None)
         if watch is not None:
             watch(normed)

@@ -220,10 +220,10 @@ class Packed:
             return f"they take {_gib(needs)}, and {_gib(free)} of the disk are free ({folder})"
         freed = packed_files.remove(leaving)
         free = shutil.disk_usage(folder).free
-        gone = f"; {_gib(freed)} of other models made room" if freed else ""
+        freed_note = f"; {_gib(freed)} of other models made room" if freed else ""
         self._say(
             f"keeping the packed weights for the next start: {_gib(needs)} in {folder}, "
-            f'{_gib(free)} free{gone} (`keep_packed="off"` keeps none)'
+            f'{_gib(free)} free{freed_note} (`keep_packed="off"` keeps none)'
         )
         about = {
             "format": FORMAT,

@@ -131,9 +131,9 @@ class _Process:
                 running = self._start()
             except OSError as error:
                 raise TemplatesUnavailable(error.strerror or str(error)) from None
-            late = threading.Timer(_WAIT, running.kill)
-            late.daemon = True
-            late.start()
+            timer = threading.Timer(_WAIT, running.kill)
+            timer.daemon = True
+            timer.start()
             try:
                 return self._exchange(running, line)
             except BaseException:  # also Ctrl-C: the next request must not get this one's reply
@@ -141,7 +141,7 @@ class _Process:
                 running.wait()
                 raise
             finally:
-                late.cancel()
+                timer.cancel()
 
     def _exchange(
         self, running: subprocess.Popen[bytes], line: bytes

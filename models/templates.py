@@ -112,8 +112,8 @@ class ChatTemplate:
         the answer. If a template rewrites earlier turns, its changes to turns that were already fed
         are ignored.
 
-        Of a conversation of more than about 512 messages the template gets only the beginning and the
-        end. A comparison with the whole conversation checks that this makes no difference: the
+        Of a conversation of more than about 512 messages the template gets only the beginning and
+        the end. A comparison with the whole conversation checks that this makes no difference: the
         first time, and again whenever the conversation is twice as long. Raises UnsupportedModel or
         CorruptModel.
         """

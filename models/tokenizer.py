@@ -183,8 +183,8 @@ class Tokenizer:
             start, end = match.span()
             if start < at or (whole and _joins_word(text, start, end)):
                 continue
-            before = text[at:start]
-            found.append((id, before.rstrip() if left else before))
+            preceding = text[at:start]
+            found.append((id, preceding.rstrip() if left else preceding))
             id = self.control[match[0]]
             at = end
             while right and at < len(text) and text[at].isspace():

@@ -52,8 +52,8 @@ class JsonVocabulary:
             added = {str(token["content"]): token for token in data["added_tokens"]}
             largest = max((int(token["id"]) for token in added.values()), default=-1)
         if largest >= LARGEST_ID:
-            shown = str(largest) if largest < 10**18 else "19 digits or more"
-            raise CorruptModel(f"{name} has a token id of {shown}")
+            id_text = str(largest) if largest < 10**18 else "19 digits or more"
+            raise CorruptModel(f"{name} has a token id of {id_text}")
         self._backends: dict[Place, tokenizers.Tokenizer] = {}
         with silent(), library_errors(name, "not a usable tokenizer"):
             start = _backend(data)

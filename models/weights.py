@@ -290,17 +290,17 @@ def form_notes(config: ModelConfig, form: str) -> list[str]:
     layers, logits = split(form)
     notes = []
     for kind in packs(form):
-        asked = matrices(config) if kind == layers else {}
+        shapes = matrices(config) if kind == layers else {}
         if kind == logits:
-            asked |= {"head": (config.vocab, config.hidden)}
-        odd = [
+            shapes |= {"head": (config.vocab, config.hidden)}
+        unpacked = [
             f"{name} (rows of {columns})"
-            for name, (rows, columns) in asked.items()
+            for name, (rows, columns) in shapes.items()
             if kept_bytes(rows, columns, kind, 2) == 2 * rows * columns
         ]
         unit = "a multiple of 16" if kind == "int8" else "a multiple of 32"
-        if odd:
-            notes.append(f"{kind} needs rows of {unit}: {', '.join(odd)} stay in bfloat16")
+        if unpacked:
+            notes.append(f"{kind} needs rows of {unit}: {', '.join(unpacked)} stay in bfloat16")
     return notes
 
 

@@ -88,10 +88,10 @@ class DenseAttend:
                 query, keys, values, pos[first:], pos[None], window
             )
         else:
-            before, parts = self.position, []
-            if before:
-                parts.append(self._ops.rows_attention(query, keys[:, :before], values[:, :before]))
-            parts.append(self._ops.last_rows_attention(query, keys[:, before:], values[:, before:]))
+            seen, parts = self.position, []
+            if seen:
+                parts.append(self._ops.rows_attention(query, keys[:, :seen], values[:, :seen]))
+            parts.append(self._ops.last_rows_attention(query, keys[:, seen:], values[:, seen:]))
             mixed, _ = self._ops.merge(parts)
         return mixed.permute(2, 0, 1, 3).reshape(rows, q.shape[1], -1)
 

@@ -200,10 +200,10 @@ class BlockPrefill:
         most = int(over.max())
         if most:
             heads = torch.arange(len(pos), device=pos.device)
-            shown = pos.masked_fill(pos < self.plan.pinned, -1)  # hides pinned rows from the policy
+            visible = pos.masked_fill(pos < self.plan.pinned, -1)  # without the pinned rows
             view = StepView(
                 position,
-                shown,
+                visible,
                 torch.full_like(heads, self.cap),
                 torch.full_like(heads, layer),
                 heads,
@@ -215,7 +215,7 @@ class BlockPrefill:
                 layer,
             )
             scores, free = self.step.score(view, most)
-            keep = keep & ~leaving(scores, shown, free, over)
+            keep = keep & ~leaving(scores, visible, free, over)
             assert bool((keep.sum(1) + coming <= self.cap).all()), "too few rows may leave"
         self._compact(keep)
 

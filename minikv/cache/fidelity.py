@@ -54,14 +54,14 @@ class LastToken:
         assert len(q) == 1
         columns, slot, held = self.arena.columns, self._slot[layer], self._held[layer]
         new = self.arena.stored(k[0], v[0])
-        before = {name: columns[name][slot] for name in new}
+        old = {name: columns[name][slot] for name in new}
         try:
             for name, row in new.items():
                 mask = held.view(-1, *[1] * (row.dim() - 1))
-                columns[name].index_copy_(0, slot, torch.where(mask, row, before[name]))
+                columns[name].index_copy_(0, slot, torch.where(mask, row, old[name]))
             out, lse = self.over_rows(layer, q[0])
         finally:
-            for name, row in before.items():
+            for name, row in old.items():
                 columns[name].index_copy_(0, slot, row)
         if not self._all_held:
             out = torch.where(held[:, None, None], out, _with_own(q[0], k[0], v[0], out, lse))

@@ -83,8 +83,8 @@ class GlobalPool:
             if earlier is not None:
                 arena, index = earlier
                 old = place < count - tokens
-                before = arena.columns[name][index[head, place.clamp(max=count - tokens - 1)]]
-                found = torch.where(old.view(-1, *[1] * (found.dim() - 1)), before, found)
+                old_values = arena.columns[name][index[head, place.clamp(max=count - tokens - 1)]]
+                found = torch.where(old.view(-1, *[1] * (found.dim() - 1)), old_values, found)
             self.target.columns[name].index_copy_(0, into, found)
         for name, values in ({"pos": pos} | dict(extra)).items():
             column = self.target.columns[name]
@@ -118,12 +118,14 @@ class GlobalPool:
             sizes = fill(sizes, self._owned)
         start = sizes.cumsum(0) - sizes
         order = ((owner << 32) | target.columns["pos"][:size].clamp(min=0)).argsort(stable=True)
-        mine, first = owner[order], kept.cumsum(0) - kept
-        inside = mine < layers * heads
-        mine = mine.clamp(max=layers * heads - 1)
-        there = start[mine] + torch.arange(size, device=held.device) - first[mine]
+        sorted_owner, first = owner[order], kept.cumsum(0) - kept
+        inside = sorted_owner < layers * heads
+        sorted_owner = sorted_owner.clamp(max=layers * heads - 1)
+        destination = (
+            start[sorted_owner] + torch.arange(size, device=held.device) - first[sorted_owner]
+        )
         source = torch.full_like(self._owner, self._owned)
-        source.index_copy_(0, torch.where(inside, there, self._owned), order)
+        source.index_copy_(0, torch.where(inside, destination, self._owned), order)
         source[-1] = self._owned
         for name, column in target.columns.items():
             target.columns[name] = column[source]

@@ -551,13 +551,13 @@ class KVCache:
             most = arena.cap + (step.block - 1)
             if bool((arena.held > most).any()):
                 arena = arena.trimmed(step.sinks, self._pinned, most)
-            wanted = arena.cap + block
+            capacity = arena.cap + block
         else:
-            wanted = arena.capacity
+            capacity = arena.capacity
             if bool((arena.held >= arena.capacity).any()):
-                wanted = arena.capacity + _ROOM
-        if bool((wanted > arena.capacity).any()):
-            arena = arena.grown(torch.maximum(wanted, arena.capacity))
+                capacity = arena.capacity + _ROOM
+        if bool((capacity > arena.capacity).any()):
+            arena = arena.grown(torch.maximum(capacity, arena.capacity))
         return arena
 
     def settle(self) -> None:
@@ -827,5 +827,5 @@ def _declare(arena: Arena, before: StepPolicy | None, rules: Rules) -> None:
     # Another policy's values mean nothing to this one.
     same = before is not None and step is not None and before.name == step.name
     anew = not same or (before is not None and before.columns != columns)
-    mine = {} if prompt is None else prompt.scorer.columns
-    arena.declare({**mine, **columns}, anew=columns if anew else ())
+    scorer_columns = {} if prompt is None else prompt.scorer.columns
+    arena.declare({**scorer_columns, **columns}, anew=columns if anew else ())

@@ -526,13 +526,13 @@ class Prefill:
 
     def _carried(self, pos: Tensor) -> dict[str, Tensor]:
         """The policies' columns [H, N] from before the prompt; zero for new rows."""
-        before = pos.shape[1] - self.plan.tokens
+        earlier = pos.shape[1] - self.plan.tokens
         carried: dict[str, Tensor] = {}
         for name, dtype in policy_columns(self.prompt, self.step).items():
             carried[name] = torch.zeros(pos.shape, dtype=dtype, device=pos.device)
             if self._old is not None:
                 rows = self.arena.columns[name][self._old.index]
-                carried[name][:, :before] = rows.masked_fill(~self._old.live, 0)
+                carried[name][:, :earlier] = rows.masked_fill(~self._old.live, 0)
         return carried
 
     def _note_peak(self, *scratch: Tensor, more: int = 0) -> None:

@@ -215,8 +215,8 @@ class _Pass(Prefill):
             lse,
             self._ops,
         )
-        mine = self.peaks[layer][:, begin:end]
-        torch.maximum(mine, self.prompt_policy.scorer.peak(view), out=mine)
+        scores = self.peaks[layer][:, begin:end]
+        torch.maximum(scores, self.prompt_policy.scorer.peak(view), out=scores)
         return out
 
     def _mix_apart(self, query: Tensor, hi: int) -> tuple[Tensor, Tensor]:
@@ -252,8 +252,8 @@ class _Choice(Prefill):
         assert self.tier is not None
         self._key, self._value = self.tier.stage(layer, self.plan.tokens)
         self._old = EarlierRows.of(self._ops, self.arena, self._held, layer)
-        before = 0 if self._old is None else self._old.pos.shape[1]
-        self._peak = torch.cat((peak.new_zeros((len(peak), before)), peak), 1)
+        earlier = 0 if self._old is None else self._old.pos.shape[1]
+        self._peak = torch.cat((peak.new_zeros((len(peak), earlier)), peak), 1)
         self.noted = noted
         self.finish(layer)
 
@@ -413,8 +413,8 @@ class SecondPassPrefill:
 
     def done(self, layer: int) -> int:
         """Progress over all layers and texts, as a number of the tokens of `work`."""
-        before = self.plan.tokens if self.scoring else 0
-        return before + self._passed + self._reading.done(layer)
+        prompt = self.plan.tokens if self.scoring else 0
+        return prompt + self._passed + self._reading.done(layer)
 
     def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Take in a chunk of rows and attend: shapes as in `Attend.attend`."""

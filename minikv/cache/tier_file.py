@@ -256,9 +256,9 @@ class FileRows:
         self._check_writes()
         known = tuple(ids[begin:rows]) if len(ids) >= rows else (-1,) * (rows - begin)
         head = head_pages(begin, checks, known)
-        before = self._segments[-1].chain if self._segments else 0
+        chain = self._segments[-1].chain if self._segments else 0
         made = Segment(
-            self._end, begin, rows - begin, rows - begin, checks, known, zlib.crc32(head, before)
+            self._end, begin, rows - begin, rows - begin, checks, known, zlib.crc32(head, chain)
         )
         self._segments.append(made)
         self._begin = rows

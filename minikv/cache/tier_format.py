@@ -133,8 +133,8 @@ def _segment(handle: int, header: Header, last: Segment | None) -> Segment | Non
     size = os.fstat(handle).st_size
     if at + PAGE > size:
         return None
-    mark, begin, rows, said = HEAD.unpack_from(read(handle, PAGE, at))
-    if mark != SEGMENT or said != layers or not 0 < rows < _MOST_ROWS:
+    mark, begin, rows, stated_layers = HEAD.unpack_from(read(handle, PAGE, at))
+    if mark != SEGMENT or stated_layers != layers or not 0 < rows < _MOST_ROWS:
         return None
     length = head_size(rows, layers)
     if at + length + layers * part_size(header, rows) > size:

@@ -44,10 +44,10 @@ class Cancelling:
     def during(self, pieces: Generator[str, None, None]) -> Generator[str, None, None]:
         """Return `pieces`. A call of `cancel` applies to them from now until they end, also before
         the first piece is requested."""
-        before = self._calls
+        calls = self._calls
 
         def yielded() -> Generator[str, None, None]:
-            self.forget(before)
+            self.forget(calls)
             try:
                 yield from pieces
             finally:

@@ -60,8 +60,8 @@ class Composer:
 def start(template: Template, system: str) -> list[int]:
     """Token ids before the text of the first user message, with the BOS token if the model has one.
     All conversations with this system prompt begin with them."""
-    before = [Message("system", system)] if system else []
-    one, two = (template.opening([*before, Message("user", text)]) for text in ("a", "7?"))
+    system_messages = [Message("system", system)] if system else []
+    one, two = (template.opening([*system_messages, Message("user", text)]) for text in ("a", "7?"))
     return one[: reuse.shared(one, two)]
 
 

@@ -83,11 +83,11 @@ class Planner:
             given = self.recall.given(ids)
             mode = "recall" if given else "refresh" if again else "once"
             return PromptPlan(mode, (ids,), True, pinned, True, given, self._last_turn(ids))
-        asked = self._asked(messages)
+        with_documents = self._asked(messages)
         if not self.blind:
             mode, begins = "refresh" if again else "once", self._last_turn(ids)
-            return PromptPlan(mode, (ids,), True, pinned, begins=begins, asks=not asked)
-        parts = reuse.parts(ids, asked, with_content(self.composer.opening, messages))
+            return PromptPlan(mode, (ids,), True, pinned, begins=begins, asks=not with_documents)
+        parts = reuse.parts(ids, with_documents, with_content(self.composer.opening, messages))
         mode = "blind" if len(parts) > 1 else "once"
         return PromptPlan(mode, parts, True, pinned, asks=True)
 

@@ -121,7 +121,7 @@ def read(
             progress(done + so_far, whole)
 
     gaps = not plan.anew and kv.stats().gaps
-    before = kv.mark()
+    mark = kv.mark()
     try:
         if replaces and not plan.recalled:
             engine.reset()
@@ -143,12 +143,12 @@ def read(
             # Until the last prompt was read, the old cache is kept, in case of an error.
             anew = replaces and not plan.recalled  # a recall counts the old rows itself
             tries = fidelity is not None and (fidelity.tried or 1) > 1
-            kept = before.arena.nbytes if anew or done or tries else 0
+            kept = mark.arena.nbytes if anew or done or tries else 0
             done += max(work, len(part))
             evict_s, peak = evict_s + figures.evict_s, max(peak, figures.peak_bytes + kept)
             blind = blind or (figures.shaped and not last)
     except BaseException:
-        kv.go_back(before)
+        kv.go_back(mark)
         raise
     kv.forget_mark()
     lost = figures.lost_mean, figures.lost_max, figures.lost_layer

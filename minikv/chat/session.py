@@ -309,9 +309,9 @@ class ChatSession:
         seed, pending, history = self.seed, self.pending, self.history
         taken, baseline = self.turns[finished:], self.baseline_tok_s
         rereads = self.rereads or taken[0].report.reuse == "refresh"
-        before = history.before.get(finished)
-        before = before or self._without_cache().before(finished, self.template)
-        self._restore(before, self.eviction)
+        snapshot = history.before.get(finished)
+        snapshot = snapshot or self._without_cache().before(finished, self.template)
+        self._restore(snapshot, self.eviction)
         self.rereads = (self.rereads or rereads) and bool(self.fed)
         self.undone, self.seed, self.baseline_tok_s = taken, seed, baseline
         self.pending += [d for d in pending if d not in self.pending]
@@ -527,7 +527,7 @@ class ChatSession:
         # Read it. After an error, the chat is as it was.
         answer = Answer(self.tokenizer.stream(), settings.stop)
         known = self.engine.kv.stats()
-        before = self.history.copy(self.snapshot, known.held_bytes)
+        snapshot = self.history.copy(self.snapshot, known.held_bytes)
         reader = Reader(
             self.engine,
             self.tokenizer,
@@ -546,7 +546,7 @@ class ChatSession:
         lines = [self.recall.keep(plan.ids)] if plan.recalled else []
 
         # The prompt is in the cache. From here on the turn counts, even if the answer fails.
-        self.history.keep(self.turn, before)
+        self.history.keep(self.turn, snapshot)
         self._log.read(plan.ids, anew=plan.anew)
         if plan.anew:
             self.shaped_by = None
@@ -581,8 +581,8 @@ class ChatSession:
         finally:  # Close the turn, however it ended.
             answer.close()
             self.messages = [*messages, Message("assistant", answer.text)]
-            late = self._new_notices()
-            turn_warnings.lines += late
+            late_notices = self._new_notices()
+            turn_warnings.lines += late_notices
             stats = measured(self.engine.kv, known)
             self._mark(stats)
             self.report = turn_report(
@@ -603,7 +603,7 @@ class ChatSession:
                 warnings=turn_warnings.lines,
             )
             self.turns.append(Turn(question, answer.text, attached, self.report))
-            turn_warnings.say(late)  # last, because the caller's function may raise
+            turn_warnings.say(late_notices)  # last, because the caller's function may raise
 
     def _longer(
         self, settings: AnswerSettings, notice: Callable[[str], None] | None
@@ -630,7 +630,7 @@ class ChatSession:
             raise
         finally:
             answer.close()
-            late, stats = self._new_notices(), measured(self.engine.kv, known)
+            late_notices, stats = self._new_notices(), measured(self.engine.kv, known)
             self.report = continued(
                 turn.report,
                 stats,
@@ -639,13 +639,13 @@ class ChatSession:
                 seed=writer.seed,
                 sampling=settings.record(),
                 memory=device_memory(self.facts.device),
-                warnings=late,
+                warnings=late_notices,
             )
             self.messages[-1] = Message("assistant", answer.text)
             self.turns[-1] = replace(turn, answer=answer.text, report=self.report)
             self.curve.pop()
             self._mark(stats)
-            Warnings(str, notice).say(late)
+            Warnings(str, notice).say(late_notices)
 
     def _room(self) -> Room:
         return Room(self.max_context, len(self.fed), self.room)

@@ -59,8 +59,8 @@ class ChatSnapshot:
         if there was one. Empty if it is not clear where the later turns begin."""
         if not finished:
             return ()
-        before = list(self.messages[: self._message(finished) + 1])
-        after = tuple(template.following(before))
+        messages = list(self.messages[: self._message(finished) + 1])
+        after = tuple(template.following(messages))
         ids, seen = self.fed or self.known, self.turns[finished - 1].report.tokens.seen_total
         ends = [end for end in (seen, seen + 1) if ids[end : end + len(after)] == after]
         return ids[: ends[0]] if ends else ()

@@ -67,8 +67,8 @@ def rewritten(
     itself = report.stop_reason in ("eos", "stop")
     most = max(int(how["max_tokens"]), 1) if itself else report.tokens.generated
     most = min(most, engine.kv.shape.max_context - read + 1)
-    before = list(ids[read:])
-    answer, found, ended = Answer(tokenizer.stream(), how["stop"]), [], False
+    first = list(ids[read:])
+    answer, second, ended = Answer(tokenizer.stream(), how["stop"]), [], False
     ops = engine.kv.ops
     steps = TierSteps(tier, read - 1, ops)
     token = ids[read - 1]
@@ -86,7 +86,7 @@ def rewritten(
             piece = answer.push(token)
             ended = answer.stopped
             if not answer.overshot:  # an overshot token does not belong to the answer
-                found.append(token)
+                second.append(token)
             if piece:
                 yield piece
     finally:
@@ -94,23 +94,23 @@ def rewritten(
     if rest := answer.finish():
         yield rest
     same = next(
-        (i for i, pair in enumerate(zip(before, found, strict=False)) if pair[0] != pair[1]),
-        min(len(before), len(found)),
+        (i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]),
+        min(len(first), len(second)),
     )
     complete = ended or answer.generated >= most
-    differs = same < min(len(before), len(found))
-    parts = differs or (complete and len(before) != len(found))
+    differs = same < min(len(first), len(second))
+    parts = differs or (complete and len(first) != len(second))
 
     def text(tokens: Sequence[int]) -> str | None:
         return tokenizer.decode(tokens[same : same + 1]) if same < len(tokens) else None
 
     return Verification(
-        tuple(found),
+        tuple(second),
         answer.text,
         same,
         parts,
-        text(before) if parts else None,
-        text(found) if parts else None,
+        text(first) if parts else None,
+        text(second) if parts else None,
         complete,
         perf_counter() - began,
     )

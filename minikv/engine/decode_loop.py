@@ -167,25 +167,25 @@ class DecodeLoop:
         if self._failed is not None:
             raise self._failed
         try:
-            asked, self._early = self._early, None
-            if asked is None or (token, how) != (self._guess, self._how):
-                if asked is not None:
+            wait, self._early = self._early, None
+            if wait is None or (token, how) != (self._guess, self._how):
+                if wait is not None:
                     kv.decode.drop()
                 self._prepare(*how)
                 self._token.fill_(token)
-                asked = self._launch()
+                wait = self._launch()
             if ahead and self._at < min(kv.full_at, kv.shape.max_context):
                 try:
                     self._early = self._launch()
                 except Exception as error:  # the step of `token` is already running
                     self._failed = error
-            found, good, left = asked()
+            following, finite, left = wait()
         except BaseException:
             if self._running:  # the step launched ahead may have ended the step of `token`
                 kv.position = max(kv.position, int(kv.decode.position))
             kv.settle()
             raise
-        if not good:
+        if not finite:
             kv.settle()
             raise NumericsError(
                 f"the network produced NaN or infinite logits at position {kv.position + 1:,}",
@@ -193,8 +193,8 @@ class DecodeLoop:
             )
         kv.decode.schedule.note_left(kv.position, left)
         kv.position += 1
-        self._guess = found
-        return found
+        self._guess = following
+        return following
 
     @property
     def captured(self) -> bool:

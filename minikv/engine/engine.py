@@ -195,14 +195,14 @@ class Engine:
         """Feed one token and return `use(logits)`. The token counts only after that."""
         kv = self.kv
         self._refuse_full()
-        before = kv.position
+        position = kv.position
         try:
             logits = self.network.forward(self._tensor([token]), _Withheld(kv))
             _check(logits, "writing the answer")
             found = use(logits)
             kv.advance(1)
         except BaseException:
-            if kv.position == before:
+            if kv.position == position:
                 kv.rollback()
             raise
         return found
@@ -218,13 +218,13 @@ class Engine:
         """
         self._refuse_full()
         if self._loop is not None:
-            before = self.kv.position
+            position = self.kv.position
             try:
                 return self._loop.feed(token, vocab, sampling, seed, ahead=ahead)
             except NumericsError:
                 raise
             except Exception as error:
-                if self.kv.position != before:
+                if self.kv.position != position:
                     raise
                 self._loop.stop()
                 self._loop = None

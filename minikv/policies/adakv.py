@@ -80,8 +80,8 @@ def normalized(scores: Tensor, free: Tensor, each: Tensor, most: int) -> Tensor:
     each int64 []: at most `most`.
     """
     live = scores.masked_fill(~free, 0.0)
-    found = live.topk(min(most, live.shape[1])).values
-    mine = torch.arange(found.shape[1], device=found.device) < each
-    held = found.masked_fill(~mine, 0.0).sum(1, dtype=torch.float64)
+    largest = live.topk(min(most, live.shape[1])).values
+    counts = torch.arange(largest.shape[1], device=largest.device) < each
+    held = largest.masked_fill(~counts, 0.0).sum(1, dtype=torch.float64)
     weight = held / live.sum(1, dtype=torch.float64).clamp(min=1e-30)
     return scores * weight.to(scores.dtype)[:, None]

@@ -635,8 +635,8 @@ class StepPolicy(ABC):
 
 def policy_columns(prompt: PromptPolicy | None, step: StepPolicy | None) -> dict[str, torch.dtype]:
     """The columns that a pair of policies stores, with their dtypes."""
-    mine = prompt.scorer.columns if prompt is not None else {}
-    return {**mine, **(step.columns if step is not None else {})}
+    scorer_columns = prompt.scorer.columns if prompt is not None else {}
+    return {**scorer_columns, **(step.columns if step is not None else {})}
 
 
 def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride: int = 0) -> int:

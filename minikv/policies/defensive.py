@@ -87,9 +87,9 @@ def worst_case(p: Tensor, order: Tensor, free: Tensor, kernel: int, numbers: int
     for lo in range(0, queries.shape[1], count):
         part = queries[:, lo : lo + count]
         line = part.gather(2, order.expand(part.shape)) * real
-        before = line.sum(2, keepdim=True)
+        total = line.sum(2, keepdim=True)
         line = F.avg_pool1d(line, kernel, 1, kernel // 2) * real
-        line = line * (before / line.sum(2, keepdim=True).clamp(min=1e-30))
+        line = line * (total / line.sum(2, keepdim=True).clamp(min=1e-30))
         most = torch.maximum(most, line.amax(1))
     return most
 

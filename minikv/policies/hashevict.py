@@ -84,9 +84,9 @@ class HashEvict(StepPolicy):
         assert probe is not None
         assert view.layer_index is not None
         matrix = self.matrix(view.layer_index, probe)
-        mine = torch.stack([codes(x, matrix) for x in probe])  # [F, G]
+        probe_codes = torch.stack([codes(x, matrix) for x in probe])  # [F, G]
         stored = view.columns["code"].to(torch.int64)
-        distance = ones(mine[:, :, None] ^ stored[:, None]).sum(1)
+        distance = ones(probe_codes[:, :, None] ^ stored[:, None]).sum(1)
         return -distance.to(torch.float32), unprotected(view, self)
 
     def append_kernel(self, ops: Kernels, append: StepAppend) -> bool:

@@ -54,8 +54,8 @@ class KVzip(Scorer):
     def second_pass(
         self, ids: Sequence[int], first: int, words: Wording, room: int
     ) -> Sequence[Repeat]:
-        asked = max(len(words.first), len(words.later) + self.overlap) + len(words.answer)
-        chunk = min(self.chunk, room - asked)
+        request_tokens = max(len(words.first), len(words.later) + self.overlap) + len(words.answer)
+        chunk = min(self.chunk, room - request_tokens)
         if chunk < min(_SHORTEST, len(ids) - first):
             return ()
         repeats = []

@@ -79,11 +79,11 @@ def _read(policy: str, option: Option, raw: object) -> Value:
 
 def _hint(option: Option) -> str:
     """The hint for a wrong value: what may be given instead."""
-    wanted = ""
+    allowed = ""
     if isinstance(option.default, bool):
-        wanted = "give true or false; "
+        allowed = "give true or false; "
     elif option.low is not None and option.high is not None:
         odd = "an odd number " if option.odd else ""
-        wanted = f"give {odd}from {option.low} to {option.high}; "
-    default = str(option.default).lower() if wanted else option.default
-    return f"{wanted}the default is {default}"
+        allowed = f"give {odd}from {option.low} to {option.high}; "
+    default = str(option.default).lower() if allowed else option.default
+    return f"{allowed}the default is {default}"

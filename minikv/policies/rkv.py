@@ -119,12 +119,12 @@ def redundancy(view: StepView, threshold: float) -> Tensor:
         heads = live.any(1).nonzero()[:, 0]
     size = view.keys(heads[:0]).shape[-1]
     for part in torch.split(heads, max(1, BLOCK // (wide * max(wide, size)))):
-        shown = live[part]
+        exists = live[part]
         unit = F.normalize(view.keys(part).float(), dim=-1)
-        unit = unit.masked_fill(~shown[..., None], 0.0)  # unused memory may hold NaN
+        unit = unit.masked_fill(~exists[..., None], 0.0)  # unused memory may hold NaN
         total = sums(unit, view.pos[part].to(torch.int32), threshold)
-        mean = total / shown.sum(1, keepdim=True).clamp(min=1)
-        means[part] = mean.masked_fill(~shown, -torch.inf).softmax(1).masked_fill(~shown, 0.0)
+        mean = total / exists.sum(1, keepdim=True).clamp(min=1)
+        means[part] = mean.masked_fill(~exists, -torch.inf).softmax(1).masked_fill(~exists, 0.0)
     return means
 
 

@@ -48,17 +48,17 @@ class ScissorHands(StepPolicy):
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert view.below is not None
         begin, end = view.turns[-1]
-        told = min(self.prompt_history, end - begin)
-        able = (end - view.pos.clamp(min=end - told)).clamp(0, told)
+        observed = min(self.prompt_history, end - begin)
+        queries = (end - view.pos.clamp(min=end - observed)).clamp(0, observed)
         # Shift by as many bits as there were queries that could see the row, all at once.
         columns: dict[str, Tensor] = {}
-        carry = view.below() & ((1 << able) - 1)
+        carry = view.below() & ((1 << queries) - 1)
         for i in range(self._words):
             word = old[f"below{i}"]
             bits = min(_BITS, self.history - i * _BITS)
-            columns[f"below{i}"] = ((word << able) | carry) & ((1 << bits) - 1)
-            carry = word >> (_BITS - able)
-        columns["queries"] = (old["queries"] + able).clamp(max=float(self.history))
+            columns[f"below{i}"] = ((word << queries) | carry) & ((1 << bits) - 1)
+            carry = word >> (_BITS - queries)
+        columns["queries"] = (old["queries"] + queries).clamp(max=float(self.history))
         return columns
 
     def update(

@@ -21,9 +21,9 @@ def main() -> None:
     doc = world.document(rng, SENTENCES, FACTS)
     order = list(doc.facts)
     rng.shuffle(order)
-    asked = [{"question": rng.choice(f.questions), "answer": f.answer} for f in order[:12]]
+    questions = [{"question": rng.choice(f.questions), "answer": f.answer} for f in order[:12]]
     (FOLDER / "sample.txt").write_text(doc.text + "\n")
-    (FOLDER / "questions.json").write_text(json.dumps(asked, indent=1) + "\n")
+    (FOLDER / "questions.json").write_text(json.dumps(questions, indent=1) + "\n")
 
 
 if __name__ == "__main__":
