@@ -1,8 +1,8 @@
-"""Chats on disk: saved after every turn, and taken up again where they ended.
+"""Chats on disk: saved after every turn, and continued later where they ended.
 
 One directory per chat: `chat.jsonl`, a file per document with its text, the compressed cache, and
-the tier if it is in a file.
-Everything is checked before any of it is used. Files are the user's alone.
+the tier if it is in a file. All of it is checked before any of it is used. Only the user can read
+the files.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from minikv.chat.snapshot import ChatSnapshot
 
 _FIELDS = {"options": ("policy_options", "decode_options")}
-"""The fields of an identity that a flag of another name sets."""
+"""Field of an identity -> the setting that sets it, where the names differ."""
 
 
 class Keeper:
@@ -70,7 +70,7 @@ class Keeper:
         self.saved = False  # whether a save has succeeded in this run
 
     def attend(self, session: ChatSession) -> None:
-        """Have a tier of this session, if it needs a file, among the files of its chat."""
+        """If this session needs a file for its tier, put that file among the files of its chat."""
 
         def where() -> Place:
             return place(tier_identity(self._identity(session)), saved=self.active)
@@ -78,8 +78,8 @@ class Keeper:
         session.recall.where = where
 
     def keep(self, session: ChatSession) -> None:
-        """Save, if anything changed since. Never fails: a save that does not succeed costs one
-        warning, and the chat goes on."""
+        """Save if anything changed since the last save. Never raises: if saving fails, one warning
+        says so, and the chat continues."""
         if not self.active or not self._changed(session):
             return
         try:
@@ -88,7 +88,7 @@ class Keeper:
             reason = _reason(error)
             if reason not in self._warned:
                 self._warned.add(reason)
-                self._terminal.warn(f"this chat is not saved: {reason}; it goes on without")
+                self._terminal.warn(f"this chat is not saved: {reason}; it continues unsaved")
             return
         if made and not self._told and self._terminal.err.isatty():
             assert self.name is not None
@@ -97,7 +97,7 @@ class Keeper:
             self._terminal.note(f"  saved with all its text in {where}; --no-save turns that off")
 
     def save(self, session: ChatSession, name: str | None = None) -> Path:
-        """Save now; with a `name`, under it from now on. Raises UsageError if that fails."""
+        """Save now; with a `name`, under that name from now on. Raises UsageError if that fails."""
         if name is not None:
             check_name(name)
         self._changed(session)
@@ -110,8 +110,8 @@ class Keeper:
         return chats_folder() / self.name
 
     def fork(self, session: ChatSession, name: str) -> Path:
-        """Save under a new name, and go on there; the chat that was saved before stays as it is.
-        Raises UsageError; then nothing changed."""
+        """Save under a new name, and save there from now on; what was saved before stays as it is.
+        On UsageError nothing has changed."""
         check_name(name)
         self._changed(session)
         if self.name is None:
@@ -139,14 +139,13 @@ class Keeper:
         reread: bool = False,
         given: Collection[str] = (),
     ) -> Saved:
-        """Put a saved chat in the place of `session`'s, with its policy, budget and seed.
+        """Replace the chat of `session` by a saved one, with its policy, budget and seed.
 
-        `given`: fields of `Settings` that the user insists on: a chat saved under others is
-        refused, and so is one with another model, tokenizer or dtype, or whose files are not as
-        they were written. But where the chat has a tier of this model, neither policy nor budget
-        nor --kv need be those of then, and the cache may be damaged. With `reread` cache and tier
-        are left alone: the next question reads the whole conversation again. On UsageError nothing
-        changed.
+        `given`: fields of `Settings` that the user stated. A chat that was saved with other values
+        is refused, and so is one with another model, tokenizer or dtype, or with changed files. But
+        if the chat has a tier of this model, policy, budget and --kv may differ, and the cache may
+        be damaged. With `reread`, cache and tier are not used: the next question reads the whole
+        conversation again. On UsageError nothing has changed.
         """
         check_name(name)
         if not (chats_folder() / name / TRANSCRIPT).exists():
@@ -200,8 +199,8 @@ class Keeper:
         *,
         tier: bool,
     ) -> ChatSnapshot:
-        """The chat with its cache; without it if that was asked for, or if there is a `tier` and
-        the cache is not of use. Raises UsageError."""
+        """The chat with its cache; without it if the caller wants that, or if there is a `tier` and
+        the cache cannot be used. Raises UsageError."""
         if not (reread or (tier and differences(self._identity(session), saved.header, stated))):
             self._refuse(session, saved, stated)
             try:
@@ -231,7 +230,7 @@ class Keeper:
         return snapshot
 
     def _tier(self, session: ChatSession, saved: Saved, given: Collection[str]) -> FileRows | None:
-        """The chat's tier, if it has one that can be used; a line if it is damaged."""
+        """The chat's tier, if it has one that can be used. If it is damaged, a warning says so."""
         from minikv.cache.tier_rows import TierError
 
         recall = session.recall
@@ -271,7 +270,7 @@ class Keeper:
         return identity(session, self._model[1])
 
     def _refuse(self, session: ChatSession, saved: Saved, stated: Collection[str]) -> None:
-        """Raise UsageError that names everything in which the chat and this session differ."""
+        """Raise a UsageError that lists every difference between the chat and this session."""
         found = differences(self._identity(session), saved.header, stated)
         if found:
             raise UsageError(
@@ -279,7 +278,7 @@ class Keeper:
             )
 
     def _changed(self, session: ChatSession) -> bool:
-        """Whether there is something to save; a new conversation gets a new name."""
+        """Whether there is something to save. A new conversation gets a new name."""
         if session.conversation != self._conversation:
             self.close()
             self.name, self._last, self._conversation = None, (), session.conversation
@@ -300,8 +299,8 @@ class Keeper:
     def _save(
         self, session: ChatSession, name: str | None, *, whole: bool = False, forked: bool = False
     ) -> bool:
-        """Whether that made a new saved chat. whole: with a tier that is in memory. forked: not
-        without the tier."""
+        """Save. Returns whether that made a new saved chat. whole: also save a tier that is in
+        memory. forked: fail if the tier cannot be saved."""
         before = self.name
         made = self._name(name)
         try:
@@ -317,8 +316,8 @@ class Keeper:
         return made
 
     def _put(self, session: ChatSession, whole: bool, forked: bool) -> None:
-        """Write tier, cache, documents and transcript. The transcript comes last and replaces the
-        old one in one step, so that everything it names is there."""
+        """Write tier, cache, documents and transcript. The transcript is written last and replaces
+        the old one in one step, so that every file it names exists."""
         assert self.name is not None
         folder = chats_folder() / self.name
         texts = texts_of(session)
@@ -338,7 +337,7 @@ class Keeper:
         self._last = self._state(session)
 
     def _settle(self, session: ChatSession, folder: Path, whole: bool, forked: bool) -> None:
-        """Have the tier among the chat's files. A chat is saved without it, if need be."""
+        """Put the tier among the chat's files. If that fails, the chat is saved without it."""
         from minikv.cache.tier_rows import TierError
 
         try:
@@ -352,7 +351,7 @@ class Keeper:
                 self._terminal.warn(f"this chat is saved without its tier: {reason}")
 
     def _name(self, name: str | None) -> bool:
-        """Have a directory: a new one (True), or the one that there is under another name."""
+        """Make a directory for the chat (returns True), or rename the one that it has."""
         if name == self.name and name is not None:
             return False
         if name is not None and os.path.lexists(chats_folder() / name):
@@ -369,7 +368,7 @@ class Keeper:
         return False
 
     def close(self) -> None:
-        """Let another process open the chat. Saving again goes on without the lock."""
+        """Release the lock, so that another process can open the chat."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

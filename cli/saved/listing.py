@@ -1,4 +1,4 @@
-"""The saved chats that there are. Needs no torch."""
+"""The list of saved chats. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _TITLE = 200  # characters that are shown
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A saved chat in a list. `saved` is local time, `title` its first question, cut. One that is
-    damaged has its name and time alone, and says so in place of the title."""
+    """A saved chat in a list. `saved` is local time, `title` its first question, cut. Of a damaged
+    chat only name and time are known; its title says that it is damaged."""
 
     name: str
     saved: str
@@ -56,7 +56,7 @@ def listing() -> list[Entry]:
 
 
 def unknown(name: str) -> UsageError:
-    """What is raised for a name under which no chat is saved."""
+    """The error for a name under which no chat is saved."""
     names = [entry.name for entry in listing()]
     if not names:
         return UsageError(f"no saved chat {name!r}", f"there is none in {chats_folder()}")

@@ -1,4 +1,4 @@
-"""The files that documents were read from: noted when they are read, compared when a chat opens."""
+"""The files that documents were read from: recorded when read, compared when a chat is opened."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def source_of(path: str) -> Source | None:
     """A regular file as it is now; None for anything else, and where it cannot be read."""
     if os.path.abspath(path).startswith(("/dev/", "/proc/")):
-        return None  # the name of a stream, and of another one in the next process
+        return None  # a stream: in the next process this name is another one
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -32,7 +32,7 @@ def source_of(path: str) -> Source | None:
 
 
 def changes(documents: Iterable[Document]) -> list[str]:
-    """A line for each document whose file is not as it was when it was read."""
+    """A line for each document whose file has changed since it was read."""
     lines = []
     for document in documents:
         state = document.source and _state(document.source)
@@ -42,7 +42,7 @@ def changes(documents: Iterable[Document]) -> list[str]:
 
 
 def _state(source: Source) -> str:
-    """What became of a file; empty if it is as it was."""
+    """How a file has changed, in words; "" if it has not."""
     try:
         facts = os.stat(source.path)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,7 @@
-"""The tier of a chat on disk: beside its transcript, so that it goes on without being read again.
+"""The tier of a chat on disk, beside its transcript: the chat can continue without reading again.
 
-Before the first save it has a hidden name among the chats; a chat that is not saved has it in the
-user's cache directory, without a name.
+Before the first save, the file has a hidden name among the chats. For a chat that is not saved, it
+is in the user's cache directory, without a name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WAITING = re.compile(r"\.tier-[0-9a-f]{16}\.kv")
 
 
 def place(identity: Mapping[str, object], *, saved: bool) -> Place:
-    """Where the tier of a new chat is made. Raises UsageError."""
+    """The place for the tier of a new chat. Raises UsageError."""
     from minikv.chat.recall import Place
 
     try:
@@ -73,8 +73,8 @@ def find(session: ChatSession, folder: Path, identity: Mapping[str, object]) -> 
 def settle(
     session: ChatSession, folder: Path, identity: Mapping[str, object], *, whole: bool
 ) -> None:
-    """Have the session's tier among the chat's files: one that is in a file; with `whole`, a copy
-    of one in memory, too, and all of it on disk. Raises TierError and OSError."""
+    """Put the session's tier among the chat's files, if it is in a file; with `whole`, also copy
+    one that is in memory, and sync it to disk. Raises TierError and OSError."""
     recall, path = session.recall, folder / TIER
     rows = recall.file
     if rows is None and whole and recall.tokens:
@@ -87,7 +87,7 @@ def settle(
 
 
 def _copied(recall: Recall, folder: Path, identity: Mapping[str, object]) -> FileRows:
-    """A copy of the tier, on disk, in the place of any other one in the folder."""
+    """Copy the tier to disk. The copy replaces any other tier in the folder."""
     from minikv.chat.recall import Place
 
     path = folder / f".{TIER}.{secrets.token_hex(8)}.tmp"

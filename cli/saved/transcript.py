@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from minikv.chat.transcript import Document, Message, Turn
 
 DOCUMENT_BYTES = 64 << 20
-"""A chat with more text than this in its documents is not saved."""
+"""Bytes. A chat whose documents have more text than this is not saved."""
 
 _RUN = ("model", "revision", "dtype", "seed", "system", "pin_system")
-_LATER = ("kv", "weights")  # chats of versions without these flags lack them
+_LATER = ("kv", "weights")  # missing in chats of versions without these flags
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A transcript that was read and checked; its cache was not looked at yet."""
+    """A transcript that was read and checked. Its cache was not read yet."""
 
     name: str
     folder: Path
@@ -62,12 +62,12 @@ class Saved:
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """Those that have been read, in order."""
+        """The documents that the model has read, in order."""
         return tuple(document for turn in self.turns for document in turn.documents)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """As the session has them."""
+        """The messages, as a session has them."""
         from minikv.chat.transcript import Message
 
         opened_with = str(self.header["opened_with"])
@@ -93,8 +93,8 @@ def header(name: str) -> Mapping[str, Any]:
 
 
 def resumed(settings: Settings, header: Mapping[str, Any], given: Collection[str]) -> Settings:
-    """Settings to build a saved chat's session with: as it was run, except for what the user
-    `given` by field name. The policy and its budget come with `Keeper.load`."""
+    """The settings to build a saved chat's session with: those it was run with, except for the
+    fields that the user stated (`given`). `Keeper.load` sets the policy and its budget."""
     fields = {name: value for name, value in header["run"].items() if name not in given}
     if not set(given) & {"policy", "decode", "budget", "stride", "options"}:
         fields |= {"policy": "full", "decode": "auto"}  # any budget will do until then
@@ -139,7 +139,7 @@ def read(name: str) -> Saved:
         hashes = document_hashes(saved.documents)
         if top["turns"] != len(turns) or top["identity"]["documents"] != hashes:
             raise ValueError("turns or documents are not those of the header")
-        # What is used later is looked at now, so that damage shows before anything is changed.
+        # Check now what is used later, so that damage is found before anything is changed.
         _ = saved.curve, str(top["system"]), int(top["seed"]), bool(top["pin_system"])
         _ = saved.messages, top["cache"], top["no_cache"]
         if top.get("reuse", "once") not in REUSES:
@@ -193,8 +193,8 @@ def texts_of(session: ChatSession) -> list[Document]:
 
 
 class TurnLines:
-    """The lines of the turns. Those of the last save are kept: a chat is saved after every turn,
-    and to write thousands of records anew takes seconds."""
+    """The lines of the turns. Those of the last save are kept in memory: a chat is saved after
+    every turn, and making thousands of records again takes seconds."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Turn, list[int], str]] = {}  # by the turn's id()
@@ -232,10 +232,10 @@ def write_chat(
     no_cache: str,
     lines: TurnLines,
 ) -> None:
-    """Write documents, then the transcript in one step; what it does not name is removed.
+    """Write the documents, then the transcript in one step; then remove files it does not name.
 
-    `cache` is the record of the file with the cache, None for the reason `no_cache`; `lines` are
-    those of the last save. Raises OSError.
+    `cache`: the record of the file with the cache, or None, and then `no_cache` says why. `lines`:
+    the lines of the last save. Raises OSError.
     """
     body: list[dict[str, object]] = []
     for document in texts:
