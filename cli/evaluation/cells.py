@@ -1,4 +1,4 @@
-"""A task under one policy and budget, as it is shown and written."""
+"""The result of a task under one policy and budget, as it is shown and written."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Cell:
         return f"{self.task} of {self.file}" if self.file else self.task
 
     def record(self) -> dict[str, object]:
-        """As JSON has it, which knows no infinity."""
+        """The cell for JSON, which has no infinity."""
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in (asdict(self) | {"task": self.title}).items()
@@ -99,7 +99,7 @@ def answered(
 def agreeing(
     eviction: EvictionConfig, answers: Answers, full: Answers, held: Sequence[float]
 ) -> Cell:
-    """Answers beside the full cache's."""
+    """Answers compared with the full cache's."""
     pairs = [
         [agreement(a, b) for a, b in zip(mine, theirs, strict=True)]
         for mine, theirs in zip(answers, full, strict=True)
@@ -116,7 +116,7 @@ def agreeing(
 
 
 def beside(cell: Cell, answers: Answers, full: Answers) -> Cell:
-    """The cell of a chat with what is known of its answers beside the full cache's.
+    """The cell of a chat, with a comparison of its answers and the full cache's.
 
     `more` gets `same`, the share of answers that are the full cache's word for word, with its
     interval, and `all_right`, the share of chats in which every answer is right.

@@ -1,4 +1,4 @@
-"""`minikv eval`: what each policy costs in quality, at each budget, beside the full cache."""
+"""`minikv eval`: the quality of each policy at each budget, compared with the full cache."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _LONGEST = 10_000_000  # tokens of a made document
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What `minikv eval` was asked for. Texts are lists with commas.
+    """What `minikv eval` is to do. Strings are comma-separated lists.
 
-    `tasks`: of `names.TASKS`. `files`: of records. `lengths`: tokens of documents. `count`:
-    questions of a task, so many of each document as `questions` says. `reuse`: what questions
-    find. `truncate`: what becomes of records that are too long. `outputs`: files for the results;
-    `plot`: one for a picture of them.
+    `tasks`: of `names.TASKS`. `files`: files of records. `lengths`: tokens of documents. `count`:
+    questions of a task; `questions` of them are about the same document. `reuse`: what later
+    questions are answered from. `truncate`: what is done with records that are too long. `outputs`:
+    files for the results; `plot`: a file for a picture of them.
     """
 
     tasks: str = ""
@@ -53,8 +53,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Tasks over the same items. what: their names, or that of a file; file: that of the file.
-    cut, skipped: records of it that were too long."""
+    """Tasks over the same items. what: the names of the tasks, or of a file; file: the name of the
+    file. cut, skipped: how many of its records were too long, and cut or skipped."""
 
     what: str
     one: run.Run
@@ -63,7 +63,7 @@ class _Work:
     skipped: int = 0
 
     def cells(self) -> list[Cell]:
-        """With the file's name."""
+        """The cells, with the file's name."""
         return [replace(cell, file=self.file) for cell in self.one.cells()]
 
     def told(self) -> str:
@@ -150,7 +150,7 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
 
 
 def _checked(asked: Asked, wanted_tasks: Sequence[str]) -> list[int]:
-    """The lengths. Raises UsageError for what cannot be."""
+    """The lengths. Raises UsageError for arguments that cannot be measured."""
     for name in wanted_tasks:
         if name not in TASKS:
             raise UsageError(f"unknown task {name!r}", f"tasks: {', '.join(TASKS)}")
@@ -220,7 +220,7 @@ def _made(
 
 
 def _checked_work(work: Sequence[_Work]) -> None:
-    """Raise UsageError or ContextError for what cannot be measured, before anything is."""
+    """Raise UsageError or ContextError if something cannot be measured, before the first run."""
     for each in work:
         if each.one.items:
             each.one.check(each.what)
@@ -255,7 +255,7 @@ def _too_long(work: Sequence[_Work]) -> dict[str, object]:
 
 
 def _items(work: Sequence[_Work]) -> dict[str, object]:
-    """What was asked, by task or file, and what would be right."""
+    """The questions and the right answers, by task or file."""
     return {
         each.what: [
             {"source": item.source, "questions": item.questions, "right": item.right}
@@ -268,7 +268,7 @@ def _items(work: Sequence[_Work]) -> dict[str, object]:
 def _save(
     work: Sequence[_Work], facts: dict[str, object], outputs: Sequence[Path], terminal: Terminal
 ) -> None:
-    """Write what was measured before something went wrong, which stays the error to report."""
+    """After an error, write what was measured until then. The caller still reports the error."""
     if not any(each.one.completed for each in work):
         return
     done = {each.what: f"{each.one.completed:,} of {len(each.one.items):,}" for each in work}

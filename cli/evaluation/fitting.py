@@ -1,4 +1,4 @@
-"""Records that are longer than the model's context: left out, or cut in the middle."""
+"""Records that are longer than the model's context: skip them, or cut out their middle."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TRUNCATIONS = ("none", "middle")
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """items: those that fit, in their order. cut: how many of them were cut to. skipped: how many
-    do not fit and are not among them."""
+    """items: those that fit, in their order. cut: how many of them were cut to fit. skipped: how
+    many others do not fit."""
 
     items: list[Item]
     cut: int
@@ -25,7 +25,8 @@ class Fitted:
 def fitted(
     chat: ChatSession, items: Iterable[Item], passes: Sequence[Pass], truncate: str
 ) -> Fitted:
-    """Every item with room for its answers, in each of the passes."""
+    """The items that fit the model's context with their answers, in each of the passes; with
+    `truncate` "middle", longer items are cut."""
     found: list[Item] = []
     cut = skipped = 0
     for item in items:
@@ -42,7 +43,7 @@ def fitted(
 
 
 def _over(chat: ChatSession, item: Item, passes: Sequence[Pass]) -> int:
-    """Positions that the item takes beyond the model's."""
+    """How many positions more than the model has the item takes."""
     return max(one.needs(chat, item) for one in passes) - chat.max_context
 
 

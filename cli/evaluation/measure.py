@@ -1,4 +1,5 @@
-"""What needs more than answers: perplexity, agreement with the full cache, attention lost."""
+"""Measures that need more than answers: perplexity, agreement with the full cache, and attention
+lost."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def negative_log_likelihood(engine: Engine, ids: Sequence[int], read: int) -> li
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """An answer beside the full cache's. `first`: the first differing word, None if they agree."""
+    """An answer compared with the full cache's. `first`: the index of the first word that differs,
+    None if they agree."""
 
     exact: bool
     first: int | None
@@ -43,11 +45,12 @@ def agreement(answer: str, full: str) -> Agreement:
 
 
 class Shadow:
-    """An `Attend` that passes on to a cache and remembers every key, to see what was lost.
+    """An `Attend` that calls a cache and stores every key, to measure the attention that is lost.
 
-    At each step: 1 minus the probability of the tokens that the cache still held, under attention
-    over all tokens ever seen (in a layer with a sliding window, over those in it). Mean over the
-    query heads, [L] per step. `keys`: those that the cache has read already, [H, T, D] a layer.
+    At each step: 1 minus the probability of the tokens that the cache still holds, under attention
+    over all tokens ever seen (in a layer with a sliding window, over those in the window). Mean
+    over the query heads, [L] per step. `keys`: the keys that the cache has already read, [H, T, D]
+    per layer.
     """
 
     def __init__(self, kv: KVCache, keys: Sequence[Tensor] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The ways in which a document is put through a chat: for answers, perplexity, attention lost."""
+"""How a task runs a document through a chat: for answers, perplexity, or attention lost."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from minikv.errors import ContextError
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """run(chat, item): what is measured of a document, a list of answers or of numbers by token.
-    needs: positions that it takes at most. reads: tokens of the first prompt, which a budget as a
-    share is of. asks: it depends on what a question finds, as `--reuse` says."""
+    """run(chat, item): measure a document; a list of answers, or of numbers by token. needs: the
+    most positions it takes. reads: tokens of the first prompt, of which a budget may be a share.
+    asks: whether the result depends on `--reuse`."""
 
     run: Callable[[ChatSession, Item], list[Any]]
     needs: Callable[[ChatSession, Item], int]
@@ -34,7 +34,7 @@ class Pass:
 
 
 def answers(chat: ChatSession, item: Item) -> list[str]:
-    """To the questions of an item, in one chat, or each in a chat of its own."""
+    """The answers to the questions of an item, in one chat, or each in a chat of its own."""
     if item.at_once:
         chat.pending.append(wording.document(item))
         return written(chat, item)

@@ -1,8 +1,7 @@
-"""A document that many policies read is computed once, and one that many questions are asked about
-under one policy is evicted once.
+"""Compute a document once for many policies, and evict it once for many questions under one policy.
 
 The states of a first prompt do not depend on the policy, because every layer attends before it
-evicts. So policies that look at the same queries get the same traces.
+evicts. So policies that observe the same queries get the same traces.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from minikv.engine.engine import Engine, Network, Predicting
 
 
 class Rereading:
-    """A `Network` over `kv` that remembers the last first prompt, as far as policies asked for it.
+    """A `Network` over `kv` that stores the last first prompt: the traces and logits that policies
+    needed.
 
-    What a policy keeps, and every logit, is bit for bit what it would be without.
+    What a policy keeps, and every logit, is bit for bit the same as without it.
     """
 
     def __init__(self, network: Network, kv: KVCache) -> None:
@@ -67,7 +67,8 @@ class Rereading:
         return self._hidden
 
     def _twice(self, reading: SecondPassPrefill, ids: Tensor, kv: Attend) -> Tensor:
-        """A forward of a first prompt that is read twice: of the prompt itself, or of a text."""
+        """The forward pass of a first prompt that is read twice: of the prompt, or of a text of the
+        second pass."""
         if reading.replayed:
             return self._scored[reading.needs][1]
         if reading.scoring:
@@ -83,7 +84,7 @@ class Rereading:
         return logits
 
     def _renew(self, ids: Tensor) -> None:
-        """Forget a prompt of other tokens."""
+        """If these are other tokens, forget the stored prompt."""
         if self._ids is None or not torch.equal(ids, self._ids):
             self._ids, self._known, self._hidden = ids.clone(), {}, None
             self._scored = {}
@@ -99,7 +100,7 @@ class Rereading:
 
 
 def _staged(reading: Prefill, layer: int, trace: LayerTrace) -> LayerTrace:
-    """The trace with its rows where the prompt's tier, if it has one, takes them from."""
+    """The trace; if the prompt has a tier, with its rows copied to the tier's buffer."""
     if reading.tier is None:
         return trace
     key, value = reading.tier.stage(layer, reading.plan.tokens)
@@ -141,9 +142,9 @@ class _Evicted:
 
 
 class Restoring(Engine):
-    """An `Engine` that, while `remembers` is set, has the last first prompt at hand: the same one
-    under the same policies is not read and evicted anew. All that follows is bit for bit the same.
-    """
+    """An `Engine` that, while `remembers` is set, keeps the cache of the last first prompt. The
+    same prompt under the same policies is then not read and evicted again. Results are bit for bit
+    the same."""
 
     remembers = False
     _last: _Evicted | None = None

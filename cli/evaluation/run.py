@@ -19,7 +19,7 @@ from minikv.cli.evaluation.rereading import Rereading, Restoring
 from minikv.errors import ContextError, UsageError
 
 REUSES = ("once", "refresh", "blind", "recall")
-"""What questions may find here; `auto` is one of them, and which would not be seen."""
+"""The values of --reuse that can be measured. Not `auto`: which one it took would not be shown."""
 
 Progress = Callable[[int, int], None]
 """(done, total): documents under a policy."""
@@ -75,21 +75,21 @@ def reuses(wanted: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A policy and budget, and what later questions find under it."""
+    """A policy and budget, and the value of --reuse."""
 
     eviction: EvictionConfig
     reuse: str
 
 
 class _Sheet:
-    """What one policy did, document by document; `held` is written last."""
+    """The results of one policy, by document; `held` is written last."""
 
     def __init__(self) -> None:
         self.made: list[list[Any]] = []
         self.held: list[float] = []
 
     def cut(self, documents: int) -> None:
-        """Forget what came after so many documents."""
+        """Keep the results of the first `documents` documents only."""
         del self.made[documents:], self.held[documents:]
 
 

@@ -1,7 +1,7 @@
-"""Documents of the bundled model's world in which chosen facts are told among others.
+"""Documents of the bundled model's world that contain chosen facts among others.
 
-A task that asks for more than single facts says which facts its document must tell. The rest of the
-document is as in the other tasks: as many facts per token, in the same wordings.
+A task that asks for more than single facts says which facts its document must contain. The rest of
+the document is as in the other tasks: as many facts per token, in the same wordings.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def tell(
     entity: str | None = None,
     value: str | None = None,
 ) -> world.Fact:
-    """The fact that `value` is the `noun` of `entity`, of a kind in `world.WORLD`; what is not
-    given is drawn."""
+    """The fact that `value` is the `noun` of `entity`, which is of a kind in `world.WORLD`. An
+    entity or value that is not given is drawn at random."""
     make, attributes = world.WORLD[kind]
     attribute = next(a for a in attributes if a.noun == noun)
     entity = make(names) if entity is None else entity
@@ -48,8 +48,8 @@ def tell(
 def fresh(
     codec: Codec, tokens: int, seed: int, choose: Callable[[world.Names], Sequence[world.Fact]]
 ) -> Told:
-    """A document of `tokens` tokens, give or take 16, the same for the same seed, with the facts
-    that `choose` makes. Raises UsageError where so few tokens have no room for them."""
+    """A document of `tokens` tokens, within 16, with the facts that `choose` makes; the same for
+    the same seed. Raises UsageError if the facts do not fit into so few tokens."""
     sentences = tokens // 12
     while True:
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""How an item's document and question become a prompt: as a chat writes it, or to the letter."""
+"""Turn an item's document and question into a prompt: as a chat does, or without any addition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minikv.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class _Bare(Document):
-    """A document that comes without its name and without anything behind it."""
+    """A document that is rendered without its name and without anything after it."""
 
     def rendered(self) -> str:
         return self.text
@@ -29,7 +29,7 @@ def document(item: Item) -> Document:
 
 
 class _Completion:
-    """A `Template` without roles: the text, which the answer goes on with."""
+    """A `Template` without roles: the prompt is the text alone, and the answer continues it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -51,7 +51,7 @@ class _Completion:
 
 
 class _Begun:
-    """A `Template` after whose prompt a text stands: the answer's beginning."""
+    """A `Template` that adds the beginning of the answer to its prompts."""
 
     def __init__(self, template: Template, begins: list[int]) -> None:
         self._template, self._begins = template, begins
@@ -67,7 +67,7 @@ class _Begun:
 
 @contextmanager
 def worded(chat: ChatSession, item: Item, number: int) -> Iterator[None]:
-    """The chat writes its prompts as question `number` of the item wants them."""
+    """Inside, the chat writes its prompts in the way that question `number` of the item needs."""
     before = chat.template
     tokenizer = cast(Tokenizer, chat.tokenizer)
     template = before if item.roles else _Completion(tokenizer)

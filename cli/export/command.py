@@ -31,7 +31,7 @@ def export(context: Context, arguments: list[str]) -> None:
             f"/export report.html, chat.md or chat.json; {_FORCE} replaces a file that exists",
         )
     path = Path(os.path.expanduser(names[0]))
-    # What would be refused is refused before the cache is looked through.
+    # Refuse before reading the cache.
     page = _format(path)
     refuse(path, _FORCE in arguments)
     if not context.session.turns:

@@ -49,7 +49,7 @@ KINDS = ("document", "question", "answer")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What answered, and on what."""
+    """The model that answered, and the device it ran on."""
 
     name: str
     revision: str
@@ -233,7 +233,7 @@ def _turns(turns: Sequence[Asked]) -> tuple[Turn, ...]:
 
 
 def _sections(pieces: Sequence[str | None], turns: Sequence[Asked]) -> tuple[Section, ...]:
-    """Where each text of the conversation lies, found in the text of the tokens of its turn.
+    """The token ranges of the texts of the conversation, found by searching the text of each turn.
 
     A text that the template changed is not found and gets no section.
     """
@@ -254,7 +254,7 @@ def _sections(pieces: Sequence[str | None], turns: Sequence[Asked]) -> tuple[Sec
 
     count = 0
     for number, turn in enumerate(turns, 1):
-        # Where the record says that the turn was read: a short text may stand elsewhere as well.
+        # Search where the record says the turn was read: a short text may also occur elsewhere.
         spent = turn.report.tokens
         begins = bisect_left(token, spent.prompt_reused)
         ends = bisect_left(token, spent.prompt_reused + spent.prompt_new)

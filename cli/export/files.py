@@ -1,4 +1,4 @@
-"""Writing a file that the user named: whole or not at all, and never over another by accident."""
+"""Write a file that the user named: completely or not at all; over another only with --force."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write(path: Path, text: str, force: bool = False) -> int:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            # As any file the user makes; mkstemp's own mode would keep it from being shared.
+            # The mode of any file that the user makes; mkstemp's own would forbid others to read.
             umask = os.umask(0)
             os.umask(umask)
             os.fchmod(file.fileno(), 0o666 & ~umask)

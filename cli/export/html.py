@@ -1,4 +1,4 @@
-"""A chat as one page: nothing is fetched, only its own script runs, all foreign text is text."""
+"""A chat as one HTML page. It loads nothing, runs only its own script, and escapes foreign text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from minikv.cli.wording import worded
 
 
 def render(facts: ChatFacts) -> str:
-    """The page. Foreign text reaches it in two ways: through the template, which escapes it, and
-    as JSON in which no sign has a meaning to an HTML parser."""
+    """The page. Foreign text gets into it in two ways: through the template, which escapes it, and
+    as JSON in which no character has a meaning to an HTML parser."""
     import jinja2
 
     folder = resources.files("minikv.cli.export")
@@ -42,7 +42,7 @@ def render(facts: ChatFacts) -> str:
 
 
 def _words(facts: ChatFacts) -> dict[str, object]:
-    """What the template shows, as text."""
+    """The values of the template, as text."""
     model, policy = facts.model, facts.policy
     return {
         "title": visible(f"{_short(model.name)}: {policy.name}"),

@@ -1,4 +1,4 @@
-"""Untrusted text for files that people open: nothing in it acts, and nothing in it is hidden."""
+"""Untrusted text for files that people open: no part of it takes effect or is invisible."""
 
 from __future__ import annotations
 
