@@ -14,11 +14,11 @@ OTHER_PARTS = (
         "PyramidKV",
         "more tokens in the first layers",
         (
-            Option("beta", 20, "the last layer keeps about the mean over this", 1, 1000),
+            Option("beta", 20, "the last layer keeps about the mean divided by this", 1, 1000),
             Option(
                 "line",
                 "exact",
-                "exact: totals are kept to the token; or as a release rounds",
+                "exact: totals are exact to the token; otherwise, a release's rounding",
                 choices=("exact", "official", "factory", "kvpress"),
             ),
             ROUNDING,

@@ -35,11 +35,11 @@ GROUP = Option(
 )
 SINKS = Option("sinks", 4, "first tokens of the conversation, always kept", 0, 4096)
 RECENT = Option("recent", 10, "newest tokens, always kept", 0, 4096)
-SEED = Option("seed", 0, "of the random draws", 0, (1 << 31) - 1)
+SEED = Option("seed", 0, "seed of the random draws", 0, (1 << 31) - 1)
 ROUNDING = Option(
     "rounding",
     "exact",
-    "exact: totals are kept to the token; official: the authors' rounding, "
+    "exact: totals are exact to the token; official: the authors' rounding, "
     "which drifts by a few tokens (per head and per layer)",
     choices=("exact", "official"),
 )
@@ -49,5 +49,5 @@ RECENT_SHARE = Option(
 )
 NEWEST = Option("protect_newest", True, "the newest token stays (the release lets it go)")
 PER_HEAD = Option(
-    "per_head", False, "judge each KV head by itself, not all heads of a layer together"
+    "per_head", False, "average attention in each KV head, not over all heads of a layer"
 )

@@ -53,14 +53,14 @@ SCORERS = (
             Option(
                 "window",
                 0,
-                "so many last tokens stay instead of that share; 0: the share",
+                "how many newest tokens stay, instead of `recent_share`; 0: use the share",
                 0,
                 4096,
             ),
             Option(
                 "average",
                 False,
-                "divide by the queries that could see a token, so that old "
+                "divide by the number of queries that could see a token, so that old "
                 "tokens have no advantage (kvpress' observed attention)",
             ),
         ),
@@ -121,7 +121,7 @@ SCORERS = (
             Option(
                 "skip",
                 0,
-                "so many first layers keep every token, above the budget (the release: 2)",
+                "how many first layers keep every token, above the budget (the release: 2)",
                 0,
                 4096,
             ),
@@ -145,8 +145,8 @@ SCORERS = (
             Option(
                 "block",
                 0,
-                "choose after every block of so many tokens, as the paper does (128 in "
-                "kvpress); 0: once, from all of them",
+                "choose after every block of this many tokens, as the paper does (128 in "
+                "kvpress); 0: choose once, from all tokens",
                 0,
                 1 << 20,
             ),
@@ -169,12 +169,13 @@ SCORERS = (
             SINKS,
             RECENT,
             Option("future", 512, "positions over which the rotation is averaged", 1, 1 << 20),
-            Option("covariance", True, "count the spread of the queries, not their mean only"),
-            Option("value_norm", True, "times the length of the value"),
+            Option("covariance", True, "use the covariance of the queries, not only their mean"),
+            Option("value_norm", True, "multiply by the norm of the value"),
             Option(
                 "epsilon",
                 0.0,
-                "added to the attention before that; kvpress' published scores have 0.01",
+                "added to the attention before it is multiplied by the norm of the value; kvpress' "
+                "published scores use 0.01",
                 0.0,
                 1.0,
             ),
@@ -197,14 +198,14 @@ SCORERS = (
             Option(
                 "values",
                 "plain",
-                "plain: times |v W_O|; heads: times its share of all heads' at a token (the "
+                "plain: multiply by |v W_O|; heads: by its share of the sum over all heads (the "
                 "release); none: attention alone",
                 choices=("plain", "heads", "none"),
             ),
             Option(
                 "sure",
                 0.0,
-                "each head's tokens that hold this share of its attention come first (the "
+                "the tokens that hold this share of a head's attention stay before all others (the "
                 "release: 0.9)",
                 0.0,
                 1.0,
@@ -236,12 +237,18 @@ SCORERS = (
             ),
             SINKS,
             RECENT,
-            Option("decay", 0.95, "of what is carried on to the next token", 0.01, 0.9999),
-            Option("gate", 0.5, "power of the surprise 1 - p of a token", 0.0, 10.0),
+            Option(
+                "decay",
+                0.95,
+                "share of a token's score that is passed on to the next token",
+                0.01,
+                0.9999,
+            ),
+            Option("gate", 0.5, "exponent of a token's surprise 1 - p", 0.0, 10.0),
             Option(
                 "near",
                 3,
-                "the most surprising of so many neighbours counts (odd)",
+                "a token's surprise is the largest among this many neighbours (odd)",
                 1,
                 63,
                 odd=True,
@@ -312,18 +319,18 @@ SCORERS = (
             Option(
                 "overlap",
                 8,
-                "last tokens of the chunk before by which a later chunk is asked for",
+                "how many last tokens of the chunk before the request for a later chunk quotes",
                 0,
                 256,
             ),
             Option(
                 "said",
                 0.25,
-                "share of the budget for the newest of what was said since",
+                "share of the budget for the newest questions and answers",
                 0.0,
                 0.9,
             ),
-            Option("plus", False, "times |v W_O| / |h| (KVzip+)"),
+            Option("plus", False, "multiply scores by |v W_O| / |h| (KVzip+)"),
         ),
         differs=(
             "the release's softmax is in the model's number format; here it is float32",

@@ -26,12 +26,18 @@ STEP_METHODS = (
         (
             SINKS,
             replace(RECENT, low=1),
-            Option("scope", 0.3, "share of the cap that a high deviation saves", 0.0, 0.95),
-            Option("scope_prompt", 0.1, "the same while --stride reads a prompt", 0.0, 0.95),
+            Option(
+                "scope",
+                0.3,
+                "share of the budget for the tokens whose attention varies most; these stay",
+                0.0,
+                0.95,
+            ),
+            Option("scope_prompt", 0.1, "`scope` while --stride reads a prompt", 0.0, 0.95),
             Option(
                 "pool",
                 7,
-                "a prompt's tokens start with the largest statistics of so many neighbours "
+                "a prompt's tokens start with the largest statistics among this many neighbours "
                 "(odd; 1: with their own)",
                 1,
                 63,
@@ -40,8 +46,8 @@ STEP_METHODS = (
             Option(
                 "lead",
                 100.0,
-                "what a token got from a prompt is worth so many times what it gets from the "
-                "answer, so that the answer's tokens leave first (1: as much)",
+                "attention from a prompt counts this many times as much as attention from the "
+                "answer, so that the answer's tokens leave first (1: the same)",
                 1.0,
                 1e6,
             ),
@@ -80,7 +86,7 @@ STEP_METHODS = (
         (
             SINKS,
             replace(RECENT, low=1),
-            Option("history", 400, "queries that are remembered", 1, 4096),
+            Option("history", 400, "how many last queries count", 1, 4096),
         ),
         stride=ATTENDS_FIRST,
         differs=(
@@ -154,30 +160,31 @@ STEP_METHODS = (
             Option(
                 "buffer",
                 128,
-                "tokens that a head takes in before it gives up as many; at least the window",
+                "how many tokens a head takes in before it evicts as many; at least the window",
                 1,
                 4096,
             ),
             KERNEL,
-            Option("mix", 0.07, "weight of the attention; redundancy has the rest", 0.0, 1.0),
+            Option("mix", 0.07, "weight of attention; 1 - mix is that of redundancy", 0.0, 1.0),
             Option(
                 "threshold",
                 0.5,
-                "of keys with a larger cosine, the newest is not redundant",
+                "keys with a larger cosine are similar; the newest of them is not redundant",
                 -1.0,
                 1.0,
             ),
             Option(
                 "softmax",
                 "all",
-                "all: attention as it was; past: over the tokens before the window (the release)",
+                "softmax of attention: all: over all tokens; past: over those before the "
+                "window (the release)",
                 choices=("all", "past"),
             ),
             Option(
                 "group",
                 "mean",
-                "how the query heads of a KV head are joined; max: of what comes before the "
-                "softmax (the release)",
+                "how the query heads of a KV head are joined; max: the maximum before "
+                "the softmax (the release)",
                 choices=("mean", "sum", "max"),
             ),
         ),
