@@ -16,11 +16,15 @@ from minikv.kernels.dispatch import Kernels
 class EarlierRows:
     """N rows of each head, padded.
 
-    index int64 [H, N]: their indices in the arena. live bool [H, N]: those that are held. pos int64
-    [H, N]: their positions, -1 where not live. key and value: [H, N, D]; if `listed`, the arena's
-    whole columns [R, D], which `index` points into. rows: keys and values [R, D] and positions [R];
-    segments: start, length and free slot [H] of each head in these. even: all heads have N rows and
-    no free slot. copied: see `of`.
+    index int64 [H, N]: their indices in the arena.
+    live bool [H, N]: those that are held.
+    pos int64 [H, N]: their positions, -1 where not live.
+    key and value: [H, N, D]; if `listed`, the arena's whole columns [R, D], which `index` points
+        into.
+    rows: keys and values [R, D] and positions [R]; segments: start, length and free slot [H] of
+        each head in these.
+    even: all heads have N rows and no free slot.
+    copied: see `of`.
     """
 
     index: Tensor

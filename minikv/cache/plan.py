@@ -21,17 +21,21 @@ from minikv.policies.selection import fill
 class Plan:
     """How a prompt of `tokens` tokens that starts at `position` is read.
 
-    totals[i]: rows that layer i may keep over all its heads (None: all). floor: the least cap of a
-    head when only the step policy evicts. spare: rows that a head needs above its cap while an
-    answer is written. needed[i]: rows of layer i's region in a new target. visible[i]: rows over
-    all heads that exist after the prompt and that the next token can still see. shares: all rows
-    stay where they are, and the new ones have room after them. turns, output(layer) and rotary: as
-    in `PromptView`. pinned: positions below it are never evicted. pool: rows that all layers and
-    heads may keep together, where they share one budget. given: how many first tokens of the prompt
-    are not read because the tier has (or would have) their rows; these rows compete with the
-    others. asks: the prompt only asks about what was read before. turn_tokens: how many of the last
-    tokens belong to the last turn (None: all). Earlier queries are not observed: those of the last
-    answer would keep what that answer needed.
+    totals[i]: rows that layer i may keep over all its heads (None: all).
+    floor: the least cap of a head when only the step policy evicts.
+    spare: rows that a head needs above its cap while an answer is written.
+    needed[i]: rows of layer i's region in a new target.
+    visible[i]: rows over all heads that exist after the prompt and that the next token can still
+        see.
+    shares: all rows stay where they are, and the new ones have room after them.
+    turns, output(layer) and rotary: as in `PromptView`.
+    pinned: positions below it are never evicted.
+    pool: rows that all layers and heads may keep together, where they share one budget.
+    given: how many first tokens of the prompt are not read because the tier has (or would have)
+        their rows; these rows compete with the others.
+    asks: the prompt only asks about what was read before.
+    turn_tokens: how many of the last tokens belong to the last turn (None: all). Earlier queries
+        are not observed: those of the last answer would keep what that answer needed.
     """
 
     position: int

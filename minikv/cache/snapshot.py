@@ -31,11 +31,14 @@ class Outcome:
 class CacheSnapshot:
     """A cache between two turns, without its policies.
 
-    position: tokens counted. turns: first position and end of each turn. pinned: positions below it
-    are never evicted. rows: the budget in rows per head, or None. open: the budget is a share, and
-    the next prompt turns it into rows. peak: bytes, and evict_s: seconds, of the last prompt.
-    layout and region: the arena's tables. columns: the rows in use, layer by layer and head by
-    head, on the host.
+    position: tokens counted.
+    turns: first position and end of each turn.
+    pinned: positions below it are never evicted.
+    rows: the budget in rows per head, or None.
+    open: the budget is a share, and the next prompt turns it into rows.
+    peak: bytes, and evict_s: seconds, of the last prompt.
+    layout and region: the arena's tables.
+    columns: the rows in use, layer by layer and head by head, on the host.
     """
 
     position: int

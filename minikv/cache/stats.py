@@ -26,15 +26,22 @@ class CacheStats:
     """The present figures of the cache, counted from its tensors. Rows are per (layer, KV head),
     bytes are totals.
 
-    seen: tokens. row_bytes: k and v of one row. kept_*: rows held. full_bytes: what
-    `full_cache_bytes` says of the tokens seen. held_bytes: all columns of the rows held.
-    state_bytes: the part of it that is the policies' columns. allocated_bytes: everything allocated
-    between turns. peak_bytes: the most allocated at once during the last prompt, with the staging
-    buffer and both arenas. evicted: tokens seen minus kept_mean. lost_*: share of the observed
-    queries' attention mass that fell on evicted rows at the last prompt (an estimate; None: not
-    measured). evict_s: seconds that eviction took in the last prompt. budget_rows: the budget in
-    rows per head. shaped: the last prompt's question decided which rows stayed. gaps: the heads
-    hold fewer rows than in a cache without eviction.
+    seen: tokens.
+    row_bytes: k and v of one row.
+    kept_*: rows held.
+    full_bytes: what `full_cache_bytes` says of the tokens seen.
+    held_bytes: all columns of the rows held. state_bytes: the part of it that is the policies'
+        columns.
+    allocated_bytes: everything allocated between turns.
+    peak_bytes: the most allocated at once during the last prompt, with the staging buffer and both
+        arenas.
+    evicted: tokens seen minus kept_mean.
+    lost_*: share of the observed queries' attention mass that fell on evicted rows at the last
+        prompt (an estimate; None: not measured).
+    evict_s: seconds that eviction took in the last prompt.
+    budget_rows: the budget in rows per head.
+    shaped: the last prompt's question decided which rows stayed.
+    gaps: the heads hold fewer rows than in a cache without eviction.
     """
 
     seen: int

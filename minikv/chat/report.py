@@ -113,11 +113,13 @@ class TurnReport:
     """One turn of a chat. stop_reason is a key of `STOPS`.
 
     shaped_by_turn: the number of the question for which the cache was evicted; 0 if it was evicted
-    before any question; None if no question decided what stayed. reuse: what the turn read: "once":
-    only new tokens; "refresh": the whole conversation; "blind": the documents as separate prompts;
-    "recall": the tokens that the tier did not have. tier: where the tier is, "ram" or "file"; "" if
-    there is none. kv_dtype: number format of cached keys and values. weights: "plain", or the value
-    of --weights. refreshes: how often the rows were chosen anew while the answer was written.
+        before any question; None if no question decided what stayed.
+    reuse: what the turn read: "once": only new tokens; "refresh": the whole conversation; "blind":
+        the documents as separate prompts; "recall": the tokens that the tier did not have.
+    tier: where the tier is, "ram" or "file"; "" if there is none.
+    kv_dtype: number format of cached keys and values.
+    weights: "plain", or the value of --weights.
+    refreshes: how often the rows were chosen anew while the answer was written.
     fidelity: None if nothing was recalled or measured.
     """
 

@@ -148,13 +148,16 @@ class StepAppend:
     """The arguments of a kernel that evicts and then writes a new row, in one layer before
     attention.
 
-    query [H, G, D]; key and value [H, D]: of the new token. start, length, cap, free_slot int64
-    [H]: as in `Arena`. position int64 []: of the new row. columns: those of the arena [R, ...], and
-    bool "leaves_last" [R] if some rows leave after all others. undo_rows [H, ...] by column:
-    overwritten rows are copied here. width: no length exceeds it. pinned: positions below it never
-    leave. shown int32 [R]: the positions as the policy sees them; columns["pos"] if no row leaves
-    last. turn: cosine and sine [1, 1, D], and the output for rotated queries [H, G, D]; None if
-    queries and keys are already rotated.
+    query [H, G, D]; key and value [H, D]: of the new token.
+    start, length, cap, free_slot int64 [H]: as in `Arena`.
+    position int64 []: of the new row.
+    columns: those of the arena [R, ...], and bool "leaves_last" [R] if some rows leave after all
+        others.
+    undo_rows [H, ...] by column: overwritten rows are copied here.
+    width: no length exceeds it. pinned: positions below it never leave.
+    shown int32 [R]: the positions as the policy sees them; columns["pos"] if no row leaves last.
+    turn: cosine and sine [1, 1, D], and the output for rotated queries [H, G, D]; None if queries
+        and keys are already rotated.
     """
 
     layer: int
@@ -228,15 +231,18 @@ class Evidence:
     """What a scorer reads and protects.
 
     observe: how many of the prompt's last queries have their attention observed (ALL: every one).
-    asks: the choice depends on the question. sinks and window: how many first and last rows are
-    protected; the smallest useful budget follows from them. causal: if False, an observed query
-    also sees the rows after its own. queries_from: it reads the moments of the prompt's queries
-    from this position on. second_pass: it scores with the queries of further texts
-    (`Scorer.second_pass`) instead of the prompt's own. adds_up: scores are at least 0 and can be
-    added and multiplied, as attention can; if False, only their order has a meaning. each_query,
-    lengths and predicted: it reads `attention`, `lengths` and `predicted` of `PromptView`; with a
-    second pass `lengths` of `RepeatView`. whole_layers: how many first layers keep every row, above
-    the budget.
+    asks: the choice depends on the question.
+    sinks and window: how many first and last rows are protected; the smallest useful budget follows
+        from them.
+    causal: if False, an observed query also sees the rows after its own.
+    queries_from: it reads the moments of the prompt's queries from this position on.
+    second_pass: it scores with the queries of further texts (`Scorer.second_pass`) instead of the
+        prompt's own.
+    adds_up: scores are at least 0 and can be added and multiplied, as attention can; if False, only
+        their order has a meaning.
+    each_query, lengths and predicted: it reads `attention`, `lengths` and `predicted` of
+        `PromptView`; with a second pass `lengths` of `RepeatView`.
+    whole_layers: how many first layers keep every row, above the budget.
     """
 
     observe: int = 0
