@@ -336,11 +336,11 @@ def section() -> list[str]:
     if not cells:
         return [*lines, "Not measured yet.", ""]
     lines += [
-        "The `facts` task, several questions about each document. Not seen: the document is",
-        "evicted by itself, once for all its questions, and each is asked as the first one behind",
-        "what is left. Seen: the document is read with each question anew. A budget is tokens per",
-        "head; a cell is % exact answers with its 95 % interval over documents. Empty: the budget",
-        "is too small for the method.",
+        'This is the `facts` task, with several questions about each document. "Not seen" means',
+        "that the document is evicted by itself, once for all its questions. Each question is",
+        'then asked as if it were the first. "Seen" means that the document is read again with',
+        "each question. A budget is tokens per head. A cell shows % exact answers with the 95 %",
+        "interval over documents. In an empty cell, the budget is too small for the method.",
         "",
     ]
     for length in lengths_of(cells):
