@@ -36,13 +36,13 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     help="minikv bench decode --shape tinyllama --length 2048,8192\n\n"
-    "Whole steps and prompts on random weights of a given shape, beside the full cache, "
-    "transformers where it is installed, and what this machine's rates allow.",
+    "Measure whole steps and prompts on random weights of a given shape. Compare with the full "
+    "cache, with transformers if it is installed, and with what this machine's rates allow.",
 )
 
 
 def _ended(terminal: Terminal, debug: bool) -> AbstractContextManager[object]:
-    """Errors become a line and an exit code, signals a Ctrl-C."""
+    """Inside, errors become a line and an exit code, and signals act as Ctrl-C."""
     stack = ExitStack()
     stack.enter_context(guard(terminal, debug=debug))
     stack.enter_context(signals.caught())
@@ -59,7 +59,7 @@ def _measure(question: str, arguments: Arguments) -> None:
 
 
 def _question(name: str, *without: str) -> Callable[..., None]:
-    """A command whose flags are the fields of `Arguments`, but for some."""
+    """A command whose flags are the fields of `Arguments`, except those named in `without`."""
 
     def command(**given: Any) -> None:
         _measure(name, Arguments(**given))
@@ -79,25 +79,26 @@ def _question(name: str, *without: str) -> Callable[..., None]:
 
 app.command(
     "decode",
-    short_help="what a step costs after a prompt",
+    short_help="time of a decode step after a prompt",
     help="minikv bench decode --policy adakv,snapkv --length 2048,8k --budget 512\n\n"
-    "What a step costs after prompts of these lengths, the full cache first.",
+    "The time of a decode step after prompts of these lengths, the full cache first.",
 )(_question("decode"))
 
 app.command(
     "prefill",
-    short_help="what reading a prompt costs",
+    short_help="time to read a prompt",
     help="minikv bench prefill --policy snapkv,h2o --length 8k --budget 512\n\n"
-    "What reading prompts of these lengths costs, the full cache first.",
+    "The time to read prompts of these lengths, the full cache first.",
 )(_question("prefill", "steps"))
 
 
 @app.command(
     "kernels",
-    short_help="each kernel against its floor",
+    short_help="time of each kernel, and the least that the hardware allows",
     help="minikv bench kernels --shape llama-3-8b --length 1024,8k,32k\n\n"
-    "Each kernel against the bytes it must move or the flops it must do: Triton's on a GPU, those "
-    "in C on a CPU. --kernels torch measures the torch functions that specify them.",
+    "The time of each kernel, and the least time for the bytes that it must move or the flops that "
+    "it must do: Triton's kernels on a GPU, those in C on a CPU. --kernels torch measures the "
+    "torch functions that specify them.",
 )
 def kernels_(
     shape: Shape = "llama-3-8b",
@@ -126,20 +127,21 @@ def kernels_(
 
 @app.command(
     "all",
-    short_help="every figure that this machine can show, beside what it should be",
+    short_help="all measurements for this machine, each beside its goal",
     help="minikv bench all --json figures.json\n\n"
-    "Every figure that this machine can show, beside its goal. On a GPU: kernels, steps and "
+    "All measurements for this machine, each beside its goal. On a GPU: kernels, steps and "
     "prompts of Llama-3-8B's shape, a prompt of 128k tokens and one of 512k. On a CPU: a model of "
     "160 million parameters beside transformers, with --full also one of 1.1 billion.\n\n"
-    "It ends in the time that --minutes gives it. What cannot be measured in it is named, with "
-    "what it would take; FILE is written anew after every part.",
+    "It ends within --minutes. It lists what did not fit in that time, and how long that would "
+    "take. FILE is written again after every part.",
 )
 def all_(
     device: Device = "auto",
-    minutes: Annotated[float, typer.Option(help="in which it ends, give or take an eighth")] = 8.0,
-    full: Annotated[bool, typer.Option("--full", help="what takes long, too")] = False,
+    minutes: Annotated[float, typer.Option(help="time limit, to within an eighth of it")] = 8.0,
+    full: Annotated[bool, typer.Option("--full", help="also measure what takes long")] = False,
     part: Annotated[
-        list[str] | None, typer.Option(help="only the part with this name; may be given again")
+        list[str] | None,
+        typer.Option(help="only the part with this name; may be given several times"),
     ] = None,
     repeat: Repeat = 3,
     peer: Peer = True,

@@ -31,20 +31,21 @@ Shape = Annotated[
     _option("sizes of a network with random weights: llama-3-8b, tinyllama, s, ..."),
 ]
 Device = Annotated[str, _option("auto, cpu, cuda or cuda:N", panel=_MODEL)]
-Length = Annotated[str, _option("tokens of the prompt, a list with commas: 2048,8k")]
-Repeat = Annotated[int, _option("rounds, in which the systems take turns")]
-Peer = Annotated[bool, _option("beside transformers, where it is installed", "--peer/--no-peer")]
+Length = Annotated[str, _option("tokens of the prompt, comma-separated: 2048,8k")]
+Repeat = Annotated[int, _option("rounds; in each, every system is measured once")]
+Peer = Annotated[bool, _option("also measure transformers, if installed", "--peer/--no-peer")]
 Kernels = Annotated[
-    Literal["auto", "triton", "torch"], _option("who computes attention", panel=_ADVANCED)
+    Literal["auto", "triton", "torch"],
+    _option("kernels of attention and eviction", panel=_ADVANCED),
 ]
-Threads = Annotated[int, _option("on a CPU; 0: as many as the process may use", panel=_ADVANCED)]
+Threads = Annotated[int, _option("CPU threads; 0: as many as the process may use", panel=_ADVANCED)]
 Json = Annotated[
     str | None,
-    _option("one JSON object: to FILE, or alone to stdout", "--json", metavar="[FILE]"),
+    _option("write one JSON object to FILE; without FILE, to stdout", "--json", metavar="[FILE]"),
 ]
 Quiet = Annotated[bool, _option("results and errors only", "--quiet", "-q", panel=_OUTPUT)]
-Debug = Annotated[bool, _option("tracebacks for errors", "--debug", panel=_ADVANCED)]
-_Listed = Annotated[str, _option("a list with commas")]
+Debug = Annotated[bool, _option("show tracebacks", "--debug", panel=_ADVANCED)]
+_Listed = Annotated[str, _option("comma-separated list")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Arguments:
     weights: Annotated[
         str,
         _option(
-            "how matrices are kept, a list with commas: auto, int8, int4, int8+head, ...",
+            "formats of the weights, comma-separated: auto, int8, int4, int8+head, ...",
             panel=_MODEL,
         ),
     ] = "auto"
@@ -77,18 +78,17 @@ class Arguments:
     stride: Annotated[
         int,
         _option(
-            "read prompts in blocks of so many tokens under a step policy; 0: whole", panel=_CACHE
+            "read prompts in blocks of this many tokens and evict after each; 0: in one piece",
+            panel=_CACHE,
         ),
     ] = 0
     kv: Annotated[
         Literal["auto", "int8"],
-        _option(
-            "what keys and values are kept in: auto is the number format of --dtype", panel=_CACHE
-        ),
+        _option("number format of cached keys and values; auto: that of --dtype", panel=_CACHE),
     ] = "auto"
     options: Annotated[
         list[str] | None,
-        _option("a setting of the policies", "-o", panel=_CACHE, metavar="NAME=VALUE"),
+        _option("option of the policies", "-o", panel=_CACHE, metavar="NAME=VALUE"),
     ] = None
     length: Length = "2048"
     steps: Annotated[int, _option("decode steps of a round; 0: 32, on a GPU 128")] = 0
@@ -125,11 +125,11 @@ class Arguments:
 
     @property
     def name(self) -> str:
-        """The network's."""
+        """The name of the network: the shape, or the model's directory."""
         return self.model or self.shape.lower()
 
     def formats(self) -> tuple[str, ...]:
-        """How matrices are kept, each in turn. Raises UsageError."""
+        """The formats of the weights to measure. Raises UsageError."""
         found = read_list(self.weights, "--weights")
         for name in found:
             if name not in WEIGHTS:

@@ -1,4 +1,4 @@
-"""minikv as one of the systems that are measured: the only file here that knows its engine."""
+"""minikv as one of the systems that are measured. Only this file uses its engine."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Cached:
         self._token = 0
 
     def read(self, ids: list[int], room: int = 256) -> float:
-        """Seconds for a conversation that begins with this prompt; `room`: steps to expect."""
+        """Seconds to read a prompt into a new conversation; `room`: how many steps will follow."""
         self.engine.reset()
         return self.read_on(ids, room)
 
     def read_on(self, ids: list[int], room: int = 256) -> float:
-        """Seconds for a further prompt of the same conversation."""
+        """Seconds to read a further prompt of the same conversation."""
 
         def run() -> None:
             self._token = int(self.engine.prompt(ids, room=room).argmax())
@@ -46,7 +46,7 @@ class Cached:
         return self._clock(run)
 
     def write(self, steps: int) -> float:
-        """Seconds of a step, mean over so many. Greedy: each is fed what the last one returned."""
+        """Seconds of a step, mean over `steps`. Greedy: each step is fed the last one's token."""
 
         def run() -> None:
             for i in range(steps):  # none is launched beyond those that are counted
@@ -67,7 +67,7 @@ class Cached:
         kv.restore(replace(held, columns=columns), self.eviction.rules())
 
     def stats(self) -> CacheStats:
-        """Of the cache, counted from its tensors."""
+        """The statistics of the cache, counted from its tensors."""
         return self.engine.kv.stats()
 
     def step_kv_bytes(self) -> float:
@@ -88,7 +88,7 @@ class Cached:
         return self.engine.notices
 
     def close(self) -> None:
-        """Give the cache back."""
+        """Free the cache."""
         self.engine.reset()
 
 

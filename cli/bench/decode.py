@@ -1,4 +1,5 @@
-"""What a step costs after a prompt, beside the full cache, transformers and the floor."""
+"""The time of a decode step after a prompt, compared with the full cache, transformers and the
+least that the hardware allows."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _WARM = 3  # steps before those that count: the cache goes to the device, one st
 
 
 def measure(arguments: Arguments, device: torch.device, rates: Rates, results: Results) -> None:
-    """Steps after prompts of every length. Rows are added length by length."""
+    """Measure steps after prompts of every length. Rows are added length by length."""
     run = Run(arguments, device, rates, results)
     try:
         for length in arguments.lengths():
@@ -56,8 +57,8 @@ def _measure(run: Run, length: int) -> None:
         try:
             for number in range(run.repeat):
                 if run.device.type == "cpu":
-                    # The rate at which memory gives the weights themselves, the best of all rounds:
-                    # it depends on where they lie, and on what the machine does meanwhile.
+                    # The rate of reading these very weights, the best of all rounds: it depends on
+                    # where they are in memory, and on what else the machine does.
                     for form, net in run.networks.items():
                         reading[form] = max(reading.get(form, 0.0), models.reading_rate(net))
                 run.each(f"{what}: round {number + 1} of {run.repeat}", entries, write)

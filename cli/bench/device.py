@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_threads(count: int) -> None:
-    """Raise UsageError for more threads than cores, or fewer than none; 0: all that are allowed."""
+    """Raise UsageError for a negative number, or for more threads than cores; 0: all allowed."""
     most = threads.allowed()
     if count and not 1 <= count <= most:
         raise UsageError(
@@ -21,8 +21,8 @@ def check_threads(count: int) -> None:
 
 
 def prepare(device: str, count: int) -> torch.device:
-    """The device of a flag, made the current one, with so many threads. Raises UsageError for a
-    device that is not there."""
+    """Set the number of threads, and make the device of a flag the current one; returns it. Raises
+    UsageError if there is no such device."""
     import torch
 
     threads.use(count)

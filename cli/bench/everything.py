@@ -1,7 +1,7 @@
-"""`minikv bench all`: every figure that this machine can show.
+"""`minikv bench all`: all measurements for this machine.
 
-A list of parts, the most telling first. Each runs in a process of its own, which ends when the time
-does; whatever goes wrong in one is no reason to leave out the next.
+A list of parts, the most important first. Each runs in a process of its own, which is ended when
+the time is up. If one part fails, the next ones still run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from minikv.cli.bench.report import Report, columns
 from minikv.cli.bench.results import Results, one_line
 from minikv.errors import MinikvError
 
-_GRACE = 5.0  # seconds in which a part that is told to end may send what it has
-_LATE = "the time was up in the middle of it"
+_GRACE = 5.0  # seconds that a part has to send its results once it is told to end
+_LATE = "the time limit ended it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Part:
     slow: bool = False
 
     def seconds(self, rates: Rates) -> float:
-        """What it takes at the least: every prompt once, at half the rate of large products."""
+        """The least time in seconds: every prompt once, at half the rate of large products."""
         found = 0.0
         for question, arguments in self.work:
             if question not in ("first_token.measure", "kernels.measure"):
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of a part: measured, measured in part, left out, cut short or failed, and why."""
+    """How a part ended: measured, measured in part, left out, cut short or failed, and why."""
 
     name: str
     seconds: float
@@ -59,7 +59,8 @@ class Done:
 
 
 def parts(base: Arguments, *, gpu: bool) -> tuple[Part, ...]:
-    """The list for a GPU or a CPU. `base`: device, threads, rounds, and whether there is a peer."""
+    """The list for a GPU or a CPU. `base`: device, threads, rounds, and whether to measure
+    transformers."""
     if gpu:
         big = replace(base, shape="llama-3-8b", budget="1024")
         step = replace(big, length="1024", budget="512")
@@ -107,8 +108,8 @@ def _slow(base: Arguments, length: int, wanted: tuple[Goal, ...]) -> Part:
 
 
 def run(wanted: Sequence[Part], rates: Rates, report: Report, until: float, *, full: bool) -> None:
-    """Every part in order until `until`, by `perf_counter`; shown and written after each. Raises
-    MinikvError where nothing at all could be measured."""
+    """Run every part in order until `until` (of `perf_counter`); show and write after each. Raises
+    MinikvError if nothing could be measured."""
     results, done, complete = Results(report.progress), list[Done](), False
     began = perf_counter()
 
@@ -158,7 +159,7 @@ def run(wanted: Sequence[Part], rates: Rates, report: Report, until: float, *, f
 
 
 def _obstacle(part: Part, rates: Rates, left: float, *, full: bool) -> str:
-    """Why a part is not begun; nothing if it is."""
+    """Why a part cannot start; "" if it can."""
     if part.slow and not full:
         return "only with --full"
     if left <= 0:
@@ -168,7 +169,7 @@ def _obstacle(part: Part, rates: Rates, left: float, *, full: bool) -> str:
 
 
 def _measure(part: Part, rates: Rates, results: Results, left: float) -> tuple[str, str]:
-    """How the part ended, and why so. Its process is killed if it does not end in time."""
+    """Run a part. Returns how it ended, and why. If it takes too long, its process is killed."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, part.work, rates))
@@ -188,7 +189,7 @@ def _measure(part: Part, rates: Rates, results: Results, left: float) -> tuple[s
 
 
 def _received(pipe: Connection, results: Results, seconds: float) -> tuple[str, str]:
-    """Take the messages of a part for so long. Returns its state, and why, if it has ended."""
+    """Receive the messages of a part for `seconds`. Returns its state, and why, once it ended."""
     until, state, why = perf_counter() + seconds, "", ""
     while not state and pipe.poll(max(0.0, until - perf_counter())):
         state, why = _receive(pipe, results)
@@ -196,11 +197,11 @@ def _received(pipe: Connection, results: Results, seconds: float) -> tuple[str, 
 
 
 def _receive(pipe: Connection, results: Results) -> tuple[str, str]:
-    """Take a message. Returns the state, and why, if it was the last one."""
+    """Receive a message. Returns the state, and why, if it was the last one."""
     try:
         kind, *content = pipe.recv()
     except (EOFError, OSError):
-        return "failed", "its process ended without a word"
+        return "failed", "its process ended unexpectedly"
     if kind == "progress":
         results.progress(*content)
         return "", ""

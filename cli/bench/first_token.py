@@ -1,4 +1,5 @@
-"""Seconds from nothing to the first token of `minikv ask` on the bundled model, files warm."""
+"""Seconds from the start of `minikv ask` to its first token, on the bundled model, with its files
+in the page cache."""
 
 from __future__ import annotations
 

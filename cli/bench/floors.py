@@ -1,7 +1,7 @@
-"""The least time that the hardware allows, from rates that were measured in the same run.
+"""The least time that the hardware allows (the floor), from rates measured in the same run.
 
-A decode step must read every weight and every cached token once. A prompt must be multiplied with
-every matrix, and attended to.
+A decode step must read every weight and every cached token once. A prompt needs the products with
+every matrix, and attention.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine does, measured. Bytes and flops a second; None: not measured.
+    """The machine's measured rates, in bytes and flops a second; None: not measured.
 
-    read_1: reading with one thread (None on a GPU). read: with all. copy: bytes read plus bytes
-    written. matmul and matmul_fp32: products of large square matrices, in bfloat16 and float32.
+    read_1: reading with one thread (None on a GPU). read: with all threads. copy: bytes read plus
+    bytes written. matmul and matmul_fp32: products of large square matrices, in bfloat16 and
+    float32.
     """
 
     read_1: float | None
@@ -51,8 +52,8 @@ def prefill_floor(sizes: Sizes, tokens: int, product: float, attention: float) -
 
 
 def overhead(ours: Sequence[float], base: Sequence[float]) -> float:
-    """How much longer than the base, as a share: the median over rounds that both have had, each
-    beside its own base. What slows down a whole round drops out."""
+    """How much longer than the base, as a share: the median over the rounds that both have, each
+    compared with the base of the same round. So what slows down a whole round does not count."""
     return median([a / b - 1.0 for a, b in zip(ours, base, strict=False)])
 
 

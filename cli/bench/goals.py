@@ -1,4 +1,4 @@
-"""What the figures of `minikv bench all` should be, and where each is found in the results."""
+"""The goals of `minikv bench all`, and where each figure is found in the results."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ JUDGES = {
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure and what it should be. find(results) is None where it was not measured. better: more
-    or less; first: the first milestone; unit: x (times), % or s."""
+    """A figure and its goal. find(results) is None if it was not measured. better: "more" or
+    "less"; first: an easier, first goal; unit: x (times), % or s."""
 
     name: str
     find: Callable[[Results], float | None]
@@ -35,7 +35,7 @@ class Goal:
     unit: str = "x"
 
     def record(self, results: Results, why: str) -> dict[str, Any]:
-        """Ready for JSON; `why` it was not measured."""
+        """The goal and the figure for JSON. why: the reason if it was not measured."""
         measured, state = self.find(results), "not measured"
         if measured is not None:
             sign = 1 if self.better == "more" else -1
@@ -71,7 +71,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def row(figure: str, kind: str, model: str, length: int, **more: str) -> Callable[[Results], Any]:
-    """A figure of minikv's newest row of this kind, model and length, and of what else is said."""
+    """A function that finds a figure in minikv's newest row of this kind, model and length; `more`:
+    further fields of the row and their values."""
     wanted = {"kind": kind, "model": model, "length": length, "system": "minikv", **more}
 
     def find(results: Results) -> Any:
@@ -84,7 +85,7 @@ def row(figure: str, kind: str, model: str, length: int, **more: str) -> Callabl
 
 
 def _of(name: str, share: Callable[[Any], float | None]) -> Callable[[Results], float | None]:
-    """What `share` makes of a figure that is no row."""
+    """A function that applies `share` to a figure that is not a row."""
     return lambda results: share(results.figures[name]) if name in results.figures else None
 
 

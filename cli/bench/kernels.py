@@ -1,9 +1,9 @@
-"""Each kernel against the bytes it must move or the flops it must do.
+"""The time of each kernel, and the least time for the bytes it must move or the flops it must do.
 
-One table of cases. What runs is what the cache would call: Triton's kernels on a GPU, those in C on
-a CPU, or the torch functions with `--kernels torch`. On a GPU calls are captured in a graph and
-rotate over inputs that its cache cannot hold, so that neither the launch nor the last call's data
-is measured.
+There is one table of cases. The kernels are those that the cache would call: Triton's on a GPU,
+those in C on a CPU, or the torch functions with `--kernels torch`. On a GPU, calls are captured in
+a graph and rotate over inputs that its cache cannot hold, so that neither launches nor cached data
+are measured.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from minikv.kernels import Rows, dispatch
 from minikv.models.linear import Matrix
 
 Call = Callable[[Any], object]
-"""Calls an operation of a table of kernels on inputs that it holds."""
+"""A function of a table of kernels: it calls one operation, on inputs that it holds."""
 
-_CPU_CACHE = 64 << 20  # bytes that a processor's cache surely does not exceed
+_CPU_CACHE = 64 << 20  # bytes; no processor's cache is larger
 _SETS = 64  # of inputs, at most
 _CALLS, _SECONDS = 16, 0.02  # in one measurement, at least: calls on a GPU, time on a CPU
 
@@ -53,7 +53,7 @@ class Case:
     needs: str = ""
 
     def run(self, operations: Any, call: Call) -> object:
-        """The operation, on the inputs of `make`."""
+        """Run the operation on the inputs of `make`."""
         return call(operations)
 
 
@@ -129,7 +129,7 @@ def timed(
 
 
 def _captured(run: Callable[[], None], device: torch.device) -> Callable[[], None] | None:
-    """A graph of the calls; None where something in them waits for the device."""
+    """A graph of the calls; None if one of them waits for the device."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     torch.cuda.synchronize(device)
@@ -395,7 +395,7 @@ def _segments(
     device: torch.device,
     seed: int,
 ) -> Call:
-    """New tokens of a later prompt over what earlier ones left."""
+    """New tokens of a later prompt over the rows that earlier prompts left."""
     heads, size, width = sizes.kv_heads, sizes.head_dim, max(lengths)
     q = normal(device, seed, dtype, heads, sizes.heads // heads, new, size)
     k, v = (normal(device, seed + i, dtype, sum(lengths), size) for i in (1, 2))

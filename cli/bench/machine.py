@@ -1,4 +1,4 @@
-"""What the machine is, and how fast it reads, copies and multiplies: measured when it is asked."""
+"""Facts about the machine, and its measured rates of reading, copying and multiplying."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Clock:
         return perf_counter() - began
 
     def each(self, work: Callable[[], object], rounds: int, warm: int = 1) -> list[float]:
-        """Seconds of each of so many runs after the warm-up."""
+        """Seconds of each of `rounds` runs, after `warm` runs that are not measured."""
         for _ in range(warm):
             work()
         return [self(work) for _ in range(rounds)]
 
 
 def facts(device: torch.device) -> dict[str, object]:
-    """What the machine is; nothing in it names a person or a folder."""
+    """Facts about the machine. They name no person and no folder."""
     pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else None
     found: dict[str, object] = {
         "system": platform.system(),
@@ -80,7 +80,7 @@ def facts(device: torch.device) -> dict[str, object]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything whose speed is shown; None: not installed."""
+    """The versions of everything whose speed is shown; None: not installed."""
     found: dict[str, str | None] = {
         "minikv": minikv.__version__,
         "python": platform.python_version(),
@@ -93,7 +93,7 @@ def versions() -> dict[str, str | None]:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """The GPU's second-level cache."""
+    """Bytes of the GPU's L2 cache."""
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 * _MIB))
 
 
@@ -110,7 +110,7 @@ def _processor() -> str:
 
 
 def measure(device: torch.device, rounds: int = 5, small: bool = False) -> Rates:
-    """The rates. `small` takes buffers that fit into caches: for tests, not for figures."""
+    """Measure the rates. `small` uses buffers that fit into caches: for tests only."""
     gpu = device.type == "cuda"
     size, side = (_MIB, 128) if small else (1024 * _MIB, 8192) if gpu else (256 * _MIB, 1536)
     half, full = (
@@ -130,7 +130,7 @@ def measure(device: torch.device, rounds: int = 5, small: bool = False) -> Rates
 
 
 def read_rate(size: int, rounds: int) -> float:
-    """Bytes a second that the processor reads where weights lie: the best of two reductions."""
+    """Bytes a second that the processor reads from main memory: the better of two reductions."""
     words = Pages(torch.device("cpu")).empty((size // 8,), torch.int64).fill_(1)
     numbers = words.view(torch.float32)
     clock = Clock(torch.device("cpu"))
@@ -180,7 +180,7 @@ def normal(device: torch.device, seed: int, dtype: torch.dtype, *shape: int) -> 
 
 
 def forget_peak(device: torch.device) -> None:
-    """Start the high-water mark anew, where the system allows it."""
+    """Reset the high-water mark, where the system allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -204,7 +204,7 @@ def peak(device: torch.device) -> int | None:
 
 
 def settle(device: torch.device) -> None:
-    """Give unused memory back, so that the next system finds the machine as the first did."""
+    """Free unused memory, so that the next system starts under the same conditions as the first."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -14,7 +14,7 @@ _STEPS = 4
 
 
 def measure(arguments: Arguments, device: torch.device, rates: Rates, results: Results) -> None:
-    """The figure `peak_resident_LENGTH`: bytes by system."""
+    """Measure the figure `peak_resident_LENGTH`: bytes by system."""
     spec, threads = spec_of(arguments, device), torch.get_num_threads()
     (length,), peaks = arguments.lengths(), dict[str, int]()
     wanted: dict[str, tuple[object, ...]] = {}

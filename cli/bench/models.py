@@ -36,8 +36,8 @@ _MATRICES = ("qkv", "out", "gate_up", "down")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Which network, and how it computes. `folder` is a real model's, instead of sizes; `kv`: what
-    keys and values are kept in, auto (the dtype) or int8."""
+    """Which network, and how it computes. `folder`: of a real model, instead of sizes; `kv`: number
+    format of keys and values, auto (the dtype) or int8."""
 
     sizes: Sizes | None
     folder: Path | None = None
@@ -95,8 +95,8 @@ def network(spec: Spec) -> Llama:
 
 
 def _kept(net: Llama, form: str) -> Llama:
-    """With its matrices kept as --weights says. Raises ModelError for a form that this machine, or
-    this dtype, cannot have."""
+    """The network with its matrices in a format of --weights. Raises ModelError for a format that
+    this machine or this dtype cannot have."""
     check_form(form, net.device, net.dtype)
     layers, logits = split(form)
     room = Pages(net.device).empty

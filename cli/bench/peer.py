@@ -1,6 +1,6 @@
-"""A system in a process of its own: its threads, memory and allocator are its own.
+"""A system in a process of its own, with its own threads, memory and allocator.
 
-transformers is measured where it is installed. Only such a process imports it.
+transformers is measured if it is installed. Only such a process imports it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME = "transformers"
 
 
 class PeerError(MinikvError):
-    """The other system could not be measured; the rest goes on without it."""
+    """The other system could not be measured. The other measurements continue."""
 
 
 class System(Protocol):
@@ -148,8 +148,8 @@ def transformers(spec: models.Spec, threads: int) -> Transformers:
 class Transformers:
     """A Llama of transformers with torch's attention and a cache that grows.
 
-    Its loop is the bare forward and an argmax, without what `generate` adds around them: the
-    comparison errs in its favour.
+    Its loop is only the forward pass and an argmax, without the overhead of `generate`: the
+    comparison favours transformers.
     """
 
     def __init__(self, spec: models.Spec) -> None:

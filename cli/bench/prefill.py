@@ -1,4 +1,5 @@
-"""What reading a prompt costs, beside the full cache, transformers and the floor."""
+"""The time to read a prompt, compared with the full cache, transformers and the least that the
+hardware allows."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _WARM = 512  # tokens of a prompt that is not measured, on a CPU; a GPU is warme
 
 
 def measure(arguments: Arguments, device: torch.device, rates: Rates, results: Results) -> None:
-    """Prompts of every length, each from nothing. Rows are added length by length."""
+    """Measure prompts of every length, each in a new conversation. Adds rows length by length."""
     run = Run(arguments, device, rates, results)
     try:
         for length in arguments.lengths():

@@ -18,7 +18,7 @@ from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 
 STDOUT = "-"
-"""What --json is without a file."""
+"""The value of --json without a file."""
 
 
 class Report:
@@ -80,7 +80,7 @@ class Report:
             self.terminal.note(f"written to {self.target}")
 
     def _write(self) -> None:
-        """Whoever reads the file finds the old one or the new one, whole."""
+        """Replace the file in one step: a reader finds the old or the new one, never a part."""
         path = Path(str(self.target)).resolve()
         text = json.dumps(self.record, indent=1) + "\n"
         if path.exists() and not path.is_file():  # a pipe, a terminal: nothing to replace
@@ -207,7 +207,7 @@ def _short(count: float | None) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that say something."""
+    """A number with three significant digits."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""What a run has measured, in the words of its JSON."""
+"""The results of a run, with the names that its JSON uses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Row:
     """One system at one length.
 
     times: seconds of a step (decode) or of the prompt (prefill), one per round. floor_s: the least
-    they could be. evict_share: what the policy adds, as a share, to a step over the same cache
-    without one, or to a prompt over the full cache's. vs_full, vs_transformers: how many times as
-    fast, by medians. step_bytes: read by a step, weights and cache. kv_bytes: of the cache after
-    the prompt, with the tokens per head that it keeps. kv: what keys and values are kept in.
-    peak_bytes: high-water mark, other systems' weights and caches not counted. captured: whether a
-    step was one CUDA graph. read_bytes_s: the rate that a step's floor is made with. None: not
-    measured.
+    that the hardware allows. evict_share: the time that the policy adds, as a share of a step over
+    the same cache without a policy, or of a prompt with the full cache. vs_full, vs_transformers:
+    how many times as fast, by medians. step_bytes: weights and cache that a step reads. kv_bytes:
+    the cache after the prompt, with the tokens per head that it keeps. kv: the number format of
+    keys and values. peak_bytes: high-water mark, without other systems' weights and caches.
+    captured: whether a step was one CUDA graph. read_bytes_s: the rate from which a step's floor is
+    computed. None: not measured.
     """
 
     kind: str
@@ -68,8 +68,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One kernel on one size of inputs. kernels: who ran it (triton, native or torch). floor_s:
-    seconds at the machine's rates. captured: whether the calls were one CUDA graph."""
+    """One kernel on one size of inputs. kernels: which kernels ran (triton, native or torch).
+    floor_s: seconds at the machine's rates. captured: whether the calls were one CUDA graph."""
 
     kernel: str
     case: str
@@ -96,7 +96,7 @@ class Timing:
 
 
 class Results:
-    """What there is so far. `added(rows, kernels, figures)` is called after every addition,
+    """The results so far. `added(rows, kernels, figures)` is called after every addition,
     `progress(what, done, total)` before every piece of work."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Results:
         kernels: Sequence[Timing] = (),
         figures: dict[str, object] | None = None,
     ) -> None:
-        """More of it."""
+        """Add results."""
         self.rows += rows
         self.kernels += kernels
         self.figures |= figures or {}
@@ -132,7 +132,7 @@ class Results:
     def fail(self, what: str, error: Exception) -> None:
         """One system failed: the others are measured, and the first error ends the run."""
         self.note(f"{what}: {one_line(error)}")
-        self.failures.append(error.with_traceback(None))  # which would hold what it used
+        self.failures.append(error.with_traceback(None))  # a traceback keeps tensors alive
 
     @property
     def measured(self) -> bool:
@@ -141,7 +141,7 @@ class Results:
 
 
 def one_line(error: BaseException) -> str:
-    """An error in at most 200 characters. One that is not meant for users says what it is."""
+    """An error in at most 200 characters. An error not meant for users begins with its type."""
     from minikv.models.errors import ModelError  # late: brings torch
 
     said = " ".join(worded(str(error)).split())

@@ -22,8 +22,8 @@ from minikv.models.llama import Llama
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A system, and what was measured of it. minikv's have `weights`, and in steps under a decode
-    policy a `base`: the same cache without one."""
+    """A system and its measurements. minikv's have `weights`, and, for steps under a decode policy,
+    a `base`: the same cache without a policy."""
 
     system: Cached | peer.Process
     weights: str = "-"
@@ -43,7 +43,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """In a few words."""
+        """The name of the system, in a few words."""
         if not isinstance(self.system, Cached):
             return self.system.name
         eviction = self.system.eviction
@@ -51,7 +51,7 @@ class Entry:
         return what if self.weights == "auto" else f"{what} {self.weights}"
 
     def close(self) -> None:
-        """Give the caches back."""
+        """Free the caches."""
         for system in (self.system, self.base):
             if isinstance(system, Cached):
                 system.close()

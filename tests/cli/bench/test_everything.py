@@ -156,7 +156,7 @@ def test_all_fails_only_if_nothing_was_measured(
 def test_a_part_that_does_not_end_in_time_is_ended() -> None:
     began = time.monotonic()
     state, why = everything._measure(GOOD, RATES, Results(), 0.1)
-    assert (state, why) == ("cut short", "the time was up in the middle of it")
+    assert (state, why) == ("cut short", "the time limit ended it")
     assert time.monotonic() - began < 60
 
 
@@ -173,7 +173,7 @@ class Pipe:
 @pytest.mark.parametrize(
     ("error", "state", "says"),
     [
-        (KeyboardInterrupt(), "cut short", "the time was up"),
+        (KeyboardInterrupt(), "cut short", "the time limit"),
         (RuntimeError("no such\nkernel"), "failed", "RuntimeError: no such kernel"),
         (None, "measured in part", "AssertionError"),
     ],
