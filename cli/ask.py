@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from minikv.chat.report import TurnReport
     from minikv.chat.session import ChatSession
 
-_MOST = 0.5  # the share of what was read from which its eviction is worth a line
+_MOST = 0.5  # if a larger share of what was read was evicted, a line says so
 
 
 def ask(
@@ -45,8 +45,8 @@ def ask(
     go_on: bool = False,
     given: Collection[str] = (),
 ) -> None:
-    """Answer on stdout. With `go_on`, in the chat that was saved last, under its own settings but
-    for those `given`; it is then saved with this turn. Leaves with 130 when the user stopped the
+    """Answer on stdout. With `go_on`, in the chat that was saved last, with its own settings except
+    those `given`; the chat is then saved with this turn. Exits with 130 if the user stopped the
     answer.
 
     `question` "-" is the whole user message from standard input, verbatim. Otherwise what is piped
@@ -68,7 +68,7 @@ def ask(
         session = open_chat(settings, [] if go_on else texts, terminal, interrupts)
         keeper.attend(session)
         if not go_on and session.engine.kv.rules.cannot_recall is None:
-            session.recall.kind = "none"  # of what could serve a later question only
+            session.recall.kind = "none"  # a tier serves later questions only
         if go_on:
             _take_up(keeper, session, name, given, texts, terminal)
             before = session.report
@@ -101,7 +101,7 @@ def _take_up(
     texts: Sequence[Text],
     terminal: Terminal,
 ) -> None:
-    """Put the saved chat in the place of the session's, with further documents."""
+    """Replace the session's chat by the saved one, with further documents."""
     keeper.load(session, name, given=given)
     count = len(session.turns)
     terminal.note(f"in chat {name}, after {count:,} turn{'' if count == 1 else 's'}")
@@ -148,7 +148,7 @@ def _inputs(
 
 
 def _say_what_is_gone(report: TurnReport, terminal: Terminal) -> None:
-    """A line if most of what was read was evicted. What slides out of a window does not count."""
+    """Say so if most of what was read was evicted. What slides out of a window does not count."""
     tokens, kv = report.tokens, report.kv_bytes
     gone = tokens.evicted_total / tokens.seen_total if tokens.seen_total else 0.0
     if min(gone, kv.saved) >= _MOST:

@@ -55,10 +55,10 @@ def chat(
     the exit code is then that of the first turn that failed.
 
     `first` is asked before anything is typed. With `as_json`, stdout gets a JSON record per turn.
-    `resume` takes a saved chat up, "" the newest, with `reread` without its cache; `given` are the
-    settings that the user stated, which it must then have been saved under; `config` is where the
-    others come from; with `history` what is typed is remembered for later chats; with `debug` an
-    error shows where it happened.
+    `resume` opens a saved chat, "" the newest one; with `reread`, without its cache. `given`: the
+    settings that the user stated, with which that chat must have been saved. `config`: where the
+    other settings come from. With `history`, what is typed is stored for later chats. With `debug`,
+    an error shows where it happened.
     """
     config = config or Config()
     piped = sources.piped_document(terminal) if "-" in files else b""
@@ -73,7 +73,7 @@ def chat(
         )
     if reread and resume is None:
         raise UsageError(
-            "--reread takes a saved chat up without its cache, and none was named",
+            "--reread opens a saved chat without its cache, and needs --resume",
             "minikv chat --resume NAME --reread",
         )
     if resume is not None:  # refused, if at all, before the model is loaded
@@ -144,7 +144,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
     """The loop. Returns the exit code of the first failed line, 0 if none failed."""
     session, terminal, interrupts = context.session, context.terminal, context.interrupts
     first_failure = 0
-    asked = False  # whether so much is to be read again
+    asked = False  # whether the user was asked about reading so much again
     while True:
         try:
             line = read_line()
@@ -203,7 +203,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 if typed and session.report.stop_reason == "length":
                     terminal.note("  /continue goes on with this answer")
             context.keeper.keep(session)
-        # As a shell does: who stops an answer does not want what was typed ahead either.
+        # As in a shell: stopping an answer also drops what was typed ahead.
         if interrupts.pressed() and terminal.keyboard is not None:
             terminal.keyboard.ahead.take()
 
@@ -212,8 +212,8 @@ def _rereads(context: Context, read_line: Callable[[], str]) -> bool:
     """Ask whether `--reuse auto` may read so much again. Ctrl-C and Ctrl-D mean no."""
     session, terminal = context.session, context.terminal
     terminal.say(
-        f"this question is answered best after reading {session.reads_again:,} tokens again, as "
-        "will be each one after it; without that, the answer may miss what question "
+        f"for the best answer, {session.reads_again:,} tokens are read again, and so for each "
+        "later question; from the cache as it is, the answer may miss what question "
         f"{session.shaped_by} did not need"
     )
     while True:

@@ -11,7 +11,7 @@ from rich.syntax import ANSISyntaxTheme, Syntax
 from rich.text import Text
 
 MOST_LINES = 200
-"""Lines above the current one that are read for it; what began before them is not known."""
+"""How many lines before the current one are read to colour it."""
 TAB = 8
 """Columns from one tab stop of a terminal to the next."""
 _THEME = ANSISyntaxTheme(
@@ -48,8 +48,8 @@ class Code:
 
     @staticmethod
     def of(language: str) -> Code | None:
-        """For what stands behind the marks that open a block; None for a language that is not
-        known, and for plain text."""
+        """The code of a block with this language after its opening marks; None if the language is
+        not known, or plain text."""
         words = language.strip().strip("{}").lstrip(".").split()
         lexer = Syntax("", words[0].rstrip(",;:").lower(), tab_size=TAB).lexer if words else None
         if lexer is None or "text" in lexer.aliases:

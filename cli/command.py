@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Leave(Exception):
-    """The user wants to go."""
+    """The user leaves the chat."""
 
 
 @dataclass(slots=True)
 class Context:
-    """What a command may touch. `errors`: how documents are decoded; `generation`: how the next
-    answers are written; `keeper`: what saves the chat; `loaders`: a command per file extension;
-    `origins`: where each setting's value came from; `offline`: whether the network was ruled out;
+    """What a command may read and change. `errors`: how invalid bytes in documents are handled;
+    `generation`: how the next answers are written; `keeper`: saves the chat; `loaders`: a command
+    per file extension; `origins`: where each setting's value came from; `offline`: no network;
     `debug`: show where an error happened; `reread_limit`: how many tokens `--reuse auto` reads
     again without asking, 0 for any number."""
 
@@ -49,9 +49,9 @@ def _nothing(session: ChatSession, before: Sequence[str], word: str) -> Iterable
 class Command:
     """One slash command; `words` are its names, the first one shown. `run` raises UsageError.
 
-    `raw`: the rest of the line is one argument, quotes and all. For Tab, `files` says that paths
-    may follow, and `follows` gives the other words that may: of the chat, the words between the
-    command and the one that is typed, and that one.
+    `raw`: the rest of the line, quotes included, is one argument. For Tab: `files` says that paths
+    may follow; `follows` returns the other words that may, given the chat, the words between the
+    command and the word being typed, and that word.
     """
 
     words: tuple[str, ...]

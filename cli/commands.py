@@ -1,4 +1,4 @@
-"""The slash commands of a chat, in one table that /help, completion and guesses come from."""
+"""The slash commands of a chat, in one table. /help, completion and "did you mean" use it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def names() -> list[str]:
 
 
 def following(session: ChatSession, words: Sequence[str]) -> list[str]:
-    """What may stand for the last of `words`, the first of which is a command with its slash."""
+    """The completions of the last of `words`; the first word is a command with its slash."""
     first, *before, word = words
     command = _BY_WORD.get(first.removeprefix("/"))
     return list(command.follows(session, before, word)) if command else []

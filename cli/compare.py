@@ -301,7 +301,7 @@ def same_as(tokens: Sequence[int], full: Sequence[int]) -> str:
     """How many of its first tokens an answer has in common with the full cache's."""
     count = f"{len(full):,} token{'' if len(full) == 1 else 's'}"
     if tokens == full:
-        return f"all {count}" if full else "the same, without a word"
+        return f"all {count}" if full else "both are empty"
     both = zip(tokens, full, strict=False)
     first = next((i for i, (a, b) in enumerate(both) if a != b), min(len(tokens), len(full)))
     return f"first {first:,} of {count}" if first else f"none of {count}"

@@ -1,4 +1,4 @@
-"""What may follow: candidates for Tab in a chat and for the shell. Nothing here loads torch."""
+"""What Tab completes, in a chat and in the shell. Nothing here loads torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from minikv.policies import PARTS, POLICIES, find, prompt_names, step_names
 from minikv.settings import Setting
 
 BUDGETS = ("128", "256", "512", "1024", "10%", "20%", "64MiB")
-"""Some of the budgets that there are, one unit after the other."""
+"""Examples of budgets, in each unit."""
 
 
 def policies(word: str = "") -> list[str]:
-    """The policies for prompts; behind a "+", what may be added to one."""
+    """The prompt policies; after a "+", the parts that can be added to one."""
     begin, plus, _ = word.rpartition("+")
     if not plus:
         return prompt_names()
@@ -25,12 +25,12 @@ def policies(word: str = "") -> list[str]:
 
 
 def steps() -> list[str]:
-    """What --decode takes."""
+    """The values of --decode."""
     return ["auto", *step_names()]
 
 
 def options(policy: str) -> list[str]:
-    """The options of a policy, as `NAME=`; none of one that there is not."""
+    """The options of a policy, as `NAME=`; none if there is no such policy."""
     with contextlib.suppress(UsageError):
         return [f"{option.name}=" for option in find(policy).options]
     return []
@@ -46,7 +46,7 @@ def chats() -> list[str]:
 
 
 def values(setting: Setting, word: str = "") -> Sequence[str]:
-    """What a setting may be, or some of it."""
+    """The values of a setting, or examples of them."""
     if type(setting.default) is bool:
         return ("on", "off")
     known: dict[str, Callable[[], Sequence[str]]] = {
@@ -59,9 +59,10 @@ def values(setting: Setting, word: str = "") -> Sequence[str]:
 
 
 def flag(setting: Setting) -> Callable[[str], list[str]] | None:
-    """What a shell completes behind a flag; None where it knows that itself, or nobody does.
+    """The function that completes a flag's value in the shell. None if the shell can do that by
+    itself, or if there is nothing to complete.
 
-    Commas stand between several values, where a flag takes them.
+    A value may be one of several, separated by commas.
     """
     if setting.name == "model":
         return _aliases
@@ -76,36 +77,36 @@ def flag(setting: Setting) -> Callable[[str], list[str]] | None:
 
 
 def policy_options(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Behind -o: the options of --policy and --decode."""
+    """After -o: the options of --policy and --decode."""
     names = (ctx.params.get("policy"), ctx.params.get("decode"))
     return list(dict.fromkeys(one for name in names if name for one in options(name)))
 
 
 def rows(incomplete: str) -> list[str]:
-    """What `minikv policies show` takes."""
+    """The names that `minikv policies show` takes."""
     return [*POLICIES, *(name for name in PARTS if name not in POLICIES)]
 
 
 def tasks(incomplete: str) -> list[str]:
-    """What `minikv eval --tasks` takes."""
+    """The names that `minikv eval --tasks` takes."""
     before, comma, _ = incomplete.rpartition(",")
     return [f"{before}{comma}{task}" for task in TASKS]
 
 
 def saved(incomplete: str) -> list[str]:
-    """What --resume, `minikv chats show` and `minikv chats rm` take."""
+    """The names that --resume, `minikv chats show` and `minikv chats rm` take."""
     return chats()
 
 
 def keys(incomplete: str) -> list[str]:
-    """What `minikv config set` takes first."""
+    """The keys that `minikv config set` takes."""
     from minikv.cli.config import SETTINGS
 
     return list(SETTINGS)
 
 
 def key_values(ctx: typer.Context, incomplete: str) -> list[str]:
-    """What `minikv config set` takes behind a key."""
+    """The values that `minikv config set` takes after a key."""
     from minikv.cli.config import SETTINGS
 
     setting = SETTINGS.get(str(ctx.params.get("key")))

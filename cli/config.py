@@ -56,7 +56,7 @@ class Interface:
 
     preset: str = setting(
         "",
-        "settings that go together, for those that are not given as flags; "
+        "a named set of settings, for those that are not given as flags; "
         + "; ".join(
             f"{name}: {' '.join(f'--{key} {value}' for key, value in values.items())}"
             for name, values in PRESETS.items()
@@ -308,7 +308,7 @@ def possible(setting: Setting, value: Plain, where: str) -> Plain:
     setting.check_choice(value, where)
     if isinstance(value, tuple):
         if "" in value:
-            raise UsageError(f"{where} has an empty text")
+            raise UsageError(f"{where} must not have an empty text")
         return value
     if not isinstance(value, str):
         if not setting.low <= value <= setting.high:

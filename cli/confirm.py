@@ -9,12 +9,12 @@ from minikv.errors import UsageError
 
 
 def confirmed(question: str, terminal: Terminal, *, yes: bool) -> bool:
-    """Whether the user wants it; only "y" and "yes" say so. `yes`: do not ask. Raises UsageError
-    where there is nobody to ask."""
+    """Whether the user agrees, with "y" or "yes". `yes`: do not ask. Raises UsageError if standard
+    input is not a terminal."""
     if yes:
         return True
     if not (sys.stdin.isatty() and terminal.err.isatty()):
-        raise UsageError("nobody is here to ask", "--yes removes without asking")
+        raise UsageError("cannot ask: no terminal to answer on", "--yes removes without asking")
     terminal.err.write(f"{clean(question)} [y/N] ")
     terminal.err.flush()
     try:

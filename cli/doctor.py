@@ -91,7 +91,7 @@ def line(check: Check, width: int) -> str:
 
 
 def _looked(name: str, look: Callable[[], list[Check]]) -> list[Check]:
-    """The result of a check; one that raises has failed."""
+    """The result of a check. A check that raises an error has failed."""
     try:
         return look()
     except (BrokenPipeError, OutputError):
@@ -138,7 +138,7 @@ def cpu() -> list[Check]:
     has = [flag for flag in _FLAGS if flag in known]
     detail = (
         f"{name or platform.machine()}, {cores} usable core{'s' if cores > 1 else ''}, "
-        f"{torch.get_num_threads()} threads; {', '.join(has) if has else 'flags not known'}"
+        f"{torch.get_num_threads()} threads; {', '.join(has) if has else 'instructions not known'}"
     )
     slow = bool(known) and not known & {"avx512_bf16", "amx_bf16", "bf16"}
     # On AVX2, float32 reads a prompt 1.06 times as fast and writes at 0.45 of the speed.
@@ -168,7 +168,7 @@ def gpu() -> list[Check]:
     import torch
 
     if not torch.cuda.is_available():
-        return [Check("gpu", OK, "none that torch can use; the CPU computes")]
+        return [Check("gpu", OK, "none that torch can use; minikv runs on the CPU")]
     made = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -252,7 +252,7 @@ def screen(terminal: Terminal) -> list[Check]:
         encoding,
         "colours" if terminal.colour else "no colours",
     ]
-    hint = "" if wide else "signs beyond ASCII are shown in other ways; LANG=C.UTF-8 has them"
+    hint = "" if wide else "other than ASCII characters are replaced; LANG=C.UTF-8 shows them"
     return [Check("terminal", OK if wide else WARNING, ", ".join(parts), hint)]
 
 

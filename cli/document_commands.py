@@ -82,7 +82,7 @@ def _docs(context: Context, arguments: list[str]) -> None:
         if len(document.text) <= COUNTED:
             count = len(session.tokenizer.encode(document.text))
             tokens = f" · {count:,} token{'' if count == 1 else 's'}"
-        state = "read" if n <= len(session.documents) else "waits for your next question"
+        state = "read" if n <= len(session.documents) else "read with your next question"
         rows.append(f"{n:>{len(str(len(listed)))}}  {_name(document)} · {size}{tokens} · {state}")
     terminal.say("\n".join(rows))
 

@@ -281,5 +281,5 @@ def _refuse_binary(data: bytes, name: str, share: float) -> None:
 def too_large(name: str) -> UsageError:
     """What is raised for more than `MAX_BYTES`."""
     return UsageError(
-        f"{name} is larger than {MAX_BYTES >> 20} MiB", "no context that runs here holds that much"
+        f"{name} is larger than {MAX_BYTES >> 20} MiB", "no supported model can read that much text"
     )

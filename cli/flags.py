@@ -1,4 +1,4 @@
-"""From settings classes to the flags of a command, and from what was typed back to settings.
+"""Make the flags of a command from settings classes, and settings from what was typed.
 
 A command is a function with a parameter `settings: Settings` (and `generation: Generation`,
 `interface: Interface`); typer sees a flag for every field instead.
@@ -35,8 +35,8 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What every command gets. `given` are the parameters that were typed, `subcommand` the
-    command below this one that will run, if any."""
+    """What every command gets. `given`: the parameters that were typed; `subcommand`: the command
+    below this one that will run, or None."""
 
     terminal: Terminal
     config: Config
@@ -45,8 +45,8 @@ class Call:
 
 
 def command(run: Callable[..., None]) -> Callable[..., None]:
-    """`run` as typer takes it: a first parameter `call: Call` is left out, those of a settings
-    class become flags. Errors become a line and an exit code."""
+    """`run` as a function for typer: without its first parameter `call: Call`, and with a flag for
+    each field of its settings classes. Errors become a line and an exit code."""
     made = inspect.signature(run, eval_str=True)
     parameters = [inspect.Parameter("context", _KIND, annotation=typer.Context)]
     groups: dict[str, type] = {}
@@ -79,7 +79,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             if preset := typed.get("preset"):
                 known = known.under(preset, given)
                 typed |= {name: PRESETS[preset][name] for name in known.by_preset}
-                if "preset" in given:  # as typed as itself: a saved chat's settings give way
+                if "preset" in given:  # its settings count as typed: they win over a saved chat's
                     given |= set(known.by_preset)
             call = Call(terminal, known, given, context.invoked_subcommand)
             for name, kind in groups.items():
@@ -89,7 +89,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             run(call, **typed)
 
     called.__name__, called.__doc__ = run.__name__, run.__doc__
-    # The signature that typer reads; a parameter after one with a default may have none.
+    # The signature that typer reads. Parameters without a default must come first.
     parameters.sort(key=lambda one: one.default is not inspect.Parameter.empty)
     vars(called)["__signature__"] = inspect.Signature(parameters)
     called.__annotations__ = {one.name: one.annotation for one in parameters}
@@ -97,8 +97,8 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_gone() -> None:
-    """Raise UsageError where the current directory was deleted: relative names mean nothing there,
-    and torch's library ends the process."""
+    """Raise UsageError if the current directory was deleted: relative names mean nothing there, and
+    torch's library would end the process."""
     try:
         os.getcwd()
     except OSError as error:

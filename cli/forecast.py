@@ -1,8 +1,8 @@
-"""The figures of `minikv plan`: what a document will need, from config.json alone.
+"""The figures of `minikv plan`: the memory that a document will need, from config.json alone.
 
 The figures for the cache come from the engine itself: a real `KVCache` begins the prompt on torch's
-meta device, where tensors have sizes but no memory. What is only made during a prompt, and what the
-network itself needs, is added by hand.
+meta device, where tensors have sizes but no memory. What is allocated only while a prompt is read,
+and what the network itself needs, is computed here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _REQUEST = (0,) * 32
-"""As many tokens as a template or a tokenizer may take of a request to repeat a text."""
+"""The most tokens that a template or a tokenizer may need for a request to repeat a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """What to type for it."""
+        """The policy and its stride, as the user types them after --policy."""
         return f"{self.policy} --stride {self.stride}" if self.stride else self.policy
 
 
@@ -399,7 +399,7 @@ def config_folder(settings: Settings) -> Path:
 
 
 def _device(name: str, *, here: bool) -> torch.device:
-    """`here`: it must exist in this machine."""
+    """The torch device of a flag. `here`: it must exist in this machine."""
     import torch
 
     if name == "auto":
@@ -411,7 +411,8 @@ def _device(name: str, *, here: bool) -> torch.device:
 
 
 def _dtype(folder: Path, name: str, device: torch.device, notes: list[str]) -> torch.dtype:
-    """What the loader would choose; from the configuration, as there may be no weights yet."""
+    """The dtype that the loader would choose, from the configuration: the weights may not be here
+    yet."""
     import torch
 
     from minikv.models.hub import read_json

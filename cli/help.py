@@ -1,7 +1,7 @@
-"""What --help shows: the flags that people use. --help-all shows the others too, by subject.
+"""--help shows the common flags; --help-all also shows the others, by subject.
 
-A flag without a help panel is of the first kind, one with a panel of the second. typer writes the
-type of every value (`<bool>`, `<list[str]>`); here a value has a word, and a switch has none.
+A common flag has no help panel; every other flag has one. typer shows the type of every value
+(`<bool>`, `<list[str]>`); here a value is shown as a word, and a switch without one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _WORDS = {
 
 
 class Later(TyperCommand):
-    """A command of which its group shows a line. Its function returns the app that has its flags,
-    or those of the commands below it: no other start imports them."""
+    """A command whose flags are imported only when it runs or shows its help. Until then only its
+    line in the list of commands exists. Its function returns the app with its flags, or with the
+    commands below it."""
 
     def imported(self) -> Command:
         """The command itself."""
@@ -40,7 +41,7 @@ class Later(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The commands of an app, with such a --help. An app in it must have this class, too."""
+    """The commands of an app, with this --help. An app inside it must have this class, too."""
 
     def whole(self, name: str) -> Command:
         """The command of that name, with its flags. Raises KeyError."""
@@ -71,7 +72,7 @@ class _Argument(TyperArgument):
 
 
 def _prepare(command: Command, ctx: Context) -> None:
-    """Words for the values, and a command that hides flags gets --help-all."""
+    """Set the words for values, and add --help-all to a command that hides flags."""
     if any(param.name == _NAME for param in command.params):
         return
     shown = command.get_help_option(ctx)
@@ -81,7 +82,7 @@ def _prepare(command: Command, ctx: Context) -> None:
             param.__class__ = _Argument  # typer has no switch for this
         elif isinstance(param, TyperOption):
             _name(param, ctx)
-            # Completion offers no hidden flags, and is to offer all.
+            # Completion must offer all flags, but does not offer hidden ones.
             param.hidden = bool(param.rich_help_panel) and not ctx.resilient_parsing
             hidden += param.hidden
     if shown is not None:

@@ -112,8 +112,8 @@ def held(session: ChatSession) -> Tensor:
 def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> Spans:
     """The text of `ids`, equal to what `tokenizer.decode` makes of them, and each token's place.
 
-    A stream says nothing for a control token, and nothing yet for the first bytes of a character:
-    the token alone, flushed at once, tells which it is, and whether it ends inside a character.
+    A stream gives no text for a control token, and none yet for the first bytes of a character. The
+    token decoded alone tells which of the two it is, and whether it ends inside a character.
     """
     alone: dict[int, tuple[bool, bool]] = {}
 
@@ -148,8 +148,7 @@ def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> Spans:
 def locate(spans: Spans, documents: Sequence[Document]) -> tuple[Part, ...]:
     """Where the documents stand among the tokens.
 
-    One whose text the tokenizer does not give back as it was (a normaliser) is left out, and no
-    place is made up for it.
+    A document whose text the tokenizer changes (a normaliser) is left out.
     """
     parts = []
     at = 0

@@ -1,9 +1,9 @@
-"""What is typed while nothing asks for a line: it waits unseen, and is read in order, as typed.
+"""Keys typed while no prompt is shown: they are kept without being shown, and read in order later.
 
 A terminal that edits lines itself turns Enter into Ctrl-J, which is a new line for the line editor.
-So while a chat works, its terminal passes keys on as they are. Ctrl-C, Ctrl-Z and Ctrl-\\ stay
-signals. A paste keeps its marks, so that it stays one message. Without the line editor the terminal
-goes on editing lines, without showing them.
+So while a chat works, its terminal passes keys on unchanged. Ctrl-C, Ctrl-Z and Ctrl-\\ stay
+signals. A paste keeps its marks, so that it stays one message. Without the line editor, the
+terminal still edits lines, but does not show them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _MARKED, _UNMARKED = "\x1b[?2004h", "\x1b[?2004l"  # the marks of a paste
 
 
 class Ahead(Protocol):
-    """What a reader of lines took from the terminal and did not give yet."""
+    """Input that a reader of lines took from the terminal and has not returned yet."""
 
     def take(self) -> list[Any]:
-        """All of it; nothing is left."""
+        """Return all of it; nothing is left."""
 
     def put(self, held: list[Any]) -> None:
-        """Have it again."""
+        """Put it back."""
 
     def read(self, text: str) -> list[Any]:
-        """As `take` gives it, for a text that came from the terminal."""
+        """A text from the terminal, in the form that `take` returns."""
 
 
 class Lines:
@@ -72,8 +72,8 @@ class Keyboard:
         self._handler: Any = None
 
     def open(self) -> None:
-        """Switch the terminal. It is only for a keyboard that somebody has and will close: a signal
-        may end the program at any moment from here on."""
+        """Switch the terminal. The caller must already hold this keyboard and close it, because
+        from here on a signal may end the program at any moment."""
         if threading.current_thread() is threading.main_thread():
             # A shell that continues the chat may have changed the terminal.
             self._handler = signal.signal(signal.SIGCONT, self._resumed)
@@ -83,7 +83,7 @@ class Keyboard:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Around what reads a line. `input()` gets the terminal as it was."""
+        """Around the reading of a line. `input()` gets the terminal in its original mode."""
         self._asks = True
         if not self.editor:
             _set(self._number, self._before)
@@ -95,7 +95,7 @@ class Keyboard:
 
     @contextlib.contextmanager
     def anew(self) -> Iterator[None]:
-        """Around a question of ours: what was typed before it does not answer it, and waits."""
+        """Around a question of minikv: what was typed before does not answer it, and is kept."""
         held = [*self.ahead.take(), *self.ahead.read(self._typed())]
         try:
             yield
@@ -103,7 +103,7 @@ class Keyboard:
             self.ahead.put(held)
 
     def close(self) -> None:
-        """Give the terminal back as it was."""
+        """Restore the terminal's mode."""
         if self._handler is not None:
             signal.signal(signal.SIGCONT, self._handler)
             self._handler = None
@@ -111,7 +111,7 @@ class Keyboard:
         _set(self._number, self._before)
 
     def waiting(self) -> bool:
-        """Whether a line is there already, which nobody has seen."""
+        """Whether a complete line was typed already and has not been read."""
         return bool(select.select([self._number], [], [], 0)[0])
 
     def _wait(self) -> None:
@@ -134,7 +134,7 @@ class Keyboard:
                 self._err.flush()
 
     def _typed(self) -> str:
-        """What was typed and not read yet."""
+        """The text that was typed and has not been read yet."""
         found = b""
         with contextlib.suppress(OSError):
             while (
@@ -150,8 +150,8 @@ class Keyboard:
 
 @contextlib.contextmanager
 def unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
-    """Inside, the terminal behind `stream` echoes no keys. `moved` is called when the process
-    continues after it was stopped: the shell has written to the terminal."""
+    """Inside, the terminal of `stream` does not echo keys. `moved` is called when the process
+    continues after it was stopped, because the shell has then written to the terminal."""
 
     def echoes() -> bool:
         with contextlib.suppress(OSError, ValueError):
@@ -176,7 +176,7 @@ def unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
         nonlocal echoed
         if callable(before):
             before(signum, frame)
-        echoed = echoed or echoes()  # one that began in the background saw the shell's own mode
+        echoed = echoed or echoes()  # a process started in the background saw the shell's mode
         echo(False)
         moved()
 
@@ -193,7 +193,8 @@ def unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
 
 
 def _in_front(number: int) -> bool:
-    """Whether this process may use the terminal: one in the background would be stopped."""
+    """Whether this process is in the foreground. In the background, the system would stop it when
+    it uses the terminal."""
     try:
         return os.tcgetpgrp(number) == os.getpgrp()
     except OSError:

@@ -1,7 +1,7 @@
-"""Text for a terminal: what it can show of it, and where it breaks into rows.
+"""Text for a terminal: which characters it can show, and where lines break into rows.
 
-rich measures the characters. It does not break the lines: its rows do not say which part of the
-text they are, and it would break a character in two that an ASCII terminal shows as \\u4e2d.
+rich measures the characters. It is not used to break lines: its rows do not say which part of the
+text they are, and it would split a character that an ASCII terminal shows as \\u4e2d.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def clipped(text: str, cells: int, encoding: str = "utf-8") -> str:
 def broken(text: str, width: int, encoding: str = "utf-8") -> list[tuple[int, int]]:
     """Where `text` breaks into rows of at most `width` cells: begin and end of each row.
 
-    Between words where it can. A row keeps its trailing spaces, which do not count; the newlines
-    stand in no row.
+    It breaks between words where possible. A row keeps its trailing spaces, which do not count.
+    Newlines belong to no row.
     """
     from rich.cells import cell_len
 
@@ -70,8 +70,8 @@ def _letters(line: str, width: int) -> Iterator[tuple[int, int]]:
 def _cells(
     line: str, width: int, cells: Callable[[str], int], joins: str
 ) -> Iterator[tuple[int, int]]:
-    """The rows of any line; none begins with `joins`, which belongs to the sign before it, but for
-    a blank, which belongs to nobody."""
+    """The rows of any line. No row begins with the character `joins`, which belongs to the one
+    before it, unless that is a blank."""
     begin = used = 0
     space = -1
     for i, char in enumerate(line):

@@ -94,7 +94,7 @@ def load(
     except TooMuch:
         raise UsageError(
             f"{shown}: {program} printed more than {limit >> 20} MiB",
-            "no context that runs here holds that much",
+            "no supported model can read that much text",
         ) from None
     except OSError as error:
         raise UsageError(f"{shown}: {program} cannot be run: {error.strerror}") from None
@@ -153,7 +153,8 @@ def _pump(
     deadline: float,
     stopped: Callable[[], bool] | None,
 ) -> tuple[bytes, bytes]:
-    """Feed and drain all three pipes until the command is gone. Returns stdout, stderr's end."""
+    """Write stdin and read stdout and stderr until the command ends. Returns stdout and the end of
+    stderr."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -178,7 +179,7 @@ def _pump(
                 if key.fileobj is process.stdin:
                     try:
                         sent = os.write(key.fd, rest[:_PIECE]) if rest else 0
-                    except BrokenPipeError:  # it needs no more
+                    except BrokenPipeError:  # the command reads no more
                         sent = len(rest)
                     rest = rest[sent:]
                     if not rest:

@@ -1,10 +1,10 @@
-"""The command line: which commands there are. Each one's flags are in `cli/entry/`.
+"""The commands of the command line. The flags of each are in `cli/entry/`.
 
-Only the module of the command that is typed is imported, and nothing here imports torch: `--help`,
-`--version` and `policies` answer at once.
+Only the module of the command that is typed is imported, and nothing here imports torch, so that
+`--help`, `--version` and `policies` answer at once.
 """
 
-# Without `from __future__ import annotations`: typer needs what the annotations stand for.
+# Without `from __future__ import annotations`: typer needs the annotations as objects.
 import atexit
 import contextlib
 import os
@@ -79,7 +79,7 @@ def demo() -> typer.Typer:
     "eval",
     cls=Later,
     rich_help_panel=_MORE,
-    short_help="what each policy costs in quality, beside the full cache",
+    short_help="answer quality under each policy, compared with the full cache",
 )
 def evaluate() -> typer.Typer:
     from minikv.cli.entry.evaluate import app
@@ -105,7 +105,7 @@ def doctor() -> typer.Typer:
     "verify",
     cls=Later,
     rich_help_panel=_MORE,
-    short_help="are a model's files what they should be, to the last bit?",
+    short_help="compare a model's files with their checksums",
 )
 def verify() -> typer.Typer:
     from minikv.cli.entry.verify import app
@@ -117,7 +117,7 @@ def verify() -> typer.Typer:
     "report",
     cls=Later,
     rich_help_panel=_MORE,
-    short_help="a page from an exported chat, without a model",
+    short_help="make a page from an exported chat; loads no model",
 )
 def report() -> typer.Typer:
     from minikv.cli.entry.report import app
@@ -138,7 +138,7 @@ def policies() -> typer.Typer:
     "bench",
     cls=Later,
     rich_help_panel=_MORE,
-    short_help="how fast it is here, beside what the hardware allows",
+    short_help="measure speed, and compare with the hardware's limits",
 )
 def bench() -> typer.Typer:
     from minikv.cli.bench.app import app
@@ -158,14 +158,14 @@ def config() -> typer.Typer:
     return app
 
 
-@app.command("models", cls=Later, short_help="the models on this disk; fetch and remove")
+@app.command("models", cls=Later, short_help="list, download and remove models")
 def models() -> typer.Typer:
     from minikv.cli.entry.models import app
 
     return app
 
 
-@app.command("chats", cls=Later, short_help="the saved chats; show and remove")
+@app.command("chats", cls=Later, short_help="list, show and remove saved chats")
 def chats() -> typer.Typer:
     from minikv.cli.entry.chats import app
 
@@ -195,7 +195,7 @@ def run() -> None:
 
 
 def _leave_what_goes_on(code: int) -> None:
-    """End the process now, if work that Ctrl-C left is still going on in another thread."""
+    """End the process now if another thread still works on something that Ctrl-C abandoned."""
     from minikv.chat.stoppable import left
 
     if left():

@@ -1,17 +1,18 @@
-"""An answer in Markdown on a terminal: written as it comes, each block formatted when it ends.
+"""An answer in Markdown on a terminal: text is written as it comes, and a block is formatted when
+it ends.
 
 A block is a paragraph, a heading, one item of a list or a table. It is first written as plain text,
-which we break between words, so that we know how many rows it takes. When it has ended and all of
-it is still on the screen, its rows are erased and it is written again with styles; otherwise it
-stays as it is. Nothing above the current block is ever touched, so the scrollback holds everything
-exactly once. Code is written as it comes and never broken. A line of it that fits on one row is
-written again in colours when it ends, if its language is known.
+broken between words here, so that the number of its rows is known. If all of it is still on the
+screen when it ends, its rows are erased and it is written again with styles; otherwise it stays as
+it is. Nothing above the current block is changed, so the scrollback holds everything exactly once.
+Code is written as it comes and never broken. A line of code that fits on one row is written again
+in colours when it ends, if its language is known.
 
-markdown-it parses a block, rich breaks lines and draws tables. rich.markdown is not used for the
+markdown-it parses a block; rich breaks lines and draws tables. rich.markdown is not used for the
 blocks. It drops text: HTML tags and comments, definitions of links, addresses of images, the
-backslashes of LaTeX, the signs of `x**2 + y**2` and `__init__`. It writes item "2." as "2", and its
-import (with pygments) takes twice as long, before the first token. `code` loads pygments, for a
-block that names a language.
+backslashes of LaTeX, the signs of `x**2 + y**2` and `__init__`. It writes item "2." as "2". Its
+import (with pygments) takes twice as long, which delays the first token. `code` loads pygments only
+for a block that names a language.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Answer:
         return "".join(out)
 
     def resume(self, text: str) -> str:
-        """What to write before an answer goes on whose `text` was written before: the block that
-        was under way, again, from the start of a line. Code is not written again."""
+        """What to write before an answer continues after `text`, which was written before: the last
+        block again if it is not complete, from the start of a line. Code is not written again."""
         self.push(text)
         if not self._kind or self._kind in (*_CODE, "closing"):
             return ""
@@ -108,7 +109,8 @@ class Answer:
         return "".join(out) if self._last else "\n"
 
     def disturb(self) -> None:
-        """The window changed, or others wrote to it: the current block stays as it is."""
+        """Call when the window was resized or other output was written to it: the current block
+        then stays as it is."""
         self._window = self._size()
         self._rows.width = self._window[0] - 1
         self._rows.known = False
@@ -339,8 +341,8 @@ class _Rows:
 
 
 def _width(word: str) -> int:
-    """The most columns that a terminal takes: one that does not know how to join characters shows
-    each of them, also the tones of skin and the letters of a flag."""
+    """The most columns that a terminal may take for a word: a terminal that cannot join characters
+    shows each of them, also skin tones and the letters of a flag."""
     if word.isascii():
         return len(word)
     return sum(_MOST.get(sign) or get_character_cell_size(sign) for sign in word)
@@ -380,7 +382,7 @@ def _ends(text: str, width: int) -> list[int]:
 
 
 class _Formatter:
-    """Makes text with styles of a block of Markdown, where it can show all its words."""
+    """Turns a block of Markdown into text with styles, if that can show all its words."""
 
     def __init__(self, *, colour: bool, ascii: bool) -> None:
         self._parser = MarkdownIt("commonmark", {"html": False})
@@ -550,7 +552,7 @@ class _Formatter:
 
 
 class _Unknown(Exception):
-    """Something that is not formatted here."""
+    """Something that is not formatted, but stays as it was written."""
 
 
 _NONE, _BOLD, _DIM, _CYAN = Style.null(), Style(bold=True), Style(dim=True), Style(color="cyan")

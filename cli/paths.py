@@ -1,6 +1,6 @@
 """Where a user's files are: under $MINIKV_HOME, else in the XDG directories.
 
-The XDG directories are used on every Unix, macOS included, because files have always been there.
+The XDG directories are used on macOS, too, because minikv has always kept its files there.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def read_pdf(
     except TooMuch:
         raise UsageError(
             f"{shown} holds more than {limit >> 20} MiB of text",
-            "no context that runs here holds that much",
+            "no supported model can read that much text",
         ) from None
     except OSError as error:
         raise UsageError(f"{shown}: {program} cannot be run: {error.strerror}") from None

@@ -25,7 +25,7 @@ FRAME = 0.1
 SELDOM = 10.0
 """Seconds between two lines where there is no terminal."""
 LARGE = 256 << 20
-"""Bytes that take long enough to say so before."""
+"""From so many bytes of weights on, loading takes so long that a line says so before."""
 RECENT = 30.0
 """The rate is that of the last so many seconds: reading slows down as the prompt grows."""
 _WIDEST, _NARROWEST = 40, 6  # columns of the bar
@@ -66,7 +66,7 @@ class Live:
             self._progress = Progress(
                 auto_refresh=False, get_time=self._clock, speed_estimate_period=RECENT
             )
-            # What was done before (of a resumed download) has taken no time here.
+            # What a resumed download had already must not count in the rate.
             self._progress.add_task(self.label, total=total, completed=done)
         task = self._progress.tasks[0]
         self._progress.update(task.id, completed=done, total=total)
@@ -142,7 +142,7 @@ class Loading:
         self._terminal.note(worded(line))
 
     def kernels(self) -> None:
-        """The kernels are about to be compiled: nobody can say how far that is."""
+        """The kernels are about to be compiled. The progress of that is not known."""
         self._terminal.status("compiling kernels, for the first time only")
 
     def cancel(self) -> None:
@@ -165,7 +165,7 @@ class Loading:
             self._line(began, phase, done, total)
 
     def _line(self, began: bool, phase: str, done: int, total: int) -> None:
-        """Where nobody sees a live line: in a file or a pipe."""
+        """Write a line where there is no live line: to a file or a pipe."""
         now = self._clock()
         if began:
             self._told = now

@@ -21,11 +21,11 @@ _NAMES: Mapping[type, str] = {
 
 
 class Wrong(ValueError):
-    """What is wrong, and under which key."""
+    """A record is wrong. The message says how, and under which key."""
 
 
 def report_of(record: object, *, known: bool = False) -> TurnReport:
-    """The figures of a turn. known: there may be no other keys. Raises Wrong."""
+    """The figures of a turn. known: other keys are an error. Raises Wrong."""
     names = {field.name for field in dataclasses.fields(TurnReport)}
     if known and (other := set(checked(dict, record, "record")) - names):
         raise Wrong(f"record has keys that are not known: {sorted(map(str, other))[:3]}")

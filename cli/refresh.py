@@ -1,4 +1,4 @@
-"""/refresh, and what --reuse does, in words."""
+"""/refresh, and the line that explains --reuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WORDS = {
 
 
 def line(session: ChatSession) -> str:
-    """--reuse as it is now, and whether /refresh was asked for."""
+    """The value of --reuse, what it means, and whether /refresh is waiting."""
     armed = "; /refresh: the next one reads everything again" if session.rereads else ""
     return f"{session.reuse}: {_WORDS[session.reuse]}{armed}"
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _RETRY = ("policy", "budget", "seed")
 _LAST = 600
-"""Characters of the last question, and of its answer, that are shown when a chat is taken up."""
+"""Characters of the last question, and of its answer, that are shown when a chat is opened."""
 _MOST_SEED = (1 << 31) - 1
 _CACHED = ("policy", "decode", "budget", "stride")
 
@@ -171,8 +171,8 @@ def _load(context: Context, arguments: list[str]) -> None:
 def origins(
     saved: Saved, given: Collection[str] | None = None, *, reread: bool = False
 ) -> dict[str, str]:
-    """Where the settings come from that a chat brought along. `given` are those that the user
-    stated for a run that began with it, `reread` as there; None: the run was there before."""
+    """Where the settings came from that were loaded with a chat. `given` and `reread`: as the user
+    stated them for a run that began with this chat; None: the chat was loaded later."""
     names = {*_CACHED, "seed", "system", "pin_system"} | {"reuse"} & set(saved.header)
     if given is not None:
         names |= set(saved.header["run"])  # the model, and how it is kept

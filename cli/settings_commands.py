@@ -76,7 +76,8 @@ def _seed(context: Context, seed: int) -> None:
 
 
 def reseeded(eviction: EvictionConfig, seed: int, before: int | None = None) -> EvictionConfig:
-    """With another seed for policies that draw; only where it was `before`, if that is given."""
+    """The settings with another seed for policies that draw random numbers. If `before` is given,
+    only seeds that have this value change."""
     policy, decode = (
         {
             name: seed if name == "seed" and before in (None, value) else value
@@ -103,7 +104,10 @@ def _decode(context: Context, value: str) -> None:
     session = context.session
     now = session.eviction
     if now.stride:
-        raise UsageError("with --stride one policy reads and writes", "/set policy takes another")
+        raise UsageError(
+            "with --stride, one policy evicts while reading and while writing",
+            "/set policy changes it",
+        )
     chosen = EvictionConfig.read(now.policy, value, seed=session.seed)
     session.configure(replace(chosen, budget=now.budget, policy_options=now.policy_options))
 
@@ -112,7 +116,9 @@ def _reuse(context: Context, value: str) -> None:
     session = context.session
     session.reuse = value
     if value == "blind" and session.documents and session.shaped_by != 0:
-        context.terminal.say("what was read stays as it is; /clear reads it again, and blind")
+        context.terminal.say(
+            "what was read stays as it is; /clear reads it again, and evicts before any question"
+        )
 
 
 def _reread_limit(context: Context, value: int) -> None:
@@ -142,7 +148,7 @@ def _quiet(context: Context, value: bool) -> None:
 
 
 def _change_system(context: Context, given: str) -> None:
-    """Takes effect at once if nothing was read yet, else with the next conversation."""
+    """Change the system prompt: at once if nothing was read yet, else for the next conversation."""
     session = context.session
     if given.startswith("@"):
         if given == "@":
@@ -172,7 +178,7 @@ _CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
     "quiet": _quiet,
     "system": _change_system,
 }
-"""What /set may change, and how; values come in the type of the setting."""
+"""Setting -> the function that /set calls with the new value, which has the setting's type."""
 
 
 def _settings(context: Context) -> None:
@@ -268,7 +274,7 @@ def _show_system(context: Context) -> None:
 
 
 def _show_template(context: Context) -> None:
-    """What a message becomes, as the model sees it, with a neutral example."""
+    """Show an example message in the model's template, as the model sees it."""
     from minikv.chat.transcript import Message
 
     session = context.session

@@ -242,7 +242,7 @@ def _fits(parts: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 def _too_many(shown: str, what: str) -> UsageError:
-    return UsageError(f"{shown} means {what}", "name fewer, for example with 'DIR/*.md'")
+    return UsageError(f"{shown} stands for {what}", "name fewer, for example with 'DIR/*.md'")
 
 
 def _is_directory(path: str) -> bool:

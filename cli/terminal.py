@@ -2,8 +2,8 @@
 
 Model output, documents, file names and library messages are not trusted: an escape sequence in them
 could set the window's title, fill the clipboard or hide text. rich lets escape sequences through.
-So `clean` removes single characters. It does not look for sequences, because one that comes in two
-tokens would be missed.
+So `clean` removes single characters. It does not look for sequences, because it would miss one that
+is split over two tokens.
 
 Long lines are broken by textwrap: rich cannot indent the lines that follow.
 """
@@ -44,7 +44,7 @@ _STYLES = {"dim": "2", "warn": "33", "bad": "31", "head": "1"}
 
 
 class OutputError(Exception):
-    """Standard output does not take what is written to it: closed, or the disk is full."""
+    """Standard output cannot be written: it is closed, or the disk is full."""
 
 
 def clean(text: str) -> str:
@@ -53,9 +53,9 @@ def clean(text: str) -> str:
 
 
 class Terminal:
-    """stdout for the answer alone, stderr for the rest. Colour, live lines and Markdown only on a
-    terminal. `plain`: no escape sequence anywhere. `ascii`: stderr can write nothing else.
-    `records`: stdout takes a JSON record per turn instead of answers."""
+    """Writes the answer to stdout and everything else to stderr. Colour, live lines and Markdown
+    only on a terminal. `plain`: no escape sequences. `ascii`: stderr can write only ASCII.
+    `records`: stdout gets a JSON record per turn instead of the answer."""
 
     def __init__(self, *, quiet: bool = False, plain: bool = False) -> None:
         self.quiet = quiet
@@ -72,26 +72,26 @@ class Terminal:
         self._markdown: Answer | None = None
 
     def open_keyboard(self) -> None:
-        """From here to `close`, what is typed while nothing asks waits unseen, for a chat."""
+        """Until `close`, keep what is typed while no prompt is shown, without showing it."""
         editor = not self.plain and _is_tty(self.err)
         self.keyboard = Keyboard(sys.stdin, self.err, editor=editor)
         self.keyboard.open()
 
     def close(self) -> None:
-        """Leave the terminal as it was found: without a live line, and with its keys."""
+        """Restore the terminal: remove the live line, and restore its handling of keys."""
         self.clear_status()
         if self.keyboard is not None:
             self.keyboard.close()
             self.keyboard = None
 
     def anew(self) -> contextlib.AbstractContextManager[None]:
-        """Around a question of ours: lines that were typed ahead do not answer it, and wait."""
+        """Around a question of minikv: what was typed before does not answer it, and is kept."""
         return self.keyboard.anew() if self.keyboard else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Around an answer. On a terminal its Markdown is shown with styles, and keys are not
-        echoed, because that would move what is written. They wait for the next prompt."""
+        """Around an answer. On a terminal its Markdown is shown with styles. Keys are not echoed,
+        because that would move the text; they are kept for the next prompt."""
         if self.plain or not _is_tty(self.out):
             with self.silent():
                 yield
@@ -111,12 +111,12 @@ class Terminal:
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
-        """Around work that shows a live line: keys are not echoed into it."""
+        """Around work that shows a live line: keys are not echoed."""
         with unechoed(self.err, lambda: None) if self.live else contextlib.nullcontext():
             yield
 
     def answer(self, piece: str) -> None:
-        """A piece of the answer, at once. Trailing newlines wait until more text follows."""
+        """Write a piece of the answer at once; newlines at its end only once more text follows."""
         self.clear_status()
         if self._markdown is not None:
             self._write(self.out, self._markdown.push(self._encodable(self.out, clean(piece))))
@@ -127,19 +127,19 @@ class Terminal:
         self._write(self.out, shown)
 
     def resume_answer(self, text: str) -> None:
-        """Before the pieces of an answer that goes on after `text`: as Markdown, the block that was
-        under way is written again."""
+        """Call before the pieces of an answer that continues after `text`. With Markdown, the block
+        that was not complete is written again."""
         if self._markdown is not None:
             self._write(self.out, self._markdown.resume(self._encodable(self.out, clean(text))))
 
     def end_answer(self) -> None:
-        """Close the answer with exactly one newline."""
+        """End the answer with exactly one newline."""
         self.clear_status()
         self._held = ""
         self._write(self.out, "\n" if self._markdown is None else self._markdown.finish())
 
     def data(self, text: str) -> None:
-        """A whole output that is not an answer (a table, JSON), to stdout, with its newline."""
+        """Write an output that is not an answer (a table, JSON) to stdout, with a newline."""
         self.clear_status()
         self._write(self.out, clean(text) + "\n")
 
@@ -171,8 +171,8 @@ class Terminal:
             self.say(f"  {hint}")
 
     def copy(self, text: str) -> bool:
-        """Put text in the terminal's clipboard (OSC 52); False where there is no terminal that
-        takes escape sequences. Whether the terminal does it, it does not say."""
+        """Ask the terminal to put text in the clipboard (OSC 52). False if there is no terminal
+        that takes escape sequences. The terminal does not say whether it complied."""
         if self.plain or not _is_tty(self.err):
             return False
         data = base64.b64encode(clean(text).encode()).decode()
@@ -180,13 +180,13 @@ class Terminal:
         return True
 
     def page(self, lines: Iterable[str]) -> None:
-        """Lines on stderr as they are, with colours. The caller has passed all text in them through
-        `clean`."""
+        """Write lines to stderr as they are, with colours. The caller must have passed all text in
+        them through `clean`."""
         self.clear_status()
         self._write(self.err, "".join(f"{line}\n" for line in lines))
 
     def status(self, text: str) -> None:
-        """Replace the live line; nothing at all where there is no terminal."""
+        """Replace the live line. Without a terminal this does nothing."""
         if self.live:
             width = columns(self.err)
             self._write(self.err, f"\r\x1b[K{_cut(clean(text), width - 1)}")
@@ -207,7 +207,7 @@ class Terminal:
         try:
             text.encode(encoding)
         except UnicodeEncodeError:
-            # Our own signs have plain ones, the rest is written as \u escapes.
+            # minikv's own signs have ASCII forms; the rest is written as \u escapes.
             plain = text.translate(_ASCII).encode(encoding, "backslashreplace")
             return plain.decode(encoding)
         return text
@@ -222,7 +222,7 @@ class Terminal:
             hush()
         except OSError as error:
             hush()
-            # An answer is not lost because messages cannot be written.
+            # If messages cannot be written, the answer must still be.
             if stream is self.out:
                 raise OutputError(f"cannot write the output: {error.strerror}") from None
 
@@ -230,9 +230,9 @@ class Terminal:
 def open_streams() -> None:
     """Give a process that was started with closed standard streams working ones.
 
-    A closed stdin reads as empty, a closed stderr takes everything. A closed stdout gives an error,
-    so that no answer is lost without a word. In this order they get the numbers 0, 1 and 2, which
-    otherwise a model file could get.
+    A closed stdin reads as empty, a closed stderr discards everything. A closed stdout gives an
+    error, so that no answer is lost silently. Opened in this order, they get the numbers 0, 1 and
+    2, which a model file could get otherwise.
     """
     if sys.stdin is None:
         sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
@@ -243,7 +243,7 @@ def open_streams() -> None:
 
 
 def hush() -> None:
-    """Point stdout and stderr at /dev/null where they cannot be written: no error at the exit."""
+    """Point stdout and stderr at /dev/null if they cannot be written, to avoid an error at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -271,8 +271,8 @@ def _cut(text: str, cells: int) -> str:
 
 
 def _wrapped(line: str, width: int) -> str:
-    """`line` broken between words. Where it begins with a name in a narrow column of its own, the
-    other lines stay in the second column."""
+    """`line`, broken between words. If it begins with a name in a narrow column, the following
+    lines are indented to the second column."""
     if len(line) <= width:
         return line
     name = _NAMED.match(line)
@@ -284,8 +284,8 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def window(stream: TextIO) -> tuple[int, int]:
-    """Columns (20 at the least) and rows of a terminal. COLUMNS can make it narrower, and is taken
-    where the terminal says nothing, as LINES is."""
+    """Columns (at least 20) and rows of a terminal. COLUMNS can make it narrower. COLUMNS and LINES
+    are used if the terminal does not tell its size."""
     try:
         width, rows = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):

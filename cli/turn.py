@@ -1,4 +1,4 @@
-"""Opening a chat on a terminal, and one turn of it: progress, warnings, then the answer.
+"""Open a chat on a terminal, and run one turn of it: progress, warnings, then the answer.
 
 Every answer that a user sees is written here.
 """
@@ -91,7 +91,7 @@ def run_turn(
 def continue_turn(
     session: ChatSession, generation: Generation, terminal: Terminal, interrupts: Interrupts
 ) -> str:
-    """Go on with the last answer, as `run_turn`. Returns what was added."""
+    """Continue the last answer, as `run_turn` does. Returns the added text."""
 
     def go_on() -> Generator[str, None, None]:
         return session.continue_answer(
@@ -117,8 +117,8 @@ def _stream(
     show: bool = True,
     after: str = "",
 ) -> str:
-    """What `write` yields, shown as it comes; in a terminal that takes records, the record of the
-    turn. `after`: the part of the answer that was shown before."""
+    """Show what `write` yields as it comes; if the terminal takes records, the record of the turn
+    instead. Returns the text. `after`: the part of the answer that was shown before."""
     pieces: list[str] = []
     finished = False
     before, show = session.report, show and not terminal.records

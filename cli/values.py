@@ -14,8 +14,8 @@ _MOST = 1 << 30  # tokens
 
 
 def read_list(text: str, flag: str = "") -> tuple[str, ...]:
-    """What stands between commas, each once. Raises UsageError if it is nothing, where a `flag` is
-    named."""
+    """The values between commas, each once. If a `flag` is given and there is no value, raises
+    UsageError."""
     parts = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if flag and not parts:
         raise UsageError(f"{flag} names nothing", "give one or more, with commas between them")
@@ -23,8 +23,8 @@ def read_list(text: str, flag: str = "") -> tuple[str, ...]:
 
 
 def spelled(text: str) -> str:
-    """A text as it is typed where a new line cannot be: `\\n`, `\\t` and `\\\\` stand for a new
-    line, a tab and a backslash; any other backslash for itself."""
+    """The text that the user means: `\\n`, `\\t` and `\\\\` stand for a new line, a tab and a
+    backslash; any other backslash for itself."""
     signs = {"n": "\n", "t": "\t", "\\": "\\"}
     return re.sub(r"\\([nt\\])", lambda found: signs[found[1]], text)
 

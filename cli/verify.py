@@ -1,4 +1,4 @@
-"""/verify: the last answer again, every token from all that was read, and where the two part."""
+"""/verify: write the last answer again, each token from all that was read, and compare the two."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _verify(context: Context, arguments: list[str]) -> None:
 
 
 def shown(answer: str, found: Verification, screen: Screen) -> list[str]:
-    """What /verify says: that the answers are the same, or both and where they part."""
+    """The lines of /verify: that the answers are the same, or both and where they first differ."""
     took = f"{found.seconds:.1f} s"
     if not found.parts:
         said = f"the same: all {_tokens(found.same)}, each written from all that was read ({took})"

@@ -1,4 +1,4 @@
-"""`minikv verify`: whether the files of a model are, to the last bit, what they should be.
+"""`minikv verify`: compare the files of a model with their checksums.
 
 A file of the hub's cache is compared with the hub's own checksum, the bundled model with the one it
 was shipped with. For a directory the first run records checksums, and later runs compare. Loading
@@ -47,10 +47,10 @@ _BY = {"hub": "the hub has", "minikv": "minikv ships", "record": "the record has
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """What was found of one file. `state`: ok, recorded, unrecorded, differs, missing, new,
-    unlinked (a file of its own among links into the hub's cache), or unreadable.
-    `by`: who says what it should be: hub, minikv, record, or "". `expected` and `found` are
-    checksums, of the kind `kind`: sha256, or git's."""
+    """The result for one file. `state`: ok, recorded, unrecorded, differs, missing, new, unlinked
+    (a file of its own among links into the hub's cache), or unreadable. `by`: where the expected
+    checksum comes from: hub, minikv, record, or "". `expected` and `found` are checksums of the
+    kind `kind`: sha256, or git's."""
 
     name: str
     state: str
@@ -70,8 +70,8 @@ def verify(
     record: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Print a line per file. Leaves with exit code 1 if one is not as it should be. `record`:
-    record a directory anew. Raises ModelError, UsageError, Interrupted."""
+    """Print a line per file. Exits with code 1 if one is not as it should be. `record`: record the
+    checksums of a directory again. Raises ModelError, UsageError, Interrupted."""
     from minikv.models import BUNDLED as FOLDER
     from minikv.models.hub import Source, on_disk
 
@@ -107,8 +107,8 @@ def verify(
 
 
 def compared(folder: Path, own: bool, record: bool, terminal: Terminal) -> list[File]:
-    """What was found of every file; what nobody states is recorded. own: it is the bundled model's
-    folder. Raises ModelError, UsageError, Interrupted."""
+    """The result for every file. Checksums that are known nowhere are recorded. own: the folder is
+    the bundled model's. Raises ModelError, UsageError, Interrupted."""
     expected: dict[str, tuple[str, Digest]] = {}
     present = names(folder)
     if own:
@@ -166,7 +166,7 @@ def _checked(
     unknown: str,
     tell: Callable[[int], None],
 ) -> File:
-    """One file. unknown: the state of one of which nothing is `expected`."""
+    """The result for one file. unknown: its state if no checksum is `expected`."""
     by, wanted = expected or ("", Digest("sha256", ""))
     stored = _bytes(folder / name)
     goal = wanted.value or None
@@ -201,7 +201,7 @@ def _line(one: File) -> tuple[str, str, str, str]:
 
 
 def _refuse_damaged(folder: Path) -> None:
-    """Raise ModelError for a directory that cannot be a model: it is not taken as the measure."""
+    """Raise ModelError for a directory that cannot be a model: its checksums are not recorded."""
     refuse_without_torch()
     from minikv.models.checkpoint import Checkpoint
     from minikv.models.config import ModelConfig
@@ -219,8 +219,8 @@ def _record_file(folder: Path) -> Path:
 
 
 def _recorded(folder: Path) -> dict[str, Digest] | None:
-    """Name and checksum of every file of a directory, as recorded; None if it never was. Raises
-    UsageError for a record that is damaged."""
+    """The recorded name and checksum of every file of a directory; None if it was never recorded.
+    Raises UsageError if the record is damaged."""
     path = _record_file(folder)
     try:
         with opened(path) as file:

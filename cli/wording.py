@@ -1,7 +1,8 @@
-"""What the runtime says in Python's words, in the words of the command line.
+"""Translate the runtime's messages from Python to the command line.
 
-The runtime writes what a user can do as Python, in backquotes: an argument of `minikv.load` or
-`chat.ask`, a call of a chat, or an attribute of it. Here these become flags and slash commands.
+A message of the runtime says what the user can do in Python, in backquotes: an argument of
+`minikv.load` or `chat.ask`, a call of a chat, or an attribute of it. Here these become flags and
+slash commands.
 """
 
 from __future__ import annotations

@@ -159,9 +159,9 @@ class Settings:
     )
     weights: str = setting(
         "auto",
-        "keep the model in less memory: int8 or int4 (on a CPU, products then round their input to "
-        "8 bits, too); int8+head and int4+head: also the "
-        "output matrix (and a tied embedding), in int8; auto and plain: as --dtype says",
+        "quantize the weights to int8 or int4 (on a CPU, activations are then quantized to int8, "
+        "too); int8+head and int4+head: also the output matrix (and a tied embedding), in int8; "
+        "auto and plain: as --dtype says",
         MODEL,
         choices=WEIGHTS,
         common=True,
@@ -169,16 +169,16 @@ class Settings:
     )
     keep_packed: str = setting(
         "off",
-        "disk space for packed weights (of --weights int8 or int4), which later starts read in "
-        "place of packing again; the longest unused leave first; off: none are kept",
+        "disk space for packed weights (those of --weights int8 or int4), so that later starts "
+        "need not pack them again; the least recently used are removed first; off: keep none",
         MODEL,
         flag_default="20GiB",
         takes="SIZE",
     )
     policy: str = setting(
         DEFAULT_PROMPT,
-        "how the tokens are chosen that stay in memory once a prompt was read (`minikv policies` "
-        f"explains): {', '.join(prompt_names())}",
+        "which tokens stay in memory after a prompt was read (`minikv policies` explains): "
+        f"{', '.join(prompt_names())}",
         CACHE,
         commands=_CHAT,
         common=True,
@@ -195,8 +195,7 @@ class Settings:
     )
     decode: str = setting(
         "auto",
-        "how the tokens are chosen that leave memory while the answer is written: auto, "
-        f"{', '.join(step_names())}",
+        f"which tokens leave memory while the answer is written: auto, {', '.join(step_names())}",
         CACHE,
         takes="NAME",
         commands=_CHAT,
@@ -219,10 +218,10 @@ class Settings:
     )
     reuse: str = setting(
         "auto",
-        "how a later question is answered: recall: from all that was read, which is kept beside "
-        "(--tier); refresh: after reading all of it again; once: from what the first question left;"
-        " blind: from what was kept before any question; auto: recall where it fits, else refresh "
-        "(kvzip: blind)",
+        "what a later question is answered from: recall: all that was read, which --tier keeps; "
+        "refresh: all that was read, after reading it again; once: the tokens that were kept for "
+        "the first question; blind: the tokens that were kept before any question was seen; auto: "
+        "recall if it fits, else refresh (kvzip: blind)",
         CACHE,
         commands=_CHAT,
         common=True,
@@ -231,9 +230,9 @@ class Settings:
     )
     tier: str = setting(
         "auto",
-        "where keys and values of all that was read are kept, for --reuse recall: ram; file, with "
-        "the saved chat, which then goes on without reading; none; auto: ram if it fits, else a "
-        "file (kvzip keeps them there only while it reads; none: in ram)",
+        "where the keys and values of all that was read are kept, for --reuse recall: ram; file: "
+        "with the saved chat, which then continues without reading again; none; auto: ram if it "
+        "fits, else a file (kvzip keeps them there only while it reads; none: in ram)",
         CACHE,
         commands=_CHAT,
         takes="PLACE",
@@ -242,7 +241,7 @@ class Settings:
     tier_dtype: str = setting(
         "same",
         "number format of what --tier keeps; same: that of the model; int8: about half of "
-        "bfloat16, rounded, so that a question that is asked again may be answered otherwise",
+        "bfloat16, but rounded: the same question, asked again, may get another answer",
         CACHE,
         commands=_CHAT,
         takes="FORMAT",
@@ -250,7 +249,7 @@ class Settings:
     )
     refresh_every: int = setting(
         0,
-        "after this many tokens of an answer, choose anew which tokens stay in memory, from all "
+        "every so many tokens of an answer, choose again which tokens stay in memory, from all "
         "that --tier keeps and the answer so far; 0: once per answer",
         CACHE,
         commands=_CHAT,
@@ -260,9 +259,9 @@ class Settings:
     )
     quality: float = setting(
         0.0,
-        "in place of a fixed --budget, take the smallest under which the first token of the answer "
-        "is at most this far (in nats, such as 0.05) from that without eviction; --budget is the "
-        "most; needs --tier; 0: off",
+        "take the smallest budget under which the probabilities of the answer's first token differ "
+        "by at most this KL divergence (in nats, such as 0.05) from those without eviction; "
+        "--budget is the maximum; needs --tier; 0: off",
         CACHE,
         commands=_CHAT,
         takes="NATS",
@@ -373,7 +372,7 @@ class Generation:
     )
     temperature: float = setting(
         0.0,
-        "how freely the answer is worded: 0 always takes the likeliest token, 1 draws as the model "
+        "how random the answer is: 0 always takes the likeliest token, 1 draws as the model "
         "was trained",
         SAMPLING,
         common=True,

@@ -1,1 +1,1 @@
-"""What each command takes on the command line. `main` imports the module of the one typed."""
+"""The flags and arguments of each command. `main` imports the module of the command typed."""

@@ -32,7 +32,7 @@ def ask(
         bool,
         typer.Option(
             "--continue",
-            help="ask in the chat that was saved last; question and answer are saved there",
+            help="ask in the chat that was saved last, and save question and answer there",
             rich_help_panel=SAVED,
         ),
     ] = False,

@@ -15,10 +15,11 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
 @app.command(
     help="minikv chat report.txt --budget 256\n\n"
-    "Talk over documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. With "
-    "FILEs, questions may be piped in, one per line; with the FILE `-`, the document is.\n\n"
-    "Each answer is written from the tokens that its question needs. The next question looks at "
-    "all that was read again; --reuse and --tier say how.",
+    "Chat about documents. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. With "
+    "a FILE, questions can be piped in, one per line. With `-` as FILE, the document is piped in."
+    "\n\n"
+    "While an answer is written, the cache holds only the tokens that its question needs. For the "
+    "next question they are chosen again from all that was read: see --reuse and --tier.",
 )
 @command
 def chat(
@@ -29,7 +30,7 @@ def chat(
     files: Files = None,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", metavar="QUESTION", help="ask this first, then stay"),
+        typer.Option("--prompt", "-p", metavar="QUESTION", help="ask this first"),
     ] = None,
     as_json: Annotated[
         bool,
@@ -44,7 +45,7 @@ def chat(
         typer.Option(
             "--resume",
             metavar="[NAME]",
-            help="go on with a saved chat; without NAME the last one",
+            help="continue a saved chat; without NAME, the last one",
             autocompletion=completion.saved,
         ),
     ] = None,
@@ -65,7 +66,7 @@ def chat(
         bool,
         typer.Option(
             "--no-history",
-            help="do not remember what is typed",
+            help="do not store what is typed for later chats",
             rich_help_panel=SAVED,
         ),
     ] = False,

@@ -11,9 +11,9 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
 
 @app.command(
-    help="minikv demo\n\nFive questions about the bundled document: what is kept, what that saves, "
-    "a follow-up that goes wrong, and what to do about it. Nothing to prepare. Enter goes on, q "
-    "leaves.",
+    help="minikv demo\n\nFive questions about the bundled document: which tokens are kept, what "
+    "that saves, a follow-up that goes wrong, and what to do about it. It needs no files. Enter "
+    "continues, q leaves.",
 )
 @command
 def demo(call: Call, interface: Annotated[Interface, Only("plain debug")]) -> None:

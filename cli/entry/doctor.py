@@ -14,8 +14,8 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
 @app.command(
     help="minikv doctor\n\n"
-    "Versions, processor, memory, hub and terminal; then every policy on a tiny random model. "
-    "Exit code 1 if a check failed.",
+    "Check versions, processor, memory, hub and terminal, then test every policy on a tiny random "
+    "model. Exit code 1 if a check failed.",
 )
 @command
 def doctor(
@@ -23,7 +23,7 @@ def doctor(
     settings: Annotated[Settings, Only("offline")],
     interface: Annotated[Interface, Only("debug")],
     as_json: Annotated[
-        bool, json("the checks as one JSON object: ok, and of each its state, detail and hint")
+        bool, json("the checks as one JSON object: ok, and the state, detail and hint of each")
     ] = False,
 ) -> None:
     from minikv.cli.doctor import doctor as run_doctor

@@ -19,11 +19,11 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
     name="eval",
     help="minikv eval --tasks facts,needle --policy adakv,snapkv --budget 64,128,256\n\n"
     "Ask the same questions under every policy and budget, the full cache first. Tasks: needle, "
-    "facts, agree (with the full cache's answer), ppl, loss (attention lost); and chats: followup "
-    "(six questions), digits (32 and 64 digits), codes (the same in sixteen parts), several (three "
-    "values), count, back (earlier answers), interview (four values in one "
+    "facts, agree (with the full cache's answer), ppl (perplexity), loss (attention lost); and "
+    "chats: followup (six questions), digits (32 and 64 digits), codes (64 digits in sixteen "
+    "parts), several (three values), count, back (earlier answers), interview (four values in one "
     "answer), lists, passage (4 to 64 tokens to copy). FILEs are LongBench, LongBench v2 or RULER "
-    "records, asked with their official prompts; agree, ppl and loss are then theirs.",
+    "records, asked with their official prompts; agree, ppl and loss then measure these.",
 )
 @command
 def evaluate(
@@ -45,12 +45,12 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="a list with commas; facts by default, with FILEs none",
+            help="comma-separated; default: facts, or none if there are FILEs",
             autocompletion=completion.tasks,
         ),
     ] = "",
     length: Annotated[
-        str, typer.Option(help="tokens of a document; needle takes a list with commas")
+        str, typer.Option(help="tokens of a document; for needle a comma-separated list")
     ] = "2000",
     count: Annotated[
         int, typer.Option("--count", "-n", help="questions per task (needle: per place)")
@@ -58,15 +58,16 @@ def evaluate(
     questions: Annotated[
         int,
         typer.Option(
-            help="of these, about each document of facts, each asked as if it were the first"
+            help="questions of facts about each document, each asked as if it were the first"
         ),
     ] = 1,
     reuses: Annotated[
         str,
         typer.Option(
             "--reuse",
-            help="what questions find: once (a cache evicted for the first one), refresh, blind "
-            "(evicted before any question is seen), recall; a list with commas",
+            help="what later questions of a chat are answered from, comma-separated: once (the "
+            "tokens kept for the first one), refresh (all that was read, after reading it again), "
+            "blind (the tokens kept before any question was seen), recall (all that was read)",
             rich_help_panel=CACHE,
         ),
     ] = "once",
@@ -85,7 +86,11 @@ def evaluate(
     ] = None,
     heat: Annotated[
         list[Path] | None,
-        typer.Option("--map", help="a map of the needles, .png or .svg", rich_help_panel=OUTPUT),
+        typer.Option(
+            "--map",
+            help="draw needle by depth and length here, .png or .svg",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     plot: Annotated[
         Path | None,

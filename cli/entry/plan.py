@@ -14,8 +14,8 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
 @app.command(
     help="minikv plan -m meta-llama/Llama-3.1-8B-Instruct --memory 24GiB\n\n"
-    "What a model and its cache would need for a document of this length, under several policies, "
-    "beside the memory that is free, and flags with which it fits. Fetches config.json only.",
+    "How much memory a model and its cache would need for a document of this length under several "
+    "policies, how much is free, and flags with which it fits. Downloads config.json only.",
 )
 @command
 def plan(
@@ -38,10 +38,10 @@ def plan(
         ),
     ] = "",
     memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="memory of another machine, such as 24GiB")
+        str, typer.Option(metavar="SIZE", help="plan for another machine with this much memory")
     ] = "",
     as_json: Annotated[
-        bool, json("the forecast as one JSON object: bytes for each policy, and what is suggested")
+        bool, json("the forecast as one JSON object: bytes for each policy, and suggested flags")
     ] = False,
 ) -> None:
     from minikv.cli.plan import plan as run_plan

@@ -31,8 +31,8 @@ def policies(
 
 
 @app.command(
-    help="minikv policies show adakv\n\nOne method: options, defaults, limits, and how it differs "
-    "from its paper and release."
+    help="minikv policies show adakv\n\nOne method: its options, defaults and limits, and how it "
+    "differs from its paper and the paper's code."
 )
 @command
 def show(

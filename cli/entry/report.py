@@ -18,7 +18,7 @@ def report(
     call: Call,
     source: Annotated[str, typer.Argument(metavar="CHAT.json")],
     out: Annotated[
-        str | None, typer.Option("--out", "-o", help="where to: .html, .md or .json")
+        str | None, typer.Option("--out", "-o", help="file to write: .html, .md or .json")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace a file that exists")] = False,
 ) -> None:

@@ -12,7 +12,7 @@ SAVED = "Saved chats"
 """A panel of --help-all."""
 
 MODEL = "model revision offline device dtype weights"
-"""The settings that name and place a model."""
+"""The settings that say which model is loaded, where and in which format."""
 
 Files = Annotated[
     list[str] | None,
@@ -33,4 +33,4 @@ Json = Annotated[bool, json("one JSON object")]
 
 def list_of(name: str, default: str) -> Setting:
     """A setting that takes several values."""
-    return replace(SETTINGS[name], default=default, help="a list with commas")
+    return replace(SETTINGS[name], default=default, help="comma-separated list")

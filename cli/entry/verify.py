@@ -16,9 +16,9 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
     help="minikv verify -m meta-llama/Llama-3.1-8B-Instruct\n\n"
     "Compare every file of a model that minikv reads with its checksum: weights, index, "
     "configuration, tokenizer, chat template. A model from the hub is compared with the hub's own "
-    "checksums, without network. A directory is recorded at the first run, and compared from then "
-    "on. Loading a model does not do this, because it would take longer than the loading. Exit "
-    "code 1 if a file is not what it should be.",
+    "checksums, without network. For a directory, the first run records checksums and later runs "
+    "compare with them. Loading a model does not do this, because it would take longer than the "
+    "loading. Exit code 1 if a file is not what it should be.",
 )
 @command
 def verify(
@@ -27,10 +27,10 @@ def verify(
     interface: Annotated[Interface, Only("debug")],
     record: Annotated[
         bool,
-        typer.Option("--record", help="record a directory anew: its files are right as they are"),
+        typer.Option("--record", help="record the checksums of a directory's present files"),
     ] = False,
     as_json: Annotated[
-        bool, json("the files as one JSON object: ok, and of each its state and checksums")
+        bool, json("the files as one JSON object: ok, and the state and checksums of each")
     ] = False,
 ) -> None:
     from minikv.cli.verify_command import verify as run_verify

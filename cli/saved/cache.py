@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from minikv.chat.snapshot import ChatSnapshot
 
 CACHE_BYTES = 512 << 20
-"""A larger cache (mostly that of --policy full) is not saved: the chat is, without it."""
+"""Bytes. If the cache is larger (mostly that of --policy full), the chat is saved without it."""
 
 
 def write_cache(
@@ -87,8 +87,8 @@ def read_cache(saved: Saved) -> ChatSnapshot:
 
 
 def without_cache(saved: Saved) -> ChatSnapshot:
-    """The chat alone: its next question reads the whole conversation again, but for what a tier has
-    of it."""
+    """The chat without its cache: the next question reads the whole conversation again, except what
+    a tier has of it."""
     from minikv.chat.snapshot import ChatSnapshot
 
     return ChatSnapshot(

@@ -31,8 +31,8 @@ DAMAGE = (
     AssertionError,
     RecursionError,
 )
-"""What the reading of a file that is not as it was written may raise: it is checked for what was
-altered, not for what anyone could have put there with a fitting checksum."""
+"""What reading a damaged file may raise. The checks find accidental changes, not a file that
+someone made with a valid checksum."""
 _UNUSED = "nothing of it was used; --reread works if only the cache is damaged"
 
 
@@ -42,7 +42,7 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError for a name that is no plain file name."""
+    """Raise UsageError if the name is not a plain file name."""
     if not is_name(name):
         raise UsageError(
             f"{name!r} cannot be the name of a chat",

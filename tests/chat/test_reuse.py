@@ -720,7 +720,7 @@ def test_commands_in_a_chat(world: World) -> None:
         "no /refresh was waiting",
         "/refresh takes nothing, or off",
         "reuse blind /set",
-        "what was read stays as it is; /clear reads it again, and blind",
+        "what was read stays as it is; /clear reads it again, and evicts before any question",
         "reuse must be one of auto, recall, refresh, once, blind, got 'never'",
     ):
         assert text in err, text

@@ -318,7 +318,7 @@ def test_columns_or_blocks_fit(width: int, encoding: str, count: int) -> None:
     [
         ((1, 2), (1, 2), "all 2 tokens"),
         ((1,), (1,), "all 1 token"),
-        ((), (), "the same, without a word"),
+        ((), (), "both are empty"),
         ((1, 3), (1, 2), "first 1 of 2 tokens"),
         ((1, 2), (1, 2, 3), "first 2 of 3 tokens"),
         ((1, 2, 3), (1,), "first 1 of 1 token"),

@@ -188,7 +188,7 @@ def test_docs_lists_what_was_read_and_what_waits(
     run("add", file(tmp_path, "b.txt", "héé".encode()))
     assert run("docs") == (
         "1  piped text · 11 characters · 11 tokens · read\n"
-        "2  b.txt · 3 characters · 5 tokens · waits for your next question\n"
+        "2  b.txt · 3 characters · 5 tokens · read with your next question\n"
     )
     # A text that would take long to tokenize goes without.
     monkeypatch.setattr(commands, "COUNTED", 5)

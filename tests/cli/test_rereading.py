@@ -73,7 +73,7 @@ def test_a_long_reading_is_asked_about_once(
     assert modes(session) == ["once", later, later]
     assert [turn.question for turn in session.turns] == ["Who?", "Why?", "And?"]
     err = capsys.readouterr().err
-    assert err.count("is answered best after reading") == 1
+    assert err.count("tokens are read again, and so for each later") == 1
     assert "may miss what question 1 did not need" in err
 
 

@@ -270,7 +270,7 @@ def test_blind_after_reading_holds_from_clear_on(real: Talk) -> None:
     real.terminal()
     for value in ("once", "blind"):
         setting(real.context, ["reuse", value])
-        notes[value] = "/clear reads it again, and blind" in real.capsys.readouterr().err
+        notes[value] = "/clear reads it again, and evicts before" in real.capsys.readouterr().err
     assert notes == {"once": False, "blind": True}
     session.reset(keep_documents=True)  # which is what /clear does
     real.ask("Who?")

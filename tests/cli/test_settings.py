@@ -133,7 +133,7 @@ def test_files_have_the_types_of_toml(home: Path) -> None:
         ("model = ['a']", "model must be a text", ""),
         ("stop = 1", "stop must be a list of texts, got 1", ""),
         ("stop = ['a', 1]", "stop must be a list of texts", ""),
-        ("stop = ['a', '']", "stop has an empty text", ""),
+        ("stop = ['a', '']", "stop must not have an empty text", ""),
         ("dtype = 'int3'", "dtype must be one of auto, float32", ""),
         ("a = = 1", "./minikv.toml is not valid TOML", "for example"),
         ("seed = 1\nseed = 2", "is not valid TOML", ""),

@@ -157,11 +157,11 @@ def test_too_many_files_are_refused_and_not_cut(
     assert len(names(tmp_path)) == len(names(tmp_path / "*")) == 3
     tree(tmp_path, "4")
     for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
-        with pytest.raises(UsageError, match="means more than 3 files"):
+        with pytest.raises(UsageError, match="stands for more than 3 files"):
             names(named)
     tree(tmp_path, "5", "6")
     for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
-        with pytest.raises(UsageError, match="means more than 5 files"):
+        with pytest.raises(UsageError, match="stands for more than 5 files"):
             names(named)
 
 
