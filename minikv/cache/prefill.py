@@ -316,7 +316,6 @@ class Prefill:
         both = torch.zeros(heads * (group + 1) * rows, device=self._key.device)
         mass, squares = both[: heads * group * rows], both[heads * group * rows :]
         self._mass, self._squares = mass.view(heads, group, rows), squares.view(heads, rows)
-        self._note_peak()
 
     def _add_moments(self, query: Tensor, at: Tensor, begin: int) -> None:
         """Add the chunk's queries, from position `begin` on, to the moments. Queries below

@@ -138,3 +138,18 @@ def test_rows_before_are_those_that_the_first_token_after_the_prompt_sees() -> N
         assert torch.equal(found.held.held, arena.held)
         for name in ("start", "length", "capacity", "cap", "free_slot"):
             assert torch.equal(getattr(found.held, name), getattr(arena, name))
+
+
+def test_an_arena_without_rows_has_tables_of_nothing() -> None:
+    """No head has a row, nor a free slot."""
+    before = RowsBefore.read(SHAPE, filled([0, 0], [[0] * HEADS] * 2, None), 0, 5)
+    assert before.seen == [0, 0]
+    for name in ("start", "length", "capacity", "cap", "held"):
+        assert getattr(before.held, name).tolist() == [[0, 0]] * 2
+    assert before.held.free_slot.tolist() == [[-1, -1]] * 2
+
+
+def test_a_budget_is_the_least_room_of_a_head_only_where_a_step_policy_evicts() -> None:
+    assert plan(rules("full", "roco"), 20, each=40).floor == 40
+    assert plan(rules("snapkv"), 20, each=40).floor == 0
+    assert plan(rules("full", budget="100%"), 20).floor == 0

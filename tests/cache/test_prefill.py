@@ -619,3 +619,47 @@ def test_the_peak_counts_what_each_query_gave() -> None:
     tail, each = 5 * 6 * (8 + 1) * 4, 3 * 2 * 5 * 50 * 4
     want = arena.nbytes + staging + sums + tail + each + 50 * 4
     assert run.kv.stats().peak_bytes == want
+
+
+@pytest.mark.parametrize("kv", [None, torch.int8])
+@pytest.mark.parametrize(
+    ("capacity", "lengths", "free"),
+    [
+        ([20, 20, 20], [5, 5, 5], 0),  # the first row that there is
+        ([20, 20, 20], [5, 5, 5], 20),
+        ([20, 25, 15], [5, 5, 5], None),  # as many rows, but not at equal distances
+        ([20, 20, 20], [5, 0, 1], None),
+    ],
+)
+def test_the_first_layers_earlier_rows_are_those_that_it_holds(
+    capacity: list[int], lengths: list[int], free: int | None, kv: torch.dtype | None
+) -> None:
+    arena = filled([60, 60], [lengths, [1, 1, 1]], kv)
+    arena.lay(torch.tensor([capacity, [20, 20, 20]]))
+    arena.length.copy_(torch.tensor([lengths, [1, 1, 1]]))
+    arena.columns["pos"].copy_(torch.arange(len(arena.columns["pos"])) % 40)
+    for scale in arena.scales:
+        arena.columns[scale].fill_(0.01)
+    if kv is None:
+        arena.columns["k"] *= 0.02
+    if free is not None:
+        arena.free_slot[0, free // 20] = free
+    earlier = EarlierRows.of(Kernels(), arena, arena.layout(), 0)
+    assert earlier is not None
+    query = torch.randn(HEADS, 2, 4, SIZE, generator=random(1))
+    out, lse = earlier.attention(Kernels(), query, torch.arange(50, 54), None)
+    for h in range(HEADS):
+        rows = torch.arange(lengths[h]) + arena.start[0, h]
+        rows = rows[rows != arena.free_slot[0, h]]
+        if len(rows):
+            logits = query[h] @ arena.read("k", rows).T * SIZE**-0.5
+            want = logits.softmax(-1) @ arena.read("v", rows)
+            torch.testing.assert_close(out[h], want, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(lse[h], logits.logsumexp(-1))
+
+
+def test_a_layer_that_holds_nothing_has_no_earlier_rows() -> None:
+    arena = filled([60, 60], [[1, 1, 1], [1, 0, 0]], None)
+    arena.free_slot[1, 0] = arena.start[1, 0]
+    assert EarlierRows.of(Kernels(), arena, arena.layout(), 0) is not None
+    assert EarlierRows.of(Kernels(), arena, arena.layout(), 1) is None

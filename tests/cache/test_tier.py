@@ -235,3 +235,23 @@ def test_room_grows_and_keeps_what_there_is() -> None:
 def test_a_policy_that_needs_every_query_is_named(policy: str) -> None:
     kv: KVCache = small.engine(small.network(layers=1), policy, "none", 60).kv
     assert policy in str(kv.rules.cannot_recall)
+
+
+def test_memory_for_rows_grows_by_whole_steps_and_stays_where_it_is_enough() -> None:
+    """A quarter more than needed, in steps of 1,024 rows, at most what can ever be needed, and
+    never less than what is needed."""
+    assert [RamRows.room(n, 10_000) for n in (1, 819, 820, 1639, 1640)] == [
+        1024,
+        1024,
+        2048,
+        2048,
+        3072,
+    ]
+    assert [RamRows.room(n, 1500) for n in (1, 1000, 1500, 1600)] == [1024, 1500, 1500, 1600]
+    rows = RamRows(1, 2, {"k": (torch.float32, (4,))}, 10_000)
+    rows.reserve(100)
+    before = rows.read(0, 1024)["k"].data_ptr()
+    rows.reserve(1024)
+    assert rows.read(0, 1024)["k"].data_ptr() == before
+    rows.reserve(1025)
+    assert rows.read(0, 1025)["k"].shape == (2, 1025, 4)

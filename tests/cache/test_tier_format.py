@@ -19,6 +19,7 @@ from minikv.cache.tier_format import (
     commit_page,
     committed,
     head_pages,
+    head_size,
     part_at,
     part_size,
     read_header,
@@ -104,3 +105,14 @@ def test_parts_are_whole_pages_behind_their_head() -> None:
     assert first.at == FIRST == 3 * PAGE
     assert second.at == FIRST + PAGE + 3 * PAGE
     assert part_at(HEADER, second.at, 1480, 2) == second.at + 2 * PAGE + 2 * 24 * PAGE
+
+
+def test_heads_and_parts_take_whole_pages() -> None:
+    """A head: 28 bytes, 4 for each layer and each row, and a checksum of 4. A part: of each head a
+    row of 8 float32 and a byte."""
+    fits = (PAGE - 28 - 4) // 4
+    assert (head_size(fits - 3, 3), head_size(fits - 2, 3)) == (PAGE, 2 * PAGE)
+    assert (head_size(1, fits - 1), head_size(1, fits)) == (PAGE, 2 * PAGE)
+    rows = PAGE // (2 * 33)
+    assert (part_size(HEADER, 1), part_size(HEADER, rows)) == (PAGE, PAGE)
+    assert part_size(HEADER, rows + 1) == 2 * PAGE

@@ -110,3 +110,12 @@ def test_padding_counts_for_no_head() -> None:
     pos = torch.cat((torch.arange(12), torch.full((3,), -1))).expand(2, 15)
     found = made.scorer.score(looked(padded, rows, pos=pos, output=output))
     torch.testing.assert_close(found[:, :12], want)
+
+
+@pytest.mark.parametrize("numbers", [1, 30, 10**9])
+def test_how_many_queries_are_taken_at_once_changes_nothing(numbers: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    given = torch.rand((2, 2, 40, 6), generator=draw)
+    order, free = torch.arange(6).expand(2, 6), torch.ones(2, 6, dtype=torch.bool)
+    whole = torch.stack([worst_case(given[:, :, i : i + 1], order, free, 3, 1) for i in range(40)])
+    torch.testing.assert_close(worst_case(given, order, free, 3, numbers), whole.amax(0))

@@ -77,3 +77,14 @@ def test_a_code_has_every_bit_where_it_is_stored(bits: int) -> None:
     stored = step.init_state(0, keys)["code"].to(torch.int64)
     signs = (keys @ matrix >= 0).tolist()
     assert [[(n >> i) & 1 == 1 for i in range(bits)] for n in stored.tolist()] == signs
+
+
+def test_a_code_is_stored_in_the_smallest_integer_with_a_bit_to_spare() -> None:
+    """Of 16, 32 or 64 bits; the first one is the sign."""
+    found = {}
+    for bits in (8, 15, 16, 31, 32, 60):
+        policy = policies.step_policy("hashevict", {"bits": bits})
+        assert policy is not None
+        (found[bits],) = policy.columns.values()
+    short, wide = torch.int16, torch.int32
+    assert found == {8: short, 15: short, 16: wide, 31: wide, 32: torch.int64, 60: torch.int64}

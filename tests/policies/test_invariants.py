@@ -27,6 +27,7 @@ from small import (
     victims,
 )
 from torch import Tensor
+from views import view
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -43,8 +44,10 @@ from minikv.policies.base import (
     PromptView,
     StepPolicy,
     StepView,
+    blocks,
     unprotected,
 )
+from minikv.policies.base import ends as first_and_last
 from minikv.policies.counter_rng import gumbel, uniform
 from minikv.policies.selection import pool, wanted
 from minikv.policies.snapkv import SnapKV
@@ -591,3 +594,24 @@ def test_moments_are_the_mean_and_covariance_of_all_queries() -> None:
     torch.testing.assert_close(mean, plain.mean(2).float())
     want = [torch.cov(q.T, correction=0) for head in plain for q in head]
     torch.testing.assert_close(covariance.flatten(0, 1), torch.stack(want).float())
+
+
+def test_heads_are_divided_by_how_many_numbers_they_have() -> None:
+    def cut(*given: int) -> list[tuple[int, int]]:
+        return [(part.start, part.stop) for part in blocks(*given)]
+
+    assert cut(5, 10, 20) == [(0, 2), (2, 4), (4, 5)]
+    assert cut(5, 10, 29) == [(0, 2), (2, 4), (4, 5)]
+    assert cut(3, 10, 9) == [(0, 1), (1, 2), (2, 3)]  # at least one
+    assert cut(3, 0, 3) == [(0, 3)]
+    assert cut(0, 10, 20) == []
+
+
+def test_a_window_as_long_as_the_prompt_protects_its_first_row_too() -> None:
+    seen = view(torch.ones(1, 1, 4))
+    assert (
+        first_and_last(seen, 0, 4).tolist() == first_and_last(seen, 0, 9).tolist() == [[True] * 4]
+    )
+    assert first_and_last(seen, 0, 3).tolist() == [[False, True, True, True]]
+    assert first_and_last(seen, 1, 2).tolist() == [[True, False, True, True]]
+    assert first_and_last(seen, 0, 0).tolist() == [[False] * 4]
