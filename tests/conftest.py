@@ -8,8 +8,10 @@ the processes that tests start. A test may therefore use no fixed port, name or 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,18 @@ def pytest_pycollect_makemodule(
         return None
     made: pytest.Module = _IfImported.from_parent(parent, path=module_path)
     return made
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay for the whole run. The garbage collector does not look at them:
+    neither while they are made nor during the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_xdist_auto_num_workers() -> int:
