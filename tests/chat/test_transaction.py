@@ -373,8 +373,9 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("count", [12, pytest.param(24, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("part", range(8))
-def test_whatever_fails_the_chat_is_whole(part: int) -> None:
+def test_whatever_fails_the_chat_is_whole(part: int, count: int) -> None:
     """A sample of cases, operations and faults; the soak below takes many more."""
     draw, came = random.Random(part), 0
     for i, name in enumerate(CASES):
@@ -382,10 +383,10 @@ def test_whatever_fails_the_chat_is_whole(part: int) -> None:
             continue
         _, setup, step = SAMPLED[(i // 8 * 7 + part) % len(SAMPLED)]
         reference = Reference(CASES[name], setup, step)
-        coming = drawn(draw, CASES[name], step, 12)
+        coming = drawn(draw, CASES[name], step, count)
         while (one := faults(reference, coming, 16)) is not None:
             came += one
-    assert came >= 24, came
+    assert came >= 2 * count, came
 
 
 def drawn(draw: random.Random, setting: Setting, step: Step, count: int) -> Iterator[Fault]:
