@@ -1002,7 +1002,7 @@ def test_keys_pressed_while_something_runs_are_not_echoed(
     terminal.prompt = "\x1b[?25h"
     try:
         terminal.until("Ctrl-D leaves.")
-        for line, end in (("/docs", "waits for"), ("q", "tok/head")):
+        for line, end in (("/docs", "read with your next question"), ("q", "tok/head")):
             terminal.ready()
             terminal.type(f"{line}\r")
             terminal.until(end)
