@@ -3,7 +3,8 @@
 A CPU tensor's numbers can be read without waiting, so the heads' places decide how it is computed:
 heads of one length at even distances are one batch; uneven heads are one product over all rows of
 the layer, as long as that is small; else one head after the other. Where the processor does not
-multiply bfloat16, rows are converted to float32 first: torch takes eleven times as long otherwise.
+multiply bfloat16, rows are converted to float32 first, because torch takes eleven times as long
+otherwise. Many rows are then converted head by head, so that the copies stay small.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from minikv.kernels.cpu import choice
 
 _JOINT = 1 << 19  # logits up to which one product for all heads beats a loop over uneven ones
 _LAYOUTS = 128  # about as many as a model has layers
-_CONVERTED = 1 << 22  # numbers up to which the keys of all heads are converted together
+_CONVERTED = 1 << 22  # numbers up to which the keys of a layer are converted together
 
 
 def ragged_attention(
@@ -46,12 +47,12 @@ def ragged_attention(
         n == counts[0] and s == starts[0] + h * apart
         for h, (s, n) in enumerate(zip(starts, counts, strict=True))
     )
-    convert = k.dtype != _product_dtype(q) and heads * counts[0] * q.shape[2] > _CONVERTED
-    if alike and not convert:
+    large = k.dtype != _product_dtype(q) and (end - begin) * q.shape[2] > _CONVERTED
+    if alike and not large:
         mixed, sums = _batched(
             q, k, v, starts[0], apart, counts[0], pos, oldest, logits, k_scale, v_scale
         )
-    elif min(counts) > 0 and heads * group * (end - begin) <= _JOINT:
+    elif min(counts) > 0 and not large and heads * group * (end - begin) <= _JOINT:
         mixed, sums = _joint(q, k, v, starts, counts, pos, oldest, logits, k_scale, v_scale)
     else:
         mixed = torch.zeros_like(q)

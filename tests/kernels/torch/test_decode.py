@@ -101,6 +101,23 @@ def test_without_products_of_bfloat16_float32_multiplies(
     assert off(native=True) > 1e-4
 
 
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 17)])
+def test_many_rows_are_converted_head_by_head(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither together nor, for uneven heads, in one product over all rows."""
+    batched, taken = decode_cpu._batched, []
+    monkeypatch.setattr(choice, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(decode_cpu, "_batched", lambda *a: taken.append(len(a[0])) or batched(*a))
+    q, k = torch.randn(2, 1, 8).bfloat16(), torch.randn(82, 8).bfloat16()
+    for most, heads in ((81 * 8, [] if lengths[1] == 17 else [2]), (56 * 8, [1, 1])):
+        taken.clear()
+        monkeypatch.setattr(decode_cpu, "_CONVERTED", most)
+        start = torch.tensor([0, 41])
+        decode_cpu.ragged_attention(q, k, k, start, torch.tensor(lengths), width=40)
+        assert taken == heads
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_lowest_score_leaves(shape: tuple[int, int, int, int]) -> None:
     for seed in range(40):
