@@ -1,11 +1,12 @@
-/* Products of many rows of activations by tiles of bfloat16 (AMX): a tile of activations [16, 32
-   columns] times one of weights, which are pairs along the columns [16, 16 rows of weights].
+/* Products of many rows of activations with tiles of bfloat16 (AMX). A tile of activations has 16
+   rows and 32 columns. A tile of weights has 16 pairs of columns for each of 16 rows of weights.
 
-   A panel is SPAN rows of the weights and PART columns of them, unpacked, in the order in which it
-   is multiplied. 32 of its rows stay in the first cache while CHUNK rows of activations pass, and
-   those stay in the second one, into which the next ones are asked for meanwhile. Weights of eight
-   bits are whole numbers, which bfloat16 has exactly; those of four are rounded to it, as
-   `unpack_int4` of packing.c rounds them. Activations are multiplied as they are. */
+   A panel is SPAN rows and PART columns of the weights, converted to bfloat16, in the order in
+   which it is multiplied. 32 of its rows stay in the L1 cache while they are multiplied by CHUNK
+   rows of activations. These stay in the L2 cache, into which the next ones are prefetched
+   meanwhile. int8 weights are whole numbers, which bfloat16 represents exactly. Weights of four
+   bits are rounded to bfloat16, as `unpack_int4` of packing.c rounds them. Activations are not
+   rounded. */
 #include "row.h"
 #include "tiles.h"
 
@@ -15,7 +16,8 @@
 #include <omp.h>
 #endif
 
-/* A product: x [t, n], its rows `pitch` apart, and weights [m.outs, m.n]. */
+/* The arguments of a product: x [t, n], whose rows are `pitch` numbers apart, and the weights
+   [m.outs, m.n]. */
 typedef struct {
     Matrix m;
     int64_t t, pitch;
@@ -25,10 +27,12 @@ typedef struct {
 
 #if TILES
 
-/* MOST: rows that a panel is made for. STEP: columns of a tile. */
+/* MOST: the most rows of activations that are read before the panels are made again. STEP: columns
+   of a tile of activations. STEPS: tiles along the columns of a part. */
 enum { SPAN = 128, PART = 256, CHUNK = 256, MOST = 1024, STEP = 32, STEPS = PART / STEP };
 
-/* Parts of a row, the steps of one of them, and tiles that so many rows are. */
+/* How many parts of PART columns a row has, how many steps of STEP columns a part has, and how many
+   tiles `rows` rows have. */
 INLINE int64_t parts_of(const Product *p) { return (p->m.n + PART - 1) / PART; }
 INLINE int64_t steps_of(const Product *p, int64_t part) {
     int64_t left = p->m.n - part * PART;
@@ -36,20 +40,20 @@ INLINE int64_t steps_of(const Product *p, int64_t part) {
 }
 INLINE int64_t tiles_of(int64_t rows) { return (rows + 15) / 16; }
 
-/* Tiles of the panel of rows of weights from row `from` on. */
+/* How many tiles of 16 rows of weights the panel from row `from` on has. */
 INLINE int64_t outs_of(const Product *p, int64_t from) {
     int64_t left = p->m.outs - from;
     return tiles_of(left < SPAN ? left : SPAN);
 }
 
-/* Which of the columns from `at` on there are. */
+/* A mask of the STEP columns from `at` on: which of them exist. */
 INLINE __mmask32 columns_from(const Product *p, int64_t at) {
     int64_t left = p->m.n - at;
     return left < STEP ? (1u << left) - 1 : ~0u;
 }
 
-/* Write 16 rows of activations from row `first` on to `to` [parts][tiles][STEPS][16][32], with
-   zeros for rows and columns that are not there. */
+/* Copy 16 rows of activations from row `first` on to `to` [parts][tiles][STEPS][16][32]. Rows and
+   columns that do not exist become zeros. */
 static void load_rows(const Product *p, int64_t first, int64_t tiles, bf16 *to) {
     int64_t left = p->t - first, held = left < 16 ? left : 16;
     for (int64_t at = 0; at < p->m.n; at += STEP) {
@@ -63,14 +67,15 @@ static void load_rows(const Product *p, int64_t first, int64_t tiles, bf16 *to) 
     }
 }
 
-/* 32 whole numbers of eight bits, as bfloat16. */
+/* Convert 32 int8 numbers to bfloat16. */
 INLINE __m512i whole_numbers(__m256i codes) {
     __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
     __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
     return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
-/* One tile of the panel: columns `at` .. at + 31 of 16 rows of weights from row `from` on. */
+/* Make one tile of the panel from int8 weights: columns `at` .. at + 31 of 16 rows from row `from`
+   on. */
 INLINE void load_eight(const Product *p, int64_t from, int64_t at, uint32_t *to) {
     __m512i x[16];
     __mmask32 mask = columns_from(p, at);
@@ -83,7 +88,7 @@ INLINE void load_eight(const Product *p, int64_t from, int64_t at, uint32_t *to)
         _mm512_store_si512(to + i * 16, x[i]);
 }
 
-/* `load_eight` for weights of four bits, of which 16 lie together. */
+/* `load_eight` for weights of four bits. The 16 rows of a column are in 16 consecutive bytes. */
 INLINE void load_four(const Product *p, int64_t from, int64_t at, uint32_t *to) {
     const Matrix *m = &p->m;
     int64_t tile = from / (2 * m->half), inside = from % (2 * m->half);
@@ -110,7 +115,7 @@ INLINE void load_four(const Product *p, int64_t from, int64_t at, uint32_t *to) 
     }
 }
 
-/* The panel of a part from row `from` on: [SPAN / 32][STEPS][2][16][16]. */
+/* Make the panel of a part from row `from` on: [SPAN / 32][STEPS][2][16][16]. */
 static void load_panel(const Product *p, int64_t from, int64_t part, uint32_t *panel) {
     for (int64_t o = 0; o < SPAN && from + o < p->m.outs; o += 16)
         for (int64_t step = 0; step < steps_of(p, part); step++) {
@@ -123,17 +128,19 @@ static void load_panel(const Product *p, int64_t from, int64_t part, uint32_t *p
         }
 }
 
-/* sums [tiles][SPAN / 16][16][16] += the activations x [tiles][STEPS][16][32] times the panel; of
-   the first part: = . outs: tiles of the panel. next: what is multiplied after x. */
+/* Add the product of the activations x [tiles][STEPS][16][32] and the panel to sums [tiles][SPAN /
+   16][16][16]; with `first`, overwrite sums instead. outs: tiles of 16 rows of weights. next: the
+   activations to prefetch, which are multiplied after x. */
 static void multiply(
     int64_t tiles, int64_t outs, int64_t steps, int first, const bf16 *x, const uint32_t *panel,
     float *sums, const bf16 *next
 ) {
     const char *ahead = (const char *)next;
-    const int lines = (int)((64 + outs - 1) / outs); /* of a step, so that all are asked for */
+    /* Each step prefetches so many lines; together, the steps prefetch all of `next`. */
+    const int lines = (int)((64 + outs - 1) / outs);
     for (int64_t o = 0; o < outs; o += 2)
         for (int64_t r = 0; r < tiles; r += 2) {
-            const int two = r + 1 < tiles; /* else what is computed there is not used */
+            const int two = r + 1 < tiles; /* else the first tile is computed twice */
             const bf16 *a = x + r * STEPS * NUMBERS, *below = a + two * STEPS * NUMBERS;
             const uint32_t *b = panel + o * STEPS * 256;
             float *sum = sums + (r * (SPAN / 16) + o) * 256, *under = sum + two * (SPAN * 16);
@@ -167,7 +174,8 @@ static void multiply(
         }
 }
 
-/* Write the sums of `rows` rows from row `first` on, of the weights from row `from` on. */
+/* Write the outputs of `rows` rows of activations from row `first` on, for the panel's rows of
+   weights from row `from` on: the sums, times the scales of int8 weights. */
 static void write_out(
     const Product *p, int64_t first, int64_t rows, int64_t from, const float *sums
 ) {
@@ -195,8 +203,8 @@ static void write_out(
     }
 }
 
-/* All sums of SPAN rows of weights from row `from` on, for `rows` rows of activations whose tiles
-   begin at x; from one part to the next they are `part_next` numbers apart. */
+/* Compute the sums of SPAN rows of weights from row `from` on, over all parts, for `rows` rows of
+   activations. Their tiles begin at x; those of the next part come `part_next` numbers later. */
 static void sum_span(
     const Product *p, int64_t from, int64_t rows, const bf16 *x, int64_t part_next, uint32_t *panel,
     float *sums
@@ -217,8 +225,8 @@ static void sum_span(
     }
 }
 
-/* Rows for which one thread makes a panel, of `rows` rows: all of them, where there are panels
-   enough for all threads. */
+/* For how many of `rows` rows of activations one thread makes a panel: up to MOST, but fewer if
+   there would be less than three panels per thread. At least CHUNK. */
 static int64_t rows_together(const Product *p, int64_t rows) {
     int64_t threads = 1, spans = (p->m.outs + SPAN - 1) / SPAN, together = MOST;
 #ifdef _OPENMP
@@ -229,7 +237,7 @@ static int64_t rows_together(const Product *p, int64_t rows) {
     return together;
 }
 
-/* All of the product; returns 0, or 2 if there is no memory. */
+/* Compute the whole product. Returns 0, or 2 if memory runs out. */
 static int product(const Product *p) {
     int64_t most = p->t < MOST ? p->t : MOST, spans = (p->m.outs + SPAN - 1) / SPAN;
     int64_t together = rows_together(p, most);
@@ -270,9 +278,9 @@ static int product(const Product *p) {
 
 #endif
 
-/* x bfloat16 [t, n], its rows `pitch` apart, times the transpose of a packed matrix [outs, n] ->
-   out bfloat16 [t, outs]; nothing is empty. Of four bits, n is a multiple of 32. The bias is not
-   added. Returns 0, or 1 where there are no tiles, or 2: no memory. */
+/* x bfloat16 [t, n], whose rows are `pitch` numbers apart, times the transpose of a packed matrix
+   [outs, n] -> out bfloat16 [t, outs]. No size is 0. With four bits, n is a multiple of 32. The
+   bias is not added. Returns 0; 1 if this was compiled without tiles; 2 if memory runs out. */
 int minikv_rows_product(int64_t t, int64_t pitch, const Matrix *m, const bf16 *x, bf16 *out) {
 #if TILES
     const Product p = {.m = *m, .t = t, .pitch = pitch, .x = x, .out = out};

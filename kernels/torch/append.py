@@ -1,4 +1,4 @@
-"""The row of a new token: where it goes, and writing it. Nothing here waits for the device."""
+"""Where the row of a new token goes, and writing it. Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def append(
     float32 [R], k and v are int8: codes and scales as `to_codes` makes them.
     """
     if k_scale is not None and v_scale is not None:
-        (key, scale), (value, other) = to_codes(key), to_codes(value)
-        k_scale.index_copy_(0, slot, scale)
-        v_scale.index_copy_(0, slot, other)
+        (key, key_scale), (value, value_scale) = to_codes(key), to_codes(value)
+        k_scale.index_copy_(0, slot, key_scale)
+        v_scale.index_copy_(0, slot, value_scale)
     k.index_copy_(0, slot, key)
     v.index_copy_(0, slot, value)
     pos.index_copy_(0, slot, position.to(pos.dtype).expand(len(slot)))
@@ -62,8 +62,8 @@ def rotate_append(
     the rotated queries [H, G, D] and keys [H, D].
     """
     heads, size = len(slot), qkv.shape[1]
-    turned = rotate(qkv[None, :-heads], cos, sin)[0]
-    query, key = turned[:-heads].view(heads, -1, size), turned[-heads:]
+    rotated = rotate(qkv[None, :-heads], cos, sin)[0]
+    query, key = rotated[:-heads].view(heads, -1, size), rotated[-heads:]
     append(key, qkv[-heads:], slot, position, k, v, pos, blank, k_scale, v_scale)
     if norm is not None:
         length = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
@@ -92,11 +92,11 @@ def advance(
     If `accepted`: length = count, position += 1, overwritten = false, accepted = false. After that,
     for either value: a head with free_slot >= 0 does not grow. With `before` (eviction before
     attention) a head with free_slot < 0 and length >= cap does not grow either, and gets
-    overwritten = true; other heads keep it. count = length, plus one where a head grows. slot =
-    free_slot where that is >= 0, else start + length, which means nothing for a head whose victim
-    is not chosen yet.
+    overwritten = true; the others keep theirs. count = length, plus one where a head grows. slot =
+    free_slot where that is >= 0, else start + length. If a head's victim is not chosen yet, its
+    slot has no meaning.
     """
-    # What may fail comes first, so that a step is counted whole or not at all.
+    # What can fail comes first, so that a step is counted completely or not at all.
     final = torch.where(accepted, count, length)
     grows = free_slot < 0
     target = torch.where(grows, start + final, free_slot)

@@ -1,4 +1,4 @@
-"""Attention of a prompt's queries over rows that all heads have in equal number.
+"""Attention of a prompt's queries over rows of which every head has the same number.
 
 Shapes use the project's letters (`minikv`). Logits are scaled by 1/sqrt(D); softmax is in float32.
 Attention over disjoint sets of rows is joined by the log-sum-exp of the logits (`merge`), as in
@@ -21,9 +21,9 @@ def rows_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over rows that all queries see, or causal: query i sees rows 0 .. i.
 
-    q [H, G, T, D], k and v [H, N, D], strides free except the last. Returns the output
-    [H, G, T, D] in q's dtype and the log-sum-exp of the logits [H, G, T] in float32, by which
-    parts are joined (`merge`). T x N logits are never held at once.
+    q [H, G, T, D], k and v [H, N, D]: any strides, but the last is 1. Returns the output
+    [H, G, T, D] in q's dtype and the log-sum-exp of the logits [H, G, T] in float32, which joins
+    parts (`merge`). T x N logits are never held at once.
     """
     if q.device.type == "cpu":
         return _cpu_attention(q, k, v, None, causal=causal)
@@ -71,7 +71,7 @@ def visible_attention(
     """
     on_cpu = q.device.type == "cpu"
     padding = k_pos[..., None] < 0
-    if on_cpu and bool(padding.any()):  # a mask that is added does not hide NaN
+    if on_cpu and bool(padding.any()):  # an added mask does not hide NaN
         k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
     wide = len(k_pos) if on_cpu else q.shape[0] * q.shape[1]
     outs, sums = [], []
@@ -94,13 +94,14 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Join attention over disjoint sets of rows: [(output [H, G, T, D], log-sum-exp [H, G, T])] ->
     the same for all rows.
 
-    A part whose log-sum-exp is -inf saw no row and has no weight. One part at least saw a row.
+    A log-sum-exp of -inf means that the query saw no row of the part; the part then adds nothing.
+    Each query must have seen a row of at least one part.
     """
     if len(parts) == 1:
         return parts[0]
     whole = total(parts)
     joined = torch.empty_like(parts[0][0])
-    for h in range(len(joined)):  # head by head: the float32 copies stay small
+    for h in range(len(joined)):  # head by head, so that the float32 copies stay small
         out = parts[0][0][h] * (parts[0][1][h] - whole[h]).exp()[..., None]
         for other, lse in parts[1:]:
             out = out.addcmul_(other[h], (lse[h] - whole[h]).exp()[..., None])
@@ -116,7 +117,8 @@ def visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
 
 
 def _row_blocks(q: Tensor, width: int) -> list[tuple[Tensor, int]]:
-    """The queries in blocks of few logits, each with its first row. `width`: numbers per row."""
+    """Split the queries into blocks of at most `_LOGITS` numbers, but at least one query: (block,
+    index of its first query). width: logits, or entries of a mask, per query."""
     size = max(1, _LOGITS // max(1, width))
     return [(q[:, :, lo : lo + size], lo) for lo in range(0, q.shape[2], size)]
 
@@ -126,8 +128,8 @@ def _cpu_attention(
 ) -> tuple[Tensor, Tensor]:
     """As `masked_attention`, by the kernel behind scaled_dot_product_attention on a CPU.
 
-    It is called directly for its log-sum-exp. The expanded heads have stride 0, so that nothing is
-    copied. k and v must be finite.
+    The kernel is called directly because it also returns the log-sum-exp. The expanded heads have
+    stride 0, so nothing is copied. k and v must be finite.
     """
     heads, group, rows, size = q.shape
     shape = (heads, group, k.shape[1], size)
@@ -148,12 +150,12 @@ def _cpu_attention(
 def cuda_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """Attention of T queries over N rows by the kernels beneath scaled_dot_product_attention on
-    CUDA, or None: they do not take the dtype and head size.
+    """Attention of T queries over N rows by the kernels behind scaled_dot_product_attention on
+    CUDA. None if they do not support the dtype, the head size or the GPU.
 
     causal: query i sees rows 0 .. N - T + i, with a window only the last `window` of these. Both
-    kernels have such masks; scaled_dot_product_attention has them for T = N alone, and returns no
-    log-sum-exp.
+    kernels have such masks. scaled_dot_product_attention has them only for T = N, and returns no
+    log-sum-exp. Results as in `rows_attention`.
     """
     heads, group, rows, size = q.shape
     keys = k.shape[1]
@@ -164,7 +166,7 @@ def cuda_attention(
     if q.dtype == torch.bfloat16 and not modern:
         return None
     if q.dtype != torch.float32 and modern:
-        # It takes grouped heads: query head i goes with KV head i // G.
+        # This kernel takes grouped heads: query head i uses KV head i // G.
         out = ops._flash_attention_forward(
             q.flatten(0, 1).transpose(0, 1)[None],
             k.transpose(0, 1)[None],
@@ -181,7 +183,8 @@ def cuda_attention(
         )
         mixed = out[0][0].unflatten(1, (heads, group)).permute(1, 2, 0, 3)
         return mixed, out[1].view(heads, group, rows)
-    # It takes one key head per query head: stride 0, nothing is copied. Mask 2 is the causal one.
+    # This kernel needs one KV head per query head. Expanded heads have stride 0, so nothing is
+    # copied. Mask type 2 is causal, where the last query sees the last row.
     shape = (heads, group, keys, size)
     out = ops._efficient_attention_forward(
         q.transpose(1, 2),
@@ -197,7 +200,7 @@ def cuda_attention(
         True,
         window_size=window,
     )
-    # It pads the log-sum-exp to a multiple of 32 queries.
+    # The kernel pads the log-sum-exp to a multiple of 32 queries.
     return out[0].transpose(1, 2), out[1][..., :rows]
 
 

@@ -1,4 +1,4 @@
-"""How much attention a prompt's queries give each cached row, without T x N probabilities."""
+"""The attention that a prompt's queries give each row. Never holds T x N probabilities at once."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from minikv.kernels.torch.attention import visible
 
 _LOGITS = 1 << 19
-"""Logits of one block of rows: 2 MiB, which stay in a cache of the processor."""
+"""About the most logits of one block: 2 MiB, which fit a processor's cache."""
 _EVEN = 2.0**-13
-"""A probability that is less than the even share by no more than this part of it counts as even:
+"""A probability counts as an even share if it is lower by at most this part of the share, because
 attention's log-sum-exps have errors of up to 6e-5 in bfloat16."""
 
 Part = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-"""Keys [H, n, D] and their positions [H or 1, n], -1 for padding. Or keys of an arena [R, D], the
-positions, and which of the arena's rows they are, int64 [H, n]."""
+"""Keys [H, n, D] and their positions [H or 1, n], -1 for padding. Or an arena's keys [R, D], the
+positions, and the indices of the rows in the arena, int64 [H, n]."""
 
 
 def with_index(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A part as three: None for the rows where its keys are not an arena's."""
+    """A part as (keys, positions, index). index is None if the keys are not an arena's."""
     return (*part, None) if len(part) == 2 else part
 
 
@@ -34,11 +34,12 @@ def each_attention(
     lse: Tensor,
     heads: slice,
 ) -> Tensor:
-    """What each of a prompt's last queries gives each row of some KV heads: float32 [h, G, W, N].
+    """The attention that each of a prompt's last queries gives each row, for a slice of the KV
+    heads: float32 [h, G, W, N].
 
     q [H, G, W, D]; q_pos [W], not decreasing; lse float32 [H, G, W]: the log-sum-exp over all rows
-    that a query sees; `parts` have N rows together. 0 for rows that a query does not see: see
-    `torch.attention.visible_attention`.
+    that a query sees; `parts` have N rows together. Rows that a query does not see get 0; which
+    these are: see `torch.attention.visible_attention`.
     """
     count = sum(part[1].shape[1] for part in parts)
     some = range(q.shape[0])[heads]
@@ -63,10 +64,10 @@ def below_uniform(
 ) -> Tensor:
     """Which of the last queries gave a row less than an even share: int64 [H, N].
 
-    Arguments as in `each_attention`, W at most 32. Bit i is set if the i-th query from the end sees
-    the row and its probability, in the mean over G, is below 1 / (number of rows that it sees), by
-    more than rounding explains. each: an `each_attention`, which is asked for about `most` numbers
-    at once.
+    Arguments as in `each_attention`, W at most 32. Bit i is set if the i-th query from the end (the
+    last is number 0) sees the row, and its probability, the mean over G, is below 1 / (number of
+    rows that it sees) by more than the rounding error `_EVEN`. each: the `each_attention` to call;
+    a call computes about `most` numbers.
     """
     heads, group, rows, _ = q.shape
     pos = torch.cat([at.expand(heads, at.shape[1]) for _, at, *_ in parts], 1)
@@ -85,12 +86,12 @@ def below_uniform(
 def _probabilities(
     q: Tensor, lse: Tensor, q_pos: Tensor, k: Tensor, k_pos: Tensor, window: int | None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Blocks of a KV head's rows one after the other: first row, probabilities [G, T, n].
+    """For each block of a KV head's rows: (first row, probabilities [G, T, n]).
 
     q [G, T, D]; lse [G, T]; q_pos [T], not decreasing; k [N, D]; k_pos [N].
     """
     query = q.float() * (1.0 / math.sqrt(q.shape[-1]))
-    # On a GPU it takes longer to ask whether all rows are seen than to mask.
+    # On a GPU, masking takes less time than reading back whether all rows are seen.
     earliest = int(q_pos[0]) if window is None and q.device.type == "cpu" else -1
     step = max(1, _LOGITS // (q.shape[0] * q.shape[1]))
     for lo in range(0, len(k), step):
@@ -137,12 +138,12 @@ def peak_attention(
     scale: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """The most that any of T queries gives each row of one part, float32 [H, G, n].
+    """The largest attention that any of T queries gives each row of one part, float32 [H, G, n].
 
-    q [H, G, T, D] at q_pos [T], not decreasing; the softmax is over the rows of all `parts` that a
-    query sees, one at least, and `scored` is the part that is asked for. scale [T]: what a query
-    gives is multiplied by it. lse float32 [H, G, T]: the log-sum-exp over all parts, where it is
-    known; the others are not looked at then. Rows that no query sees get 0.
+    q [H, G, T, D] at q_pos [T], not decreasing. scored: the index of the part. The softmax is over
+    the rows of all `parts` that a query sees, which must be at least one. scale [T]: the attention
+    of each query is multiplied by it. lse float32 [H, G, T]: the log-sum-exp over all parts, if it
+    is known; the other parts are then not read. Rows that no query sees get 0.
     """
     if lse is not None:
         parts, scored = [parts[scored]], 0
@@ -157,7 +158,7 @@ def peak_attention(
         mine = [_of_head(part, h) for part in parts]
         keys = torch.cat([key.float() for key, _ in mine])
         pos = torch.cat([at for _, at in mine])
-        # On a GPU it takes longer to ask whether all rows are seen than to mask.
+        # On a GPU, masking takes less time than reading back whether all rows are seen.
         seen = 0
         if window is None and q.device.type == "cpu":
             seen = _seen_by_all(mine, int(q_pos[0]))
@@ -178,7 +179,8 @@ def peak_attention(
 
 
 def _seen_by_all(parts: Sequence[tuple[Tensor, Tensor]], position: int) -> int:
-    """How many first rows of the parts a query at this position and every later one sees."""
+    """How many rows the first parts have, as long as a query at this position, and every later one,
+    sees a whole part."""
     count = 0
     for _, at in parts:
         if len(at) and not (int(at.min()) >= 0 and int(at.max()) <= position):

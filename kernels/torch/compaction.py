@@ -18,7 +18,7 @@ def held_rows(
 
     start, length, free_slot int64 [H]: see `Arena`; pos int32 [R]. No length exceeds `most`. A free
     slot is not live, nor is padding: their position is -1. Padding points at the head's last row;
-    where a head has no row at all, at one that may never have been written.
+    if the head has no row, at a row that may be unwritten.
     """
     start, length = start[:, None], length[:, None]
     reach = torch.arange(most, device=pos.device)
@@ -31,9 +31,9 @@ def held_rows(
 def survivors(keep: Tensor, pos: Tensor, before: int) -> tuple[Tensor, Tensor]:
     """The rows that stay, ascending by position: (index int64 [H, N], count int64 [H]).
 
-    keep bool, pos int64 [H, N]. The rows that head h keeps are index[h, :count[h]]; what is behind
-    them may be anything. The first `before` rows are in any order, the others come after them in
-    the order of positions. Rows of equal position stay in their order.
+    keep bool, pos int64 [H, N]: the first `before` rows may be in any order; the others have higher
+    positions and are in order. The rows that head h keeps are index[h, :count[h]]; the entries
+    after them may hold anything. Rows of equal position keep their order.
     """
     order = pos.masked_fill(~keep, torch.iinfo(pos.dtype).max).argsort(dim=1, stable=True)
     return order, keep.sum(1)
@@ -42,11 +42,11 @@ def survivors(keep: Tensor, pos: Tensor, before: int) -> tuple[Tensor, Tensor]:
 def lay_out(
     count: Tensor, begin: int, tables: Tables, floor: int, total: int, spare: int, room: int
 ) -> None:
-    """Write a layer's tables for heads that hold count int64 [H] rows, side by side behind `begin`.
+    """Write a layer's tables for heads that hold count int64 [H] rows, side by side from `begin`.
 
-    A head may keep as many rows as it holds, `floor` at least, or with a total of 0 and more an
-    even part of it (`selection.fill`). It owns `spare` rows more; with a room of 0 and more they
-    share all of it.
+    cap: the rows that a head holds, at least `floor`; if total >= 0, they are raised evenly until
+    they sum to `total` (`selection.fill`), and `floor` is not used. capacity: cap + spare; if
+    room >= 0, these are raised in the same way until they sum to `room`. No head has a free slot.
     """
     caps = fill(count, total) if total >= 0 else count.clamp(min=floor)
     sizes = caps + spare
@@ -67,13 +67,13 @@ def gather_rows(
     out: tuple[Tensor, Tensor],
     max_count: int,
 ) -> None:
-    """Move the rows that each head keeps into its segment: k and v, in place.
+    """Copy k and v of the rows that each head keeps into its segment, in place.
 
     index int64 [H, N], count and start int64 [H] (`survivors`): for r < count[h], row start[h] + r
     of `out` (k and v [R, D]) becomes row index[h, r] of head h. The rows of head h are those of
     `old` (k and v [E, D], and int64 [H, B]: which of them are the head's), followed by those of
-    `new` (k and v [H, T, D]). Of the kept rows, too, those of `old` come first. No count exceeds
-    `max_count`. `old` and `new` share no row with those that are written.
+    `new` (k and v [H, T, D]). Among a head's kept rows, those of `old` also come first. No count
+    exceeds `max_count`. The rows that are written share no memory with `old` and `new`.
     """
     before = 0 if old is None else old[2].shape[1]
     for h, (n, begin) in enumerate(torch.stack((count, start), 1).tolist()):

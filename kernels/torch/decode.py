@@ -1,7 +1,8 @@
-"""The decode step: one query per head over its rows, and the row that leaves a head over its cap.
+"""The decode step: attention of one token over the rows of each head, and the row that leaves a
+head over its cap.
 
-Everything works on the segments of an arena and never waits for the device: shapes do not depend on
-values. Indices are int64. Rows that are not in use may hold anything, also NaN.
+All functions work on the segments of an arena and never wait for the device: shapes do not depend
+on values. Indices are int64. Rows that are not in use may hold any value, also NaN.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def ragged_attention(
     `logits` float32 [H, G, C], C >= width: the scaled logits of rows 0 .. length - 1 of each head,
     -inf where a row is not seen. Beyond a head's length they mean nothing.
 
-    `arrived` int32 [H], zeros before and after: where programs count each other. Not needed here;
-    what needs it allocates it if it is None.
+    `arrived` int32 [H], zeros before and after: in it a GPU kernel counts which of its programs
+    have finished. Not used here. A kernel that needs it allocates it if it is None.
     """
     index, live = in_use(start, length, width, len(k))
     seen = live if pos is None or oldest is None else live & (pos[index] >= oldest)
@@ -99,9 +100,9 @@ def lowest_step(
     """The row with the lowest score leaves: the end of a step of any policy that scores rows.
 
     scores, compared in float32, and allowed bool [L, H, C] or [L * H, C], C >= every length: column
-    j is row start + j of the head, `allowed` whether the policy lets it go. Beyond a head's length
-    both may hold anything. rows: start, length, cap and pos are used. accepted bool []: where it is
-    false, nothing is written.
+    j is row start + j of the head, `allowed` whether the policy lets it leave. Beyond a head's
+    length both may hold any value. rows: start, length, cap and pos are used. accepted bool []: if
+    it is false, nothing is written.
 
     In place, free_slot int64 [L, H]: for a head that is over its cap, the row (index into the
     columns) with the lowest score among the allowed ones, of equal scores the one with the smallest
@@ -128,12 +129,13 @@ def overwrite_step(
 ) -> None:
     """The row with the lowest score makes room for the new one, before attention.
 
-    scores and allowed [F, C] of heads [F], or of [L, H] in one dimension, as in `lowest_step`. rows
-    is as it is before the new row; a head is full if it has no free slot and length >= cap.
+    scores and allowed [F, C], as in `lowest_step`, of the F heads of `rows`, free_slot and slot,
+    whose shape is [F], or [L, H] with F = L * H. rows do not include the new row. A head is full if
+    it has no free slot and length >= cap.
 
     In place, for full heads only: free_slot and slot int64, the row (index into the columns) that
-    leaves, chosen as by `lowest_step`; undo_rows [F, ...] by name: what columns [R, ...] hold of
-    it.
+    leaves, chosen as by `lowest_step`; undo_rows [F, ...] by name: a copy of this row, from columns
+    [R, ...].
     """
     wide = (*free_slot.shape, scores.shape[-1])
     scores, allowed = scores.view(wide), allowed.view(wide)
@@ -160,11 +162,12 @@ def shown_positions(
     pinned: int,
     least: int,
 ) -> None:
-    """Positions as a policy is shown them that some rows leave after all others.
+    """The positions that a policy sees if some rows leave after all others (leaves_last).
 
     start, length int64 [L, H]; pos int32 [R]; leaves_last bool [R]; no length exceeds `width`. In
-    place, out int32 [R]: the position of each row in use, -1 for rows below `pinned`, and, in heads
-    that have `least` others or more, for those of leaves_last. Other rows mean nothing.
+    place, out int32 [R]: the position of each row in use; -1 if it is below `pinned`; also -1 for
+    rows of leaves_last, in heads with at least `least` other rows that are not pinned. `out` has no
+    meaning for rows that are not in use.
     """
     index, live = in_use(start, length, width, len(pos))
     at = pos[index]
@@ -172,7 +175,7 @@ def shown_positions(
     others = may & ~leaves_last[index]
     enough = others.sum(-1, keepdim=True) >= least
     shown = at.masked_fill(~torch.where(enough, others, may), -1)
-    # Padding is written to a row of its own behind the last one.
+    # Padding is written to an extra row behind the last one.
     place = torch.where(live, index, len(pos)).flatten()
     out.copy_(out.new_zeros(len(pos) + 1).scatter_(0, place, shown.flatten())[:-1])
 
@@ -188,12 +191,12 @@ def unseen_rows(
     *,
     width: int,
 ) -> None:
-    """Rows that a layer's window does not show to the next token.
+    """Rows outside the window of the next token, in layers with sliding-window attention.
 
     start, length int64 [L, H]; pos int32 [R]; newest int64 []: the position of the last token;
     window int64 [L]: how many positions a query of the layer sees; no length exceeds `width`. In
     place, out int64 [L, H]: the oldest of a head's rows that the token after `newest` does not see,
-    of equal positions the first; -1 if it sees all, and where `accepted` bool [] is false.
+    of equal positions the first; -1 if it sees all rows, or if `accepted` bool [] is false.
     """
     index, live = in_use(start, length, width, len(pos))
     at = pos[index].to(torch.int64).masked_fill(~live, 1 << 40)
@@ -205,8 +208,8 @@ def unseen_rows(
 def in_use(start: Tensor, length: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
     """Rows of heads with start, length [...]: (index [..., width], live bool [..., width]).
 
-    Padding repeats the head's last row, so that writing to it what is written to that row does no
-    harm. For a head without rows it may be any row.
+    Padding repeats the head's last row, so it is harmless to write to it what that row also gets.
+    For a head without rows it may be any row.
     """
     reach = torch.arange(width, device=start.device)
     last = (length[..., None] - 1).clamp(min=0)

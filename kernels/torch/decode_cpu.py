@@ -1,10 +1,11 @@
-"""`ragged_attention` on a CPU without a compiler: views of the rows instead of copies.
+"""`ragged_attention` on a CPU without a C compiler: it uses views of the rows instead of copies.
 
-A CPU tensor's numbers can be read without waiting, so the heads' places decide how it is computed:
-heads of one length at even distances are one batch; uneven heads are one product over all rows of
-the layer, as long as that is small; else one head after the other. Where the processor does not
-multiply bfloat16, rows are converted to float32 first, because torch takes eleven times as long
-otherwise. Many rows are then converted head by head, so that the copies stay small.
+On a CPU the starts and lengths of the heads can be read without waiting. They decide how attention
+is computed. Heads of one length at even distances are one batch. Uneven heads are one product over
+all rows of the layer, if that is small; else they are computed one after the other. If the
+processor does not multiply bfloat16, rows are converted to float32 first, because torch takes
+eleven times as long otherwise. Many rows are then converted head by head, so that the copies stay
+small.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from minikv.kernels.cpu import choice
 
-_JOINT = 1 << 19  # logits up to which one product for all heads beats a loop over uneven ones
-_LAYOUTS = 128  # about as many as a model has layers
-_CONVERTED = 1 << 22  # numbers up to which the keys of a layer are converted together
+_JOINT = 1 << 19  # up to so many logits, one product is faster than a loop over uneven heads
+_LAYOUTS = 128  # how many are cached: about as many as a model has layers
+_CONVERTED = 1 << 22  # up to so many numbers, the keys of a layer are converted together
 
 
 def ragged_attention(
@@ -81,19 +82,19 @@ def _batched(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Heads of `count` rows, the first from row `begin` on, each `apart` rows behind the other."""
+    """For heads of `count` rows: the first begins at row `begin`, each other one `apart` later."""
     heads = len(q)
     keys, values = _batch(k, begin, heads, apart, count), _batch(v, begin, heads, apart, count)
-    scale, other = (
+    key_scale, value_scale = (
         None if t is None else _batch(t, begin, heads, apart, count) for t in (k_scale, v_scale)
     )
-    found = _logits(q, keys, scale)
+    found = _logits(q, keys, key_scale)
     if pos is not None and oldest is not None:
         hidden = _batch(pos, begin, heads, apart, count) < oldest
         found.masked_fill_(hidden[:, None], -math.inf)
     if logits is not None:
         logits[..., :count] = found
-    return _mix(q, found, values, other)
+    return _mix(q, found, values, value_scale)
 
 
 def _joint(
@@ -108,25 +109,26 @@ def _joint(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Uneven heads: all queries over the rows of all heads, those of other heads hidden."""
+    """For uneven heads: all queries over the rows of all heads; rows of other heads are masked."""
     heads, group, size = q.shape
     first, end = min(starts), max(s + n for s, n in zip(starts, counts, strict=True))
     part = slice(first, end)
     keys, values = k[part], v[part]
-    scale, other = (None if t is None else t[part] for t in (k_scale, v_scale))
+    key_scale, value_scale = (None if t is None else t[part] for t in (k_scale, v_scale))
     bias, place = _layout(tuple(s - first for s in starts), tuple(counts))
     if pos is not None and oldest is not None:
         bias = bias.masked_fill(pos[part] < oldest, -math.inf)
-    found, mixed, sums = _over_all(q, keys, values, bias, scale, other)
+    found, mixed, sums = _over_all(q, keys, values, bias, key_scale, value_scale)
     if sum(counts) < end - first and not bool(mixed.isfinite().all()):
-        # Rows between two heads are weighed with 0, and what nobody has written yet may be NaN.
+        # Rows between two heads have probability 0, but unwritten ones may hold NaN, and 0 x NaN is
+        # NaN.
         unused = torch.ones(end - first, dtype=torch.bool)
         for s, n in zip(starts, counts, strict=True):
             unused[s - first : s - first + n] = False
         keys, values = (t.masked_fill(unused[:, None], 0) for t in (keys, values))
-        if scale is not None and other is not None:
-            scale, other = (t.masked_fill(unused, 0) for t in (scale, other))
-        found, mixed, sums = _over_all(q, keys, values, bias, scale, other)
+        if key_scale is not None and value_scale is not None:
+            key_scale, value_scale = (t.masked_fill(unused, 0) for t in (key_scale, value_scale))
+        found, mixed, sums = _over_all(q, keys, values, bias, key_scale, value_scale)
     if logits is not None:
         reach = place.shape[2]
         torch.gather(found, 2, place.expand(heads, group, reach), out=logits[..., :reach])
@@ -138,31 +140,32 @@ def _over_all(
     keys: Tensor,
     values: Tensor,
     bias: Tensor,
-    scale: Tensor | None,
-    other: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [H, g, rows], mixed values [H * g, D] and log-sum-exps [H * g] of all queries over all
+    """Logits [H, G, rows], mixed values [H * G, D] and log-sum-exps [H * G] of all queries over all
     rows."""
     heads, group, size = q.shape
     dtype = _product_dtype(q)
     query = q.view(heads * group, size).to(dtype)
     found = torch.mm(query, keys.to(dtype).T).float().mul_(1.0 / math.sqrt(size))
-    if scale is not None:
-        found *= scale
+    if key_scale is not None:
+        found *= key_scale
     own = found.view(heads, group, -1)
     own += bias
     p, sums = _softmax(found)
-    if other is not None:
-        p *= other
+    if value_scale is not None:
+        p *= value_scale
     return own, torch.mm(p.to(dtype), values.to(dtype)), sums
 
 
 @lru_cache(maxsize=_LAYOUTS)
 def _layout(starts: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Of heads in memory that begins with row 0: float32 [H, 1, rows], -inf where a row is not the
-    head's, else 0; and int64 [H, 1, longest], which row is a head's n-th (any, where it has fewer).
+    """The mask and the row numbers of uneven heads; rows are counted from the lowest start.
 
-    Kept, as nothing of it changes from step to step once every head is at its cap.
+    float32 [H, 1, rows]: 0 where a row belongs to the head, else -inf. int64 [H, 1, longest]: which
+    row is the head's n-th; any row if the head has fewer. Both are cached, because they do not
+    change from step to step once every head is at its cap.
     """
     start, count = (torch.tensor(t)[:, None, None] for t in (starts, counts))
     end = max(s + n for s, n in zip(starts, counts, strict=True))
@@ -173,7 +176,7 @@ def _layout(starts: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Tensor, T
 
 
 def _batch(t: Tensor, begin: int, heads: int, apart: int, count: int) -> Tensor:
-    """Rows [R, ...] as a view [H, count, ...]: head h has those from begin + h * apart on."""
+    """Rows [R, ...] as a view [H, count, ...]: those of head h begin at row begin + h * apart."""
     step = t.stride(0)
     return t.as_strided(
         (heads, count, *t.shape[1:]),
@@ -183,37 +186,37 @@ def _batch(t: Tensor, begin: int, heads: int, apart: int, count: int) -> Tensor:
 
 
 def _product_dtype(q: Tensor) -> torch.dtype:
-    """The dtype in which queries, keys and values are multiplied, and in which int8 codes are
-    exact: bfloat16 if the queries have it and the processor multiplies it, else float32."""
+    """The dtype in which queries, keys and values are multiplied: bfloat16 if the queries have it
+    and the processor multiplies it, else float32. Both represent int8 codes exactly."""
     if q.dtype == torch.bfloat16 and choice.multiplies_bf16():
         return torch.bfloat16
     return torch.float32
 
 
 def _logits(q: Tensor, k: Tensor, scale: Tensor | None) -> Tensor:
-    """float32 [B, g, n]: scaled logits of q [B, g, D] over k [B, n, D]; scale [B, n]: k is int8."""
+    """float32 [B, G, n]: scaled logits of q [B, G, D] over k [B, n, D]; scale [B, n]: of int8 k."""
     dtype = _product_dtype(q)
     q, k = q.to(dtype), k.to(dtype)
     factor = 1.0 / math.sqrt(q.shape[-1])
     if dtype == torch.float32:
         found = torch.matmul(q, k.transpose(1, 2)).mul_(factor)
-    else:  # in this order about 15 times as fast in bfloat16 as the product above
+    else:  # in bfloat16, this order is about 15 times as fast as the product above
         product = torch.matmul(k, q.transpose(1, 2)).transpose(1, 2)
-        found = torch.empty(product.shape)  # contiguous: what follows goes along the rows
+        found = torch.empty(product.shape)  # contiguous, for the softmax along the rows
         found.copy_(product).mul_(factor)
     return found if scale is None else found.mul_(scale[:, None])
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities and the log-sum-exp [B, g] of logits [B, g, n]."""
+    """Probabilities and the log-sum-exp [B, G] of logits [B, G, n]; also without B."""
     p = logits.softmax(-1)
-    # From the largest logit and its probability: a fraction of what a log-sum-exp takes.
+    # The largest logit minus the log of its probability: faster than torch.logsumexp.
     return p, logits.amax(-1) - p.amax(-1).log_()
 
 
 def _mix(q: Tensor, logits: Tensor, v: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output [B, g, D] in q's dtype and the log-sum-exp [B, g] of logits [B, g, n]; scale [B, n]: v
-    is int8."""
+    """Output [B, G, D] in q's dtype and the log-sum-exp [B, G] of logits [B, G, n]; scale [B, n]:
+    of int8 v."""
     p, sums = _softmax(logits)
     if scale is not None:
         p.mul_(scale[:, None])

@@ -1,13 +1,13 @@
-"""Products of packed weights and activations that are rounded to eight bits, as integers.
+"""Integer products of packed weights and activations that are rounded to eight bits.
 
-The activations of a row are rounded a block of columns at a time: its largest magnitude is 127
-steps. The products of a block are summed as integers, without an error. The sum is multiplied by
-the scale of the activations in float32 and added to that of the other blocks. A row does not depend
-on the rows beside it, so a prompt may be read in parts of any size. A block with infinity or NaN
-makes a row NaN.
+The activations of a row are rounded a block of columns at a time: the largest magnitude of a block
+becomes 127. The products of a block are summed as integers, so without error. The sum is multiplied
+by the scale of the activations in float32 and added to that of the other blocks. A row does not
+depend on other rows, so a prompt may be read in parts of any size. A block with infinity or NaN
+makes its row NaN.
 
-These are the specification. They are slow: where nothing faster computes, `models/linear.py` leaves
-activations as they are.
+These functions are the specification. They are slow: without a faster kernel, `models/linear.py`
+does not round activations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 from minikv.kernels.torch.int8 import to_codes
 
 BLOCK = 32
-"""Columns whose activations share a scale: few, so that a large one spoils few others."""
+"""Columns whose activations share a scale. A large activation makes the others of its block less
+exact, so blocks are small."""
 
 
 def rounded(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -28,9 +29,9 @@ def rounded(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     Columns beyond n are 0.
     """
     parts = F.pad(x, (0, -x.shape[1] % block)).view(x.shape[0], -1, block)
-    good = parts.isfinite().all(-1)
-    codes, scale = to_codes(torch.where(good[..., None], parts, 0))
-    return codes.float(), torch.where(good, scale, torch.nan)
+    finite = parts.isfinite().all(-1)
+    codes, scale = to_codes(torch.where(finite[..., None], parts, 0))
+    return codes.float(), torch.where(finite, scale, torch.nan)
 
 
 def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -44,9 +45,10 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 def int4_product(x: Tensor, packed: Tensor, scales: Tensor, half: int, outs: int) -> Tensor:
     """x bfloat16 [t, n] times the transpose of weights [outs, n] of four bits: bfloat16 [t, outs].
 
-    packed uint8 [N, n / 2], N whole tiles: in a tile of 2 * half rows, the bytes of a column hold
-    row i below and row half + i above. scales bfloat16 [n / group, N, 2]: the step and the middle
-    of a group. A weight is (code - 8) * step + middle.
+    packed uint8 [rows, n / 2]; rows: outs, rounded up to whole tiles of 2 * half rows. In a tile,
+    byte i of a column has row i in its lower four bits and row half + i in the upper ones. scales
+    bfloat16 [n / group, rows, 2]: the step and the middle of each group of columns. A weight is
+    (code - 8) * step + middle.
     """
     groups, padded, _ = scales.shape
     columns = x.shape[1]

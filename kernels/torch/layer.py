@@ -35,8 +35,8 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of one position for `rotate`, [1, 1, D] each.
 
-    position int64 []; inverse float32 [D / 2]: the angle per position; both are multiplied by
-    `scale`. float32 up to the last cast.
+    position int64 []; inverse float32 [D / 2]: the angle per position, in radians. Cosine and sine
+    are multiplied by `scale`. All is computed in float32 and then cast to `dtype`.
     """
     angle = position.to(torch.float32) * inverse
     cos, sin = angle.cos() * scale, angle.sin() * scale
@@ -45,7 +45,8 @@ def rotary_table(
 
 
 def silu_mul(both: Tensor) -> Tensor:
-    """silu(gate) * up of both [t, 2 * n], the gate first. Written over the gate: a view [t, n]."""
+    """silu(gate) * up; `both` [t, 2 * n] is the gate, then up. Writes the result over the gate and
+    returns it: a view [t, n]."""
     size = both.shape[1] // 2
     gate = both[:, :size]
     return gate.copy_(torch.nn.functional.silu(gate)).mul_(both[:, size:])

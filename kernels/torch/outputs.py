@@ -1,4 +1,4 @@
-"""How long values are behind the output projection."""
+"""The norms of values after the output projection (CriticalKV, arXiv 2502.03805, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ _ROWS = 4096  # rows projected at once
 
 
 def output_norms(value: Tensor, output: Tensor) -> Tensor:
-    """float32 [H, N]: |v W|_1 of every value [H, N, D] behind W [H, G, D, hidden], mean over G."""
+    """float32 [H, N]: the L1 norm |v W|_1 of each value v [H, N, D] after the output projection W
+    [H, G, D, hidden], mean over G."""
     norms = torch.zeros(value.shape[:2], device=value.device)
     for h in range(len(value)):
         for lo in range(0, value.shape[1], _ROWS):

@@ -1,5 +1,5 @@
-"""Attention of a prompt's queries over rows that are left of earlier turns: every head has its own
-number of them."""
+"""Attention of a prompt's queries over the rows that are left from earlier turns. Every head has
+its own number of them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def ragged_prefill(
     q_pos: Tensor | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the segment of each head. All its rows come before all queries.
+    """Attention over the segment of each head. All its rows are older than the queries.
 
     q [H, G, T, D]; k, v [R, D]; start, length, free_slot int64 [H]: head h has rows start[h] ..
-    start[h] + length[h] - 1 without row free_slot[h] (-1: none). No length exceeds `max_length`.
+    start[h] + length[h] - 1, but not row free_slot[h] (-1: none). No length exceeds `max_length`.
     With a window, query i sees row j iff q_pos[i] - pos[j] < window; pos int32 [R], q_pos int64
     [T]. Results as in `rows_attention`; a query that sees no row gets zeros and a log-sum-exp of
     -inf.
@@ -47,7 +47,7 @@ def head_by_head(
     window: int | None,
     attend: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """`ragged_prefill` by one call of `attend`, a `rows_attention`, for each head.
+    """`ragged_prefill` with one call of `attend`, a form of `rows_attention`, per head.
 
     tables int64 [H, 3]: start, length and free_slot.
     """

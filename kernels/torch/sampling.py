@@ -1,4 +1,4 @@
-"""From logits to the next token without waiting for the device."""
+"""Choose the next token from logits, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def greedy(logits: Tensor, token: Tensor, found: Tensor, finite: Tensor) -> None:
-    """The token of the largest logit, of equal ones the first.
+    """Choose the token of the largest logit; of equal ones, the first.
 
     logits float32 [V]. In place: token int64 [1]; finite bool []: whether all logits are finite (if
     not, the token is any of the V); found int64 [2]: both of them.
@@ -28,10 +28,11 @@ def sample(
     found: Tensor,
     finite: Tensor,
 ) -> None:
-    """`drawn` of logits float32 [V] for the token after the one at `position` int64 [].
+    """Choose the token after the one at `position` int64 [] from logits float32 [V], as `drawn`
+    does.
 
-    draws float64 [N]: random numbers in [0, 1) of the tokens at first, first + 1, ..., `first`
-    int64 []. In place, as in `greedy`: token, found and finite.
+    draws float64 [N]: random numbers in [0, 1), for the tokens at positions first, first + 1 and so
+    on; first int64 []. In place, as in `greedy`: token, found and finite.
     """
     place = (position + 1 - first).clamp(0, len(draws) - 1)
     point = draws.gather(0, place[None])[0]
@@ -42,16 +43,19 @@ def sample(
 def drawn(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, point: Tensor
 ) -> Tensor:
-    """int64 []: a token from finite float32 logits [V], at a temperature above 0.
+    """int64 []: sample a token from finite float32 logits [V], at a temperature above 0.
 
     point float64 []: a random number in [0, 1). The tokens are ordered by their logits, the largest
-    first, and of equal ones the smaller id. Each filter keeps the first of them: top_k so many (0:
-    all); top_p those before which lies less than this share of what top_k kept; min_p those that
-    are at least this share as likely as the first one. The first one always stays. The result is
-    the token at this point of what all of them keep. If a logit is not finite, it is any token.
+    first; of equal logits, the smaller id first. Each filter keeps the first tokens of this order.
+    top_k: so many tokens (0: all). top_p: every token whose predecessors together have less than
+    this share of the probability that top_k kept. min_p: every token that is at least this many
+    times as likely as the first. The first token always stays. The result is the first kept token
+    at which the sum of probabilities is above the share `point` of the kept ones' sum. If a logit
+    is not finite, the result is any token.
 
-    Probabilities are whole numbers, multiples of 2^-44 of the largest one, so that sums are exact
-    in any order. They have no error but that of exp, and of rounding it.
+    Probabilities are whole numbers: the largest is `scale`, which is 2^44 for fewer than 2^18
+    tokens. So sums are exact in any order, and the only errors are those of exp and of its
+    rounding.
     """
     ranked, ids = torch.sort(logits, descending=True, stable=True)
     # Without subtracting the maximum first, a tiny temperature would give inf - inf.
@@ -64,13 +68,14 @@ def drawn(
         kept = ends.gather(0, torch.searchsorted(ends, least[None]).clamp(max=last))[0]
     kept = torch.minimum(kept, torch.where(chance >= min_p, mass, 0).sum())
     target = (kept.double() * point).long()
-    # right=True: the first that ends behind the target. A token without mass ends with another.
+    # right=True: the first token whose sum is above the target. A token of probability 0 is never
+    # found, because its sum is that of the token before it.
     rank = torch.searchsorted(ends, target[None], right=True).clamp(max=last)
     return ids.gather(0, rank)[0]
 
 
 def scale(vocab: int) -> float:
-    """What the most likely of `vocab` tokens weighs, such that the sum of all is below 2^62."""
+    """The whole number for the most likely of `vocab` tokens. The sum of all is then below 2^62."""
     return float(2.0 ** min(44, 62 - vocab.bit_length()))
 
 

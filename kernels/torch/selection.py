@@ -1,8 +1,8 @@
 """The arithmetic of choosing rows, as tensors: no value is read back from the device.
 
-Counts are int64 [H]. `most` is a bound, known on the host, of a number that only the device knows.
-Ties are decided the same way everywhere: the younger row, then the first head.
-`tests/policies/oracle.py` says the same in plain Python, slowly.
+A row is free if its score decides whether it stays. Counts are int64 [H]. `most` is an upper bound,
+known on the host, of a number that only the device knows. Of equal scores, the younger row stays,
+then that of the first head. `tests/policies/oracle.py` makes the same choices in plain Python.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ NOT_FREE = torch.iinfo(torch.int64).min
 
 
 def ends(pos: Tensor, sinks: int, young: int) -> Tensor:
-    """bool [H, N]: of the rows at pos int64 [H, N] those below position `sinks`, and those from
-    `young` on. -1: no row."""
+    """bool [H, N]: the rows below position `sinks`, and those from `young` on. pos int64 [H, N], -1
+    for no row."""
     return (pos >= 0) & ((pos < sinks) | (pos >= young))
 
 
 def divide(pos: Tensor, protected: Tensor, pinned: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which rows stay whatever their score, and which compete: bool [H, N] both.
+    """Which rows stay whatever their score, and which are free: bool [H, N] each.
 
     pos int64, -1 for no row; protected bool [H, N]: they stay, and so do those at positions below
     `pinned`. Also int64 [3, H]: how many stay, how many of these are not pinned, and how many
-    compete.
+    are free.
     """
     live = pos >= 0
     stays = (protected | (pos < pinned)) & live
@@ -36,16 +36,16 @@ def divide(pos: Tensor, protected: Tensor, pinned: int) -> tuple[Tensor, Tensor,
 
 
 def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
-    """int64 [H, N]: larger for a better row, of equal scores the younger; least if not free."""
+    """int64 [H, N]: larger for a higher score, then for a younger row; `NOT_FREE` if not free."""
     bits = (scores.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)  # -0.0 becomes 0.0
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return ((bits << 32) | pos.clamp(min=0)).masked_fill(~free, NOT_FREE)
 
 
 def best(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
-    """bool [H, N]: the counts[h] <= most best of each head's free rows, or all of them.
+    """bool [H, N]: the counts[h] best free rows of each head, or all if it has fewer.
 
-    scores float32, pos int64, free bool, all [H, N].
+    scores float32, pos int64, free bool, all [H, N]. No count exceeds `most`.
     """
     key = order_key(scores, pos, free)
     count = counts.clamp(max=free.shape[1])[:, None]
@@ -64,7 +64,7 @@ def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) 
     found = flat.topk(max(1, min(most, len(flat)))).values
     edge = found.gather(0, (total - 1).clamp(0, len(found) - 1)[None])
     sure = (key > edge).sum(1)
-    tied = ((key == edge) & free).any(1)  # a position once a head: the first heads get it
+    tied = ((key == edge) & free).any(1)  # at most one row per head; first heads get it
     counts = sure + (tied & (tied.cumsum(0) <= total - sure.sum()))
     return torch.where(total >= free.sum(), free.sum(1), counts * (total > 0))
 
@@ -72,14 +72,15 @@ def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) 
 def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
     """Pool each head's free rows with their neighbours by position.
 
-    scores [H, N] float32 (or several of them, [..., H, N]), pos [H, N], free [H, N] -> as scores;
-    rows that are not free count as 0 in an average, as the window's rows do in the release, and are
-    -inf in the result.
+    scores float32 [H, N] (or several of them, [..., H, N]), pos and free [H, N] -> as scores.
+    kernel: how many rows are pooled, odd. how: "max", or "avg", in which rows beyond the free ones
+    count as 0, as those of the window do in SnapKV's release (arXiv 2404.14469). Rows that are not
+    free get -inf.
     """
     if kernel == 1:
         return scores.masked_fill(~free, -torch.inf)
-    # Overwriting in place leaves old rows in any order; neighbours are meant in the text. Rows that
-    # are not free come last, where they pool like what is beyond the end.
+    # Neighbours are those in the text, but decode steps leave the rows in any order. Rows that are
+    # not free are sorted to the end, where they act as padding.
     order = pos.masked_fill(~free, torch.iinfo(pos.dtype).max).argsort(dim=1, stable=True)
     real, order = free.gather(1, order), order.expand(scores.shape)
     line = scores.gather(-1, order)
@@ -91,7 +92,7 @@ def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Te
 
 
 def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
-    """float32 [H]: the share of each head's attention that the rows hold that are kept.
+    """float32 [H]: the share of each head's attention mass that its kept rows have.
 
     mass float32 [H, G, N], keep bool and pos int64 [H, N], -1 for rows that do not count.
     """
@@ -102,20 +103,22 @@ def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
 def share(wish: Tensor, parts: int, most: Tensor, total: Tensor) -> Tensor:
     """Whole numbers near wish / parts, each <= most, which sum to min(total, sum of most).
 
-    Largest remainder, ties to the first. When a wish exceeds its `most`, the excess is divided
-    evenly among the others. wish int64 [H] sums to parts x total; most int64 [H]; total int64 [].
+    Rounded by the method of largest remainders; of equal ones, the first head gets more. If a wish
+    exceeds its `most`, the excess is divided evenly among the others. wish int64 [H] sums to parts
+    x total; most int64 [H]; total int64 [].
     """
     heads = len(wish)
     total = torch.minimum(total, most.sum())
-    # Every head is lifted by the same amount or full. In order of their room, the first are full.
+    # Each head is either full or raised by the same amount. In order of room, the full ones come
+    # first.
     room, order = (most * parts - wish).sort(stable=True)
     full, rest = (most * parts)[order], wish[order]
     spare = total * parts - (full.cumsum(0) - full) - rest.flip(0).cumsum(0).flip(0)
-    share_ = torch.arange(heads, 0, -1, device=wish.device)  # heads that divide the spare rows
-    at = (room * share_ >= spare).to(torch.int8).argmax()[None]
-    lift, open_ = spare.gather(0, at), share_.gather(0, at)
-    unit = open_ * parts
-    exact = torch.minimum(wish * open_ + lift, most * unit)
+    others = torch.arange(heads, 0, -1, device=wish.device)  # heads that divide the spare rows
+    at = (room * others >= spare).to(torch.int8).argmax()[None]
+    lift, raised = spare.gather(0, at), others.gather(0, at)
+    unit = raised * parts
+    exact = torch.minimum(wish * raised + lift, most * unit)
     counts = exact // unit
     remainder, left = exact - counts * unit, total - counts.sum()
     return counts + (_ranks(remainder.argsort(descending=True, stable=True)) < left)
@@ -124,7 +127,7 @@ def share(wish: Tensor, parts: int, most: Tensor, total: Tensor) -> Tensor:
 def fill(used: Tensor, total: int) -> Tensor:
     """Raise the lowest of `used` int64 [H] evenly until they sum to `total`; none is lowered.
 
-    fill([3, 9, 3], 18) == [5, 9, 4]: what heads with room to spare may grow to.
+    fill([3, 9, 3], 18) == [5, 9, 4].
     """
     line = used.sort().values
     above = line.flip(0).cumsum(0).flip(0) - line
@@ -139,15 +142,15 @@ def fill(used: Tensor, total: int) -> Tensor:
 
 
 def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tensor:
-    """`counts` of free rows, but a head that would keep fewer than `least` rows is given some by
-    the richest heads, one row after the other. All int64 [H].
+    """`counts` of free rows, changed so that each head keeps at least `least` rows, where it can.
 
-    sure: rows that a head keeps in any case, those that never leave not counted; free: rows it
-    could choose from. Nobody gives what would leave it with fewer than `least`.
+    Heads that would keep fewer get rows from those that keep most, one row after the other. No head
+    gives so many that it keeps fewer than `least`. sure: rows that a head keeps whatever their
+    score, pinned ones not counted. free: its free rows. All int64 [H].
     """
     heads = len(counts)
     rich = counts + sure
-    # What heads could give, one row after the other, each from who is richest by then.
+    # The rows that heads can give, in order: the next comes from the head that then keeps most.
     each = torch.arange(heads * least, device=counts.device)
     left = rich[:, None] - each
     offers = (each < counts[:, None]) & (left > least)
@@ -161,6 +164,6 @@ def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tens
 
 
 def _ranks(order: Tensor) -> Tensor:
-    """The place of every entry in an order."""
+    """The rank of each entry in `order`, which is its inverse permutation."""
     places = torch.arange(len(order), device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)

@@ -1,15 +1,15 @@
 """Attention of a prompt's queries under a sliding window.
 
-CUDA has kernels with a window. Elsewhere those serve that have none. Take rows lo .. hi - 1, fewer
-than the window. What they see are three sets of rows, and each set goes to a kernel behind
-scaled_dot_product_attention without a mask:
+CUDA has kernels with a window. Elsewhere, attention is computed by kernels without one. The queries
+are rows lo .. hi - 1, fewer than the window. They see three sets of rows. Each set is computed by a
+kernel behind scaled_dot_product_attention, without a mask:
 
-- the rows themselves, causally;
-- before them, rows hi - window + 1 .. lo - 1, which all of them see;
-- before those, hi - lo rows of which row lo + r sees all but the first r. With queries and keys
-  both in reverse order, this set is causal, too.
+- the rows lo .. hi - 1 themselves, causally;
+- the rows hi - window + 1 .. lo - 1 before them, which all queries see;
+- hi - lo rows before those. Query lo + r sees all but the first r of them. With queries and keys
+  both in reverse order, this is causal attention, too.
 
-Every row sees some row of each set. The sets are joined by their log-sum-exp (`merge`).
+Every query sees a row of each set. The sets are joined by their log-sum-exp (`merge`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def window_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last T of N rows: row i sees rows max(0, i - window + 1) .. i.
 
-    q [H, G, T, D], k and v [H, N, D], N >= T, strides free except the last. `attend`: the
-    `rows_attention` to call. Results as in `rows_attention`. Memory beside the results: copies of
-    at most T rows, no mask.
+    q [H, G, T, D], k and v [H, N, D], N >= T: any strides, but the last is 1. attend: the form of
+    `rows_attention` to call. Results as in `rows_attention`. Needs no mask, and beside the results
+    only copies of at most T rows.
     """
     if q.device.type == "cuda":
         fused = cuda_attention(q, k, v, causal=True, window=window)
@@ -48,10 +48,10 @@ def window_attention(
 
 
 def _stretches(first: int, rows: int, window: int) -> Iterator[tuple[int, int]]:
-    """Cut `rows` rows from row `first` on: (begin, end) of each stretch.
+    """Divide `rows` queries, the first of which is row `first`: (begin, end) of each stretch.
 
-    The first stretch are the rows that see all rows before them. The others are shorter than the
-    window, as few as possible, and of about the same size.
+    The first stretch is the queries that see all rows before them. The others have fewer rows than
+    the window (one row if it is 1), are as few as possible, and have about the same size.
     """
     lo = min(max(0, window - first), rows)
     if lo:
@@ -67,7 +67,7 @@ def _stretch(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> tu
     """`window_attention` of one stretch."""
     hi = k.shape[1]
     lo = hi - q.shape[2]
-    begin = hi - window + 1 if hi > window else 0  # from here on all see all
+    begin = hi - window + 1 if hi > window else 0  # all queries see the rows from here on
     parts = [attend(q, k[:, lo:], v[:, lo:], causal=True)]
     if begin < lo:
         parts.append(attend(q, k[:, begin:lo], v[:, begin:lo]))
