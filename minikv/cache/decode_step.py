@@ -1,25 +1,27 @@
-"""One step of an answer: the new token's row enters every head, its query attends, and every head
-that is over its cap gives up a row.
+"""One decode step: every head gets a row for the new token, the token's query attends, and every
+head that is over its cap gives up a row.
 
 The step is the same on every device. In order:
 
-    place      which row of the arena each head's new row takes         (all heads at once)
-    append     the new row is written, in every column                  (layer by layer)
+    place      choose where in the arena each head's new row goes       (all heads at once)
+    append     write the new row, in every column                       (layer by layer)
     attention  the query attends to the rows of its head                (layer by layer)
-    update     the policy's statistics take in this step's attention    (all heads at once)
-    evict      the row that leaves each head over its cap               (all heads at once)
+    update     add this step's attention to the policy's statistics     (all heads at once)
+    evict      choose the row that leaves each head over its cap        (all heads at once)
 
-`attend_unrotated`, or `attend` of rows that are rotated already, does the second and the third,
-`end` the last two, and then the first of the next step. A policy that evicts before attention
-chooses between `place` and `append`: for all heads at once before the first layer, or layer by
-layer if it needs the query. What differs between devices is the kernels (`ops`) and who calls: on a
-CPU the engine calls `end` as soon as the logits are known to be finite; on CUDA one graph holds
-[`end` of the last step, the next step], because the next step is launched before the host knows
-whether its token belongs to the answer. So every change in `end` depends on the flag `accepted`, on
-the device, and shapes never depend on values.
+`attend_unrotated`, or `attend` if queries and keys are already rotated, does `append` and
+`attention`. `end` does `update` and `evict`, and then `place` for the next step. A policy that
+evicts before attention chooses its victims between `place` and `append`: for all heads at once
+before the first layer, or layer by layer if it needs the query.
 
-Until `end` a step has written only to rows that no head holds or that it keeps a copy of, so `drop`
-undoes it.
+Devices differ in the kernels (`ops`) and in the caller. On a CPU the engine calls `end` as soon as
+the logits are known to be finite. On CUDA one graph holds `end` of the last step and then the next
+step, because the next step is launched before the host knows whether its token belongs to the
+answer. So every change in `end` depends on the flag `accepted`, which is on the device, and shapes
+never depend on values.
+
+Before `end`, a step writes only to rows that no head holds or that it has a copy of. So `drop` can
+undo it.
 """
 
 from __future__ import annotations
@@ -46,29 +48,29 @@ from minikv.policies.base import (
     oldest_of_lowest,
 )
 
-_ENDLESS = 1 << 40  # a window that never slides
-_AT_ONCE = 1 << 20  # rows, with padding, that torch compares at once
-_MULTIPLE = 256  # of the scratch's width under a graph, so that it outlives small changes of caps
+_ENDLESS = 1 << 40  # the window of a layer without sliding-window attention
+_AT_ONCE = 1 << 20  # rows, with padding, that `_make_room` scores at once
+_MULTIPLE = 256  # a graph's width is a multiple, so that small changes of caps do not change it
 
 
 class DecodeStep:
-    """`Attend` for one token at a time over an arena. `open`, then for each token: the network's
-    forward, then `end` or `drop`; at last `close`.
+    """`Attend` for one token at a time over an arena. Call `open`; for each token, the network's
+    forward and then `end` or `drop`; and finally `close`.
 
     count int64 [L, H]: rows in use, the new one included; slot [L, H]: the new row, an index into
-    the columns; overwritten bool [L, H]: heads whose new row took the place of a victim of this
-    step, which `undo_rows` keeps; position int64 []: tokens counted; accepted bool []: the step may
+    the columns; overwritten bool [L, H]: heads whose new row overwrites a victim of this step, of
+    which `undo_rows` has a copy; position int64 []: tokens counted; accepted bool []: the step may
     be made final.
     """
 
     def __init__(self, shape: Shape, device: torch.device, ops: Kernels | None = None) -> None:
         self.shape, self.device, self.ops = shape, device, ops or Kernels()
         sides = (shape.layers, shape.kv_heads)
-        with torch.inference_mode(False):  # written inside of a forward and outside
+        with torch.inference_mode(False):  # written inside and outside of a forward
             self.count = torch.zeros(sides, dtype=torch.int64, device=device)
             self.slot = torch.zeros_like(self.count)
             self.unseen = torch.zeros_like(self.count)  # see `_find_unseen`
-            # For attention, of one layer after the other.
+            # Scratch of attention, used by one layer after the other.
             self.arrived = torch.zeros(shape.kv_heads, dtype=torch.int32, device=device)
             self.quota: Tensor | None = None
             self.overwritten = torch.zeros(sides, dtype=torch.bool, device=device)
@@ -76,7 +78,7 @@ class DecodeStep:
             self.position = torch.zeros((), dtype=torch.int64, device=device)
             windows = [_ENDLESS if w is None else w for w in shape.windows]
             self.window = torch.tensor(windows, dtype=torch.int64, device=device)
-            self.oldest_seen = torch.zeros_like(self.window)  # positions below it are out of sight
+            self.oldest_seen = torch.zeros_like(self.window)  # the oldest that a query sees
             self._layer = torch.arange(shape.layers, device=device).repeat_interleave(sides[1])
             self._head = torch.arange(shape.kv_heads, device=device).repeat(sides[0])
             self._nothing = torch.empty(0, device=device)
@@ -89,7 +91,7 @@ class DecodeStep:
         self.leaves_last: Tensor | None = None
         self.shown: Tensor | None = None  # with leaves_last: positions as the policy sees them
         self.undo_rows: dict[str, Tensor] = {}
-        self._layers: list[tuple[Tensor, ...]] = []  # views by layer: making them is not free
+        self._layers: list[tuple[Tensor, ...]] = []  # views by layer, made once to save time
         self._used: tuple[Tensor, Tensor, Tensor] | None = None  # see `_in_use`
         self.half_ended = False  # statistics and victims are final, the lengths are not
         self.schedule: Schedule
@@ -111,10 +113,10 @@ class DecodeStep:
         """Get ready for steps over `arena`: every head has room for a row, none is over its cap.
 
         position: tokens counted so far; positions below `pinned` never leave; `leaves_last` bool
-        [R]: rows that leave after all others. A `speculative` step is begun before its token is
-        known to be accepted; then nothing here asks the device for a value. Allocates what steps
-        work with; raises what torch raises, with nothing changed. `key` differs whenever something
-        that a captured step holds fixed has changed.
+        [R]: rows that leave after all others. A `speculative` step begins before its token is
+        known to be accepted; then no step reads a value back from the device. Allocates the memory
+        that steps need. Raises what torch raises, and then this stays closed. `key` changes
+        whenever something changes that a captured step holds fixed.
         """
         reads = policy is not None and not policy.evict_first
         assert policy is None or reads or policy.block == 1, "one row at a time before attention"
@@ -133,7 +135,7 @@ class DecodeStep:
                 logits = torch.empty((*sides, width), dtype=exact, device=self.device)
                 lse = torch.empty(sides, dtype=exact, device=self.device)
             quota = None if policy is None else policy.quota(arena.cap)
-            # A graph holds addresses: what it reads stays where it is.
+            # A graph holds addresses, so what it reads must stay at the same address.
             leaves_last = _in_place(self.leaves_last, leaves_last)
             shown = None if leaves_last is None else torch.zeros_like(arena.columns["pos"])
             shown = _in_place(self.shown, shown)
@@ -177,12 +179,13 @@ class DecodeStep:
             arena.rows,
             *(t.data_ptr() for t in fixed if t is not None),
         )
-        self._open = rows  # last: what is not complete is not open
+        self._open = rows  # last, so that an incomplete step is never open
 
     def _undo_rows(
         self, columns: dict[str, Tensor], policy: StepPolicy | None, heads: int
     ) -> dict[str, Tensor]:
-        """Room for one row of every head, where a victim is overwritten before a step is final."""
+        """For a policy that overwrites victims before a step is final: memory for a copy of one row
+        of each head, in every column. Else nothing."""
         if policy is None or not policy.evict_first:
             return {}
         wanted = {n: (c.dtype, (heads, *c.shape[1:])) for n, c in columns.items()}
@@ -200,17 +203,17 @@ class DecodeStep:
 
     @property
     def rows(self) -> StepRows:
-        """The arena's, between `open` and `close`."""
+        """The rows of the arena. Only between `open` and `close`."""
         assert self._open is not None
         return self._open
 
     @property
     def left(self) -> Tensor:
-        """See `Schedule.left`, of the step under way."""
+        """`Schedule.left` for the step under way."""
         return self.schedule.left(self.count)
 
     def close(self) -> None:
-        """No more steps: let the arena go and, unless a graph needs it, the memory of steps."""
+        """End the steps: release the arena and, unless a graph needs it, the memory of steps."""
         self._open, self._used = None, None
         if not self.speculative:
             self.logits = self.lse = self._nothing
@@ -235,20 +238,20 @@ class DecodeStep:
         return self._attention(layer, query)
 
     def attend_unrotated(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`attend` for rows of one token that were not rotated: qkv [H * G + 2 * H, D], queries,
-        keys, values; cos and sin as `Rotary.table` makes them, [1, 1, D]."""
+        """`attend` for one token whose queries and keys are not rotated yet. qkv: queries, keys and
+        values [H * G + 2 * H, D]. cos and sin [1, 1, D]: as `Rotary.table` makes them."""
         arena, policy, heads = self.rows.arena, self.policy, self.shape.kv_heads
         if layer == 0:
             self._make_room()
         if policy is not None and policy.evict_first and policy.needs_query:
             query = qkv[: -2 * heads].view(heads, -1, self.shape.head_dim)
-            turned = torch.empty_like(query)
+            rotated = torch.empty_like(query)
             rows = qkv[-2 * heads : -heads], qkv[-heads:]
-            if not self._append_kernel(policy, layer, query, *rows, (cos, sin, turned)):
+            if not self._append_kernel(policy, layer, query, *rows, (cos, sin, rotated)):
                 both = self.ops.rotate(qkv[None, :-heads], cos, sin)[0]
-                turned = both[:-heads].view_as(query)
-                self._append(layer, turned, both[-heads:], qkv[-heads:])
-            return self._attention(layer, turned)
+                rotated = both[:-heads].view_as(query)
+                self._append(layer, rotated, both[-heads:], qkv[-heads:])
+            return self._attention(layer, rotated)
         columns, norm = arena.columns, policy.norm_column if policy is not None else ""
         slot = self._layers[layer][2]
         query, key = self.ops.rotate_append(
@@ -270,7 +273,8 @@ class DecodeStep:
         return self._attention(layer, query)
 
     def _attention(self, layer: int, query: Tensor) -> Tensor:
-        """Of the layer's query [H, G, D] to the rows of each head; mixed values [1, H * G, D]."""
+        """Attention of a layer's query [H, G, D] to the rows of each head: mixed values [1, H * G,
+        D]."""
         columns = self.rows.arena.columns
         start, count, _, oldest, *scratch = self._layers[layer]
         window = self.shape.windows[layer]
@@ -292,14 +296,15 @@ class DecodeStep:
         return mixed.reshape(1, self.shape.heads, -1)
 
     def advance(self, tokens: int) -> None:
-        """See `Attend`. The step counts once `end` was called."""
+        """See `Attend`. The step becomes final only by `end`."""
         assert tokens == 1
 
     def end(self) -> None:
-        """The step's token is accepted: statistics, victims, and the step is final.
+        """The step's token is accepted: update statistics, choose victims, and make the step final.
 
-        After an Exception nothing has changed, and the step may be dropped, unless `half_ended`
-        says that it counts, as after an interrupt: then `end_if_accepted` must be called again.
+        After an Exception nothing has changed, and the step may be dropped. If `half_ended` is set,
+        as it may be after an interrupt, the step counts, and `end_if_accepted` must be called
+        again.
         """
         self.accepted.fill_(True)
         self.due = True
@@ -308,11 +313,11 @@ class DecodeStep:
         self.end_if_accepted()
 
     def end_if_accepted(self) -> None:
-        """As `end`, where the flag `accepted` says so."""
+        """`end`, if the flag `accepted` is set."""
         arena, policy = self.rows.arena, self.policy
         undo: list[Callable[[], object]] = []
         _undoable(arena.free_slot, undo)
-        final = self.half_ended  # the statistics are changed, and nobody has those of before
+        final = self.half_ended  # statistics have changed, and there is no copy of the old
         try:
             if not self.half_ended:
                 # Before statistics change, unless the rows are about to move.
@@ -339,8 +344,8 @@ class DecodeStep:
         self.half_ended = False
 
     def _place(self, arena: Arena) -> None:
-        """Count the last step, if accepted; then say where each head's next row goes: to its free
-        slot, else behind its last row."""
+        """Make the last step final, if accepted. Then choose where each head's next row goes: to
+        its free slot, else behind its last row."""
         policy = self.policy
         self.ops.advance(
             self.accepted,
@@ -380,9 +385,9 @@ class DecodeStep:
     # -- before attention ---------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Before the first layer: what is known of the step without its query. Of a policy that
-        evicts first, the row that leaves each full head: it is copied to `undo_rows`, and is the
-        place of the new one."""
+        """Before the first layer, for a policy that evicts first and does not need the query:
+        choose the row that leaves each full head. It is copied to `undo_rows`, and the new row
+        takes its place. If the policy needs the query, only prepare the positions it sees."""
         arena, policy = self.rows.arena, self.policy
         if policy is None or not policy.evict_first:
             return
@@ -449,8 +454,8 @@ class DecodeStep:
         value: Tensor,
         turn: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> bool:
-        """Let a kernel choose who leaves by the query and write the new rows; False: there is
-        none."""
+        """Choose the victims by the query and write the new rows, with the policy's kernel. False
+        if it has none."""
         arena = self.rows.arena
         heads = slice(layer * len(key), (layer + 1) * len(key))
         append = StepAppend(
@@ -473,13 +478,13 @@ class DecodeStep:
         return policy.append_kernel(self.ops, append)
 
     def _blank(self, without: str = "") -> list[Tensor]:
-        """The columns in which a new row is 0 at first."""
+        """The columns in which a new row starts as 0."""
         columns = self.rows.arena.columns
         extra = [columns[name] for name in self.rows.arena.extra if name != without]
         return extra if self.leaves_last is None else [*extra, self.leaves_last]
 
     def _init_state(self, policy: StepPolicy, layer: int, key: Tensor, slot: Tensor) -> None:
-        """What a policy keeps of a new row from its key [H, D]."""
+        """Write the columns that a policy computes from a new row's key [H, D]."""
         for name, values in policy.init_state(layer, key).items():
             self.rows.arena.columns[name].index_copy_(0, slot, values)
 
@@ -509,10 +514,13 @@ class DecodeStep:
     # -- after attention ----------------------------------------------------------------------
 
     def _update_and_evict(self, policy: StepPolicy, undo: list[Callable[[], object]]) -> bool:
-        """Statistics of all rows, and who leaves: `arena.free_slot`, -1 for a head that is not over
-        its cap. By the policy's own kernel where there is one, else by its torch form, which adds
-        how to take back what it is about to change to `undo`. Whether it was the kernel, and
-        changed statistics that nobody can take back."""
+        """Update the statistics of all rows and choose the victims: `arena.free_slot`, -1 for a
+        head that is not over its cap.
+
+        The policy's own kernel does this, if there is one. Else its torch form does; it adds
+        functions to `undo` that take its changes back. Returns True if a kernel has changed
+        statistics, which cannot be taken back.
+        """
         arena = self.rows.arena
         if self.due:
             self.rows.show(policy, self.count)
@@ -541,7 +549,7 @@ class DecodeStep:
             arena.free_slot.masked_fill_(self.accepted, -1)
             return False
         over = (self.count > arena.cap + (policy.block - 1)).flatten()
-        live = live & over[:, None]  # the other heads give up nothing and are not looked at
+        live = live & over[:, None]  # other heads give up nothing
         cap = arena.cap.flatten()
         every = slice(None)
         view = self.rows.view(policy, self.position + 1, index, live, cap, every, attention=p)
@@ -571,7 +579,7 @@ class DecodeStep:
             return
         index, live = self._in_use()
         rows = self.rows.count
-        # Padding is written to a row of its own behind the last one.
+        # Padding is written to an extra row behind the last one.
         place = torch.where(live, index, rows).flatten()
 
         def by_row(values: Tensor) -> Tensor:
@@ -597,8 +605,8 @@ class DecodeStep:
         allowed: Tensor,
         undo: list[Callable[[], object]],
     ) -> None:
-        """Heads that are `block` rows over their cap give up so many; the rows behind the cap move
-        into the gaps, in every column."""
+        """Heads that are `block` rows over their cap give up so many. Their last rows move into the
+        gaps, in every column."""
         arena, many = self.rows.arena, policy.block
         over = view.pos.new_zeros(len(view.pos))
         over += (self.count > arena.cap + (many - 1)).flatten() & self.accepted
@@ -612,8 +620,8 @@ class DecodeStep:
         self._used = None
 
     def _find_unseen(self, arena: Arena) -> None:
-        """In `unseen`: the row of each head that its window does not show to the next token, or -1.
-        It leaves before all others."""
+        """Write to `unseen` the row of each head that the window of the next token leaves out, or
+        -1. This row leaves before all others."""
         self.ops.unseen_rows(
             arena.start,
             self.count,
@@ -626,7 +634,7 @@ class DecodeStep:
         )
 
     def _in_use(self) -> tuple[Tensor, Tensor]:
-        """`StepRows.index` of all heads with the new row, [L * H, width]; kept while none grows."""
+        """`StepRows.index` of all heads with the new row, [L * H, width]; kept until one grows."""
         arena = self.rows.arena
         if self._used is not None and self.rows.readable:
             count, index, live = self._used
@@ -639,14 +647,14 @@ class DecodeStep:
 
 
 def _undoable(tensor: Tensor, undo: list[Callable[[], object]]) -> Tensor:
-    """A copy of a tensor that is about to change, and how to go back to it."""
+    """A copy of a tensor that is about to change. Adds a function to `undo` that restores it."""
     saved = tensor.clone()
     undo.append(partial(tensor.copy_, saved))
     return saved
 
 
 def _in_place(old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """`new`, in the memory of `old` if they are alike."""
+    """`new`, copied into the memory of `old` if they have the same shape."""
     if old is None or new is None or old.shape != new.shape:
         return new
     return old.copy_(new)

@@ -1,6 +1,6 @@
-"""The rows of a step, as its policy and the kernels are told of them.
+"""The rows of a decode step, as its policy and the kernels get them.
 
-A policy is not shown rows that never leave. Nor is it shown those that leave last, while there are
+A policy does not see rows that never leave. Nor does it see rows that leave last, while there are
 enough others.
 """
 
@@ -23,8 +23,8 @@ class StepRows:
 
     position int64 []: tokens counted; width: rows of a head with padding; positions below `pinned`
     never leave; leaves_last bool [R]: rows that leave after all others, and shown int32 [R]: the
-    positions as the policy sees them, or both None; layer, head int64 [L * H]: of each head;
-    readable: numbers may be read without waiting, and nothing is recorded.
+    positions as the policy sees them, or both None; layer, head int64 [L * H]: the indices of each
+    head; readable: values may be read without waiting for a device, and no graph is recorded.
     """
 
     arena: Arena
@@ -46,12 +46,12 @@ class StepRows:
 
     @property
     def positions(self) -> Tensor:
-        """int32 [R]: the position of each row, as the policy is shown it."""
+        """int32 [R]: the position of each row, as the policy sees it."""
         return self.arena.columns["pos"] if self.shown is None else self.shown
 
     def show(self, policy: StepPolicy, length: Tensor) -> None:
-        """Before a policy judges rows: see to it that those that leave last are not among them,
-        while there are enough others. length int64 [L, H]: the rows in use."""
+        """Update `shown`, before a policy scores rows: hide those that leave last, while there are
+        enough others. length int64 [L, H]: the rows in use."""
         if self.leaves_last is None or self.shown is None:
             return
         self.ops.shown_positions(
@@ -66,7 +66,7 @@ class StepRows:
         )
 
     def for_kernel(self, policy: StepPolicy, length: Tensor) -> kernels.Rows:
-        """What a kernel is told of all heads, which have so many rows in use."""
+        """The argument of a kernel for all heads. length int64 [L, H]: the rows in use."""
         return kernels.Rows(
             self.arena.start,
             length,
@@ -92,8 +92,8 @@ class StepRows:
         query: Tensor | None = None,
         key: Tensor | None = None,
     ) -> StepView:
-        """The rows `index` [F, N] of some of all L * H heads, as the policy judges them (after
-        `show`)."""
+        """The rows `index` [F, N] of the F `heads` of all L * H, as the policy sees them. Call
+        `show` first. live bool [F, N]: not padding. Other arguments: see `StepView`."""
         arena, flat = self.arena, index.flatten()
 
         def at_rows(column: Tensor) -> Tensor:
@@ -116,9 +116,9 @@ class StepRows:
         )
 
     def index(self, start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of heads [...]: (index into the columns [..., width], real [..., width] bool).
+        """Rows of heads [...]: (index into the columns, live bool), [..., width] each.
 
-        Padding repeats a head's last row.
+        Padding is not live and repeats a head's last row.
         """
         reach = torch.arange(self.width, device=start.device)
         last = (length[..., None] - 1).clamp(min=0)

@@ -1,15 +1,20 @@
-"""RoCo (arXiv 2402.06262, section 4.2): evict the lowest mean attention among the steady rows.
+"""RoCo (arXiv 2402.06262, section 4.2): evict the row with the lowest mean attention, among those
+whose attention varies least.
 
-Per row: the sum and the squared sum of the attention it got (mean over the query heads of its
-group), and the number of queries that could see it. Rows whose attention varies most are out of
-scope; of the rest, the one with the lowest mean leaves, one per head and step.
+Per row: the sum of the attention it got (mean over the query heads of its group), the sum of its
+squares, and the number of queries that could see the row. Rows whose attention varies most do not
+leave. Of the others, the one with the lowest mean leaves, one per head and step.
+
 Departures from the release: each head has its own cap, the prompt's rows included; the first and
-the newest rows are protected by position; the variance is clamped at 0, where rounding would make
-a constant stream NaN; the scope never shrinks to nothing. The paper does not say what an answer
-takes over from a prompt policy. Here a prompt's statistics are pooled over neighbouring rows
-(`pool`), because those that a pooling prompt policy kept would leave first, and they count several
-times (`lead`), so that rows of the answer leave before those that the question chose. With
-`pool=1` and `lead=1` they are what the prompt's last queries gave, as if they were the answer's.
+the newest rows are protected by position; the variance is clamped at 0, because rounding can make
+that of constant attention negative and the release's deviation NaN; at least one row may always
+leave.
+
+The paper does not say with which statistics an answer starts after a prompt policy. Here they are
+those of the prompt's last queries, with two changes. They are pooled over neighbouring rows
+(`pool`), because rows that a prompt policy kept for their neighbours' sake would otherwise leave
+first. And they count several times (`lead`), so that rows of the answer leave before those that the
+question chose. With `pool=1` and `lead=1`, the prompt's last queries count like the answer's.
 """
 
 from __future__ import annotations
@@ -26,10 +31,10 @@ from minikv.policies.base import PromptView, StepEnd, StepPolicy, StepView, unpr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoCo(StepPolicy):
-    """`scope`: the share of a head's cap that a high deviation saves from eviction; `scope_prompt`:
-    the same while a prompt is read in blocks. `pool`: of so many neighbours by position, a row of a
-    prompt starts with the largest statistics (odd; 1: with its own). `lead`: what a row gets from a
-    prompt's queries is worth so many times what it gets from an answer's."""
+    """scope: the share of a head's cap for the rows whose attention varies most; these stay.
+    scope_prompt: the same while a prompt is read in blocks. pool: a prompt's row starts with the
+    largest means among so many neighbours by position (odd; 1: its own). lead: attention from
+    a prompt's query counts so many times as much as from an answer's."""
 
     sinks: int
     recent: int
@@ -45,8 +50,8 @@ class RoCo(StepPolicy):
 
     @property
     def total(self) -> str:
-        """The column of sums. As `sum`, H2O's scorer carries on from it, which it cannot where it
-        is no plain sum of attention."""
+        """The name of the column of sums. H2O's scorer continues from a column "sum", so only a
+        plain sum of attention has this name."""
         return "sum" if self.pool == 1 and self.lead == 1.0 else "weighed"
 
     @property
@@ -54,7 +59,7 @@ class RoCo(StepPolicy):
         return {self.total: torch.float32, "squares": torch.float32, "count": torch.float32}
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Carry on from the observation queries that the prompt has already been scored with."""
+        """Add the attention of the prompt's observed queries to the statistics."""
         assert view.mass is not None
         assert view.squares is not None
         first = view.position - view.observed
@@ -62,7 +67,7 @@ class RoCo(StepPolicy):
         count = (able if view.causal else view.live * view.observed).to(torch.float32)
         totals = torch.stack((view.mass.mean(1), view.squares))
         if self.pool > 1:
-            # The last rows, those of the question as a rule, are not pooled, as in SnapKV.
+            # The last rows, usually those of the question, are not pooled, as in SnapKV.
             before = view.position - min(view.observed, self.observe)
             free = view.live & (view.pos < before)
             means = totals / count.clamp(min=1.0)
@@ -86,19 +91,20 @@ class RoCo(StepPolicy):
         seen = view.columns["count"].clamp(min=1.0)
         mean = view.columns[self.total] / seen
         variance = (view.columns["squares"] / seen - mean.square()).clamp(min=0.0)
-        # The `keep` steadiest rows are in scope; protected rows count as unsteady.
-        keep = torch.minimum(self.quota(view.cap).clamp(min=count), allowed.sum(1)).clamp(min=1)
+        # The `few` allowed rows whose attention varies least may leave.
+        few = torch.minimum(self.quota(view.cap).clamp(min=count), allowed.sum(1)).clamp(min=1)
         variance = variance.masked_fill(~allowed, torch.inf)
         if count > 1 or not view.readable:
-            return mean, allowed & _steady(variance, keep)
-        # Where numbers can be read, only the heads that need it are sorted.
-        unsure = _unsure(mean.masked_fill(~allowed, torch.inf), variance, keep)
+            return mean, allowed & _steady(variance, few)
+        # If values can be read, only the heads that need it are sorted.
+        unsure = _unsure(mean.masked_fill(~allowed, torch.inf), variance, few)
         if len(unsure):
-            allowed[unsure] &= _steady(variance[unsure], keep[unsure])
+            allowed[unsure] &= _steady(variance[unsure], few[unsure])
         return mean, allowed
 
     def quota(self, cap: Tensor) -> Tensor:
-        """How many rows of a head are in scope, int64 like `cap`."""
+        """How many rows of a head may leave: those whose attention varies least. int64, of the
+        shape of `cap`."""
         return cap - (cap.to(torch.float64) * self.scope).to(torch.int64)
 
     def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
@@ -110,15 +116,17 @@ class RoCo(StepPolicy):
 
 
 def _steady(variance: Tensor, keep: Tensor) -> Tensor:
-    """bool [F, N]: the keep [F] rows of a head that vary least, and those that vary as little."""
+    """bool [F, N]: the `keep` [F] rows of each head whose attention varies least, with all that are
+    equal to the last of them."""
     return variance <= variance.sort(1).values.gather(1, keep[:, None] - 1)
 
 
 def _unsure(mean: Tensor, variance: Tensor, keep: Tensor) -> Tensor:
-    """int64 [U]: the heads whose row of lowest mean is out of scope, or not alone with this mean.
+    """int64 [U]: the heads whose row of the lowest mean is not among the `keep` that vary least, or
+    shares its mean with another row.
 
-    In the others, nearly all, that row is the victim, and to know it needs no order of the
-    variances.
+    In the other heads, which are nearly all, that row is the victim, so variances need not be
+    sorted.
     """
     lowest, found = mean.min(1, keepdim=True)
     steadier = (variance < variance.gather(1, found)).sum(1)
