@@ -1,7 +1,7 @@
-"""The line that a user types: prompt_toolkit with the chat's commands, keys and history.
+"""Read the user's messages with prompt_toolkit, with the chat's commands, keys and history.
 
-A message may have many lines: pasted, between triple quotation marks, or with Alt-Enter. Any other
-Enter sends what stands before it, also one that was typed while an answer was written.
+A message may have several lines: pasted, between triple quotation marks, or with Alt-Enter or
+Ctrl-J. Enter alone sends the text before it, even if it was typed while an answer was written.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ BLOCK = '"""'
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """What the editor knows about the chat.
+    """What the editor needs from the chat.
 
-    `words` gives what may stand for the last word of a command line: for the first, the commands
-    with their slashes. `files` tells whether paths may follow a command. `toolbar` gives the line
-    below the input, for so many columns.
+    words(words of a command line): completions of the last word; for the first word, the commands
+    with their slashes. files(command): whether paths may follow it. toolbar(columns): the line
+    below the input.
     """
 
     words: Callable[[Sequence[str]], Iterable[str]]
@@ -54,11 +54,12 @@ class Help:
 
 
 def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callable[[], str]:
-    """A function that asks for one message. Without `history` nothing is kept after the chat.
+    """Return a function that reads one message. history: the file of earlier lines; without it
+    nothing is stored after the chat.
 
-    It raises EOFError at the end of the input and KeyboardInterrupt on Ctrl-C. Ctrl-C on a line
-    with text gives "". Everything is shown on stderr. A terminal that takes no escape sequences
-    gets Python's `input()`.
+    The function raises EOFError at the end of the input and KeyboardInterrupt on Ctrl-C. In the
+    line editor, Ctrl-C on a line with text returns "". Everything is shown on stderr. If the
+    terminal does not support escape sequences, Python's `input()` reads the lines.
     """
     keyboard = terminal.keyboard
     assert keyboard is not None, "a chat on a terminal has a keyboard"
@@ -100,7 +101,7 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
 
 @contextlib.contextmanager
 def _ending(app: Application[str]) -> Iterator[None]:
-    """Inside, SIGTERM ends the prompt as a key would, so that its toolbar is taken away."""
+    """Inside, the signals of `ends` end the prompt as a key would, so its toolbar is removed."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         if app.loop is None or not app.is_running:
@@ -120,7 +121,7 @@ def _ending(app: Application[str]) -> Iterator[None]:
 
 
 class Presses:
-    """Keys for the line editor; prompt_toolkit keeps them between two prompts."""
+    """Keys for the line editor. prompt_toolkit stores them between two prompts."""
 
     def __init__(self, input: Input) -> None:
         self._input = input
@@ -139,7 +140,7 @@ class Presses:
 
 
 def message(text: str) -> str:
-    """What was typed as a line for the chat: a block loses its marks and is never a command."""
+    """The typed text as a message. A block loses its quotation marks and is never a command."""
     stripped = text.strip()
     if not stripped.startswith(BLOCK):
         return text
@@ -148,7 +149,7 @@ def message(text: str) -> str:
 
 
 def unfinished(text: str) -> bool:
-    """Whether a block was opened and not closed."""
+    """Whether a block was begun with triple quotation marks and not ended."""
     stripped = text.strip()
     closed = len(stripped) >= 2 * len(BLOCK) and stripped.endswith(BLOCK)
     return stripped.startswith(BLOCK) and not closed
@@ -156,6 +157,7 @@ def unfinished(text: str) -> bool:
 
 def _input(terminal: Terminal, keyboard: Keyboard, lines: Lines) -> str:
     def line(sign: str) -> str:
+        # A line that was typed before the prompt was not shown then.
         unseen = bool(lines.waiting) or keyboard.waiting()
         terminal.err.write(sign)
         terminal.err.flush()
@@ -176,7 +178,7 @@ def _input(terminal: Terminal, keyboard: Keyboard, lines: Lines) -> str:
 
 def _keys() -> KeyBindings:
     keys = KeyBindings()
-    writing = has_focus(DEFAULT_BUFFER)  # and not searching
+    writing = has_focus(DEFAULT_BUFFER)  # not while the history is searched
 
     @keys.add("enter", filter=writing)
     def send(event: KeyPressEvent) -> None:
@@ -201,7 +203,7 @@ def _keys() -> KeyBindings:
 
 
 class Commands(Completer):
-    """Completes commands and what may follow each of them."""
+    """Completes commands and their arguments."""
 
     def __init__(self, help: Help) -> None:
         self._help = help
@@ -226,13 +228,13 @@ def _escaped(word: str) -> str:
 
 
 def _paths(word: str) -> Iterator[str]:
-    """What may follow the beginning of a path, written as a command line takes it."""
+    """The rest of each path that begins with `word`, escaped as in a command line."""
     typed = re.sub(r"\\(.)", r"\1", word)
     hidden = os.path.basename(typed).startswith(".")
 
     def offered(path: str) -> bool:
         name = os.path.basename(path)
-        # Names with control characters are for people who type them themselves.
+        # Names with control characters are not offered, but a user can type them.
         return (hidden or not name.startswith(".")) and clean(name) == name and "\n" not in name
 
     completer = PathCompleter(file_filter=offered, expanduser=True)

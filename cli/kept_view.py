@@ -1,6 +1,7 @@
 """`/kept`: the document on screen, shaded by the share of heads that still hold each token.
 
-Colour is never alone: every line has a gutter with its mean, as a block and as a figure.
+Colour is not the only sign: left of each line stands its mean share, as a block and as a
+percentage.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 PAGE = 40
-"""Lines of text on a page, where there is no screen that it must fit on."""
+"""Lines of text on a page, if there is no screen that it must fit."""
 LEAST = 5
 """Lines of text on a page of the smallest screen."""
-_BELOW = 3  # rows of the screen under a page: an empty one, the prompt and the toolbar
+_BELOW = 3  # rows of the screen below a page: an empty one, the prompt and the toolbar
 PASSAGE = 12
 """Tokens of a passage of `/kept top`."""
 MOST_PASSAGES = 100
 LISTED = 20
-"""Occurrences that `/kept find` lists unless asked for all."""
+"""The most occurrences that `/kept find` lists without `all`."""
 LIKELY_LOST = 0.1
-"""A phrase is called likely lost where a smaller share of the heads holds all of it."""
+"""A phrase is likely lost if a smaller share of the heads holds all of it."""
 # Background and foreground of the 256-colour table, from no head to all heads. The scale is that
-# of viridis: lightness ascends, so that the order also shows without hues. Every pair has a
-# contrast of at least 4.5, and none is a colour of the terminal's own, so dark and light terminals
-# are alike.
+# of viridis: lightness increases, so that the order can be seen without hues. Every pair has a
+# contrast of at least 4.5. None is one of the 16 colours that a terminal's theme sets, so they look
+# the same on dark and light terminals.
 SHADES = (
     (234, 250),
     (53, 231),
@@ -83,7 +84,7 @@ def _kept(context: Context, arguments: list[str]) -> None:
 
 
 def _page(arguments: Sequence[str]) -> int | None:
-    """The page asked for, None for all of them."""
+    """The number of the page to show; None for all pages."""
     if not arguments:
         return 1
     if len(arguments) > 1:
@@ -109,7 +110,7 @@ def _passages(arguments: Sequence[str]) -> int:
 
 
 def _phrase(arguments: Sequence[str]) -> tuple[str, bool]:
-    """The text to look for, and whether every occurrence is listed."""
+    """The text to find, and whether to list every occurrence."""
     if not arguments or not arguments[0].strip():
         raise UsageError("/kept find takes a text", '/kept find "net debt"')
     text, rest = arguments[0].strip(), list(arguments[1:])
@@ -120,7 +121,7 @@ def _phrase(arguments: Sequence[str]) -> tuple[str, bool]:
 
 
 def _place(arguments: Sequence[str], facts: Kept) -> tuple[int, int | None, list[str]]:
-    """Layer, head and what is left of `L [head H] ...`."""
+    """The layer, the head and the rest of the arguments `L [head H] ...`."""
     layers, heads, _ = facts.held.shape
     if not arguments:
         raise UsageError(f"/kept layer takes a layer, 0 to {layers - 1}", _USAGE)
@@ -170,7 +171,7 @@ COMMANDS = (
 )
 
 
-# -- the whole and its pages ----------------------------------------------------------------
+# -- the summary and the pages ----------------------------------------------------------------
 
 
 def _recalls(session: ChatSession) -> bool:
@@ -179,7 +180,7 @@ def _recalls(session: ChatSession) -> bool:
 
 
 def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
-    """How much was kept, an estimate of what that lost, and a strip of where it is."""
+    """How much was kept, an estimate of the attention lost, and a strip of where it was kept."""
     layers, heads, tokens = facts.held.shape
     rows = facts.rows()
     lines = [
@@ -197,9 +198,9 @@ def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
             f"{len(windows)} of {layers} layers see the last {max(windows):,} tokens at the most, "
             "whatever the policy"
         )
-    told = [line for text in lines for line in folded(text, screen.width, "  ")]
+    wrapped = [line for text in lines for line in folded(text, screen.width, "  ")]
     strips = along(facts, screen.width, screen.signs, screen.encoding)
-    return [*told, *strips.split("\n"), ""]
+    return [*wrapped, *strips.split("\n"), ""]
 
 
 def lost_line(loss: Loss) -> str:
@@ -225,8 +226,9 @@ def page(
     head: int | None = None,
     first: Sequence[str] = (),
 ) -> list[str]:
-    """One page of the shaded text, or all of it, with the lines `first` above the first page. A
-    page fits on the screen. Raises UsageError if there is no such page."""
+    """Page `number` of the shaded text, or all of it (None), with the lines `first` above the first
+    page. A page fits on the screen, unless that has room for fewer than `LEAST` lines of text.
+    layer, head: count only their heads. Raises UsageError if there is no such page."""
     spans = facts.spans
     share = facts.share(layer, head)[list(spans.token)].tolist()
     rows = broken(spans.text, max(screen.width - _GUTTER - 1, 12), screen.encoding)
@@ -244,8 +246,8 @@ def page(
     def below(page: int) -> list[str]:
         more = "" if layer is None else f"layer {layer} "
         more += "" if head is None else f"head {head} "
-        said = f"/kept {more}{page + 1} shows the next page, /kept {more}all everything"
-        return folded(said, screen.width, "  ")
+        hint = f"/kept {more}{page + 1} shows the next page, /kept {more}all everything"
+        return folded(hint, screen.width, "  ")
 
     starts = [0]
     while (begin := starts[-1]) < len(rows):
@@ -285,7 +287,7 @@ def _gutter(mean: float | None, largest: float, screen: Screen) -> str:
 
 
 def _shaded(facts: Kept, span: tuple[int, int], share: Sequence[float], screen: Screen) -> str:
-    """One row of text, in runs of one shade where there are colours."""
+    """One row of text; if there are colours, shaded token by token."""
     begin, end = span
     text = facts.spans.text[begin:end]
     if not screen.colour:
@@ -320,7 +322,7 @@ def _above(
     screen: Screen,
     place: tuple[int | None, int | None],
 ) -> list[str]:
-    """The lines above a page: what it shows, and how to read the gutter."""
+    """The lines above a page: what it shows, and what the block and percentage of a line mean."""
     number, pages = at
     layer, head = place
     spans = facts.spans
@@ -363,7 +365,7 @@ def _above(
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Pieces first to last, the last one excluded, and the mean share of the heads they have."""
+    """The pieces `first` to `last` - 1, and the mean share of the heads that hold them."""
 
     first: int
     last: int
@@ -373,8 +375,8 @@ class Passage:
 def passages(facts: Kept, count: int) -> list[Passage]:
     """The best-kept runs of `PASSAGE` tokens that do not overlap, best first.
 
-    Within the documents, if there are any: template, question and answer are mostly protected.
-    Passages of which nothing is held are left out.
+    Only of the documents, if there are any, because template, question and answer are mostly
+    protected. Passages that no head holds any of are left out.
     """
     spans = facts.spans
     share = facts.share()[list(spans.token)].tolist()
@@ -430,11 +432,11 @@ def find(
     pattern = r"\s+".join(re.escape(word) for word in text.split())
     places = [m.span() for m in re.finditer(pattern, spans.text, re.IGNORECASE)]
     if not places:
-        said = f"no {text!r} among the {len(facts.held[0, 0]):,} tokens fed so far"
-        return folded(said, screen.width, "  ", screen.encoding)
+        missing = f"no {text!r} among the {len(facts.held[0, 0]):,} tokens fed so far"
+        return folded(missing, screen.width, "  ", screen.encoding)
     lines: list[str] = []
     listed = 0
-    room = screen.rows - _BELOW - 4  # for what is said of the rest, and the verdict
+    room = screen.rows - _BELOW - 4  # for the lines about further places and the verdict
     found: list[tuple[bool, float, float]] = []  # in a document, held whole, held in part
     for place in places:
         tokens = [spans.token[k] for k in spans.overlap(*place)]
@@ -449,12 +451,12 @@ def find(
         label = f"tok {first:,}" + (f" to {last:,}" if last > first else "")
         label += f"  {clipped(name or 'chat', _NAME, screen.encoding)}  "
         entry = _quoted(facts, place, label, screen)
-        told = f"  whole in {int(whole.sum()):,} of {all_heads:,} heads ({percent(found[-1][1])})"
+        heads = f"  whole in {int(whole.sum()):,} of {all_heads:,} heads ({percent(found[-1][1])})"
         if (partly := int((some & ~whole).sum())) and len(tokens) > 1:
-            told += f", in part in {partly:,} more"
+            heads += f", in part in {partly:,} more"
         if bool(whole.any()):
-            told += f": {_layers(whole.any(1).tolist())}"
-        entry += folded(told, screen.width, "    ")
+            heads += f": {_layers(whole.any(1).tolist())}"
+        entry += folded(heads, screen.width, "    ")
         fits = not screen.rows or len(lines) + len(entry) <= room
         if everything or not listed or (listed < LISTED and fits):
             lines += entry
@@ -469,8 +471,8 @@ def find(
 
 
 def _verdict(found: Sequence[tuple[bool, float, float]], recalls: bool) -> str:
-    """One line about the best-kept occurrence, in a document if it is in one. recalls: the next
-    question is answered from all that was read."""
+    """One line about the best-kept occurrence: of those in documents, if any, else of all.
+    recalls: the next question is answered from all that was read."""
     documents = [place for place in found if place[0]]
     _, whole, some = max(documents or found, key=lambda place: place[1:])
     again = "/refresh reads the documents again for your next question"
@@ -501,7 +503,7 @@ def _layers(has: Sequence[bool]) -> str:
 
 
 def _quoted(facts: Kept, place: tuple[int, int], label: str, screen: Screen) -> list[str]:
-    """A label and the text at a place with some of what stands around it, in one line or two."""
+    """A label and the text at a place, with some of the text around it, in one line or two."""
     from rich.cells import cell_len
 
     begin, end = place
@@ -522,7 +524,7 @@ def _quoted(facts: Kept, place: tuple[int, int], label: str, screen: Screen) -> 
 
 
 def _words(text: str, cells: int, screen: Screen) -> str:
-    """As many whole words from the beginning of `text` as fit, or characters where no word does."""
+    """As many whole words from the beginning of `text` as fit; if no word fits, characters."""
     if cells < 1:
         return ""
     text = re.sub(r"\s", " ", text)

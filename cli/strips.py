@@ -1,6 +1,6 @@
-"""Strips: figures drawn as a row of blocks.
+"""Strips: numbers drawn as a row of blocks.
 
-Every strip says which figure its tallest block stands for. A blank stands for zero alone.
+The title of every strip says which number its tallest block means. Only zero is blank.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MOST_DOCUMENTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What a terminal can show: cells in a row, what it can spell, whether it has colours, and how
-    many rows; 0: any number, as in a file."""
+    """What a terminal can show: cells in a row, its encoding, whether it has block characters and
+    colours, and its number of rows; 0 if it has no limit, as a file."""
 
     width: int = 80
     encoding: str = "utf-8"
@@ -38,7 +38,7 @@ class Screen:
 
     @staticmethod
     def of(terminal: Terminal) -> Screen:
-        """The one that messages go to."""
+        """The screen that messages are written to."""
         stream = terminal.err
         width, rows = window(stream)
         return Screen(
@@ -51,12 +51,12 @@ class Screen:
 
     @property
     def signs(self) -> str:
-        """The signs of a strip, from nothing to all."""
+        """The characters of a strip, from zero to the largest value."""
         return BLOCKS if self.blocks else ASCII
 
     @property
     def dots(self) -> str:
-        """What stands for text left out."""
+        """The mark for text that is left out."""
         return "…" if self.blocks else "..."
 
 
@@ -64,7 +64,7 @@ class Screen:
 
 
 def takes_blocks(stream: TextIO) -> bool:
-    """Whether block characters can be written to a stream; if not, ASCII ones can."""
+    """Whether block characters can be written to a stream. If not, ASCII characters are used."""
     try:
         BLOCKS.encode(stream.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -73,21 +73,21 @@ def takes_blocks(stream: TextIO) -> bool:
 
 
 def level(share: float, most: int) -> int:
-    """0 to `most` for a share of 0 to 1, rounded up: only nothing is 0."""
+    """0 to `most` for a share of 0 to 1, rounded up, so that only a share of 0 gives 0."""
     if share <= 0:
         return 0
-    # The tiny term undoes binary noise: a share of 0.1 of ten steps is one step.
+    # The small term undoes rounding errors: a share of 0.1 of ten steps is one step.
     return min(most, max(1, math.ceil(share * most - 1e-6)))
 
 
 def strip(values: Sequence[float], largest: float, signs: str = BLOCKS) -> str:
-    """One sign per value, as high as its share of the largest, between two bars."""
+    """One character per value, as high as its share of `largest`, between two bars."""
     top = len(signs) - 1
     return f"|{''.join(signs[level(v / largest if largest else 0.0, top)] for v in values)}|"
 
 
 def percent(share: float) -> str:
-    """Whole percent, rounded down, so that only all is 100% and only nothing is 0%."""
+    """Whole percent, rounded down: 100% means all, up to one in a million, and 0% means nothing."""
     whole = math.floor(100 * share + 1e-4)
     return "<1%" if share > 0 and whole < 1 else f"{whole}%"
 
@@ -110,7 +110,7 @@ def strips(
     facts = kept.read(session)
     if not session.fed:
         return ""
-    # The cache knows what the last prompt lost, not what had left before it.
+    # The cache knows what was lost after the last prompt, not what was lost before it.
     report = session.report
     lost = () if report is not None and report.loss.method == UNKNOWN else session.engine.kv.lost
     signs = ASCII if plain else BLOCKS
@@ -125,7 +125,7 @@ def strips(
 
 
 def by_head(rows: Sequence[Sequence[float]], width: int, signs: str = BLOCKS) -> str:
-    """Rows held per layer and KV head, rows[layer][head]: one strip per head."""
+    """One strip per KV head, along the layers. rows[layer][head]: how many tokens are held."""
     layers, heads = len(rows), len(rows[0])
     largest = max(max(layer) for layer in rows)
     lines = _title(
@@ -144,7 +144,7 @@ def by_head(rows: Sequence[Sequence[float]], width: int, signs: str = BLOCKS) ->
 
 
 def by_layer(lost: Sequence[float | None], width: int, signs: str = BLOCKS) -> str:
-    """Attention that each layer lost, "?" where it was not estimated; "" if it was nowhere."""
+    """The attention that each layer lost, "?" if not estimated; "" if no layer was estimated."""
     known = [share for share in lost if share is not None]
     if not known:
         return ""
@@ -165,7 +165,7 @@ def by_layer(lost: Sequence[float | None], width: int, signs: str = BLOCKS) -> s
 
 
 def along(facts: Kept, width: int, signs: str = BLOCKS, encoding: str = "utf-8") -> str:
-    """The mean share of heads that hold a token, along each document from start to end."""
+    """The mean share of heads that hold a token, along each document."""
     share = facts.share()
     places = [(clipped(p.name, width, encoding), p.first, p.last) for p in facts.parts]
     places = places[:MOST_DOCUMENTS] or [("the chat", 0, len(share))]
@@ -186,7 +186,8 @@ def along(facts: Kept, width: int, signs: str = BLOCKS, encoding: str = "utf-8")
 
 
 def over_time(reports: Sequence[TurnReport], width: int, signs: str = BLOCKS) -> str:
-    """Memory held at the end of each turn, and what a full cache would hold; "" for one turn."""
+    """Memory held at the end of each turn, and what a full cache would hold; "" for fewer than two
+    turns."""
     shown = reports[-(width - len("  held ||")) :]
     if len(shown) < 2:
         return ""
@@ -200,14 +201,14 @@ def over_time(reports: Sequence[TurnReport], width: int, signs: str = BLOCKS) ->
 
 
 def _groups(count: int, room: int) -> list[tuple[int, int]]:
-    """`count` things in equal runs of at most `room`: first and last + 1 of each."""
+    """Divide `count` items into runs of about equal length, at most `room`: (first, last + 1)."""
     runs = -(-count // max(1, room))
     each = -(-count // runs)
     return [(first, min(first + each, count)) for first in range(0, count, each)]
 
 
 def _beside(cells: Sequence[str], width: int) -> list[str]:
-    """Cells of equal width in as many columns as fit, read downwards."""
+    """Cells of equal width, in as many columns as fit. The order goes down each column."""
     columns = max(1, (width + 2) // (len(cells[0]) + 2))
     rows = -(-len(cells) // columns)
     return ["  ".join(cells[row::rows]) for row in range(rows)]

@@ -1,7 +1,7 @@
 """Flags with which a model and a document fit into memory, found by trying `forecast`.
 
-In this order: no eviction, then the largest budget that fits, then the same with weights in less
-memory. Budgets under `_USEFUL` tokens come last, as they lose much.
+In this order: no eviction; the largest budget that fits; then the same with weights that take less
+memory. Budgets below `_USEFUL` tokens come last, because they lose much.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BLOCKS = ("roco", 32)
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Flags for a document of `tokens` tokens. They need `needs` of `free` bytes; with `fits` false
-    they are those that need the least, and it is too much."""
+    """Flags for a document of `tokens` tokens. They need `needs` of `free` bytes. If `fits` is
+    false, no flags fit, and these need the least."""
 
     tokens: int
     fits: bool
@@ -35,14 +35,15 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A policy, with its stride and its budget in tokens per head; 0 is none."""
+    """A policy, its stride and its budget in tokens per head; 0: none."""
 
     policy: str
     stride: int
     budget: int
 
     def eviction(self, settings: Settings, policy: str) -> EvictionConfig | UsageError:
-        """Its settings. The user's options are those of `policy`."""
+        """The settings of this case, or why they are not valid. The user's options are for `policy`
+        only."""
         options = settings.options if self.policy == policy else {}
         budget = str(self.budget) if self.budget else settings.budget
         try:
@@ -55,7 +56,7 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """A case under one form of the weights, and its figures. What is better has a lower `rank`."""
+    """A case with one value of --weights, and its forecast. The lowest `rank` is the best."""
 
     rank: tuple[bool, int, int]
     form: str
@@ -66,9 +67,9 @@ class _Try:
 def suggest(
     settings: Settings, made: Forecast, policy: str, room: int | None, folder: Path
 ) -> Suggestion | None:
-    """What to do for the document of `made`, under `policy` and, if it must be, `_BLOCKS`. `room`
-    and `folder` are those that `made` was made with. None where free memory is not known, or where
-    the model's context is too short."""
+    """Flags for the document of the forecast `made`, with `policy` or, if that does not fit,
+    `_BLOCKS`. room and folder: as `made` was made with. None if free memory is not known, if the
+    model's context is too short, or if no forecast is possible."""
     if made.free is None or not made.suffices:
         return None
     budgets = [count for count in _BUDGETS if 2 * count <= made.tokens]
@@ -90,7 +91,7 @@ def suggest(
 
 
 def _forms(settings: Settings) -> tuple[str, ...]:
-    """Values of --weights, the most exact first; the user's own stays."""
+    """The values of --weights to try, the most exact first; only the user's own, if given."""
     if settings.weights != "auto":
         return (settings.weights,)
     return ("auto", "int8", "int8+head", "int4", "int4+head")
@@ -104,7 +105,7 @@ def _rows(
     room: int | None,
     folder: Path,
 ) -> tuple[Row, ...]:
-    """The figures; none where weights cannot be kept so on this device."""
+    """The forecasts; none if the device does not support this value of --weights."""
     from minikv.models.errors import UnusableSetting
 
     named = [(case.policy, case.stride) for case in cases]
@@ -118,7 +119,7 @@ def _rows(
 
 
 def _flags(settings: Settings, form: str, case: _Case) -> str:
-    """What to type, with what the user said about the machine."""
+    """The flags to type, with the user's own revision, device, dtype and KV dtype."""
     parts = []
     known = settings_of(Settings)
     for name in ("revision", "device", "dtype", "kv"):
