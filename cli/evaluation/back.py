@@ -1,5 +1,5 @@
-"""A chat that goes back: to what an earlier answer named, to a topic that was left, to a question
-that was asked before, and to an earlier answer itself.
+"""A chat that returns to earlier things: to a person that an answer named, to an earlier topic, to
+an earlier question, and to an earlier answer itself.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from minikv.models.bundled.exam import Codec
 
 
 def back(codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED) -> Iterator[Item]:
-    """`count` documents; seven questions each: a town's mayor, something else, where the mayor of
-    the first answer was born, something else, the town's export, its mayor in other words, and what
-    the first answer was. The bundled model was not trained on the last kind."""
+    """`count` documents with seven questions each: a town's mayor, another fact, the birthplace of
+    that mayor, another fact, the town's export, its mayor in other words, and what the first answer
+    was. The bundled model was not trained on the last kind of question."""
     for i in range(count):
-        told = telling.fresh(codec, tokens, seed + i, _choose)
+        doc = telling.fresh(codec, tokens, seed + i, _choose)
         rng = random.Random(seed + i)
-        mayor, birthplace, export = told.chosen
-        one, other, *_ = told.others
+        mayor, birthplace, export = doc.chosen
+        one, other, *_ = doc.others
         first, again = rng.sample(sorted(set(mayor.questions)), 2)
         asked = [
             (first, mayor),
@@ -34,7 +34,7 @@ def back(codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
             ("What was your answer to my first question?", mayor),
         ]
         yield Item(
-            told.text,
+            doc.text,
             tuple(question + how.adds for question, _ in asked),
             tuple((fact.answer,) for _, fact in asked),
             how.metric,

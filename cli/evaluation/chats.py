@@ -1,5 +1,5 @@
-"""The tasks that are chats: several questions about one document, the first of which found the
-cache empty. What the later ones find is what `--reuse` says. Also those with one long answer.
+"""The tasks that are chats: several questions about one document. The first starts with an empty
+cache; `--reuse` says what the later ones are answered from. Also the tasks with one long answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Make = Callable[[Codec, int, int, int, Manner], Iterator[Item]]
 
 @dataclass(frozen=True, slots=True)
 class ChatTask:
-    """questions: of one chat. least: tokens of the shortest document."""
+    """A task. questions: per chat. least: tokens of the shortest document."""
 
     make: Make
     questions: int
@@ -34,7 +34,7 @@ class ChatTask:
     def items(
         self, codec: Codec, tokens: int, count: int, seed: int, how: Manner
     ) -> Iterator[Item]:
-        """Of as many chats as `count` questions take."""
+        """As many chats as `count` questions need."""
         return self.make(codec, tokens, -(-count // self.questions), seed, how)
 
 

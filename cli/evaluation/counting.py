@@ -1,7 +1,8 @@
-"""Counting and the most frequent value: questions whose answer no single passage has.
+"""Counting, and the most frequent value: questions that no single passage answers.
 
-Top-k selection fails on these (MagicPIG, arXiv 2410.16179); RULER has them as CWE and FWE. The
-bundled model was trained on no such question: of it, they show whether two caches answer alike.
+Methods that attend to the top k tokens only fail on these (MagicPIG, arXiv 2410.16179). RULER has
+such tasks as CWE and FWE. The bundled model was not trained on such questions. With it, they only
+show whether two caches give the same answers.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ _WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen seventeen eighteen nineteen twenty"
 ).split()
-_MOST = (4, 9)  # people of the most frequent trade
+_MOST = (4, 9)  # how many people have the most frequent trade
 _REST = 3  # other trades, each of one to three people
 
 
 def count(
     codec: Codec, tokens: int, chats: int, seed: int, how: Manner = TRAINED
 ) -> Iterator[Item]:
-    """`chats` documents; three questions each: a plain fact, the most frequent trade, and how many
-    people have it."""
+    """`chats` documents with three questions each: a plain fact, the most frequent trade, and how
+    many people have it."""
     for i in range(chats):
-        told, trade, people = _counted(codec, tokens, seed + i)
+        doc, trade, people = _counted(codec, tokens, seed + i)
         rng = random.Random(seed + i)
         number = (str(people), *_WORDS[people : people + 1])
         yield Item(
-            told.text,
+            doc.text,
             tuple(
                 question + how.adds
                 for question in (
-                    rng.choice(told.others[0].questions),
+                    rng.choice(doc.others[0].questions),
                     "Which trade do most people in the text have?",
                     f"How many people in the text have the trade of {trade}?",
                 )
             ),
-            ((told.others[0].answer,), (trade,), number),
+            ((doc.others[0].answer,), (trade,), number),
             how.metric,
             max_tokens=how.max_tokens,
         )
@@ -52,20 +53,20 @@ def count(
 def _counted(codec: Codec, tokens: int, seed: int) -> tuple[telling.Told, str, int]:
     """A document, its most frequent trade and how many people have that."""
     while True:
-        told = telling.fresh(codec, tokens, seed, _choose)
-        tally = Counter(f.answer for f in (*told.chosen, *told.others) if _is_trade(f))
+        doc = telling.fresh(codec, tokens, seed, _choose)
+        tally = Counter(f.answer for f in (*doc.chosen, *doc.others) if _is_trade(f))
         (trade, people), (_, second) = tally.most_common(2)
         if people > second:
-            return told, trade, people
-        seed += 1 << 50  # the document's other facts made two trades equal
+            return doc, trade, people
+        seed += 1 << 50  # because of the other facts, two trades are equally frequent
 
 
 def _choose(names: world.Names) -> Sequence[world.Fact]:
     trades = names.rng.sample(world.TRADES, 1 + _REST)
-    often = [names.rng.randint(*_MOST), *(names.rng.randint(1, 3) for _ in range(_REST))]
+    counts = [names.rng.randint(*_MOST), *(names.rng.randint(1, 3) for _ in range(_REST))]
     return [
         telling.tell(names, "person", "trade", value=trade)
-        for trade, people in zip(trades, often, strict=True)
+        for trade, people in zip(trades, counts, strict=True)
         for _ in range(people)
     ]
 

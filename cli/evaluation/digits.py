@@ -1,10 +1,10 @@
-"""Long numbers: a value of 32 and one of 64 digits, in one piece and in pieces of four.
+"""Long numbers: single values of 32 and 64 digits (`digits`), or many of four digits (`codes`).
 
-Long values are what eviction loses first (H2O falls from 100 to 35 % between 7 and 64 digits:
-arXiv 2407.01527). The bundled model was trained on codes of four digits and ends an answer there,
-so `digits` shows nothing of it but whether two caches answer alike. `codes` is within its reach: a
-number of 64 digits, told as sixteen facts of four digits and asked for one after the other; it is
-right if all are. The first eight are a number of 32.
+Eviction loses long values first (H2O falls from 100 to 35 % between 7 and 64 digits: arXiv
+2407.01527). The bundled model was trained on codes of four digits and ends an answer there. So with
+it, `digits` only shows whether two caches give the same answers. It can answer `codes`: sixteen
+facts of four digits, asked for one after the other. Together they are a number of 64 digits, which
+is right if all are right; the first eight are a number of 32 digits.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _FOUR_DIGITS = (
 )
 _PLACES = (32, 64)
 _ROOM = 96
-"""Tokens of an answer of 64 digits, at most, and of a few words around it."""
+"""The most tokens of an answer: 64 digits and a few words."""
 
 
 def digits(
     codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
 ) -> Iterator[Item]:
-    """`count` documents; three questions each: a plain fact, 32 digits, 64 digits."""
+    """`count` documents with three questions each: a plain fact, 32 digits and 64 digits."""
 
     def choose(names: world.Names) -> Sequence[world.Fact]:
         return [
@@ -47,11 +47,11 @@ def digits(
         ]
 
     for i in range(count):
-        told = telling.fresh(codec, tokens, seed + i, choose)
+        doc = telling.fresh(codec, tokens, seed + i, choose)
         rng = random.Random(seed + i)
-        asked = [told.others[0], *told.chosen]
+        asked = [doc.others[0], *doc.chosen]
         yield Item(
-            told.text,
+            doc.text,
             tuple(rng.choice(f.questions) + how.adds for f in asked),
             tuple((f.answer,) for f in asked),
             how.metric,
@@ -69,12 +69,12 @@ def codes(
         return [telling.tell(names, kind, noun) for kind, noun in kinds]
 
     for i in range(count):
-        told = telling.fresh(codec, tokens, seed + i, choose)
+        doc = telling.fresh(codec, tokens, seed + i, choose)
         rng = random.Random(seed + i)
         yield Item(
-            told.text,
-            tuple(rng.choice(f.questions) + how.adds for f in told.chosen),
-            tuple((f.answer,) for f in told.chosen),
+            doc.text,
+            tuple(rng.choice(f.questions) + how.adds for f in doc.chosen),
+            tuple((f.answer,) for f in doc.chosen),
             how.metric,
             max_tokens=how.max_tokens,
         )

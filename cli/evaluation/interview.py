@@ -1,10 +1,9 @@
-"""Several answers in one: all questions stand in the one prompt, and the answer goes on from one to
-the next.
+"""Several answers in one: one prompt has all questions, and one answer has all values.
 
-The long answer that the bundled model can write: it was trained on one short value after the other.
-Between two values, the next question is fed again, token by token as a part of the answer, so that
-a policy that evicts while an answer is written has evicted some 45 times before the last value.
-The first value tells what a prompt policy lost, the later ones what a step policy lost besides.
+This is a long answer that the bundled model can write, because it was trained on one short value
+after the other. Between two values, the next question is fed again, token by token, as a part of
+the answer. So a step policy evicts about 45 times before the last value. The first value shows what
+a prompt policy lost; the later ones show what a step policy lost in addition.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ QUESTIONS = 4
 def interview(
     codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
 ) -> Iterator[Item]:
-    """`count` documents with `QUESTIONS` questions each, about facts whose values have
-    `how.least` tokens and more, as far as there are so many."""
+    """`count` documents with `QUESTIONS` questions each, about facts whose values have at least
+    `how.least` tokens; about any facts, if the document has too few of those."""
     for i in range(count):
         doc, rng = exam.fresh(codec, tokens, seed + i), random.Random(seed + i)
         long = [f for f in doc.facts if len(codec.encode(f.answer)) >= how.least]

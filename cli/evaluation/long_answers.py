@@ -1,9 +1,8 @@
 """Answers of 4 to 64 tokens: a list of names, and a passage to copy.
 
-While a short answer is written, hardly anything leaves memory: a policy that evicts at every step
-has no occasion to lose what the rest of the answer needs. Here it has. The bundled model was
-trained on values of a few tokens and ends these answers after the first name, so of it they show
-nothing; `interview` is within its reach.
+In a short answer, few steps evict, so a step policy hardly loses what the rest of the answer needs.
+In these it may. The bundled model was trained on values of a few tokens and ends these answers
+after the first name, so they show nothing about it. It can answer `interview`.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from minikv.models.bundled import world
 from minikv.models.bundled.exam import Codec
 
 TOKENS = (4, 8, 16, 32, 64)
-"""An answer has at least so many, and at most a name or a sentence more; each length in turn."""
+"""The lengths of answers, used in turn. An answer is at most a name or a sentence longer."""
 LEAST = 800
-"""Tokens of the shortest document that has room for every long fact."""
+"""Tokens of the shortest document with room for all long facts."""
 
 _WHOLE = " Answer with all of it, word for word."
 _LISTS = tuple(
@@ -46,7 +45,7 @@ _BESIDE = 2  # other long facts of the same kind in a document
 
 
 def names_listed(codec: Codec, names: world.Names, tokens: int) -> str:
-    """Names of people, of at least so many tokens."""
+    """A list of names of people, of at least `tokens` tokens."""
     listed = names.person()
     while len(codec.encode(listed)) < tokens:
         listed += f", {names.person()}"
@@ -54,7 +53,7 @@ def names_listed(codec: Codec, names: world.Names, tokens: int) -> str:
 
 
 def sentences(codec: Codec, names: world.Names, tokens: int) -> str:
-    """Plain sentences about nothing, of at least so many tokens, without the last full stop."""
+    """Sentences without facts, of at least `tokens` tokens, without the last full stop."""
     text = world.filler(names.rng)
     while len(codec.encode(text)) < tokens:
         text += f" {world.filler(names.rng)}"
@@ -68,7 +67,7 @@ def long_fact(
     value: Callable[[Codec, world.Names, int], str],
     tokens: int,
 ) -> world.Fact:
-    """A fact whose value has about so many tokens, told once."""
+    """A fact whose value has about `tokens` tokens, stated once in the document."""
     kind, attribute = names.rng.choice(kinds)
     make, _ = world.WORLD[kind]
     fact = world.stated(names.rng, make(names), attribute, value(codec, names, tokens))
@@ -88,24 +87,24 @@ def copied(codec: Codec, names: world.Names, tokens: int) -> world.Fact:
 def lists(
     codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
 ) -> Iterator[Item]:
-    """`count` documents, one question each: for a list of names. Told how to answer, a model is
-    scored by the share of the names in its answer."""
+    """`count` documents with one question each, for a list of names. The bundled model's answer
+    must be exact; another model's score is the share of the names that its answer has."""
     for i in range(count):
-        told, rng = _told(codec, tokens, seed + i, listed, TOKENS[i % len(TOKENS)])
-        fact = told.chosen[0]
+        doc, rng = _told(codec, tokens, seed + i, listed, TOKENS[i % len(TOKENS)])
+        fact = doc.chosen[0]
         names = (fact.answer,) if how is TRAINED else tuple(fact.answer.split(", "))
         metric = metrics.exact if how is TRAINED else metrics.values_found
-        yield _item(told.text, fact, names, rng, how, metric)
+        yield _item(doc.text, fact, names, rng, how, metric)
 
 
 def passage(
     codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
 ) -> Iterator[Item]:
-    """`count` documents, one question each: for a passage to copy, word for word."""
+    """`count` documents with one question each, for a passage to copy word for word."""
     for i in range(count):
-        told, rng = _told(codec, tokens, seed + i, copied, TOKENS[i % len(TOKENS)])
-        fact = told.chosen[0]
-        yield _item(told.text, fact, (fact.answer,), rng, how, how.metric)
+        doc, rng = _told(codec, tokens, seed + i, copied, TOKENS[i % len(TOKENS)])
+        fact = doc.chosen[0]
+        yield _item(doc.text, fact, (fact.answer,), rng, how, how.metric)
 
 
 def _told(

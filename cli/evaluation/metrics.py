@@ -1,6 +1,5 @@
-"""How an answer is scored: exactly, by the value in it, or as LongBench and RULER score theirs.
-
-All in 0 to 1.
+"""Scores of answers, from 0 to 1: by exact match, by the value in the answer, or as in LongBench
+and RULER.
 
 LongBench: arXiv 2308.14508, appendix B, and its metrics.py; LongBench v2: arXiv 2412.15204; RULER:
 arXiv 2404.06654, section 3. The Chinese tasks of LongBench are not supported.
@@ -28,15 +27,16 @@ def exact(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> flo
 
 
 _FINAL = " .,;:!?…。\"'”’»)"
-"""What may follow a value in a sentence and is no part of it."""
+"""Characters that may follow a value in a sentence and are not part of it."""
 
 
 def contains_words(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
     """1 if one of the right ones occurs in the answer as whole words, in any case.
 
-    A word is letters, digits and their marks; a hyphen between letters goes on with it, and so does
-    a point, comma or colon between digits: no one in twenty-one, no 5 in 12.5. An answer that lists
-    many values is right if the right one is among them.
+    A word is made of letters, digits and combining marks. A hyphen between these is part of the
+    word, and so is a point, comma or colon between digits: "twenty-one" does not contain "one", and
+    "12.5" does not contain "5". An answer that lists many values is right if the right one is among
+    them.
     """
     text = _folded(answer)
     return float(any(_occurs(_folded(r).rstrip(_FINAL), text) for r in right))
@@ -48,7 +48,7 @@ def values_found(answer: str, right: Sequence[str], classes: Sequence[str] = ())
 
 
 def _folded(text: str) -> str:
-    """Without case, compatibility forms and runs of white space."""
+    """The text without differences of case, compatibility forms and white space."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(unicodedata.normalize("NFKC", folded).split())
 
@@ -63,7 +63,7 @@ def _occurs(value: str, text: str) -> bool:
 
 
 def _inside(text: str, at: int) -> bool:
-    """Whether a word goes on from before `at` to after it."""
+    """Whether the position `at` is inside a word."""
     a, b, c, d = (text[i] if 0 <= i < len(text) else " " for i in range(at - 2, at + 2))
     return (_in_word(b) and _in_word(c)) or _joined(a, b, c) or _joined(b, c, d)
 
@@ -91,13 +91,13 @@ def contains_any(answer: str, right: Sequence[str], classes: Sequence[str] = ())
 
 
 def _plain(text: str) -> list[str]:
-    """Words without case, punctuation and articles."""
+    """The words in lower case, without punctuation and articles."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
 def qa_f1(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Best F1 of words over the right answers."""
+    """The F1 of words, the highest over the right answers."""
 
     def f1(a: list[str], b: list[str]) -> float:
         same = sum((Counter(a) & Counter(b)).values())
@@ -119,11 +119,11 @@ def rouge() -> Any:
 
 
 def rouge_l(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Best ROUGE-L F1 over the right answers."""
+    """The ROUGE-L F1, the highest over the right answers."""
     scorer = rouge()
 
     def f1(r: str) -> float:
-        # It raises on empty texts, among others; LongBench scores 0 whatever it raises.
+        # It raises on some texts, such as empty ones. LongBench then scores 0, whatever was raised.
         try:
             return float(scorer.get_scores([answer], [r], avg=True)["rouge-l"]["f"])
         except Exception:
@@ -133,10 +133,10 @@ def rouge_l(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> f
 
 
 def classification(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """1 / (class names found in the answer) if the right one is among them.
+    """1 / (number of class names in the answer) if the right one is among them, else 0.
 
-    Names that are a part of the right one are taken out, but as LongBench does it: from the list
-    that is being walked, so that the name after one that is taken out is never looked at.
+    Names that are a part of the right one are first removed, in the way LongBench does it: from the
+    list that is iterated over, so that the name after a removed one is not checked.
     """
 
     def share(r: str) -> float:
@@ -152,17 +152,19 @@ def classification(answer: str, right: Sequence[str], classes: Sequence[str] = (
 
 
 PARAGRAPH = re.compile(r"Paragraph (\d+)")
-"""How a right answer of passage_retrieval_en names its paragraph."""
+"""The form of a right answer of passage_retrieval_en."""
 
 
 def retrieval(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Share of the numbers in the answer that are the right paragraph's, best over the right."""
+    """The share of the numbers in the answer that are the right paragraph's, the highest over the
+    right answers."""
     wanted = [found[1] for r in right if (found := PARAGRAPH.search(r))]
     return count(answer, wanted) if wanted else 0.0
 
 
 def count(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Share of the numbers in the answer that are the right one, best over the right ones."""
+    """The share of the numbers in the answer that are the right one, the highest over the right
+    answers."""
     numbers = re.findall(r"\d+", answer)
     return max(numbers.count(r) for r in right) / len(numbers) if numbers else 0.0
 
@@ -171,8 +173,8 @@ _CHOSEN = (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])
 
 
 def choice(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """LongBench v2's: 1 if the letter that the answer gives, in the words it was told to use, is
-    the right one. An answer without one is wrong."""
+    """LongBench v2's: 1 if the answer gives the right letter, in the words that the prompt demands.
+    An answer without these words scores 0."""
     plain = answer.replace("*", "")
     for pattern in _CHOSEN:
         if found := re.search(pattern, plain):
@@ -181,14 +183,15 @@ def choice(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> fl
 
 
 def code(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Edit similarity of the answer's first line of code."""
+    """The edit similarity of the answer's first line of code and a right answer, rounded to 0.01;
+    the highest over the right answers."""
     lines = answer.lstrip("\n").split("\n")
     line = next((x for x in lines if not any(mark in x for mark in ("`", "#", "//"))), "")
     return max(round(100 * difflib.SequenceMatcher(None, line, r).ratio()) / 100 for r in right)
 
 
 def lcs(a: Sequence[str], b: Sequence[str]) -> int:
-    """Length of the longest common subsequence."""
+    """The length of the longest common subsequence."""
     row = [0] * (len(b) + 1)
     for x in a:
         before = 0

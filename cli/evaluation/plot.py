@@ -14,16 +14,17 @@ from minikv.cli.evaluation.cells import Cell
 from minikv.errors import UsageError
 from minikv.policies import default_step
 
-# Okabe and Ito's colours, which people who do not see all colours tell apart; then with dashes.
+# The first six are Okabe and Ito's, which colour-blind people can tell apart. If there are more
+# lines than colours, the others get dashes.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d1f", "#555555")
 _DASHES = ("", "6 3", "2 3", "9 3 2 3")
-_WIDE, _HIGH, _LEFT, _TOP, _BELOW = 400, 240, 52, 34, 46  # of a panel and what is around it
-_LINE, _LETTER = 17, 6.4  # of the legend, in pixels
+_WIDE, _HIGH, _LEFT, _TOP, _BELOW = 400, 240, 52, 34, 46  # a panel and its margins, in pixels
+_LINE, _LETTER = 17, 6.4  # height of a line and width of a letter in the legend, in pixels
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """low and high: the 95 % interval, None where there is none."""
+    """A score at a budget. low and high: its 95 % interval, None if there is none."""
 
     budget: str
     score: float
@@ -41,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`level`: the score without eviction. `shares`: scores are in 0 to 1."""
+    """A diagram. level: the score without eviction. shares: scores are in 0 to 1."""
 
     title: str
     lines: tuple[Line, ...]
@@ -50,7 +51,7 @@ class Panel:
 
 
 def check(path: Path) -> None:
-    """Raise UsageError for what could not be written, before anything is measured."""
+    """Raise UsageError if `path` cannot be written. Called before anything is measured."""
     if path.suffix.lower() != ".svg":
         raise UsageError(f"cannot draw {path}", "--plot writes .svg")
     if not path.absolute().parent.is_dir():
@@ -58,7 +59,7 @@ def check(path: Path) -> None:
 
 
 def write(cells: Sequence[Cell], path: Path) -> None:
-    """Draw the cells. Raises UsageError."""
+    """Draw the cells and write the SVG. Raises UsageError."""
     try:
         path.write_text(drawn(panels(cells)))
     except OSError as error:
@@ -66,7 +67,7 @@ def write(cells: Sequence[Cell], path: Path) -> None:
 
 
 def panels(cells: Iterable[Cell]) -> list[Panel]:
-    """One for each task and each thing that questions find, with the full cache's score."""
+    """One panel for each task and each value of --reuse, with the full cache's score."""
     found: dict[tuple[str, str], dict[str, list[Cell]]] = {}
     levels: dict[str, float] = {}
     kinds: dict[str, str] = {}
@@ -110,7 +111,8 @@ def _called(cell: Cell) -> str:
 
 
 def drawn(panels: Sequence[Panel]) -> str:
-    """The picture. Budgets lie on a logarithmic axis; bytes and shares by themselves, evenly."""
+    """The SVG. The axis of budgets is logarithmic if all are tokens per head. If one is bytes or a
+    share, budgets have equal distances."""
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     across = min(2, max(1, len(panels)))
     down = -(-len(panels) // across)
@@ -172,7 +174,7 @@ def _panel(panel: Panel, names: Sequence[str]) -> list[str]:
 def _line(
     line: Line, number: int, lines: int, at: Mapping[str, float], down: Callable[[float], float]
 ) -> list[str]:
-    # Intervals of many lines at one budget stand side by side.
+    # Intervals of several lines at one budget are drawn side by side.
     shift = 2.2 * (number - (lines - 1) / 2) if lines > 1 else 0.0
     shift = max(-9.0, min(9.0, shift))
     points = sorted(line.points, key=lambda point: at[point.budget])
@@ -202,7 +204,7 @@ def _look(number: int) -> str:
 
 
 def _scale(panel: Panel) -> tuple[float, float, list[float]]:
-    """(lowest, highest, ticks) of the scores."""
+    """The axis of scores: (lowest, highest, ticks)."""
     if panel.shares:
         return 0.0, 1.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     scores = [p.score for line in panel.lines for p in line.points]
@@ -223,7 +225,7 @@ def _ordered(budgets: Iterable[str]) -> list[str]:
 
 
 def _places(budgets: Sequence[str]) -> dict[str, float]:
-    """x of each budget."""
+    """The x coordinate of each budget, in pixels."""
     margin = 18
     if len(budgets) == 1:
         return {budgets[0]: _WIDE / 2}

@@ -1,7 +1,7 @@
-"""Several values in one answer: three facts about one person, one by one and then all at once.
+"""Several values in one answer: a chat asks for three facts one by one, and then for all at once.
 
-The bundled model was trained to answer with one value. Of the last question, which asks for three,
-it gives one at most, which is a third of the score.
+The bundled model was trained to answer with one value. It answers the last question, which asks for
+three, with at most one of them and gets at most a third of the score.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from minikv.models.bundled import world
 from minikv.models.bundled.exam import Codec
 
 _ALL = " Answer with the values alone."
-_ROOM = 64  # tokens of three values
+_ROOM = 64  # the most tokens of an answer with three values
 
 
 def several(
     codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
 ) -> Iterator[Item]:
-    """`count` documents; five questions each: a fact about something else, three about one person,
-    and those three in one question."""
+    """`count` documents with five questions each: a fact about something else, three facts about a
+    person, and these three in one question."""
     for i in range(count):
         nouns: list[str] = []
         entity = ""
@@ -35,17 +35,17 @@ def several(
             entity = make(names)
             return [telling.tell(names, "person", noun, entity) for noun in nouns]
 
-        told = telling.fresh(codec, tokens, seed + i, choose)
+        doc = telling.fresh(codec, tokens, seed + i, choose)
         rng = random.Random(seed + i)
-        single = [told.others[0], *told.chosen]
+        single = [doc.others[0], *doc.chosen]
         together = f"Tell me the {nouns[0]}, the {nouns[1]} and the {nouns[2]} of {entity}."
         yield Item(
-            told.text,
+            doc.text,
             (
                 *(rng.choice(f.questions) + how.adds for f in single),
                 together + (_ALL if how.adds else ""),
             ),
-            (*((f.answer,) for f in single), tuple(f.answer for f in told.chosen)),
+            (*((f.answer,) for f in single), tuple(f.answer for f in doc.chosen)),
             metrics.values_found,
             max_tokens=max(how.max_tokens, _ROOM),
         )

@@ -1,4 +1,4 @@
-"""The results on a terminal and in files: a table, CSV, JSON and a map of the needles."""
+"""Results for a terminal and for files: a table, CSV, JSON and a map of the task needle."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MORE = {
     "agree": {"rouge_l": "ROUGE-L", "median_first_difference": "words before difference"},
     **{chat: {"same": "same as full", "all_right": "all right"} for chat in CHATS},
 }
-"""What else is known of each answer, beside the score. Of `agree`: the mean, and the median of
-those that differ. Of a chat: the share of answers that are the full cache's, and the share of chats
-without a wrong answer."""
+"""Further figures of a task, with their headings. Of `agree`: the mean ROUGE-L, and the median
+number of equal words at the beginning of answers that differ. Of a chat: the share of answers equal
+to the full cache's, and the share of chats without a wrong answer."""
 
 
 def bar(done: int, total: int, seconds: float, what: str) -> str:
-    """A progress bar with the time that is left at this pace."""
+    """A progress bar with the time that is left at this pace. seconds: the time until now."""
     filled = _BAR * done // total
     line = f"{what}  [{'=' * filled}{' ' * (_BAR - filled)}] {done:,}/{total:,}"
     if done:
@@ -37,15 +37,15 @@ def bar(done: int, total: int, seconds: float, what: str) -> str:
 
 
 def names(cells: Sequence[Cell]) -> list[str]:
-    """Policy and budget of each cell in a few words; the decode policy in a run where one is not
-    what its policy has by default, and what later questions found where that is not `once`."""
-    told = any(not c.stride and c.decode != default_step(c.policy) for c in cells)
+    """A short name of each cell: its policy and budget. If the decode policy of any cell is not its
+    policy's default, names include it. If the reuse of any cell is not "once", names include it."""
+    with_decode = any(not c.stride and c.decode != default_step(c.policy) for c in cells)
     reused = any(c.reuse != "once" for c in cells)
     found = []
     for c in cells:
         name = c.policy + (f" /{c.stride}" if c.stride else "")
         if c.budget != "-":
-            name += (f" with {c.decode}" if told and not c.stride else "") + f" {c.budget}"
+            name += (f" with {c.decode}" if with_decode and not c.stride else "") + f" {c.budget}"
             name += f" {c.reuse}" if reused else ""
         found.append(name)
     return found
@@ -63,9 +63,9 @@ def table(cells: Sequence[Cell]) -> str:
         head = [*texts, _UNIT.get(task, "score"), "95 %", "n", "held"]
         lines = [[*head, *more.values()]]
         for c in mine:
-            between = "-"
+            interval = "-"
             if c.low is not None and c.high is not None:
-                between = f"{_figure(task, c.low)} to {_figure(task, c.high)}"
+                interval = f"{_figure(task, c.low)} to {_figure(task, c.high)}"
             lines.append(
                 [
                     c.policy + (f" /{c.stride}" if c.stride else ""),
@@ -73,7 +73,7 @@ def table(cells: Sequence[Cell]) -> str:
                     c.budget,
                     *([c.reuse if c.budget != "-" else "-"] if reused else []),
                     _figure(task, c.score),
-                    between,
+                    interval,
                     str(c.n),
                     f"{c.held:.1%}",
                     *(_extra(c, key) for key in more),
@@ -92,7 +92,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def _figure(task: str, value: float) -> str:
-    # z: rounding leaves no -0.0
+    # z: no -0.0 after rounding
     return f"{value:z.3f}" if task == "ppl" else f"{100 * value:z.1f}%"
 
 
@@ -117,7 +117,7 @@ def _by_question(title: str, cells: Sequence[Cell], shares: Sequence[Sequence[fl
 
 
 def _by_group(cells: Sequence[Cell]) -> str:
-    """A column for each group that items belong to, with its number of questions."""
+    """A table with a column for each group of items. The heading has its number of questions."""
     groups = dict.fromkeys((name, n) for c in cells for name, _, n in c.by_group)
     lines = [["by group", *(f"{name} ({n:,})" for name, n in groups)]]
     for called, c in zip(names(cells), cells, strict=True):
@@ -127,7 +127,7 @@ def _by_group(cells: Sequence[Cell]) -> str:
 
 
 def as_csv(cells: Sequence[Cell]) -> str:
-    """A line per cell."""
+    """One line per cell, after a line of headings."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     more = list(dict.fromkeys(key for keys in _MORE.values() for key in keys))
@@ -159,8 +159,8 @@ def write(
     paths: Sequence[Path],
     items: dict[str, object] | None = None,
 ) -> None:
-    """To each path what its suffix says: .json, .csv, .png or .svg. `items`: what was asked, by
-    task, which JSON has beside the answers. Raises UsageError."""
+    """Write the results to each path in the format of its suffix: .json, .csv, or a map as .png or
+    .svg. items: the questions and right answers by task, for JSON. Raises UsageError."""
     for path in paths:
         suffix = path.suffix.lower()
         try:
@@ -180,7 +180,8 @@ def write(
 
 
 def check(paths: Sequence[Path], tasks: Sequence[str]) -> None:
-    """Raise UsageError for what could not be written of `tasks`, before anything is measured."""
+    """Raise UsageError if the results of `tasks` cannot be written to all paths. Called before
+    anything is measured."""
     for path in paths:
         if path.suffix.lower() not in (".json", ".csv") and not is_map(path):
             raise UsageError(f"cannot tell what to write to {path}", "use .json .csv .png or .svg")
@@ -203,7 +204,7 @@ def is_map(path: Path) -> bool:
 
 
 def _map(cells: Sequence[Cell], path: Path) -> None:
-    """Needle depth by length, one panel per policy and budget."""
+    """Draw scores by depth and length of the needle task, one panel per policy and budget."""
     import matplotlib
 
     matplotlib.use("Agg")

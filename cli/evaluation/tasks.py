@@ -1,8 +1,8 @@
 """Questions that are made here: facts, follow-ups and needles, from the bundled model's world.
 
-The world is known to the bundled model, which answers with the value and nothing else; to any other
-model its documents are plain English. How such a model words an answer is its own affair, so it is
-told what is wanted, has room for a sentence and is scored by the value in it: see `Manner`.
+The bundled model was trained on this world and answers with the value and nothing else. For any
+other model the documents are plain English. The wording of its answers is not known, so it is told
+what to answer, may write a sentence, and is scored by the value in it: see `Manner`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LEAST = exam.FACT_EVERY
 class Manner:
     """How a model is asked, and how its answers are scored.
 
-    `adds` stands after every question; `max_tokens` are an answer's, at most; `least` are the
-    tokens of the shortest answer that `facts` asks for.
+    adds: a text after every question. max_tokens: the most tokens of an answer. least: tokens of
+    the shortest answer that `facts` asks for.
     """
 
     adds: str
@@ -40,15 +40,16 @@ class Manner:
 
 
 TRAINED = Manner("", metrics.exact, 16, 2)
-"""The bundled model's. The first token of an answer is decided before any eviction, so that `facts`
-asks for two and more; another model's tokenizer has most of this world's words in one."""
+"""For the bundled model. The first token of an answer is computed before the prompt is evicted, so
+`facts` asks for values of at least two tokens."""
 
 TOLD = Manner(" Answer with the value alone.", metrics.contains_words, 48, 1)
-"""Any other model's."""
+"""For any other model. Its tokenizer may have one token for most values, so `least` is 1."""
 
 
 def manner(model: str | None) -> Manner:
-    """That of a model as --model names it; None is the bundled one, which its folder is, too."""
+    """The manner for the value of --model. None and the folder of the bundled model are the bundled
+    model."""
     if model is None:
         return TRAINED
     return TRAINED if Path(model).expanduser().resolve() == BUNDLED.resolve() else TOLD
@@ -57,9 +58,9 @@ def manner(model: str | None) -> Manner:
 def facts(
     codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED, questions: int = 1
 ) -> Iterator[Item]:
-    """`count` documents of `tokens` tokens with many facts and so many questions, each of which is
-    asked apart, with its document. Only answers of `how.least` tokens and more, if there are any;
-    a document with fewer of them has fewer questions."""
+    """`count` documents of `tokens` tokens with many facts, and at most `questions` questions each,
+    which are asked independently. Their answers have at least `how.least` tokens, if a document has
+    such facts."""
     for i in range(count):
         doc = exam.fresh(codec, tokens, seed + i)
         chosen = [f for f in doc.facts if len(codec.encode(f.answer)) >= how.least]
@@ -70,7 +71,7 @@ def facts(
 def followup(
     codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
 ) -> Iterator[Item]:
-    """`count` documents, each with six questions in one chat."""
+    """`count` documents with at most six questions each, in one chat."""
     for i in range(count):
         doc = exam.fresh(codec, tokens, seed + i)
         yield _ask(doc.text, doc.facts, FOLLOWUPS, seed + i, how)
@@ -96,25 +97,26 @@ def needle(
     depths: Sequence[float] = DEPTHS,
     how: Manner = TRAINED,
 ) -> Iterator[Item]:
-    """One fact told once at a depth of a text without others, `count` for each depth and length."""
+    """Texts with a single fact, which is stated once, at a given depth; `count` for each depth
+    and length."""
     for length in lengths:
         for depth in depths:
             for i in range(count):
-                # A text, of which no two are the same, where a sum could be.
+                # A text as the seed: no two are the same, as two sums could be.
                 rng = random.Random(f"{seed} {length} {depth} {i}")
                 yield _needle(codec, length, depth, rng, how)
 
 
 def _needle(codec: Codec, length: int, depth: float, rng: random.Random, how: Manner) -> Item:
-    told = world.document(rng, 1, 1)
-    fact = told.facts[0]
+    doc = world.document(rng, 1, 1)
+    fact = doc.facts[0]
     hay: list[str] = []
-    size = len(codec.encode(told.text))
+    size = len(codec.encode(doc.text))
     while size < length - 8:
         sentence = world.document(rng, 1, 0).text
         hay.append(sentence)
         size += len(codec.encode(" " + sentence))
-    hay.insert(round(depth * len(hay)), told.text)
+    hay.insert(round(depth * len(hay)), doc.text)
     text = "\n\n".join(" ".join(hay[i : i + 5]) for i in range(0, len(hay), 5))
     return Item(
         text,

@@ -23,7 +23,7 @@ _FORCE = "--force"
 
 
 def export(context: Context, arguments: list[str]) -> None:
-    """Write the chat as it stands. Raises UsageError, and then no file was touched."""
+    """Write the chat so far to a file. Raises UsageError, and then no file has changed."""
     names = [argument for argument in arguments if argument != _FORCE]
     if len(names) != 1 or (names[0].startswith("-") and len(names[0]) > 1):
         raise UsageError(
@@ -43,8 +43,8 @@ def export(context: Context, arguments: list[str]) -> None:
 
 
 def report(source: str, out: str | None, force: bool, terminal: Terminal) -> None:
-    """`minikv report CHAT.json [-o FILE]`: a page or transcript from a JSON export, without a
-    model. Without `out` it is the source's name with .html. Raises UsageError."""
+    """`minikv report CHAT.json [-o FILE]`: write a JSON export in another format, without loading a
+    model. out: the file; by default the source's name with .html. Raises UsageError."""
     if not os.path.exists(source) and source in {entry.name for entry in listing()}:
         raise UsageError(
             f"{source} is a saved chat, and this takes an exported one",

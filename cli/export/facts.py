@@ -1,6 +1,6 @@
-"""What a report shows of a chat: facts gathered from a session, and the same facts as JSON.
+"""The facts of a chat that a report shows: gathered from a session, and as JSON.
 
-The JSON of `/export chat.json`, version 1. A version is raised when a key changes its meaning.
+The JSON of `/export chat.json`, version 1. The version is raised when a key changes its meaning.
 
     format      "minikv chat"
     version     1
@@ -8,11 +8,11 @@ The JSON of `/export chat.json`, version 1. A version is raised when a key chang
     made        when, UTC, ISO 8601
     model       name, revision ("" if none), dtype, device, kernels, weight_bytes, layers, kv_heads,
                 max_context (positions)
-    policy      in force when it was written: name, decode, options, budget {unit, value}
+    policy      at the time of the export: name, decode, options, budget {unit, value}
     system      the system prompt, "" if none
     documents   [{name (or null), characters}]
     turns       [{question, answer, documents: indices into documents, record}]; `record` is the
-                turn record of `minikv ask --json`, or null where none is known
+                turn record of `minikv ask --json`, or null if none is known
     tokens      {text, sections}: every token that was fed, in order. text[i] is what token i added
                 to the text: "" if it is the beginning of a character that a later token completes,
                 null for a control token. sections: [{kind, label, start, end}], kind is document,
@@ -64,7 +64,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The eviction settings in force. `budget` has unit and value, both None without one."""
+    """The eviction settings. budget: its unit and value, both None if there is none."""
 
     name: str
     decode: str
@@ -79,7 +79,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A document, without its text: that is in the tokens."""
+    """A document. Its text is in the tokens."""
 
     name: str | None
     characters: int
@@ -87,7 +87,8 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question and its answer. `documents` are indices, `report` what was measured."""
+    """A question and its answer. documents: indices into those of the chat. report: what was
+    measured, or None."""
 
     question: str
     answer: str
@@ -116,7 +117,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class ChatFacts:
-    """All that a report shows. `pieces` and `kept` as `text` and `kept` of the JSON."""
+    """All that a report shows. pieces and kept: as `text` and `kept` of the JSON."""
 
     minikv: str
     made: str
@@ -132,7 +133,7 @@ class ChatFacts:
 
     @property
     def last(self) -> TurnReport | None:
-        """The newest turn record there is."""
+        """The newest turn record; None if there is none."""
         return next((turn.report for turn in reversed(self.turns) if turn.report), None)
 
     def to_dict(self) -> dict[str, object]:
@@ -200,7 +201,7 @@ def gather(session: ChatSession) -> ChatFacts:
 
 
 def bitmap(positions: Tensor, tokens: int) -> str:
-    """A set of positions below `tokens` (LongTensor [n]) as `kept` of the JSON has it."""
+    """A set of positions below `tokens` (LongTensor [n]), in the format of `kept` of the JSON."""
     import numpy as np
 
     held = np.zeros(tokens, dtype=bool)
@@ -222,7 +223,7 @@ def _pieces(session: ChatSession) -> tuple[str | None, ...]:
 
 
 def _turns(turns: Sequence[Asked]) -> tuple[Turn, ...]:
-    """With each turn's documents as indices into those of the whole chat, in the same order."""
+    """The turns, with their documents as indices into those of the chat, in the same order."""
     shown: list[Turn] = []
     before = 0
     for turn in turns:
@@ -238,7 +239,7 @@ def _sections(pieces: Sequence[str | None], turns: Sequence[Asked]) -> tuple[Sec
     A text that the template changed is not found and gets no section.
     """
     text = "".join(piece or "" for piece in pieces)
-    token = [i for i, piece in enumerate(pieces) for _ in piece or ""]  # of each character
+    token = [i for i, piece in enumerate(pieces) for _ in piece or ""]  # by character
     sections: list[Section] = []
 
     def mark(kind: str, label: str, part: str, begin: int) -> None:
@@ -261,7 +262,7 @@ def _sections(pieces: Sequence[str | None], turns: Sequence[Asked]) -> tuple[Sec
         message = turn.messages()[0].content
         at = text.rfind(message.strip(), begins, ends)
         if at < 0:
-            at = len(text)  # nothing is there, so nothing is marked
+            at = len(text)  # the message was not found, so nothing is marked
         at -= len(message) - len(message.lstrip())
         for document in turn.documents:
             count += 1

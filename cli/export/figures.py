@@ -9,7 +9,7 @@ from minikv.cli.render import budget_words, fidelity_rows, per_second, policy_wo
 
 
 def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
-    """Every figure of a turn, (name, value); what was not measured says so."""
+    """Every figure of a turn: (name, value). The value says so if it was not measured."""
     tokens, kv, time, rate = report.tokens, report.kv_bytes, report.time_s, report.rate
     table = [
         ("Policy", f"{policy_words(report)}, {budget_words(report.budget)}"),

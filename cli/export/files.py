@@ -1,4 +1,4 @@
-"""Write a file that the user named: completely or not at all; over another only with --force."""
+"""Write a file that the user named, completely or not at all. Replace another only with --force."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from minikv.errors import UsageError
 
 
 def refuse(path: Path, force: bool) -> None:
-    """Raise the UsageError that `write` would raise for what exists already."""
+    """Raise UsageError if `write` would not start: the path exists, is no regular file, or has no
+    directory."""
     shown = clean(str(path))
     try:
         mode = os.lstat(path).st_mode
@@ -30,7 +31,8 @@ def refuse(path: Path, force: bool) -> None:
 
 
 def write(path: Path, text: str, force: bool = False) -> int:
-    """Write `text` as UTF-8; returns the bytes. Raises UsageError, and then nothing was changed."""
+    """Write `text` as UTF-8; return the number of bytes. Raises UsageError, and then no file has
+    changed."""
     refuse(path, force)
     data = text.encode()
     temporary = ""
@@ -40,7 +42,7 @@ def write(path: Path, text: str, force: bool = False) -> int:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            # The mode of any file that the user makes; mkstemp's own would forbid others to read.
+            # Set the mode that the user's new files have; that of mkstemp forbids others to read.
             umask = os.umask(0)
             os.umask(umask)
             os.fchmod(file.fileno(), 0o666 & ~umask)

@@ -1,4 +1,4 @@
-"""A chat as one HTML page. It loads nothing, runs only its own script, and escapes foreign text."""
+"""A chat as one HTML page. It loads nothing, runs only its own script and escapes foreign text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from minikv.cli.wording import worded
 
 
 def render(facts: ChatFacts) -> str:
-    """The page. Foreign text gets into it in two ways: through the template, which escapes it, and
-    as JSON in which no character has a meaning to an HTML parser."""
+    """The page. Foreign text gets into it in two ways: by the template, which escapes it, and as
+    JSON in which no character has a meaning for an HTML parser."""
     import jinja2
 
     folder = resources.files("minikv.cli.export")
@@ -115,7 +115,8 @@ def _cards(facts: ChatFacts) -> list[tuple[str, str, str]]:
 
 
 def _share(facts: ChatFacts) -> int | None:
-    """Held of full in whole percent, between 0 and 100, for the bar in the header."""
+    """Bytes held as a percentage of a full cache, rounded, for the bar in the header. None if not
+    known."""
     report = facts.last
     if report is None or not report.kv_bytes.full:
         return None
@@ -151,7 +152,7 @@ def _options(facts: ChatFacts) -> str:
 
 
 def _data(facts: ChatFacts) -> str:
-    """What the script draws: tokens, where they are kept, and the memory curve."""
+    """The JSON for the script: the tokens, the heads that hold them, and the memory curve."""
     data = {
         "layers": facts.model.layers,
         "heads": facts.model.kv_heads,
@@ -161,7 +162,7 @@ def _data(facts: ChatFacts) -> str:
         "curve": [[point.tokens, point.held, point.full] for point in facts.curve],
     }
     text = json.dumps(data, separators=(",", ":"))
-    # ASCII by now; these three could end the element or begin a comment.
+    # json.dumps gives ASCII. Only these three could end the element or begin a comment.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 

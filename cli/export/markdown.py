@@ -13,8 +13,8 @@ _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 
 
 def render(facts: ChatFacts) -> str:
-    """The transcript. Questions and answers are quoted, so that no fence or heading in them
-    reaches the rest; HTML and images in them stay text."""
+    """The transcript. Questions and answers are quoted, so that code fences and headings in them do
+    not affect the rest. HTML and images in them stay text."""
     model, policy = facts.model, facts.policy
     revision = f" @ {model.revision[:12]}" if model.revision else ""
     parts = [
@@ -63,6 +63,6 @@ def _inert(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """One line without any markup."""
+    """The text in one line, with Markdown escaped."""
     line = " ".join(visible(text).split())
     return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", line)

@@ -1,4 +1,4 @@
-"""A JSON export read back, every key checked: the file may come from anywhere."""
+"""Read a JSON export. Every key is checked, because the file is not trusted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_file(path: str) -> ChatFacts:
 
 
 def parse(data: bytes) -> ChatFacts:
-    """The facts in the bytes of a JSON export. Raises ValueError that names the key."""
+    """The facts in the bytes of a JSON export. Raises `Wrong` (a ValueError) that says why not."""
     try:
         record = json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float)
     except (ValueError, RecursionError) as error:

@@ -22,12 +22,12 @@
     const value = 100 * share;
     return (value === 0 || value >= 10 ? value.toFixed(0) : value.toFixed(1)) + "%";
   };
-  // Rounded down, and in words where nothing is saved, as in the figures of a turn.
+  // Rounded down; in words if nothing is saved. The same as in the figures of a turn.
   const saved = (held, full) =>
     (held < full ? `${(Math.floor(1000 * (1 - held / full) + 1e-9) / 10).toFixed(1)}% saved` : "nothing to save yet");
   const level = (share) => (share > 0 ? Math.max(1, Math.ceil(share * 10 - 1e-9)) : 0);
 
-  // ---- who holds what ---------------------------------------------------------------------------
+  // ---- which heads hold which tokens --------------------------------------------------------------
   const bits = facts.kept.map((row) => row.map((text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0))));
   const holds = (layer, head, token) => (bits[layer][head][token >> 3] >> (token & 7)) & 1;
   const rows = bits.map((row) => row.map((map) => {
@@ -96,7 +96,7 @@
       go(Math.max(0, Math.min(n - 1, next)), true);
     });
   }
-  // The token on the next or previous screen line that is nearest in the horizontal.
+  // The token on the next or previous line of the screen that is horizontally nearest.
   function below(here, down) {
     const from = spans[here].getBoundingClientRect();
     let best = here, distance = Infinity, line = null;
@@ -164,7 +164,7 @@
         + `${count(some)} of ${count(n)} tokens are held by at least one head.`;
   }
 
-  // ---- along the document ------------------------------------------------------------------------
+  // ---- the strip above the document --------------------------------------------------------------
   function strip() {
     const box = id("strip");
     const width = Math.max(200, box.clientWidth), height = 46, band = 6;
@@ -352,7 +352,7 @@
     }
   }
 
-  // ---- what is chosen, kept in the address ---------------------------------------------------------
+  // ---- the chosen layer and head, which the address also has ---------------------------------------
   const radios = [...document.querySelectorAll("input[name=mode]")];
   function choose(change, quiet) {
     Object.assign(state, change);
@@ -373,9 +373,9 @@
     if (quiet) return;
     const hash = state.mode === "all" ? "#document"
       : state.mode === "layer" ? `#layer=${state.layer}` : `#layer=${state.layer}&head=${state.head}`;
-    try { history.replaceState(null, "", hash); } catch { /* a viewer without history */ }
+    try { history.replaceState(null, "", hash); } catch { /* a viewer that has no history */ }
   }
-  // #layer=2, #layer=2&head=1 and #token=40 lead to what they name.
+  // Show what the address names: #layer=2, #layer=2&head=1 or #token=40.
   function follow() {
     const wanted = new URLSearchParams(location.hash.slice(1));
     const number = (key, limit) => {

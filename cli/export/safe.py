@@ -1,4 +1,4 @@
-"""Untrusted text for files that people open: no part of it takes effect or is invisible."""
+"""Untrusted text for files that people open: no character of it is invisible or has an effect."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from minikv.cli.terminal import clean
 
 
 def visible(text: str) -> str:
-    """`text` with its invisible characters spelled out.
+    """`text` with its invisible characters replaced by names.
 
-    The characters that the terminal drops (controls, bidi overrides, tags, lone surrogates) are
-    shown instead: a report is about every token, and these are tokens too. Newline and tab stay.
+    These are the characters that `clean` drops for a terminal (controls, bidi overrides, tags, lone
+    surrogates). A report shows them, because it shows every token. Newline and tab stay.
     """
     kept = clean(text)
     if kept == text:
@@ -19,5 +19,5 @@ def visible(text: str) -> str:
 
 def _name(code: int) -> str:
     if code < 0x20:
-        return chr(0x2400 + code)  # the control pictures: ESC becomes one sign
+        return chr(0x2400 + code)  # Unicode's control pictures, e.g. for ESC
     return f"⟨U+{code:04X}⟩"

@@ -1,8 +1,8 @@
 """Pictures of the main screens, taken from real runs: `python -m minikv.cli.export.screens`.
 
-Each screen is a chat with the bundled model in a child process on a pseudo-terminal. What it wrote
-goes through a terminal emulator (pyte) and from its cells into an SVG (rich). Nothing is drawn that
-was not on the screen, but the command line that started it.
+Each screen is a run of minikv, with the bundled model, in a child process on a pseudo-terminal. A
+terminal emulator (pyte) reads its output, and rich draws the emulator's cells as an SVG. The
+picture has only what was on the screen, and the command line if it begins with the run.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from rich.style import Style
     from rich.text import Text
 
-WIDTH, HEIGHT = 100, 90  # columns, and rows enough that nothing scrolls away
+WIDTH, HEIGHT = 100, 90  # columns, and enough rows that nothing scrolls away
 MAX_BYTES = 60_000
 PROMPT = "›"
-_QUIET = 0.4  # seconds without output after which a prompt is taken to wait for a line
-_PATIENCE = 600.0  # seconds for one line of a screen
+_QUIET = 0.4  # seconds without output after which a prompt is ready for a line
+_PATIENCE = 600.0  # the most seconds for one line of a screen
 _DOCUMENT, _CHARACTERS = "sample.txt", 2_600
 _QUESTION, _ANSWER = "Who leads Project Faithful Swallow?", "Henrik Torova"
 
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What is run and typed. The picture begins where the line number `since` was typed, or with
-    the command itself (None)."""
+    """A command and the lines to type. The picture begins at line number `since` of `typed`; with
+    None, at the command."""
 
     name: str
     command: str
@@ -69,7 +69,7 @@ SCREENS = (
 
 
 def take(screen: Screen, folder: str) -> str:
-    """Run it in `folder`, where the document lies; returns the SVG. Raises UsageError."""
+    """Run the command in `folder`, which has the document; return the SVG. Raises UsageError."""
     emulator = _Emulator(WIDTH, HEIGHT)
     child = _Child(shlex.split(screen.command)[1:], folder, emulator)
     begin = 0
@@ -93,7 +93,7 @@ def take(screen: Screen, folder: str) -> str:
 
 
 class _Emulator:
-    """A terminal's cells; `row` is the cursor's."""
+    """The cells of a terminal. row: the cursor's."""
 
     def __init__(self, columns: int, rows: int) -> None:
         try:
@@ -114,7 +114,7 @@ class _Emulator:
 
     @property
     def line(self) -> str:
-        """The cursor's line."""
+        """The text of the cursor's row."""
         return str(self.screen.display[self.row])
 
     def rows(self) -> list[Text]:
@@ -125,7 +125,7 @@ class _Emulator:
         for y in range(self.screen.lines):
             cells = [self.screen.buffer[y][x] for x in range(self.screen.columns)]
             text = Text()
-            # One piece per style, or every letter becomes an element of the picture.
+            # One piece per style. Else every letter would become an element of the picture.
             for style, run in groupby(cells, key=_style):
                 text.append("".join(cell.data for cell in run), style)
             text.rstrip()
@@ -136,7 +136,7 @@ class _Emulator:
 
 
 class _Child:
-    """minikv on a pseudo-terminal, with a home of its own."""
+    """A run of minikv on a pseudo-terminal, with its own home directory."""
 
     def __init__(self, arguments: Sequence[str], folder: str, emulator: _Emulator) -> None:
         self.emulator = emulator
@@ -159,7 +159,7 @@ class _Child:
         os.write(self.fd, text.encode())
 
     def wait(self) -> None:
-        """Until the prompt waits: it is where the cursor is, and nothing more comes."""
+        """Wait until the cursor is at a prompt and there is no more output. Raises UsageError."""
         end = time.monotonic() + _PATIENCE
         while time.monotonic() < end:
             if self._read(_QUIET):
@@ -169,7 +169,7 @@ class _Child:
         raise UsageError("the chat gave no prompt", f"its last line: {self.emulator.line.strip()}")
 
     def finish(self) -> None:
-        """Until it has ended. Raises UsageError if it failed."""
+        """Wait until the process has ended. Raises UsageError if it failed."""
         while self._read(_PATIENCE):
             pass
         _, status = os.waitpid(self.pid, 0)
@@ -184,7 +184,7 @@ class _Child:
         os.close(self.fd)
 
     def _read(self, seconds: float) -> bool:
-        """Whether something came."""
+        """Wait at most `seconds` for output and feed it to the emulator. Whether there was any."""
         if not select.select([self.fd], [], [], seconds)[0]:
             return False
         try:
@@ -199,7 +199,7 @@ _DIM = re.compile(rb"\x1b\[([0-9;]*)m")
 
 
 def _grey(match: re.Match[bytes]) -> bytes:
-    """The emulator knows no dim text; bright black is how terminals show it."""
+    """Replace dim text, which the emulator does not support, by bright black."""
     codes = match[1].split(b";")
     if b"38" in codes or b"48" in codes or b"2" not in codes:
         return match[0]
@@ -245,7 +245,7 @@ def _svg(screen: Screen, rows: Sequence[Text]) -> str:
     for row in rows:
         console.print(row, no_wrap=True, crop=True)
     picture = console.export_svg(title="minikv", unique_id=f"minikv-{screen.name}")
-    # Without the fonts that rich would fetch from the net.
+    # Without the fonts, which a viewer would load from the internet.
     return re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)
 
 
