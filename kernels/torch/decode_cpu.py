@@ -1,11 +1,11 @@
-"""`ragged_attention` on a CPU without a C compiler: it uses views of the rows instead of copies.
+"""`ragged_attention` on a CPU without a C compiler. Rows are not gathered: heads are views of them.
 
 On a CPU the starts and lengths of the heads can be read without waiting. They decide how attention
 is computed. Heads of one length at even distances are one batch. Uneven heads are one product over
-all rows of the layer, if that is small; else they are computed one after the other. If the
-processor does not multiply bfloat16, rows are converted to float32 first, because torch takes
-eleven times as long otherwise. Many rows are then converted head by head, so that the copies stay
-small.
+all rows of the layer, if that is small; else they are computed one after the other. Rows whose
+dtype is not that of the products are converted first. So are bfloat16 rows if the processor does
+not multiply bfloat16, because torch takes eleven times as long otherwise. Many rows are converted
+head by head, so that the copies stay small.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from minikv.kernels.cpu import choice
 
 _JOINT = 1 << 19  # up to so many logits, one product is faster than a loop over uneven heads
 _LAYOUTS = 128  # how many are cached: about as many as a model has layers
+_CACHED = 1 << 15  # a layout of more numbers is made anew: 128 of these take 16 MiB
 _CONVERTED = 1 << 22  # up to so many numbers, the keys of a layer are converted together
 
 
@@ -115,7 +116,8 @@ def _joint(
     part = slice(first, end)
     keys, values = k[part], v[part]
     key_scale, value_scale = (None if t is None else t[part] for t in (k_scale, v_scale))
-    bias, place = _layout(tuple(s - first for s in starts), tuple(counts))
+    layout = _cached_layout if heads * (end - first) <= _CACHED else _layout
+    bias, place = layout(tuple(s - first for s in starts), tuple(counts))
     if pos is not None and oldest is not None:
         bias = bias.masked_fill(pos[part] < oldest, -math.inf)
     found, mixed, sums = _over_all(q, keys, values, bias, key_scale, value_scale)
@@ -159,13 +161,11 @@ def _over_all(
     return own, torch.mm(p.to(dtype), values.to(dtype)), sums
 
 
-@lru_cache(maxsize=_LAYOUTS)
 def _layout(starts: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The mask and the row numbers of uneven heads; rows are counted from the lowest start.
 
     float32 [H, 1, rows]: 0 where a row belongs to the head, else -inf. int64 [H, 1, longest]: which
-    row is the head's n-th; any row if the head has fewer. Both are cached, because they do not
-    change from step to step once every head is at its cap.
+    row is the head's n-th; any row if the head has fewer.
     """
     start, count = (torch.tensor(t)[:, None, None] for t in (starts, counts))
     end = max(s + n for s, n in zip(starts, counts, strict=True))
@@ -173,6 +173,10 @@ def _layout(starts: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Tensor, T
     bias = torch.zeros(len(starts), 1, end, dtype=torch.float32)
     bias.masked_fill_((row < start) | (row >= start + count), -math.inf)
     return bias, (start + torch.arange(max(counts))).clamp_(max=end - 1)
+
+
+_cached_layout = lru_cache(maxsize=_LAYOUTS)(_layout)
+"""It does not change from step to step once every head is at its cap."""
 
 
 def _batch(t: Tensor, begin: int, heads: int, apart: int, count: int) -> Tensor:

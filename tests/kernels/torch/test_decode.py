@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -116,6 +117,23 @@ def test_many_rows_are_converted_head_by_head(
         start = torch.tensor([0, 41])
         decode_cpu.ragged_attention(q, k, k, start, torch.tensor(lengths), width=40)
         assert taken == heads
+
+
+@pytest.mark.parametrize(("rows", "grown"), [(60, 1), (61, 0)])
+def test_only_small_layouts_are_cached(
+    rows: int, grown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take memory that nothing counts. What is computed is the same."""
+    q, k = torch.randn(2, 1, 8), torch.randn(rows, 8)
+    case = q, k, k, torch.tensor([0, 20]), torch.tensor([13, rows - 20])
+    monkeypatch.setattr(decode_cpu, "_CACHED", 2 * 60)
+    monkeypatch.setattr(decode_cpu, "_cached_layout", lru_cache(decode_cpu._layout))
+    got, want = (
+        attend(*case, width=rows)
+        for attend in (decode_cpu.ragged_attention, kernels.ragged_attention)
+    )
+    torch.testing.assert_close(got, want)
+    assert decode_cpu._cached_layout.cache_info().currsize == grown
 
 
 @pytest.mark.parametrize("shape", SHAPES)
