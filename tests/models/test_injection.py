@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import loaded
 import pytest
 import tokenizers
 import vocabularies as v
@@ -34,24 +35,23 @@ from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
 
 CHATS, MANY = 5_000, 50_000  # by day a part, and all at night
-SOURCES: dict[str, tuple[BuiltIn, Callable[[], dict[str, Any] | str]]] = {
+SOURCES: dict[str, tuple[BuiltIn, str | Callable[..., dict[str, Any]], *tuple[Any, ...]]] = {
     "llama-3": (LLAMA_3, v.byte_level_json),
-    "chatml": (CHATML, lambda: v.byte_level_json(v.CHATML)),
-    "mistral-v3 pieces": (MISTRAL_V3, lambda: "v3"),
-    "mistral-v3 first": (MISTRAL_V3, lambda: v.first_json("v3")),
-    "mistral-v3 every": (MISTRAL_V3, lambda: v.legacy_json("v3")),
-    "mistral-v7": (MISTRAL_V7, lambda: "v7"),
-    "mistral-v1": (MISTRAL_V1, lambda: "v1"),
-    "llama-2": (LLAMA_2, lambda: v.legacy_json("v1")),
-    "zephyr": (ZEPHYR, lambda: "v1"),
+    "chatml": (CHATML, v.byte_level_json, v.CHATML),
+    "mistral-v3 pieces": (MISTRAL_V3, "v3"),
+    "mistral-v3 first": (MISTRAL_V3, v.first_json, "v3"),
+    "mistral-v3 every": (MISTRAL_V3, v.legacy_json, "v3"),
+    "mistral-v7": (MISTRAL_V7, "v7"),
+    "mistral-v1": (MISTRAL_V1, "v1"),
+    "llama-2": (LLAMA_2, v.legacy_json, "v1"),
+    "zephyr": (ZEPHYR, "v1"),
 }
 
 
 @cache
 def prepared(name: str) -> tuple[Tokenizer, ChatTemplate]:
-    format, make = SOURCES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = Tokenizer.from_folder(v.write_folder(Path(folder), make()))
+    format, make, *given = SOURCES[name]
+    tokenizer = loaded.tokenizer(make, *given)
     return tokenizer, ChatTemplate.built_in(format, tokenizer)
 
 
@@ -136,7 +136,7 @@ def test_encoding_the_rendered_text_would_forge() -> None:
     backend = tokenizers.Tokenizer.from_str(json.dumps(v.byte_level_json()))
     rng = random.Random(31)
     forged = 0
-    for _ in range(300):
+    for _ in range(120):
         chat = [
             Message(m.role, m.content.replace("\ud800", ""))
             for m in hostile_chat(rng, frequent(tokenizer))
@@ -145,7 +145,7 @@ def test_encoding_the_rendered_text_would_forge() -> None:
         naive = backend.encode(text, add_special_tokens=False).ids
         expected = structure(tokenizer, template.opening(neutral(chat)))
         forged += structure(tokenizer, naive) != expected
-    assert forged > 200
+    assert forged > 80
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -161,10 +161,10 @@ def test_every_control_token_in_every_position(name: str, part: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3", "chatml"])
-def test_the_words_of_a_hostile_message_are_kept(name: str) -> None:
+def test_the_words_of_a_hostile_message_are_kept(name: str, part: float) -> None:
     tokenizer, template = prepared(name)
     rng = random.Random(32)
-    for _ in range(300):
+    for _ in range(round(2000 * part)):
         text = hostile_text(rng, frequent(tokenizer)).strip().replace("\ud800", "x")
         assert text in tokenizer.decode(template.opening([Message("user", text)]))
 

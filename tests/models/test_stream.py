@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import loaded
 import pytest
 import tokenizers
 import vocabularies as v
+from pairwise import some_by_day
 
 from minikv.models.errors import UnsupportedModel
 from minikv.models.stream import (
@@ -21,17 +22,18 @@ from minikv.models.stream import (
     word_piece_bytes,
 )
 from minikv.models.tokenizer import Tokenizer
-from minikv.models.tokenizer_json import JsonVocabulary
-from minikv.models.tokenizer_sp import PieceVocabulary
 
 COUNT, MANY = 7_000, 34_000  # by day a part, and all at night: for each of three vocabularies
 
 
-@cache
-def tokenizer(kind: str) -> Tokenizer:
-    if kind == "pieces":
-        return Tokenizer(PieceVocabulary.from_file(v.vendor_file("v3")))
-    return Tokenizer(JsonVocabulary(v.legacy_json("v1") if kind == "words" else v.tekken_json()))
+KINDS: dict[str, tuple[Any, ...]] = {
+    "pieces": ("v3",),
+    "words": (v.legacy_json, "v1"),
+    "bytes": (v.byte_level_json,),
+    "all of tekken": (v.tekken_json,),
+}
+BY_DAY = some_by_day(KINDS, lambda kind: kind != "all of tekken")
+"""By day the first 20,000 ranks of tekken's are enough: they spell any text."""
 
 
 def streamed(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
@@ -44,9 +46,9 @@ def drawn(part: float) -> int:
     return MANY if part == 1.0 else int(part * COUNT)
 
 
-@pytest.mark.parametrize("kind", ["pieces", "words", "bytes"])
+@pytest.mark.parametrize("kind", BY_DAY)
 def test_random_texts(kind: str, part: float) -> None:
-    text_of = tokenizer(kind)
+    text_of = loaded.tokenizer(*KINDS[kind])
     rng = random.Random(11)
     for _ in range(drawn(part)):
         text = v.random_text(rng, tuple(text_of.control)[:9]).replace("▁", "_")
@@ -54,9 +56,9 @@ def test_random_texts(kind: str, part: float) -> None:
         assert "".join(streamed(text_of, ids)) == text_of.decode(ids) == text
 
 
-@pytest.mark.parametrize("kind", ["pieces", "words", "bytes"])
+@pytest.mark.parametrize("kind", BY_DAY)
 def test_random_ids(kind: str, part: float) -> None:
-    text_of = tokenizer(kind)
+    text_of = loaded.tokenizer(*KINDS[kind])
     rng = random.Random(12)
     low, high = -5, text_of.vocab + 500
     for _ in range(drawn(part)):
@@ -76,7 +78,7 @@ def test_text_is_that_of_sentencepiece(version: str, part: float) -> None:
     Only a space as a byte piece differs: sentencepiece keeps it even at the start of the text.
     """
     model = v.vendor(version)
-    text_of = Tokenizer(PieceVocabulary.from_file(v.vendor_file(version)))
+    text_of = loaded.tokenizer(version)
     marks = {text_of.control[c] for c in text_of.control if "REFERENCE_DOC" in c}
     rng = random.Random(13)
     compared = 0
@@ -92,9 +94,8 @@ def test_text_is_that_of_sentencepiece(version: str, part: float) -> None:
 
 
 def test_byte_level_text_is_that_of_tokenizers(part: float) -> None:
-    data = v.byte_level_json()
-    text_of = Tokenizer(JsonVocabulary(data))
-    backend = tokenizers.Tokenizer.from_str(json.dumps(data))
+    text_of = loaded.tokenizer(v.byte_level_json)
+    backend = tokenizers.Tokenizer.from_str(json.dumps(v.byte_level_json()))
     rng = random.Random(14)
     compared = 0
     for _ in range(drawn(part)):

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import loaded
 import pytest
 import tokenizers
 import vocabularies as v
@@ -144,37 +145,40 @@ PUBLISHED = {
 OWN = ("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 SP = {"bos_token": "<s>", "eos_token": "</s>"}
 L3 = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
-CASES: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, str]]] = {
-    "llama-3": ("llama-3", v.byte_level_json, L3),
-    "llama-3.2": ("llama-3.2", v.byte_level_json, L3),
-    "chatml": ("chatml", lambda: v.byte_level_json(v.CHATML), {"eos_token": "<|im_end|>"}),
-    "macro": ("chatml-macro", lambda: v.byte_level_json(v.CHATML), {"eos_token": "<|im_end|>"}),
-    "own": ("own", lambda: v.byte_level_json(OWN), {"bos_token": "<|bos|>"}),
-    "llama-2": ("llama-2", lambda: v.legacy_json("v1"), SP),
-    "mistral-v1": ("mistral-v1", lambda: v.legacy_json("v1"), SP),
-    "zephyr": ("zephyr", lambda: v.legacy_json("v1"), SP),
-    "mistral-v3": ("mistral-first", lambda: v.first_json("v3"), SP),
-    "zephyr-first": ("zephyr", lambda: v.first_json("v3"), SP),
+CHATML_ENDS = {"eos_token": "<|im_end|>"}
+CASES: dict[str, tuple[str, Callable[..., dict[str, Any]], Any, dict[str, str]]] = {
+    "llama-3": ("llama-3", v.byte_level_json, v.LLAMA_3, L3),
+    "llama-3.2": ("llama-3.2", v.byte_level_json, v.LLAMA_3, L3),
+    "chatml": ("chatml", v.byte_level_json, v.CHATML, CHATML_ENDS),
+    "macro": ("chatml-macro", v.byte_level_json, v.CHATML, CHATML_ENDS),
+    "own": ("own", v.byte_level_json, OWN, {"bos_token": "<|bos|>"}),
+    "llama-2": ("llama-2", v.legacy_json, "v1", SP),
+    "mistral-v1": ("mistral-v1", v.legacy_json, "v1", SP),
+    "zephyr": ("zephyr", v.legacy_json, "v1", SP),
+    "mistral-v3": ("mistral-first", v.first_json, "v3", SP),
+    "zephyr-first": ("zephyr", v.first_json, "v3", SP),
 }
 
 
 @cache
-def prepared(case: str) -> tuple[Tokenizer, ChatTemplate, PreTrainedTokenizerFast]:
-    """Our tokenizer and template, and transformers' of the same files."""
-    from transformers import PreTrainedTokenizerFast
-
-    name, make, named = CASES[case]
-    data = make()
+def prepared(case: str) -> tuple[Tokenizer, ChatTemplate]:
+    """Our tokenizer and template."""
+    name, make, of, named = CASES[case]
+    # These two are found without a configuration, so that other tests have the same tokenizer.
+    tokenizer = loaded.tokenizer(make, of, **({} if named is SP else named))
     with tempfile.TemporaryDirectory() as folder:
         config = {**named, "chat_template": PUBLISHED[name]}
-        path = v.write_folder(Path(folder), data, config)
-        tokenizer = Tokenizer.from_folder(path)
-        template = ChatTemplate.from_folder(path, tokenizer)
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(data)), **named
-    )
-    theirs.chat_template = PUBLISHED[name]
-    return tokenizer, template, theirs
+        (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+        return tokenizer, ChatTemplate.from_folder(folder, tokenizer)
+
+
+@cache
+def theirs(make: Callable[..., dict[str, Any]], of: Any, **named: str) -> PreTrainedTokenizerFast:
+    """The tokenizer that transformers makes of the same file."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = tokenizers.Tokenizer.from_str(json.dumps(make(of)))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **named)
 
 
 def random_chat(rng: random.Random, system: bool = True, strip: bool = False) -> list[Message]:
@@ -194,15 +198,21 @@ def plain(messages: list[Message]) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_ids_are_those_of_transformers(case: str, part: float) -> None:
-    tokenizer, template, theirs = prepared(case)
+    tokenizer, template = prepared(case)
+    name, make, of, named = CASES[case]
+    oracle = theirs(make, of, **named)
     rng = random.Random(21)
     compared = 0
     for _ in range(int(part * 500)):
         chat = random_chat(rng, system=case != "mistral-v1")
         if any(tokenizer.lookalikes(m.content) for m in chat):
             continue
-        expected = theirs.apply_chat_template(
-            plain(chat), tokenize=True, add_generation_prompt=True, return_dict=False
+        expected = oracle.apply_chat_template(
+            plain(chat),
+            chat_template=PUBLISHED[name],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
         )
         assert template.opening(chat) == expected, chat
         compared += 1
@@ -211,9 +221,7 @@ def test_ids_are_those_of_transformers(case: str, part: float) -> None:
 
 @pytest.mark.parametrize("version", ["v1", "v3", "v7"])
 def test_built_in_ids_are_the_vendors(tmp_path: Path, version: str, part: float) -> None:
-    folder = v.write_folder(tmp_path, version)
-    tokenizer = Tokenizer.from_folder(folder)
-    template = ChatTemplate.from_folder(folder, tokenizer)
+    template = ChatTemplate.from_folder(tmp_path, loaded.tokenizer(version))
     assert template.name == f"built-in mistral-{version}"
     vendor = MistralTokenizer.from_file(
         str(
@@ -243,17 +251,15 @@ def test_built_in_ids_are_the_vendors(tmp_path: Path, version: str, part: float)
     ("version", "format"), [("v3", MISTRAL_V3), ("v1", MISTRAL_V1), ("v1", LLAMA_2)]
 )
 def test_built_in_formats_agree_over_vocabulary_layouts(
-    tmp_path: Path, version: str, format: BuiltIn, part: float
+    version: str, format: BuiltIn, part: float
 ) -> None:
-    pieces = Tokenizer.from_folder(v.write_folder(tmp_path / "sp", version))
+    pieces = ChatTemplate.built_in(format, loaded.tokenizer(version))
     rng = random.Random(23)
-    for data in (v.first_json(version), v.legacy_json(version)):
-        tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path / "json", data))
-        ours = ChatTemplate.built_in(format, tokenizer)
-        theirs = ChatTemplate.built_in(format, pieces)
+    for make in (v.first_json, v.legacy_json):
+        words = ChatTemplate.built_in(format, loaded.tokenizer(make, version))
         for _ in range(round(200 * part)):
             chat = random_chat(rng, strip=True)
-            assert ours.opening(chat) == theirs.opening(chat), (format.name, chat)
+            assert words.opening(chat) == pieces.opening(chat), (format.name, chat)
 
 
 def follows(tokenizer: Tokenizer, template: ChatTemplate, chat: list[Message]) -> None:
@@ -270,10 +276,10 @@ def follows(tokenizer: Tokenizer, template: ChatTemplate, chat: list[Message]) -
 
 # Not "mistral-v1": without the space its answer can merge with the bracket before it.
 @pytest.mark.parametrize("case", [case for case in CASES if case != "mistral-v1"])
-def test_following_continues_the_opening(case: str) -> None:
-    tokenizer, template, _ = prepared(case)
+def test_following_continues_the_opening(case: str, part: float) -> None:
+    tokenizer, template = prepared(case)
     rng = random.Random(24)
-    for _ in range(60):
+    for _ in range(round(400 * part)):
         chat = random_chat(rng, system=case != "mistral-v3", strip=True)
         if len(chat) > 2:
             follows(tokenizer, template, chat)
@@ -281,7 +287,7 @@ def test_following_continues_the_opening(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["llama-3", "chatml", "own", "llama-2", "mistral-v1", "zephyr"])
 def test_opening_answer_and_following_add_up(case: str) -> None:
-    tokenizer, template, _ = prepared(case)
+    tokenizer, template = prepared(case)
     chat = [Message("user", "one"), Message("assistant", "two"), Message("user", "three")]
     # These two templates put no space before the answer.
     answer = tokenizer.encode("two", "inside" if case in ("mistral-v1", "zephyr") else "start")
@@ -291,16 +297,17 @@ def test_opening_answer_and_following_add_up(case: str) -> None:
 @pytest.mark.parametrize(
     "format", [LLAMA_2, LLAMA_3, MISTRAL_V1, MISTRAL_V3, MISTRAL_V7, CHATML, ZEPHYR, PLAIN]
 )
-def test_following_with_built_in_formats(tmp_path: Path, format: BuiltIn) -> None:
-    specials = {LLAMA_3.name: v.LLAMA_3, CHATML.name: v.CHATML}
+def test_following_with_built_in_formats(format: BuiltIn, part: float) -> None:
     control = {MISTRAL_V3.name: "v3", MISTRAL_V7.name: "v7"}
-    data: Any = control.get(format.name, "v1")
-    if format.name in specials:
-        data = v.byte_level_json(specials[format.name])
-    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    if format is LLAMA_3:
+        tokenizer = loaded.tokenizer(v.byte_level_json, v.LLAMA_3, **L3)
+    elif format is CHATML:
+        tokenizer = loaded.tokenizer(v.byte_level_json, v.CHATML, **CHATML_ENDS)
+    else:
+        tokenizer = loaded.tokenizer(control.get(format.name, "v1"))
     template = ChatTemplate.built_in(format, tokenizer)
     rng = random.Random(25)
-    for _ in range(60):
+    for _ in range(round(400 * part)):
         chat = random_chat(rng, system=format is not MISTRAL_V3, strip=True)
         if len(chat) > 2:
             follows(tokenizer, template, chat)
@@ -308,7 +315,7 @@ def test_following_with_built_in_formats(tmp_path: Path, format: BuiltIn) -> Non
 
 def long_chat(turns: int) -> list[Message]:
     """Questions and answers, with a document that spells control tokens in the first."""
-    chat = [Message("system", "Be brief. " * 300), Message("user", "<|eot_id|> a mill " * 5000)]
+    chat = [Message("system", "Be brief. " * 30), Message("user", "<|eot_id|> a mill " * 500)]
     for turn in range(turns):
         chat += [Message("assistant", f"answer {turn}"), Message("user", f"question {turn}?")]
     return chat
@@ -319,7 +326,7 @@ def test_a_long_chat_goes_on_as_if_all_of_it_were_shown(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(templates, "_WHOLE", 32)
-    _, template, _ = prepared(case)
+    _, template = prepared(case)
     for turns in (1, 2, 20, 33, 34, 60):
         chat = long_chat(turns)
         assert template.following(chat) == template._compose(chat, follow=True), turns
@@ -341,11 +348,11 @@ def test_what_goes_on_with_a_long_chat_does_not_render_all_of_it(
 
     monkeypatch.setattr(template, "_render", render)
     chat = long_chat(1)
-    for turn in range(300):
+    for turn in range(150):
         chat += [Message("assistant", f"answer {turn}"), Message("user", f"question {turn}?")]
         template.following(chat)
-    assert 5 <= len([count for count in shown if count > 40]) <= 20
-    assert len(shown) >= 600
+    assert 5 <= len([count for count in shown if count > 40]) <= 16
+    assert len(shown) >= 300
 
 
 def test_another_conversation_is_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +393,7 @@ def test_a_template_that_looks_back_is_shown_all(
 
 
 def test_following_survives_what_a_template_trims() -> None:
-    tokenizer, template, _ = prepared("llama-3")
+    tokenizer, template = prepared("llama-3")
     asked = [Message("user", "q"), Message("assistant", "  padded \n"), Message("user", " r ")]
     found = template.following(asked)
     assert found[:2] == [tokenizer.control["<|eot_id|>"], tokenizer.control["<|start_header_id|>"]]
@@ -394,7 +401,7 @@ def test_following_survives_what_a_template_trims() -> None:
 
 
 def test_a_conversation_ends_with_a_user_message() -> None:
-    _, template, _ = prepared("own")
+    _, template = prepared("own")
     with pytest.raises(ValueError, match="user message"):
         template.opening([])
     with pytest.raises(ValueError, match="user message"):
@@ -439,7 +446,7 @@ def test_system_prompts_are_folded_where_a_template_takes_none(source: str) -> N
 
 
 def test_a_refused_conversation_says_what_the_template_says() -> None:
-    _, template, _ = prepared("mistral-v1")
+    _, template = prepared("mistral-v1")
     with pytest.raises(UnsupportedModel, match="roles must alternate"):
         template.opening([Message("user", "a"), Message("user", "b")])
 
@@ -468,22 +475,23 @@ def test_look_up_order(tmp_path: Path) -> None:
 
 
 def test_families_are_recognised_by_their_vocabulary(tmp_path: Path) -> None:
-    def name(folder: str, data: Any) -> str:
-        path = v.write_folder(tmp_path / folder, data)
-        template = ChatTemplate.from_folder(path, Tokenizer.from_folder(path))
+    def name(folder: str, tokenizer: Tokenizer) -> str:
+        template = ChatTemplate.from_folder(tmp_path / folder, tokenizer)
         assert template.notes
         return template.name
 
-    assert name("a", v.byte_level_json(v.LLAMA_3)) == "built-in llama-3"
-    assert name("b", v.byte_level_json(v.CHATML)) == "built-in chatml"
-    assert name("c", v.first_json("v3")) == "built-in mistral-v3"
+    assert name("a", loaded.tokenizer(v.byte_level_json, v.LLAMA_3, 1000, 8)) == "built-in llama-3"
+    assert name("b", loaded.tokenizer(v.byte_level_json, v.CHATML, 1000, 8)) == "built-in chatml"
+    assert name("c", loaded.tokenizer(v.first_json, "v3")) == "built-in mistral-v3"
     nemo = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
-    assert name("d", v.byte_level_json(nemo)) == "built-in mistral-v3"
-    assert name("mistral-7b", "v1") == "built-in mistral-v1"
-    assert name("zephyr-7b-beta", "v1") == "built-in zephyr"
-    assert name("Llama-2-7b-chat", llama_2_json()) == "built-in llama-2"
-    assert name("TinyLlama-1.1B", llama_2_json()) == "built-in tinyllama"
-    assert name("unknown", v.byte_level_json(("<s>", "</s>"))) == "plain"
+    assert name("d", loaded.tokenizer(v.byte_level_json, nemo, 1000, 8)) == "built-in mistral-v3"
+    assert name("mistral-7b", loaded.tokenizer("v1")) == "built-in mistral-v1"
+    assert name("zephyr-7b-beta", loaded.tokenizer("v1")) == "built-in zephyr"
+    llama_2 = loaded.tokenizer(llama_2_json)
+    assert name("Llama-2-7b-chat", llama_2) == "built-in llama-2"
+    assert name("TinyLlama-1.1B", llama_2) == "built-in tinyllama"
+    others = loaded.tokenizer(v.byte_level_json, ("<s>", "</s>"), 1000, 8)
+    assert name("unknown", others) == "plain"
 
 
 def llama_2_json() -> dict[str, Any]:
@@ -664,13 +672,31 @@ HOSTILE = {
 }
 
 
-SLOW = ("bare loops", "loops in sums", "loops in filters", "macro tree", "power of powers")
-SLOW += ("pairs", "loop condition")
-"""Each takes all of the second that it may. At night, beside others by day that are like them."""
+SLOW = ("nested loops", "bare loops", "loops in sums", "loops in filters", "macro tree", "power")
+SLOW += ("power of powers", "pairs", "pairs compared", "pairs in maps", "loop condition", "sorting")
+SLOW += ("many strings",)
+"""Each takes all of the second that it may. By day it may take a fifth of that."""
+STOPPED = [(name, share) for share in (0.2, 1.0) for name in HOSTILE if share == 1 or name in SLOW]
 
 
-@pytest.mark.parametrize("name", some_by_day(HOSTILE, lambda name: name not in SLOW))
-def test_hostile_templates_are_stopped(name: str) -> None:
+def given_less_time(path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Templates are rendered by a process that may take a share of the processor time."""
+    source = rendering._WORKER.read_text("utf-8")
+    assert source.count("_SECONDS = 1.0 ") == 1
+    path.write_text(source.replace("_SECONDS = 1.0 ", f"_SECONDS = {share} "), "utf-8")
+    one = _Process()
+    monkeypatch.setattr(rendering, "_WORKER", path)
+    monkeypatch.setattr(rendering, "process", lambda: one)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), some_by_day(STOPPED, lambda case: case[0] not in SLOW or case[1] < 1)
+)
+def test_hostile_templates_are_stopped(
+    name: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if share < 1:
+        given_less_time(tmp_path / "sandbox.py", monkeypatch, share)
     started = time.monotonic()
     with pytest.raises(CorruptModel) as caught:
         Program(HOSTILE[name], "chat_template.jinja").render({"messages": [{"content": "a"}]})
@@ -679,16 +705,20 @@ def test_hostile_templates_are_stopped(name: str) -> None:
     assert str(caught.value).startswith("chat_template.jinja")
     assert "\n" not in str(caught.value)
     assert "MemoryError" not in str(caught.value)
-    running = process()._running
+    assert share == 1 or "was stopped" in str(caught.value)
+    running = rendering.process()._running
     assert running is not None
     if running.poll() is None:
         status = Path(f"/proc/{running.pid}/status").read_text()
         assert int(status.split("VmHWM:")[1].split()[0]) < 512 << 10  # KiB
 
 
-def test_the_next_rendering_is_none_the_worse() -> None:
+def test_the_next_rendering_is_none_the_worse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_less_time(tmp_path / "sandbox.py", monkeypatch, 0.2)
     program = Program("{{ messages[0].content }}", "t")
-    for name in ("nested loops", "many strings", "output"):
+    for name in ("nested loops", "output"):
         with pytest.raises(CorruptModel, match="was stopped"):
             Program(HOSTILE[name], "t").render({})
         assert program.render({"messages": [{"content": "ü" * 9}]}) == "ü" * 9
