@@ -320,18 +320,18 @@ class DecodeStep:
         final = self.half_ended  # statistics have changed, and there is no copy of the old
         try:
             if not self.half_ended:
-                # Before statistics change, unless the rows are about to move.
-                moves = policy is not None and policy.block > 1
+                # All that allocates comes before a kernel changes statistics, because that cannot be
+                # taken back. Where rows move, no kernel changes them.
+                moves = policy is not None and policy.block > 1 and self.due
+                slid = None
                 if self._slides and not moves:
-                    self._find_unseen(arena)
+                    slid = self._find_unseen(arena)
                 if policy is None or policy.evict_first:
                     arena.free_slot.masked_fill_(self.accepted, -1)
                 else:
                     final = self._update_and_evict(policy, undo)
                 if self._slides:
-                    if moves:
-                        self._find_unseen(arena)
-                    slid = self.unseen >= 0
+                    slid = self._find_unseen(arena) if slid is None else slid
                     torch.where(slid, self.unseen, arena.free_slot, out=arena.free_slot)
                 self.half_ended = True
             self._place(arena)
@@ -359,8 +359,8 @@ class DecodeStep:
             self.overwritten,
             before=policy is not None and policy.evict_first,
         )
-        if self._slides:
-            torch.sub(self.position + 1, self.window, out=self.oldest_seen)
+        if self._slides:  # without allocating, because the step counts by now
+            torch.sub(self.position, self.window, out=self.oldest_seen).add_(1)
 
     def drop(self) -> None:
         """Undo the step under way, without allocating; nothing happens if there is none, or if it
@@ -619,9 +619,9 @@ class DecodeStep:
         self.count.copy_(left)
         self._used = None
 
-    def _find_unseen(self, arena: Arena) -> None:
+    def _find_unseen(self, arena: Arena) -> Tensor:
         """Write to `unseen` the row of each head that the window of the next token leaves out, or
-        -1. This row leaves before all others."""
+        -1. This row leaves before all others. Returns bool [L, H]: the heads that have one."""
         self.ops.unseen_rows(
             arena.start,
             self.count,
@@ -632,6 +632,7 @@ class DecodeStep:
             self.unseen,
             width=self.width,
         )
+        return self.unseen >= 0
 
     def _in_use(self) -> tuple[Tensor, Tensor]:
         """`StepRows.index` of all heads with the new row, [L * H, width]; kept until one grows."""

@@ -6,6 +6,8 @@ That a policy's kernels compute what its torch form says is tested in tests/kern
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from dense import decode_attention
+from faults import Allocations, Fault
 from small import ids, network
 from stepping import STEPS, engine, pair
 from tape import NoWaiting, Tape
@@ -465,6 +468,17 @@ def test_the_scratch_is_as_wide_as_the_longest_head_in_steps_of_sixteen() -> Non
     assert step.logits.shape == (3, 3, 2, 48)
 
 
+def same(one: Arena, two: Arena) -> None:
+    """All tables, and all columns of the rows in use."""
+    for table in ("start", "length", "capacity", "cap", "free_slot"):
+        assert torch.equal(getattr(one, table), getattr(two, table)), table
+    for layer in range(2):
+        index, live = one.index(layer)
+        for column in one.columns:
+            found = one.columns[column][index[live]], two.columns[column][index[live]]
+            assert torch.equal(*found), column
+
+
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_whose_end_fails_did_not_happen_or_counts(name: str, plain: bool) -> None:
@@ -494,14 +508,42 @@ def test_a_step_whose_end_fails_did_not_happen_or_counts(name: str, plain: bool)
         if run.kv.position == position:
             assert torch.equal(run.step(token), want)
         assert run.kv.position == twin.kv.position
-    one, two = run.kv.arena, twin.kv.arena
-    for table in ("start", "length", "capacity", "cap", "free_slot"):
-        assert torch.equal(getattr(one, table), getattr(two, table)), table
-    for layer in range(2):
-        index, live = one.index(layer)
-        for column in one.columns:
-            found = one.columns[column][index[live]], two.columns[column][index[live]]
-            assert torch.equal(*found), column
+    same(run.kv.arena, twin.kv.arena)
+
+
+@pytest.mark.parametrize("windows", [None, (20, None)])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_whose_end_finds_no_memory_did_not_happen_or_counts(
+    name: str, windows: tuple[int | None, ...] | None
+) -> None:
+    """The n-th tensor of a step's end cannot be allocated, for each n; then the token is fed again
+    if the step did not count. In the end all is as if there had been enough memory."""
+    net = network(layers=2, windows=windows)
+    run, twin = (engine(net, None, "full", name, 40) for _ in range(2))
+    for each in (run, twin):
+        each.prompt(ids(60))
+        each.step(1)
+    decode, end = run.kv.decode, run.kv.decode.end
+    for token in ids(3, seed=3):
+        want, fired = twin.step(token), True
+        for at in itertools.count(1):
+            fault = Fault("allocation", at)
+
+            def failing(fault: Fault = fault) -> None:
+                with Allocations(fault):
+                    end()
+
+            decode.end = failing  # type: ignore[method-assign]
+            position = run.kv.position
+            with contextlib.suppress(MemoryError, RuntimeError):
+                assert torch.equal(run.step(token), want)
+            fired = fault.fired
+            if run.kv.position > position:
+                break
+        decode.end = end  # type: ignore[method-assign]
+        assert run.kv.position == twin.kv.position
+        assert not fired or decode.half_ended
+    same(run.kv.arena, twin.kv.arena)
 
 
 def test_what_a_kernel_added_to_the_statistics_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

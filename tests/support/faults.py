@@ -63,7 +63,7 @@ class Fault:
         return failing
 
 
-class _Allocations(TorchDispatchMode):
+class Allocations(TorchDispatchMode):
     """Every new tensor is an allocation."""
 
     def __init__(self, fault: Fault) -> None:
@@ -134,7 +134,7 @@ def failing(session: ChatSession, fault: Fault) -> Iterator[None]:
     """Inside, the fault can come."""
     with pytest.MonkeyPatch.context() as patch:
         if fault.kind == "allocation":
-            with _Allocations(fault):
+            with Allocations(fault):
                 yield
             return
         if fault.kind == "kernel":
