@@ -50,8 +50,8 @@ _NOT_MEASURED = dict.fromkeys(OPERATIONS, C) | {
 }
 _C_IN_FLOATS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": FLOATS}
 
-# Joined attention and prompt statistics were measured on avx512-bf16-intel alone; the instructions
-# that they use are those of every AVX-512 and AVX2.
+# Joined attention and prompt statistics were measured on amx and avx512-bf16-intel; the
+# instructions that they use are those of every AVX-512 and AVX2.
 CHOICES: Mapping[str, Mapping[str, str]] = {
     # With tiles of bfloat16, attention is two to three times as fast as torch's, and four times as
     # fast as with C's floats. Prompts with packed weights take about as long as with bfloat16
