@@ -8,8 +8,10 @@ below those figures, leave room for chance.
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 import minikv
 from minikv.chat.session import ChatSession
 from minikv.models import BUNDLED
+from minikv.models.bundled import train, world
 from minikv.models.bundled.exam import exact, share
 
 SEED = 555_000_000
@@ -64,7 +67,11 @@ def test_four_questions_about_a_fresh_document(
 
 @pytest.mark.parametrize(
     ("tokens", "budget", "count"),
-    [(2000, 128, 6), pytest.param(4000, 256, 24, marks=pytest.mark.soak)],
+    [
+        (1000, 64, 6),
+        pytest.param(2000, 128, 6, marks=pytest.mark.soak),
+        pytest.param(4000, 256, 24, marks=pytest.mark.soak),
+    ],
 )
 def test_a_budget_of_a_sixteenth_keeps_the_answers(
     full: ChatSession, tokens: int, budget: int, count: int
@@ -84,32 +91,45 @@ def test_a_budget_of_a_sixteenth_keeps_the_answers(
     assert share(exact(blind, tokens, count, 1, SEED + 9, least=2)) <= 0.5 * baseline
 
 
-@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_the_training_script_makes_a_model(tmp_path: Path, runs: int) -> None:
+def arguments(out: Path, phase: str) -> list[str]:
+    """Of the training script, for a few steps."""
+    flags = ["--out", str(out), "--phases", phase, "--batch", "512", "--examined", "1"]
+    return [*flags, "--no-compile", "--float32", "--device", "cpu"]
+
+
+def test_the_training_makes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps in this process. The vocabulary is learned from documents of a tenth the length,
+    which takes a tenth of the time."""
+    document, questions = world.document, world.questions
+
+    def shorter(rng: random.Random, sentences: int, facts: int) -> world.Document:
+        return document(rng, 9, 6) if sentences == 90 else document(rng, sentences, facts)
+
+    def fewer(rng: random.Random, doc: world.Document, count: int) -> Iterator[tuple[str, str]]:
+        return questions(rng, doc, 6 if count == 60 else count)
+
+    monkeypatch.setattr(world, "document", shorter)
+    monkeypatch.setattr(world, "questions", fewer)
+    monkeypatch.setattr(sys, "argv", ["train", *arguments(tmp_path, "64:1e3:1e-3:1e-4")])
+    train.main()
+    answers(tmp_path)
+
+
+@pytest.mark.soak
+def test_the_training_script_makes_the_same_model_twice(tmp_path: Path) -> None:
     """A few steps: the files load, and a second run of the same seed is the same."""
-    weights = []
-    for run in range(runs):
-        command = [
-            sys.executable,
-            "-m",
-            "minikv.models.bundled.train",
-            "--out",
-            str(tmp_path / str(run)),
-            "--phases",
-            "64:4e3:1e-3:1e-4" if runs > 1 else "64:1e3:1e-3:1e-4",
-            "--batch",
-            "512",
-            "--no-compile",
-            "--float32",
-            "--device",
-            "cpu",
-            "--examined",
-            "1",
-        ]
-        subprocess.run(command, check=True, capture_output=True, timeout=500)
-        weights.append((tmp_path / str(run) / "model.safetensors").read_bytes())
-    assert len({*weights}) == 1
-    chat = minikv.load(str(tmp_path / "0"), policy="full")
+    command = [sys.executable, "-m", "minikv.models.bundled.train"]
+    for run in ("0", "1"):
+        given = arguments(tmp_path / run, "64:4e3:1e-3:1e-4")
+        subprocess.run([*command, *given], check=True, capture_output=True, timeout=500)
+    weights = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("0", "1")]
+    assert weights[0] == weights[1]
+    answers(tmp_path / "0")
+
+
+def answers(folder: Path) -> None:
+    """The model can be loaded, and has an answer."""
+    chat = minikv.load(str(folder), policy="full")
     chat.attach("The mayor of Velmora is Tarin Oskvin.")
     assert isinstance("".join(chat.ask("Who is the mayor of Velmora?", max_tokens=4)), str)
     assert chat.report is not None
