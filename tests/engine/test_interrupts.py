@@ -214,7 +214,7 @@ def moments(count: int, seed: int) -> dict[str, int]:
 
 
 def test_a_few_random_moments() -> None:
-    came = moments(12, seed=1)
+    came = moments(8, seed=1)
     assert came["reading"] + came["writing"] > 0
 
 
@@ -239,9 +239,13 @@ TOLD = "The mill stands by the river, and nobody knows who built it. "
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_a_stop_at_every_layer_and_chunk_of_a_prompt(name: str) -> None:
+def test_a_stop_at_every_layer_and_chunk_of_a_prompt(name: str, part: float) -> None:
     """Four layers, chunks of 32 tokens: at each boundary the chat is as it was, and in the end it
-    answers as if nothing had been stopped."""
+    answers as if nothing had been stopped.
+
+    By day at every third boundary, so after each of the layers, and after others of them in the
+    second prompt and in another setting."""
+    stride, first = (1, 1) if part == 1 else (3, 1 + [*EVERYWHERE].index(name) % 3)
     chat, plain = EVERYWHERE[name].chat(), EVERYWHERE[name].chat()
     for turn, question in enumerate(("Who?", "And then?")):
         for one in (chat, plain):
@@ -254,7 +258,7 @@ def test_a_stop_at_every_layer_and_chunk_of_a_prompt(name: str) -> None:
 
         "".join(plain.ask(question, 5, progress=count))
         before = facts(chat)
-        for at in range(1, total):
+        for at in sorted({*range(first, total, stride), total - 1}):
             left = iter(range(at, 0, -1))
 
             def stop(done: int, of: int, left: Iterator[int] = left) -> None:
@@ -266,14 +270,17 @@ def test_a_stop_at_every_layer_and_chunk_of_a_prompt(name: str) -> None:
             sound(chat)
             assert facts(chat) == before
         assert total >= 4 * 5
+        first = first % stride + 1
         "".join(chat.ask(question, 5))
         assert facts(chat) == facts(plain)
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_a_stop_at_every_step_of_an_answer(name: str) -> None:
-    """What was written stays, and the next question is answered as after so many tokens."""
-    for written in range(1, 9):
+def test_a_stop_at_every_step_of_an_answer(name: str, part: float) -> None:
+    """What was written stays, and the next question is answered as after so many tokens. By day
+    after an odd or an even number of them, by the setting."""
+    first = 1 + [*EVERYWHERE].index(name) % 2
+    for written in range(1, 9) if part == 1 else range(first, 9, 2):
         chat, plain = EVERYWHERE[name].chat(), EVERYWHERE[name].chat()
         for one in (chat, plain):
             one.attach(TOLD * 2, "mill.txt")
