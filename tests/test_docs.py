@@ -8,6 +8,7 @@ import ast
 import json
 import re
 import shlex
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ PAGE = (ROOT / "docs/architecture.md").read_text()
 PICTURE = (ROOT / "docs/architecture.svg").read_text()
 
 
+@cache
 def known() -> set[str]:
     """Every `Class.name` of the sources: methods, attributes of `self` and annotated fields."""
     found: set[str] = set()

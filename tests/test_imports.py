@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatch
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -60,12 +61,19 @@ def allowed(source: str, target: str) -> bool:
     }[source]
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
+@cache
+def statements(text: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """The imports of a source: at its top, under TYPE_CHECKING or in a function."""
+    nodes = ast.walk(ast.parse(text))
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def imports(text: str) -> Iterator[str]:
     """Absolute dotted names; `from a import b` counts as a and as a.b."""
-    for node in ast.walk(tree):
+    for node in statements(text):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, "relative import"
             assert node.module
             if node.module == "minikv":
@@ -91,7 +99,7 @@ def sources() -> Iterator[tuple[str, Path]]:
 def violations(package: str, name: str, text: str) -> list[str]:
     """Every import in `text` that the rules forbid."""
     found = []
-    for module in imports(ast.parse(text)):
+    for module in imports(text):
         top = module.split(".")[0]
         if top in ("models", "kernels", "cli"):
             found.append(f"{name}: bare {module}")
@@ -141,7 +149,7 @@ def test_the_rules_catch_each_kind_of_breach(package: str, line: str) -> None:
 
 def test_relative_imports_are_refused() -> None:
     with pytest.raises(AssertionError):
-        list(imports(ast.parse("from . import arena")))
+        list(imports("from . import arena"))
 
 
 def module_name(package: str, path: Path) -> str:
@@ -152,15 +160,15 @@ def module_name(package: str, path: Path) -> str:
 
 
 def uses(name: str, text: str, modules: Collection[str]) -> set[str]:
-    """The modules that a source imports: at its top, under TYPE_CHECKING or in a function.
+    """The modules that a source imports.
 
     `from a import b` counts as `a.b` where that is a module, else as `a`.
     """
     found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(text):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             names = (f"{node.module}.{alias.name}" for alias in node.names)
             found.update(name if name in modules else node.module for name in names)
     return (found & set(modules)) - {name}
