@@ -153,7 +153,7 @@ def test_a_budget_above_the_length_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["roco", "hashevict"])
 def test_a_stopped_prompt_leaves_no_trace(name: str) -> None:
-    net = network()
+    net = network(rows=16)
     plain, stopped = strided(net, name, 40, 8), strided(net, name, 40, 8)
     for run in (plain, stopped):
         run.prompt(ids(100))

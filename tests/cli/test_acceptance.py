@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import tiny
 from forked import Done, Forked, Presses, run
+from pairwise import some_by_day
 from rich.cells import cell_len
 
 STORY = "The mill stands by the river, and nobody knows who built it. " * 8
@@ -673,7 +674,9 @@ sys.addaudithook(watch)
 """
 
 
-@pytest.mark.parametrize("missing", [None, "tokenizer.json"])
+@pytest.mark.parametrize(
+    "missing", some_by_day([None, "tokenizer.json"], lambda name: name is None)
+)
 def test_09_offline_opens_no_socket(program: Program, missing: str | None) -> None:
     """With HF_HUB_OFFLINE=1 a model that is complete in the hub's cache answers without a socket
     being opened; one that lacks a file is exit 3, with the file named, and no socket either."""

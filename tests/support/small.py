@@ -73,7 +73,7 @@ def network(
     kv_heads: int = 3,
     head_dim: int = 8,
     windows: tuple[int | None, ...] | None = None,
-    rows: int = 16,
+    rows: int = 32,
     max_context: int = 4096,
     seed: int = 0,
 ) -> Llama:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairwise import some_by_day
 from small import engine, ids, network
 
 from minikv.cache.attend import Attend
@@ -14,7 +15,7 @@ from minikv.engine.engine import Engine
 from minikv.policies import default_step, prompt_names
 
 
-@pytest.mark.parametrize("windows", [None, (20, None, 30)])
+@pytest.mark.parametrize("windows", some_by_day([None, (20, None, 30)], bool))
 def test_a_document_read_once_is_as_if_each_had_read_it(
     windows: tuple[int | None, ...] | None,
 ) -> None:
