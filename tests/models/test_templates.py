@@ -713,6 +713,13 @@ def test_hostile_templates_are_stopped(
         assert int(status.split("VmHWM:")[1].split()[0]) < 512 << 10  # KiB
 
 
+def test_a_text_may_have_four_million_characters_and_some_more() -> None:
+    source = "{% for i in range(COUNT) %}{{ 'a' * 65536 }}{% endfor %}"
+    assert len(Program(source.replace("COUNT", "64"), "t").render({})) == 4 << 20
+    with pytest.raises(CorruptModel, match="it wrote more than 4,194"):
+        Program(source.replace("COUNT", "66"), "t").render({})
+
+
 def test_the_next_rendering_is_none_the_worse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
