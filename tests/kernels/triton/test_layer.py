@@ -122,7 +122,7 @@ class Counted:
 
 def test_a_network_computes_the_same_with_them() -> None:
     """A prompt in two chunks and steps: by the twins, and in the interpreter by the kernels."""
-    net = small.network(layers=2)
+    net = small.network(layers=2, rows=16)
     logits = []
     for ops in (None, Counted(kernel("triton.layer") if INTERPRETED else Kernels())):
         net.ops = ops

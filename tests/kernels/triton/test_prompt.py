@@ -23,7 +23,7 @@ def test_prompts_read_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     policy. The same rows stay as with the twins."""
     from minikv.kernels.triton.table import Triton
 
-    net = small.network(layers=2, heads=4, kv_heads=2, head_dim=16, windows=(None, 60))
+    net = small.network(layers=2, heads=4, kv_heads=2, head_dim=16, windows=(None, 60), rows=16)
     logits, kept = {}, {}
     for triton in (False, True):
         kv = small.scheduler(net, "h2o+ada", "roco", 40)
