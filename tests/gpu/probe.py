@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -32,6 +33,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from plain_tree import linked
 
 linked()
+if os.environ.get("TRITON_INTERPRET") == "1":
+    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels/triton"))
+    import quick_interpreter
+
+    quick_interpreter.install()
 
 from minikv.cli.bench import machine
 from minikv.engine.decode_loop import captured
@@ -53,8 +59,8 @@ def mean_seconds(
         for i in range(calls):
             run(i)
 
-    body()
     if device.type == "cuda":
+        body()
         torch.cuda.synchronize()
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
@@ -103,10 +109,10 @@ def products(device: torch.device, small: bool) -> dict[str, Any]:
         ("down", 4096, 14336),
     ):
         if small:
-            rows, inside = rows // 512, inside // 32
+            rows, inside = rows // 2048, inside // 32  # a program takes tens of milliseconds
         for form in FORMS:
             one = matrix(device, rows, inside, form)
-            count = 2 if small else max(2, (400 << 20) // one.nbytes)
+            count = 1 if small else max(2, (400 << 20) // one.nbytes)
             kept = [one, *(matrix(device, rows, inside, form) for _ in range(count - 1))]
             x = torch.randn(1, inside, device=device, dtype=torch.bfloat16)
             out = torch.empty(1, rows, device=device, dtype=torch.bfloat16)
@@ -145,12 +151,13 @@ def layers(device: torch.device, small: bool) -> dict[str, Any]:
     """Seconds of all behind attention in a layer, with the next one's queries, keys and values: the
     separate calls ("separate") and our own products. Where `own_by_separate` is above 1, set
     `products` of kernels/triton/table.py to False."""
-    hidden, mlp, attended, rows = (32, 32, 32, 32) if small else (4096, 14336, 4096, 6144)
+    hidden, mlp, attended, rows = (32, 32, 32, 8) if small else (4096, 14336, 4096, 6144)
     ops = Triton()
     found: dict[str, Any] = {}
     shapes = ((hidden, attended), (2 * mlp, hidden), (hidden, mlp), (rows, hidden))
     for form in FORMS:
-        kept = [[matrix(device, *shape, form) for shape in shapes] for _ in range(2)]
+        calls = 1 if small else 2
+        kept = [[matrix(device, *shape, form) for shape in shapes] for _ in range(calls)]
         norms = [torch.ones(hidden, device=device, dtype=torch.bfloat16) for _ in range(2)]
         x = torch.randn(1, hidden, device=device, dtype=torch.bfloat16)
         mixed = torch.randn(1, attended, device=device, dtype=torch.bfloat16)
@@ -173,7 +180,7 @@ def layers(device: torch.device, small: bool) -> dict[str, Any]:
             return product
 
         mine = {
-            name: mean_seconds(run, device, 1 if small else 2, 1 if small else 7) * 1e6
+            name: mean_seconds(run, device, calls, 1 if small else 7) * 1e6
             for name, run in (("separate", separate), ("own", own))
         }
         mine["own_by_separate"] = mine["own"] / mine["separate"]

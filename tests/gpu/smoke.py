@@ -33,6 +33,11 @@ for _folder in (Path(__file__).parents[1] / "support", Path(__file__).parent):
 from plain_tree import linked
 
 linked()
+if os.environ.get("TRITON_INTERPRET") == "1":
+    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels/triton"))
+    import quick_interpreter
+
+    quick_interpreter.install()
 
 import rest_twin
 import step_oracle
@@ -264,18 +269,20 @@ def token(s: Sizes) -> str:
     """Of a whole vocabulary: the best, and draws through every filter."""
     vocab = 128256 if s.rows > 100 else 3000
     logits = (torch.randn(vocab, generator=s.made) * 3).to(s.device)
-    draws = torch.rand(8, dtype=torch.float64, generator=s.made).to(s.device)
+    each = 2 if s.interprets else 8
+    draws = torch.rand(each, dtype=torch.float64, generator=s.made).to(s.device)
     first = torch.tensor(0, device=s.device)
     outs = []
     for ops in (Twins(), Triton()):
-        found = [torch.zeros(2, dtype=torch.int64, device=s.device) for _ in range(33)]
+        settings = ((1.0, 0, 1.0, 0.0), (0.7, 40, 1.0, 0.0), (2.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1))
+        count = 1 + each * len(settings)
+        found = [torch.zeros(2, dtype=torch.int64, device=s.device) for _ in range(count)]
         one = torch.zeros(1, dtype=torch.int64, device=s.device)
         finite = torch.tensor(False, device=s.device)
         ops.greedy(logits, one, found[0], finite)
-        settings = ((1.0, 0, 1.0, 0.0), (0.7, 40, 1.0, 0.0), (2.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1))
         for i, into in enumerate(found[1:]):
-            at = torch.tensor(i % 8 - 1, device=s.device)
-            ops.sample(logits, *settings[i // 8], draws, first, at, one, into, finite)
+            at = torch.tensor(i % each - 1, device=s.device)
+            ops.sample(logits, *settings[i // each], draws, first, at, one, into, finite)
         outs.append(torch.stack(found))
     assert torch.equal(*outs), "not equal"
     return "equal"
@@ -528,15 +535,16 @@ def packed(s: Sizes, form: str) -> str:
 
 def behind_attention(s: Sizes, form: str) -> str:
     """The rest of a layer, and of the last one, in launches of its own."""
-    attended, heads, hidden, mlp = s.heads * s.group * s.size, 2 * s.heads * s.size, s.hidden, s.mlp
+    attended, hidden, mlp = s.heads * s.group * s.size, s.hidden, s.mlp
+    following = attended + 2 * s.heads * s.size
     if s.interprets:
-        attended, heads, hidden, mlp = 32, 16, 32, 32  # a program takes tens of milliseconds
+        attended, hidden, mlp, following = 32, 32, 32, 48  # a program takes tens of milliseconds
     matrices = []
     for rows, columns in (
         (hidden, attended),
         (2 * mlp, hidden),
         (hidden, mlp),
-        (attended + heads, hidden),
+        (following, hidden),
     ):
         plain = Plain(s.normal(rows, columns) / columns**0.5)
         on_gpu = torch.device("cuda")  # also in the interpreter: a CPU has other layouts
