@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from drawing import randoms
+from pairwise import pairwise, some_by_day
 from torch import Tensor
 
 from minikv.cache.kv_cache import KVCache
@@ -66,7 +68,7 @@ def cache_of(net: Llama) -> KVCache:
     return KVCache(shape, Rules(), dtype=net.dtype, device=net.device)
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -74,9 +76,15 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+CASES = SIZES, FORMS, (False, True), (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "form", "biased", "threads"),
+    some_by_day(product(*CASES), {*pairwise(*CASES)}.__contains__),
+    indirect=["threads"],
+    ids=str,
+)
 def test_a_step_is_that_of_separate_calls(
     sizes: tuple[int, ...], form: str, biased: bool, threads: int
 ) -> None:
