@@ -330,16 +330,8 @@ def prompt_rows(bench: Bench, case: Case, *, whole: bool = True) -> list[dict[st
     ends: dict[tuple[int, int], list[Count]] = {}
     for layers in LAYERS:
         for chunks in (1, 2) if whole else (1,):
-            engine = bench.engine(case, layers)
-            runs[layers, chunks], ends[layers, chunks] = [], []
-            for turn in range(2):
-                bench.finished.clear()
-                with bench.counted() as counted:
-                    logits = engine.prompt(ids(chunks * CHUNK - 9, turn))
-                runs[layers, chunks].append(counted)
-                ends[layers, chunks].append(bench.finished.copy())
-                engine.next(token_of(logits), VOCAB, Sampling(), 0, ahead=False)
-            assert not engine.notices, engine.notices
+            key = layers, chunks
+            runs[key], ends[key] = prompt_runs(bench, case, layers, chunks)
     rows = []
     few, more = LAYERS
     for turn in range(2):
@@ -356,6 +348,23 @@ def prompt_rows(bench: Bench, case: Case, *, whole: bool = True) -> list[dict[st
             row["beside_chunk"] = _less(_less(n[few, 2], n[few, 1]), chunk, few)
         rows.append({part: row[part] for part in PARTS if part in row})
     return rows
+
+
+def prompt_runs(
+    bench: Bench, case: Case, layers: int, chunks: int
+) -> tuple[list[Count], list[Count]]:
+    """What a first prompt and a later one launch; and of that, what chooses and moves the rows."""
+    engine = bench.engine(case, layers)
+    runs, ends = [], []
+    for turn in range(2):
+        bench.finished.clear()
+        with bench.counted() as counted:
+            logits = engine.prompt(ids(chunks * CHUNK - 9, turn))
+        runs.append(counted)
+        ends.append(bench.finished.copy())
+        engine.next(token_of(logits), VOCAB, Sampling(), 0, ahead=False)
+    assert not engine.notices, engine.notices
+    return runs, ends
 
 
 def token_of(logits: Tensor) -> int:
@@ -379,8 +388,9 @@ SAMPLINGS = {
     "top_k top_p min_p": Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05),
 }
 _BY_DAY = ("full", "snapkv")
-"""Prompt policies that are counted in every way of keeping rows, and in prompts of two chunks, by
-day; the others at night."""
+"""Prompt policies that are counted in every way of keeping rows by day; the others at night."""
+_CHUNKS_BY_DAY = (("full", ""), ("full", "int8"), ("snapkv", ""), ("snapkv", "windows"))
+"""Of them, and ways of keeping rows: also in prompts of two chunks."""
 _STEPS_BY_DAY = ("none", "roco", "hashevict")
 """Step policies that are counted in every way of keeping rows by day."""
 _NOTED_BY_DAY = ("roco",)
@@ -432,7 +442,8 @@ def prompts(bench: Bench, whole: bool) -> Rows:
     """The table's part about prompts."""
     found = {}
     for case in prompt_cases(whole=whole):
-        first, later = prompt_rows(bench, case, whole=whole or case.policy in _BY_DAY)
+        chunks = case in [Case(policy, "none", kept) for policy, kept in _CHUNKS_BY_DAY]
+        first, later = prompt_rows(bench, case, whole=whole or chunks)
         found |= {f"{case.name} first": _kinds(first), f"{case.name} later": _kinds(later)}
     return found
 

@@ -160,6 +160,8 @@ def near(given: Any) -> Any:
     """What lies on the CPU, in any nesting."""
     if isinstance(given, StandIn):
         return given.near
+    if given is None or isinstance(given, (int, float, str, Tensor)):
+        return given
     if isinstance(given, (tuple, list)):
         return type(given)(map(near, given))
     if isinstance(given, dict):
@@ -175,13 +177,16 @@ def uncounted() -> AbstractContextManager[object]:
     return modes
 
 
-def _tensors(given: Any) -> Iterator[Tensor]:
+def _tensors(given: Any) -> list[Tensor]:
     """All tensors in lists and tuples."""
     if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, (tuple, list)):
-        for one in given:
-            yield from _tensors(one)
+        return [given]
+    if isinstance(given, (tuple, list)):
+        return [t for one in given if isinstance(one, _NESTED) for t in _tensors(one)]
+    return []
+
+
+_NESTED = (Tensor, tuple, list)
 
 
 @cache
@@ -205,7 +210,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """An operator on what lies near. Its results stand in for tensors of the GPU where they would
     be there."""
     name = func.overloadpacket.__name__
-    tensors = list(_tensors((args, list(kwargs.values()))))
+    tensors = _tensors((args, list(kwargs.values())))
     known = {id(t.near): t for t in tensors if isinstance(t, StandIn)}
     if known and len(known) < len(tensors) and name not in _COPYING:
         _refuse_mixing(name, tensors)
@@ -253,15 +258,15 @@ def _attention(
     lies in the order of rows."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    x = (q @ k.transpose(2, 3)).float() / math.sqrt(q.shape[3])
+    k, v = (t.repeat_interleave(group, 1).float() for t in (k, v))  # bfloat16 takes longer
+    x = q.float() @ k.transpose(2, 3) / math.sqrt(q.shape[3])
     rows = torch.arange(k.shape[2])
     back = rows[-q.shape[2] :, None] - rows
     if causal or window is not None:
         x = x.masked_fill(back < 0, -math.inf)
     if window is not None:
         x = x.masked_fill(back >= window, -math.inf)
-    out = x.softmax(-1).to(v.dtype) @ v
+    out = (x.softmax(-1) @ v).to(q.dtype)
     return out.transpose(1, 2).contiguous(), x.logsumexp(-1)
 
 
