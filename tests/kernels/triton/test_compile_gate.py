@@ -56,9 +56,8 @@ def _daily(name: str) -> bool:
 
 
 VARIANTS = _collect()
-MORE = ("mass-bf16-d128-g4-rows32-listed", "ragged-prefill-bf16-d128-g4-lines40")
-"""Builds of the night. What is listed is read in `lse` and `each` by day, too; 40 lines differ from
-4,096 in the size of a tile only."""
+MORE = ("ragged-prefill-bf16-d128-g4-lines40",)
+"""Builds of the night: 40 lines differ from 4,096 in the size of a tile only."""
 RARE = re.compile(r"fp16|fp32|\b(?:d?80|d?256|64)\b")
 BUILDS = some_by_day(
     [(name, arch) for name in sorted(VARIANTS) for arch in SHARED],
@@ -103,13 +102,13 @@ def compiled(
     cubin = folder / f"{'-'.join([name, str(arch), *unaligned])}.cubin"
     cubin.write_bytes(made.asm["cubin"])
 
-    def dump(what: str) -> str:
-        ran = subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True)
-        return ran.stdout
+    def said(*command: str | Path) -> str:
+        return subprocess.run([*command, cubin], capture_output=True, text=True, check=True).stdout
 
-    usage = dump("--dump-resource-usage")
+    usage = said(tool, "--dump-resource-usage")
     number = {k: int(v) for k, v in re.findall(r"(STACK|LOCAL):(\d+)", usage)}
-    sass = dump("--dump-sass") if variant.mma and not unaligned else ""
+    disassembled = variant.mma and not unaligned
+    sass = said(tool.with_name("nvdisasm"), "-ndf", "-c") if disassembled else ""
     found = re.findall(r"\b([A-Z][A-Z0-9]*(?:\.[A-Z0-9_]+)*)\b", sass)
     widths: Mapping[str, Collection[int]] = {}
     if variant.reads:
