@@ -388,9 +388,11 @@ SAMPLINGS = {
     "top_k top_p min_p": Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05),
 }
 _BY_DAY = ("full", "snapkv")
-"""Prompt policies that are counted in every way of keeping rows by day; the others at night."""
-_CHUNKS_BY_DAY = (("full", ""), ("full", "int8"), ("snapkv", ""), ("snapkv", "windows"))
-"""Of them, and ways of keeping rows: also in prompts of two chunks."""
+"""Prompt policies that are counted in every way of keeping rows, and in prompts of two chunks, by
+day; the others at night."""
+_ONE_CHUNK_BY_DAY = (("full", "windows"), ("snapkv", "int8"))
+"""Of them and ways of keeping rows: prompts of one chunk only. Each of these values meets two
+chunks in another pair."""
 _STEPS_BY_DAY = ("none", "roco", "hashevict")
 """Step policies that are counted in every way of keeping rows by day."""
 _NOTED_BY_DAY = ("roco",)
@@ -442,7 +444,7 @@ def prompts(bench: Bench, whole: bool) -> Rows:
     """The table's part about prompts."""
     found = {}
     for case in prompt_cases(whole=whole):
-        chunks = case in [Case(policy, "none", kept) for policy, kept in _CHUNKS_BY_DAY]
+        chunks = case.policy in _BY_DAY and (case.policy, case.kept) not in _ONE_CHUNK_BY_DAY
         first, later = prompt_rows(bench, case, whole=whole or chunks)
         found |= {f"{case.name} first": _kinds(first), f"{case.name} later": _kinds(later)}
     return found
