@@ -320,8 +320,8 @@ class DecodeStep:
         final = self.half_ended  # statistics have changed, and there is no copy of the old
         try:
             if not self.half_ended:
-                # All that allocates comes before a kernel changes statistics, because that cannot be
-                # taken back. Where rows move, no kernel changes them.
+                # All that allocates comes before a kernel changes statistics, because that cannot
+                # be taken back. Where rows move, no kernel changes them.
                 moves = policy is not None and policy.block > 1 and self.due
                 slid = None
                 if self._slides and not moves:
