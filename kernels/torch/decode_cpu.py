@@ -150,12 +150,11 @@ def _over_all(
     heads, group, size = q.shape
     dtype = _product_dtype(q)
     query = q.view(heads * group, size).to(dtype)
-    found = torch.mm(query, keys.to(dtype).T).float().mul_(1.0 / math.sqrt(size))
+    found = torch.mm(query, keys.to(dtype).T).float().view(heads, group, -1)
     if key_scale is not None:
         found *= key_scale
-    own = found.view(heads, group, -1)
-    own += bias
-    p, sums = _softmax(found)
+    own = torch.add(bias, found, alpha=1.0 / math.sqrt(size))
+    p, sums = _softmax(own.view(heads * group, -1))
     if value_scale is not None:
         p *= value_scale
     return own, torch.mm(p.to(dtype), values.to(dtype)), sums

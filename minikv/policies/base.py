@@ -661,6 +661,8 @@ def unprotected(view: StepView, policy: StepPolicy, count: int = 1) -> Tensor:
     newest = view.position - 1
     free = (view.pos >= policy.sinks) & (view.pos <= newest - policy.recent)
     few = free.sum(1, keepdim=True) < count
+    if view.readable and not bool(few.any()):
+        return free
     return free | (few & (view.pos >= 0) & (view.pos < newest))
 
 

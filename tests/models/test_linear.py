@@ -204,6 +204,7 @@ def test_one_row_does_not_go_through_onednn(monkeypatch: pytest.MonkeyPatch) -> 
         return honest(*args)
 
     monkeypatch.setattr(linear.F, "linear", spy)
+    monkeypatch.setattr(linear, "has_tiles", lambda: False)
     made = matrix(64, 64)
     made(torch.randn(1, 64).bfloat16())
     made(torch.randn(2, 64).bfloat16())
@@ -211,6 +212,35 @@ def test_one_row_does_not_go_through_onednn(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch._C._get_mkldnn_enabled() is True
     Plain(torch.ones(4, 4))(torch.ones(1, 4))  # float32 is left to torch
     assert seen[-1] is True
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_one_row_is_right_with_tiles_and_without(
+    shape: tuple[int, int], tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "has_tiles", lambda: tiles)
+    x = torch.randn(1, shape[1], generator=torch.Generator().manual_seed(shape[0])).bfloat16()
+    made = matrix(*shape)
+    got = made(x)
+    assert got.shape == (1, shape[0])
+    assert right(made, x, got)
+
+
+@torch.no_grad()
+def test_with_tiles_one_row_goes_through_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    honest = torch.mv
+
+    def spy(*args: Tensor) -> Tensor:
+        seen.append(torch._C._get_mkldnn_enabled())
+        return honest(*args)
+
+    monkeypatch.setattr(torch, "mv", spy)
+    monkeypatch.setattr(linear, "has_tiles", lambda: True)
+    matrix(64, 64)(torch.randn(1, 64).bfloat16())
+    assert seen == [True]
 
 
 def test_bfloat16_trains_through_the_ordinary_path() -> None:
@@ -690,7 +720,10 @@ assert linear.lacks("int4") == "" == linear.lacks("int8")
     assert run.code == 0, run.err
 
 
-def test_two_threads_leave_the_products_of_torch_as_they_were() -> None:
+def test_two_threads_leave_the_products_of_torch_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "has_tiles", lambda: False)
     before = torch._C._get_mkldnn_enabled()
     matrix = linear.Plain(torch.randn(512, 256).bfloat16())
     x = torch.randn(1, 256).bfloat16()

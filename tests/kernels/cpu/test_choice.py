@@ -16,7 +16,7 @@ from minikv.cache.stats import Shape
 from minikv.kernels import dispatch
 from minikv.kernels.cpu import build, choice, prefill, table
 from minikv.kernels.torch import attention
-from minikv.models.linear import bf16_products
+from minikv.models.linear import bf16_products, has_tiles
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
@@ -192,6 +192,7 @@ def test_the_class_is_what_torch_may_use(
     native = found in ("amx", "avx512-bf16", "avx512-bf16-intel")
     assert choice.multiplies_bf16.__wrapped__() == native
     assert bf16_products.__wrapped__() == native  # models may not import kernels
+    assert has_tiles.__wrapped__() == (found == "amx")
 
 
 def test_tiles_that_are_refused_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +205,7 @@ def test_tiles_that_are_refused_are_not_there(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(torch.cpu, "_init_amx", lambda granted=granted: granted)
         assert choice.tiles_refused() == (there and not granted)
         assert (choice.processor.__wrapped__() == "amx") == (there and granted)
+        assert has_tiles.__wrapped__() == (there and granted)
 
 
 SMALL_STACK = """
