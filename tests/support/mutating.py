@@ -336,11 +336,13 @@ def _functions() -> dict[tuple[str, str, int], list[FunctionType]]:
     """All that the sources have, by file, name and line."""
     for path in SOURCES:  # some are imported when they are first used
         importlib.import_module(_module(path))
+    gc.unfreeze()  # tests/conftest.py froze what was collected, and the collector lists none of it
     found: dict[tuple[str, str, int], list[FunctionType]] = defaultdict(list)
     for one in gc.get_objects():
         if type(one) is FunctionType:  # isinstance asks lazy modules, which warn
             code = one.__code__
             found[code.co_filename, code.co_qualname, code.co_firstlineno].append(one)
+    assert {str(ROOT / path) for path in SOURCES} & {path for path, *_ in found}
     return found
 
 
@@ -356,6 +358,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def _forget(path: str) -> None:
     """What functions of a source remember (`functools.cache`) was computed without the change."""
+    gc.unfreeze()
     for one in gc.get_objects():
         if type(one) is functools._lru_cache_wrapper:
             code = getattr(one.__wrapped__, "__code__", None)
