@@ -1,12 +1,13 @@
 /* Products of many rows of activations with tiles of bfloat16 (AMX). A tile of activations has 16
    rows and 32 columns. A tile of weights has 16 pairs of columns for each of 16 rows of weights.
 
-   A panel is SPAN rows and PART columns of the weights, converted to bfloat16, in the order in
-   which it is multiplied. 32 of its rows stay in the L1 cache while they are multiplied by CHUNK
-   rows of activations. These stay in the L2 cache, into which the next ones are prefetched
-   meanwhile. int8 weights are whole numbers, which bfloat16 represents exactly. Weights of four
-   bits are rounded to bfloat16, as `unpack_int4` of packing.c rounds them. Activations are not
-   rounded. */
+   A panel is SPAN rows and one part of the columns of the weights, converted to bfloat16, in the
+   order in which it is multiplied. Some rows of activations are multiplied by one panel after the
+   other. The panel, the activations and the sums stay in the L2 cache; what is multiplied next is
+   prefetched into it meanwhile. 32 rows of activations stay in the L1 cache. If there are many rows
+   of activations, the threads first convert a block of weights together. int8 weights
+   are whole numbers, which bfloat16 represents exactly. Weights of four bits are rounded to
+   bfloat16, as `unpack_int4` of packing.c rounds them. Activations are not rounded. */
 #include "row.h"
 #include "tiles.h"
 
@@ -17,33 +18,39 @@
 #endif
 
 /* The arguments of a product: x [t, n], whose rows are `pitch` numbers apart, and the weights
-   [m.outs, m.n]. */
+   [m.outs, m.n]. A row has `parts` parts of `steps` tiles; the last may have fewer. A panel has
+   `span` rows of weights, a multiple of 32. `rows` rows of activations are multiplied together. */
 typedef struct {
     Matrix m;
     int64_t t, pitch;
     const bf16 *x;
     bf16 *out; /* [t, outs] */
+    int64_t parts, steps, span, rows;
 } Product;
 
 #if TILES
 
-/* MOST: the most rows of activations that are read before the panels are made again. STEP: columns
-   of a tile of activations. STEPS: tiles along the columns of a part. */
-enum { SPAN = 128, PART = 256, CHUNK = 256, MOST = 1024, STEP = 32, STEPS = PART / STEP };
+/* STEP: columns of a tile of activations. LONGEST: tiles along the columns of a part. SPAN: the
+   most rows of a panel. ROWS: rows of activations that are multiplied together; up to ALONE, if
+   there are no more. MOST: rows of activations for which weights are converted once. BLOCK_BYTES:
+   of weights that the threads convert together. */
+enum { STEP = 32, LONGEST = 8, SPAN = 256, ROWS = 256, ALONE = 384, MOST = 2048 };
+enum { BLOCK_BYTES = 8 << 20 };
 
-/* How many parts of PART columns a row has, how many steps of STEP columns a part has, and how many
-   tiles `rows` rows have. */
-INLINE int64_t parts_of(const Product *p) { return (p->m.n + PART - 1) / PART; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t over(int64_t a, int64_t b) { return (a + b - 1) / b; } /* rounded up */
+
+/* How many tiles part number `part` has along the columns. */
 INLINE int64_t steps_of(const Product *p, int64_t part) {
-    int64_t left = p->m.n - part * PART;
-    return ((left < PART ? left : PART) + STEP - 1) / STEP;
+    return least(p->steps, over(p->m.n, STEP) - part * p->steps);
 }
-INLINE int64_t tiles_of(int64_t rows) { return (rows + 15) / 16; }
+
+/* Numbers of the tiles of `tiles` times 16 rows in one part. */
+INLINE int64_t size_of(const Product *p, int64_t tiles) { return tiles * p->steps * NUMBERS; }
 
 /* How many tiles of 16 rows of weights the panel from row `from` on has. */
 INLINE int64_t outs_of(const Product *p, int64_t from) {
-    int64_t left = p->m.outs - from;
-    return tiles_of(left < SPAN ? left : SPAN);
+    return over(least(p->m.outs - from, p->span), 16);
 }
 
 /* A mask of the STEP columns from `at` on: which of them exist. */
@@ -52,12 +59,13 @@ INLINE __mmask32 columns_from(const Product *p, int64_t at) {
     return left < STEP ? (1u << left) - 1 : ~0u;
 }
 
-/* Copy 16 rows of activations from row `first` on to `to` [parts][tiles][STEPS][16][32]. Rows and
-   columns that do not exist become zeros. */
-static void load_rows(const Product *p, int64_t first, int64_t tiles, bf16 *to) {
-    int64_t left = p->t - first, held = left < 16 ? left : 16;
-    for (int64_t at = 0; at < p->m.n; at += STEP) {
-        bf16 *tile = to + (at / PART * tiles * STEPS + at % PART / STEP) * NUMBERS;
+/* Copy 16 rows of activations from row `first` on to tile `number` of `tiles` in each part: to
+   [parts][tiles][steps][16][32]. Rows and columns that do not exist become zeros. */
+static void load_rows(const Product *p, int64_t first, int64_t number, int64_t tiles, bf16 *to) {
+    int64_t held = least(p->t - first, 16);
+    for (int64_t step = 0; step < over(p->m.n, STEP); step++) {
+        int64_t part = step / p->steps, at = step * STEP;
+        bf16 *tile = to + size_of(p, part * tiles + number) + step % p->steps * NUMBERS;
         __mmask32 mask = columns_from(p, at);
         const bf16 *from = p->x + first * p->pitch + at;
         for (int64_t i = 0; i < 16; i++)
@@ -115,36 +123,79 @@ INLINE void load_four(const Product *p, int64_t from, int64_t at, uint32_t *to) 
     }
 }
 
-/* Make the panel of a part from row `from` on: [SPAN / 32][STEPS][2][16][16]. */
+/* Prefetch a sixteenth, number `i`, of the int8 weights of a part of 16 rows from row `from` on. */
+INLINE void expect_eight(const Product *p, int64_t from, int64_t part, int64_t i) {
+    const int8_t *row = (const int8_t *)p->m.weights + (from + i) * p->m.n + part * p->steps * STEP;
+    for (int64_t at = 0; at < p->steps * STEP; at += 64)
+        __builtin_prefetch(row + at, 0, 2);
+}
+
+/* 32-bit words of a panel. */
+INLINE int64_t panel_size(const Product *p) { return p->span * p->steps * STEP / 2; }
+
+/* Make the panel of a part from row `from` on: [span / 32][steps][2][16][16]. */
 static void load_panel(const Product *p, int64_t from, int64_t part, uint32_t *panel) {
-    for (int64_t o = 0; o < SPAN && from + o < p->m.outs; o += 16)
+    for (int64_t o = 0; o < p->span && from + o < p->m.outs; o += 16)
         for (int64_t step = 0; step < steps_of(p, part); step++) {
-            uint32_t *to = panel + ((o / 32 * STEPS + step) * 2 + o / 16 % 2) * 256;
-            int64_t at = part * PART + step * STEP;
+            uint32_t *to = panel + ((o / 32 * p->steps + step) * 2 + o / 16 % 2) * 256;
+            int64_t at = (part * p->steps + step) * STEP;
             if (p->m.form == FOUR)
                 load_four(p, from + o, at, to);
-            else
+            else {
+                for (int64_t i = step * 16 / p->steps; i < (step + 1) * 16 / p->steps; i++)
+                    expect_eight(p, from + o + 16, part, i);
                 load_eight(p, from + o, at, to);
+            }
         }
 }
 
-/* Add the product of the activations x [tiles][STEPS][16][32] and the panel to sums [tiles][SPAN /
-   16][16][16]; with `first`, overwrite sums instead. outs: tiles of 16 rows of weights. next: the
-   activations to prefetch, which are multiplied after x. */
-static void multiply(
-    int64_t tiles, int64_t outs, int64_t steps, int first, const bf16 *x, const uint32_t *panel,
-    float *sums, const bf16 *next
+/* The scales of the 16 rows of weights from row `from` on; 1 for weights of four bits. */
+INLINE vec scales_from(const Product *p, int64_t from) {
+    if (p->m.form != EIGHT)
+        return fill(1.0f);
+    int64_t left = p->m.outs - from;
+    __mmask16 mask = left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1u << left) - 1) : 0;
+    __m256i held = _mm256_maskz_loadu_epi16(mask, (const bf16 *)p->m.scales + from);
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(held), 16);
+}
+
+/* Write the outputs of up to 32 rows of activations from row `first` on, for `outs` tiles of rows
+   of weights from row `from` on: the sums [outs / 2][2][2][16][16] times the scales. */
+static void write_out(
+    const Product *p, int64_t first, int64_t rows, int64_t from, int64_t outs, const float *sums
 ) {
-    const char *ahead = (const char *)next;
-    /* Each step prefetches so many lines; together, the steps prefetch all of `next`. */
-    const int lines = (int)((64 + outs - 1) / outs);
-    for (int64_t o = 0; o < outs; o += 2)
-        for (int64_t r = 0; r < tiles; r += 2) {
-            const int two = r + 1 < tiles; /* else the first tile is computed twice */
-            const bf16 *a = x + r * STEPS * NUMBERS, *below = a + two * STEPS * NUMBERS;
-            const uint32_t *b = panel + o * STEPS * 256;
-            float *sum = sums + (r * (SPAN / 16) + o) * 256, *under = sum + two * (SPAN * 16);
-            if (first) {
+    for (int64_t o = 0; o < outs; o += 2, from += 32, sums += 1024) {
+        int64_t left = p->m.outs - from;
+        __mmask32 mask = left < 32 ? (1u << left) - 1 : ~0u;
+        const vec low = scales_from(p, from), high = scales_from(p, from + 16);
+        bf16 *to = p->out + first * p->m.outs + from;
+        for (int64_t r = 0; r < rows; r++, to += p->m.outs) {
+            const float *sum = sums + r / 16 * 512 + r % 16 * 16;
+            __m512 one = (__m512)(load(sum) * low), two = (__m512)(load(sum + 256) * high);
+            _mm512_mask_storeu_epi16(to, mask, (__m512i)_mm512_cvtne2ps_pbh(two, one));
+        }
+    }
+}
+
+/* Multiply `rows` rows of activations from row `first` on by `span` rows of weights from row `from`
+   on, in one part: its tiles x [rows / 16][steps][16][32] and its panel. The sums [rows / 32][span
+   / 32][2][2][16][16] go from part to part; those of the last are written to out. Meanwhile, what
+   is multiplied next is prefetched; next_panel may be NULL. */
+static void multiply(
+    const Product *p, int64_t first, int64_t rows, int64_t from, int64_t part, const bf16 *x,
+    const uint32_t *panel, const bf16 *next_x, const uint32_t *next_panel, float *sums
+) {
+    int64_t tiles = over(rows, 16), outs = outs_of(p, from), steps = steps_of(p, part);
+    const char *row_ahead = (const char *)next_x, *panel_ahead = (const char *)next_panel;
+    /* Each step prefetches so many lines; together, the steps prefetch all. */
+    const int row_lines = (int)over(64, outs), panel_lines = next_panel ? (int)over(64, tiles) : 0;
+    for (int64_t r = 0; r < tiles; r += 2) {
+        const bf16 *a = x + size_of(p, r);
+        const bf16 *below = r + 1 < tiles ? a + size_of(p, 1) : a; /* else computed twice */
+        float *all = sums + r * p->span * 16, *sum = all;
+        for (int64_t o = 0; o < outs; o += 2, sum += 1024) {
+            const uint32_t *b = panel + o * p->steps * 256;
+            if (part == 0) {
                 _tile_zero(0);
                 _tile_zero(1);
                 _tile_zero(2);
@@ -152,12 +203,14 @@ static void multiply(
             } else {
                 LOAD_TILE(0, sum, ROW);
                 LOAD_TILE(1, sum + 256, ROW);
-                LOAD_TILE(2, under, ROW);
-                LOAD_TILE(3, under + 256, ROW);
+                LOAD_TILE(2, sum + 512, ROW);
+                LOAD_TILE(3, sum + 768, ROW);
             }
             for (int64_t step = 0; step < steps; step++) {
-                for (int i = 0; i < lines; i++, ahead += 64)
-                    __builtin_prefetch(ahead, 0, 2);
+                for (int i = 0; i < row_lines; i++, row_ahead += 64)
+                    __builtin_prefetch(row_ahead, 0, 2);
+                for (int i = 0; i < panel_lines; i++, panel_ahead += 64)
+                    __builtin_prefetch(panel_ahead, 0, 2);
                 LOAD_TILE(4, a + step * NUMBERS, ROW);
                 LOAD_TILE(6, b + step * 512, ROW);
                 LOAD_TILE(5, below + step * NUMBERS, ROW);
@@ -167,112 +220,100 @@ static void multiply(
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
-            _tile_stored(2, under, ROW);
-            _tile_stored(3, under + 256, ROW);
             _tile_stored(0, sum, ROW);
             _tile_stored(1, sum + 256, ROW);
+            _tile_stored(2, sum + 512, ROW);
+            _tile_stored(3, sum + 768, ROW);
         }
+        if (part + 1 == p->parts)
+            write_out(p, first + r * 16, least(rows - r * 16, 32), from, outs, all);
+    }
 }
 
-/* Write the outputs of `rows` rows of activations from row `first` on, for the panel's rows of
-   weights from row `from` on: the sums, times the scales of int8 weights. */
-static void write_out(
-    const Product *p, int64_t first, int64_t rows, int64_t from, const float *sums
+/* Multiply `rows` rows of activations from row `first` on by `span` rows of weights from row `from`
+   on. x: their tiles in the first part; those of the next part come `apart` numbers later. panels:
+   one for each part; NULL: this makes one after the other in `own`. */
+static void multiply_all(
+    const Product *p, int64_t first, int64_t rows, int64_t from, const bf16 *x, int64_t apart,
+    const uint32_t *panels, uint32_t *own, float *sums
 ) {
-    int64_t left = p->m.outs - from, outs = outs_of(p, from);
-    __mmask16 mask[SPAN / 16];
-    vec scale[SPAN / 16];
-    for (int64_t o = 0; o < outs; o++, left -= 16) {
-        mask[o] = left < 16 ? (__mmask16)((1u << left) - 1) : 0xffff;
-        scale[o] = fill(1.0f);
-        if (p->m.form == EIGHT) {
-            const bf16 *at = (const bf16 *)p->m.scales + from + o * 16;
-            __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask[o], at));
-            scale[o] = (vec)_mm512_slli_epi32(wide, 16);
-        }
-    }
-    for (int64_t r = 0; r < rows; r++) {
-        const float *sum = sums + r / 16 * (SPAN * 16) + r % 16 * 16;
-        bf16 *to = p->out + (first + r) * p->m.outs + from;
-        for (int64_t o = 0; o < outs; o++) {
-            vec made = load(sum + o * 256) * scale[o];
-            _mm256_mask_storeu_epi16(
-                to + o * 16, mask[o], (__m256i)_mm512_cvtneps_pbh((__m512)made)
-            );
-        }
+    for (int64_t part = 0; part < p->parts; part++) {
+        const uint32_t *panel = panels ? panels + part * panel_size(p) : own;
+        const uint32_t *next = panels ? panel + panel_size(p) : NULL;
+        if (!panels)
+            load_panel(p, from, part, own);
+        multiply(
+            p, first, rows, from, part, x + part * apart, panel, x + (part + 1) % p->parts * apart,
+            next, sums
+        );
     }
 }
 
-/* Compute the sums of SPAN rows of weights from row `from` on, over all parts, for `rows` rows of
-   activations. Their tiles begin at x; those of the next part come `part_next` numbers later. */
-static void sum_span(
-    const Product *p, int64_t from, int64_t rows, const bf16 *x, int64_t part_next, uint32_t *panel,
-    float *sums
-) {
-    int64_t outs = outs_of(p, from);
-    for (int64_t part = 0; part < parts_of(p); part++) {
-        const bf16 *here = x + part * part_next;
-        const bf16 *after = part + 1 < parts_of(p) ? here + part_next : x;
-        load_panel(p, from, part, panel);
-        for (int64_t r = 0; r < rows; r += CHUNK) {
-            int64_t tiles = tiles_of(rows - r < CHUNK ? rows - r : CHUNK);
-            const bf16 *chunk = here + r * STEPS * STEP;
-            multiply(
-                tiles, outs, steps_of(p, part), part == 0, chunk, panel, sums + r * SPAN,
-                r + CHUNK < rows ? chunk + CHUNK * STEPS * STEP : after
-            );
-        }
-    }
-}
-
-/* For how many of `rows` rows of activations one thread makes a panel: up to MOST, but fewer if
-   there would be less than three panels per thread. At least CHUNK. */
-static int64_t rows_together(const Product *p, int64_t rows) {
-    int64_t threads = 1, spans = (p->m.outs + SPAN - 1) / SPAN, together = MOST;
+INLINE int threads_at_most(void) {
 #ifdef _OPENMP
-    threads = omp_get_max_threads();
+    return omp_get_max_threads();
+#else
+    return 1;
 #endif
-    while (together > CHUNK && spans * ((rows + together - 1) / together) < 3 * threads)
-        together /= 2;
-    return together;
 }
 
 /* Compute the whole product. Returns 0, or 2 if memory runs out. */
 static int product(const Product *p) {
-    int64_t most = p->t < MOST ? p->t : MOST, spans = (p->m.outs + SPAN - 1) / SPAN;
-    int64_t together = rows_together(p, most);
-    bf16 *x = aligned_alloc(64, (size_t)(parts_of(p) * tiles_of(most) * STEPS * NUMBERS * 2));
-    int failed = !x;
+    int64_t most = least(p->t, MOST), groups = over(most, p->rows),
+            spans = over(p->m.outs, p->span);
+    int64_t size = p->parts * panel_size(p), block = spans; /* spans that are converted together */
+    const int shared = groups > 1;
+    if (shared) {
+        int64_t needed = over(3 * threads_at_most(), groups);
+        block = BLOCK_BYTES / (size * 4);
+        block = least(spans, block > needed ? block : needed);
+    }
+    bf16 *x = aligned_alloc(64, (size_t)(size_of(p, p->parts * over(most, 16)) * 2));
+    uint32_t *weights = shared ? aligned_alloc(64, (size_t)(block * size * 4)) : NULL;
+    int failed = !x || (shared && !weights);
 #pragma omp parallel if (p->t * p->m.n * p->m.outs > 65536)
     {
-        uint32_t *panel = aligned_alloc(64, SPAN * PART * 2);
-        float *sums = aligned_alloc(64, (size_t)(tiles_of(most) * 16 * SPAN * 4));
-        if (!panel || !sums)
+        uint32_t *own = shared ? NULL : aligned_alloc(64, (size_t)panel_size(p) * 4);
+        float *sums = aligned_alloc(64, (size_t)(over(p->rows, 32) * 32 * p->span * 4));
+        if ((!shared && !own) || !sums)
 #pragma omp atomic write
             failed = 1;
 #pragma omp barrier
         shape_tiles();
         for (int64_t begin = 0; begin < p->t && !failed; begin += MOST) {
-            int64_t here = p->t - begin < MOST ? p->t - begin : MOST, tiles = tiles_of(here);
-            int64_t groups = (here + together - 1) / together;
+            int64_t here = least(p->t - begin, MOST), tiles = over(here, 16);
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < tiles; i++)
-                load_rows(p, begin + i * 16, tiles, x + i * STEPS * NUMBERS);
-#pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < groups * spans; i++) {
-                int64_t first = i % groups * together, from = i / groups * SPAN;
-                int64_t rows = here - first < together ? here - first : together;
-                sum_span(
-                    p, from, rows, x + first * STEPS * STEP, tiles * STEPS * NUMBERS, panel, sums
-                );
-                write_out(p, begin + first, rows, from, sums);
+                load_rows(p, begin + i * 16, i, tiles, x);
+            for (int64_t low = 0; low < spans; low += block) {
+                int64_t some = least(spans - low, block), tasks = over(here, p->rows) * some;
+                if (shared) {
+#pragma omp for schedule(static)
+                    for (int64_t i = 0; i < some * p->parts; i++)
+                        load_panel(
+                            p, (low + i / p->parts) * p->span, i % p->parts,
+                            weights + i * panel_size(p)
+                        );
+                }
+                /* A thread takes neighbouring tasks: their activations stay in its cache, and what
+                   it prefetches is what it multiplies next. */
+#pragma omp for schedule(static)
+                for (int64_t i = 0; i < tasks; i++) {
+                    int64_t first = i / some * p->rows;
+                    multiply_all(
+                        p, begin + first, least(here - first, p->rows), (low + i % some) * p->span,
+                        x + size_of(p, first / 16), size_of(p, tiles),
+                        shared ? weights + i % some * size : NULL, own, sums
+                    );
+                }
             }
         }
         _tile_release();
-        free(panel);
+        free(own);
         free(sums);
     }
     free(x);
+    free(weights);
     return failed ? 2 : 0;
 }
 
@@ -283,7 +324,11 @@ static int product(const Product *p) {
    bias is not added. Returns 0; 1 if this was compiled without tiles; 2 if memory runs out. */
 int minikv_rows_product(int64_t t, int64_t pitch, const Matrix *m, const bf16 *x, bf16 *out) {
 #if TILES
-    const Product p = {.m = *m, .t = t, .pitch = pitch, .x = x, .out = out};
+    int64_t steps = over(m->n, STEP), parts = over(steps, LONGEST), span = SPAN;
+    int64_t rows = t <= ALONE ? over(t, 16) * 16 : ROWS;
+    while (span > 64 && over(least(t, MOST), rows) * over(m->outs, span) < 3 * threads_at_most())
+        span /= 2;
+    const Product p = {*m, t, pitch, x, out, parts, over(steps, parts), span, rows};
     return product(&p);
 #else
     (void)t, (void)pitch, (void)m, (void)x, (void)out;

@@ -65,7 +65,10 @@ def check(rows: int, outs: int, columns: int, form: str) -> None:
         (40, 130, 320),
         (5, 257, 1088),
         (257, 129, 256),
+        (390, 300, 288),
         (1030, 40, 544),
+        (2070, 33, 64),  # converted twice
+        (400, 1300, 4096),  # converted in blocks
     ],
 )
 def test_odd_sizes(rows: int, outs: int, columns: int, form: str) -> None:
