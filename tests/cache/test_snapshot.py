@@ -223,6 +223,17 @@ def test_a_cache_that_claims_more_room_than_any_has_is_not_taken() -> None:
     put_back(run.kv, held)
 
 
+def test_a_full_cache_of_a_whole_context_is_taken() -> None:
+    net = network(layers=6)
+    run = engine(net, "full", "none", None)
+    shape = run.kv.shape
+    run.prompt(ids(shape.max_context - 8))
+    held = run.kv.snapshot()
+    assert held.region[-1] >= shape.layers * shape.kv_heads * held.position
+    put_back(run.kv, held)
+    assert run.kv.stats().seen == held.position
+
+
 def through_json(held: CacheSnapshot) -> CacheSnapshot:
     return CacheSnapshot.read(json.loads(json.dumps(held.record())), held.columns)
 

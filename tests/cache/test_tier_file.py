@@ -505,6 +505,19 @@ def test_a_file_knows_whether_it_is_at_a_place(rows: FileRows, path: Path, tmp_p
     assert rows.path == other
 
 
+def test_the_last_two_commits_are_on_two_pages(rows: FileRows, path: Path) -> None:
+    """A commit that is torn leaves the one before it."""
+    found = set()
+    before = path.read_bytes()[: 3 * PAGE]
+    for end in (20, 40, 60):
+        add(rows, end - 20, end)
+        after = path.read_bytes()[: 3 * PAGE]
+        changed = {n for n in (1, 2) if after[n * PAGE :][:PAGE] != before[n * PAGE :][:PAGE]}
+        assert len(changed) == 1
+        assert not changed & found
+        before, found = after, changed
+
+
 def test_nothing_new_is_nothing_to_write(rows: FileRows, path: Path) -> None:
     """A prompt of which the file has all rows, and one that it had before."""
     add(rows, 0, 20)

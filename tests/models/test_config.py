@@ -229,6 +229,8 @@ BAD: list[tuple[str, object, int, str]] = [
     ("gelu", LLAMA | {"hidden_act": "gelu"}, 3, "gelu"),
     ("rotary pairs", LLAMA | {"rope_interleaved": True}, 3, "rope_interleaved"),
     ("partial rotary", LLAMA | {"partial_rotary_factor": 0.5}, 3, "partial_rotary_factor"),
+    ("rotary twice", LLAMA | {"partial_rotary_factor": 2}, 3, "partial_rotary_factor"),
+    ("theta huge", LLAMA | {"rope_theta": 1.5e15}, 6, "rope_theta"),
     ("5 of 32 heads", LLAMA | {"num_attention_heads": 32, "num_key_value_heads": 5}, 6, "5 KV"),
     ("hidden not divisible", LLAMA | {"num_attention_heads": 6}, 6, "multiple"),
     ("head_dim 0", LLAMA | {"head_dim": 0}, 6, "head_dim"),

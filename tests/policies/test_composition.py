@@ -41,6 +41,13 @@ def test_a_plus_may_end_a_name() -> None:
         assert build(name).scorer.plus is plus  # type: ignore[attr-defined]
 
 
+def test_a_composed_method_has_the_step_policy_of_its_first_part() -> None:
+    """kvzip keeps a whole cache for any question: nothing leaves while an answer is written."""
+    assert policies.default_step("kvzip+ada") == policies.default_step("kvzip") == "none"
+    assert policies.default_step("h2o+ada") == "h2o"
+    assert policies.default_step("snapkv+ada") == policies.default_step("snapkv")
+
+
 def test_preset_names_are_rows_of_the_same_table() -> None:
     mass = random_mass()
     for preset, spelled in (("adakv", "snapkv+ada"), ("kvcrush", "kvcrush(snapkv)")):

@@ -146,6 +146,16 @@ def test_where_numbers_can_be_read_the_same_rows_leave() -> None:
     assert torch.equal(one, two)
 
 
+def test_where_several_rows_leave_the_steady_ones_are_sorted() -> None:
+    """Rows 0 and 2 have the lowest means, but row 2's attention varies most."""
+    roco = policies.step_policy("roco", {"sinks": 0, "recent": 1, "scope": 0.25, **PAPER})
+    assert roco is not None
+    seen = roco_view([0.1, 0.3, 0.2, 0.4, 0.0], [0.1, 0.2, 0.9, 0.3, 0.0], [1, 2, 3, 4, 99], cap=4)
+    for readable in (False, True):
+        _, allowed = roco.score(replace(seen, readable=readable), 2)
+        assert allowed.tolist() == [[True, True, False, True, False]]
+
+
 def test_queries_that_saw_every_row_count_for_every_row() -> None:
     """Where a prompt's queries are taken to stand behind all of its rows."""
     roco = policies.step_policy("roco", PAPER)
