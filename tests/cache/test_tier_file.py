@@ -516,6 +516,11 @@ def test_the_last_two_commits_are_on_two_pages(rows: FileRows, path: Path) -> No
         assert len(changed) == 1
         assert not changed & found
         before, found = after, changed
+    rows.reserve(50, 30)  # a shorter conversation is recorded, too
+    after = path.read_bytes()[: 3 * PAGE]
+    (last,) = found
+    assert after[last * PAGE :][:PAGE] == before[last * PAGE :][:PAGE]
+    assert after != before
 
 
 def test_nothing_new_is_nothing_to_write(rows: FileRows, path: Path) -> None:
