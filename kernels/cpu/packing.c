@@ -72,12 +72,15 @@ void minikv_pack_int4(
         const int64_t first = tile * 2 * half;
         for (int64_t at = 0; at < n; at += group) {
             for (int64_t i = 0; i < 2 * half; i++) {
-                if (first + i < rows)
+                const bf16 *row = w + (first + i) * n + at;
+                if (first + i < rows) {
+                    /* The row's next group, which is far from this one of the next row. */
+                    for (int64_t c = group; c < 2 * group; c += 32)
+                        __builtin_prefetch(row + c);
                     pack_group(
-                        w + (first + i) * n + at, group, codes[i],
-                        scales + (at / group * stride + first + i) * 2
+                        row, group, codes[i], scales + (at / group * stride + first + i) * 2
                     );
-                else
+                } else
                     memset(codes[i], 0, GROUP);
             }
             for (int64_t i = 0; i < half; i++)
