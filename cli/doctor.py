@@ -141,7 +141,7 @@ def cpu() -> list[Check]:
         f"{torch.get_num_threads()} threads; {', '.join(has) if has else 'instructions not known'}"
     )
     slow = bool(known) and not known & {"avx512_bf16", "amx_bf16", "bf16"}
-    # On AVX2, float32 reads a prompt 1.06 times as fast and writes at 0.45 of the speed.
+    # In float32 a step would read twice as many bytes of weights.
     note = (
         "no products of bfloat16: prompts are multiplied in float32; answers are still written "
         "faster in bfloat16, which takes half the memory"
