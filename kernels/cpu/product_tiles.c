@@ -1,13 +1,14 @@
 /* Products of many rows of activations with tiles of bfloat16 (AMX). A tile of activations has 16
    rows and 32 columns. A tile of weights has 16 pairs of columns for each of 16 rows of weights.
 
-   A panel is SPAN rows and one part of the columns of the weights, converted to bfloat16, in the
-   order in which it is multiplied. Some rows of activations are multiplied by one panel after the
-   other. The panel, the activations and the sums stay in the L2 cache; what is multiplied next is
-   prefetched into it meanwhile. 32 rows of activations stay in the L1 cache. If there are many rows
-   of activations, the threads first convert a block of weights together. int8 weights
-   are whole numbers, which bfloat16 represents exactly. Weights of four bits are rounded to
-   bfloat16, as `unpack_int4` of packing.c rounds them. Activations are not rounded. */
+   A panel is up to SPAN rows and one part of the columns of the weights, converted to bfloat16, in
+   the order in which it is multiplied. A task multiplies up to ROWS rows of activations by the
+   panels of all parts. The panel, the activations and the sums stay in the L2 cache; what is
+   multiplied next is prefetched into it meanwhile. 32 rows of activations stay in the L1 cache. If
+   there are many rows of activations, the threads first convert a block of weights together; else
+   each task converts its own. int8 weights are whole numbers, which bfloat16 represents exactly.
+   Weights of four bits are rounded to bfloat16, as `unpack_int4` of packing.c rounds them.
+   Activations are not rounded. */
 #include "row.h"
 #include "tiles.h"
 
@@ -19,22 +20,23 @@
 
 /* The arguments of a product: x [t, n], whose rows are `pitch` numbers apart, and the weights
    [m.outs, m.n]. A row has `parts` parts of `steps` tiles; the last may have fewer. A panel has
-   `span` rows of weights, a multiple of 32. `rows` rows of activations are multiplied together. */
+   `span` rows of weights, a multiple of 32. `rows` rows of activations are multiplied together, of
+   the `most` that are copied at a time. */
 typedef struct {
     Matrix m;
     int64_t t, pitch;
     const bf16 *x;
     bf16 *out; /* [t, outs] */
-    int64_t parts, steps, span, rows;
+    int64_t parts, steps, span, rows, most;
 } Product;
 
 #if TILES
 
 /* STEP: columns of a tile of activations. LONGEST: tiles along the columns of a part. SPAN: the
    most rows of a panel. ROWS: rows of activations that are multiplied together; up to ALONE, if
-   there are no more. MOST: rows of activations for which weights are converted once. BLOCK_BYTES:
-   of weights that the threads convert together. */
-enum { STEP = 32, LONGEST = 8, SPAN = 256, ROWS = 256, ALONE = 384, MOST = 2048 };
+   there are no more. MOST: rows of activations that are copied at a time; half as many, if they
+   have more than WIDE columns. BLOCK_BYTES: of weights that four threads convert together. */
+enum { STEP = 32, LONGEST = 8, SPAN = 256, ROWS = 256, ALONE = 384, MOST = 2048, WIDE = 8192 };
 enum { BLOCK_BYTES = 8 << 20 };
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -187,7 +189,7 @@ static void multiply(
 ) {
     int64_t tiles = over(rows, 16), outs = outs_of(p, from), steps = steps_of(p, part);
     const char *row_ahead = (const char *)next_x, *panel_ahead = (const char *)next_panel;
-    /* Each step prefetches so many lines; together, the steps prefetch all. */
+    /* Lines that each step prefetches: so many that the steps of a whole part prefetch all. */
     const int row_lines = (int)over(64, outs), panel_lines = next_panel ? (int)over(64, tiles) : 0;
     for (int64_t r = 0; r < tiles; r += 2) {
         const bf16 *a = x + size_of(p, r);
@@ -257,18 +259,22 @@ INLINE int threads_at_most(void) {
 #endif
 }
 
+/* How many spans of weights, each of `size` words, the threads convert together: 0, if each task
+   converts its own. */
+static int64_t spans_together(int64_t spans, int64_t groups, int64_t size) {
+    int64_t threads = threads_at_most(), bytes = over(threads, 4) * BLOCK_BYTES;
+    int64_t block = least(spans, bytes > size * 4 ? bytes / (size * 4) : 1);
+    block = over(spans, over(spans, block)); /* blocks of one size */
+    return groups > 1 && groups * block >= threads ? block : 0;
+}
+
 /* Compute the whole product. Returns 0, or 2 if memory runs out. */
 static int product(const Product *p) {
-    int64_t most = least(p->t, MOST), groups = over(most, p->rows),
-            spans = over(p->m.outs, p->span);
-    int64_t size = p->parts * panel_size(p), block = spans; /* spans that are converted together */
-    const int shared = groups > 1;
-    if (shared) {
-        int64_t needed = over(3 * threads_at_most(), groups);
-        block = BLOCK_BYTES / (size * 4);
-        block = least(spans, block > needed ? block : needed);
-    }
-    bf16 *x = aligned_alloc(64, (size_t)(size_of(p, p->parts * over(most, 16)) * 2));
+    int64_t groups = over(p->most, p->rows), spans = over(p->m.outs, p->span);
+    int64_t size = p->parts * panel_size(p), block = spans_together(spans, groups, size);
+    const int shared = block > 0;
+    block = shared ? block : spans;
+    bf16 *x = aligned_alloc(64, (size_t)(size_of(p, p->parts * over(p->most, 16)) * 2));
     uint32_t *weights = shared ? aligned_alloc(64, (size_t)(block * size * 4)) : NULL;
     int failed = !x || (shared && !weights);
 #pragma omp parallel if (p->t * p->m.n * p->m.outs > 65536)
@@ -280,8 +286,8 @@ static int product(const Product *p) {
             failed = 1;
 #pragma omp barrier
         shape_tiles();
-        for (int64_t begin = 0; begin < p->t && !failed; begin += MOST) {
-            int64_t here = least(p->t - begin, MOST), tiles = over(here, 16);
+        for (int64_t begin = 0; begin < p->t && !failed; begin += p->most) {
+            int64_t here = least(p->t - begin, p->most), tiles = over(here, 16);
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < tiles; i++)
                 load_rows(p, begin + i * 16, i, tiles, x);
@@ -295,8 +301,7 @@ static int product(const Product *p) {
                             weights + i * panel_size(p)
                         );
                 }
-                /* A thread takes neighbouring tasks: their activations stay in its cache, and what
-                   it prefetches is what it multiplies next. */
+                /* A thread takes neighbouring tasks, whose activations stay in its cache. */
 #pragma omp for schedule(static)
                 for (int64_t i = 0; i < tasks; i++) {
                     int64_t first = i / some * p->rows;
@@ -325,10 +330,12 @@ static int product(const Product *p) {
 int minikv_rows_product(int64_t t, int64_t pitch, const Matrix *m, const bf16 *x, bf16 *out) {
 #if TILES
     int64_t steps = over(m->n, STEP), parts = over(steps, LONGEST), span = SPAN;
-    int64_t rows = t <= ALONE ? over(t, 16) * 16 : ROWS;
-    while (span > 64 && over(least(t, MOST), rows) * over(m->outs, span) < 3 * threads_at_most())
+    /* Of one size, as far as tiles of 16 rows allow: the copies, and in them the groups of rows. */
+    int64_t most = over(over(t, over(t, m->n > WIDE ? MOST / 2 : MOST)), 16) * 16;
+    int64_t groups = most <= ALONE ? 1 : over(most, ROWS), rows = over(over(most, groups), 16) * 16;
+    while (span > 64 && groups * over(m->outs, span) < 3 * threads_at_most())
         span /= 2;
-    const Product p = {*m, t, pitch, x, out, parts, over(steps, parts), span, rows};
+    const Product p = {*m, t, pitch, x, out, parts, over(steps, parts), span, rows, most};
     return product(&p);
 #else
     (void)t, (void)pitch, (void)m, (void)x, (void)out;

@@ -229,7 +229,7 @@ def test_one_row_is_right_with_tiles_and_without(
 
 
 @torch.no_grad()
-def test_with_tiles_one_row_goes_through_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_tiles_onednn_stays_on_for_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     honest = torch.mv
 
