@@ -156,6 +156,7 @@ class PassCost:
 class _Reading(Prefill):
     """Reads the prompt itself: keeps every row, and the step policy's columns in `noted`."""
 
+    compared = False
     noted: list[dict[str, Tensor]]
 
     def finish(self, layer: int) -> None:
@@ -169,6 +170,7 @@ class _Pass(Prefill):
     """Feeds a further text after the prompt, and updates `peaks`, the scores of the prompt's
     rows."""
 
+    compared = False
     prompt_policy: PromptPolicy
     repeat: Repeat
     peaks: Sequence[Tensor]

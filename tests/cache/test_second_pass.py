@@ -692,7 +692,6 @@ ROW = 2 * 8 * 4 + 4 + 4  # a key, a value, a position and what it is worth
 SCORES = 2 * 3 * 12 * 4  # of 12 tokens in 2 layers, 3 heads each
 KEPT = 2 * 3 * 12 * 2 * 8 * 4  # their keys and values
 STAGED = 3 * (12 + 70) * 2 * 8 * 4  # of one layer, with the longer text
-EXACT = 2 * 6 * 8 * 4  # of each layer read: a query and an output
 
 
 def by_hand(step: str = "none", pool: int | None = None) -> SecondPassPrefill:
@@ -719,15 +718,16 @@ def fed(read: SecondPassPrefill, tokens: int) -> None:
 
 def test_the_peak_of_a_second_pass_is_noted_where_a_part_of_it_begins_or_ends() -> None:
     """The target, the scores, the rows and the staging buffer are there throughout; then positions,
-    of the prompt or of the prompt and a text, and of the first layer's last token what is exact."""
+    of the prompt or of the prompt and a text. Nothing else is kept of a layer."""
     read = by_hand()
     held = 60 * ROW + SCORES + KEPT + STAGED
     assert read.peak == held + 12 * 8
     fed(read, 12)
     assert read.peak == held + 12 * 8
+    assert read._reading.exact == []
     first, second = read.repeats
     read.begin_pass(first)
-    assert read.peak == held + 12 * 8 + EXACT
+    assert read.peak == held + 12 * 8
     fed(read, 60)
     read.end_pass()
     assert read.peak == held + (12 + 60) * 8
@@ -761,7 +761,7 @@ def test_the_notes_of_a_step_policy_count_from_when_they_are_taken() -> None:
     fed(read, 12)
     read.begin_pass(read.repeats[0])
     sums, carried = 3 * 12 * (2 + 1) * 4, 3 * 12 * state
-    assert read.peak == held + noted + 12 * 8 + tail + 2 * EXACT + sums + carried
+    assert read.peak == held + noted + 12 * 8 + tail + sums + carried
 
 
 def test_the_planned_peak_of_a_second_pass_is_a_sum_of_what_is_known() -> None:
