@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,6 +88,8 @@ class FileRows:
     def __init__(self, handle: int, path: Path, header: Header, *, pinned: bool = False) -> None:
         """See `create` and `open`."""
         self._handle, self.path, self.header = handle, path, header
+        self._closing = weakref.finalize(self, os.close, handle)  # also if nobody calls `close`
+        self._closing.atexit = False
         self._pinned, self.damage, self.kept = pinned, "", True
         self._named = True
         self._segments: list[Segment] = []
@@ -138,14 +141,16 @@ class FileRows:
         handle = opened(path, FLAGS)
         try:
             lock(handle, path)
-            made = cls(handle, path, read_header(handle, path), pinned=pinned)
-            made._take(committed(handle, made.header))
+            header = read_header(handle, path)
+            found = committed(handle, header)
         except OSError as error:
             os.close(handle)
             raise TierError(said(path, error)) from None
         except BaseException:
             os.close(handle)
             raise
+        made = cls(handle, path, header, pinned=pinned)
+        made._take(found)
         return made
 
     def close(self) -> None:
@@ -161,7 +166,7 @@ class FileRows:
         with contextlib.suppress(OSError):
             os.ftruncate(handle, self._end)
         with contextlib.suppress(OSError):
-            os.close(handle)
+            self._closing()
 
     def unlink(self) -> None:
         """Remove the file's name. The file is deleted when it is closed, however the process

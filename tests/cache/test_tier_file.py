@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import random
@@ -418,6 +419,31 @@ def test_a_file_without_a_name_is_gone_when_it_is_closed(rows: FileRows, path: P
     add(rows, 0, 20)
     assert list(path.parent.iterdir()) == []
     expect(rows, (0, 20, 0))
+
+
+def test_a_file_that_was_forgotten_is_closed(path: Path) -> None:
+    """A chat that nobody closed frees its file's descriptor, lock and disk space."""
+    made = FileRows.create(path, LAYERS, HEADS, COLUMNS)
+    add(made, 0, 9)
+    handle = made._handle
+    del made
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handle)
+    found = FileRows.open(path)  # it is not locked
+    expect(found, (0, 9, 0))
+    found.close()
+
+
+def test_a_closed_descriptor_is_not_closed_again(path: Path) -> None:
+    """Its number may be another file's by then."""
+    made = FileRows.create(path, LAYERS, HEADS, COLUMNS)
+    made.close()
+    other = os.open(path, os.O_RDONLY)
+    del made
+    gc.collect()
+    os.fstat(other)
+    os.close(other)
 
 
 def test_large_parts_take_several_calls(rows: FileRows, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -497,6 +497,7 @@ class Machine:
             with pytest.raises(type(error)) as raised:
                 apply(twin, op)
             assert str(raised.value) == str(error)
+            twin.recall.leave()
             self._twin = None  # an error in the middle of it is what is tested
         self.check("refused")
 
